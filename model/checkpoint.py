@@ -1,0 +1,234 @@
+"""A checkpoint -> network, tokenizer and generation settings: a local directory in Hugging Face layout, or a hub id.
+
+Strict in both directions: a missing, surplus or misshapen tensor is an error that names it. Only safetensors are read.
+"""
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from model.families import Family, translate
+from model.families.family import Source
+from model.tokenizer import Tokenizer
+from model.transformer import Transformer
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_FILES = ("*.json", "*.safetensors")
+
+
+class CheckpointError(ValueError):
+    """The checkpoint cannot be served; the message names the file and what to do."""
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """What `generation_config.json` says: where to stop, and how to sample when a request leaves it open."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded checkpoint. `tokenizer` is None where the directory has no `tokenizer.json`: ids in, ids out."""
+
+    name: str
+    model: Transformer
+    tokenizer: Tokenizer | None
+    generation: GenerationDefaults
+
+
+def load_checkpoint(source: str, *, dtype: str = "auto", device: str = "cpu", name: str | None = None) -> Checkpoint:
+    """Load from a directory, or from the hub where `source` is no directory. `dtype="auto"`: as the weights are stored.
+
+    Raises `CheckpointError`, or `ValueError` for a config that is not implemented.
+    """
+    directory = find_directory(source)
+    config = read_json(directory / "config.json")
+    family, model_config = translate(config)
+    tensors = TensorFiles(directory, family)
+    torch_dtype = tensors.dtype() if dtype == "auto" else DTYPES[dtype]
+    with torch.device("meta"):
+        model = Transformer(model_config)
+    model = model.to(torch_dtype).to_empty(device=device)
+    if model_config.tied_head:
+        model.head.weight = model.embed.weight  # to_empty gives each its own memory
+    tensors.fill(model)
+    model.requires_grad_(False).eval()
+    tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").exists() else None
+    if tokenizer is not None and tokenizer.vocab_size > model_config.vocab_size:
+        raise CheckpointError(
+            f"tokenizer.json has {tokenizer.vocab_size} entries, config.json says vocab_size {model_config.vocab_size}"
+        )
+    defaults = read_generation_defaults(directory, config)
+    return Checkpoint(name or directory.resolve().name, model, tokenizer, defaults)
+
+
+def find_directory(source: str) -> Path:
+    """The checkpoint's directory; a hub id is fetched into the local cache (config, tokenizer and safetensors only)."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or source.startswith(("/", ".", "~")) or source.count("/") != 1:
+        raise CheckpointError(
+            f"{source}: no such directory; give a directory with config.json, or a hub id like org/name"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=list(_FILES)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(f"{source}: not a directory, and the hub could not give it: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return content
+
+
+def read_generation_defaults(directory: Path, config: Mapping[str, Any]) -> GenerationDefaults:
+    """`generation_config.json` over `config.json`. `do_sample: false` means greedy."""
+    path = directory / "generation_config.json"
+    generation = read_json(path) if path.exists() else {}
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    eos_token_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    sampling_keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    sampling = {key: generation[key] for key in sampling_keys if generation.get(key) is not None}
+    if generation.get("do_sample") is False:
+        sampling = {"temperature": 0.0} | {k: v for k, v in sampling.items() if k == "repetition_penalty"}
+    return GenerationDefaults(eos_token_ids, sampling)
+
+
+class TensorFiles:
+    """The tensors of a checkpoint by name, over one or several memory-mapped safetensors files.
+
+    A file is mapped for one tensor at a time, so loading holds the weights once, and one tensor more.
+    """
+
+    def __init__(self, directory: Path, family: Family) -> None:
+        self._family = family
+        self._files: dict[str, Path] = {}
+        for path in _weight_files(directory):
+            try:
+                with safe_open(path, framework="pt") as tensors:
+                    names = list(tensors.keys())
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from error
+            for name in names:
+                if name in self._files:
+                    raise CheckpointError(f"{name}: in {self._files[name].name} and in {path.name}")
+                self._files[name] = path
+        _check_index(directory, self._files)
+        prefix = family.optional_prefix
+        self._prefix_left_out = bool(prefix) and not any(name.startswith(prefix) for name in self._files)
+
+    def dtype(self) -> torch.dtype:
+        """The dtype of the token embedding, which stands for the checkpoint's."""
+        dtype = self._read(self._family.source("embed.weight").names[0]).dtype
+        if dtype not in DTYPES.values():
+            raise CheckpointError(f"weights of dtype {dtype} are not implemented; known: {', '.join(DTYPES)}")
+        return dtype
+
+    @torch.no_grad()
+    def fill(self, model: Transformer) -> None:
+        """Copy every tensor into its parameter, casting to the parameter's dtype."""
+        parameters = dict(model.named_parameters())  # a tied head is listed once, as the embedding
+        sources = {name: self._family.source(name) for name in parameters}
+        wanted = {name for source in sources.values() for name in source.names}
+        missing = sorted(name for name in wanted if self._stored(name) not in self._files)
+        if missing:
+            raise CheckpointError(f"the checkpoint lacks {_some(missing)}")
+        surplus = sorted(name for name in self._files if not self._is_expected(name, wanted, model))
+        if surplus:
+            raise CheckpointError(f"the checkpoint has tensors that its config has no place for: {_some(surplus)}")
+        for name, parameter in parameters.items():
+            self._copy(sources[name], parameter)
+
+    def _is_expected(self, stored: str, wanted: set[str], model: Transformer) -> bool:
+        name = self._family.optional_prefix + stored if self._prefix_left_out else stored
+        if name in wanted or any(fnmatchcase(name, pattern) for pattern in self._family.surplus):
+            return True
+        if model.config.tied_head and name == self._family.source("head.weight").names[0]:
+            embedding = self._read(self._family.source("embed.weight").names[0])
+            if not torch.equal(self._read(name), embedding):
+                raise CheckpointError(f"{name} differs from the embedding, but the config says tie_word_embeddings")
+            return True
+        return False
+
+    def _copy(self, source: Source, parameter: Tensor) -> None:
+        start = 0
+        for name in source.names:
+            tensor = self._read(name)
+            if source.transposed:
+                tensor = tensor.T
+            part = parameter[start : start + tensor.shape[0]] if len(source.names) > 1 else parameter
+            if part.shape != tensor.shape:
+                raise CheckpointError(f"{name} is {_shape(tensor, source)}, the config asks for {_shape(part, source)}")
+            part.copy_(tensor)
+            start += tensor.shape[0]
+        if start != parameter.shape[0]:
+            raise CheckpointError(
+                f"{', '.join(source.names)}: {start} rows in all, the config asks for {len(parameter)}"
+            )
+
+    def _stored(self, name: str) -> str:
+        return name.removeprefix(self._family.optional_prefix) if self._prefix_left_out else name
+
+    def _read(self, name: str) -> Tensor:
+        stored = self._stored(name)
+        if stored not in self._files:
+            raise CheckpointError(f"the checkpoint lacks {stored}")
+        with safe_open(self._files[stored], framework="pt") as tensors:
+            tensor: Tensor = tensors.get_tensor(stored)
+        return tensor
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    paths = sorted(directory.glob("*.safetensors"))
+    if paths:
+        return paths
+    pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
+    hint = ""
+    if pickles:
+        hint = (
+            f"; {pickles[0]} is a pickle, which can run code when it is opened and is refused. "
+            "Convert it where you trust it: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+        )
+    raise CheckpointError(f"{directory}: no *.safetensors{hint}")
+
+
+def _check_index(directory: Path, files: Mapping[str, Path]) -> None:
+    path = directory / "model.safetensors.index.json"
+    if not path.exists():
+        return
+    for name, file in read_json(path).get("weight_map", {}).items():
+        if name not in files:
+            raise CheckpointError(f"{path.name} places {name} in {file}, which does not hold it")
+
+
+def _shape(tensor: Tensor, source: Source) -> tuple[int, ...]:
+    return tuple(tensor.T.shape if source.transposed else tensor.shape)
+
+
+def _some(names: Iterable[str], limit: int = 5) -> str:
+    names = list(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

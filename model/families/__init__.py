@@ -1,0 +1,27 @@
+"""The families of checkpoints that can be served: `model_type` in `config.json` -> `Family`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from model.config import ModelConfig
+from model.families import gpt2, llama, mistral, qwen2, qwen3
+from model.families.family import Family
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (gpt2.FAMILY, llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)
+}
+
+__all__ = ["FAMILIES", "Family", "translate"]
+
+
+def translate(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
+    """The content of a `config.json` -> its family and the network's shape.
+
+    Raises `ValueError` naming the architecture or key that is not implemented.
+    """
+    family = FAMILIES.get(config.get("model_type", ""))
+    if family is None:
+        raise ValueError(
+            f"config.json: model_type {config.get('model_type')!r} is not implemented; known: {', '.join(FAMILIES)}"
+        )
+    return family, family.translate(config)

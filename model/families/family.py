@@ -1,0 +1,188 @@
+"""What a family file states: how its `config.json` translates, and which of its tensors fill which of ours."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from model.config import ModelConfig, RopeScaling
+
+
+class ConfigReader:
+    """Reads a `config.json` and remembers which keys were read; one left unread at the end is one nobody understood.
+
+    Every method raises `ValueError` naming the key.
+    """
+
+    # Keys that do not change what an inference pass computes, in every family.
+    HARMLESS = frozenset(
+        "_name_or_path architectures model_type transformers_version torch_dtype dtype use_cache bos_token_id "
+        "eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id decoder_start_token_id initializer_range "
+        "attention_dropout hidden_dropout embd_pdrop resid_pdrop attn_pdrop output_attentions output_hidden_states "
+        "return_dict task_specific_params id2label label2id problem_type gradient_checkpointing "
+        "_attn_implementation_autoset tokenizer_class pretraining_tp name_or_path unsloth_fixed unsloth_version "
+        "chunk_size_feed_forward".split()
+    )
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self._unread = {key for key, value in config.items() if value is not None} - self.HARMLESS
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there at all, be it null."""
+        return key in self._config
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """The key's value; `default` where it is missing or null."""
+        self._unread.discard(key)
+        value = self._config.get(key)
+        return default if value is None else value
+
+    def need(self, key: str) -> Any:
+        value = self.take(key)
+        if value is None:
+            raise ValueError(f"config.json: {key} is missing")
+        return value
+
+    def expect(self, key: str, value: Any) -> None:
+        """The key may be missing, null or this value; anything else changes the computation and is not implemented."""
+        found = self.take(key, value)
+        if found != value:
+            raise ValueError(f"config.json: {key} = {found!r} is not implemented (only {value!r})")
+
+    def ignore(self, *keys: str) -> None:
+        """Keys of this family that do not change what an inference pass computes."""
+        self._unread.difference_update(keys)
+
+    def choice(self, key: str, names: Mapping[str, Any], default: str) -> Any:
+        """The key's value, translated."""
+        found = self.take(key, default)
+        if found not in names:
+            raise ValueError(f"config.json: {key} = {found!r} is not implemented; known: {', '.join(names)}")
+        return names[found]
+
+    def finish(self) -> None:
+        if self._unread:
+            raise ValueError(
+                f"config.json: {', '.join(sorted(self._unread))}: not known for this family; if it changes the "
+                "computation it is not implemented"
+            )
+
+
+def rope_of(reader: ConfigReader, max_position_embeddings: int) -> tuple[float, RopeScaling | None, int]:
+    """(rope_theta, rope_scaling, longest position) from either spelling: `rope_theta` and `rope_scaling`, or the
+    `rope_parameters` that holds both since transformers 5.
+
+    The longest position is `max_position_embeddings`, but for `dynamic` and `yarn` the stretched length, where larger:
+    their checkpoints state the length trained on.
+    """
+    theta = reader.take("rope_theta", 10000.0)
+    parameters = reader.take("rope_parameters") or reader.take("rope_scaling") or {}
+    reader.ignore("rope_scaling")  # said again beside rope_parameters
+    reader.expect("partial_rotary_factor", 1.0)
+    if not isinstance(parameters, dict):
+        raise ValueError(f"config.json: rope_scaling = {parameters!r} is not an object")
+    scaling = ConfigReader(parameters)
+    kind = scaling.take("rope_type") or scaling.take("type", "default")
+    scaling.ignore("type")
+    theta = float(scaling.take("rope_theta", theta))
+    scaling.expect("partial_rotary_factor", 1.0)
+    if kind == "default":
+        scaling.ignore("factor")
+        scaling.finish()
+        return theta, None, max_position_embeddings
+
+    original = reader.take("original_max_position_embeddings") or scaling.take("original_max_position_embeddings")
+    scaling.ignore("original_max_position_embeddings")
+    original = original or max_position_embeddings
+    factor = scaling.take("factor")
+    if kind == "yarn" and factor is None:
+        factor = max_position_embeddings / original
+    if factor is None:
+        raise ValueError("config.json: rope_scaling.factor is missing")
+    options: dict[str, Any] = {}
+    if kind == "llama3":
+        options = {key: scaling.need(key) for key in ("low_freq_factor", "high_freq_factor")}
+    elif kind == "yarn":
+        options = {
+            "beta_fast": scaling.take("beta_fast", 32.0),
+            "beta_slow": scaling.take("beta_slow", 1.0),
+            "truncate": scaling.take("truncate", True),
+            "attention_factor": _yarn_attention_factor(scaling, factor),
+        }
+    elif kind not in ("linear", "dynamic"):
+        raise ValueError(
+            f"config.json: rope_scaling type {kind!r} is not implemented; known: linear, dynamic, llama3, yarn"
+        )
+    if kind == "dynamic":  # counts from max_position_embeddings whatever else is stated, as transformers does
+        original = max_position_embeddings
+    scaling.finish()
+    stretched = int(original * factor) if kind in ("dynamic", "yarn") else 0
+    return (
+        theta,
+        RopeScaling(kind=kind, factor=factor, original_max_positions=original, **options),
+        max(max_position_embeddings, stretched),
+    )
+
+
+def _yarn_attention_factor(scaling: ConfigReader, factor: float) -> float:
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    stated = scaling.take("attention_factor")
+    numerator, denominator = scaling.take("mscale"), scaling.take("mscale_all_dim")
+    if stated is not None:
+        return float(stated)
+    return mscale(numerator) / mscale(denominator) if numerator and denominator else mscale(1.0)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one of our tensors comes from: these tensors of the checkpoint, their rows stacked in this order."""
+
+    names: tuple[str, ...]
+    transposed: bool = False  # stored as (in, out)
+
+
+def rows(*names: str) -> Source:
+    return Source(names)
+
+
+def transposed(name: str) -> Source:
+    return Source((name,), transposed=True)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of checkpoints.
+
+    `tensors` maps each of our parameters to its source, `{i}` being the layer; one that a config leaves out (a bias,
+    the head of a tied model) is not looked for. `surplus` are globs of tensors that hold no weights.
+    """
+
+    model_type: str
+    architecture: str
+    read: Callable[[ConfigReader], ModelConfig]
+    tensors: Mapping[str, Source]
+    optional_prefix: str = ""  # some checkpoints write every name without it
+    surplus: tuple[str, ...] = ()
+
+    def translate(self, config: Mapping[str, Any]) -> ModelConfig:
+        architectures = config.get("architectures") or [self.architecture]
+        if architectures != [self.architecture]:
+            raise ValueError(
+                f"config.json: architectures {architectures} is not implemented for model_type "
+                f"{self.model_type!r} (only {self.architecture})"
+            )
+        reader = ConfigReader(config)
+        model_config = self.read(reader)
+        reader.finish()
+        return model_config
+
+    def source(self, parameter: str) -> Source:
+        """The source of one of our parameters, by its full name."""
+        parts = parameter.split(".")
+        layer = parts[1] if parts[0] == "blocks" else ""
+        template = ".".join(["blocks", "{i}", *parts[2:]]) if layer else parameter
+        source = self.tensors[template]
+        return Source(tuple(name.replace("{i}", layer) for name in source.names), source.transposed)

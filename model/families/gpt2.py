@@ -1,0 +1,68 @@
+"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, plain GELU, biases, tied head; matrices stored (in, out)."""
+
+from model.config import ModelConfig
+from model.families.family import ConfigReader, Family, rows, transposed
+
+ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+
+def read(config: ConfigReader) -> ModelConfig:
+    config.expect("scale_attn_weights", True)
+    config.expect("scale_attn_by_inverse_layer_idx", False)
+    config.expect("reorder_and_upcast_attn", False)
+    config.expect("add_cross_attention", False)
+    config.ignore("n_ctx", "summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout")
+    config.ignore("summary_proj_to_labels", "is_encoder_decoder")
+    d_model = config.need("n_embd")
+    return ModelConfig(
+        vocab_size=config.need("vocab_size"),
+        d_model=d_model,
+        num_layers=config.need("n_layer"),
+        num_heads=config.need("n_head"),
+        d_mlp=config.take("n_inner", 4 * d_model),
+        max_positions=config.need("n_positions"),
+        norm="layer",
+        norm_eps=config.take("layer_norm_epsilon", 1e-5),
+        positions="learned",
+        activation=config.choice("activation_function", ACTIVATIONS, "gelu_new"),
+        gated=False,
+        qkv_bias=True,
+        attention_out_bias=True,
+        mlp_bias=True,
+        tied_head=config.take("tie_word_embeddings", True),
+    )
+
+
+FAMILY = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    read=read,
+    optional_prefix="transformer.",
+    surplus=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),  # causal masks of old versions
+    tensors={
+        "embed.weight": rows("transformer.wte.weight"),
+        "pos_embed.weight": rows("transformer.wpe.weight"),
+        "blocks.{i}.ln1.weight": rows("transformer.h.{i}.ln_1.weight"),
+        "blocks.{i}.ln1.bias": rows("transformer.h.{i}.ln_1.bias"),
+        "blocks.{i}.attn.qkv.weight": transposed("transformer.h.{i}.attn.c_attn.weight"),
+        "blocks.{i}.attn.qkv.bias": rows("transformer.h.{i}.attn.c_attn.bias"),
+        "blocks.{i}.attn.out.weight": transposed("transformer.h.{i}.attn.c_proj.weight"),
+        "blocks.{i}.attn.out.bias": rows("transformer.h.{i}.attn.c_proj.bias"),
+        "blocks.{i}.ln2.weight": rows("transformer.h.{i}.ln_2.weight"),
+        "blocks.{i}.ln2.bias": rows("transformer.h.{i}.ln_2.bias"),
+        "blocks.{i}.mlp.up.weight": transposed("transformer.h.{i}.mlp.c_fc.weight"),
+        "blocks.{i}.mlp.up.bias": rows("transformer.h.{i}.mlp.c_fc.bias"),
+        "blocks.{i}.mlp.down.weight": transposed("transformer.h.{i}.mlp.c_proj.weight"),
+        "blocks.{i}.mlp.down.bias": rows("transformer.h.{i}.mlp.c_proj.bias"),
+        "ln_final.weight": rows("transformer.ln_f.weight"),
+        "ln_final.bias": rows("transformer.ln_f.bias"),
+        "head.weight": rows("lm_head.weight"),
+    },
+)

@@ -1,0 +1,18 @@
+"""Mistral (Jiang et al. 2023): Llama with a sliding attention window in every layer."""
+
+from model.config import ModelConfig
+from model.families import llama
+from model.families.family import ConfigReader, Family
+
+
+def read(config: ConfigReader) -> ModelConfig:
+    return llama.read_common(config, window=config.take("sliding_window") if config.has("sliding_window") else 4096)
+
+
+FAMILY = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    read=read,
+    tensors=llama.TENSORS,
+    surplus=llama.SURPLUS,
+)

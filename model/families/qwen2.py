@@ -1,0 +1,41 @@
+"""Qwen2 and Qwen2.5 (Yang et al. 2024): Llama with biases on q, k and v, and a window in some layers."""
+
+from typing import Any
+
+from model.config import ModelConfig
+from model.families import llama
+from model.families.family import ConfigReader, Family
+
+
+def read_windows(config: ConfigReader) -> dict[str, Any]:
+    """`window` and `windowed_layers` from `layer_types`, or from the older `max_window_layers`."""
+    num_layers = config.need("num_hidden_layers")
+    window = config.take("sliding_window") if config.take("use_sliding_window", False) else None
+    config.ignore("sliding_window")
+    first_windowed = config.take("max_window_layers", 28)
+    kinds = config.take("layer_types") or [
+        "sliding_attention" if window is not None and layer >= first_windowed else "full_attention"
+        for layer in range(num_layers)
+    ]
+    unknown = set(kinds) - {"sliding_attention", "full_attention"}
+    if unknown:
+        raise ValueError(f"config.json: layer_types {sorted(unknown)} is not implemented")
+    windowed = tuple(kind == "sliding_attention" for kind in kinds)
+    if any(windowed) and window is None:
+        raise ValueError("config.json: layer_types asks for sliding_attention, but there is no sliding_window")
+    if not any(windowed):
+        return {}
+    return {"window": window, "windowed_layers": windowed}
+
+
+def read(config: ConfigReader) -> ModelConfig:
+    return llama.read_common(config, **read_windows(config), qkv_bias=True)
+
+
+FAMILY = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    read=read,
+    tensors=llama.TENSORS,
+    surplus=llama.SURPLUS,
+)

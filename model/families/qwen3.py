@@ -1,0 +1,30 @@
+"""Qwen3 (Yang et al. 2025): Llama with an RMSNorm on each head of q and k, and a window in some layers."""
+
+from model.config import ModelConfig
+from model.families import llama, qwen2
+from model.families.family import ConfigReader, Family, rows
+
+
+def read(config: ConfigReader) -> ModelConfig:
+    attention_bias = config.take("attention_bias", False)
+    return llama.read_common(
+        config,
+        **qwen2.read_windows(config),
+        qkv_bias=attention_bias,
+        attention_out_bias=attention_bias,
+        qk_norm=True,
+        default_d_head=128,
+    )
+
+
+FAMILY = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    read=read,
+    tensors=llama.TENSORS
+    | {
+        "blocks.{i}.attn.q_norm.weight": rows("model.layers.{i}.self_attn.q_norm.weight"),
+        "blocks.{i}.attn.k_norm.weight": rows("model.layers.{i}.self_attn.k_norm.weight"),
+    },
+    surplus=llama.SURPLUS,
+)
