@@ -258,7 +258,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """`down(act(up x))`, or gated (Shazeer 2020): `down(act(gate x) * up x)`. The rows of `up` are gate's, then up's."""
+    """`down(act(up x))`, or gated (Shazeer 2020): `down(act(gate x) * linear x)`; then `up` holds the rows of both."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

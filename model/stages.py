@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import Tensor
 
@@ -102,7 +103,7 @@ def sizes_of(config: ModelConfig, num_positions: int) -> dict[str, int]:
 
 
 def select(stages: Iterable[Stage], patterns: Sequence[str]) -> list[Stage]:
-    """The stages whose name matches any glob, in firing order; `hook_` in a glob is dropped, as TransformerLens writes it.
+    """The stages whose name matches any glob, in firing order; TransformerLens's `hook_` in a glob is dropped.
 
     Raises `ValueError` naming the first pattern that matches nothing, with the nearest names.
     """
@@ -150,13 +151,14 @@ class Probe:
 class Recorder:
     """A tap that keeps the chosen stages and changes nothing.
 
-    `keep` turns a stage's value into what is stored (a slice, a summary), so nothing more is held than was asked for.
+    `keep` turns a stage's value into what is stored (a slice, a summary; by default the tensor), so nothing more is
+    held than was asked for.
     """
 
-    def __init__(self, stages: Iterable[Stage], keep: Callable[[Stage, Tensor], object] = lambda stage, tensor: tensor):
+    def __init__(self, stages: Iterable[Stage], keep: Callable[[Stage, Tensor], Any] = lambda stage, tensor: tensor):
         self._stages = {stage.name: stage for stage in stages}
         self._keep = keep
-        self.kept: dict[str, object] = {}
+        self.kept: dict[str, Any] = {}
 
     def wants(self, name: str) -> bool:
         return name in self._stages

@@ -72,9 +72,9 @@ def _byte_tokens(backend: tokenizers.Tokenizer) -> list[int]:
 class Detokenizer:
     """Tokens one at a time -> text as it becomes certain.
 
-    The pieces, with `flush` at the end, join to exactly `decode(prompt + tokens)` behind `decode(prompt)`. A piece never
-    holds half a UTF-8 character: text waits while it ends in U+FFFD, and a run of byte-fallback tokens waits until it
-    ends, since such a run decodes as a whole. Special tokens give no text.
+    The pieces, with `flush` at the end, join to exactly `decode(prompt + tokens)` behind what the prompt completed. A
+    piece never holds half a UTF-8 character: text waits while it ends in U+FFFD, and a run of byte-fallback tokens
+    waits until it ends, since such a run decodes as a whole. Special tokens give no text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:

@@ -16,12 +16,39 @@ class ConfigReader:
 
     # Keys that do not change what an inference pass computes, in every family.
     HARMLESS = frozenset(
-        "_name_or_path architectures model_type transformers_version torch_dtype dtype use_cache bos_token_id "
-        "eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id decoder_start_token_id initializer_range "
-        "attention_dropout hidden_dropout embd_pdrop resid_pdrop attn_pdrop output_attentions output_hidden_states "
-        "return_dict task_specific_params id2label label2id problem_type gradient_checkpointing "
-        "_attn_implementation_autoset tokenizer_class pretraining_tp name_or_path unsloth_fixed unsloth_version "
-        "chunk_size_feed_forward".split()
+        {
+            "_name_or_path",
+            "architectures",
+            "attention_dropout",
+            "attn_pdrop",
+            "bos_token_id",
+            "chunk_size_feed_forward",
+            "cls_token_id",
+            "decoder_start_token_id",
+            "dtype",
+            "embd_pdrop",
+            "eos_token_id",
+            "gradient_checkpointing",
+            "id2label",
+            "initializer_range",
+            "is_encoder_decoder",
+            "label2id",
+            "model_type",
+            "output_attentions",
+            "output_hidden_states",
+            "pad_token_id",
+            "pretraining_tp",
+            "problem_type",
+            "resid_pdrop",
+            "return_dict",
+            "sep_token_id",
+            "task_specific_params",
+            "tokenizer_class",
+            "torch_dtype",
+            "transformers_version",
+            "unk_token_id",
+            "use_cache",
+        }
     )
 
     def __init__(self, config: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, plain GELU, biases, tied head; matrices stored (in, out)."""
+"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, plain GELU, biases; matrices are stored (in, out)."""
 
 from model.config import ModelConfig
 from model.families.family import ConfigReader, Family, rows, transposed
@@ -19,7 +19,7 @@ def read(config: ConfigReader) -> ModelConfig:
     config.expect("reorder_and_upcast_attn", False)
     config.expect("add_cross_attention", False)
     config.ignore("n_ctx", "summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout")
-    config.ignore("summary_proj_to_labels", "is_encoder_decoder")
+    config.ignore("summary_proj_to_labels")
     d_model = config.need("n_embd")
     return ModelConfig(
         vocab_size=config.need("vocab_size"),

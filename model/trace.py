@@ -1,0 +1,137 @@
+"""One pass over one prompt, recorded: which stages, which of their rows and heads, as numbers or as a summary.
+
+What an answer will hold follows from the prompt's length alone (`Selection.shape`), before anything is computed.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from model.stages import Recorder, Stage, Tap
+from model.transformer import read_out
+
+Detail = Literal["none", "summary", "values"]
+
+
+class Network(Protocol):
+    """What can be traced: a `Transformer`, or one of the worked examples."""
+
+    def __call__(self, ids: Tensor, *, tap: Tap | None = None) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What to keep of a pass. `positions` selects rows (tokens, or queries of a pattern); `heads` selects query heads,
+    and of k and v the key-value heads that those read. None keeps all."""
+
+    stages: Sequence[Stage]
+    detail: Detail = "summary"
+    positions: Sequence[int] | None = None
+    heads: Sequence[int] | None = None
+
+    def indices(self, dim: str, sizes: Mapping[str, int]) -> list[int] | None:
+        """Which entries of a dim are kept; None keeps all of them."""
+        if dim in ("position", "query"):
+            return None if self.positions is None else list(self.positions)
+        if dim == "head":
+            return None if self.heads is None else list(self.heads)
+        if dim == "kv_head" and self.heads is not None:
+            group = sizes["head"] // sizes["kv_head"]
+            return sorted({head // group for head in self.heads})
+        return None
+
+    def shape(self, stage: Stage, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of what is kept of a stage."""
+        kept = [self.indices(dim, sizes) for dim in stage.dims]
+        return tuple(
+            sizes[dim] if indices is None else len(indices) for dim, indices in zip(stage.dims, kept, strict=True)
+        )
+
+    def take(self, stage: Stage, tensor: Tensor, sizes: Mapping[str, int]) -> Tensor:
+        for axis, dim in enumerate(stage.dims):
+            indices = self.indices(dim, sizes)
+            if indices is not None:
+                tensor = tensor.index_select(axis, torch.tensor(indices, device=tensor.device))
+        return tensor
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of the finite numbers of a stage; `std` is the population's, `non_finite` counts what was left out (masked
+    scores are -inf). All are None where no number is finite."""
+
+    min: float | None
+    max: float | None
+    mean: float | None
+    std: float | None
+    l2: float | None
+    non_finite: int
+
+
+@dataclass(frozen=True)
+class StageTrace:
+    """What was kept of one stage: `values` for detail "values", `summary` unless detail is "none"."""
+
+    stage: Stage
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    summary: Summary | None
+    values: Tensor | None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A recorded pass: its stages in firing order, the logits (T, V) and the loss of each position (T,) in nats."""
+
+    stages: list[StageTrace]
+    logits: Tensor
+    loss: Tensor
+
+
+@torch.inference_mode()
+def trace(
+    network: Network,
+    ids: Sequence[int],
+    targets: Sequence[int | None],
+    selection: Selection,
+    sizes: Mapping[str, int],
+    device: torch.device | str = "cpu",
+) -> Trace:
+    """Run `network` once over `ids` and keep the selected stages; `sizes` are its dims for this many tokens."""
+
+    def keep(stage: Stage, tensor: Tensor) -> StageTrace:
+        tensor = selection.take(stage, tensor, sizes)
+        return StageTrace(
+            stage,
+            tuple(tensor.shape),
+            tensor.dtype,
+            None if selection.detail == "none" else summarize(tensor),
+            tensor if selection.detail == "values" else None,
+        )
+
+    recorder = Recorder(selection.stages, keep)
+    logits = network(torch.tensor([list(ids)], device=device), tap=recorder)
+    loss = read_out(logits, targets, recorder)
+    return Trace([recorder.kept[stage.name] for stage in selection.stages], logits[0], loss[0])
+
+
+def summarize(tensor: Tensor) -> Summary:
+    """The summary of a tensor of any shape, computed in at least float32."""
+    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    low, high = wide.aminmax()
+    if not (low.isfinite() and high.isfinite()):
+        wide = wide[wide.isfinite()]
+    num_left_out = tensor.numel() - wide.numel()
+    if wide.numel() == 0:
+        return Summary(None, None, None, None, None, num_left_out)
+    if num_left_out:
+        low, high = wide.aminmax()
+    variance, mean = torch.var_mean(wide, correction=0)
+    low_, high_, mean_, variance_ = torch.stack((low, high, mean, variance)).tolist()
+    return Summary(
+        low_, high_, mean_, math.sqrt(variance_), math.sqrt(wide.numel() * (variance_ + mean_**2)), num_left_out
+    )

@@ -1,0 +1,94 @@
+"""The application: routes, limits, errors, and the checkpoint that is loaded while `/health` already answers."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import torch
+from fastapi import Depends, FastAPI
+
+import model
+from model.checkpoint import Checkpoint, load_checkpoint
+from service.errors import install_error_handlers
+from service.limits import BodyLimit, require_key
+from service.metrics import HttpMetrics
+from service.openapi import errors
+from service.routes import forward, generate, health, logits, tokenize
+from service.routes import model as model_route
+from service.settings import Settings
+from service.state import State
+
+logger = logging.getLogger(__name__)
+BUNDLED = Path(model.__file__).parent / "bundled"
+DESCRIPTION = """A see-through inference server: every number of every stage of the forward pass.
+
+`POST /forward` reads a pass, `POST /logits` its outcome, `POST /generate` continues a prompt, whole or streamed.
+Every example on this page works as it stands."""
+
+
+def create_app(settings: Settings, on_failure: Callable[[], None] | None = None) -> FastAPI:
+    """An application that loads its checkpoint when it starts; `on_failure` is called where that fails."""
+    state = State(settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        loading = asyncio.create_task(load(state, on_failure))
+        yield
+        loading.cancel()
+        state.worker.close()
+
+    app = FastAPI(
+        title="Forwardscope", version="0.1.0", description=DESCRIPTION, lifespan=lifespan, redirect_slashes=False
+    )
+    app.state.forwardscope = state
+    install_error_handlers(app)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(HttpMetrics, metrics=state.metrics)
+    for route in (forward, logits, generate, tokenize):
+        app.include_router(route.router, dependencies=[Depends(require_key)], responses=errors())
+    app.include_router(model_route.router, responses=errors(503))
+    app.include_router(health.router, responses=errors(503))
+    return app
+
+
+async def load(state: State, on_failure: Callable[[], None] | None) -> None:
+    """Load the checkpoint on the network's thread, then be ready."""
+    try:
+        state.checkpoint = await state.worker.run(lambda: load_model(state.settings))
+    except (ValueError, OSError, RuntimeError) as error:
+        logger.error("cannot serve %s: %s", state.settings.model, error)
+        state.failure = str(error)
+        if on_failure is not None:
+            on_failure()
+        return
+    state.is_ready = True
+    logger.info("ready")
+
+
+def load_model(settings: Settings) -> Checkpoint | None:
+    """The checkpoint that the settings name; None for "none"."""
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    if settings.model == "none":
+        logger.info("no checkpoint: POST /forward runs the worked examples")
+        return None
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    source, name = settings.model, settings.model_name
+    if source == "bundled":
+        source, name = str(BUNDLED), name or "bundled"
+    checkpoint = load_checkpoint(source, dtype=settings.dtype, device=device, name=name)
+    network = checkpoint.model
+    logger.info(
+        "serving %s: %s parameters, %s, %s, context %d, %d threads",
+        checkpoint.name,
+        f"{network.num_parameters():,}",
+        network.embed.weight.device,
+        str(network.embed.weight.dtype).removeprefix("torch."),
+        network.config.max_positions,
+        torch.get_num_threads(),
+    )
+    return checkpoint

@@ -1,0 +1,1 @@
+"""One file an endpoint, or a family of them."""

@@ -1,0 +1,285 @@
+"""POST /forward: one pass over a prompt, every stage of it, of the served checkpoint or of a worked example."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from fastapi import APIRouter, Request, Response
+from torch import Tensor
+
+from model.checkpoint import DTYPES, Checkpoint
+from model.stages import Stage, select, sizes_of, stages_of
+from model.trace import Network, Selection, StageTrace, Trace, trace
+from model.worked_examples import WORKED_EXAMPLES, worked_example
+from model.worked_examples.worked_example import WorkedExample
+from service.encoding import (
+    NAMES,
+    SAFETENSORS,
+    STAGE_BYTES,
+    TOKEN_BYTES,
+    OrjsonResponse,
+    base64_text,
+    cast,
+    check_budget,
+    json_array,
+    safetensors_bytes,
+    to_json,
+    value_bytes,
+    wants_safetensors,
+)
+from service.errors import ApiError, invalid
+from service.openapi import answers
+from service.published import published_answers, worked_example_answer
+from service.schemas import ForwardAnswer, ForwardRequest
+from service.state import State, StateDep, check_ids, check_indices, get_checkpoint, prompt_ids, token_text
+
+router = APIRouter(tags=["inside"])
+DEFAULT_TOP_K = 10
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is run: the served checkpoint or a worked example, seen alike."""
+
+    name: str
+    network: Network
+    stages: Sequence[Stage]
+    sizes: Callable[[int], Mapping[str, int]]
+    ids: list[int]
+    text_of: Callable[[int], str | None]
+    dtype: torch.dtype
+    device: torch.device
+    example: WorkedExample | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked request: nothing left in it can be wrong."""
+
+    subject: Subject
+    targets: list[int | None]
+    selection: Selection
+    sizes: Mapping[str, int]
+    top_k: int
+    dtype: torch.dtype | None
+    encoding: str
+
+    @property
+    def rows(self) -> Sequence[int]:
+        positions = self.selection.positions
+        return range(len(self.subject.ids)) if positions is None else positions
+
+
+@router.post(
+    "/forward",
+    summary="Every stage of one forward pass",
+    response_model=None,
+    responses=answers(ForwardAnswer, SAFETENSORS),
+)
+async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Response:
+    as_safetensors = wants_safetensors(request)
+    plan = make_plan(body, state, as_safetensors)
+    estimate = estimate_bytes(plan)
+    narrow = ("stages", "positions", "heads", "detail", "top_k")
+    check_budget(estimate, state.settings.max_response_bytes, narrow, state.metrics)
+    async with state.worker.place() as waited:
+        content = await state.worker.run(lambda: run(plan, waited))
+    state.metrics.trace_bytes.inc(len(content))
+    state.metrics.prompt_tokens.inc(len(plan.subject.ids))
+    if as_safetensors:
+        return Response(content, media_type=SAFETENSORS)
+    return OrjsonResponse(content)
+
+
+def make_plan(body: ForwardRequest, state: State, as_safetensors: bool) -> Plan:
+    """The request, checked against what it is to run on."""
+    subject = find_subject(body, state)
+    num_tokens = len(subject.ids)
+    sizes = subject.sizes(num_tokens)
+    targets = find_targets(body, subject, sizes)
+    stages = []
+    for index, pattern in enumerate(body.stages):
+        try:
+            stages += select(subject.stages, [pattern])
+        except ValueError as error:
+            raise invalid(f"stages.{index}", str(error), "unknown_stage") from None
+    chosen = {stage.name for stage in stages}
+    check_indices(body.positions, num_tokens, "positions", "tokens")
+    check_indices(body.heads, sizes["head"], "heads", "heads")
+    if body.top_k is not None and body.top_k > sizes["d_vocab"]:
+        raise invalid("top_k", f"{body.top_k} is more than the vocabulary of {sizes['d_vocab']}")
+    if as_safetensors and body.encoding == "base64":
+        raise invalid("encoding", "base64 is of JSON answers; leave it out to get safetensors")
+    detail = "values" if as_safetensors and "detail" not in body.model_fields_set else body.detail
+    return Plan(
+        subject=subject,
+        targets=targets,
+        selection=Selection(
+            stages=[stage for stage in subject.stages if stage.name in chosen],
+            detail=detail,
+            positions=body.positions,
+            heads=body.heads,
+        ),
+        sizes=sizes,
+        top_k=min(DEFAULT_TOP_K, sizes["d_vocab"]) if body.top_k is None else body.top_k,
+        dtype=None if body.dtype is None else DTYPES[body.dtype],
+        encoding="safetensors" if as_safetensors else body.encoding,
+    )
+
+
+def find_subject(body: ForwardRequest, state: State) -> Subject:
+    name = body.model
+    if name in WORKED_EXAMPLES and name is not None:
+        return example_subject(worked_example(name), body.prompt)
+    checkpoint = get_checkpoint(state)
+    if name is not None and name != checkpoint.name:
+        known = ", ".join([checkpoint.name, *WORKED_EXAMPLES])
+        raise ApiError(404, f"model: {name!r} is not served; there are {known}", param="model", code="model_not_found")
+    return checkpoint_subject(checkpoint, body.prompt)
+
+
+def checkpoint_subject(checkpoint: Checkpoint, prompt: str | list[int]) -> Subject:
+    config, weight = checkpoint.model.config, checkpoint.model.embed.weight
+    return Subject(
+        name=checkpoint.name,
+        network=checkpoint.model,
+        stages=stages_of(config),
+        sizes=lambda num_tokens: sizes_of(config, num_tokens),
+        ids=prompt_ids(checkpoint, prompt),
+        text_of=lambda token_id: token_text(checkpoint, token_id),
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+
+
+def example_subject(example: WorkedExample, prompt: str | list[int]) -> Subject:
+    if isinstance(prompt, list):
+        check_ids(prompt, len(example.vocabulary), "prompt")
+        ids = prompt
+    else:
+        try:
+            ids = example.encode(prompt)
+        except ValueError as error:
+            raise invalid("prompt", str(error), "unknown_word") from None
+    if not ids:
+        raise invalid("prompt", "is empty; send at least one token", "empty")
+    if len(ids) > example.max_positions:
+        message = f"has {len(ids)} tokens, {example.name} holds {example.max_positions}"
+        raise invalid("prompt", message, "context_length")
+    return Subject(
+        name=example.name,
+        network=example,
+        stages=example.stages,
+        sizes=example.sizes,
+        ids=ids,
+        text_of=lambda token_id: example.vocabulary[token_id],
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        example=example,
+    )
+
+
+def find_targets(body: ForwardRequest, subject: Subject, sizes: Mapping[str, int]) -> list[int | None]:
+    if body.targets is None:
+        if subject.example is not None and subject.ids == subject.example.prompt_ids:
+            return list(subject.example.targets)
+        return [*subject.ids[1:], None]
+    if len(body.targets) != len(subject.ids):
+        raise invalid("targets", f"has {len(body.targets)} entries for {len(subject.ids)} tokens")
+    check_ids(body.targets, sizes["d_vocab"], "targets")
+    return body.targets
+
+
+def estimate_bytes(plan: Plan) -> int:
+    """An upper bound of the answer's size, from shapes alone."""
+    selection = plan.selection
+    total = STAGE_BYTES * len(selection.stages)
+    total += TOKEN_BYTES * (len(plan.subject.ids) + len(plan.rows) * (plan.top_k + 1))
+    if selection.detail != "values":
+        return total
+    dtype = plan.dtype or torch.promote_types(plan.subject.dtype, torch.float32)
+    num_values = sum(math.prod(selection.shape(stage, plan.sizes)) for stage in selection.stages)
+    return total + value_bytes(num_values, dtype, plan.encoding)
+
+
+def run(plan: Plan, waited: float) -> bytes:
+    """The pass and its answer, encoded. On the network's thread."""
+    start = time.perf_counter()
+    subject = plan.subject
+    result = trace(subject.network, subject.ids, plan.targets, plan.selection, plan.sizes, subject.device)
+    seconds = time.perf_counter() - start
+    answer: dict[str, Any] = {
+        "model": subject.name,
+        "tokens": [
+            {"id": token_id, "text": subject.text_of(token_id), "position": position}
+            for position, token_id in enumerate(subject.ids)
+        ],
+        "stages": [stage_answer(plan, stage) for stage in result.stages],
+        "predictions": predictions(plan, result),
+        "loss": loss_answer(result.loss),
+        "timings": {"queue_seconds": waited, "forward_seconds": seconds},
+    }
+    if subject.example is not None and subject.ids == subject.example.prompt_ids:
+        answer["worked_example"] = worked_example_answer(subject.example)
+    if plan.encoding != "safetensors":
+        return to_json(answer)
+    tensors = {kept.stage.name: values for kept in result.stages if (values := cast_values(plan, kept)) is not None}
+    return safetensors_bytes(tensors, answer)
+
+
+def stage_answer(plan: Plan, kept: StageTrace) -> dict[str, Any]:
+    values = cast_values(plan, kept)
+    answer: dict[str, Any] = {
+        "name": kept.stage.name,
+        "shape": kept.shape,
+        "dims": kept.stage.dims,
+        "dtype": NAMES[kept.dtype if values is None else values.dtype],
+    }
+    if kept.summary is not None:
+        answer["summary"] = asdict(kept.summary)
+    if values is not None and plan.encoding != "safetensors":
+        answer["values"] = json_array(values) if plan.encoding == "json" else base64_text(values)
+    example = plan.subject.example
+    if example is not None and plan.subject.ids == example.prompt_ids:
+        published = published_answers(example, kept.stage.name)
+        if published:
+            answer["published"] = published
+    return answer
+
+
+def cast_values(plan: Plan, kept: StageTrace) -> Tensor | None:
+    if kept.values is None or plan.dtype is None or plan.dtype == kept.values.dtype:
+        return kept.values
+    return cast(kept.values, plan.dtype, kept.stage.name)
+
+
+def predictions(plan: Plan, result: Trace) -> list[dict[str, Any]]:
+    """The likeliest next tokens of each kept position, over the whole vocabulary."""
+    if plan.top_k == 0:
+        return []
+    logits = result.logits[list(plan.rows)]
+    probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+    top = logits.topk(plan.top_k, dim=-1)
+    chances = probabilities.gather(-1, top.indices)
+    return [
+        {
+            "position": position,
+            "top": [
+                {"id": token_id, "text": plan.subject.text_of(token_id), "logit": logit, "probability": chance}
+                for token_id, logit, chance in zip(ids, row, chance_row, strict=True)
+            ],
+        }
+        for position, ids, row, chance_row in zip(
+            plan.rows, top.indices.tolist(), top.values.tolist(), chances.tolist(), strict=True
+        )
+    ]
+
+
+def loss_answer(loss: Tensor) -> dict[str, Any]:
+    counted = loss[~loss.isnan()].double()
+    mean = float(counted.mean()) if len(counted) else None
+    perplexity = None if mean is None else float(counted.mean().exp())
+    return {"per_token": loss.tolist(), "mean": mean, "perplexity": perplexity}

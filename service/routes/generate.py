@@ -1,0 +1,236 @@
+"""POST /generate: a continuation, whole or streamed a token at a time as Server-Sent Events."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any, TypeVar, cast
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from model.checkpoint import Checkpoint
+from model.generation import Generation, GenerationParams, TokenOutput
+from model.sampling import SamplingParams
+from service.encoding import OrjsonResponse, to_json
+from service.errors import ApiError, error_body, invalid
+from service.openapi import answers
+from service.schemas import GenerateAnswer, GenerateRequest
+from service.state import CheckpointDep, State, StateDep, check_ids, prompt_ids, token_text
+
+Result = TypeVar("Result")
+logger = logging.getLogger(__name__)
+router = APIRouter(tags=["text"])
+DEFAULT_MAX_TOKENS = 128
+
+
+@router.post(
+    "/generate",
+    summary="Continue a prompt, whole or streamed",
+    response_model=None,
+    responses=answers(GenerateAnswer, "text/event-stream"),
+)
+async def generate(body: GenerateRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
+    run = Run(body, state, checkpoint)
+    state.worker.check_room()
+    if body.stream:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return EventStream(run.events(), media_type="text/event-stream", headers=headers)
+    answer = await unless_disconnected(request, run.answer())
+    return Response(status_code=499) if answer is None else OrjsonResponse(to_json(answer))
+
+
+class EventStream(StreamingResponse):
+    """A stream whose source is closed as soon as the client is gone, not when it is collected."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(cast("AsyncGenerator[bytes]", self.body_iterator)):
+            await super().__call__(scope, receive, send)
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The work's result; None where the client went away first, and the work is cancelled."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+class Run:
+    """One request from its checked body to its last token."""
+
+    def __init__(self, body: GenerateRequest, state: State, checkpoint: Checkpoint) -> None:
+        self.id = f"gen-{uuid.uuid4().hex}"
+        self._state = state
+        self._checkpoint = checkpoint
+        self._prompt_ids = prompt_ids(checkpoint, body.prompt)
+        with naming_the_field():
+            self._params = read_params(body, checkpoint, len(self._prompt_ids))
+            self._generation = Generation(checkpoint.model, checkpoint.tokenizer, self._prompt_ids, self._params)
+        self._start = time.perf_counter()
+        self._queue_seconds = 0.0
+        self._first_token_seconds = 0.0
+        self._num_generated = 0
+
+    async def outputs(self) -> AsyncGenerator[TokenOutput]:
+        """The tokens as they come. The place is given back when the iteration ends, however it ends."""
+        metrics = self._state.metrics
+        reason = "cancelled"
+        try:
+            async with self._state.worker.place() as self._queue_seconds:
+                metrics.prompt_tokens.inc(len(self._prompt_ids))
+                while not self._generation.is_finished:
+                    before = time.perf_counter()
+                    batch = await self._state.worker.run(self._generation.step)
+                    self._note_token(time.perf_counter() - before)
+                    reason = batch[-1].finish_reason or reason
+                    for output in batch:
+                        yield output
+        except ApiError:
+            reason = "refused"
+            raise
+        except Exception:
+            reason = "error"
+            raise
+        finally:
+            metrics.finished.labels(reason).inc()
+
+    def _note_token(self, seconds: float) -> None:
+        metrics = self._state.metrics
+        metrics.generation_tokens.inc()
+        self._num_generated += 1
+        if self._num_generated == 1:
+            self._first_token_seconds = time.perf_counter() - self._start
+            metrics.time_to_first_token.observe(self._first_token_seconds)
+        else:
+            metrics.inter_token.observe(seconds)
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Server-Sent Events: one a token, one that says how it ended, `[DONE]`; or an `error` event."""
+        last = None
+        try:
+            async with aclosing(self.outputs()) as outputs:
+                async for last in outputs:
+                    token = {"id": last.token_id, "logprob": None}
+                    if last.logprobs is not None:
+                        token |= {"logprob": last.logprobs.chosen, "top": self._top(last)}
+                    yield _event({"id": self.id, "choice": 0, "token": token, "text": last.text})
+            assert last is not None
+            yield _event({"id": self.id, "choice": 0, **self._end(last)})
+        except Exception as error:  # the status line is out: the stream itself must say it
+            refused = error if isinstance(error, ApiError) else None
+            if refused is None:
+                logger.exception("generation %s failed", self.id)
+            body = error_body(
+                refused.status if refused else 500,
+                refused.message if refused else "the server failed at this request; its log says where",
+                None,
+                refused.code if refused else "internal",
+            )
+            yield b"event: error\n" + _event(body)
+        yield b"data: [DONE]\n\n"
+
+    async def answer(self) -> dict[str, Any]:
+        """The whole answer, when the last token is there."""
+        async with aclosing(self.outputs()) as stream:
+            outputs = [output async for output in stream]
+        wants_logprobs = self._params.logprobs is not None
+        return {
+            "id": self.id,
+            "model": self._checkpoint.name,
+            "text": "".join(output.text for output in outputs),
+            "tokens": [output.token_id for output in outputs],
+            "logprobs": [self._logprob_answer(output) for output in outputs] if wants_logprobs else None,
+            **self._end(outputs[-1]),
+        }
+
+    def _end(self, last: TokenOutput) -> dict[str, Any]:
+        num_prompt = len(self._prompt_ids)
+        return {
+            "finish_reason": last.finish_reason,
+            "stop_reason": last.stop_reason,
+            "usage": {"prompt_tokens": num_prompt, "completion_tokens": self._num_generated, "cached_tokens": 0},
+            "timings": {
+                "queue_seconds": self._queue_seconds,
+                "time_to_first_token_seconds": self._first_token_seconds,
+                "total_seconds": time.perf_counter() - self._start,
+            },
+        }
+
+    def _logprob_answer(self, output: TokenOutput) -> dict[str, Any]:
+        return {
+            "id": output.token_id,
+            "text": token_text(self._checkpoint, output.token_id),
+            "logprob": None if output.logprobs is None else output.logprobs.chosen,
+            "top": self._top(output),
+        }
+
+    def _top(self, output: TokenOutput) -> list[dict[str, Any]]:
+        return [
+            {"id": token_id, "text": token_text(self._checkpoint, token_id), "logprob": logprob}
+            for token_id, logprob in (output.logprobs.top if output.logprobs is not None else ())
+        ]
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + to_json(content) + b"\n\n"
+
+
+def read_params(body: GenerateRequest, checkpoint: Checkpoint, num_prompt: int) -> GenerationParams:
+    """The request's parameters over the checkpoint's defaults. 400 where one means nothing."""
+    vocab_size = checkpoint.model.config.vocab_size
+    room = checkpoint.model.config.max_positions - num_prompt
+    if room < 1:
+        message = f"has {num_prompt} tokens, which fills the context; there is no room to generate"
+        raise invalid("prompt", message, "context_length")
+    bias = read_bias(body.logit_bias, vocab_size)
+    check_ids(body.stop_token_ids, vocab_size, "stop_token_ids")
+    sampling = dict(checkpoint.generation.sampling) | {
+        name: value
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        if (value := getattr(body, name)) is not None
+    }
+    return GenerationParams(
+        max_tokens=min(DEFAULT_MAX_TOKENS, room) if body.max_tokens is None else body.max_tokens,
+        sampling=SamplingParams(
+            **sampling,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias=bias,
+            seed=body.seed,
+        ),
+        stop=[body.stop] if isinstance(body.stop, str) else body.stop,
+        stop_token_ids=frozenset(body.stop_token_ids)
+        | frozenset(() if body.ignore_eos else checkpoint.generation.eos_token_ids),
+        logprobs=body.logprobs,
+        echo=body.echo,
+    )
+
+
+def read_bias(logit_bias: dict[str, float], vocab_size: int) -> dict[int, float]:
+    for key in logit_bias:
+        if not (key.isascii() and key.isdigit() and int(key) < vocab_size):
+            raise invalid(f"logit_bias.{key[:20]}", f"is no token id; the vocabulary has {vocab_size}", "token_id")
+    return {int(key): value for key, value in logit_bias.items()}
+
+
+@contextmanager
+def naming_the_field() -> Iterator[None]:
+    """`ValueError("field: why")` of the library as 400 for that field."""
+    try:
+        yield
+    except ValueError as error:
+        field, _, why = str(error).partition(": ")
+        raise invalid(field, why) from None

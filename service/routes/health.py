@@ -1,0 +1,28 @@
+"""GET /health, GET /ready, GET /metrics: for orchestrators and Prometheus."""
+
+from fastapi import APIRouter
+from fastapi.responses import PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from service.errors import ApiError
+from service.schemas import Status
+from service.state import StateDep
+
+router = APIRouter(tags=["operation"])
+
+
+@router.get("/health", summary="The process is up")
+async def health() -> Status:
+    return Status(status="ok")
+
+
+@router.get("/ready", summary="The model is loaded and takes requests")
+async def ready(state: StateDep) -> Status:
+    if not state.is_ready:
+        raise ApiError(503, "the model is loading", code="loading", headers={"Retry-After": "1"})
+    return Status(status="ready")
+
+
+@router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
+async def metrics(state: StateDep) -> PlainTextResponse:
+    return PlainTextResponse(generate_latest(state.metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,50 @@
+"""GET /models and GET /model: what is served, its shape, its parameters, its stages, the limits."""
+
+from dataclasses import asdict
+
+from fastapi import APIRouter
+
+from model.stages import sizes_of, stages_of
+from model.transformer import count_parameters
+from model.worked_examples import WORKED_EXAMPLES
+from service.encoding import NAMES
+from service.schemas import CatalogueStage, Limits, ModelAnswer, ModelEntry, ModelsAnswer, ParametersAnswer
+from service.state import CheckpointDep, StateDep
+
+router = APIRouter(tags=["model"])
+
+
+@router.get("/models", summary="The served model and the worked examples")
+async def models(state: StateDep) -> ModelsAnswer:
+    served = [] if state.checkpoint is None else [ModelEntry(name=state.checkpoint.name, kind="checkpoint")]
+    examples = [
+        ModelEntry(name=name, kind="worked_example", title=example.title) for name, example in WORKED_EXAMPLES.items()
+    ]
+    return ModelsAnswer(models=served + examples)
+
+
+@router.get("/model", summary="The served model: configuration, parameters, stages, limits")
+async def model(state: StateDep, checkpoint: CheckpointDep) -> ModelAnswer:
+    network, settings = checkpoint.model, state.settings
+    count = count_parameters(network)
+    prompt_long = ("position", "query", "key")
+    return ModelAnswer(
+        name=checkpoint.name,
+        device=str(network.embed.weight.device),
+        dtype=NAMES[network.embed.weight.dtype],
+        config=asdict(network.config),
+        parameters=ParametersAnswer(
+            components=dict(count.components), total=count.total, non_embedding=count.non_embedding
+        ),
+        generation_defaults=dict(checkpoint.generation.sampling),
+        eos_token_ids=list(checkpoint.generation.eos_token_ids),
+        sizes={dim: "T" if dim in prompt_long else size for dim, size in sizes_of(network.config, 0).items()},
+        stages=[CatalogueStage(name=stage.name, dims=list(stage.dims)) for stage in stages_of(network.config)],
+        limits=Limits(
+            max_positions=network.config.max_positions,
+            max_body_bytes=settings.max_body_bytes,
+            max_response_bytes=settings.max_response_bytes,
+            max_running_requests=settings.max_running_requests,
+            max_waiting_requests=settings.max_waiting_requests,
+        ),
+    )

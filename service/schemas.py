@@ -1,0 +1,358 @@
+"""The shapes of requests and answers. Requests are strict: an unknown field, a boolean for a number, NaN, a NUL or a
+lone surrogate is an error, never ignored."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+PROMPT = "the cat sat on"
+
+
+def _no_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("holds a NUL character; send token ids if it is meant")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_no_nul)]
+TokenId = Annotated[int, Field(ge=0)]
+Prompt = Annotated[
+    Text | list[TokenId],
+    Field(description="text, or token ids as they are"),
+]
+Nested = Annotated[Any, Field(description="nested lists of numbers (null: not finite), or base64")]
+
+
+class Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+def example(**fields: Any) -> ConfigDict:
+    return ConfigDict(json_schema_extra={"examples": [fields]})
+
+
+# Errors
+
+
+class ErrorDetail(Answer):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(Answer):
+    error: ErrorDetail
+
+
+# POST /forward
+
+
+class ForwardRequest(Request):
+    model_config = example(prompt=PROMPT, stages=["blocks.0.attn.pattern", "*.resid_post"], detail="summary", top_k=3)
+
+    prompt: Prompt
+    targets: list[TokenId | None] | None = Field(
+        None, description="one a position; default: the prompt's own next tokens, null at the last"
+    )
+    model: Text | None = Field(None, description="the served model (default) or a worked example; see GET /models")
+    stages: list[Text] = Field(["*"], min_length=1, description="globs over the stage names of GET /model")
+    detail: Literal["summary", "values", "none"] = "summary"
+    positions: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None, min_length=1, description="rows to keep; default: all"
+    )
+    heads: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None, min_length=1, description="heads to keep; of k and v, the key-value heads that these read"
+    )
+    top_k: int | None = Field(None, ge=0, description="predictions a position; default: 10, or the whole vocabulary")
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = Field(
+        None, description="of the values; default: as computed. JSON lists write bfloat16 numbers exactly"
+    )
+    encoding: Literal["json", "base64"] = Field("json", description="nested lists, or little-endian bytes")
+
+
+class Token(Answer):
+    id: int
+    text: str | None = Field(description="null where the checkpoint has no tokenizer")
+
+
+class PositionedToken(Token):
+    position: int
+
+
+class SummaryAnswer(Answer):
+    """Of the finite numbers; `std` is the population's. null where no number is finite."""
+
+    min: float | None
+    max: float | None
+    mean: float | None
+    std: float | None
+    l2: float | None
+    non_finite: int = Field(description="numbers left out, such as masked scores")
+
+
+class FromPrevious(Answer):
+    """The stage recomputed from the printed stages before it."""
+
+    max_difference: float
+    agrees: bool = Field(description="within the rounding of what is printed, carried through")
+
+
+class PublishedAnswer(Answer):
+    """What the article prints for this stage, null where it prints nothing."""
+
+    label: str | None = Field(None, description="which of several printed versions")
+    values: Nested
+    max_difference: float
+    agrees: bool = Field(description="every number, at the article's own rounding")
+    from_previous: FromPrevious
+
+
+class StageAnswer(Answer):
+    name: str
+    shape: list[int]
+    dims: list[str]
+    dtype: str
+    summary: SummaryAnswer | None = None
+    values: Nested = None
+    published: list[PublishedAnswer] | None = Field(None, description="worked examples, on the article's own prompt")
+
+
+class Prediction(Token):
+    logit: float
+    probability: float
+
+
+class PositionPredictions(Answer):
+    position: int
+    top: list[Prediction]
+
+
+class Loss(Answer):
+    """Cross-entropy in nats; null where there is no target."""
+
+    per_token: list[float | None]
+    mean: float | None
+    perplexity: float | None
+
+
+class Slip(Answer):
+    """A printed number that does not follow from the printed stages before it."""
+
+    stage: str
+    index: list[int]
+    printed: str
+    from_printed: float
+    allowed: float
+
+
+class WorkedExampleAnswer(Answer):
+    title: str
+    source: str
+    published_results: dict[str, str] = Field(description="results that the article prints, as printed")
+    slips: list[Slip]
+
+
+class ForwardTimings(Answer):
+    queue_seconds: float
+    forward_seconds: float
+
+
+class ForwardAnswer(Answer):
+    model: str
+    tokens: list[PositionedToken]
+    stages: list[StageAnswer]
+    predictions: list[PositionPredictions]
+    loss: Loss
+    timings: ForwardTimings
+    worked_example: WorkedExampleAnswer | None = None
+
+
+# POST /logits
+
+
+class LogitsRequest(Request):
+    model_config = example(prompt=PROMPT, top_k=5, logprobs=True)
+
+    prompt: Prompt
+    positions: Literal["last", "all"] | list[Annotated[int, Field(ge=0)]] = "last"
+    top_k: int | None = Field(None, ge=1, description="the likeliest tokens alone; default: the whole row")
+    logprobs: bool = Field(False, description="also ln softmax of the logits")
+
+
+class PositionLogits(Answer):
+    position: int
+    ids: list[int] | None = Field(None, description="of the likeliest tokens, where top_k is set")
+    texts: list[str | None] | None = None
+    logits: list[float | None]
+    logprobs: list[float | None] | None = None
+
+
+class LogitsAnswer(Answer):
+    model: str
+    tokens: list[PositionedToken]
+    positions: list[PositionLogits]
+    timings: ForwardTimings
+
+
+# POST /generate
+
+
+class GenerateRequest(Request):
+    model_config = example(prompt=PROMPT, max_tokens=32, temperature=0.8, seed=7)
+
+    prompt: Prompt
+    max_tokens: int | None = Field(None, ge=1, description="default: 128, or what the context still holds")
+    temperature: float | None = Field(None, ge=0, description="0 is exact argmax; default: the checkpoint's, else 1")
+    top_k: int | None = Field(None, ge=0, description="0 keeps all; default: the checkpoint's, else 0")
+    top_p: float | None = Field(None, gt=0, le=1, description="default: the checkpoint's, else 1")
+    min_p: float | None = Field(None, ge=0, le=1, description="default: the checkpoint's, else 0")
+    repetition_penalty: float | None = Field(None, gt=0, description="default: the checkpoint's, else 1")
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = Field({}, description="token id -> what is added to its logit")
+    seed: int | None = Field(None, ge=0, lt=2**63, description="default: a new one each time")
+    stop: Text | list[Text] = Field([], description="strings that end the text before themselves")
+    stop_token_ids: list[TokenId] = []
+    ignore_eos: bool = False
+    logprobs: int | None = Field(None, ge=0, le=20, description="likeliest tokens to report beside the chosen one")
+    echo: bool = Field(False, description="the prompt comes first")
+    stream: bool = Field(False, description="Server-Sent Events, one a token")
+
+
+class LogprobAnswer(Token):
+    logprob: float | None
+
+
+class TokenLogprobAnswer(LogprobAnswer):
+    """logprob: ln p under the network's own distribution; null for the first token of an echoed prompt."""
+
+    top: list[LogprobAnswer]
+
+
+class Usage(Answer):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class GenerateTimings(Answer):
+    queue_seconds: float
+    time_to_first_token_seconds: float
+    total_seconds: float
+
+
+class GenerateAnswer(Answer):
+    id: str
+    model: str
+    text: str
+    tokens: list[int]
+    finish_reason: Literal["stop", "length", "cancelled", "error"]
+    stop_reason: str | int | None = Field(description="the stop string or the stop token's id")
+    logprobs: list[TokenLogprobAnswer] | None
+    usage: Usage
+    timings: GenerateTimings
+
+
+class EventToken(Answer):
+    id: int
+    logprob: float | None = None
+    top: list[LogprobAnswer] | None = None
+
+
+class TokenEvent(Answer):
+    """One `data:` line of a stream; the last one has `finish_reason`, `usage` and `timings`."""
+
+    id: str
+    choice: int
+    token: EventToken | None
+    text: str
+
+
+class FinishEvent(Answer):
+    id: str
+    choice: int
+    finish_reason: Literal["stop", "length", "cancelled", "error"]
+    stop_reason: str | int | None
+    usage: Usage
+    timings: GenerateTimings
+
+
+# POST /tokenize and /detokenize
+
+
+class TokenizeRequest(Request):
+    model_config = example(text=PROMPT)
+
+    text: Text
+    add_special_tokens: bool = True
+
+
+class TokenizeAnswer(Answer):
+    tokens: list[PositionedToken]
+    count: int
+    max_positions: int
+
+
+class DetokenizeRequest(Request):
+    model_config = example(tokens=[3, 1, 2])
+
+    tokens: list[TokenId]
+    skip_special_tokens: bool = True
+
+
+class DetokenizeAnswer(Answer):
+    text: str
+
+
+# GET
+
+
+class Status(Answer):
+    status: str
+
+
+class ModelEntry(Answer):
+    name: str
+    kind: Literal["checkpoint", "worked_example"]
+    title: str | None = None
+
+
+class ModelsAnswer(Answer):
+    models: list[ModelEntry]
+
+
+class ParametersAnswer(Answer):
+    components: dict[str, int]
+    total: int
+    non_embedding: int
+
+
+class CatalogueStage(Answer):
+    name: str
+    dims: list[str]
+
+
+class Limits(Answer):
+    max_positions: int
+    max_body_bytes: int
+    max_response_bytes: int
+    max_running_requests: int
+    max_waiting_requests: int
+
+
+class ModelAnswer(Answer):
+    name: str
+    device: str
+    dtype: str
+    config: dict[str, Any]
+    parameters: ParametersAnswer
+    generation_defaults: dict[str, Any]
+    eos_token_ids: list[int]
+    sizes: dict[str, int | str] = Field(description="how long each dim is; T: the prompt's number of tokens")
+    stages: list[CatalogueStage]
+    limits: Limits

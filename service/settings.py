@@ -1,0 +1,41 @@
+"""The service's settings: environment variables `FORWARDSCOPE_*`, or the command line, which wins."""
+
+from typing import Literal
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+MIB = 1 << 20
+
+
+class Settings(BaseSettings):
+    """See-through inference server for GPT-2 and Llama family checkpoints."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="FORWARDSCOPE_",
+        cli_prog_name="forwardscope",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        extra="forbid",
+    )
+
+    model: str = Field(
+        "bundled",
+        description="checkpoint directory, hub id, 'bundled', or 'none' for the worked examples alone",
+    )
+    model_name: str | None = Field(None, description="name in answers; default: the directory's")
+    device: str = Field("auto", description="auto (cuda where there is one, else cpu), cpu, cuda, cuda:1, ...")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: as the weights are stored"
+    )
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 for any free one")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the network; default: torch's choice")
+    max_body_bytes: int = Field(4 * MIB, ge=1, description="largest request body")
+    max_response_bytes: int = Field(256 * MIB, ge=1, description="largest answer of /forward and /logits")
+    max_running_requests: int = Field(8, ge=1, description="requests whose turns alternate")
+    max_waiting_requests: int = Field(1024, ge=0, description="requests that wait for a place; beyond: 429")
+    shutdown_grace_seconds: int = Field(30, ge=0, description="how long running requests may finish on SIGTERM")
+    api_key: SecretStr | None = Field(None, description="asks for 'Authorization: Bearer <key>' on every POST")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged")

@@ -1,0 +1,97 @@
+"""What the routes share: the loaded model, the worker, the metrics and the settings."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from model.checkpoint import Checkpoint
+from service.errors import ApiError, invalid
+from service.metrics import Metrics
+from service.schemas import PositionedToken
+from service.settings import Settings
+from service.worker import Worker
+
+
+class State:
+    """Of one application. `checkpoint` is None until it is loaded, and for good where the settings ask for none."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.worker = Worker(
+            self.metrics, max_running=settings.max_running_requests, max_waiting=settings.max_waiting_requests
+        )
+        self.checkpoint: Checkpoint | None = None
+        self.is_ready = False
+        self.failure: str | None = None
+
+
+def get_state(request: Request) -> State:
+    state: State = request.app.state.forwardscope
+    return state
+
+
+def get_checkpoint(state: Annotated[State, Depends(get_state)]) -> Checkpoint:
+    """The served checkpoint; 503 while it loads, or where none is served."""
+    if not state.is_ready:
+        raise ApiError(503, "the model is loading; try again soon", code="loading", headers={"Retry-After": "1"})
+    if state.checkpoint is None:
+        raise ApiError(
+            503,
+            "no checkpoint is served, only the worked examples through POST /forward; start with --model DIRECTORY",
+            code="no_checkpoint",
+        )
+    return state.checkpoint
+
+
+StateDep = Annotated[State, Depends(get_state)]
+CheckpointDep = Annotated[Checkpoint, Depends(get_checkpoint)]
+
+
+def prompt_ids(checkpoint: Checkpoint, prompt: str | list[int], *, param: str = "prompt") -> list[int]:
+    """The prompt as token ids that the network knows. 400 where it is empty, unknown or longer than the context."""
+    config = checkpoint.model.config
+    if isinstance(prompt, list):
+        check_ids(prompt, config.vocab_size, param)
+        ids = prompt
+    elif checkpoint.tokenizer is None:
+        raise invalid(param, "this checkpoint has no tokenizer.json; send a list of token ids", "no_tokenizer")
+    else:
+        ids = checkpoint.tokenizer.encode(prompt)
+    if not ids:
+        raise invalid(param, "is empty; send at least one token", "empty")
+    if len(ids) > config.max_positions:
+        raise invalid(param, f"has {len(ids)} tokens, the context holds {config.max_positions}", "context_length")
+    return ids
+
+
+def check_ids(ids: Sequence[int | None], vocab_size: int, param: str) -> None:
+    for index, token_id in enumerate(ids):
+        if token_id is not None and not 0 <= token_id < vocab_size:
+            raise invalid(
+                f"{param}.{index}", f"{token_id} is no token id; the vocabulary has {vocab_size}", "token_id"
+            )
+
+
+def check_indices(indices: Sequence[int] | None, size: int, param: str, what: str) -> None:
+    """400 where an index is out of range or there twice."""
+    for place, index in enumerate(indices or ()):
+        if index >= size:
+            raise invalid(f"{param}.{place}", f"{index} is out of range; there are {size} {what}", "out_of_range")
+    if indices is not None and len(set(indices)) != len(indices):
+        raise invalid(param, "names the same one twice", "duplicate")
+
+
+def positioned(ids: Sequence[int], checkpoint: Checkpoint) -> list[PositionedToken]:
+    return [
+        PositionedToken(id=token_id, text=token_text(checkpoint, token_id), position=position)
+        for position, token_id in enumerate(ids)
+    ]
+
+
+def token_text(checkpoint: Checkpoint, token_id: int) -> str | None:
+    """null for ids that the tokenizer does not have: some networks have more rows than their vocabulary."""
+    if checkpoint.tokenizer is None or token_id >= checkpoint.tokenizer.vocab_size:
+        return None
+    return checkpoint.tokenizer.token_text(token_id)

@@ -1,0 +1,1 @@
+"""The network against other programs that compute the same."""

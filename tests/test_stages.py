@@ -1,0 +1,391 @@
+"""The stages: what is recorded is what the catalogue says and what the network computed, and reading changes nothing."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.stages import Chain, Editor, Recorder, Stage, select, sizes_of, stages_of
+from model.transformer import read_out
+from tests.tiny import BOTH_DTYPES, CONFIGS, ROUNDING, build, random_ids, record
+
+LENGTH = 13
+every_config = pytest.mark.parametrize("name", CONFIGS)
+
+
+def assert_equal_but_for_rounding(found: Tensor, expected: Tensor) -> None:
+    tolerance = ROUNDING[expected.dtype]
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+def record_all(
+    config: ModelConfig, dtype: torch.dtype = torch.float64
+) -> tuple[dict[str, Tensor], list[int | None], Tensor]:
+    """Every stage of a pass and its read-out, the targets, and the ids. Float64: identities hold to its rounding."""
+    model = build(config, dtype=dtype)
+    ids = random_ids(config.vocab_size, LENGTH)
+    recorder = Recorder(stages_of(config))
+    targets: list[int | None] = [*ids[0, 1:].tolist(), None]
+    read_out(model(ids, tap=recorder), targets, recorder)
+    return recorder.kept, targets, ids  # type: ignore[return-value]
+
+
+@every_config
+def test_the_stages_fire_in_the_order_and_the_shapes_of_the_catalogue(name: str) -> None:
+    config = CONFIGS[name]
+    stages, _, _ = record_all(config)
+    catalogue = stages_of(config)
+    assert list(stages) == [stage.name for stage in catalogue]
+    sizes = sizes_of(config, LENGTH)
+    assert {stage.name: tuple(stages[stage.name].shape) for stage in catalogue} == {
+        stage.name: stage.shape(sizes) for stage in catalogue
+    }
+    assert [stage.num_values(sizes) for stage in catalogue] == [stages[stage.name].numel() for stage in catalogue]
+
+
+def test_every_stage_of_the_design_has_its_name() -> None:
+    names = {stage.name for stage in stages_of(CONFIGS["qwen3"])}
+    per_block = (
+        "resid_pre ln1.scale ln1.normalized ln1.out attn.q attn.k attn.v attn.rot_q attn.rot_k attn.scores "
+        "attn.attn_scores attn.pattern attn.z attn_out resid_mid ln2.scale ln2.normalized ln2.out mlp.pre "
+        "mlp.pre_linear mlp.post mlp_out resid_post"
+    ).split()
+    assert names >= {f"blocks.{layer}.{stage}" for layer in range(3) for stage in per_block}
+    assert names >= {"embed", "ln_final.scale", "ln_final.normalized", "ln_final.out", "logits", "probabilities", "loss"}
+    assert "pos_embed" not in names
+    assert {"pos_embed"} == {stage.name for stage in stages_of(CONFIGS["gpt2"])} & {"pos_embed", "blocks.0.attn.rot_q"}
+
+
+class TestIdentities:
+    """What holds between the stages with no reference at hand."""
+
+    @every_config
+    def test_the_residual_stream_is_a_running_sum(self, name: str) -> None:
+        config = CONFIGS[name]
+        stages, _, _ = record_all(config)
+        pre_norm = config.norm_placement == "pre"
+        stream = stages["embed"] + stages["pos_embed"] if "pos_embed" in stages else stages["embed"]
+        for layer in range(config.num_layers):
+            block = f"blocks.{layer}"
+            assert torch.equal(stages[f"{block}.resid_pre"], stream)
+            mid = stages[f"{block}.resid_mid"]
+            assert_equal_but_for_rounding(mid, stream + stages[f"{block}.attn_out"])
+            inner = mid if pre_norm else stages[f"{block}.ln1.out"]
+            assert_equal_but_for_rounding(stages[f"{block}.resid_post"], inner + stages[f"{block}.mlp_out"])
+            stream = stages[f"{block}.resid_post"] if pre_norm else stages[f"{block}.ln2.out"]
+
+    @every_config
+    def test_the_pattern_is_a_causal_softmax_of_the_scores(self, name: str) -> None:
+        config = CONFIGS[name]
+        stages, _, _ = record_all(config)
+        for layer in range(config.num_layers):
+            attention = f"blocks.{layer}.attn"
+            pattern, masked = stages[f"{attention}.pattern"], stages[f"{attention}.attn_scores"]
+            distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+            visible = (distance >= 0) & (distance < (config.window_of(layer) or LENGTH))
+            assert_equal_but_for_rounding(pattern.sum(-1), torch.ones_like(pattern[..., 0]))
+            assert (pattern[:, :, ~visible] == 0).all()
+            assert (pattern[:, :, visible] > 0).all()
+            assert (masked[:, :, ~visible] == -torch.inf).all()
+            assert torch.equal(masked[:, :, visible], stages[f"{attention}.scores"][:, :, visible])
+            assert_equal_but_for_rounding(pattern, masked.softmax(-1))
+
+    @every_config
+    def test_the_scores_and_z_pair_each_head_with_its_groups_key_and_value(self, name: str) -> None:
+        config = CONFIGS[name]
+        stages, _, _ = record_all(config)
+        group = config.num_heads // config.num_kv_heads
+        rotary = config.positions == "rotary"
+        for layer in range(config.num_layers):
+            attention = f"blocks.{layer}.attn"
+            q, k = (stages[f"{attention}.{'rot_' if rotary else ''}{side}"] for side in "qk")
+            pattern, v = stages[f"{attention}.pattern"], stages[f"{attention}.v"]
+            for head in range(config.num_heads):
+                scores = q[0, :, head] @ k[0, :, head // group].T / config.d_head**0.5
+                assert_equal_but_for_rounding(stages[f"{attention}.scores"][0, head], scores)
+                z = pattern[0, head] @ v[0, :, head // group]
+                assert_equal_but_for_rounding(stages[f"{attention}.z"][0, :, head], z)
+
+    @every_config
+    def test_rotation_turns_vectors_and_keeps_their_lengths(self, name: str) -> None:
+        config = CONFIGS[name]
+        stages, _, _ = record_all(config)
+        if config.positions != "rotary":
+            assert not any("rot_" in stage for stage in stages)
+            return
+        for layer in range(config.num_layers):
+            for side in "qk":
+                source = f"{side}_norm.out" if config.qk_norm else side
+                before = stages[f"blocks.{layer}.attn.{source}"]
+                after = stages[f"blocks.{layer}.attn.rot_{side}"]
+                # cos and sin are float32 numbers, off the unit circle by up to 1e-7.
+                torch.testing.assert_close(after.norm(dim=-1), before.norm(dim=-1), atol=1e-5, rtol=0)
+                assert torch.equal(after[:, 0], before[:, 0])
+                assert (after[:, 1:] - before[:, 1:]).abs().max() > 0.1
+
+    @every_config
+    def test_a_norms_out_is_its_normalized_times_gain_plus_bias(self, name: str) -> None:
+        config = CONFIGS[name]
+        stages, _, _ = record_all(config)
+        model = build(config, dtype=torch.float64)
+        norms = [stage.removesuffix(".scale") for stage in stages if stage.endswith(".scale")]
+        assert len(norms) == config.num_layers * (4 if config.qk_norm else 2) + config.has_final_norm
+        for place in norms:
+            norm = model.get_submodule(place)
+            normalized = stages[f"{place}.normalized"]
+            bias = norm.bias if norm.bias is not None else 0.0
+            assert_equal_but_for_rounding(stages[f"{place}.out"], normalized * norm.weight + bias)
+            # The epsilon counts in the mean of squares, so that it is below one by eps / scale^2.
+            below_one = config.norm_eps / stages[f"{place}.scale"].squeeze(-1).square()
+            assert_equal_but_for_rounding(normalized.square().mean(-1) + below_one, torch.ones_like(below_one))
+            if config.norm == "layer":
+                assert normalized.mean(-1).abs().max() < 1e-12
+
+    @every_config
+    def test_a_norms_normalized_is_its_input_over_its_scale(self, name: str) -> None:
+        config = CONFIGS[name]
+        stages, _, _ = record_all(config)
+        sources = {"pre": ("resid_pre", "resid_mid"), "post": ("resid_mid", "resid_post")}[config.norm_placement]
+        for layer in range(config.num_layers):
+            for norm, source in zip(("ln1", "ln2"), sources, strict=True):
+                place, x = f"blocks.{layer}.{norm}", stages[f"blocks.{layer}.{source}"]
+                centred = x - x.mean(-1, keepdim=True) if config.norm == "layer" else x
+                assert_equal_but_for_rounding(
+                    stages[f"{place}.normalized"] * stages[f"{place}.scale"], centred.to(torch.float64)
+                )
+
+    @every_config
+    def test_decoding_the_last_residual_gives_the_logits(self, name: str) -> None:
+        config = CONFIGS[name]
+        stages, _, ids = record_all(config)
+        model = build(config, dtype=torch.float64)
+        last = f"blocks.{config.num_layers - 1}"
+        residual = stages[f"{last}.resid_post" if config.norm_placement == "pre" else f"{last}.ln2.out"]
+        assert_equal_but_for_rounding(model.decode(residual), model(ids))
+        assert_equal_but_for_rounding(model.decode(residual), stages["logits"])
+        rows = [0, 5]
+        assert_equal_but_for_rounding(model.decode(residual[:, rows]), model(ids, rows=rows))
+
+    @every_config
+    def test_probabilities_and_loss_are_the_softmax_of_the_logits_and_minus_its_log(self, name: str) -> None:
+        stages, targets, _ = record_all(CONFIGS[name])
+        assert_equal_but_for_rounding(stages["probabilities"], stages["logits"].softmax(-1))
+        for position, target in enumerate(targets):
+            loss = stages["loss"][0, position]
+            if target is None:
+                assert loss.isnan()
+            else:
+                assert_equal_but_for_rounding(loss, -stages["probabilities"][0, position, target].log())
+
+    @every_config
+    def test_the_feed_forwards_post_is_its_activation_of_pre(self, name: str) -> None:
+        config = CONFIGS[name]
+        stages, _, _ = record_all(config)
+        formulas: dict[str, Callable[[Tensor], Tensor]] = {
+            "silu": lambda x: x / (1 + (-x).exp()),
+            "relu": lambda x: x.clamp(min=0),
+            "gelu_tanh": lambda x: x / 2 * (1 + ((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh()),
+        }
+        for layer in range(config.num_layers):
+            place = f"blocks.{layer}.mlp"
+            expected = formulas[config.activation](stages[f"{place}.pre"])
+            if config.gated:
+                expected = expected * stages[f"{place}.pre_linear"]
+            assert_equal_but_for_rounding(stages[f"{place}.post"], expected)
+
+
+class TestReadingChangesNothing:
+    @pytest.mark.parametrize("dtype", BOTH_DTYPES, ids=str)
+    @every_config
+    def test_traced_logits_equal_plain_logits(self, name: str, dtype: torch.dtype) -> None:
+        """The traced pass writes out the norms and the attention that fused kernels compute: equal but for rounding,
+        which nine digits more in float64 show it to be."""
+        model = build(CONFIGS[name], dtype=dtype)
+        ids = random_ids(67, 30, batch=2)
+        traced, _ = record(model, ids)
+        assert_equal_but_for_rounding(traced, model(ids))
+
+    @every_config
+    def test_a_traced_pass_over_a_cache_equals_a_plain_one(self, name: str) -> None:
+        """New tokens on cached ones: the pattern is (new, all), its rows still sum to one."""
+        model = build(CONFIGS[name], dtype=torch.float64)
+        ids = random_ids(67, 30)
+        cache = model.new_cache(30)
+        model(ids[:, :22], cache)
+        recorder = Recorder(stages_of(model.config))
+        assert_equal_but_for_rounding(model(ids[:, 22:], cache, tap=recorder), model(ids)[:, 22:])
+        pattern = recorder.kept["blocks.1.attn.pattern"]
+        assert isinstance(pattern, Tensor)
+        assert pattern.shape == (1, model.config.num_heads, 8, 30)
+        assert_equal_but_for_rounding(pattern, record(model, ids)[1]["blocks.1.attn.pattern"][:, :, 22:])
+
+    @every_config
+    def test_recording_only_residuals_is_equal_to_plain_in_every_bit(self, name: str) -> None:
+        model = build(CONFIGS[name])
+        ids = random_ids(67, LENGTH)
+        recorder = Recorder(select(stages_of(model.config), ["*.resid_*"]))
+        assert torch.equal(model(ids, tap=recorder), model(ids))
+        assert len(recorder.kept) == 3 * model.config.num_layers
+
+    @every_config
+    def test_a_tap_that_wants_nothing_sees_nothing(self, name: str) -> None:
+        class Refusing:
+            def wants(self, stage: str) -> bool:
+                return False
+
+            def __call__(self, stage: str, tensor: Tensor) -> Tensor:
+                raise AssertionError(f"was offered {stage}")
+
+        model = build(CONFIGS[name])
+        ids = random_ids(67, LENGTH)
+        logits = model(ids, tap=Refusing())
+        read_out(logits, [None] * LENGTH, Refusing())
+        assert torch.equal(logits, model(ids))
+
+    @every_config
+    def test_a_plain_function_is_a_tap_that_wants_everything(self, name: str) -> None:
+        seen: list[str] = []
+
+        def tap(stage: str, tensor: Tensor) -> Tensor:
+            seen.append(stage)
+            return tensor
+
+        model = build(CONFIGS[name])
+        read_out(model(random_ids(67, LENGTH), tap=tap), [0] * LENGTH, tap)
+        assert seen == [stage.name for stage in stages_of(model.config)]
+
+    @every_config
+    def test_each_stage_recorded_alone_has_the_value_it_has_among_all(self, name: str) -> None:
+        model = build(CONFIGS[name], dtype=torch.float64)
+        ids = random_ids(67, LENGTH)
+        _, everything = record(model, ids)
+        for stage in stages_of(model.config):
+            if stage.name in everything:
+                alone = Recorder([stage])
+                model(ids, tap=alone)
+                assert list(alone.kept) == [stage.name]
+                assert_equal_but_for_rounding(alone.kept[stage.name], everything[stage.name])  # type: ignore[arg-type]
+
+
+def test_a_recorder_holds_what_keep_makes_of_a_stage() -> None:
+    model = build(CONFIGS["llama"])
+    recorder = Recorder(
+        select(stages_of(model.config), ["*.pattern"]), keep=lambda stage, tensor: (stage.dims, tensor.max().item())
+    )
+    model(random_ids(67, LENGTH), tap=recorder)
+    assert recorder.kept["blocks.2.attn.pattern"] == (("batch", "head", "query", "key"), 1.0)
+
+
+class TestSelection:
+    STAGES = stages_of(CONFIGS["qwen3"])
+
+    @pytest.mark.parametrize(
+        ("glob", "names"),
+        [
+            ("blocks.0.resid_pre", ["blocks.0.resid_pre"]),
+            ("blocks.0.hook_resid_pre", ["blocks.0.resid_pre"]),
+            ("blocks.0.attn.hook_pattern", ["blocks.0.attn.pattern"]),
+            ("*.ln1.hook_scale", [f"blocks.{layer}.ln1.scale" for layer in range(3)]),
+            ("blocks.[02].hook_mlp_out", ["blocks.0.mlp_out", "blocks.2.mlp_out"]),
+            ("hook_embed", ["embed"]),
+            ("ln_final.*", ["ln_final.scale", "ln_final.normalized", "ln_final.out"]),
+            ("l?gits", ["logits"]),
+            ("*", [stage.name for stage in STAGES]),
+        ],
+    )
+    def test_a_glob_chooses_stages_by_name_with_and_without_hook(self, glob: str, names: list[str]) -> None:
+        assert [stage.name for stage in select(self.STAGES, [glob])] == names
+
+    def test_several_globs_give_each_stage_once_in_firing_order(self) -> None:
+        chosen = select(self.STAGES, ["logits", "blocks.1.resid_*", "*.resid_mid", "embed"])
+        assert [stage.name for stage in chosen] == [
+            "embed",
+            "blocks.0.resid_mid",
+            "blocks.1.resid_pre",
+            "blocks.1.resid_mid",
+            "blocks.1.resid_post",
+            "blocks.2.resid_mid",
+            "logits",
+        ]
+
+    def test_no_glob_chooses_no_stage(self) -> None:
+        assert select(self.STAGES, []) == []
+
+    @pytest.mark.parametrize("glob", ["blocks.0.hook_resid_prex", "blocks.9.resid_pre", "RESID*", "pos_embed"])
+    def test_a_glob_that_matches_nothing_is_an_error_that_names_it(self, glob: str) -> None:
+        with pytest.raises(ValueError, match="matches no stage") as error:
+            select(self.STAGES, ["embed", glob])
+        assert repr(glob) in str(error.value)
+
+    def test_the_error_names_what_is_near(self) -> None:
+        with pytest.raises(ValueError, match=r"near it: .*blocks\.0\.resid_pre"):
+            select(self.STAGES, ["blocks.0.residual_pre"])
+
+
+class TestEditing:
+    @every_config
+    def test_an_attention_output_edited_to_zero_is_an_attention_without_output_weights(self, name: str) -> None:
+        config = CONFIGS[name]
+        model = build(config)
+        ids = random_ids(67, LENGTH)
+        plain = model(ids)
+        edited = model(ids, tap=Editor({"blocks.0.attn_out": torch.zeros_like}))
+        ablated = build(config)
+        out = ablated.blocks[0].get_submodule("attn.out")
+        for parameter in out.parameters():
+            parameter.zero_()
+        assert torch.equal(edited, ablated(ids))
+        assert (edited - plain).abs().max() > 1e-2
+
+    @every_config
+    def test_every_stage_of_the_pass_can_be_edited_and_the_pass_goes_on_with_it(self, name: str) -> None:
+        """An edit that only adds to one stage reaches the logits, except where nothing reads it: a scale is handed on as
+        the divisor, so that it counts too."""
+        model = build(CONFIGS[name], dtype=torch.float64)
+        ids = random_ids(67, LENGTH)
+        plain, stages = record(model, ids)
+        for stage in stages:
+            edited = model(ids, tap=Editor({stage: lambda tensor: tensor * torch.linspace(0.5, 1.5, tensor.shape[1])[
+                (slice(None), *(None,) * (tensor.dim() - 2))]}))  # fmt: skip
+            assert (edited - plain).abs().max() > 1e-6, stage
+
+    @every_config
+    def test_patching_the_last_residual_of_another_prompt_gives_its_logits(self, name: str) -> None:
+        config = CONFIGS[name]
+        model = build(config)
+        first, second = random_ids(67, LENGTH, seed=1), random_ids(67, LENGTH, seed=2)
+        last = f"blocks.{config.num_layers - 1}.resid_post"
+        _, stages = record(model, second)
+        patched = model(first, tap=Editor({last: lambda tensor: stages[last]}))
+        assert_equal_but_for_rounding(patched, model(second))
+
+    @pytest.mark.parametrize(
+        "edit", [lambda x: x[:, :-1], lambda x: x[0], lambda x: x.double(), lambda x: x.expand(2, -1, -1)]
+    )
+    def test_an_edit_that_changes_shape_or_dtype_is_an_error_that_names_the_stage(
+        self, edit: Callable[[Tensor], Tensor]
+    ) -> None:
+        model = build(CONFIGS["llama"])
+        with pytest.raises(ValueError, match=r"blocks\.1\.mlp_out: the edit returned"):
+            model(random_ids(67, LENGTH), tap=Editor({"blocks.1.mlp_out": edit}))
+
+    @every_config
+    def test_a_chain_hands_the_edited_value_to_the_next_tap(self, name: str) -> None:
+        model = build(CONFIGS[name])
+        ids = random_ids(67, LENGTH)
+        stages = [Stage("blocks.1.mlp_out", ("batch", "position", "d_model")), Stage("logits", ())]
+        before, after = Recorder(stages), Recorder(stages)
+        editor = Editor({"blocks.1.mlp_out": torch.zeros_like})
+        logits = model(ids, tap=Chain(before, editor, after))
+        assert torch.equal(logits, model(ids, tap=editor))
+        assert (after.kept["blocks.1.mlp_out"] == 0).all()  # type: ignore[attr-defined]
+        assert (before.kept["blocks.1.mlp_out"] != 0).any()  # type: ignore[attr-defined]
+        assert torch.equal(after.kept["logits"], logits)  # type: ignore[arg-type]
+
+    def test_a_chain_wants_what_any_of_its_taps_wants(self) -> None:
+        chain = Chain(Editor({"embed": torch.zeros_like}), Recorder([Stage("logits", ())]))
+        assert chain.wants("embed")
+        assert chain.wants("logits")
+        assert not chain.wants("loss")

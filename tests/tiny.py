@@ -1,0 +1,127 @@
+"""Tiny networks with healthy random weights, and tiny checkpoints written by `transformers`.
+
+Healthy: every matrix keeps its input's scale, no bias is zero and no gain is one, so that a swapped tensor, a missing
+bias or a shifted position moves the logits by far more than rounding. The epsilons are large for the same reason.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model.config import ModelConfig, RopeScaling
+from model.stages import Recorder, stages_of
+from model.transformer import Transformer
+
+ROUNDING = {
+    # Sums in another order differ by some ulps of the largest term; values here are of the order of 1 to 10, and float32
+    # has an ulp of 1e-6 at 10. A real difference does not shrink by nine digits with the dtype: rounding does.
+    torch.float32: 1e-5,
+    torch.float64: 1e-12,
+}
+BOTH_DTYPES = tuple(ROUNDING)
+
+GPT2 = ModelConfig(
+    vocab_size=67,
+    d_model=24,
+    num_layers=3,
+    num_heads=4,
+    d_mlp=40,
+    max_positions=48,
+    norm="layer",
+    norm_eps=1e-3,
+    positions="learned",
+    activation="gelu_tanh",
+    gated=False,
+    qkv_bias=True,
+    attention_out_bias=True,
+    mlp_bias=True,
+)
+_LLAMA: dict[str, Any] = {
+    "vocab_size": 67,
+    "d_model": 24,
+    "num_layers": 3,
+    "num_heads": 6,
+    "num_kv_heads": 2,
+    "d_head": 6,
+    "d_mlp": 40,
+    "max_positions": 48,
+    "norm_eps": 1e-3,
+    "rope_theta": 100.0,
+}
+CONFIGS = {
+    "gpt2": GPT2,
+    "llama": ModelConfig(**_LLAMA),
+    "llama with llama3 scaling": ModelConfig(
+        **_LLAMA, rope_scaling=RopeScaling(kind="llama3", factor=4.0, original_max_positions=12), tied_head=False
+    ),
+    "llama with dynamic scaling": ModelConfig(
+        **_LLAMA, rope_scaling=RopeScaling(kind="dynamic", factor=4.0, original_max_positions=12), mlp_bias=True
+    ),
+    "mistral": ModelConfig(**_LLAMA, window=5),
+    "qwen2": ModelConfig(**_LLAMA, qkv_bias=True, window=4, windowed_layers=(True, False, True)),
+    "qwen3": ModelConfig(**_LLAMA, qk_norm=True, window=7, windowed_layers=(False, True, False), tied_head=False),
+    "2017 block": ModelConfig(
+        vocab_size=67,
+        d_model=24,
+        num_layers=3,
+        num_heads=4,
+        d_mlp=40,
+        max_positions=48,
+        norm="layer",
+        norm_eps=1e-3,
+        norm_placement="post",
+        positions="sinusoidal",
+        gated=False,
+        activation="relu",
+        mlp_bias=True,
+    ),
+}
+
+
+@torch.no_grad()
+def randomize(model: nn.Module, seed: int = 0) -> None:
+    """Healthy weights for one of our networks or one of transformers'."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() > 1:
+            parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+        elif name.endswith("bias"):
+            parameter.copy_(0.5 * noise)
+        else:
+            parameter.copy_(1 + 0.3 * noise)
+
+
+def build(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Transformer:
+    model = Transformer(config)
+    randomize(model, seed)
+    return model.to(dtype).requires_grad_(False).eval()
+
+
+def random_ids(vocab_size: int, num_tokens: int, *, batch: int = 1, seed: int = 1) -> Tensor:
+    return torch.randint(vocab_size, (batch, num_tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def record(model: Transformer, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The logits of a pass that records every stage, and the stages of the pass in the order in which they fired."""
+    recorder = Recorder(stages_of(model.config))
+    logits = model(ids, tap=recorder)
+    return logits, recorder.kept  # type: ignore[return-value]
+
+
+def build_reference(config: Any, *, seed: int = 0) -> Any:
+    """The network of a transformers config, with healthy weights. Its attention is the written-out formula."""
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    randomize(reference, seed)
+    return reference.requires_grad_(False)
+
+
+def write_reference(config: Any, directory: Path, *, seed: int = 0, **save: Any) -> Any:
+    """`build_reference`, saved to `directory` as transformers publishes a checkpoint."""
+    reference = build_reference(config, seed=seed)
+    reference.save_pretrained(directory, **save)
+    return reference
