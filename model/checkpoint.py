@@ -68,8 +68,10 @@ def load_checkpoint(source: str, *, dtype: str = "auto", device: str = "cpu", na
     model.requires_grad_(False).eval()
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").exists() else None
     if tokenizer is not None and tokenizer.vocab_size > model_config.vocab_size:
-        raise CheckpointError(
-            f"tokenizer.json has {tokenizer.vocab_size} entries, config.json says vocab_size {model_config.vocab_size}"
+        logger.warning(
+            "tokenizer.json has %d entries, the network %d: prompts that need the others are refused",
+            tokenizer.vocab_size,
+            model_config.vocab_size,
         )
     defaults = read_generation_defaults(directory, config)
     return Checkpoint(name or directory.resolve().name, model, tokenizer, defaults)

@@ -37,6 +37,21 @@ class GenerationParams:
         if any(not stop for stop in self.stop):
             raise ValueError("stop: an empty string stops everything")
 
+    def check(self, max_positions: int, num_prompt: int, *, has_text: bool) -> None:
+        """Raises `ValueError` naming the field that does not fit this context and prompt."""
+        room = max_positions - num_prompt
+        if num_prompt == 0:
+            raise ValueError("prompt: is empty")
+        if room < 1:
+            raise ValueError(f"prompt: has {num_prompt} tokens, which fills the context; nothing can follow")
+        if self.max_tokens > room:
+            raise ValueError(
+                f"max_tokens: {self.max_tokens} after a prompt of {num_prompt} pass the context of {max_positions}; "
+                f"at most {room} fit"
+            )
+        if self.stop and not has_text:
+            raise ValueError("stop: the checkpoint has no tokenizer, so there is no text; use stop_token_ids")
+
 
 @dataclass(frozen=True)
 class TokenOutput:
@@ -90,18 +105,7 @@ class Generation:
     def __init__(
         self, model: Transformer, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], params: GenerationParams
     ) -> None:
-        room = model.config.max_positions - len(prompt_ids)
-        if not prompt_ids:
-            raise ValueError("prompt: is empty")
-        if params.max_tokens > room:
-            raise ValueError(
-                f"max_tokens: {params.max_tokens} tokens after a prompt of {len(prompt_ids)} pass the context of "
-                f"{model.config.max_positions}; at most {room} fit"
-            )
-        if params.stop and tokenizer is None:
-            raise ValueError(
-                "stop: this checkpoint has no tokenizer, so there is no text to stop at; use stop_token_ids"
-            )
+        params.check(model.config.max_positions, len(prompt_ids), has_text=tokenizer is not None)
         self._model = model
         self._params = params
         self._prompt_ids = list(prompt_ids)

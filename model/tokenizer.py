@@ -23,6 +23,7 @@ class Tokenizer:
         )
         decoder = json.loads(backend.to_str())["decoder"]
         self._byte_ids = frozenset(_byte_tokens(backend)) if "ByteFallback" in json.dumps(decoder) else frozenset()
+        self._anchor = self.encode("a", add_special_tokens=False)
         self._display = lru_cache(maxsize=1 << 16)(self._display_uncached)
 
     @classmethod
@@ -55,13 +56,8 @@ class Tokenizer:
 
     def _display_uncached(self, token_id: int) -> str:
         # Decoders drop the first token's leading space, so the token is read behind another one.
-        anchor = self._anchor()
-        text = self.decode([*anchor, token_id], skip_special_tokens=False)
-        return text.removeprefix(self.decode(anchor, skip_special_tokens=False))
-
-    @lru_cache(maxsize=1)  # noqa: B019 (a tokenizer lives as long as the process)
-    def _anchor(self) -> list[int]:
-        return self.encode("a", add_special_tokens=False)
+        text = self.decode([*self._anchor, token_id], skip_special_tokens=False)
+        return text.removeprefix(self.decode(self._anchor, skip_special_tokens=False))
 
 
 def _byte_tokens(backend: tokenizers.Tokenizer) -> list[int]:

@@ -10,8 +10,6 @@ from pydantic_settings import CliApp
 from service.app import create_app
 from service.settings import Settings
 
-logger = logging.getLogger(__name__)
-
 
 def main() -> None:
     """Serve until SIGINT or SIGTERM; exit 1 where the model cannot be served, 2 where a setting is wrong."""
@@ -38,9 +36,6 @@ def main() -> None:
             timeout_graceful_shutdown=settings.shutdown_grace_seconds,
         )
     )
-    host = "localhost" if settings.host in ("0.0.0.0", "::") else settings.host
-    address = f"http://{host}:{settings.port}"
-    logger.info("listening on %s; requests by example: %s/docs; metrics: %s/metrics", address, address, address)
     server.run()
     if app.state.forwardscope.failure is not None:
         sys.exit(1)

@@ -44,12 +44,12 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None)
     )
     app.state.forwardscope = state
     install_error_handlers(app)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    app.add_middleware(HttpMetrics, metrics=state.metrics)
     for route in (forward, logits, generate, tokenize):
         app.include_router(route.router, dependencies=[Depends(require_key)], responses=errors())
     app.include_router(model_route.router, responses=errors(503))
     app.include_router(health.router, responses=errors(503))
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(HttpMetrics, metrics=state.metrics, paths=frozenset(app.openapi()["paths"]))
     return app
 
 
@@ -64,7 +64,7 @@ async def load(state: State, on_failure: Callable[[], None] | None) -> None:
             on_failure()
         return
     state.is_ready = True
-    logger.info("ready")
+    logger.info("ready: requests by example at /docs, metrics at /metrics")
 
 
 def load_model(settings: Settings) -> Checkpoint | None:

@@ -63,7 +63,7 @@ def json_list(tensor: Tensor) -> list[Any]:
 def base64_text(tensor: Tensor) -> str:
     """The numbers in row order, little-endian."""
     raw = tensor.contiguous().cpu().view(torch.uint8).numpy()
-    return base64.b64encode(raw).decode("ascii")
+    return base64.b64encode(raw.data).decode("ascii")
 
 
 def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Any) -> bytes:

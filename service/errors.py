@@ -26,7 +26,13 @@ class ApiError(Exception):
     """An error answer: `param` names the request's field, `code` is for programs, `message` says what to do."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -92,7 +98,7 @@ def _describe(error: RequestValidationError, content_type: str) -> tuple[str | N
 
 def _field(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """Where in the body: field names and list indices, without the tags that pydantic adds for a union's branches."""
-    return tuple(part for part in loc[1:] if isinstance(part, int) or part.isidentifier() and part not in _TAGS)
+    return tuple(part for part in loc[1:] if isinstance(part, int) or (part.isidentifier() and part not in _TAGS))
 
 
 _TAGS = {"str", "int", "float", "bool"}

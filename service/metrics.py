@@ -38,11 +38,12 @@ class Metrics:
 
 
 class HttpMetrics:
-    """Counts every request by the route that it matched, whatever its path said."""
+    """Counts every request by its route; a path that is none of the application's counts as `unmatched`."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
         self.app = app
         self.metrics = metrics
+        self.paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -60,7 +61,7 @@ class HttpMetrics:
         try:
             await self.app(scope, receive, send_and_note)
         finally:
-            route = getattr(scope.get("route"), "path", "unmatched")
+            route = scope["path"] if scope["path"] in self.paths else "unmatched"
             method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
             self.metrics.http_requests.labels(route, method, str(status)).inc()
             self.metrics.http_seconds.labels(route).observe(time.perf_counter() - start)

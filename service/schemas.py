@@ -105,11 +105,11 @@ class FromPrevious(Answer):
 class PublishedAnswer(Answer):
     """What the article prints for this stage, null where it prints nothing."""
 
-    label: str | None = Field(None, description="which of several printed versions")
     values: Nested
+    squared: bool = Field(description="the article prints the square of the stage (a variance for a deviation)")
     max_difference: float
     agrees: bool = Field(description="every number, at the article's own rounding")
-    from_previous: FromPrevious
+    from_previous: FromPrevious | None = Field(description="null where the article prints no weights in between")
 
 
 class StageAnswer(Answer):
@@ -119,7 +119,7 @@ class StageAnswer(Answer):
     dtype: str
     summary: SummaryAnswer | None = None
     values: Nested = None
-    published: list[PublishedAnswer] | None = Field(None, description="worked examples, on the article's own prompt")
+    published: PublishedAnswer | None = Field(None, description="worked examples, on the article's own prompt")
 
 
 class Prediction(Token):
@@ -150,10 +150,19 @@ class Slip(Answer):
     allowed: float
 
 
+class PublishedResult(Answer):
+    """A result of the whole pass, as printed, and as computed with as many decimals."""
+
+    name: str
+    published: str
+    computed: str
+    agrees: bool
+
+
 class WorkedExampleAnswer(Answer):
     title: str
     source: str
-    published_results: dict[str, str] = Field(description="results that the article prints, as printed")
+    results: list[PublishedResult]
     slips: list[Slip]
 
 

@@ -53,12 +53,12 @@ def prompt_ids(checkpoint: Checkpoint, prompt: str | list[int], *, param: str = 
     """The prompt as token ids that the network knows. 400 where it is empty, unknown or longer than the context."""
     config = checkpoint.model.config
     if isinstance(prompt, list):
-        check_ids(prompt, config.vocab_size, param)
         ids = prompt
     elif checkpoint.tokenizer is None:
         raise invalid(param, "this checkpoint has no tokenizer.json; send a list of token ids", "no_tokenizer")
     else:
         ids = checkpoint.tokenizer.encode(prompt)
+    check_ids(ids, config.vocab_size, param)
     if not ids:
         raise invalid(param, "is empty; send at least one token", "empty")
     if len(ids) > config.max_positions:
@@ -69,9 +69,7 @@ def prompt_ids(checkpoint: Checkpoint, prompt: str | list[int], *, param: str = 
 def check_ids(ids: Sequence[int | None], vocab_size: int, param: str) -> None:
     for index, token_id in enumerate(ids):
         if token_id is not None and not 0 <= token_id < vocab_size:
-            raise invalid(
-                f"{param}.{index}", f"{token_id} is no token id; the vocabulary has {vocab_size}", "token_id"
-            )
+            raise invalid(f"{param}.{index}", f"{token_id} is no token id; the vocabulary has {vocab_size}", "token_id")
 
 
 def check_indices(indices: Sequence[int] | None, size: int, param: str, what: str) -> None:

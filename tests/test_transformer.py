@@ -7,8 +7,6 @@ from model.config import ModelConfig
 from model.transformer import Transformer
 from tests.tiny import CONFIGS, ROUNDING, build, random_ids
 
-UNTIED = {"llama untied": CONFIGS["llama with llama3 scaling"]}
-
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_prompt_gets_the_same_logits_alone_and_in_a_batch(name: str) -> None:
@@ -56,7 +54,7 @@ def test_gradients_reach_every_parameter(name: str) -> None:
         assert config.positions != "rotary" or keys.abs().max() > 0
 
 
-@pytest.mark.parametrize("name", [*CONFIGS])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not(name: str) -> None:
     model = build(CONFIGS[name])
     assert (model.head.weight is model.embed.weight) == model.config.tied_head

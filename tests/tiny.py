@@ -15,8 +15,8 @@ from model.stages import Recorder, stages_of
 from model.transformer import Transformer
 
 ROUNDING = {
-    # Sums in another order differ by some ulps of the largest term; values here are of the order of 1 to 10, and float32
-    # has an ulp of 1e-6 at 10. A real difference does not shrink by nine digits with the dtype: rounding does.
+    # Sums in another order differ by some ulps of the largest term; values here are of the order of 1 to 10, and an ulp
+    # of float32 is 1e-6 at 10. A real difference does not shrink by nine digits with the dtype: rounding does.
     torch.float32: 1e-5,
     torch.float64: 1e-12,
 }

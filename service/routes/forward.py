@@ -13,8 +13,7 @@ from torch import Tensor
 from model.checkpoint import DTYPES, Checkpoint
 from model.stages import Stage, select, sizes_of, stages_of
 from model.trace import Network, Selection, StageTrace, Trace, trace
-from model.worked_examples import WORKED_EXAMPLES, worked_example
-from model.worked_examples.worked_example import WorkedExample
+from model.worked_examples import WORKED_EXAMPLES, WorkedExample, worked_example
 from service.encoding import (
     NAMES,
     SAFETENSORS,
@@ -32,7 +31,7 @@ from service.encoding import (
 )
 from service.errors import ApiError, invalid
 from service.openapi import answers
-from service.published import published_answers, worked_example_answer
+from service.published import published_answer, worked_example_answer
 from service.schemas import ForwardAnswer, ForwardRequest
 from service.state import State, StateDep, check_ids, check_indices, get_checkpoint, prompt_ids, token_text
 
@@ -244,8 +243,8 @@ def stage_answer(plan: Plan, kept: StageTrace) -> dict[str, Any]:
         answer["values"] = json_array(values) if plan.encoding == "json" else base64_text(values)
     example = plan.subject.example
     if example is not None and plan.subject.ids == example.prompt_ids:
-        published = published_answers(example, kept.stage.name)
-        if published:
+        published = published_answer(example, kept.stage, plan.selection)
+        if published is not None:
             answer["published"] = published
     return answer
 

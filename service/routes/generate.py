@@ -78,7 +78,8 @@ class Run:
         self._prompt_ids = prompt_ids(checkpoint, body.prompt)
         with naming_the_field():
             self._params = read_params(body, checkpoint, len(self._prompt_ids))
-            self._generation = Generation(checkpoint.model, checkpoint.tokenizer, self._prompt_ids, self._params)
+            has_text = checkpoint.tokenizer is not None
+            self._params.check(checkpoint.model.config.max_positions, len(self._prompt_ids), has_text=has_text)
         self._start = time.perf_counter()
         self._queue_seconds = 0.0
         self._first_token_seconds = 0.0
@@ -91,9 +92,11 @@ class Run:
         try:
             async with self._state.worker.place() as self._queue_seconds:
                 metrics.prompt_tokens.inc(len(self._prompt_ids))
-                while not self._generation.is_finished:
+                model, tokenizer = self._checkpoint.model, self._checkpoint.tokenizer
+                generation = Generation(model, tokenizer, self._prompt_ids, self._params)
+                while not generation.is_finished:
                     before = time.perf_counter()
-                    batch = await self._state.worker.run(self._generation.step)
+                    batch = await self._state.worker.run(generation.step)
                     self._note_token(time.perf_counter() - before)
                     reason = batch[-1].finish_reason or reason
                     for output in batch:
@@ -123,7 +126,7 @@ class Run:
         try:
             async with aclosing(self.outputs()) as outputs:
                 async for last in outputs:
-                    token = {"id": last.token_id, "logprob": None}
+                    token: dict[str, Any] = {"id": last.token_id, "logprob": None}
                     if last.logprobs is not None:
                         token |= {"logprob": last.logprobs.chosen, "top": self._top(last)}
                     yield _event({"id": self.id, "choice": 0, "token": token, "text": last.text})
@@ -191,10 +194,7 @@ def _event(content: dict[str, Any]) -> bytes:
 def read_params(body: GenerateRequest, checkpoint: Checkpoint, num_prompt: int) -> GenerationParams:
     """The request's parameters over the checkpoint's defaults. 400 where one means nothing."""
     vocab_size = checkpoint.model.config.vocab_size
-    room = checkpoint.model.config.max_positions - num_prompt
-    if room < 1:
-        message = f"has {num_prompt} tokens, which fills the context; there is no room to generate"
-        raise invalid("prompt", message, "context_length")
+    room = max(1, checkpoint.model.config.max_positions - num_prompt)
     bias = read_bias(body.logit_bias, vocab_size)
     check_ids(body.stop_token_ids, vocab_size, "stop_token_ids")
     sampling = dict(checkpoint.generation.sampling) | {

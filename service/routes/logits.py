@@ -27,9 +27,7 @@ from service.state import CheckpointDep, StateDep, check_indices, positioned, pr
 router = APIRouter(tags=["inside"])
 
 
-@router.post(
-    "/logits", summary="Next-token logits", response_model=None, responses=answers(LogitsAnswer, SAFETENSORS)
-)
+@router.post("/logits", summary="Next-token logits", response_model=None, responses=answers(LogitsAnswer, SAFETENSORS))
 async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
     as_safetensors = wants_safetensors(request)
     ids = prompt_ids(checkpoint, body.prompt)

@@ -58,6 +58,11 @@ SCALINGS = {
     "yarn with mscale": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
     "yarn with an attention factor": YARN | {"attention_factor": 1.25},
 }
+TRAINED = 12
+DYNAMIC = {
+    "max_position_embeddings": TRAINED,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 150.0, "factor": 3.0},
+}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 6}
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -103,7 +108,7 @@ def config_of(family: str, options: dict[str, Any]) -> Any:
 
 
 def run_reference(reference: Any, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Logits, and the residual stream before block 0 and after each block (transformers lists the last one normalized)."""
+    """Logits, and the residual stream before block 0 and after each block (the last that it lists is normalized)."""
     body = reference.get_decoder() if hasattr(reference, "model") else reference.transformer
     final_norm = body.norm if hasattr(body, "norm") else body.ln_f
     last: list[Tensor] = []
@@ -199,22 +204,16 @@ class TestDynamicScaling:
     """Within the trained length both agree. Beyond it ours is what transformers computes token by token with its cache;
     its uncached pass turns every position by the frequencies of the longest, which no cache can follow."""
 
-    TRAINED = 12
-    OPTIONS = {
-        "max_position_embeddings": TRAINED,
-        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 150.0, "factor": 3.0},
-    }
-
     @pytest.mark.parametrize("family", ["llama", "qwen3"])
     def test_a_pass_within_the_trained_length_equals_transformers(self, family: str, tmp_path: Path) -> None:
-        options = self.OPTIONS | {"head_dim": 8}
+        options = DYNAMIC | {"head_dim": 8}
         reference = write_reference(config_of(family, options), tmp_path)
-        assert_same_numbers(reference, tmp_path, num_tokens=self.TRAINED)
+        assert_same_numbers(reference, tmp_path, num_tokens=TRAINED)
 
     def test_a_pass_beyond_it_equals_transformers_decoding_with_its_cache(self, tmp_path: Path) -> None:
-        reference = write_reference(config_of("llama", self.OPTIONS), tmp_path)
+        reference = write_reference(config_of("llama", DYNAMIC), tmp_path)
         model = load_checkpoint(str(tmp_path)).model
-        ids = random_ids(model.config.vocab_size, 3 * self.TRAINED)
+        ids = random_ids(model.config.vocab_size, 3 * TRAINED)
         cache = transformers.DynamicCache()
         steps = [reference(token, past_key_values=cache, use_cache=True).logits for token in ids.split(1, dim=1)]
         torch.testing.assert_close(
@@ -222,9 +221,9 @@ class TestDynamicScaling:
         )
 
     def test_the_uncached_pass_of_transformers_beyond_it_is_another_function(self, tmp_path: Path) -> None:
-        reference = write_reference(config_of("llama", self.OPTIONS), tmp_path)
+        reference = write_reference(config_of("llama", DYNAMIC), tmp_path)
         model = load_checkpoint(str(tmp_path)).model
-        ids = random_ids(model.config.vocab_size, 3 * self.TRAINED)
+        ids = random_ids(model.config.vocab_size, 3 * TRAINED)
         difference = (model(ids) - reference(ids, use_cache=False).logits).abs()
         assert difference.max() > 1e-2
 
@@ -240,9 +239,7 @@ def as_older_spelling(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize(
-    "rope", [LLAMA["rope_parameters"], *SCALINGS.values(), TestDynamicScaling.OPTIONS["rope_parameters"]], ids=str
-)
+@pytest.mark.parametrize("rope", [LLAMA["rope_parameters"], *SCALINGS.values(), DYNAMIC["rope_parameters"]], ids=str)
 def test_both_spellings_of_rope_give_the_same_network(rope: dict[str, Any], tmp_path: Path) -> None:
     reference = write_reference(config_of("llama", {"rope_parameters": rope}), tmp_path)
     path = tmp_path / "config.json"
@@ -314,7 +311,8 @@ def test_a_config_alone_differs_where_the_network_does() -> None:
     """What the comparisons above rest on: two unlike config.json never translate to one network."""
     base = translate(config_of("llama", {}).to_dict() | {"architectures": ["LlamaForCausalLM"]})[1]
     seen = {base}
-    for options in ({"rms_norm_eps": 0.05}, {"hidden_act": "gelu"}, *({"rope_parameters": s} for s in SCALINGS.values())):
+    scalings = ({"rope_parameters": scaling} for scaling in SCALINGS.values())
+    for options in ({"rms_norm_eps": 0.05}, {"hidden_act": "gelu"}, *scalings):
         config = config_of("llama", options).to_dict() | {"architectures": ["LlamaForCausalLM"]}
         seen.add(translate(config)[1])
     assert len(seen) == 3 + len(SCALINGS)

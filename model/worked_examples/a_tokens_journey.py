@@ -1,0 +1,194 @@
+"""articles/003: one block of width 4 on "the cat sat on", with every weight printed.
+
+Where it bends the order of a block: the first LayerNorm is shown but nothing reads it (q, k and v are of the raw sum of
+embeddings), so an edit of `ln1` changes nothing after it; there is no mask and no 1/sqrt(d), so `attn_scores` equals
+`scores`; no bias anywhere, no final norm. The article follows the last position alone from `attn_out` on, and rounds to
+one or two decimals between steps.
+"""
+
+from typing import ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from model.layers import ACTIVATIONS, attend
+from model.stages import HIDDEN, READ_OUT, RESIDUAL, Probe, Stage, norm_stages
+from model.worked_examples.published import Published
+from model.worked_examples.worked_example import ATTENTION, WorkedExample, fixed, in_block, layer_norm, project_heads
+
+TOKEN_EMBEDDING = [
+    [0.2, -0.1, 0.7, 0.2],
+    [0.1, 0.4, -0.3, 0.6],
+    [0.5, 0.2, 0.1, -0.3],
+    [-0.2, 0.2, 0.4, 0.1],
+    [0.4, 0.1, 0.3, 0.5],
+    [0.2, 0.3, -0.2, 0.4],
+]
+POSITION_EMBEDDING = [
+    [0.1, 0.0, 0.1, 0.0],
+    [0.0, 0.1, 0.0, 0.1],
+    [0.1, 0.0, 0.0, -0.1],
+    [0.0, 0.1, 0.1, 0.0],
+]
+W_Q = [
+    [0.5, 0.2, -0.3, 0.1],
+    [-0.2, 0.4, 0.1, 0.3],
+    [0.1, -0.1, 0.5, 0.2],
+    [0.3, 0.2, -0.1, 0.4],
+]
+W_K = [
+    [0.4, -0.2, 0.3, 0.1],
+    [0.2, 0.5, -0.1, 0.3],
+    [-0.1, 0.3, 0.4, -0.2],
+    [0.3, 0.1, 0.2, 0.5],
+]
+W_V = [
+    [0.2, 0.4, -0.1, 0.3],
+    [0.5, -0.1, 0.2, 0.4],
+    [-0.2, 0.3, 0.5, -0.1],
+    [0.1, 0.2, 0.3, 0.6],
+]
+W_O = [
+    [0.8, 0.1, -0.1, 0.2],
+    [0.1, 0.7, 0.1, 0.1],
+    [-0.1, 0.2, 0.8, 0.1],
+    [0.2, 0.1, 0.1, 0.7],
+]
+W_1 = [
+    [0.3, -0.1, 0.2, 0.1],
+    [0.1, 0.4, -0.1, 0.2],
+    [-0.2, 0.1, 0.3, -0.1],
+    [0.1, 0.2, 0.1, 0.3],
+]
+W_2 = [
+    [0.2, 0.1, -0.1, 0.3],
+    [0.1, 0.4, 0.2, -0.1],
+    [-0.1, 0.2, 0.3, 0.1],
+    [0.3, -0.1, 0.1, 0.2],
+]
+W_LM = [
+    [0.1, 0.2, 0.2, 0.2, 0.1, 0.0],
+    [0.1, 0.4, 0.2, 0.2, 0.1, 0.1],
+    [0.1, 0.5, 0.2, 0.3, 0.2, 0.0],
+    [0.1, 0.5, 0.2, 0.2, 0.2, 0.1],
+]
+
+RESIDUAL_SHAPE = (1, 4, 4)
+SCALE_SHAPE = (1, 4, 1)
+HEAD_SHAPE = (1, 4, 1, 4)
+PATTERN_SHAPE = (1, 1, 4, 4)
+VOCABULARY_SHAPE = (1, 4, 6)
+LAST = np.s_[0, 3]
+
+PUBLISHED = {
+    "embed": Published.of(
+        RESIDUAL_SHAPE,
+        "0.2 -0.1 0.7 0.2   0.1 0.4 -0.3 0.6   0.5 0.2 0.1 -0.3   -0.2 0.2 0.4 0.1",
+        given=True,
+    ),
+    "pos_embed": Published.of(
+        RESIDUAL_SHAPE,
+        "0.1 0.0 0.1 0.0   0.0 0.1 0.0 0.1   0.1 0.0 0.0 -0.1   0.0 0.1 0.1 0.0",
+        given=True,
+    ),
+    # The last row is printed again, with two decimals, where LayerNorm and the residual read it.
+    "blocks.0.resid_pre": Published.of(
+        RESIDUAL_SHAPE,
+        "0.3 -0.1 0.8 0.2   0.1 0.5 -0.3 0.7   0.6 0.2 0.1 -0.4   -0.20 0.30 0.50 0.10",
+    ),
+    "blocks.0.ln1.scale": Published.of(SCALE_SHAPE, "0.259", LAST),
+    "blocks.0.ln1.out": Published.of(RESIDUAL_SHAPE, "-1.45 0.48 1.26 -0.29", LAST),
+    "blocks.0.attn.q": Published.of(
+        HEAD_SHAPE, "0.3 0.0 0.3 0.2   0.1 0.4 -0.2 0.4   0.2 0.1 -0.1 0.0   -0.1 0.1 0.3 0.2"
+    ),
+    "blocks.0.attn.k": Published.of(
+        HEAD_SHAPE, "0.1 0.2 0.5 -0.1   0.4 0.2 0.0 0.6   0.2 0.0 0.1 -0.1   0.0 0.4 0.1 0.0"
+    ),
+    "blocks.0.attn.v": Published.of(
+        HEAD_SHAPE, "-0.1 0.4 0.4 0.1   0.4 0.0 0.2 0.7   0.2 0.2 -0.1 0.0   0.0 0.1 0.4 0.1"
+    ),
+    "blocks.0.attn.scores": Published.of(
+        PATTERN_SHAPE,
+        "0.16 0.24 0.07 0.03   -0.05 0.36 -0.04 0.14   -0.01 0.10 0.03 0.03   0.14 0.10 -0.01 0.07",
+    ),
+    "blocks.0.attn.pattern": Published.of(
+        PATTERN_SHAPE,
+        "0.26 0.28 0.24 0.23   0.21 0.32 0.21 0.26   0.24 0.27 0.25 0.25   0.27 0.26 0.23 0.25",
+    ),
+    "blocks.0.attn.z": Published.of(
+        HEAD_SHAPE,
+        "0.13 0.17 0.23 0.25   0.15 0.15 0.22 0.27   0.14 0.18 0.22 0.24   0.12 0.19 0.24 0.24",
+    ),
+    "blocks.0.attn_out": Published.of(RESIDUAL_SHAPE, "0.14 0.19 0.22 0.24", LAST),
+    "blocks.0.resid_mid": Published.of(RESIDUAL_SHAPE, "-0.06 0.49 0.72 0.34", LAST),
+    "blocks.0.ln2.scale": Published.of(SCALE_SHAPE, "0.284", LAST),
+    "blocks.0.ln2.out": Published.of(RESIDUAL_SHAPE, "-1.52 0.41 1.22 -0.11", LAST),
+    "blocks.0.mlp.pre": Published.of(RESIDUAL_SHAPE, "-0.67 0.42 0.01 -0.23", LAST),
+    "blocks.0.mlp.post": Published.of(RESIDUAL_SHAPE, "0.00 0.42 0.01 0.00", LAST),
+    "blocks.0.mlp_out": Published.of(RESIDUAL_SHAPE, "0.04 0.17 0.09 -0.04", LAST),
+    "blocks.0.resid_post": Published.of(RESIDUAL_SHAPE, "-0.02 0.66 0.81 0.30", LAST),
+    "logits": Published.of(VOCABULARY_SHAPE, "0.18 0.82 0.35 0.43 0.29 0.10", LAST),
+    "probabilities": Published.of(VOCABULARY_SHAPE, "0.14 0.26 0.16 0.17 0.15 0.12", LAST),
+    "loss": Published.of((1, 4), "1.89", np.s_[0, 3:]),
+}
+
+
+class ATokensJourney(WorkedExample):
+    """x + attention(x), then + W2 relu(W1 LayerNorm); one head, every query sees every key."""
+
+    name = "a-tokens-journey"
+    title = "A token's journey: the cat sat on"
+    source = "articles/003"
+    vocabulary = ("the", "cat", "sat", "on", "mat", "dog")
+    prompt_ids: ClassVar[list[int]] = [0, 1, 2, 3]
+    targets: ClassVar[list[int | None]] = [None, None, None, 4]
+    max_positions = 4
+    d_model, num_heads, d_head, d_mlp = 4, 1, 4, 4
+    stages: ClassVar[list[Stage]] = [
+        Stage("embed", RESIDUAL),
+        Stage("pos_embed", RESIDUAL),
+        *in_block(
+            Stage("resid_pre", RESIDUAL),
+            *norm_stages("ln1"),
+            *ATTENTION,
+            Stage("attn_out", RESIDUAL),
+            Stage("resid_mid", RESIDUAL),
+            *norm_stages("ln2"),
+            Stage("mlp.pre", HIDDEN),
+            Stage("mlp.post", HIDDEN),
+            Stage("mlp_out", RESIDUAL),
+            Stage("resid_post", RESIDUAL),
+        ),
+        *READ_OUT,
+    ]
+    published = PUBLISHED
+    published_results: ClassVar[dict[str, str]] = {
+        "loss": "1.89",
+        "prediction": "cat",
+        "prediction_probability": "0.26",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_emb, self.pos_emb = fixed(TOKEN_EMBEDDING), fixed(POSITION_EMBEDDING)
+        self.ln1, self.ln2 = layer_norm(self.d_model), layer_norm(self.d_model)
+        self.W_q, self.W_k, self.W_v = fixed([W_Q]), fixed([W_K]), fixed([W_V])  # (H, C, D)
+        self.W_o, self.W_1, self.W_2, self.W_lm = fixed(W_O), fixed(W_1), fixed(W_2), fixed(W_LM)
+
+    def compute(self, ids: Tensor, probe: Probe, block: Probe) -> Tensor:
+        attn, mlp = block.at("attn"), block.at("mlp")
+        embed = probe("embed", self.tok_emb[ids])  # (1, T, C)
+        x = embed + probe("pos_embed", self.pos_emb[: ids.shape[1]].expand_as(embed))
+        x = block("resid_pre", x)
+
+        self.ln1(x, block.at("ln1"))  # shown, and read by nothing
+        q = attn("q", project_heads(x, self.W_q))  # (1, T, H, D)
+        k = attn("k", project_heads(x, self.W_k))
+        v = attn("v", project_heads(x, self.W_v))
+        z = attend(q, k, v, None, attn, scale=1.0)
+        x = block("resid_mid", x + block("attn_out", z.flatten(2) @ self.W_o))
+
+        pre = mlp("pre", self.ln2(x, block.at("ln2")) @ self.W_1)
+        post = mlp("post", ACTIVATIONS["relu"](pre))
+        x = block("resid_post", x + block("mlp_out", post @ self.W_2))
+        return x @ self.W_lm

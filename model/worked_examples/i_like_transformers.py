@@ -1,0 +1,122 @@
+"""articles/004: one block of width 16 on "<BOS> I like transformers <EOS>", its weights drawn by a printed recipe.
+
+Where it bends the order of a block: the feed-forward network reads the attention's output, with no residual from before
+the attention, so there is no `resid_mid`; the one residual adds the attention's output to the feed-forward's, which is
+`resid_post`; the LayerNorm after it is `ln2`, as in a post-norm block, and the head reads it.
+"""
+
+import random
+from typing import ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from model.layers import ACTIVATIONS, CausalMask, attend
+from model.stages import HIDDEN, READ_OUT, RESIDUAL, Probe, Stage, norm_stages
+from model.worked_examples.published import Published
+from model.worked_examples.worked_example import (
+    ATTENTION,
+    WorkedExample,
+    drawn,
+    fixed,
+    in_block,
+    layer_norm,
+    project_heads,
+)
+
+PUBLISHED = {
+    "blocks.0.ln2.out": Published.of(
+        (1, 5, 16),
+        "-0.1319 -1.2702 -0.4969 1.5600 0.6278 0.4769 -2.2261 0.1465"
+        " 1.5670 0.2124 -0.6301 -0.9558 0.8655 -0.7691 0.9595 0.0645",
+        np.s_[0, 0],
+    ),
+    # One logit and the probability and loss that follow from it are printed again with six decimals.
+    "logits": Published.of(
+        (1, 5, 6),
+        """
+        0.3362 -0.1025 -0.0514 -0.005250 0.2907 0.0848
+        0.3332 -0.1114 -0.0743 -0.0182 0.2730 0.0714
+        0.3179 -0.1641 -0.0885 -0.0041 0.3290 0.0326
+        0.3252 -0.1279 -0.0646 -0.0031 0.3202 0.0518
+        0.3209 -0.1388 -0.0673 0.0066 0.3317 0.0356
+        """,
+    ),
+    "probabilities": Published.of(
+        (1, 5, 6),
+        """
+        0.2098 0.1353 0.1424 0.149082 0.2004 0.1631
+        0.2118 0.1358 0.1409 0.1490 0.1994 0.1630
+        0.2096 0.1294 0.1396 0.1519 0.2119 0.1576
+        0.2088 0.1327 0.1414 0.1504 0.2078 0.1589
+        0.2082 0.1315 0.1412 0.1521 0.2105 0.1565
+        """,
+    ),
+    "loss": Published.of((1, 5), "1.903260 1.6123 1.8479 1.9560", np.s_[0, :4]),
+}
+
+
+class ILikeTransformers(WorkedExample):
+    """o = attention(x), LayerNorm(o + feed-forward(o)), head; two heads, causal."""
+
+    name = "i-like-transformers"
+    title = "I like transformers: from hidden states to loss"
+    source = "articles/004"
+    vocabulary = ("<PAD>", "<BOS>", "<EOS>", "I", "like", "transformers")
+    prompt_ids: ClassVar[list[int]] = [1, 3, 4, 5, 2]
+    targets: ClassVar[list[int | None]] = [3, 4, 5, 2, None]
+    max_positions = 5
+    d_model, num_heads, d_head, d_mlp = 16, 2, 8, 64
+    stages: ClassVar[list[Stage]] = [
+        Stage("embed", RESIDUAL),
+        Stage("pos_embed", RESIDUAL),
+        *in_block(
+            Stage("resid_pre", RESIDUAL),
+            *ATTENTION,
+            Stage("attn_out", RESIDUAL),
+            Stage("mlp.pre", HIDDEN),
+            Stage("mlp.post", HIDDEN),
+            Stage("mlp_out", RESIDUAL),
+            Stage("resid_post", RESIDUAL),
+            *norm_stages("ln2"),
+        ),
+        *READ_OUT,
+    ]
+    published = PUBLISHED
+    published_results: ClassVar[dict[str, str]] = {"loss": "1.8299", "total_loss": "7.3195", "perplexity": "6.23"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        width, hidden, words = self.d_model, self.d_mlp, len(self.vocabulary)
+        generator = random.Random(42)
+
+        def heads() -> list[list[list[float]]]:
+            return [drawn(generator, width, self.d_head) for _ in range(self.num_heads)]
+
+        # The order of the draws is the article's, and makes the weights.
+        self.E_token = fixed(drawn(generator, words, width))
+        self.E_pos = fixed(drawn(generator, self.max_positions, width))
+        self.W_Q, self.W_K, self.W_V = fixed(heads()), fixed(heads()), fixed(heads())  # (H, C, D)
+        self.W_O = fixed(drawn(generator, width, width))
+        self.W1, self.b1 = fixed(drawn(generator, hidden, width)), fixed(drawn(generator, 1, hidden)[0])
+        self.W2, self.b2 = fixed(drawn(generator, width, hidden)), fixed(drawn(generator, 1, width)[0])
+        self.W_lm = fixed(drawn(generator, words, width))
+        self.ln2 = layer_norm(self.d_model)
+
+    def compute(self, ids: Tensor, probe: Probe, block: Probe) -> Tensor:
+        attn, mlp = block.at("attn"), block.at("mlp")
+        embed = probe("embed", self.E_token[ids])  # (1, T, C)
+        x = embed + probe("pos_embed", self.E_pos[: ids.shape[1]].expand_as(embed))
+        x = block("resid_pre", x)
+
+        q = attn("q", project_heads(x, self.W_Q))  # (1, T, H, D)
+        k = attn("k", project_heads(x, self.W_K))
+        v = attn("v", project_heads(x, self.W_V))
+        mask = CausalMask(0, ids.shape[1], None, ids.device)
+        z = attend(q, k, v, mask, attn, scale=self.d_head**-0.5)
+        x = block("attn_out", z.flatten(2) @ self.W_O.mT)
+
+        post = mlp("post", ACTIVATIONS["gelu_tanh"](mlp("pre", x @ self.W1.mT + self.b1)))
+        x = block("resid_post", x + block("mlp_out", post @ self.W2.mT + self.b2))
+        logits: Tensor = self.ln2(x, block.at("ln2")) @ self.W_lm.mT
+        return logits

@@ -1,0 +1,1 @@
+"""The service, driven over loopback HTTP as its users drive it."""

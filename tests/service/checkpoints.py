@@ -1,0 +1,92 @@
+"""Tiny checkpoints in Hugging Face layout, written by hand: a Llama with grouped heads, and a byte-level BPE vocabulary."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+CORPUS = ["the cat sat on the mat and the dog sat on the log; that was that, the cats ran on and the dogs ran there"]
+EOS = "<eos>"
+NUM_TOKENS = 280
+VOCAB_SIZE = 284  # the last rows of the network stand for no token, as in many published checkpoints
+CONTEXT = 64
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": CONTEXT,
+    "rms_norm_eps": 1e-3,
+    "rope_theta": 100.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "eos_token_id": 0,
+    "torch_dtype": "float32",
+}
+
+
+def write_checkpoint(
+    directory: Path, *, generation: dict[str, Any] | None = None, extra_token: str | None = None, **config: Any
+) -> Path:
+    """A checkpoint whose weights are the same for every call; `config` replaces keys of `CONFIG`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(CONFIG | config))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    write_tokenizer(directory / "tokenizer.json", extra_token)
+    save_file(_weights(CONFIG | config), directory / "model.safetensors")
+    return directory
+
+
+def write_tokenizer(path: Path, extra_token: str | None = None) -> None:
+    """Every byte is a token, so that sampled text is full of unfinished characters; a few words are tokens too."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=NUM_TOKENS,
+        special_tokens=[EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS * 4, trainer)
+    assert tokenizer.get_vocab_size() == NUM_TOKENS
+    if extra_token is not None:
+        tokenizer.add_tokens([extra_token])
+    tokenizer.save(str(path))
+
+
+def _weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    width, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    queries, keys = heads * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) / columns**0.5
+
+    def gain() -> torch.Tensor:
+        return 1 + 0.3 * torch.randn(width, generator=generator)
+
+    weights = {"model.embed_tokens.weight": torch.randn(config["vocab_size"], width, generator=generator)}
+    for layer in range(config["num_hidden_layers"]):
+        of = f"model.layers.{layer}"
+        weights |= {
+            f"{of}.input_layernorm.weight": gain(),
+            f"{of}.self_attn.q_proj.weight": matrix(queries, width),
+            f"{of}.self_attn.k_proj.weight": matrix(keys, width),
+            f"{of}.self_attn.v_proj.weight": matrix(keys, width),
+            f"{of}.self_attn.o_proj.weight": matrix(width, queries),
+            f"{of}.post_attention_layernorm.weight": gain(),
+            f"{of}.mlp.gate_proj.weight": matrix(inner, width),
+            f"{of}.mlp.up_proj.weight": matrix(inner, width),
+            f"{of}.mlp.down_proj.weight": matrix(width, inner),
+        }
+    return weights | {"model.norm.weight": gain(), "lm_head.weight": 1.5 * matrix(config["vocab_size"], width)}

@@ -1,0 +1,97 @@
+"""POST /logits over HTTP: the network's own numbers for the rows and tokens that were asked for."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from service.encoding import SAFETENSORS
+from service.schemas import LogitsAnswer
+from tests.service.checkpoints import VOCAB_SIZE
+from tests.service.running import Running
+from tests.service.test_forward import ROUNDING, from_safetensors
+
+PROMPT = [257, 69, 270, 273, 264]
+
+
+@pytest.fixture
+def direct(tiny: Running) -> Tensor:
+    """(T, V) of a pass without the service."""
+    with torch.inference_mode():
+        return tiny.checkpoint.model(torch.tensor([PROMPT]))[0]
+
+
+@pytest.mark.parametrize(
+    ("positions", "rows"),
+    [({}, [4]), ({"positions": "last"}, [4]), ({"positions": "all"}, [0, 1, 2, 3, 4]), ({"positions": [3, 0]}, [3, 0])],
+)
+def test_rows_are_those_of_the_network(
+    tiny: Running, direct: Tensor, positions: dict[str, Any], rows: list[int]
+) -> None:
+    answer = tiny.answer("/logits", prompt=PROMPT, logprobs=True, **positions)
+    LogitsAnswer.model_validate(answer)
+    assert [row["position"] for row in answer["positions"]] == rows
+    for row in answer["positions"]:
+        logits = direct[row["position"]]
+        assert row["logits"] == pytest.approx(logits.tolist(), abs=ROUNDING)
+        assert row["logprobs"] == pytest.approx(logits.log_softmax(0).tolist(), abs=ROUNDING)
+        assert "ids" not in row
+
+
+def test_the_likeliest_tokens_come_first_with_their_texts(tiny: Running, direct: Tensor) -> None:
+    answer = tiny.answer("/logits", prompt=PROMPT, positions="all", top_k=7, logprobs=True)
+    LogitsAnswer.model_validate(answer)
+    for row, logits in zip(answer["positions"], direct, strict=True):
+        top = logits.topk(7)
+        assert row["ids"] == top.indices.tolist()
+        assert row["logits"] == pytest.approx(top.values.tolist(), abs=ROUNDING)
+        assert row["logprobs"] == pytest.approx(logits.log_softmax(0)[top.indices].tolist(), abs=ROUNDING)
+        texts = [tiny.answer("/forward", prompt=[i], stages=["embed"])["tokens"][0]["text"] for i in row["ids"][:2]]
+        assert row["texts"][:2] == texts
+
+
+def test_logprobs_come_only_where_they_are_asked_for(tiny: Running) -> None:
+    (row,) = tiny.answer("/logits", prompt=PROMPT)["positions"]
+    assert set(row) == {"position", "logits"}
+    assert len(row["logits"]) == VOCAB_SIZE
+
+
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_safetensors_hold_the_numbers_of_json(tiny: Running, top_k: int | None) -> None:
+    body = {"prompt": PROMPT, "positions": [4, 2], "logprobs": True, "top_k": top_k}
+    answer = tiny.answer("/logits", **body)
+    tensors, rest = from_safetensors(tiny.post("/logits", body, headers={"Accept": SAFETENSORS}).content)
+    for name in ("logits", "logprobs", *(["ids"] if top_k else [])):
+        found = tensors.pop(name)
+        assert torch.equal(found, torch.tensor([row[name] for row in answer["positions"]], dtype=found.dtype))
+    assert tensors == {}
+    assert rest["tokens"] == answer["tokens"]
+    assert rest["positions"] == [{"position": 4}, {"position": 2}]
+
+
+def test_logits_are_those_of_forward(tiny: Running) -> None:
+    (stage,) = tiny.answer("/forward", prompt=PROMPT, stages=["logits"], detail="values")["stages"]
+    rows = tiny.answer("/logits", prompt=PROMPT, positions="all")["positions"]
+    for row, expected in zip(rows, stage["values"][0], strict=True):
+        assert row["logits"] == pytest.approx(expected, abs=ROUNDING)
+
+
+@pytest.mark.parametrize("as_safetensors", [False, True])
+@pytest.mark.parametrize("top_k", [None, 1, VOCAB_SIZE])
+@pytest.mark.parametrize("logprobs", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 64])
+def test_no_answer_is_larger_than_its_estimate(
+    tiny: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    as_safetensors: bool,
+    top_k: int | None,
+    logprobs: bool,
+    num_tokens: int,
+) -> None:
+    body = {"prompt": list(range(num_tokens)), "positions": "all", "top_k": top_k, "logprobs": logprobs}
+    estimates: list[int] = []
+    monkeypatch.setattr("service.routes.logits.check_budget", lambda estimate, *_: estimates.append(estimate))
+    response = tiny.post("/logits", body, headers={"Accept": SAFETENSORS if as_safetensors else "*/*"})
+    assert response.status_code == 200
+    assert len(response.content) <= estimates[0]
