@@ -16,13 +16,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from model.families import Family, translate
-from model.families.family import Source
+from model.families.family import stacked_rows
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _FILES = ("*.json", "*.safetensors")
 
@@ -54,6 +55,8 @@ def load_checkpoint(source: str, *, dtype: str = "auto", device: str = "cpu", na
 
     Raises `CheckpointError`, or `ValueError` for a config that is not implemented.
     """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not implemented; known: auto, {', '.join(DTYPES)}")
     directory = find_directory(source)
     config = read_json(directory / "config.json")
     family, model_config = translate(config)
@@ -145,10 +148,7 @@ class TensorFiles:
 
     def dtype(self) -> torch.dtype:
         """The dtype of the token embedding, which stands for the checkpoint's."""
-        dtype = self._read(self._family.source("embed.weight").names[0]).dtype
-        if dtype not in DTYPES.values():
-            raise CheckpointError(f"weights of dtype {dtype} are not implemented; known: {', '.join(DTYPES)}")
-        return dtype
+        return self._read(self._family.source("embed.weight").names[0]).dtype
 
     @torch.no_grad()
     def fill(self, model: Transformer) -> None:
@@ -163,34 +163,31 @@ class TensorFiles:
         if surplus:
             raise CheckpointError(f"the checkpoint has tensors that its config has no place for: {_some(surplus)}")
         for name, parameter in parameters.items():
-            self._copy(sources[name], parameter)
+            source = sources[name]
+            is_stacked = len(source.names) > 1
+            parts = torch.split(parameter, stacked_rows(name, model.config)) if is_stacked else (parameter,)
+            for part_name, part in zip(source.names, parts, strict=True):
+                self._copy(part_name, part, transposed=source.transposed)
 
     def _is_expected(self, stored: str, wanted: set[str], model: Transformer) -> bool:
-        name = self._family.optional_prefix + stored if self._prefix_left_out else stored
-        if name in wanted or any(fnmatchcase(name, pattern) for pattern in self._family.surplus):
+        if stored in {self._stored(name) for name in wanted}:
             return True
-        if model.config.tied_head and name == self._family.source("head.weight").names[0]:
+        if any(fnmatchcase(stored, self._stored(pattern)) for pattern in self._family.surplus):
+            return True
+        (head,) = self._family.source("head.weight").names
+        if model.config.tied_head and stored == self._stored(head):
             embedding = self._read(self._family.source("embed.weight").names[0])
-            if not torch.equal(self._read(name), embedding):
-                raise CheckpointError(f"{name} differs from the embedding, but the config says tie_word_embeddings")
+            if not torch.equal(self._read(head), embedding):
+                raise CheckpointError(f"{stored} differs from the embedding, but the config says tie_word_embeddings")
             return True
         return False
 
-    def _copy(self, source: Source, parameter: Tensor) -> None:
-        start = 0
-        for name in source.names:
-            tensor = self._read(name)
-            if source.transposed:
-                tensor = tensor.T
-            part = parameter[start : start + tensor.shape[0]] if len(source.names) > 1 else parameter
-            if part.shape != tensor.shape:
-                raise CheckpointError(f"{name} is {_shape(tensor, source)}, the config asks for {_shape(part, source)}")
-            part.copy_(tensor)
-            start += tensor.shape[0]
-        if start != parameter.shape[0]:
-            raise CheckpointError(
-                f"{', '.join(source.names)}: {start} rows in all, the config asks for {len(parameter)}"
-            )
+    def _copy(self, name: str, parameter: Tensor, *, transposed: bool) -> None:
+        tensor = self._read(name)
+        asked = tuple(parameter.T.shape if transposed else parameter.shape)
+        if tuple(tensor.shape) != asked:
+            raise CheckpointError(f"{name} is {tuple(tensor.shape)}, the config asks for {asked}")
+        parameter.copy_(tensor.T if transposed else tensor)
 
     def _stored(self, name: str) -> str:
         return name.removeprefix(self._family.optional_prefix) if self._prefix_left_out else name
@@ -201,13 +198,28 @@ class TensorFiles:
             raise CheckpointError(f"the checkpoint lacks {stored}")
         with safe_open(self._files[stored], framework="pt") as tensors:
             tensor: Tensor = tensors.get_tensor(stored)
+        if tensor.dtype not in DTYPES.values():
+            raise CheckpointError(f"{stored} is {tensor.dtype}, which is not implemented; known: {', '.join(DTYPES)}")
         return tensor
 
 
 def _weight_files(directory: Path) -> list[Path]:
+    """The files that the index names, or the only one there is."""
+    index = directory / INDEX
     paths = sorted(directory.glob("*.safetensors"))
-    if paths:
+    if index.exists():
+        named = sorted({directory / file for file in read_json(index).get("weight_map", {}).values()})
+        absent = [path.name for path in named if path not in paths]
+        if absent:
+            raise CheckpointError(f"{index}: names {_some(absent)}, which is not there")
+        left_out = [path.name for path in paths if path not in named]
+        if left_out:
+            logger.info("%s does not name %s; not read", INDEX, _some(left_out))
+        return named
+    if len(paths) == 1:
         return paths
+    if paths:
+        raise CheckpointError(f"{directory}: several *.safetensors ({_some(p.name for p in paths)}) and no {INDEX}")
     pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
     hint = ""
     if pickles:
@@ -219,16 +231,11 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _check_index(directory: Path, files: Mapping[str, Path]) -> None:
-    path = directory / "model.safetensors.index.json"
-    if not path.exists():
+    if not (directory / INDEX).exists():
         return
-    for name, file in read_json(path).get("weight_map", {}).items():
+    for name, file in read_json(directory / INDEX).get("weight_map", {}).items():
         if name not in files:
-            raise CheckpointError(f"{path.name} places {name} in {file}, which does not hold it")
-
-
-def _shape(tensor: Tensor, source: Source) -> tuple[int, ...]:
-    return tuple(tensor.T.shape if source.transposed else tensor.shape)
+            raise CheckpointError(f"{INDEX} places {name} in {file}, which does not hold it")
 
 
 def _some(names: Iterable[str], limit: int = 5) -> str:

@@ -154,6 +154,8 @@ class KVCache:
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k and v (B, T, Hkv, D) of the new tokens -> those of all tokens (B, S, Hkv, D), without a copy."""
+        if k.shape[0] != self._buffer.shape[2]:
+            raise ValueError(f"the cache is for a batch of {self._buffer.shape[2]}, not of {k.shape[0]}")
         end = self.length + k.shape[1]
         if end > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} tokens, {end} do not fit")

@@ -37,12 +37,17 @@ class SamplingParams:
             "top_k": (self.top_k >= 0, "must not be negative"),
             "top_p": (0 < self.top_p <= 1, "must be above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "must be between 0 and 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "must be positive"),
+            "repetition_penalty": (0.01 <= self.repetition_penalty <= 100, "must be between 0.01 and 100"),
+            "presence_penalty": (abs(self.presence_penalty) <= 2, "must be between -2 and 2"),
+            "frequency_penalty": (abs(self.frequency_penalty) <= 2, "must be between -2 and 2"),
             "seed": (self.seed is None or 0 <= self.seed < 2**63, "must be between 0 and 2^63 - 1"),
         }
         for name, (is_valid, why) in ranges.items():
             if not is_valid:
                 raise ValueError(f"{name}: {getattr(self, name)} {why}")
+        for token_id, bias in self.logit_bias.items():
+            if not abs(bias) <= 100:
+                raise ValueError(f"logit_bias.{token_id}: {bias} must be between -100 and 100")
 
 
 class Sampler:
@@ -55,13 +60,13 @@ class Sampler:
         self._counts = torch.zeros(vocab_size)  # of the output
         self._seen = torch.zeros(vocab_size, dtype=torch.bool)  # in prompt and output
         self._seen[list(prompt_ids)] = True
-        self._bias = torch.zeros(vocab_size) if params.logit_bias else None
+        self._bias = torch.zeros(vocab_size, dtype=torch.float64) if params.logit_bias else None
         if self._bias is not None:
-            self._bias[list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()))
+            self._bias[list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64)
 
     def sample(self, logits: Tensor) -> int:
         """logits (V,) -> a token id. Raises `ValueError` when the logits hold NaN."""
-        logits = logits.detach().float().cpu()
+        logits = logits.detach().cpu().double()  # so that no temperature above 0 is too small to divide by
         if logits.isnan().any():
             raise ValueError("the logits are not numbers")
         adjusted = self._adjust(logits)
@@ -83,7 +88,7 @@ class Sampler:
 
     def _draw(self, logits: Tensor) -> int:
         params = self.params
-        # Shifted before the division, so that a tiny temperature gives zeros and -inf, never NaN.
+        # Shifted before the division: a tiny temperature gives zeros and -inf, never NaN.
         scaled = (logits - logits.max()) / params.temperature
         if params.top_k == 0 and params.top_p == 1 and params.min_p == 0:
             return int(torch.multinomial(scaled.softmax(0), 1, generator=self._generator))

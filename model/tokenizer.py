@@ -83,6 +83,9 @@ class Detokenizer:
         start = self._clean_start(prompt_ids)
         for token_id in prompt_ids[start:]:
             self.push(token_id)
+        text = tokenizer.decode(self._anchor + self._pending)
+        if self._pending and not text.endswith(REPLACEMENT):
+            self._emit(text)  # whole already, so it is the prompt's: a run of bytes that the prompt closes
 
     def push(self, token_id: int) -> str:
         """The text that this token completed, often empty."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.families import llama
+from model.families.family import stacked_rows
 from model.transformer import Transformer
 
 END_OF_TEXT = "<|endoftext|>"
@@ -101,10 +102,8 @@ def save(model: Transformer, tokenizer: tokenizers.Tokenizer, directory: Path) -
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         source = llama.FAMILY.source(name)
-        num_rows = [parameter.shape[0] // len(source.names)] * len(source.names)
-        if name.endswith("attn.qkv.weight"):
-            num_rows = [heads * config.d_head for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
-        parts = torch.split(parameter.detach().cpu().bfloat16(), num_rows)
+        weights = parameter.detach().cpu().bfloat16()
+        parts = torch.split(weights, stacked_rows(name, config)) if len(source.names) > 1 else (weights,)
         tensors |= {part_name: part.contiguous() for part_name, part in zip(source.names, parts, strict=True)}
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     tokenizer.save(str(directory / "tokenizer.json"))

@@ -220,10 +220,12 @@ class GenerateRequest(Request):
     top_k: int | None = Field(None, ge=0, description="0 keeps all; default: the checkpoint's, else 0")
     top_p: float | None = Field(None, gt=0, le=1, description="default: the checkpoint's, else 1")
     min_p: float | None = Field(None, ge=0, le=1, description="default: the checkpoint's, else 0")
-    repetition_penalty: float | None = Field(None, gt=0, description="default: the checkpoint's, else 1")
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = Field({}, description="token id -> what is added to its logit")
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="default: the checkpoint's, else 1")
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(
+        {}, description="token id -> what is added to its logit"
+    )
     seed: int | None = Field(None, ge=0, lt=2**63, description="default: a new one each time")
     stop: Text | list[Text] = Field([], description="strings that end the text before themselves")
     stop_token_ids: list[TokenId] = []

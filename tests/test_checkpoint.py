@@ -214,11 +214,10 @@ class TestFiles:
         path = tmp_path / "model.safetensors.index.json"
         index = json.loads(path.read_text())
         load_checkpoint(str(tmp_path))
-        index["weight_map"]["model.layers.2.mlp.up_proj.weight"] = "model-00003-of-00003.safetensors"
+        file = next(iter(index["weight_map"].values()))
+        index["weight_map"]["model.layers.2.mlp.up_proj.weight"] = file
         path.write_text(json.dumps(index))
-        with pytest.raises(
-            CheckpointError, match=r"index\.json places model\.layers\.2\.mlp\.up_proj\.weight in model-00003"
-        ):
+        with pytest.raises(CheckpointError, match=rf"places model\.layers\.2\.mlp\.up_proj\.weight in {file}"):
             load_checkpoint(str(tmp_path))
 
     def test_an_absent_shard_is_an_error_that_names_it(self, written: dict[str, Path], tmp_path: Path) -> None:
@@ -229,10 +228,27 @@ class TestFiles:
         with pytest.raises(CheckpointError, match=shard.name):
             load_checkpoint(str(tmp_path))
 
-    def test_a_tensor_in_two_files_is_refused(self, copy_of: Callable[[str], Path]) -> None:
+    def test_a_tensor_in_two_files_of_the_index_is_refused(self, written: dict[str, Path], tmp_path: Path) -> None:
+        reference = transformers.AutoModelForCausalLM.from_pretrained(written["untied"])
+        reference.save_pretrained(tmp_path, max_shard_size="4KB")
+        save_file({"model.norm.weight": torch.ones(16)}, tmp_path / "other.safetensors")
+        path = tmp_path / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        index["weight_map"]["model.norm.weight"] = "other.safetensors"
+        path.write_text(json.dumps(index))
+        with pytest.raises(CheckpointError, match=r"model\.norm\.weight: in model-.* and in other\.safetensors"):
+            load_checkpoint(str(tmp_path))
+
+    def test_files_that_the_index_does_not_name_are_not_read(self, written: dict[str, Path], tmp_path: Path) -> None:
+        reference = transformers.AutoModelForCausalLM.from_pretrained(written["untied"])
+        reference.save_pretrained(tmp_path, max_shard_size="4KB")
+        save_file({"layers.0.attention.wq.weight": torch.ones(16)}, tmp_path / "consolidated.safetensors")
+        load_checkpoint(str(tmp_path))
+
+    def test_several_files_without_an_index_are_refused(self, copy_of: Callable[[str], Path]) -> None:
         directory = copy_of("tied")
         save_file({"model.norm.weight": torch.ones(16)}, directory / "other.safetensors")
-        with pytest.raises(CheckpointError, match=r"model\.norm\.weight: in model\.safetensors and in other\.safetens"):
+        with pytest.raises(CheckpointError, match=r"several .*model\.safetensors, other\.safetensors.* and no model"):
             load_checkpoint(str(directory))
 
     @pytest.mark.parametrize(

@@ -40,7 +40,9 @@ def test_the_settings_table_is_the_settings() -> None:
     rows = []
     for name, field in Settings.model_fields.items():
         default = "" if field.default is None else f"`{field.default}`"
-        rows.append(f"| `--{name.replace('_', '-')}` | `FORWARDSCOPE_{name.upper()}` | {default} | {field.description} |")
+        rows.append(
+            f"| `--{name.replace('_', '-')}` | `FORWARDSCOPE_{name.upper()}` | {default} | {field.description} |"
+        )
     assert "\n".join(rows) in README, "the table should be:\n" + "\n".join(rows)
 
 

@@ -100,8 +100,12 @@ def _data() -> None:
         shared(place)
 
 
+NEWLINE, FIRST_BYTE, SPECIAL = 3 + 0x0A, 3 + 0xE4, 32000  # phi3's
+
+
 @settings(max_examples=400, deadline=None)
 @given(case=prompt_and_ids())
+@example(case=("phi3", [], [NEWLINE, SPECIAL, FIRST_BYTE]))  # one run of bytes, and not UTF-8, for the decoder
 def test_the_pieces_join_to_exactly_the_decoded_text(case: tuple[str, list[int], list[int]]) -> None:
     name, first, second = case
     ids = first + second
@@ -130,7 +134,7 @@ def certain_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return ""
 
 
-PHI3_LINE, PHI3_THERE = [6324, 13], [727]  # "Hi\n", where the line's end is the byte token <0x0A>, and " there"
+PHI3_LINE, PHI3_THERE = [6324, NEWLINE], [727]  # "Hi\n", where the line's end is the byte token <0x0A>, and " there"
 
 
 @settings(max_examples=600, deadline=None)

@@ -19,7 +19,7 @@ def translate(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
 
     Raises `ValueError` naming the architecture or key that is not implemented.
     """
-    family = FAMILIES.get(config.get("model_type", ""))
+    family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         raise ValueError(
             f"config.json: model_type {config.get('model_type')!r} is not implemented; known: {', '.join(FAMILIES)}"

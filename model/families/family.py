@@ -17,6 +17,7 @@ class ConfigReader:
     # Keys that do not change what an inference pass computes, in every family.
     HARMLESS = frozenset(
         {
+            "_attn_implementation_autoset",
             "_name_or_path",
             "architectures",
             "attention_dropout",
@@ -47,6 +48,8 @@ class ConfigReader:
             "torch_dtype",
             "transformers_version",
             "unk_token_id",
+            "unsloth_fixed",
+            "unsloth_version",
             "use_cache",
         }
     )
@@ -105,7 +108,9 @@ def rope_of(reader: ConfigReader, max_position_embeddings: int) -> tuple[float, 
     """
     theta = reader.take("rope_theta", 10000.0)
     parameters = reader.take("rope_parameters") or reader.take("rope_scaling") or {}
-    reader.ignore("rope_scaling")  # said again beside rope_parameters
+    again = reader.take("rope_scaling")  # said again beside rope_parameters
+    if again and _one_spelling(again, theta) != _one_spelling(parameters, theta):
+        raise ValueError("config.json: rope_scaling and rope_parameters differ")
     reader.expect("partial_rotary_factor", 1.0)
     if not isinstance(parameters, dict):
         raise ValueError(f"config.json: rope_scaling = {parameters!r} is not an object")
@@ -152,6 +157,14 @@ def rope_of(reader: ConfigReader, max_position_embeddings: int) -> tuple[float, 
     )
 
 
+def _one_spelling(parameters: Any, theta: float) -> Any:
+    if not isinstance(parameters, dict):
+        return parameters
+    stated = {key: value for key, value in parameters.items() if value is not None and key != "type"}
+    kind = parameters.get("rope_type") or parameters.get("type", "default")
+    return {"rope_theta": theta} | stated | {"rope_type": kind}
+
+
 def _yarn_attention_factor(scaling: ConfigReader, factor: float) -> float:
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -169,6 +182,14 @@ class Source:
 
     names: tuple[str, ...]
     transposed: bool = False  # stored as (in, out)
+
+
+def stacked_rows(parameter: str, config: ModelConfig) -> list[int]:
+    """How many rows of one of our stacked parameters each of its sources gives: q, k, v; gate and up."""
+    if ".qkv." in parameter:
+        return [heads * config.d_head for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+    assert ".up." in parameter
+    return [config.d_mlp, config.d_mlp]
 
 
 def rows(*names: str) -> Source:

@@ -51,6 +51,9 @@ SURPLUS = ("model.layers.*.self_attn.rotary_emb.inv_freq",)  # computed, stored 
 
 def read_common(config: ConfigReader, *, default_d_head: int = 0, **options: Any) -> ModelConfig:
     """The keys that all Llama-like families share; `options` are the family's own choices."""
+    config.expect("rope_interleaved", False)
+    config.expect("use_mrope", False)
+    config.ignore("is_llama_config", "transformers.js_config")
     theta, scaling, max_positions = rope_of(config, config.need("max_position_embeddings"))
     num_heads = config.need("num_attention_heads")
     return ModelConfig(

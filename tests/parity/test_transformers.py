@@ -48,8 +48,8 @@ SCALINGS = {
         "rope_type": "llama3",
         "rope_theta": 150.0,
         "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 3.0,
+        "low_freq_factor": 0.5,  # the pairs of a head of 8 make 2.5, 0.7, 0.2 and 0.06 turns over the 16 positions:
+        "high_freq_factor": 2.0,  # one is kept, one between, two interpolated
         "original_max_position_embeddings": 16,
     },
     "yarn": YARN,
@@ -250,6 +250,21 @@ def test_both_spellings_of_rope_give_the_same_network(rope: dict[str, Any], tmp_
     assert translate(config)[1].rope_theta == 150.0
     path.write_text(json.dumps(older))
     assert_same_numbers(reference, tmp_path, num_tokens=33)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("first_windowed", [0, 1, 2, 3])
+def test_windows_said_by_their_first_layer_give_the_same_network(
+    family: str, first_windowed: int, tmp_path: Path
+) -> None:
+    """`max_window_layers`, as before transformers wrote `layer_types`."""
+    options = WINDOWS | {"max_window_layers": first_windowed, "num_hidden_layers": 3}
+    reference = write_reference(config_of(family, options), tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["layer_types"]
+    path.write_text(json.dumps(config))
+    assert_same_numbers(reference, tmp_path, num_tokens=20)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])

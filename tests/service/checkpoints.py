@@ -1,4 +1,4 @@
-"""Tiny checkpoints in Hugging Face layout, written by hand: a Llama with grouped heads, and a byte-level BPE vocabulary."""
+"""Tiny checkpoints in Hugging Face layout, written by hand: a Llama with grouped heads and a byte-level BPE."""
 
 import json
 from pathlib import Path

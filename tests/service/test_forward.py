@@ -1,4 +1,4 @@
-"""POST /forward over HTTP: the numbers are those of a direct pass, in every encoding, and never more bytes than promised."""
+"""POST /forward over HTTP: the numbers of a direct pass, in every encoding, and never more bytes than promised."""
 
 import base64
 import json
@@ -248,7 +248,7 @@ class TestPredictionsAndLoss:
     def test_predictions_are_the_likeliest_of_a_softmax_over_the_vocabulary(
         self, tiny: Running, direct: dict[str, Tensor]
     ) -> None:
-        answer = tiny.answer("/forward", prompt=PROMPT, stages=["embed"], detail="none", top_k=VOCAB_SIZE)
+        answer = tiny.answer("/forward", prompt=PROMPT, stages=["embed"], detail="none", top_k=0)
         for row, logits in zip(answer["predictions"], direct["logits"][0], strict=True):
             logit, ids = logits.sort(descending=True)
             assert [entry["id"] for entry in row["top"]] == ids.tolist()
@@ -333,7 +333,7 @@ class TestBudget:
         self, tmp_path: Path, start: Start, as_safetensors: bool
     ) -> None:
         service = start(model=str(write_checkpoint(tmp_path, extra_token="-" * 4000)))
-        body = ForwardRequest(prompt=[NUM_TOKENS] * CONTEXT, stages=["embed"], detail="none", top_k=VOCAB_SIZE)
+        body = ForwardRequest(prompt=[NUM_TOKENS] * CONTEXT, stages=["embed"], detail="none", top_k=0)
         plan = make_plan(body, service.state, as_safetensors)
         assert len(run(plan, 0.0)) <= estimate_bytes(plan)
 
