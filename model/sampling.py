@@ -47,7 +47,7 @@ class SamplingParams:
                 raise ValueError(f"{name}: {getattr(self, name)} {why}")
         for token_id, bias in self.logit_bias.items():
             if not abs(bias) <= 100:
-                raise ValueError(f"logit_bias.{token_id}: {bias} must be between -100 and 100")
+                raise ValueError(f"logit_bias: {bias} for {token_id} must be between -100 and 100")
 
 
 class Sampler:
