@@ -17,6 +17,7 @@ from torch import Tensor
 
 from model.families import Family, translate
 from model.families.family import stacked_rows
+from model.sampling import SamplingParams
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
 
@@ -116,10 +117,19 @@ def read_generation_defaults(directory: Path, config: Mapping[str, Any]) -> Gene
     generation = read_json(path) if path.exists() else {}
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     eos_token_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    if any(type(token_id) is not int for token_id in eos_token_ids):
+        raise CheckpointError(f"eos_token_id: {eos!r} is neither a token id nor a list of them")
     sampling_keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     sampling = {key: generation[key] for key in sampling_keys if generation.get(key) is not None}
     if generation.get("do_sample") is False:
         sampling = {"temperature": 0.0} | {k: v for k, v in sampling.items() if k == "repetition_penalty"}
+    for key, value in sampling.items():
+        if type(value) is not int and (type(value) is not float or key == "top_k"):
+            raise CheckpointError(f"{path.name}: {key}: {value!r} is not the number that it should be")
+    try:
+        SamplingParams(**sampling)
+    except ValueError as error:
+        raise CheckpointError(f"{path.name}: {error}") from error
     return GenerationDefaults(eos_token_ids, sampling)
 
 

@@ -3,8 +3,9 @@
 It knows nothing of checkpoints or families; `model/families/` translates a `config.json` into it.
 """
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 NormKind = Literal["rms", "layer"]
 Placement = Literal["pre", "post"]
@@ -20,6 +21,16 @@ def _require(condition: bool, field: str, why: str) -> None:
 
 def _require_choice(field: str, value: object, choices: object) -> None:
     _require(value in get_args(choices), field, f"{value!r} is not one of {', '.join(map(repr, get_args(choices)))}")
+
+
+def _require_numbers(config: Any, prefix: str = "") -> None:
+    """What comes from a file may be a string or a boolean where a number belongs."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.type in (int, bool):
+            _require(type(value) is field.type, prefix + field.name, f"{value!r} is no {field.type.__name__}")
+        elif field.type is float:
+            _require(type(value) in (int, float), prefix + field.name, f"{value!r} is no number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +52,7 @@ class RopeScaling:
     attention_factor: float = 1.0  # yarn: multiplies cos and sin
 
     def __post_init__(self) -> None:
+        _require_numbers(self, "rope_scaling.")
         _require_choice("rope_scaling.kind", self.kind, ScalingKind)
         _require(self.factor >= 1, "rope_scaling.factor", f"{self.factor} is below 1")
         _require(self.original_max_positions >= 1, "rope_scaling.original_max_positions", "must be at least 1")
@@ -90,6 +102,7 @@ class ModelConfig:
     tied_head: bool = True
 
     def __post_init__(self) -> None:
+        _require_numbers(self)
         for field in ("vocab_size", "d_model", "num_layers", "num_heads", "d_mlp", "max_positions"):
             _require(getattr(self, field) >= 1, field, f"{getattr(self, field)} must be at least 1")
         if self.num_kv_heads == 0:
@@ -125,7 +138,11 @@ class ModelConfig:
             _require(self.d_head > 2, "d_head", "must be above 2 with dynamic rope scaling")
 
     def _check_window(self) -> None:
-        _require(self.window is None or self.window >= 1, "window", f"{self.window} must be at least 1")
+        _require(
+            self.window is None or (type(self.window) is int and self.window >= 1),
+            "window",
+            f"{self.window!r} must be an integer of at least 1",
+        )
         if self.windowed_layers is not None:
             _require(self.window is not None, "windowed_layers", "has no meaning without window")
             _require(

@@ -5,7 +5,7 @@ A `Generation` is advanced a token at a time by whoever owns the network; it kno
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
@@ -149,21 +149,20 @@ class Generation:
         return outputs
 
     def _finish_or_go_on(self, token_id: int, logprobs: TokenLogprobs | None) -> TokenOutput:
-        if token_id in self._params.stop_token_ids:
-            return self._last(token_id, self._rest(), logprobs, "stop", token_id)
-        piece = self._detokenizer.push(token_id) if self._detokenizer is not None else ""
+        is_stop_token = token_id in self._params.stop_token_ids
+        is_last = is_stop_token or self._num_generated == self._params.max_tokens
+        piece = ""
+        if self._detokenizer is not None:
+            piece = "" if is_stop_token else self._detokenizer.push(token_id)
+            piece += self._detokenizer.flush() if is_last else ""
         text, stop = self._stops.push(piece)
         if stop is not None:
             return self._last(token_id, text, logprobs, "stop", stop)
-        if self._num_generated == self._params.max_tokens:
-            return self._last(token_id, text + self._rest(), logprobs, "length", None)
+        if is_last:
+            text += self._stops.flush()
+            reason, stop_id = ("stop", token_id) if is_stop_token else ("length", None)
+            return self._last(token_id, text, logprobs, cast("FinishReason", reason), stop_id)
         return TokenOutput(token_id, text, logprobs)
-
-    def _rest(self) -> str:
-        """Text held back for an unfinished character or a stop string that never came."""
-        piece = self._detokenizer.flush() if self._detokenizer is not None else ""
-        text, stop = self._stops.push(piece)
-        return text if stop is not None else text + self._stops.flush()
 
     def _last(
         self, token_id: int, text: str, logprobs: TokenLogprobs | None, reason: FinishReason, stop: str | int | None

@@ -17,7 +17,9 @@ class Tokenizer:
         backend.no_truncation()  # a prompt is never clipped
         backend.no_padding()
         self._backend = backend
-        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
+        self.longest_token_bytes: int = max((len(token.encode()) for token in vocabulary), default=0)
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )

@@ -1,6 +1,6 @@
 """How the bundled checkpoint was made: a byte-level BPE and a small Llama-shaped network, trained on text files.
 
-    python -m model.train TEXT... --out model/bundled --minutes 12
+    python -m model.train TEXT... --out model/bundled --steps 8000
 
 AdamW with decoupled weight decay (Loshchilov & Hutter 2019), linear warm-up, then a cosine to a tenth; gradients are
 clipped. The last twentieth of every text is held out. Writes Hugging Face layout and `training.jsonl`, the log.
@@ -92,7 +92,7 @@ def validate(model: Transformer, ids: Tensor, length: int, device: str, num_wind
 def learning_rate(progress: float, peak: float, warm_up: float = 0.03) -> float:
     """Linear to `peak`, then a cosine to a tenth of it; `progress` from 0 to 1."""
     if progress < warm_up:
-        return peak * (progress + 0.001) / warm_up
+        return peak * progress / warm_up
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * (progress - warm_up) / (1 - warm_up))))
 
 
@@ -133,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the bundled checkpoint on text files.")
     parser.add_argument("texts", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=12.0, help="how long to train")
+    parser.add_argument("--steps", type=int, default=8000)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--vocab-size", type=int, default=2048)
     parser.add_argument("--d-model", type=int, default=160)
@@ -176,21 +176,16 @@ def train(options: argparse.Namespace) -> None:
 
     log = (options.out / "training.jsonl").open("w")
     start = time.monotonic()
-    step, progress = 0, 0.0
-    next_check = 0.0
-    while progress < 1:
+    for step in range(1, options.steps + 1):
         inputs, targets = batch_of(ids, options.batch, options.train_length, generator)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(progress, options.peak)
+            group["lr"] = learning_rate(step / options.steps, options.peak)
         loss = loss_of(model, inputs.to(device), targets.to(device))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        step += 1
-        progress = (time.monotonic() - start) / (60 * options.minutes)
-        if progress >= next_check or progress >= 1:
-            next_check += 0.05
+        if step % (options.steps // 20 or 1) == 0:
             nats = validate(model, held_out_ids, options.train_length, device)
             entry = {
                 "step": step,

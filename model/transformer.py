@@ -187,5 +187,5 @@ def read_out(logits: Tensor, targets: Sequence[int | None], tap: Tap | None = No
         probe("probabilities", wide.softmax(dim=-1))
     ignored = -100
     wanted = torch.tensor([[ignored if t is None else t for t in targets]], device=logits.device)
-    loss = F.cross_entropy(wide.mT, wanted, ignore_index=ignored, reduction="none")
+    loss = F.cross_entropy(wide.flatten(0, 1), wanted.flatten(), ignore_index=ignored, reduction="none").view_as(wanted)
     return probe("loss", loss.masked_fill(wanted == ignored, torch.nan))

@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import torch
-from fastapi import Depends, FastAPI
+from fastapi import FastAPI
 
 import model
 from model.checkpoint import Checkpoint, load_checkpoint
-from service.errors import install_error_handlers
-from service.limits import BodyLimit, require_key
+from service.errors import Failures, install_error_handlers
+from service.limits import ApiKey, BodyLimit
 from service.metrics import HttpMetrics
 from service.openapi import errors
 from service.routes import forward, generate, health, logits, tokenize
@@ -45,10 +45,13 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None)
     app.state.forwardscope = state
     install_error_handlers(app)
     for route in (forward, logits, generate, tokenize):
-        app.include_router(route.router, dependencies=[Depends(require_key)], responses=errors())
-    app.include_router(model_route.router, responses=errors(503))
-    app.include_router(health.router, responses=errors(503))
+        app.include_router(route.router, responses=errors())
+    app.include_router(model_route.router)
+    app.include_router(health.router)
+    app.add_middleware(Failures)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    if settings.api_key is not None:
+        app.add_middleware(ApiKey, key=settings.api_key.get_secret_value())
     app.add_middleware(HttpMetrics, metrics=state.metrics, paths=frozenset(app.openapi()["paths"]))
     return app
 
@@ -57,9 +60,10 @@ async def load(state: State, on_failure: Callable[[], None] | None) -> None:
     """Load the checkpoint on the network's thread, then be ready."""
     try:
         state.checkpoint = await state.worker.run(lambda: load_model(state.settings))
-    except (ValueError, OSError, RuntimeError) as error:
-        logger.error("cannot serve %s: %s", state.settings.model, error)
-        state.failure = str(error)
+    except Exception as error:  # whatever it is, a service that will never be ready must end
+        expected = isinstance(error, (ValueError, OSError))
+        logger.error("cannot serve %s: %s", state.settings.model, error, exc_info=None if expected else error)
+        state.failure = f"{error}"
         if on_failure is not None:
             on_failure()
         return

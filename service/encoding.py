@@ -4,41 +4,25 @@ JSON goes through orjson straight from arrays: no Python list of numbers is ever
 """
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import orjson
 import safetensors.torch
 import torch
-from fastapi.responses import Response
-from starlette.requests import Request
 from torch import Tensor
 
 from model.checkpoint import DTYPES
-from service.errors import ApiError, invalid
-from service.metrics import Metrics
+from service.errors import invalid
 
-SAFETENSORS = "application/x-safetensors"
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Bytes that a number takes at most in JSON, its comma included; bfloat16 and float16 are written as float32.
 JSON_BYTES = {torch.float64: 25, torch.float32: 16, torch.bfloat16: 16, torch.float16: 16}
-STAGE_BYTES = 512  # name, shape, dims and summary of a stage
-TOKEN_BYTES = 160  # a token, or a prediction
-
-
-class OrjsonResponse(Response):
-    """JSON, already encoded."""
-
-    media_type = "application/json"
 
 
 def to_json(content: Any) -> bytes:
     return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
-
-
-def wants_safetensors(request: Request) -> bool:
-    return SAFETENSORS in request.headers.get("accept", "")
 
 
 def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
@@ -74,19 +58,8 @@ def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Any) -> bytes:
 
 
 def value_bytes(num_values: int, dtype: torch.dtype, encoding: str) -> int:
+    """How many bytes numbers take in an answer, at most."""
     if encoding == "json":
         return num_values * JSON_BYTES[dtype]
     num_bytes = num_values * dtype.itemsize
     return (num_bytes + 2) // 3 * 4 if encoding == "base64" else num_bytes
-
-
-def check_budget(estimate: int, limit: int, narrow: Sequence[str], metrics: Metrics) -> None:
-    """413 where the answer would pass the limit, with its size and what to ask less of."""
-    if estimate <= limit:
-        return
-    metrics.budget_refusals.inc()
-    raise ApiError(
-        413,
-        f"the answer would take up to {estimate} bytes, the limit is {limit}; narrow {', '.join(narrow)}",
-        code="response_too_large",
-    )

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,10 @@ def invalid(param: str, message: str, code: str = "invalid_value") -> ApiError:
 
 def error_body(status: int, message: str, param: str | None, code: str) -> dict[str, Any]:
     kind = TYPES.get(status, "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    # An unknown field's name comes from the client and may be no UTF-8.
+    named = None if param is None else param.encode("utf-8", "backslashreplace").decode()
+    text = message.encode("utf-8", "backslashreplace").decode()
+    return {"error": {"message": text, "type": kind, "param": named, "code": code}}
 
 
 def error_response(error: ApiError) -> JSONResponse:
@@ -74,10 +78,32 @@ def install_error_handlers(app: FastAPI) -> None:
         headers = dict(error.headers or {})
         return error_response(ApiError(error.status_code, message, code=code, headers=headers))
 
-    @app.exception_handler(Exception)
-    async def _bug(request: Request, error: Exception) -> JSONResponse:
-        logger.exception("%s %s failed", request.method, request.url.path, exc_info=error)
-        return error_response(ApiError(500, "the server failed at this request; its log says where", code="internal"))
+
+class Failures:
+    """A bug ends its own request: with 500 where no answer has begun, and a line in the log that says where."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_and_note)
+        except Exception:
+            if scope["type"] != "http" or has_begun:
+                raise
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            headers = {"Connection": "close"}
+            error = ApiError(
+                500, "the server failed at this request; its log says where", code="internal", headers=headers
+            )
+            await error_response(error)(scope, receive, send)
 
 
 def _describe(error: RequestValidationError, content_type: str) -> tuple[str | None, str, str]:
@@ -85,20 +111,22 @@ def _describe(error: RequestValidationError, content_type: str) -> tuple[str | N
     problems = error.errors()
     if problems[0]["type"] == "json_invalid":
         return "body", f"body: not valid JSON: {problems[0]['ctx']['error']}", "json_invalid"
-    if problems[0]["loc"] == ("body",) and "json" not in content_type:
+    if problems[0]["loc"] == ("body",) and not _is_json(content_type):
         return "body", "body: send JSON with the header 'Content-Type: application/json'", "content_type"
     fields = [_field(problem["loc"]) for problem in problems]
     # The deepest place is the most telling one: prompt.3 rather than "prompt is not a string".
     deepest = max(range(len(fields)), key=lambda i: len(fields[i]))
     same = [i for i in range(len(fields)) if fields[i] == fields[deepest]]
     param = ".".join(map(str, fields[deepest])) or "body"
-    messages = dict.fromkeys(problems[i]["msg"] for i in same)
+    messages = dict.fromkeys(problems[i]["msg"].removeprefix("Value error, ") for i in same)
     return param, f"{param}: {'; or '.join(messages)}", problems[deepest]["type"]
 
 
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
 def _field(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Where in the body: field names and list indices, without the tags that pydantic adds for a union's branches."""
-    return tuple(part for part in loc[1:] if isinstance(part, int) or (part.isidentifier() and part not in _TAGS))
-
-
-_TAGS = {"str", "int", "float", "bool"}
+    """Where in the body: a field, and indices in it. Words further in are a union's branches or a client's own keys."""
+    return tuple(part for depth, part in enumerate(loc[1:]) if depth == 0 or isinstance(part, int))

@@ -1,13 +1,16 @@
-"""What stands before the routes: the largest body, and the API key where one is set."""
+"""What stands before the routes: the API key where one is set, the largest body, and JSON that can be parsed."""
 
 import hmac
+import json
 from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-from starlette.requests import Request
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import ApiError, error_response
-from service.state import StateDep
 
 
 class BodyLimit:
@@ -46,16 +49,44 @@ class BodyLimit:
         await error_response(error)(scope, receive, send)
 
 
-def require_key(request: Request, state: StateDep) -> None:
-    """401 unless the request carries the API key; no key is asked for where none is set."""
-    key = state.settings.api_key
-    if key is None:
-        return
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), key.get_secret_value().encode()):
-        raise ApiError(
-            401,
-            "send the header 'Authorization: Bearer <key>' with the server's API key",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+class ApiKey:
+    """Answers 401 to a POST without the key, before its body is read."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self.app = app
+        self.key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(given, self.key):
+                message = "send the header 'Authorization: Bearer <key>' with the server's API key"
+                headers = {"WWW-Authenticate": "Bearer"}
+                error = ApiError(401, message, code="invalid_api_key", headers=headers)
+                await error_response(error)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+class JsonRequest(Request):
+    """A request whose body, where it cannot be parsed for whatever reason, is invalid JSON and nothing else."""
+
+    async def json(self) -> Any:
+        try:
+            return await super().json()
+        except json.JSONDecodeError:
+            raise
+        except (ValueError, RecursionError) as error:  # not UTF-8, a number of thousands of digits, too deep
+            raise json.JSONDecodeError(str(error), "", 0) from error
+
+
+class JsonRoute(APIRoute):
+    """A route that reads its body as `JsonRequest` does."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            return await handle(JsonRequest(request.scope, request.receive))
+
+        return handle_json

@@ -8,13 +8,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 PROMPT = "the cat sat on"
 
 
-def _no_nul(text: str) -> str:
+def _is_text(text: str) -> str:
     if "\0" in text:
         raise ValueError("holds a NUL character; send token ids if it is meant")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("holds a lone surrogate, which is no character")
     return text
 
 
-Text = Annotated[str, AfterValidator(_no_nul)]
+Text = Annotated[str, AfterValidator(_is_text)]
 TokenId = Annotated[int, Field(ge=0)]
 Prompt = Annotated[
     Text | list[TokenId],
@@ -223,7 +225,7 @@ class GenerateRequest(Request):
     repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="default: the checkpoint's, else 1")
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(
+    logit_bias: dict[Text, Annotated[float, Field(ge=-100, le=100)]] = Field(
         {}, description="token id -> what is added to its logit"
     )
     seed: int | None = Field(None, ge=0, lt=2**63, description="default: a new one each time")

@@ -93,3 +93,8 @@ def token_text(checkpoint: Checkpoint, token_id: int) -> str | None:
     if checkpoint.tokenizer is None or token_id >= checkpoint.tokenizer.vocab_size:
         return None
     return checkpoint.tokenizer.token_text(token_id)
+
+
+def longest_token_bytes(checkpoint: Checkpoint) -> int:
+    """The longest entry of the vocabulary, as it is spelled there."""
+    return 0 if checkpoint.tokenizer is None else checkpoint.tokenizer.longest_token_bytes

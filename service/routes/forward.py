@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from fastapi import APIRouter, Request, Response
@@ -16,27 +16,33 @@ from model.trace import Network, Selection, StageTrace, Trace, trace
 from model.worked_examples import WORKED_EXAMPLES, WorkedExample, worked_example
 from service.encoding import (
     NAMES,
-    SAFETENSORS,
-    STAGE_BYTES,
-    TOKEN_BYTES,
-    OrjsonResponse,
     base64_text,
     cast,
-    check_budget,
     json_array,
     safetensors_bytes,
     to_json,
     value_bytes,
-    wants_safetensors,
 )
 from service.errors import ApiError, invalid
+from service.limits import JsonRoute
 from service.openapi import answers
+from service.passes import SAFETENSORS, answer_pass, text_bytes, wants_safetensors
 from service.published import published_answer, worked_example_answer
 from service.schemas import ForwardAnswer, ForwardRequest
-from service.state import State, StateDep, check_ids, check_indices, get_checkpoint, prompt_ids, token_text
+from service.state import (
+    State,
+    StateDep,
+    check_ids,
+    check_indices,
+    get_checkpoint,
+    longest_token_bytes,
+    prompt_ids,
+    token_text,
+)
 
-router = APIRouter(tags=["inside"])
+router = APIRouter(route_class=JsonRoute, tags=["inside"])
 DEFAULT_TOP_K = 10
+PUBLISHED_BYTES = 1 << 16  # all that an article prints, and what follows from it
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ class Subject:
     sizes: Callable[[int], Mapping[str, int]]
     ids: list[int]
     text_of: Callable[[int], str | None]
+    longest_token_bytes: int
     dtype: torch.dtype
     device: torch.device
     example: WorkedExample | None = None
@@ -64,7 +71,7 @@ class Plan:
     sizes: Mapping[str, int]
     top_k: int
     dtype: torch.dtype | None
-    encoding: str
+    encoding: Literal["json", "base64", "safetensors"]
 
     @property
     def rows(self) -> Sequence[int]:
@@ -81,16 +88,14 @@ class Plan:
 async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Response:
     as_safetensors = wants_safetensors(request)
     plan = make_plan(body, state, as_safetensors)
-    estimate = estimate_bytes(plan)
-    narrow = ("stages", "positions", "heads", "detail", "top_k")
-    check_budget(estimate, state.settings.max_response_bytes, narrow, state.metrics)
-    async with state.worker.place() as waited:
-        content = await state.worker.run(lambda: run(plan, waited))
-    state.metrics.trace_bytes.inc(len(content))
-    state.metrics.prompt_tokens.inc(len(plan.subject.ids))
-    if as_safetensors:
-        return Response(content, media_type=SAFETENSORS)
-    return OrjsonResponse(content)
+    return await answer_pass(
+        state,
+        lambda waited: run(plan, waited),
+        num_tokens=len(plan.subject.ids),
+        estimate=estimate_bytes(plan),
+        narrow="stages, positions, heads, detail or top_k",
+        as_safetensors=as_safetensors,
+    )
 
 
 def make_plan(body: ForwardRequest, state: State, as_safetensors: bool) -> Plan:
@@ -149,6 +154,7 @@ def checkpoint_subject(checkpoint: Checkpoint, prompt: str | list[int]) -> Subje
         sizes=lambda num_tokens: sizes_of(config, num_tokens),
         ids=prompt_ids(checkpoint, prompt),
         text_of=lambda token_id: token_text(checkpoint, token_id),
+        longest_token_bytes=longest_token_bytes(checkpoint),
         dtype=weight.dtype,
         device=weight.device,
     )
@@ -175,6 +181,7 @@ def example_subject(example: WorkedExample, prompt: str | list[int]) -> Subject:
         sizes=example.sizes,
         ids=ids,
         text_of=lambda token_id: example.vocabulary[token_id],
+        longest_token_bytes=max(len(word.encode()) for word in example.vocabulary),
         dtype=torch.float64,
         device=torch.device("cpu"),
         example=example,
@@ -194,9 +201,15 @@ def find_targets(body: ForwardRequest, subject: Subject, sizes: Mapping[str, int
 
 def estimate_bytes(plan: Plan) -> int:
     """An upper bound of the answer's size, from shapes alone."""
-    selection = plan.selection
-    total = STAGE_BYTES * len(selection.stages)
-    total += TOKEN_BYTES * (len(plan.subject.ids) + len(plan.rows) * (plan.top_k + 1))
+    selection, subject = plan.selection, plan.subject
+    total = text_bytes(
+        len(selection.stages),
+        len(subject.ids) + len(plan.rows) * (plan.top_k + 1),
+        subject.longest_token_bytes,
+        as_safetensors=plan.encoding == "safetensors",
+    )
+    if subject.example is not None:
+        total += PUBLISHED_BYTES
     if selection.detail != "values":
         return total
     dtype = plan.dtype or torch.promote_types(plan.subject.dtype, torch.float32)

@@ -15,15 +15,16 @@ from starlette.types import Receive, Scope, Send
 from model.checkpoint import Checkpoint
 from model.generation import Generation, GenerationParams, TokenOutput
 from model.sampling import SamplingParams
-from service.encoding import OrjsonResponse, to_json
+from service.encoding import to_json
 from service.errors import ApiError, error_body, invalid
+from service.limits import JsonRoute
 from service.openapi import answers
 from service.schemas import GenerateAnswer, GenerateRequest
 from service.state import CheckpointDep, State, StateDep, check_ids, prompt_ids, token_text
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
-router = APIRouter(tags=["text"])
+router = APIRouter(route_class=JsonRoute, tags=["text"])
 DEFAULT_MAX_TOKENS = 128
 
 
@@ -40,7 +41,7 @@ async def generate(body: GenerateRequest, request: Request, state: StateDep, che
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return EventStream(run.events(), media_type="text/event-stream", headers=headers)
     answer = await unless_disconnected(request, run.answer())
-    return Response(status_code=499) if answer is None else OrjsonResponse(to_json(answer))
+    return Response(status_code=499) if answer is None else Response(to_json(answer), media_type="application/json")
 
 
 class EventStream(StreamingResponse):
@@ -83,6 +84,7 @@ class Run:
         self._start = time.perf_counter()
         self._queue_seconds = 0.0
         self._first_token_seconds = 0.0
+        self._last_token = 0.0
         self._num_generated = 0
 
     async def outputs(self) -> AsyncGenerator[TokenOutput]:
@@ -95,9 +97,8 @@ class Run:
                 model, tokenizer = self._checkpoint.model, self._checkpoint.tokenizer
                 generation = Generation(model, tokenizer, self._prompt_ids, self._params)
                 while not generation.is_finished:
-                    before = time.perf_counter()
                     batch = await self._state.worker.run(generation.step)
-                    self._note_token(time.perf_counter() - before)
+                    self._note_token()
                     reason = batch[-1].finish_reason or reason
                     for output in batch:
                         yield output
@@ -110,15 +111,16 @@ class Run:
         finally:
             metrics.finished.labels(reason).inc()
 
-    def _note_token(self, seconds: float) -> None:
-        metrics = self._state.metrics
+    def _note_token(self) -> None:
+        metrics, now = self._state.metrics, time.perf_counter()
         metrics.generation_tokens.inc()
         self._num_generated += 1
         if self._num_generated == 1:
-            self._first_token_seconds = time.perf_counter() - self._start
+            self._first_token_seconds = now - self._start
             metrics.time_to_first_token.observe(self._first_token_seconds)
         else:
-            metrics.inter_token.observe(seconds)
+            metrics.inter_token.observe(now - self._last_token)
+        self._last_token = now
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Server-Sent Events: one a token, one that says how it ended, `[DONE]`; or an `error` event."""
@@ -221,7 +223,8 @@ def read_params(body: GenerateRequest, checkpoint: Checkpoint, num_prompt: int) 
 
 def read_bias(logit_bias: dict[str, float], vocab_size: int) -> dict[int, float]:
     for key in logit_bias:
-        if not (key.isascii() and key.isdigit() and int(key) < vocab_size):
+        is_id = key.isascii() and key.isdigit() and len(key) < 20 and key == str(int(key))
+        if not (is_id and int(key) < vocab_size):
             raise invalid(f"logit_bias.{key[:20]}", f"is no token id; the vocabulary has {vocab_size}", "token_id")
     return {int(key): value for key, value in logit_bias.items()}
 

@@ -5,6 +5,7 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from service.errors import ApiError
+from service.openapi import errors
 from service.schemas import Status
 from service.state import StateDep
 
@@ -16,7 +17,7 @@ async def health() -> Status:
     return Status(status="ok")
 
 
-@router.get("/ready", summary="The model is loaded and takes requests")
+@router.get("/ready", summary="The model is loaded and takes requests", responses=errors(503))
 async def ready(state: StateDep) -> Status:
     if not state.is_ready:
         raise ApiError(503, "the model is loading", code="loading", headers={"Retry-After": "1"})

@@ -8,23 +8,23 @@ from fastapi import APIRouter, Request, Response
 from torch import Tensor
 
 from model.checkpoint import Checkpoint
-from service.encoding import (
-    SAFETENSORS,
-    TOKEN_BYTES,
-    OrjsonResponse,
-    check_budget,
-    json_array,
-    safetensors_bytes,
-    to_json,
-    value_bytes,
-    wants_safetensors,
-)
+from service.encoding import json_array, safetensors_bytes, to_json, value_bytes
 from service.errors import invalid
+from service.limits import JsonRoute
 from service.openapi import answers
+from service.passes import SAFETENSORS, answer_pass, text_bytes, wants_safetensors
 from service.schemas import LogitsAnswer, LogitsRequest
-from service.state import CheckpointDep, StateDep, check_indices, positioned, prompt_ids, token_text
+from service.state import (
+    CheckpointDep,
+    StateDep,
+    check_indices,
+    longest_token_bytes,
+    positioned,
+    prompt_ids,
+    token_text,
+)
 
-router = APIRouter(tags=["inside"])
+router = APIRouter(route_class=JsonRoute, tags=["inside"])
 
 
 @router.post("/logits", summary="Next-token logits", response_model=None, responses=answers(LogitsAnswer, SAFETENSORS))
@@ -37,18 +37,20 @@ async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpo
         raise invalid("top_k", f"{body.top_k} is more than the vocabulary of {vocab_size}")
     dtype = torch.promote_types(checkpoint.model.embed.weight.dtype, torch.float32)
     num_values = len(rows) * (body.top_k or vocab_size) * (2 if body.logprobs else 1)
-    estimate = value_bytes(num_values, dtype, "safetensors" if as_safetensors else "json") + TOKEN_BYTES * (
-        len(ids) + len(rows) * (1 + (body.top_k or 0))
+    estimate = value_bytes(num_values, dtype, "safetensors" if as_safetensors else "json") + text_bytes(
+        0,
+        len(ids) + len(rows) * (1 + (body.top_k or 0)),
+        longest_token_bytes(checkpoint),
+        as_safetensors=as_safetensors,
     )
-    check_budget(estimate, state.settings.max_response_bytes, ("positions", "top_k", "logprobs"), state.metrics)
-
-    async with state.worker.place() as waited:
-        content = await state.worker.run(lambda: run(checkpoint, ids, rows, body, as_safetensors, waited))
-    state.metrics.trace_bytes.inc(len(content))
-    state.metrics.prompt_tokens.inc(len(ids))
-    if as_safetensors:
-        return Response(content, media_type=SAFETENSORS)
-    return OrjsonResponse(content)
+    return await answer_pass(
+        state,
+        lambda waited: run(checkpoint, ids, rows, body, as_safetensors, waited),
+        num_tokens=len(ids),
+        estimate=estimate,
+        narrow="positions, top_k or logprobs",
+        as_safetensors=as_safetensors,
+    )
 
 
 def find_rows(body: LogitsRequest, num_tokens: int) -> list[int]:

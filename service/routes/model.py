@@ -8,6 +8,7 @@ from model.stages import sizes_of, stages_of
 from model.transformer import count_parameters
 from model.worked_examples import WORKED_EXAMPLES
 from service.encoding import NAMES
+from service.openapi import errors
 from service.schemas import CatalogueStage, Limits, ModelAnswer, ModelEntry, ModelsAnswer, ParametersAnswer
 from service.state import CheckpointDep, StateDep
 
@@ -23,7 +24,7 @@ async def models(state: StateDep) -> ModelsAnswer:
     return ModelsAnswer(models=served + examples)
 
 
-@router.get("/model", summary="The served model: configuration, parameters, stages, limits")
+@router.get("/model", summary="The served model: configuration, parameters, stages, limits", responses=errors(503))
 async def model(state: StateDep, checkpoint: CheckpointDep) -> ModelAnswer:
     network, settings = checkpoint.model, state.settings
     count = count_parameters(network)

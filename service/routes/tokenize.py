@@ -4,10 +4,11 @@ from fastapi import APIRouter
 
 from model.tokenizer import Tokenizer
 from service.errors import invalid
+from service.limits import JsonRoute
 from service.schemas import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from service.state import CheckpointDep, check_ids, positioned
 
-router = APIRouter(tags=["text"])
+router = APIRouter(route_class=JsonRoute, tags=["text"])
 
 
 @router.post("/tokenize", summary="Text to token ids")

@@ -161,7 +161,9 @@ def generate_rows() -> Iterator[Bad]:
     yield from bad("temperature", -1e-9, status=422)
     yield from bad("top_p", 0, 1.01, -1, status=422)
     yield from bad("min_p", -0.1, 1.01, status=422)
-    yield from bad("repetition_penalty", 0, -1, status=422)
+    yield from bad("repetition_penalty", 0, -1, 5e-324, 1e308, status=422)
+    yield from bad("presence_penalty", 2.01, -1e308, status=422)
+    yield from bad("frequency_penalty", -2.01, 1e308, status=422)
     yield from bad("seed", 2**63, 2**200, status=422)
     yield from bad("logprobs", 21, status=422)
     for flag in ("stream", "echo", "ignore_eos"):
@@ -170,7 +172,9 @@ def generate_rows() -> Iterator[Bad]:
         yield from bad("logit_bias", {key: 1}, status=400, param=f"logit_bias.{key}", code="token_id")
     yield from bad("logit_bias", {"9" * 5000: 1}, status=400, param="logit_bias." + "9" * 20, code="token_id")
     yield from bad("logit_bias", {"": 1}, status=400, param="logit_bias.")
-    yield from bad("logit_bias", {"1": True}, {"1": "1"}, {"1": None}, b'{"1": NaN}', b'{"1": 1e999}', status=422)
+    yield from bad(
+        "logit_bias", {"1": True}, {"1": "1"}, {"1": None}, {"1": 1e308}, b'{"1": NaN}', b'{"1": 1e999}', status=422
+    )
     yield from bad("logit_bias", b'{"\\ud800": 1}', [1], 1, "1", status=422)
     yield from bad("stop", "", [""], ["a", ""], status=400)
     yield from bad("stop", 1, {}, None, b'"\\ud800"', "\0", status=422)

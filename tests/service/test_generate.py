@@ -135,16 +135,30 @@ class TestSampling:
 
     def test_a_bias_forces_a_token_and_forbids_one(self, tiny: Running) -> None:
         greedy = generate(tiny, prompt=PROMPT, temperature=0, max_tokens=10)["tokens"]
-        forced = generate(tiny, prompt=PROMPT, max_tokens=10, logit_bias={"41": 1000})["tokens"]
+        forced = generate(tiny, prompt=PROMPT, max_tokens=10, logit_bias={"41": 100})["tokens"]
         assert forced == [41] * 10
-        forbidden = generate(tiny, prompt=PROMPT, temperature=0, max_tokens=10, logit_bias={str(greedy[0]): -1000})
+        forbidden = generate(tiny, prompt=PROMPT, temperature=0, max_tokens=10, logit_bias={str(greedy[0]): -100})
         assert greedy[0] not in forbidden["tokens"]
 
-    def test_a_presence_penalty_lets_no_token_come_twice(self, tiny: Running) -> None:
-        tokens = generate(tiny, prompt=PROMPT, temperature=0, max_tokens=40, presence_penalty=1000.0)["tokens"]
-        assert len(set(tokens)) == 40
-        repeated = generate(tiny, prompt=PROMPT, temperature=0, max_tokens=40, presence_penalty=-1000.0)["tokens"]
-        assert len(set(repeated)) == 1
+    @pytest.mark.parametrize(
+        "penalty", [{"repetition_penalty": 3.0}, {"presence_penalty": 2.0}, {"frequency_penalty": 1.5}], ids=str
+    )
+    def test_a_penalty_weakens_the_tokens_that_it_counts(self, tiny: Running, penalty: dict[str, float]) -> None:
+        plain = generate(tiny, prompt=PROMPT, temperature=0, max_tokens=40, ignore_eos=True)["tokens"]
+        tokens = generate(tiny, prompt=PROMPT, temperature=0, max_tokens=40, ignore_eos=True, **penalty)["tokens"]
+        assert tokens != plain
+        (name,) = penalty
+        ids = PROMPT_IDS + tokens
+        for position, logits in enumerate(logits_of(tiny, ids)[len(PROMPT_IDS) - 1 : -1]):
+            logits = logits.clone()  # made in inference mode, which allows no change
+            counted = ids[: len(PROMPT_IDS) + position] if name == "repetition_penalty" else tokens[:position]
+            for token_id in set(counted):
+                if name == "repetition_penalty":
+                    logits[token_id] *= 3.0 if logits[token_id] < 0 else 1 / 3.0
+                else:
+                    logits[token_id] -= 2.0 if name == "presence_penalty" else 1.5 * counted.count(token_id)
+            # Within rounding, since equals may come either way.
+            assert logits[tokens[position]] >= logits.max() - ROUNDING
 
     @pytest.mark.parametrize(
         "extreme",
@@ -222,7 +236,7 @@ class TestStopping:
         check_text(tiny, PROMPT, answer | {"tokens": answer["tokens"][:-1]})
 
     def test_the_end_of_sequence_ends_unless_it_is_ignored(self, tiny: Running) -> None:
-        body: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "max_tokens": 6, "logit_bias": {"0": 1000}}
+        body: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "max_tokens": 6, "logit_bias": {"0": 100}}
         ended = generate(tiny, **body)
         assert (ended["tokens"], ended["text"]) == ([0], "")
         assert (ended["finish_reason"], ended["stop_reason"]) == ("stop", 0)
@@ -296,16 +310,16 @@ class TestDefaults:
     def test_the_checkpoints_own_settings_apply_and_a_request_overrides_them(
         self, tmp_path: Path, start: Start
     ) -> None:
-        generation = {"do_sample": False, "eos_token_id": [41, 42], "repetition_penalty": 1000.0}
+        generation = {"do_sample": False, "eos_token_id": [41, 42], "repetition_penalty": 100.0}
         service = start(model=str(write_checkpoint(tmp_path, generation=generation)))
         assert service.get("/model").json()["eos_token_ids"] == [41, 42]
         body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12}
         default = generate(service, **body)
         assert default == generate(service, **body, seed=9)  # greedy: no seed matters
-        assert default == generate(service, **body, temperature=0, repetition_penalty=1000.0)
+        assert default == generate(service, **body, temperature=0, repetition_penalty=100.0)
         assert default != generate(service, **body, repetition_penalty=1.0)
         assert len({str(generate(service, **body, temperature=1.0, seed=seed)) for seed in range(3)}) == 3
-        forced = generate(service, **body, logit_bias={"42": 1e6})
+        forced = generate(service, **body, logit_bias={"42": 100})
         assert (forced["tokens"], forced["stop_reason"]) == ([42], 42)
 
     def test_a_sampling_default_is_used_where_the_request_says_nothing(self, tmp_path: Path, start: Start) -> None:
@@ -357,6 +371,7 @@ class TestStreams:
             assert content["error"]["type"] == "internal_error"
             assert "secret" not in str(content)
         assert whole.status_code == 500
+        assert whole.headers["connection"] == "close"  # the server closes it: no client may send its next request there
         assert any("secret detail" in message for message in errors_logged)
         errors_logged.clear()
         is_idle(tiny)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from service.encoding import SAFETENSORS
+from service.passes import SAFETENSORS
 from service.schemas import LogitsAnswer
 from tests.service.checkpoints import VOCAB_SIZE
 from tests.service.running import Running
@@ -90,8 +90,9 @@ def test_no_answer_is_larger_than_its_estimate(
     num_tokens: int,
 ) -> None:
     body = {"prompt": list(range(num_tokens)), "positions": "all", "top_k": top_k, "logprobs": logprobs}
-    estimates: list[int] = []
-    monkeypatch.setattr("service.routes.logits.check_budget", lambda estimate, *_: estimates.append(estimate))
-    response = tiny.post("/logits", body, headers={"Accept": SAFETENSORS if as_safetensors else "*/*"})
+    headers = {"Accept": SAFETENSORS if as_safetensors else "*/*"}
+    response = tiny.post("/logits", body, headers=headers)
     assert response.status_code == 200
-    assert len(response.content) <= estimates[0]
+    monkeypatch.setattr(tiny.state.settings, "max_response_bytes", 1)
+    refusal = tiny.post("/logits", body, headers=headers).json()["error"]["message"]
+    assert len(response.content) <= int(refusal.split(" bytes")[0].split()[-1])

@@ -1,0 +1,85 @@
+"""The OpenAPI page: what it says is what happens, for examples, for random requests and for wrong ones."""
+
+from collections import defaultdict
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+from service.app import create_app
+from service.settings import Settings
+from tests.service.running import Running
+from tests.service.test_bad_input import GOOD, TABLE
+
+# A schema cannot say that an id is below the served vocabulary or that a prompt fits, and to JSON Schema 1.0 is an
+# integer: a request that fits the schema may well be 400 or 422. Every other check is on.
+EXCLUDED = [positive_data_acceptance]
+GETS = ("/models", "/model", "/health", "/ready", "/metrics")
+
+
+API = schemathesis.openapi.from_dict(create_app(Settings(model="none")).openapi())
+OPERATIONS = {operation.ok().label: operation.ok() for operation in API.get_all_operations()}
+
+
+@pytest.mark.parametrize(
+    ("label", "mode"),
+    [
+        *((label, GenerationMode.POSITIVE) for label in OPERATIONS),
+        *((f"POST {path}", GenerationMode.NEGATIVE) for path in GOOD),  # a GET has no parameter to be wrong
+    ],
+)
+def test_random_requests_get_documented_answers(tiny: Running, label: str, mode: GenerationMode) -> None:
+    @given(case=OPERATIONS[label].as_strategy(generation_mode=mode))
+    @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    def check(case: schemathesis.Case) -> None:
+        case.call_and_validate(base_url=str(tiny.client.base_url), excluded_checks=EXCLUDED)
+
+    check()
+
+
+def test_every_endpoint_is_on_the_page(tiny: Running) -> None:
+    paths = tiny.get("/openapi.json").json()["paths"]
+    assert set(paths) == {*GOOD, *GETS}
+    assert all(set(paths[path]) == {"post"} for path in GOOD)
+    assert all(set(paths[path]) == {"get"} for path in GETS)
+    assert all(operation["summary"] for methods in paths.values() for operation in methods.values())
+
+
+@pytest.mark.parametrize("path", GOOD)
+def test_the_example_of_an_endpoint_works_as_it_stands(tiny: Running, path: str) -> None:
+    page = tiny.get("/openapi.json").json()
+    body = page["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    name = body["$ref"].rpartition("/")[2]
+    examples = page["components"]["schemas"][name]["examples"]
+    assert len(examples) >= 1
+    for example in examples:
+        response = tiny.post(path, example)
+        assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("path", GOOD)
+def test_the_example_works_on_the_page_of_a_service_that_serves_stories(stories: Running, path: str) -> None:
+    page = stories.get("/openapi.json").json()
+    name = f"{path.strip('/').capitalize()}Request"
+    assert stories.post(path, page["components"]["schemas"][name]["examples"][0]).status_code == 200
+
+
+def test_every_status_of_bad_input_is_documented_for_its_endpoint(tiny: Running) -> None:
+    paths = tiny.get("/openapi.json").json()["paths"]
+    expected: dict[str, set[int]] = defaultdict(set)
+    for bad in TABLE:
+        expected[bad.path].add(bad.status)
+    for path, statuses in expected.items():
+        documented = set(paths[path]["post"]["responses"])
+        assert {str(status) for status in statuses | {200, 401, 413, 429, 503} - {429}} <= documented, path
+
+
+def test_error_answers_are_described_by_one_schema(tiny: Running) -> None:
+    for path, methods in tiny.get("/openapi.json").json()["paths"].items():
+        for operation in methods.values():
+            for status, response in operation["responses"].items():
+                if not status.startswith("2"):
+                    reference = response["content"]["application/json"]["schema"]["$ref"]
+                    assert reference.endswith("/ErrorAnswer"), (path, status)
