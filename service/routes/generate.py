@@ -1,16 +1,13 @@
 """POST /generate: a continuation, whole or streamed a token at a time as Server-Sent Events."""
 
-import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from model.checkpoint import Checkpoint
 from model.generation import Generation, GenerationParams, TokenOutput
@@ -21,8 +18,8 @@ from service.limits import JsonRoute
 from service.openapi import answers
 from service.schemas import GenerateAnswer, GenerateRequest
 from service.state import CheckpointDep, State, StateDep, check_ids, prompt_ids, token_text
+from service.streaming import DONE, EventStream, event, unless_disconnected
 
-Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 router = APIRouter(route_class=JsonRoute, tags=["text"])
 DEFAULT_MAX_TOKENS = 128
@@ -38,35 +35,9 @@ async def generate(body: GenerateRequest, request: Request, state: StateDep, che
     run = Run(body, state, checkpoint)
     state.worker.check_room()
     if body.stream:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return EventStream(run.events(), media_type="text/event-stream", headers=headers)
+        return EventStream(run.events())
     answer = await unless_disconnected(request, run.answer())
     return Response(status_code=499) if answer is None else Response(to_json(answer), media_type="application/json")
-
-
-class EventStream(StreamingResponse):
-    """A stream whose source is closed as soon as the client is gone, not when it is collected."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(cast("AsyncGenerator[bytes]", self.body_iterator)):
-            await super().__call__(scope, receive, send)
-
-
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """The work's result; None where the client went away first, and the work is cancelled."""
-
-    async def disconnected() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        task.cancel()
-        watch.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
 
 
 class Run:
@@ -131,9 +102,9 @@ class Run:
                     token: dict[str, Any] = {"id": last.token_id, "logprob": None}
                     if last.logprobs is not None:
                         token |= {"logprob": last.logprobs.chosen, "top": self._top(last)}
-                    yield _event({"id": self.id, "choice": 0, "token": token, "text": last.text})
+                    yield event({"id": self.id, "choice": 0, "token": token, "text": last.text})
             assert last is not None
-            yield _event({"id": self.id, "choice": 0, **self._end(last)})
+            yield event({"id": self.id, "choice": 0, **self._end(last)})
         except Exception as error:  # the status line is out: the stream itself must say it
             refused = error if isinstance(error, ApiError) else None
             if refused is None:
@@ -144,8 +115,8 @@ class Run:
                 None,
                 refused.code if refused else "internal",
             )
-            yield b"event: error\n" + _event(body)
-        yield b"data: [DONE]\n\n"
+            yield event(body, kind="error")
+        yield DONE
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer, when the last token is there."""
@@ -187,10 +158,6 @@ class Run:
             {"id": token_id, "text": token_text(self._checkpoint, token_id), "logprob": logprob}
             for token_id, logprob in (output.logprobs.top if output.logprobs is not None else ())
         ]
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + to_json(content) + b"\n\n"
 
 
 def read_params(body: GenerateRequest, checkpoint: Checkpoint, num_prompt: int) -> GenerationParams:

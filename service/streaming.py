@@ -1,0 +1,50 @@
+"""Answers whose client may go away before they end: Server-Sent Events, and whole answers that take long."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from service.encoding import to_json
+
+Result = TypeVar("Result")
+DONE = b"data: [DONE]\n\n"
+
+
+def event(content: dict[str, Any], kind: str | None = None) -> bytes:
+    """One frame of a stream; `kind` names events that are no plain data."""
+    return (b"" if kind is None else f"event: {kind}\n".encode()) + b"data: " + to_json(content) + b"\n\n"
+
+
+class EventStream(StreamingResponse):
+    """A stream of frames whose source is closed as soon as the client is gone, not when it is collected."""
+
+    def __init__(self, frames: AsyncGenerator[bytes]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no proxy may hold frames back
+        super().__init__(frames, media_type="text/event-stream", headers=headers)
+        self._frames = frames
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._frames):
+            await super().__call__(scope, receive, send)
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The work's result; None where the client went away first, and the work is cancelled."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
