@@ -342,7 +342,9 @@ class TestLoad:
             responses = [future.result(PATIENCE_SECONDS) for future in pending]
         assert [response.status_code for response in responses] == [200, 200, 500, 200, 200, 200]
         assert all(response.json()["tokens"] == expected for i, response in enumerate(responses) if i != 2)
-        wait_until(lambda: any("Exception in ASGI" in message for message in errors_logged), "the failure is logged")
+        wait_until(
+            lambda: any("POST /generate failed" in message for message in errors_logged), "the failure is logged"
+        )
         errors_logged.clear()
 
 
