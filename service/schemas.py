@@ -11,12 +11,15 @@ PROMPT = "the cat sat on"
 def _is_text(text: str) -> str:
     if "\0" in text:
         raise ValueError("holds a NUL character; send token ids if it is meant")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError("holds a lone surrogate, which is no character")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds a lone surrogate, which is no character") from None
     return text
 
 
 Text = Annotated[str, AfterValidator(_is_text)]
+Name = Annotated[Text, Field(max_length=200)]
 TokenId = Annotated[int, Field(ge=0)]
 Prompt = Annotated[
     Text | list[TokenId],
@@ -61,8 +64,10 @@ class ForwardRequest(Request):
     targets: list[TokenId | None] | None = Field(
         None, description="one a position; default: the prompt's own next tokens, null at the last"
     )
-    model: Text | None = Field(None, description="the served model (default) or a worked example; see GET /models")
-    stages: list[Text] = Field(["*"], min_length=1, description="globs over the stage names of GET /model")
+    model: Name | None = Field(None, description="the served model (default) or a worked example; see GET /models")
+    stages: list[Name] = Field(
+        ["*"], min_length=1, max_length=1000, description="globs over the stage names of GET /model"
+    )
     detail: Literal["summary", "values", "none"] = "summary"
     positions: list[Annotated[int, Field(ge=0)]] | None = Field(
         None, min_length=1, description="rows to keep; default: all"
@@ -229,7 +234,7 @@ class GenerateRequest(Request):
         {}, description="token id -> what is added to its logit"
     )
     seed: int | None = Field(None, ge=0, lt=2**63, description="default: a new one each time")
-    stop: Text | list[Text] = Field([], description="strings that end the text before themselves")
+    stop: Name | list[Name] = Field([], max_length=200, description="strings that end the text before themselves")
     stop_token_ids: list[TokenId] = []
     ignore_eos: bool = False
     logprobs: int | None = Field(None, ge=0, le=20, description="likeliest tokens to report beside the chosen one")

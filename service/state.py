@@ -49,15 +49,16 @@ StateDep = Annotated[State, Depends(get_state)]
 CheckpointDep = Annotated[Checkpoint, Depends(get_checkpoint)]
 
 
-def prompt_ids(checkpoint: Checkpoint, prompt: str | list[int], *, param: str = "prompt") -> list[int]:
+async def prompt_ids(state: State, checkpoint: Checkpoint, prompt: str | list[int]) -> list[int]:
     """The prompt as token ids that the network knows. 400 where it is empty, unknown or longer than the context."""
+    param, tokenizer = "prompt", checkpoint.tokenizer
     config = checkpoint.model.config
     if isinstance(prompt, list):
         ids = prompt
-    elif checkpoint.tokenizer is None:
+    elif tokenizer is None:
         raise invalid(param, "this checkpoint has no tokenizer.json; send a list of token ids", "no_tokenizer")
     else:
-        ids = checkpoint.tokenizer.encode(prompt)
+        ids = await state.worker.run_text(lambda: tokenizer.encode(prompt))
     check_ids(ids, config.vocab_size, param)
     if not ids:
         raise invalid(param, "is empty; send at least one token", "empty")

@@ -1,4 +1,5 @@
-"""The one thread that runs the network, and the places that requests wait for. Nothing else touches threads.
+"""The one thread that runs the network, one that tokenizes, and the places that requests wait for. Nothing else touches
+threads.
 
 Requests that hold a place alternate: each step of a generation and each traced pass is one job of the thread's queue.
 """
@@ -21,14 +22,19 @@ class Worker:
 
     def __init__(self, metrics: Metrics, *, max_running: int, max_waiting: int) -> None:
         self._metrics = metrics
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="network")
+        self._network = ThreadPoolExecutor(max_workers=1, thread_name_prefix="network")
+        self._text = ThreadPoolExecutor(max_workers=1, thread_name_prefix="text")
         self._places = asyncio.Semaphore(max_running)
         self._max_waiting = max_waiting
         self._num_waiting = 0
 
     async def run(self, job: Callable[[], Result]) -> Result:
         """The job's result, computed on the network's thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, job)
+        return await asyncio.get_running_loop().run_in_executor(self._network, job)
+
+    async def run_text(self, job: Callable[[], Result]) -> Result:
+        """Likewise for work on text, which must hold up neither the network nor the other requests."""
+        return await asyncio.get_running_loop().run_in_executor(self._text, job)
 
     def check_room(self) -> None:
         """429 where too many wait already."""
@@ -58,4 +64,5 @@ class Worker:
 
     def close(self) -> None:
         """Wait for the job that runs and drop those that have not begun."""
-        self._executor.shutdown(cancel_futures=True)
+        self._text.shutdown(cancel_futures=True)
+        self._network.shutdown(cancel_futures=True)

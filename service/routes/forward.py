@@ -87,7 +87,7 @@ class Plan:
 )
 async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Response:
     as_safetensors = wants_safetensors(request)
-    plan = make_plan(body, state, as_safetensors)
+    plan = make_plan(body, await find_subject(body, state), as_safetensors)
     return await answer_pass(
         state,
         lambda waited: run(plan, waited),
@@ -98,9 +98,8 @@ async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Re
     )
 
 
-def make_plan(body: ForwardRequest, state: State, as_safetensors: bool) -> Plan:
+def make_plan(body: ForwardRequest, subject: Subject, as_safetensors: bool) -> Plan:
     """The request, checked against what it is to run on."""
-    subject = find_subject(body, state)
     num_tokens = len(subject.ids)
     sizes = subject.sizes(num_tokens)
     targets = find_targets(body, subject, sizes)
@@ -134,7 +133,7 @@ def make_plan(body: ForwardRequest, state: State, as_safetensors: bool) -> Plan:
     )
 
 
-def find_subject(body: ForwardRequest, state: State) -> Subject:
+async def find_subject(body: ForwardRequest, state: State) -> Subject:
     name = body.model
     if name in WORKED_EXAMPLES and name is not None:
         return example_subject(worked_example(name), body.prompt)
@@ -142,17 +141,17 @@ def find_subject(body: ForwardRequest, state: State) -> Subject:
     if name is not None and name != checkpoint.name:
         known = ", ".join([checkpoint.name, *WORKED_EXAMPLES])
         raise ApiError(404, f"model: {name!r} is not served; there are {known}", param="model", code="model_not_found")
-    return checkpoint_subject(checkpoint, body.prompt)
+    return checkpoint_subject(checkpoint, await prompt_ids(state, checkpoint, body.prompt))
 
 
-def checkpoint_subject(checkpoint: Checkpoint, prompt: str | list[int]) -> Subject:
+def checkpoint_subject(checkpoint: Checkpoint, ids: list[int]) -> Subject:
     config, weight = checkpoint.model.config, checkpoint.model.embed.weight
     return Subject(
         name=checkpoint.name,
         network=checkpoint.model,
         stages=stages_of(config),
         sizes=lambda num_tokens: sizes_of(config, num_tokens),
-        ids=prompt_ids(checkpoint, prompt),
+        ids=ids,
         text_of=lambda token_id: token_text(checkpoint, token_id),
         longest_token_bytes=longest_token_bytes(checkpoint),
         dtype=weight.dtype,

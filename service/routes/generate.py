@@ -32,7 +32,7 @@ DEFAULT_MAX_TOKENS = 128
     responses=answers(GenerateAnswer, "text/event-stream"),
 )
 async def generate(body: GenerateRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
-    run = Run(body, state, checkpoint)
+    run = Run(body, state, checkpoint, await prompt_ids(state, checkpoint, body.prompt))
     state.worker.check_room()
     if body.stream:
         return EventStream(run.events())
@@ -43,11 +43,11 @@ async def generate(body: GenerateRequest, request: Request, state: StateDep, che
 class Run:
     """One request from its checked body to its last token."""
 
-    def __init__(self, body: GenerateRequest, state: State, checkpoint: Checkpoint) -> None:
+    def __init__(self, body: GenerateRequest, state: State, checkpoint: Checkpoint, ids: list[int]) -> None:
         self.id = f"gen-{uuid.uuid4().hex}"
         self._state = state
         self._checkpoint = checkpoint
-        self._prompt_ids = prompt_ids(checkpoint, body.prompt)
+        self._prompt_ids = ids
         with naming_the_field():
             self._params = read_params(body, checkpoint, len(self._prompt_ids))
             has_text = checkpoint.tokenizer is not None

@@ -30,7 +30,7 @@ router = APIRouter(route_class=JsonRoute, tags=["inside"])
 @router.post("/logits", summary="Next-token logits", response_model=None, responses=answers(LogitsAnswer, SAFETENSORS))
 async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
     as_safetensors = wants_safetensors(request)
-    ids = prompt_ids(checkpoint, body.prompt)
+    ids = await prompt_ids(state, checkpoint, body.prompt)
     rows = find_rows(body, len(ids))
     vocab_size = checkpoint.model.config.vocab_size
     if body.top_k is not None and body.top_k > vocab_size:

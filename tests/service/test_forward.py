@@ -1,5 +1,6 @@
 """POST /forward over HTTP: the numbers of a direct pass, in every encoding, and never more bytes than promised."""
 
+import asyncio
 import base64
 import json
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,9 @@ from model.transformer import read_out
 from model.worked_examples import WORKED_EXAMPLES, WorkedExample, worked_example
 from service.encoding import json_array, to_json, value_bytes
 from service.passes import SAFETENSORS
-from service.routes.forward import estimate_bytes, make_plan, run
+from service.routes.forward import Plan, estimate_bytes, find_subject, make_plan, run
 from service.schemas import ForwardAnswer, ForwardRequest
+from service.state import State
 from tests.service.checkpoints import CONTEXT, NUM_TOKENS, VOCAB_SIZE, write_checkpoint
 from tests.service.running import Running, Start
 
@@ -296,6 +298,11 @@ class TestPredictionsAndLoss:
         assert loss == {"per_token": [None, None], "mean": None, "perplexity": None}
 
 
+def plan_of(body: ForwardRequest, state: State, as_safetensors: bool) -> Plan:
+    """The plan of a request, made as the route makes it."""
+    return make_plan(body, asyncio.run(find_subject(body, state)), as_safetensors)
+
+
 class TestBudget:
     @pytest.mark.parametrize(
         "worked", [None, *map(worked_example, WORKED_EXAMPLES)], ids=["checkpoint", *WORKED_EXAMPLES]
@@ -328,7 +335,7 @@ class TestBudget:
             dtype=data.draw(st.sampled_from([None, *DTYPES])),
             encoding="json" if as_safetensors else data.draw(st.sampled_from(["json", "base64"])),
         )
-        plan = make_plan(body, tiny.state, as_safetensors)
+        plan = plan_of(body, tiny.state, as_safetensors)
         assert len(run(plan, 0.0)) <= estimate_bytes(plan)
 
     @pytest.mark.parametrize("encoding", ["json", "base64", "safetensors"])
@@ -338,7 +345,7 @@ class TestBudget:
     ) -> None:
         body = {"prompt": [1] * CONTEXT, "stages": ["logits"], "detail": "values", "top_k": 0, "dtype": dtype}
         body |= {"encoding": "base64"} if encoding == "base64" else {}
-        plan = make_plan(ForwardRequest.model_validate(body), tiny.state, encoding == "safetensors")
+        plan = plan_of(ForwardRequest.model_validate(body), tiny.state, encoding == "safetensors")
         estimate, size = estimate_bytes(plan), len(run(plan, 0.0))
         assert size <= estimate <= 2 * size + 64 * CONTEXT * 3
 
@@ -358,7 +365,7 @@ class TestBudget:
     ) -> None:
         service = start(model=str(write_checkpoint(tmp_path, extra_token="-" * 4000)))
         body = ForwardRequest(prompt=[NUM_TOKENS] * CONTEXT, stages=["embed"], detail="none", top_k=0)
-        plan = make_plan(body, service.state, as_safetensors)
+        plan = plan_of(body, service.state, as_safetensors)
         assert len(run(plan, 0.0)) <= estimate_bytes(plan)
 
     def test_an_answer_over_the_limit_is_refused_before_any_pass_and_says_what_to_narrow(
@@ -378,7 +385,7 @@ class TestBudget:
             assert (error["type"], error["code"]) == ("too_large_error", "response_too_large")
             assert "20000" in error["message"]
             assert hint in error["message"].partition("narrow")[2]
-        plan = make_plan(ForwardRequest(**body), service.state, False)
+        plan = plan_of(ForwardRequest(**body), service.state, False)
         assert str(estimate_bytes(plan)) in responses[0].json()["error"]["message"]
         assert service.metric("trace_refused_total") == 3
         narrow = body | {"stages": ["blocks.0.attn.pattern"], "heads": [0], "positions": [0]}
@@ -386,7 +393,7 @@ class TestBudget:
 
     def test_the_limit_itself_is_allowed(self, tiny_directory: Path, start: Start, tiny: Running) -> None:
         body = {"prompt": PROMPT, "stages": ["embed"], "detail": "values"}
-        estimate = estimate_bytes(make_plan(ForwardRequest(**body), tiny.state, False))
+        estimate = estimate_bytes(plan_of(ForwardRequest(**body), tiny.state, False))
         at = start(model=str(tiny_directory), max_response_bytes=estimate)
         below = start(model=str(tiny_directory), max_response_bytes=estimate - 1)
         assert (at.post("/forward", body).status_code, below.post("/forward", body).status_code) == (200, 413)

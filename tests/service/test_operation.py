@@ -420,3 +420,27 @@ def test_head_and_options_are_answered_without_a_body_or_with_an_error(tiny: Run
     assert response.status_code in (200, 404, 405)
     assert method == "OPTIONS" or response.content == b""
     assert tiny.post("/tokenize", {"text": "a"}).status_code == 200  # on the same connection: no body was left in it
+
+
+@pytest.mark.parametrize("path", ["/forward", "/logits", "/generate", "/tokenize"])
+def test_a_text_that_takes_long_to_tokenize_holds_up_nobody_else(
+    tiny: Running, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    begun, gate = threading.Event(), threading.Event()
+    encode = tiny.checkpoint.tokenizer.encode
+
+    def slow(text: str, **options: bool) -> list[int]:
+        begun.set()
+        assert gate.wait(20)
+        return encode(text, **options)
+
+    monkeypatch.setattr(tiny.checkpoint.tokenizer, "encode", slow)
+    with ThreadPoolExecutor(1) as client:
+        try:
+            slow_one = client.submit(tiny.post, path, {"text" if path == "/tokenize" else "prompt": PROMPT})
+            assert begun.wait(20)
+            assert tiny.get("/health").status_code == 200
+            assert tiny.post("/generate", {"prompt": [40, 41], "max_tokens": 2}).status_code == 200
+        finally:
+            gate.set()
+        assert slow_one.result().status_code == 200
