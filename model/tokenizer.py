@@ -1,5 +1,6 @@
 """Text <-> token ids, and the streaming detokenizer whose pieces join to exactly the decoded text."""
 
+import codecs
 import json
 from collections.abc import Sequence
 from functools import lru_cache
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import tokenizers
 
-REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not, or not yet, UTF-8
+REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not UTF-8
 
 
 class Tokenizer:
@@ -20,13 +21,16 @@ class Tokenizer:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
         self.longest_token_bytes: int = max((len(token.encode()) for token in vocabulary), default=0)
-        self.special_ids = frozenset(
+        self._special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
         decoder = json.loads(backend.to_str())["decoder"]
-        self._byte_ids = frozenset(_byte_tokens(backend)) if "ByteFallback" in json.dumps(decoder) else frozenset()
-        self._anchor = self.encode("a", add_special_tokens=False)
-        self._display = lru_cache(maxsize=1 << 16)(self._display_uncached)
+        self.is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
+        byte_names = (f"<0x{byte:02X}>" for byte in range(256)) if "ByteFallback" in json.dumps(decoder) else ()
+        self._byte_ids = frozenset(vocabulary[name] for name in byte_names if name in vocabulary)
+        self._anchor = self._find_anchor()
+        self._anchor_text = self.decode(self._anchor)
+        self.token_text = lru_cache(maxsize=1 << 16)(self._token_text)
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer":
@@ -48,76 +52,102 @@ class Tokenizer:
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def token_text(self, token_id: int) -> str:
-        """One token as it reads inside a text, its leading space kept; half a character shows as U+FFFD."""
-        return self._display(token_id)
+    def decode_inside(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """As `decode`, but as the tokens read inside a text: decoders drop a leading space only at its start."""
+        text = self.decode([*self._anchor, *ids], skip_special_tokens=skip_special_tokens)
+        return text.removeprefix(self._anchor_text)
+
+    def _token_text(self, token_id: int) -> str:
+        """One token as it reads inside a text; half a character shows as U+FFFD."""
+        return self.decode_inside([token_id], skip_special_tokens=False)
+
+    def has_text(self, token_id: int) -> bool:
+        """Whether the token takes part in a decoded text: special tokens, and ids that are in no vocabulary, do not."""
+        return token_id not in self._special_ids and self._backend.id_to_token(token_id) is not None
 
     def is_byte(self, token_id: int) -> bool:
         """Whether the token is one raw byte of a vocabulary with byte fallback, such as `<0x0A>`."""
         return token_id in self._byte_ids
 
-    def _display_uncached(self, token_id: int) -> str:
-        # Decoders drop the first token's leading space, so the token is read behind another one.
-        text = self.decode([*self._anchor, token_id], skip_special_tokens=False)
-        return text.removeprefix(self.decode(self._anchor, skip_special_tokens=False))
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token of a byte-level vocabulary stands for."""
+        token = self._backend.id_to_token(token_id)
+        assert token is not None, "the caller asks has_text first"
+        try:
+            return bytes(BYTE_OF[character] for character in token)
+        except KeyError:  # an added token is written as it is
+            return token.encode()
+
+    def _find_anchor(self) -> list[int]:
+        """A token that is text by itself, to stand before others."""
+        for token_id in (*self.encode("a", add_special_tokens=False), *range(self.vocab_size)):
+            if self.has_text(token_id) and not self.is_byte(token_id) and self.decode([token_id]).isalpha():
+                return [token_id]
+        return []
 
 
-def _byte_tokens(backend: tokenizers.Tokenizer) -> list[int]:
-    ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-    return [token_id for token_id in ids if token_id is not None]
+def _byte_alphabet() -> dict[str, int]:
+    """The printable character that stands for each byte in byte-level vocabularies (Radford et al. 2019)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_alphabet()
+# A UTF-8 character has four bytes at most, and a token one at least.
+LONGEST_CHARACTER = 4
 
 
 class Detokenizer:
     """Tokens one at a time -> text as it becomes certain.
 
     The pieces, with `flush` at the end, join to exactly `decode(prompt + tokens)` behind what the prompt completed. A
-    piece never holds half a UTF-8 character: text waits while it ends in U+FFFD, and a run of byte-fallback tokens
-    waits until it ends, since such a run decodes as a whole. Special tokens give no text.
+    piece never holds half a UTF-8 character: a byte-level vocabulary's bytes wait for the rest of theirs, and a run of
+    byte-fallback tokens waits until it ends, since such a run decodes as a whole. Special tokens give no text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        # Text up to here is out. The next piece is read behind these tokens: what a decoder does to the start of a
-        # text (dropping its leading space) then happens to them, and cancels out.
-        self._anchor: list[int] = []
-        self._anchor_text = ""
-        self._pending: list[int] = []
-        start = self._clean_start(prompt_ids)
-        for token_id in prompt_ids[start:]:
-            self.push(token_id)
-        text = tokenizer.decode(self._anchor + self._pending)
-        if self._pending and not text.endswith(REPLACEMENT):
-            self._emit(text)  # whole already, so it is the prompt's: a run of bytes that the prompt closes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace") if tokenizer.is_byte_level else None
+        self._held: list[int] = []  # a run of byte-fallback tokens, which may begin in the prompt
+        self._num_out = 0  # characters of the run that were the prompt's
+        self._is_first = True
+        self._begin([token_id for token_id in prompt_ids if tokenizer.has_text(token_id)])
+
+    def _begin(self, prompt_ids: list[int]) -> None:
+        if self._utf8 is not None:
+            for token_id in prompt_ids[-LONGEST_CHARACTER:]:
+                self.push(token_id)
+            return
+        num_held = next(
+            (n for n, i in enumerate(reversed(prompt_ids)) if not self._tokenizer.is_byte(i)), len(prompt_ids)
+        )
+        self._is_first = num_held == len(prompt_ids)
+        self._held = prompt_ids[len(prompt_ids) - num_held :]
+        text = self._held_text()
+        self._num_out = 0 if text.endswith(REPLACEMENT) else len(text)
 
     def push(self, token_id: int) -> str:
         """The text that this token completed, often empty."""
-        if token_id in self._tokenizer.special_ids:
+        if not self._tokenizer.has_text(token_id):
             return ""
-        self._pending.append(token_id)
-        if self._tokenizer.is_byte(token_id):
-            return ""
-        text = self._tokenizer.decode(self._anchor + self._pending)
-        return "" if text.endswith(REPLACEMENT) else self._emit(text)
+        if self._utf8 is not None:
+            return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        self._held.append(token_id)
+        return "" if self._tokenizer.is_byte(token_id) else self._release()
 
     def flush(self) -> str:
         """Whatever text is still held back, at the end of the tokens."""
-        return self._emit(self._tokenizer.decode(self._anchor + self._pending))
+        if self._utf8 is not None:
+            return self._utf8.decode(b"", final=True)
+        return self._release()
 
-    def _emit(self, text: str) -> str:
-        piece = text[len(self._anchor_text) :]
-        alone = self._tokenizer.decode(self._pending)
-        # An anchor must have text of its own, or the decoder would still take the next token for the first.
-        self._anchor = self._pending if alone else self._anchor + self._pending
-        self._anchor_text = alone or text
-        self._pending = []
+    def _release(self) -> str:
+        piece = self._held_text()[self._num_out :]
+        self._is_first = self._is_first and not self._held
+        self._held, self._num_out = [], 0
         return piece
 
-    def _clean_start(self, ids: Sequence[int]) -> int:
-        """The last place where a token is whole text by itself: nothing before it reaches the text after it."""
-        for start in range(len(ids) - 1, 0, -1):
-            if ids[start] in self._tokenizer.special_ids or self._tokenizer.is_byte(ids[start]):
-                continue
-            text = self._tokenizer.decode([ids[start]])
-            if text.strip() and REPLACEMENT not in text:
-                return start
-        return 0
+    def _held_text(self) -> str:
+        decode = self._tokenizer.decode if self._is_first else self._tokenizer.decode_inside
+        return decode(self._held) if self._held else ""

@@ -116,24 +116,6 @@ def test_the_pieces_join_to_exactly_the_decoded_text(case: tuple[str, list[int],
     assert "".join(pieces).count(REPLACEMENT) == full.count(REPLACEMENT)
 
 
-@settings(max_examples=400, deadline=None)
-@given(case=prompt_and_ids())
-def test_no_piece_ends_in_half_a_character(case: tuple[str, list[int], list[int]]) -> None:
-    """A piece that ends in U+FFFD might be the start of a character whose other bytes are still to come."""
-    name, prompt_ids, ids = case
-    for piece in pieces_of(load(name), ids, prompt_ids)[:-1]:
-        assert not piece.endswith(REPLACEMENT)
-
-
-def certain_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text up to the last token that closes a character and is no raw byte: nothing that follows can change it."""
-    for end in range(len(ids), 0, -1):
-        text = tokenizer.decode(ids[:end])
-        if not text.endswith(REPLACEMENT) and ids[end - 1] not in tokenizer.special_ids | tokenizer._byte_ids:
-            return text
-    return ""
-
-
 PHI3_LINE, PHI3_THERE = [6324, NEWLINE], [727]  # "Hi\n", where the line's end is the byte token <0x0A>, and " there"
 
 
@@ -148,7 +130,7 @@ def test_behind_a_prompt_the_pieces_join_to_the_rest_of_the_decoded_text(
     joined = "".join(pieces_of(tokenizer, ids, prompt_ids))
     prompt = tokenizer.decode(prompt_ids)
     if prompt.endswith(REPLACEMENT):  # it ends inside a character, which belongs to what comes
-        prompt = certain_text(tokenizer, prompt_ids)
+        prompt = "".join(pieces_of(tokenizer, prompt_ids)[:-1])
     assert joined == tokenizer.decode(prompt_ids + ids)[len(prompt) :]
 
 
@@ -171,7 +153,21 @@ def test_an_emoji_comes_out_with_its_last_byte() -> None:
     tokenizer = load("gpt2")
     ids = tokenizer.encode("hi 🌍!")
     assert ids == [5303, 12520, 234, 235, 0]  # the second token is the space and half of the emoji
-    assert pieces_of(tokenizer, ids) == ["hi", "", "", " 🌍", "!", ""]
+    assert pieces_of(tokenizer, ids) == ["hi", " ", "", "🌍", "!", ""]
+
+
+def test_bytes_that_are_no_text_cost_no_more_the_more_there_are() -> None:
+    """What cannot become a character is said at once, so nothing is decoded again and again."""
+    tokenizer = load("gpt2")
+    half = 94  # a byte that only ever continues a character
+    assert pieces_of(tokenizer, [half] * 5) == [REPLACEMENT] * 5 + [""]
+
+
+def test_ids_of_no_vocabulary_have_no_text() -> None:
+    for name in PLACES:
+        tokenizer = load(name)
+        cat = tokenizer.encode("a cat", add_special_tokens=False)
+        assert "".join(pieces_of(tokenizer, [cat[0], tokenizer.vocab_size, *cat[1:]])) == "a cat"
 
 
 @pytest.mark.parametrize("name", PLACES)
