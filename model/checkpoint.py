@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _FILES = ("*.json", "*.safetensors")
 
@@ -78,7 +79,8 @@ def load_checkpoint(source: str, *, dtype: str = "auto", device: str = "cpu", na
             model_config.vocab_size,
         )
     defaults = read_generation_defaults(directory, config)
-    return Checkpoint(name or directory.resolve().name, model, tokenizer, defaults)
+    is_local = Path(source).expanduser().is_dir()
+    return Checkpoint(name or (directory.resolve().name if is_local else source), model, tokenizer, defaults)
 
 
 def find_directory(source: str) -> Path:
@@ -86,7 +88,7 @@ def find_directory(source: str) -> Path:
     path = Path(source).expanduser()
     if path.is_dir():
         return path
-    if path.exists() or source.startswith(("/", ".", "~")) or source.count("/") != 1:
+    if path.exists() or source.startswith(("/", ".", "~")) or source.count("/") > 1:
         raise CheckpointError(
             f"{source}: no such directory; give a directory with config.json, or a hub id like org/name"
         )
@@ -94,7 +96,7 @@ def find_directory(source: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(source, allow_patterns=list(_FILES)))
+        return Path(snapshot_download(source, allow_patterns=list(_FILES), ignore_patterns=["*/*", "consolidated*"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(f"{source}: not a directory, and the hub could not give it: {error}") from error
 
@@ -121,6 +123,19 @@ def read_generation_defaults(directory: Path, config: Mapping[str, Any]) -> Gene
         raise CheckpointError(f"eos_token_id: {eos!r} is neither a token id nor a list of them")
     sampling_keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     sampling = {key: generation[key] for key in sampling_keys if generation.get(key) is not None}
+    if type(sampling.get("top_k")) is int and sampling["top_k"] < 0:
+        sampling["top_k"] = 0  # -1 and 0 are two spellings of "all"
+    neutral = {
+        "no_repeat_ngram_size": 0,
+        "num_beams": 1,
+        "typical_p": 1.0,
+        "length_penalty": 1.0,
+        "epsilon_cutoff": 0.0,
+    }
+    steering = [*neutral, "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id"]
+    left_out = [key for key in steering if generation.get(key) not in (None, neutral.get(key))]
+    if left_out:
+        logger.warning("%s: %s: not implemented, generation goes without", path.name, ", ".join(left_out))
     if generation.get("do_sample") is False:
         sampling = {"temperature": 0.0} | {k: v for k, v in sampling.items() if k == "repetition_penalty"}
     for key, value in sampling.items():
@@ -218,7 +233,7 @@ def _weight_files(directory: Path) -> list[Path]:
     index = directory / INDEX
     paths = sorted(directory.glob("*.safetensors"))
     if index.exists():
-        named = sorted({directory / file for file in read_json(index).get("weight_map", {}).values()})
+        named = sorted({directory / file for file in _read_index(directory).values()})
         absent = [path.name for path in named if path not in paths]
         if absent:
             raise CheckpointError(f"{index}: names {_some(absent)}, which is not there")
@@ -226,6 +241,10 @@ def _weight_files(directory: Path) -> list[Path]:
         if left_out:
             logger.info("%s does not name %s; not read", INDEX, _some(left_out))
         return named
+    if directory / SINGLE in paths:
+        if len(paths) > 1:
+            logger.info("%s is read; %s is not", SINGLE, _some(path.name for path in paths if path.name != SINGLE))
+        return [directory / SINGLE]
     if len(paths) == 1:
         return paths
     if paths:
@@ -240,10 +259,18 @@ def _weight_files(directory: Path) -> list[Path]:
     raise CheckpointError(f"{directory}: no *.safetensors{hint}")
 
 
+def _read_index(directory: Path) -> dict[str, str]:
+    """Tensor name -> file name."""
+    weight_map = read_json(directory / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{directory / INDEX}: weight_map is no object of file names")
+    return weight_map
+
+
 def _check_index(directory: Path, files: Mapping[str, Path]) -> None:
     if not (directory / INDEX).exists():
         return
-    for name, file in read_json(directory / INDEX).get("weight_map", {}).items():
+    for name, file in _read_index(directory).items():
         if name not in files:
             raise CheckpointError(f"{INDEX} places {name} in {file}, which does not hold it")
 

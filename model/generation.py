@@ -77,9 +77,9 @@ class StopStrings:
     def push(self, piece: str) -> tuple[str, str | None]:
         """(text that may go out, the stop string that was found)."""
         text = self._held + piece
-        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        found = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stops if stop in text]
         if found:
-            start, stop = min(found)
+            _, start, stop = min(found)  # the first to end is found first, however the pieces divide the text
             self._held = ""
             return text[:start], stop
         num_held = max((_overlap(text, stop) for stop in self._stops), default=0)

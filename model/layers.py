@@ -213,7 +213,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, probe: Prob
         )
         return probe("z", z.transpose(1, 2))
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = probe("scores", q @ k.mT * scale)  # (B, H, T, S)
+    # Scaled first: in float16 the product of what is not yet scaled can overflow.
+    scores = probe("scores", (q * scale) @ k.mT)  # (B, H, T, S)
     masked = scores if mask is None else scores.masked_fill(~mask.visible, -math.inf)
     masked = probe("attn_scores", masked)
     wide = torch.promote_types(masked.dtype, torch.float32)

@@ -65,9 +65,9 @@ class Sampler:
             self._bias[list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64)
 
     def sample(self, logits: Tensor) -> int:
-        """logits (V,) -> a token id. Raises `ValueError` when the logits hold NaN."""
+        """logits (V,) -> a token id. Raises `ValueError` when the logits hold NaN or +inf."""
         logits = logits.detach().cpu().double()  # so that no temperature above 0 is too small to divide by
-        if logits.isnan().any():
+        if not logits.max() < torch.inf:  # the largest of numbers with a NaN is NaN
             raise ValueError("the logits are not numbers")
         adjusted = self._adjust(logits)
         token_id = int(adjusted.argmax()) if self.params.temperature == 0 else self._draw(adjusted)

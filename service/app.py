@@ -57,9 +57,12 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None)
 
 
 async def load(state: State, on_failure: Callable[[], None] | None) -> None:
-    """Load the checkpoint on the network's thread, then be ready."""
+    """Load the checkpoint, then be ready; the worked examples answer meanwhile."""
     try:
-        state.checkpoint = await state.worker.run(lambda: load_model(state.settings))
+        threads = state.settings.threads
+        if threads is not None:  # a setting of the thread that runs the network
+            await state.worker.run(lambda: torch.set_num_threads(threads))
+        state.checkpoint = await state.worker.run_apart(lambda: load_model(state.settings))
     except Exception as error:  # whatever it is, a service that will never be ready must end
         expected = isinstance(error, (ValueError, OSError))
         logger.error("cannot serve %s: %s", state.settings.model, error, exc_info=None if expected else error)
@@ -73,8 +76,6 @@ async def load(state: State, on_failure: Callable[[], None] | None) -> None:
 
 def load_model(settings: Settings) -> Checkpoint | None:
     """The checkpoint that the settings name; None for "none"."""
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
     if settings.model == "none":
         logger.info("no checkpoint: POST /forward runs the worked examples")
         return None
@@ -87,12 +88,11 @@ def load_model(settings: Settings) -> Checkpoint | None:
     checkpoint = load_checkpoint(source, dtype=settings.dtype, device=device, name=name)
     network = checkpoint.model
     logger.info(
-        "serving %s: %s parameters, %s, %s, context %d, %d threads",
+        "serving %s: %s parameters, %s, %s, context %d",
         checkpoint.name,
         f"{network.num_parameters():,}",
         network.embed.weight.device,
         str(network.embed.weight.dtype).removeprefix("torch."),
         network.config.max_positions,
-        torch.get_num_threads(),
     )
     return checkpoint

@@ -17,8 +17,9 @@ from model.checkpoint import DTYPES
 from service.errors import invalid
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Bytes that a number takes at most in JSON, its comma included; bfloat16 and float16 are written as float32.
-JSON_BYTES = {torch.float64: 25, torch.float32: 16, torch.bfloat16: 16, torch.float16: 16}
+# Bytes that a number takes at most in JSON, with its comma and, where it is alone in its row, its brackets. bfloat16
+# and float16 are written as float32.
+JSON_BYTES = {torch.float64: 27, torch.float32: 19, torch.bfloat16: 19, torch.float16: 19}
 
 
 def to_json(content: Any) -> bytes:

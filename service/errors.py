@@ -50,10 +50,14 @@ def invalid(param: str, message: str, code: str = "invalid_value") -> ApiError:
 
 def error_body(status: int, message: str, param: str | None, code: str) -> dict[str, Any]:
     kind = TYPES.get(status, "invalid_request_error")
-    # An unknown field's name comes from the client and may be no UTF-8.
-    named = None if param is None else param.encode("utf-8", "backslashreplace").decode()
-    text = message.encode("utf-8", "backslashreplace").decode()
-    return {"error": {"message": text, "type": kind, "param": named, "code": code}}
+    # Names and words of the client may be no UTF-8, and as long as its body.
+    named = None if param is None else _printable(param)
+    return {"error": {"message": _printable(message), "type": kind, "param": named, "code": code}}
+
+
+def _printable(text: str, limit: int = 1000) -> str:
+    short = text if len(text) <= limit else f"{text[:limit]}..."
+    return short.encode("utf-8", "backslashreplace").decode()
 
 
 def error_response(error: ApiError) -> JSONResponse:

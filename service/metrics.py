@@ -15,7 +15,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.http_requests = self._counter("http_requests_total", "HTTP requests answered", "route", "method", "status")
         self.http_seconds = self._histogram("http_request_duration_seconds", "From request to last byte", "route")
-        self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens computed")
+        self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of requests that got a place")
         self.generation_tokens = self._counter("generation_tokens_total", "Tokens generated")
         self.finished = self._counter("request_success_total", "Generations ended, by reason", "finished_reason")
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "From request to first token")

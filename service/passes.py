@@ -2,13 +2,16 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from fastapi import Request, Response
 
 from service.errors import ApiError
 from service.state import State
+from service.streaming import unless_disconnected
 
 SAFETENSORS = "application/x-safetensors"
+LOGITS_BYTES = 3 * 4  # of one logit: itself in float32, and what softmax and loss make of it
 # At most, in JSON:
 STAGE_BYTES = 512  # name, shape, dims and summary of a stage
 TOKEN_BYTES = 160  # a token or a prediction, without its text
@@ -25,22 +28,50 @@ def text_bytes(num_stages: int, num_tokens: int, longest_token_bytes: int, *, as
     return 2 * size if as_safetensors else size
 
 
-async def answer_pass(
-    state: State, job: Callable[[float], bytes], *, num_tokens: int, estimate: int, narrow: str, as_safetensors: bool
-) -> Response:
-    """The answer of `job`, which is given the seconds waited and runs on the network's thread.
+@dataclass(frozen=True)
+class Budget:
+    """What a pass will take, known from shapes alone: the answer, and the largest tensors on the way to it."""
 
-    413 where the answer may pass the limit, with its size and what to ask less of: before the pass.
-    """
-    limit = state.settings.max_response_bytes
-    if estimate > limit:
+    response_bytes: int
+    pass_bytes: int
+    narrow: str
+
+    def check(self, state: State) -> None:
+        """413 over a limit, with the estimate and what to ask less of."""
+        settings = state.settings
+        if self.response_bytes > settings.max_response_bytes:
+            what, size, limit = "response", self.response_bytes, settings.max_response_bytes
+        elif self.pass_bytes > settings.max_pass_bytes:
+            what, size, limit = "pass", self.pass_bytes, settings.max_pass_bytes
+        else:
+            return
         state.metrics.budget_refusals.inc()
-        message = f"the answer would take up to {estimate} bytes, the limit is {limit}; narrow {narrow}"
-        raise ApiError(413, message, code="response_too_large")
+        message = f"the {what} would take up to {size} bytes, the limit is {limit}; narrow {self.narrow}"
+        raise ApiError(413, message, code=f"{what}_too_large")
+
+
+async def answer_pass(
+    request: Request,
+    state: State,
+    job: Callable[[float], bytes],
+    *,
+    num_tokens: int,
+    budget: Budget,
+    as_safetensors: bool,
+) -> Response:
+    """The answer of `job`, which is given the seconds waited and runs on the network's thread, within the budget."""
+    budget.check(state)
+    content = await unless_disconnected(request, _run(state, job, num_tokens))
+    if content is None:
+        return Response(status_code=499)
+    return Response(content, media_type=SAFETENSORS if as_safetensors else "application/json")
+
+
+async def _run(state: State, job: Callable[[float], bytes], num_tokens: int) -> bytes:
     async with state.worker.place() as waited:
         start = time.perf_counter()
         content = await state.worker.run(lambda: job(waited))
         state.metrics.trace_seconds.observe(time.perf_counter() - start)
     state.metrics.trace_bytes.inc(len(content))
     state.metrics.prompt_tokens.inc(num_tokens)
-    return Response(content, media_type=SAFETENSORS if as_safetensors else "application/json")
+    return content

@@ -130,8 +130,8 @@ class StageAnswer(Answer):
 
 
 class Prediction(Token):
-    logit: float
-    probability: float
+    logit: float | None
+    probability: float | None
 
 
 class PositionPredictions(Answer):

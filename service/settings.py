@@ -34,6 +34,7 @@ class Settings(BaseSettings):
     threads: int | None = Field(None, ge=1, description="CPU threads of the network; default: torch's choice")
     max_body_bytes: int = Field(4 * MIB, ge=1, description="largest request body")
     max_response_bytes: int = Field(256 * MIB, ge=1, description="largest answer of /forward and /logits")
+    max_pass_bytes: int = Field(8192 * MIB, ge=1, description="largest tensors of one traced pass: scores and logits")
     max_running_requests: int = Field(8, ge=1, description="requests whose turns alternate")
     max_waiting_requests: int = Field(1024, ge=0, description="requests that wait for a place; beyond: 429")
     shutdown_grace_seconds: int = Field(30, ge=0, description="how long running requests may finish on SIGTERM")

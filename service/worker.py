@@ -1,15 +1,16 @@
-"""The one thread that runs the network, one that tokenizes, and the places that requests wait for. Nothing else touches
-threads.
+"""The one thread that runs the network, those that tokenize and load, and the places that requests wait for. Nothing
+else touches threads.
 
 Requests that hold a place alternate: each step of a generation and each traced pass is one job of the thread's queue.
 """
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from service.errors import ApiError
 from service.metrics import Metrics
@@ -35,6 +36,31 @@ class Worker:
     async def run_text(self, job: Callable[[], Result]) -> Result:
         """Likewise for work on text, which must hold up neither the network nor the other requests."""
         return await asyncio.get_running_loop().run_in_executor(self._text, job)
+
+    async def run_apart(self, job: Callable[[], Result]) -> Result:
+        """The result of a job that may take minutes, on a thread that the process does not wait for when it ends."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[Result] = loop.create_future()
+
+        def settle(value: Result | None, error: BaseException | None) -> None:
+            if result.cancelled():
+                return
+            if error is not None:
+                result.set_exception(error)
+            else:
+                result.set_result(cast("Result", value))
+
+        def work() -> None:
+            value, error = None, None
+            try:
+                value = job()
+            except Exception as caught:
+                error = caught
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, value, error)
+
+        threading.Thread(target=work, name="loading", daemon=True).start()
+        return await result
 
     def check_room(self) -> None:
         """429 where too many wait already."""

@@ -245,11 +245,30 @@ class TestFiles:
         save_file({"layers.0.attention.wq.weight": torch.ones(16)}, tmp_path / "consolidated.safetensors")
         load_checkpoint(str(tmp_path))
 
+    def test_the_common_file_is_read_where_others_lie_beside_it(self, copy_of: Callable[[str], Path]) -> None:
+        directory = copy_of("tied")
+        save_file({"layers.0.attention.wq.weight": torch.ones(16)}, directory / "consolidated.safetensors")
+        load_checkpoint(str(directory))
+
     def test_several_files_without_an_index_are_refused(self, copy_of: Callable[[str], Path]) -> None:
         directory = copy_of("tied")
-        save_file({"model.norm.weight": torch.ones(16)}, directory / "other.safetensors")
-        with pytest.raises(CheckpointError, match=r"several .*model\.safetensors, other\.safetensors.* and no model"):
+        (directory / "model.safetensors").rename(directory / "a.safetensors")
+        save_file({"model.norm.weight": torch.ones(16)}, directory / "b.safetensors")
+        with pytest.raises(CheckpointError, match=r"several .*a\.safetensors, b\.safetensors.* and no model"):
             load_checkpoint(str(directory))
+
+    @pytest.mark.parametrize("weight_map", [[1], None, {"model.norm.weight": 1}])
+    def test_an_index_that_is_no_index_is_named(self, copy_of: Callable[[str], Path], weight_map: object) -> None:
+        directory = copy_of("tied")
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(CheckpointError, match=r"index\.json: weight_map is no object"):
+            load_checkpoint(str(directory))
+
+    def test_a_checkpoint_of_the_hub_is_named_after_its_id(
+        self, written: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(written["tied"]))
+        assert load_checkpoint("org/name").name == "org/name"
 
     @pytest.mark.parametrize(
         ("content", "complaint"), [(None, "missing"), ("{", "not valid JSON"), ("[]", "not a JSON object")]
@@ -263,7 +282,7 @@ class TestFiles:
         with pytest.raises(CheckpointError, match=rf"config\.json: {complaint}"):
             load_checkpoint(str(directory))
 
-    @pytest.mark.parametrize("source", ["/nowhere/at/all", "./nowhere", "nowhere", "a/b/c"])
+    @pytest.mark.parametrize("source", ["/nowhere/at/all", "./nowhere", "a/b/c"])
     def test_a_source_that_is_neither_directory_nor_hub_id_is_refused(self, source: str) -> None:
         with pytest.raises(CheckpointError, match="no such directory"):
             load_checkpoint(source)

@@ -201,6 +201,9 @@ def test_a_tiny_temperature_is_greedy() -> None:
 def test_logits_that_are_not_numbers_are_an_error() -> None:
     with pytest.raises(ValueError, match="not numbers"):
         sampler().sample(torch.full((V,), torch.nan))
+    for wrong in (torch.nan, torch.inf):
+        with pytest.raises(ValueError, match="not numbers"):
+            sampler(temperature=0.0).sample(torch.tensor([0.0] * (V - 1) + [wrong]))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.stages import Chain, Editor, Recorder, Stage, select, sizes_of, stages_of
+from model.layers import CausalMask, attend
+from model.stages import PATTERN, Chain, Editor, Probe, Recorder, Stage, select, sizes_of, stages_of
 from model.transformer import read_out
 from tests.tiny import BOTH_DTYPES, CONFIGS, ROUNDING, build, random_ids, record
 
@@ -394,3 +395,14 @@ class TestEditing:
         assert chain.wants("embed")
         assert chain.wants("logits")
         assert not chain.wants("loss")
+
+
+def test_traced_attention_overflows_no_sooner_than_fused_attention_in_float16() -> None:
+    """40 * 40 * 64 is beyond float16; scaled, it is not."""
+    q, v = torch.full((1, 2, 1, 64), 40.0).half(), torch.ones(1, 2, 1, 64).half()
+    k = q * torch.tensor([1.0, -1.0]).half().view(1, 2, 1, 1)
+    recorder = Recorder([Stage("scores", PATTERN)])
+    mask = CausalMask(0, 2, None, q.device)
+    traced = attend(q, k, v, mask, Probe(recorder), scale=64**-0.5)
+    assert recorder.kept["scores"].isfinite().all()
+    torch.testing.assert_close(traced, attend(q, k, v, mask, Probe(None), scale=64**-0.5))

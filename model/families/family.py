@@ -22,37 +22,77 @@ class ConfigReader:
             "architectures",
             "attention_dropout",
             "attn_pdrop",
+            "auto_map",
+            "bad_words_ids",
+            "begin_suppress_tokens",
             "bos_token_id",
             "chunk_size_feed_forward",
             "cls_token_id",
+            "cross_attention_hidden_size",
             "decoder_start_token_id",
+            "diversity_penalty",
+            "do_sample",
             "dtype",
+            "early_stopping",
             "embd_pdrop",
+            "encoder_no_repeat_ngram_size",
             "eos_token_id",
+            "exponential_decay_length_penalty",
+            "finetuning_task",
+            "forced_bos_token_id",
+            "forced_eos_token_id",
             "gradient_checkpointing",
             "id2label",
             "initializer_range",
-            "is_encoder_decoder",
             "label2id",
+            "length_penalty",
+            "max_length",
+            "min_length",
             "model_type",
+            "no_repeat_ngram_size",
+            "num_beam_groups",
+            "num_beams",
+            "num_return_sequences",
             "output_attentions",
             "output_hidden_states",
+            "output_scores",
             "pad_token_id",
+            "prefix",
             "pretraining_tp",
             "problem_type",
+            "remove_invalid_values",
+            "repetition_penalty",
             "resid_pdrop",
             "return_dict",
+            "return_dict_in_generate",
             "sep_token_id",
+            "suppress_tokens",
             "task_specific_params",
+            "temperature",
+            "tf_legacy_loss",
+            "tie_encoder_decoder",
             "tokenizer_class",
+            "top_k",
+            "top_p",
             "torch_dtype",
+            "torchscript",
             "transformers_version",
+            "typical_p",
             "unk_token_id",
             "unsloth_fixed",
             "unsloth_version",
+            "use_bfloat16",
             "use_cache",
         }
     )
+    # Keys that every family may state, with the one value that changes nothing.
+    NEUTRAL: Mapping[str, Any] = {
+        "add_cross_attention": False,
+        "is_decoder": False,
+        "is_encoder_decoder": False,
+        "pruned_heads": {},
+        "quantization_config": None,
+    }
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
@@ -92,6 +132,8 @@ class ConfigReader:
         return names[found]
 
     def finish(self) -> None:
+        for key, value in self.NEUTRAL.items():
+            self.expect(key, value)
         if self._unread:
             raise ValueError(
                 f"config.json: {', '.join(sorted(self._unread))}: not known for this family; if it changes the "
@@ -116,8 +158,8 @@ def rope_of(reader: ConfigReader, max_position_embeddings: int) -> tuple[float, 
         raise ValueError(f"config.json: rope_scaling = {parameters!r} is not an object")
     scaling = ConfigReader(parameters)
     kind = scaling.take("rope_type") or scaling.take("type", "default")
-    scaling.ignore("type")
-    theta = float(scaling.take("rope_theta", theta))
+    scaling.ignore("type", "finetuned")
+    theta = scaling.take("rope_theta", theta)
     scaling.expect("partial_rotary_factor", 1.0)
     if kind == "default":
         scaling.ignore("factor")

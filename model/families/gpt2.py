@@ -17,7 +17,6 @@ def read(config: ConfigReader) -> ModelConfig:
     config.expect("scale_attn_weights", True)
     config.expect("scale_attn_by_inverse_layer_idx", False)
     config.expect("reorder_and_upcast_attn", False)
-    config.expect("add_cross_attention", False)
     config.ignore("n_ctx", "summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout")
     config.ignore("summary_proj_to_labels", "n_special", "predict_special_tokens", "output_past", "_num_labels")
     d_model = config.need("n_embd")

@@ -53,7 +53,7 @@ def read_common(config: ConfigReader, *, default_d_head: int = 0, **options: Any
     """The keys that all Llama-like families share; `options` are the family's own choices."""
     config.expect("rope_interleaved", False)
     config.expect("use_mrope", False)
-    config.ignore("is_llama_config", "transformers.js_config")
+    config.ignore("is_llama_config", "transformers.js_config", "max_sequence_length")
     theta, scaling, max_positions = rope_of(config, config.need("max_position_embeddings"))
     num_heads = config.need("num_attention_heads")
     return ModelConfig(

@@ -6,6 +6,8 @@ from model.families.family import ConfigReader, Family
 
 
 def read(config: ConfigReader) -> ModelConfig:
+    config.expect("attention_bias", False)
+    config.expect("mlp_bias", False)
     return llama.read_common(config, window=config.take("sliding_window") if config.has("sliding_window") else 4096)
 
 

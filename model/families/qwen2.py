@@ -29,6 +29,7 @@ def read_windows(config: ConfigReader) -> dict[str, Any]:
 
 
 def read(config: ConfigReader) -> ModelConfig:
+    config.expect("mlp_bias", False)
     return llama.read_common(config, **read_windows(config), qkv_bias=True)
 
 

@@ -26,7 +26,7 @@ from service.encoding import (
 from service.errors import ApiError, invalid
 from service.limits import JsonRoute
 from service.openapi import answers
-from service.passes import SAFETENSORS, answer_pass, text_bytes, wants_safetensors
+from service.passes import SAFETENSORS, Budget, answer_pass, text_bytes, wants_safetensors
 from service.published import published_answer, worked_example_answer
 from service.schemas import ForwardAnswer, ForwardRequest
 from service.state import (
@@ -88,12 +88,13 @@ class Plan:
 async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Response:
     as_safetensors = wants_safetensors(request)
     plan = make_plan(body, await find_subject(body, state), as_safetensors)
+    narrow = "stages, positions, heads, detail, top_k or the prompt"
     return await answer_pass(
+        request,
         state,
         lambda waited: run(plan, waited),
         num_tokens=len(plan.subject.ids),
-        estimate=estimate_bytes(plan),
-        narrow="stages, positions, heads, detail or top_k",
+        budget=Budget(estimate_bytes(plan), working_bytes(plan), narrow),
         as_safetensors=as_safetensors,
     )
 
@@ -216,19 +217,31 @@ def estimate_bytes(plan: Plan) -> int:
     return total + value_bytes(num_values, dtype, plan.encoding)
 
 
+def working_bytes(plan: Plan) -> int:
+    """The largest tensors of the pass: logits with what is made of them, and the scores of one block where they are
+    asked for, each thrice (before, during and after the mask and the softmax)."""
+    sizes = plan.sizes
+    itemsize = torch.promote_types(plan.subject.dtype, torch.float32).itemsize
+    num_values = sizes["position"] * sizes["d_vocab"]
+    if any("key" in stage.dims for stage in plan.selection.stages):
+        num_values += sizes["head"] * sizes["query"] * sizes["key"]
+    return 3 * itemsize * num_values
+
+
 def run(plan: Plan, waited: float) -> bytes:
     """The pass and its answer, encoded. On the network's thread."""
     start = time.perf_counter()
     subject = plan.subject
     result = trace(subject.network, subject.ids, plan.targets, plan.selection, plan.sizes, subject.device)
     seconds = time.perf_counter() - start
+    values = {kept.stage.name: cast_values(plan, kept) for kept in result.stages}
     answer: dict[str, Any] = {
         "model": subject.name,
         "tokens": [
             {"id": token_id, "text": subject.text_of(token_id), "position": position}
             for position, token_id in enumerate(subject.ids)
         ],
-        "stages": [stage_answer(plan, stage) for stage in result.stages],
+        "stages": [stage_answer(plan, kept, values[kept.stage.name]) for kept in result.stages],
         "predictions": predictions(plan, result),
         "loss": loss_answer(result.loss),
         "timings": {"queue_seconds": waited, "forward_seconds": seconds},
@@ -237,12 +250,10 @@ def run(plan: Plan, waited: float) -> bytes:
         answer["worked_example"] = worked_example_answer(subject.example)
     if plan.encoding != "safetensors":
         return to_json(answer)
-    tensors = {kept.stage.name: values for kept in result.stages if (values := cast_values(plan, kept)) is not None}
-    return safetensors_bytes(tensors, answer)
+    return safetensors_bytes({name: tensor for name, tensor in values.items() if tensor is not None}, answer)
 
 
-def stage_answer(plan: Plan, kept: StageTrace) -> dict[str, Any]:
-    values = cast_values(plan, kept)
+def stage_answer(plan: Plan, kept: StageTrace, values: Tensor | None) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "name": kept.stage.name,
         "shape": kept.shape,

@@ -16,6 +16,7 @@ from service.encoding import to_json
 from service.errors import ApiError, error_body, invalid
 from service.limits import JsonRoute
 from service.openapi import answers
+from service.passes import LOGITS_BYTES, Budget
 from service.schemas import GenerateAnswer, GenerateRequest
 from service.state import CheckpointDep, State, StateDep, check_ids, prompt_ids, token_text
 from service.streaming import DONE, EventStream, event, unless_disconnected
@@ -52,6 +53,9 @@ class Run:
             self._params = read_params(body, checkpoint, len(self._prompt_ids))
             has_text = checkpoint.tokenizer is not None
             self._params.check(checkpoint.model.config.max_positions, len(self._prompt_ids), has_text=has_text)
+        if body.echo and body.logprobs is not None:  # the one case that needs the logits of the whole prompt
+            pass_bytes = LOGITS_BYTES * len(ids) * checkpoint.model.config.vocab_size
+            Budget(0, pass_bytes, "prompt, echo or logprobs").check(state)
         self._start = time.perf_counter()
         self._queue_seconds = 0.0
         self._first_token_seconds = 0.0
@@ -66,7 +70,9 @@ class Run:
             async with self._state.worker.place() as self._queue_seconds:
                 metrics.prompt_tokens.inc(len(self._prompt_ids))
                 model, tokenizer = self._checkpoint.model, self._checkpoint.tokenizer
-                generation = Generation(model, tokenizer, self._prompt_ids, self._params)
+                generation = await self._state.worker.run(
+                    lambda: Generation(model, tokenizer, self._prompt_ids, self._params)
+                )
                 while not generation.is_finished:
                     batch = await self._state.worker.run(generation.step)
                     self._note_token()

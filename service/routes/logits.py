@@ -12,7 +12,7 @@ from service.encoding import json_array, safetensors_bytes, to_json, value_bytes
 from service.errors import invalid
 from service.limits import JsonRoute
 from service.openapi import answers
-from service.passes import SAFETENSORS, answer_pass, text_bytes, wants_safetensors
+from service.passes import LOGITS_BYTES, SAFETENSORS, Budget, answer_pass, text_bytes, wants_safetensors
 from service.schemas import LogitsAnswer, LogitsRequest
 from service.state import (
     CheckpointDep,
@@ -37,18 +37,16 @@ async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpo
         raise invalid("top_k", f"{body.top_k} is more than the vocabulary of {vocab_size}")
     dtype = torch.promote_types(checkpoint.model.embed.weight.dtype, torch.float32)
     num_values = len(rows) * (body.top_k or vocab_size) * (2 if body.logprobs else 1)
-    estimate = value_bytes(num_values, dtype, "safetensors" if as_safetensors else "json") + text_bytes(
-        0,
-        len(ids) + len(rows) * (1 + (body.top_k or 0)),
-        longest_token_bytes(checkpoint),
-        as_safetensors=as_safetensors,
-    )
+    num_texts = len(ids) + len(rows) * (1 + (body.top_k or 0))
+    response_bytes = value_bytes(num_values, dtype, "safetensors" if as_safetensors else "json")
+    response_bytes += text_bytes(0, num_texts, longest_token_bytes(checkpoint), as_safetensors=as_safetensors)
+    pass_bytes = LOGITS_BYTES * len(rows) * vocab_size
     return await answer_pass(
+        request,
         state,
         lambda waited: run(checkpoint, ids, rows, body, as_safetensors, waited),
         num_tokens=len(ids),
-        estimate=estimate,
-        narrow="positions, top_k or logprobs",
+        budget=Budget(response_bytes, pass_bytes, "positions, top_k or logprobs"),
         as_safetensors=as_safetensors,
     )
 

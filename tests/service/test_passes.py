@@ -1,0 +1,63 @@
+"""What a pass may take, and what becomes of one whose client has gone."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.settings import Settings
+from tests.service.running import Running, Start, wait_until
+
+PROMPT = list(range(60))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "narrower"),
+    [
+        ("/forward", {"stages": ["*.pattern"]}, {"stages": ["embed"]}),
+        ("/logits", {"positions": "all"}, {"positions": "last"}),
+        ("/generate", {"max_tokens": 1, "echo": True, "logprobs": 0}, {"max_tokens": 1, "echo": True}),
+    ],
+)
+def test_a_pass_over_the_limit_is_refused_before_it_runs_and_a_narrower_one_is_not(
+    start: Start, tiny_directory: Path, path: str, body: dict[str, Any], narrower: dict[str, Any]
+) -> None:
+    logits = 3 * 4 * len(PROMPT) * 284
+    limit = logits if path == "/forward" else logits - 1
+    service = start(model=str(tiny_directory), max_pass_bytes=limit)
+    with service.blocked():
+        refused = service.post(path, {"prompt": PROMPT} | body)
+    assert refused.status_code == 413
+    assert refused.json()["error"]["code"] == "pass_too_large"
+    assert str(limit) in refused.json()["error"]["message"]
+    assert service.post(path, {"prompt": PROMPT} | narrower).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/forward", "/logits"])
+def test_a_client_that_goes_away_gives_its_place_back_before_its_turn(
+    start: Start, tiny_directory: Path, path: str
+) -> None:
+    service = start(model=str(tiny_directory), max_running_requests=1)
+    with service.blocked():
+        clients = [service.send(path, {"prompt": PROMPT}) for _ in range(4)]
+        wait_until(lambda: service.metric("num_requests_waiting") == 3, "three wait for the one place")
+        for client in clients:
+            client.close()
+        wait_until(lambda: service.metric("num_requests_waiting") == 0, "nobody waits")
+        wait_until(lambda: service.metric("num_requests_running") == 0, "nobody runs")
+    assert service.post(path, {"prompt": PROMPT}).status_code == 200
+
+
+def test_the_worked_examples_answer_while_the_checkpoint_loads(
+    monkeypatch: pytest.MonkeyPatch, tiny_directory: Path
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr("service.app.load_model", lambda settings: gate.wait(20) and None)
+    loading = Running(Settings(model=str(tiny_directory), threads=1))
+    try:
+        assert loading.get("/ready").status_code == 503
+        assert loading.post("/forward", {"model": "ai-rocks", "prompt": "AI rocks <EOS>"}).status_code == 200
+    finally:
+        gate.set()
+        loading.stop()
