@@ -4,7 +4,6 @@ import re
 import subprocess
 from pathlib import Path
 
-import httpx
 import pytest
 
 from service.settings import Settings
@@ -22,7 +21,9 @@ def bundled():
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_every_curl_example_works_as_pasted(bundled: Running, example: str, tmp_path: Path) -> None:
-    pasted = example.replace("http://localhost:8000", bundled.url).replace("curl ", "curl --fail-with-body ")
+    pasted = example.replace("http://localhost:8000", f"http://{bundled.address[0]}:{bundled.address[1]}").replace(
+        "curl ", "curl --fail-with-body "
+    )
     result = subprocess.run(["bash", "-e", "-c", pasted], capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "event: error" not in result.stdout
@@ -47,6 +48,6 @@ def test_the_settings_table_is_the_settings() -> None:
 
 
 def test_the_model_page_answers_for_the_bundled_model(bundled: Running) -> None:
-    answer = httpx.get(f"{bundled.url}/model").json()
+    answer = bundled.get("/model").json()
     assert answer["name"] == "bundled"
     assert answer["parameters"]["total"] == sum(answer["parameters"]["components"].values())
