@@ -5,7 +5,6 @@ before anything is computed. This file knows nothing of the network's maths.
 """
 
 import difflib
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -29,12 +28,8 @@ class Stage:
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(sizes[dim] for dim in self.dims)
 
-    def num_values(self, sizes: Mapping[str, int]) -> int:
-        return math.prod(self.shape(sizes))
-
 
 RESIDUAL = ("batch", "position", "d_model")
-SCALE = ("batch", "position", "one")
 HEADS = ("batch", "position", "head", "d_head")
 KV_HEADS = ("batch", "position", "kv_head", "d_head")
 PATTERN = ("batch", "head", "query", "key")

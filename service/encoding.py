@@ -40,11 +40,6 @@ def json_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     return tensor.contiguous().cpu().numpy()
 
 
-def json_list(tensor: Tensor) -> list[Any]:
-    """A short tensor as a list, non-finite numbers as None."""
-    return orjson.loads(to_json(json_array(tensor)))  # type: ignore[no-any-return]
-
-
 def base64_text(tensor: Tensor) -> str:
     """The numbers in row order, little-endian."""
     raw = tensor.contiguous().cpu().view(torch.uint8).numpy()

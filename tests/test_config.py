@@ -72,7 +72,7 @@ def test_an_invalid_field_of_a_rope_scaling_is_refused_by_its_name(field: str, o
 def test_a_config_cannot_be_changed() -> None:
     config = ModelConfig(**TINY)
     with pytest.raises(FrozenInstanceError):
-        config.d_model = 16  # type: ignore[misc]
+        config.d_model = 16
 
 
 def test_what_is_left_open_follows_from_the_rest() -> None:

@@ -30,7 +30,7 @@ def record_all(
     recorder = Recorder(stages_of(config))
     targets: list[int | None] = [*ids[0, 1:].tolist(), None]
     read_out(model(ids, tap=recorder), targets, recorder)
-    return recorder.kept, targets, ids  # type: ignore[return-value]
+    return recorder.kept, targets, ids
 
 
 @every_config
@@ -269,7 +269,7 @@ class TestReadingChangesNothing:
                 alone = Recorder([stage])
                 model(ids, tap=alone)
                 assert list(alone.kept) == [stage.name]
-                assert_equal_but_for_rounding(alone.kept[stage.name], everything[stage.name])  # type: ignore[arg-type]
+                assert_equal_but_for_rounding(alone.kept[stage.name], everything[stage.name])
 
 
 def test_a_recorder_holds_what_keep_makes_of_a_stage() -> None:
@@ -386,9 +386,9 @@ class TestEditing:
         editor = Editor({"blocks.1.mlp_out": torch.zeros_like})
         logits = model(ids, tap=Chain(before, editor, after))
         assert torch.equal(logits, model(ids, tap=editor))
-        assert (after.kept["blocks.1.mlp_out"] == 0).all()  # type: ignore[attr-defined]
-        assert (before.kept["blocks.1.mlp_out"] != 0).any()  # type: ignore[attr-defined]
-        assert torch.equal(after.kept["logits"], logits)  # type: ignore[arg-type]
+        assert (after.kept["blocks.1.mlp_out"] == 0).all()
+        assert (before.kept["blocks.1.mlp_out"] != 0).any()
+        assert torch.equal(after.kept["logits"], logits)
 
     def test_a_chain_wants_what_any_of_its_taps_wants(self) -> None:
         chain = Chain(Editor({"embed": torch.zeros_like}), Recorder([Stage("logits", ())]))

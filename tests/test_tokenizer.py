@@ -193,7 +193,7 @@ def test_special_tokens_give_no_text_wherever_they_stand() -> None:
 
 def written_with(tmp_path: Path, switch_on: Callable[[Backend], None]) -> Path:
     backend = Backend(WordLevel({"a": 0, "b": 1, "[PAD]": 2}, unk_token="a"))
-    backend.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    backend.pre_tokenizer = Whitespace()
     switch_on(backend)
     path = tmp_path / "tokenizer.json"
     backend.save(str(path))

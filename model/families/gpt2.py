@@ -1,7 +1,8 @@
 """GPT-2 (Radford et al. 2019): learned positions, LayerNorm, plain GELU, biases; matrices are stored (in, out)."""
 
 from model.config import ModelConfig
-from model.families.family import ConfigReader, Family, rows, transposed
+from model.families.config_reader import ConfigReader
+from model.families.family import Family, rows, transposed
 
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",

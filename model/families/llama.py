@@ -6,7 +6,9 @@ Mistral and Qwen name their keys and tensors after it, so they build on what sta
 from typing import Any
 
 from model.config import ModelConfig
-from model.families.family import ConfigReader, Family, rope_of, rows
+from model.families.config_reader import ConfigReader
+from model.families.family import Family, rows
+from model.families.rope import rope_of
 
 ACTIVATIONS = {
     "silu": "silu",

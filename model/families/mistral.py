@@ -2,7 +2,8 @@
 
 from model.config import ModelConfig
 from model.families import llama
-from model.families.family import ConfigReader, Family
+from model.families.config_reader import ConfigReader
+from model.families.family import Family
 
 
 def read(config: ConfigReader) -> ModelConfig:

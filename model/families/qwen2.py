@@ -4,7 +4,8 @@ from typing import Any
 
 from model.config import ModelConfig
 from model.families import llama
-from model.families.family import ConfigReader, Family
+from model.families.config_reader import ConfigReader
+from model.families.family import Family
 
 
 def read_windows(config: ConfigReader) -> dict[str, Any]:

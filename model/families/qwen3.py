@@ -2,7 +2,8 @@
 
 from model.config import ModelConfig
 from model.families import llama, qwen2
-from model.families.family import ConfigReader, Family, rows
+from model.families.config_reader import ConfigReader
+from model.families.family import Family, rows
 
 
 def read(config: ConfigReader) -> ModelConfig:
