@@ -121,17 +121,15 @@ def trace(
 
 def summarize(tensor: Tensor) -> Summary:
     """The summary of a tensor of any shape, computed in at least float32."""
-    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    low, high = wide.aminmax()
-    if not (low.isfinite() and high.isfinite()):
+    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32)).flatten()
+    low, high = (bound.item() for bound in wide.aminmax())
+    if not (math.isfinite(low) and math.isfinite(high)):
         wide = wide[wide.isfinite()]
-    num_left_out = tensor.numel() - wide.numel()
-    if wide.numel() == 0:
-        return Summary(None, None, None, None, None, num_left_out)
-    if num_left_out:
-        low, high = wide.aminmax()
-    variance, mean = torch.var_mean(wide, correction=0)
-    low_, high_, mean_, variance_ = torch.stack((low, high, mean, variance)).tolist()
-    return Summary(
-        low_, high_, mean_, math.sqrt(variance_), math.sqrt(wide.numel() * (variance_ + mean_**2)), num_left_out
-    )
+        if wide.numel() == 0:
+            return Summary(None, None, None, None, None, tensor.numel())
+        low, high = (bound.item() for bound in wide.aminmax())
+    mean = wide.mean().item()
+    # Norms are several times faster than torch.var_mean, and centred before they are squared.
+    deviation = torch.linalg.vector_norm(wide - mean).item()
+    root = math.sqrt(wide.numel())
+    return Summary(low, high, mean, deviation / root, math.hypot(deviation, mean * root), tensor.numel() - wide.numel())
