@@ -359,6 +359,7 @@ class Limits(Answer):
     max_positions: int
     max_body_bytes: int
     max_response_bytes: int
+    max_pass_bytes: int
     max_running_requests: int
     max_waiting_requests: int
 

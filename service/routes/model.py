@@ -45,6 +45,7 @@ async def model(state: StateDep, checkpoint: CheckpointDep) -> ModelAnswer:
             max_positions=network.config.max_positions,
             max_body_bytes=settings.max_body_bytes,
             max_response_bytes=settings.max_response_bytes,
+            max_pass_bytes=settings.max_pass_bytes,
             max_running_requests=settings.max_running_requests,
             max_waiting_requests=settings.max_waiting_requests,
         ),
