@@ -66,7 +66,7 @@ class ForwardRequest(Request):
     )
     model: Name | None = Field(None, description="the served model (default) or a worked example; see GET /models")
     stages: list[Name] = Field(
-        ["*"], min_length=1, max_length=1000, description="globs over the stage names of GET /model"
+        ["*"], min_length=1, max_length=200, description="globs over the stage names of GET /model"
     )
     detail: Literal["summary", "values", "none"] = "summary"
     positions: list[Annotated[int, Field(ge=0)]] | None = Field(
