@@ -26,6 +26,18 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# Keys of generation_config.json that change what is generated, each with the value that does not.
+NOT_IMPLEMENTED = {
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "typical_p": 1.0,
+    "length_penalty": 1.0,
+    "epsilon_cutoff": 0.0,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _FILES = ("*.json", "*.safetensors")
 
@@ -121,31 +133,28 @@ def read_generation_defaults(directory: Path, config: Mapping[str, Any]) -> Gene
     eos_token_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
     if any(type(token_id) is not int for token_id in eos_token_ids):
         raise CheckpointError(f"eos_token_id: {eos!r} is neither a token id nor a list of them")
-    sampling_keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    sampling = {key: generation[key] for key in sampling_keys if generation.get(key) is not None}
-    if type(sampling.get("top_k")) is int and sampling["top_k"] < 0:
-        sampling["top_k"] = 0  # -1 and 0 are two spellings of "all"
-    neutral = {
-        "no_repeat_ngram_size": 0,
-        "num_beams": 1,
-        "typical_p": 1.0,
-        "length_penalty": 1.0,
-        "epsilon_cutoff": 0.0,
-    }
-    steering = [*neutral, "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id"]
-    left_out = [key for key in steering if generation.get(key) not in (None, neutral.get(key))]
+    left_out = [key for key, neutral in NOT_IMPLEMENTED.items() if generation.get(key) not in (None, neutral)]
     if left_out:
         logger.warning("%s: %s: not implemented, generation goes without", path.name, ", ".join(left_out))
-    if generation.get("do_sample") is False:
-        sampling = {"temperature": 0.0} | {k: v for k, v in sampling.items() if k == "repetition_penalty"}
-    for key, value in sampling.items():
-        if type(value) is not int and (type(value) is not float or key == "top_k"):
-            raise CheckpointError(f"{path.name}: {key}: {value!r} is not the number that it should be")
     try:
-        SamplingParams(**sampling)
+        return GenerationDefaults(eos_token_ids, read_sampling(generation))
     except ValueError as error:
         raise CheckpointError(f"{path.name}: {error}") from error
-    return GenerationDefaults(eos_token_ids, sampling)
+
+
+def read_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters that are stated. Raises `ValueError` naming one that no request could use."""
+    keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    sampling = {key: generation[key] for key in keys if generation.get(key) is not None}
+    if generation.get("do_sample") is False:
+        sampling = {key: value for key, value in sampling.items() if key == "repetition_penalty"} | {"temperature": 0.0}
+    for key, value in sampling.items():
+        if type(value) is not int and (type(value) is not float or key == "top_k"):
+            raise ValueError(f"{key}: {value!r} is not the number that it should be")
+    if sampling.get("top_k", 0) < 0:
+        sampling["top_k"] = 0  # -1 and 0 are two spellings of "all"
+    SamplingParams(**sampling)
+    return sampling
 
 
 class TensorFiles:
@@ -167,7 +176,9 @@ class TensorFiles:
                 if name in self._files:
                     raise CheckpointError(f"{name}: in {self._files[name].name} and in {path.name}")
                 self._files[name] = path
-        _check_index(directory, self._files)
+        for name, file in _read_index(directory).items():
+            if name not in self._files:
+                raise CheckpointError(f"{INDEX} places {name} in {file}, which does not hold it")
         prefix = family.optional_prefix
         self._prefix_left_out = bool(prefix) and not any(name.startswith(prefix) for name in self._files)
 
@@ -180,8 +191,8 @@ class TensorFiles:
         """Copy every tensor into its parameter, casting to the parameter's dtype."""
         parameters = dict(model.named_parameters())  # a tied head is listed once, as the embedding
         sources = {name: self._family.source(name) for name in parameters}
-        wanted = {name for source in sources.values() for name in source.names}
-        missing = sorted(name for name in wanted if self._stored(name) not in self._files)
+        wanted = {self._stored(name) for source in sources.values() for name in source.names}
+        missing = sorted(wanted - set(self._files))
         if missing:
             raise CheckpointError(f"the checkpoint lacks {_some(missing)}")
         surplus = sorted(name for name in self._files if not self._is_expected(name, wanted, model))
@@ -195,9 +206,7 @@ class TensorFiles:
                 self._copy(part_name, part, transposed=source.transposed)
 
     def _is_expected(self, stored: str, wanted: set[str], model: Transformer) -> bool:
-        if stored in {self._stored(name) for name in wanted}:
-            return True
-        if any(fnmatchcase(stored, self._stored(pattern)) for pattern in self._family.surplus):
+        if stored in wanted or any(fnmatchcase(stored, self._stored(pattern)) for pattern in self._family.surplus):
             return True
         (head,) = self._family.source("head.weight").names
         if model.config.tied_head and stored == self._stored(head):
@@ -260,19 +269,13 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _read_index(directory: Path) -> dict[str, str]:
-    """Tensor name -> file name."""
+    """Tensor name -> file name; empty where there is no index."""
+    if not (directory / INDEX).exists():
+        return {}
     weight_map = read_json(directory / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{directory / INDEX}: weight_map is no object of file names")
     return weight_map
-
-
-def _check_index(directory: Path, files: Mapping[str, Path]) -> None:
-    if not (directory / INDEX).exists():
-        return
-    for name, file in _read_index(directory).items():
-        if name not in files:
-            raise CheckpointError(f"{INDEX} places {name} in {file}, which does not hold it")
 
 
 def _some(names: Iterable[str], limit: int = 5) -> str:

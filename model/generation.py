@@ -5,7 +5,7 @@ A `Generation` is advanced a token at a time by whoever owns the network; it kno
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 
@@ -158,10 +158,10 @@ class Generation:
         text, stop = self._stops.push(piece)
         if stop is not None:
             return self._last(token_id, text, logprobs, "stop", stop)
+        if is_stop_token:
+            return self._last(token_id, text + self._stops.flush(), logprobs, "stop", token_id)
         if is_last:
-            text += self._stops.flush()
-            reason, stop_id = ("stop", token_id) if is_stop_token else ("length", None)
-            return self._last(token_id, text, logprobs, cast("FinishReason", reason), stop_id)
+            return self._last(token_id, text + self._stops.flush(), logprobs, "length", None)
         return TokenOutput(token_id, text, logprobs)
 
     def _last(

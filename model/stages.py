@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -80,7 +80,24 @@ def stages_of(config: ModelConfig) -> list[Stage]:
     return [*stages, *READ_OUT]
 
 
-def sizes_of(config: ModelConfig, num_positions: int) -> dict[str, int]:
+class Widths(Protocol):
+    """What the shapes of stages follow from: a `ModelConfig`, or a worked example."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def d_head(self) -> int: ...
+    @property
+    def d_model(self) -> int: ...
+    @property
+    def d_mlp(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+def sizes_of(config: Widths, num_positions: int) -> dict[str, int]:
     """How long each named dim is for one prompt of `num_positions` tokens with no cache."""
     return {
         "batch": 1,

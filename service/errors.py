@@ -48,21 +48,26 @@ def invalid(param: str, message: str, code: str = "invalid_value") -> ApiError:
     return ApiError(400, f"{param}: {message}", param=param, code=code)
 
 
-def error_body(status: int, message: str, param: str | None, code: str) -> dict[str, Any]:
-    kind = TYPES.get(status, "invalid_request_error")
-    # Names and words of the client may be no UTF-8, and as long as its body.
-    named = None if param is None else _printable(param)
-    return {"error": {"message": _printable(message), "type": kind, "param": named, "code": code}}
+def internal() -> ApiError:
+    """500: a bug. The server closes the connection after it; the client must not send its next request there."""
+    message = "the server failed at this request; its log says where"
+    return ApiError(500, message, code="internal", headers={"Connection": "close"})
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    kind = TYPES.get(error.status, "invalid_request_error")
+    param = None if error.param is None else _printable(error.param)
+    return {"error": {"message": _printable(error.message), "type": kind, "param": param, "code": error.code}}
 
 
 def _printable(text: str, limit: int = 1000) -> str:
+    """Names and words of the client may be no UTF-8, and as long as its body."""
     short = text if len(text) <= limit else f"{text[:limit]}..."
     return short.encode("utf-8", "backslashreplace").decode()
 
 
 def error_response(error: ApiError) -> JSONResponse:
-    body = error_body(error.status, error.message, error.param, error.code)
-    return JSONResponse(body, error.status, headers=error.headers)
+    return JSONResponse(error_body(error), error.status, headers=error.headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -103,11 +108,7 @@ class Failures:
             if scope["type"] != "http" or has_begun:
                 raise
             logger.exception("%s %s failed", scope["method"], scope["path"])
-            headers = {"Connection": "close"}
-            error = ApiError(
-                500, "the server failed at this request; its log says where", code="internal", headers=headers
-            )
-            await error_response(error)(scope, receive, send)
+            await error_response(internal())(scope, receive, send)
 
 
 def _describe(error: RequestValidationError, content_type: str) -> tuple[str | None, str, str]:

@@ -32,10 +32,15 @@ def get_state(request: Request) -> State:
     return state
 
 
-def get_checkpoint(state: Annotated[State, Depends(get_state)]) -> Checkpoint:
-    """The served checkpoint; 503 while it loads, or where none is served."""
+def check_ready(state: State) -> None:
+    """503 while the checkpoint loads."""
     if not state.is_ready:
         raise ApiError(503, "the model is loading; try again soon", code="loading", headers={"Retry-After": "1"})
+
+
+def get_checkpoint(state: Annotated[State, Depends(get_state)]) -> Checkpoint:
+    """The served checkpoint; 503 while it loads, or where none is served."""
+    check_ready(state)
     if state.checkpoint is None:
         raise ApiError(
             503,

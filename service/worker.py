@@ -8,9 +8,9 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from service.errors import ApiError
 from service.metrics import Metrics
@@ -39,28 +39,17 @@ class Worker:
 
     async def run_apart(self, job: Callable[[], Result]) -> Result:
         """The result of a job that may take minutes, on a thread that the process does not wait for when it ends."""
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[Result] = loop.create_future()
-
-        def settle(value: Result | None, error: BaseException | None) -> None:
-            if result.cancelled():
-                return
-            if error is not None:
-                result.set_exception(error)
-            else:
-                result.set_result(cast("Result", value))
+        result: Future[Result] = Future()
+        result.set_running_or_notify_cancel()
 
         def work() -> None:
-            value, error = None, None
             try:
-                value = job()
-            except Exception as caught:
-                error = caught
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(settle, value, error)
+                result.set_result(job())
+            except Exception as error:  # whoever awaits the result gets it
+                result.set_exception(error)
 
         threading.Thread(target=work, name="loading", daemon=True).start()
-        return await result
+        return await asyncio.wrap_future(result)
 
     def check_room(self) -> None:
         """429 where too many wait already."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from model.layers import Norm
-from model.stages import HEADS, KV_HEADS, PATTERN, Probe, Stage, Tap
+from model.stages import HEADS, KV_HEADS, PATTERN, Probe, Stage, Tap, sizes_of
 from model.worked_examples.published import Published
 
 ATTENTION = (
@@ -75,19 +75,15 @@ class WorkedExample(nn.Module):
 
     def sizes(self, num_positions: int) -> dict[str, int]:
         """How long each named dim of the stages is for a prompt of `num_positions` words."""
-        return {
-            "batch": 1,
-            "one": 1,
-            "position": num_positions,
-            "query": num_positions,
-            "key": num_positions,
-            "head": self.num_heads,
-            "kv_head": self.num_heads,
-            "d_head": self.d_head,
-            "d_model": self.d_model,
-            "d_mlp": self.d_mlp,
-            "d_vocab": len(self.vocabulary),
-        }
+        return sizes_of(self, num_positions)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.vocabulary)
 
     def encode(self, text: str) -> list[int]:
         """The ids of words separated by whitespace. Raises `ValueError` naming the first word it does not know."""

@@ -13,7 +13,7 @@ from model.checkpoint import Checkpoint
 from model.generation import Generation, GenerationParams, TokenOutput
 from model.sampling import SamplingParams
 from service.encoding import to_json
-from service.errors import ApiError, error_body, invalid
+from service.errors import ApiError, error_body, internal, invalid
 from service.limits import JsonRoute
 from service.openapi import answers
 from service.passes import LOGITS_BYTES, Budget
@@ -112,16 +112,9 @@ class Run:
             assert last is not None
             yield event({"id": self.id, "choice": 0, **self._end(last)})
         except Exception as error:  # the status line is out: the stream itself must say it
-            refused = error if isinstance(error, ApiError) else None
-            if refused is None:
+            if not isinstance(error, ApiError):
                 logger.exception("generation %s failed", self.id)
-            body = error_body(
-                refused.status if refused else 500,
-                refused.message if refused else "the server failed at this request; its log says where",
-                None,
-                refused.code if refused else "internal",
-            )
-            yield event(body, kind="error")
+            yield event(error_body(error if isinstance(error, ApiError) else internal()), kind="error")
         yield DONE
 
     async def answer(self) -> dict[str, Any]:

@@ -4,10 +4,9 @@ from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from service.errors import ApiError
 from service.openapi import errors
 from service.schemas import Status
-from service.state import StateDep
+from service.state import StateDep, check_ready
 
 router = APIRouter(tags=["operation"])
 
@@ -19,8 +18,7 @@ async def health() -> Status:
 
 @router.get("/ready", summary="The model is loaded and takes requests", responses=errors(503))
 async def ready(state: StateDep) -> Status:
-    if not state.is_ready:
-        raise ApiError(503, "the model is loading", code="loading", headers={"Retry-After": "1"})
+    check_ready(state)
     return Status(status="ready")
 
 

@@ -35,10 +35,9 @@ async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpo
     vocab_size = checkpoint.model.config.vocab_size
     if body.top_k is not None and body.top_k > vocab_size:
         raise invalid("top_k", f"{body.top_k} is more than the vocabulary of {vocab_size}")
-    dtype = torch.promote_types(checkpoint.model.embed.weight.dtype, torch.float32)
     num_values = len(rows) * (body.top_k or vocab_size) * (2 if body.logprobs else 1)
     num_texts = len(ids) + len(rows) * (1 + (body.top_k or 0))
-    response_bytes = value_bytes(num_values, dtype, "safetensors" if as_safetensors else "json")
+    response_bytes = value_bytes(num_values, torch.float32, "safetensors" if as_safetensors else "json")
     response_bytes += text_bytes(0, num_texts, longest_token_bytes(checkpoint), as_safetensors=as_safetensors)
     pass_bytes = LOGITS_BYTES * len(rows) * vocab_size
     return await answer_pass(
