@@ -1,17 +1,19 @@
-"""The parts of a block: norm, rotary positions, the key-value cache, attention, feed-forward.
+"""The parts of a block: norm, rotary positions, attention's projections, feed-forward.
 
-Dims: B batch, T new tokens, S keys (cached and new), C width, H/Hkv heads, D head size. Each part offers its stages to
-a `Probe`. A fused kernel runs where nobody asked for what it skips; the explicit formula gives the same numbers.
+Dims: B batch, T new tokens, C width, H/Hkv heads, D head size. Each part offers its stages to a `Probe`. What a fused
+kernel skips is computed beside it where it is asked for; the pass goes on with it only where a tap has changed it, so
+that to look in changes no bit of the result.
 """
 
 import math
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.attention import Context
 from model.config import ModelConfig, NormKind, RopeScaling
 from model.stages import Probe
 
@@ -36,19 +38,26 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size)) if kind == "layer" else None
 
     def forward(self, x: Tensor, probe: Probe) -> Tensor:  # (..., size) -> (..., size)
-        if not probe.wants("scale", "normalized"):
-            if self.bias is None:
-                out = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-            else:
-                out = F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-            return probe("out", out)
+        if self.bias is None:
+            out = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        else:
+            out = F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        if probe.wants("scale", "normalized"):
+            edited = self._spell_out(x, probe)
+            if edited is not None:
+                out = edited * self.weight if self.bias is None else edited * self.weight + self.bias
+        return probe("out", out)
+
+    def _spell_out(self, x: Tensor, probe: Probe) -> Tensor | None:
+        """Offers `scale` and `normalized`; gives `normalized` where the tap changed either of them."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))  # the sum of squares needs the range
         if self.bias is not None:
             wide = wide - wide.mean(-1, keepdim=True)
-        scale = probe("scale", (wide.square().mean(-1, keepdim=True) + self.eps).sqrt())  # (..., 1)
-        normalized = probe("normalized", (wide / scale).to(x.dtype))
-        out = normalized * self.weight
-        return probe("out", out if self.bias is None else out + self.bias)
+        computed_scale = (wide.square().mean(-1, keepdim=True) + self.eps).sqrt()  # (..., 1)
+        scale = probe("scale", computed_scale)
+        computed = (wide / scale).to(x.dtype)
+        normalized = probe("normalized", computed)
+        return None if scale is computed_scale and normalized is computed else normalized
 
 
 def rotary_frequencies(d_head: int, theta: float, scaling: RopeScaling | None) -> Tensor:
@@ -137,91 +146,6 @@ def sinusoidal_positions(positions: Tensor, d_model: int) -> Tensor:
     return table[:, :d_model]
 
 
-class KVCache:
-    """The keys and values of tokens already computed: one buffer of `capacity` tokens a layer.
-
-    `append` writes at `length` and shows everything up to the end of what it wrote; `advance` makes it count, once a
-    pass, after the last layer.
-    """
-
-    def __init__(
-        self, config: ModelConfig, capacity: int, *, dtype: torch.dtype, device: torch.device, batch: int = 1
-    ) -> None:
-        shape = (config.num_layers, 2, batch, capacity, config.num_kv_heads, config.d_head)
-        self._buffer = torch.empty(shape, dtype=dtype, device=device)
-        self.capacity = capacity
-        self.length = 0
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v (B, T, Hkv, D) of the new tokens -> those of all tokens (B, S, Hkv, D), without a copy."""
-        if k.shape[0] != self._buffer.shape[2]:
-            raise ValueError(f"the cache is for a batch of {self._buffer.shape[2]}, not of {k.shape[0]}")
-        end = self.length + k.shape[1]
-        if end > self.capacity:
-            raise ValueError(f"the cache holds {self.capacity} tokens, {end} do not fit")
-        keys, values = self._buffer[layer]
-        keys[:, self.length : end] = k
-        values[:, self.length : end] = v
-        return keys[:, :end], values[:, :end]
-
-    def advance(self, num_tokens: int) -> None:
-        self.length += num_tokens
-
-
-class CausalMask:
-    """Which keys the new queries see: themselves and what is before them, within the window where there is one."""
-
-    def __init__(self, start: int, num_new: int, window: int | None, device: torch.device) -> None:
-        self.start = start
-        self.num_new = num_new
-        self.window = window if window is not None and window < start + num_new else None
-        self.device = device
-
-    @property
-    def is_plain_causal(self) -> bool:
-        return self.start == 0 and self.window is None and self.num_new > 1
-
-    @property
-    def hides_nothing(self) -> bool:
-        return self.num_new == 1 and self.window is None
-
-    @cached_property
-    def visible(self) -> Tensor:
-        """(T, S) bool."""
-        queries = torch.arange(self.start, self.start + self.num_new, device=self.device)[:, None]
-        keys = torch.arange(self.start + self.num_new, device=self.device)
-        visible = keys <= queries
-        return visible if self.window is None else visible & (keys > queries - self.window)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, probe: Probe, *, scale: float) -> Tensor:
-    """softmax(q k^T * scale + mask) v, each query head with its group's key and value head.
-
-    q (B, T, H, D), k and v (B, S, Hkv, D) -> z (B, T, H, D). Without a mask every query sees every key.
-    """
-    group = q.shape[2] // k.shape[2]
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
-    if not probe.wants("scores", "attn_scores", "pattern"):
-        z = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=None if mask is None or mask.is_plain_causal or mask.hides_nothing else mask.visible,
-            is_causal=mask is not None and mask.is_plain_causal,
-            scale=scale,
-            enable_gqa=group > 1,
-        )
-        return probe("z", z.transpose(1, 2))
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    # Scaled first: in float16 the product of what is not yet scaled can overflow.
-    scores = probe("scores", (q * scale) @ k.mT)  # (B, H, T, S)
-    masked = scores if mask is None else scores.masked_fill(~mask.visible, -math.inf)
-    masked = probe("attn_scores", masked)
-    wide = torch.promote_types(masked.dtype, torch.float32)
-    pattern = probe("pattern", masked.softmax(dim=-1, dtype=wide).to(v.dtype))
-    return probe("z", (pattern @ v).transpose(1, 2))
-
-
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023); with as many key-value heads as heads it is multi-head attention.
 
@@ -242,8 +166,7 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
-        mask: CausalMask,
-        cache: KVCache | None,
+        context: Context,
         probe: Probe,
     ) -> Tensor:  # (B, T, C) -> (B, T, C)
         heads = self.qkv(x).unflatten(-1, (-1, self.d_head))  # (B, T, H + 2 Hkv, D)
@@ -253,9 +176,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q, probe.at("q_norm")), self.k_norm(k, probe.at("k_norm"))
         if rotation is not None:
             q, k = probe("rot_q", rotate(q, *rotation)), probe("rot_k", rotate(k, *rotation))
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)
-        z = attend(q, k, v, mask, probe, scale=self.d_head**-0.5)
+        z = context.attend(self.layer, q, k, v, probe)
         out: Tensor = self.out(z.flatten(2))
         return out
 

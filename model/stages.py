@@ -136,7 +136,8 @@ class Probe:
     """The tap as one module of the network sees it: stage names are relative to the module's place.
 
     Without a tap it hands each tensor back. A tap may have a method `wants(name) -> bool`; a stage that it does not
-    want is not offered to it, and where a fused kernel would skip that stage, the kernel is used.
+    want is not offered to it, and where a fused kernel skips that stage, it is not computed. A tap that changes a stage
+    returns another tensor; it never writes into the one that it was given.
     """
 
     __slots__ = ("_prefix", "_tap", "_wants")
@@ -149,6 +150,10 @@ class Probe:
     def at(self, place: str) -> "Probe":
         """The same tap, one step further inside: `probe.at("attn")("q", x)` is the stage `attn.q`."""
         return self if self._tap is None else Probe(self._tap, f"{self._prefix}{place}.")
+
+    def of(self, tap: Tap) -> "Probe":
+        """Another tap at the same place."""
+        return Probe(tap, self._prefix)
 
     def wants(self, *names: str) -> bool:
         return self._tap is not None and any(self._wants(self._prefix + name) for name in names)

@@ -7,16 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.attention import Context, DenseContext, KVCache
 from model.config import ModelConfig
-from model.layers import (
-    Attention,
-    CausalMask,
-    FeedForward,
-    KVCache,
-    Norm,
-    RotaryPositions,
-    sinusoidal_positions,
-)
+from model.layers import Attention, FeedForward, Norm, RotaryPositions, sinusoidal_positions
 from model.stages import Probe, Tap
 
 
@@ -39,13 +32,12 @@ class Block(nn.Module):
         self,
         x: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
-        mask: CausalMask,
-        cache: KVCache | None,
+        context: Context,
         probe: Probe,
     ) -> Tensor:  # (B, T, C) -> (B, T, C)
         x = probe("resid_pre", x)
         inner = self.ln1(x, probe.at("ln1")) if self.pre_norm else x
-        x = x + probe("attn_out", self.attn(inner, rotation, mask, cache, probe.at("attn")))
+        x = x + probe("attn_out", self.attn(inner, rotation, context, probe.at("attn")))
         x = probe("resid_mid", x)
         if not self.pre_norm:
             x = self.ln1(x, probe.at("ln1"))
@@ -75,34 +67,29 @@ class Transformer(nn.Module):
         ids: Tensor,
         cache: KVCache | None = None,
         tap: Tap | None = None,
-        rows: Sequence[int] | None = None,
+        rows: Sequence[int] | Tensor | None = None,
+        *,
+        context: Context | None = None,
     ) -> Tensor:
         """ids (B, T) int64 -> logits (B, T, V).
 
-        With a cache the new tokens start at its length, and it is longer by T afterwards. `rows` limits the logits to
-        these of the T positions: (B, len(rows), V); a tap then sees `ln_final` and `logits` for those alone.
+        With a cache the new tokens start at its length, and it is longer by T afterwards; a `context` stands in for a
+        cache where the tokens are those of several sequences. `rows` limits the logits to these R of the T positions:
+        (B, R, V); a tap then sees `ln_final` and `logits` for those alone.
         Raises `ValueError` when the positions pass `max_positions`.
         """
-        _, num_new = ids.shape
-        start = cache.length if cache is not None else 0
-        if start + num_new > self.config.max_positions:
-            raise ValueError(f"{start + num_new} positions, the context holds {self.config.max_positions}")
+        if context is None:
+            context = DenseContext(self.config, cache, ids.shape[1], ids.device)
         probe = Probe(tap)
-        positions = torch.arange(start, start + num_new, device=ids.device)
 
-        x = self._embed(ids, positions, probe)  # (B, T, C)
-        rotation = self.rotary(positions, x.dtype) if self.rotary is not None else None
-        masks = {
-            window: CausalMask(start, num_new, window, ids.device)
-            for window in {self.config.window_of(layer) for layer in range(self.config.num_layers)}
-        }
+        x = self._embed(ids, context.positions, probe)  # (B, T, C)
+        rotation = self.rotary(context.positions, x.dtype) if self.rotary is not None else None
         for layer, block in enumerate(self.blocks):
-            x = block(x, rotation, masks[self.config.window_of(layer)], cache, probe.at("blocks").at(str(layer)))
-        if cache is not None:
-            cache.advance(num_new)
+            x = block(x, rotation, context, probe.at("blocks").at(str(layer)))
+        context.finish()
 
         if rows is not None:
-            x = x[:, list(rows)]
+            x = x.index_select(1, torch.as_tensor(rows, device=x.device))
         return probe("logits", self.decode(x, probe))
 
     def _embed(self, ids: Tensor, positions: Tensor, probe: Probe) -> Tensor:

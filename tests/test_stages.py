@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.attention import CausalMask, attend
 from model.config import ModelConfig
-from model.layers import CausalMask, attend
 from model.stages import PATTERN, Chain, Editor, Probe, Recorder, Stage, select, sizes_of, stages_of
 from model.transformer import read_out
 from tests.tiny import BOTH_DTYPES, CONFIGS, ROUNDING, build, random_ids, record

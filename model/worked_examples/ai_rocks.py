@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.layers import ACTIVATIONS, CausalMask, attend
+from model.attention import CausalMask, attend
+from model.layers import ACTIVATIONS
 from model.stages import HIDDEN, READ_OUT, RESIDUAL, Probe, Recorder, Stage, norm_stages
 from model.worked_examples.published import Published
 from model.worked_examples.worked_example import (
