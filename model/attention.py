@@ -69,22 +69,27 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, probe: Prob
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, *, scale: float) -> Tensor:
     """`attend` in one kernel, which never holds the scores of all keys."""
-    B, T, H, D = q.shape
+    if mask is None or not mask.is_plain_causal:
+        return folded_attention(q, k, v, None if mask is None or mask.hides_nothing else mask.visible, scale=scale)
+    is_grouped = q.shape[2] > k.shape[2]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
-    if mask is None or mask.hides_nothing:
-        # The queries of a group as rows of one head: its keys are read once, and in bfloat16 seven times as fast.
-        folded = q.reshape(B, k.shape[1], -1, D)  # (B, Hkv, group * T, D)
-        return F.scaled_dot_product_attention(folded, k, v, scale=scale).view(B, H, T, D).transpose(1, 2)
-    z = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=None if mask.is_plain_causal else mask.visible,
-        is_causal=mask.is_plain_causal,
-        scale=scale,
-        enable_gqa=k.shape[1] < H,
-    )
+    z = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped)
     return z.transpose(1, 2)
+
+
+def folded_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *, scale: float) -> Tensor:
+    """Attention with the queries of a group as rows of one head, so that each key is read once.
+
+    q (B, T, H, D), k and v (B, S, Hkv, D), visible (T, S) or (B, 1, T, S) bool -> z (B, T, H, D). For one query in
+    bfloat16 that is up to seven times as fast on a CPU as `enable_gqa`, for many it is equal.
+    """
+    B, T, H, D = q.shape
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    folded = q.reshape(B, k.shape[1], -1, D)  # (B, Hkv, group * T, D)
+    if visible is not None and T > 1:
+        visible = visible.repeat(*(1,) * (visible.dim() - 2), H // k.shape[1], 1)
+    z = F.scaled_dot_product_attention(folded, k, v, attn_mask=visible, scale=scale)
+    return z.view(B, H, T, D).transpose(1, 2)
 
 
 def spell_out(q: Tensor, k: Tensor, mask: CausalMask | None, probe: Probe, *, scale: float) -> Tensor | None:

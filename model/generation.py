@@ -1,17 +1,14 @@
-"""One sequence, prompt to end: run the network, choose a token, decode it, decide whether to stop.
+"""The text side of one sequence: its tokens become text, and end where a stop string or token, or the length, says so.
 
-A `Generation` is advanced a token at a time by whoever owns the network; it knows nothing of other sequences.
+It knows nothing of the network or of other sequences.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
-from model.sampling import Sampler, SamplingParams, TokenLogprobs, token_logprobs
+from model.sampling import SamplingParams, TokenLogprobs
 from model.tokenizer import Detokenizer, Tokenizer
-from model.transformer import Transformer
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -20,11 +17,13 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class GenerationParams:
     """What to generate. `stop` strings end the text before themselves; `stop_token_ids` end it with their token.
 
-    `logprobs`: how many likeliest tokens to report beside the chosen one; None reports nothing. `echo`: the prompt's
-    tokens come first, as if they had been generated.
+    `n` continuations of one prompt; a seed is that of the first, the next takes the next. `logprobs`: how many
+    likeliest tokens to report beside the chosen one; None reports nothing. `echo`: the prompt's tokens come first, as
+    if they had been generated.
     """
 
     max_tokens: int
+    n: int = 1
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: Sequence[str] = ()
     stop_token_ids: frozenset[int] = frozenset()
@@ -34,6 +33,8 @@ class GenerationParams:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens: {self.max_tokens} must be at least 1")
+        if self.n < 1:
+            raise ValueError(f"n: {self.n} must be at least 1")
         if any(not stop for stop in self.stop):
             raise ValueError("stop: an empty string stops everything")
 
@@ -52,18 +53,25 @@ class GenerationParams:
         if self.stop and not has_text:
             raise ValueError("stop: the checkpoint has no tokenizer, so there is no text; use stop_token_ids")
 
+    @property
+    def needs_prompt_logits(self) -> bool:
+        return self.echo and self.logprobs is not None
+
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """One token, the text that it completed, and, with the last one, why it was the last.
-
-    `stop_reason` is the stop string or the stop token's id.
-    """
+    """One token and the text that it completed."""
 
     token_id: int
     text: str
     logprobs: TokenLogprobs | None = None
-    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class End:
+    """Why a sequence ended. `stop_reason`: the stop string, the stop token's id, or why it was cancelled."""
+
+    finish_reason: FinishReason
     stop_reason: str | int | None = None
 
 
@@ -96,59 +104,30 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-class Generation:
-    """One sequence with its cache, its sampler and its text. `step` gives the next token until `is_finished`.
+class Transcript:
+    """Tokens one at a time -> their text, until there is an `end`. Without a tokenizer the text stays empty."""
 
-    Without a tokenizer the text stays empty. Raises `ValueError` where prompt and `max_tokens` pass the context.
-    """
-
-    def __init__(
-        self, model: Transformer, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], params: GenerationParams
-    ) -> None:
-        params.check(model.config.max_positions, len(prompt_ids), has_text=tokenizer is not None)
-        self._model = model
+    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], params: GenerationParams) -> None:
         self._params = params
-        self._prompt_ids = list(prompt_ids)
-        self._cache = model.new_cache(len(prompt_ids) + params.max_tokens)
-        self._sampler = Sampler(params.sampling, model.config.vocab_size, prompt_ids)
+        self._prompt_ids = prompt_ids
         context = () if params.echo else prompt_ids
         self._detokenizer = Detokenizer(tokenizer, context) if tokenizer is not None else None
         self._stops = StopStrings(params.stop)
-        self._next_ids = self._prompt_ids
         self._num_generated = 0
-        self.is_finished = False
+        self.end: End | None = None
 
-    @torch.inference_mode()
-    def step(self) -> list[TokenOutput]:
-        """Run the network over the tokens it has not seen and choose the next one.
+    def echo(self, logprobs: Sequence[TokenLogprobs]) -> list[TokenOutput]:
+        """The prompt's tokens. `logprobs` are those of all but the first, which nothing predicts; or there are none."""
+        entries = [None, *logprobs] if logprobs else [None] * len(self._prompt_ids)
+        return [
+            TokenOutput(token_id, self._detokenizer.push(token_id) if self._detokenizer is not None else "", entry)
+            for token_id, entry in zip(self._prompt_ids, entries, strict=True)
+        ]
 
-        The first step also returns the prompt's tokens where `echo` is set: with their logprobs, if any are asked for.
-        """
-        assert not self.is_finished
-        is_first = self._num_generated == 0
-        ids = torch.tensor([self._next_ids], device=self._model.embed.weight.device)
-        needs_all = is_first and self._params.echo and self._params.logprobs is not None
-        logits = self._model(ids, self._cache, rows=None if needs_all else [ids.shape[1] - 1])[0]
-        token_id = self._sampler.sample(logits[-1])
-        self._next_ids = [token_id]
+    def push(self, token_id: int, logprobs: TokenLogprobs | None) -> TokenOutput:
+        """The next token."""
+        assert self.end is None
         self._num_generated += 1
-        outputs = self._echo(logits) if is_first and self._params.echo else []
-        logprobs = None
-        if self._params.logprobs is not None:
-            logprobs = token_logprobs(logits[-1], token_id, self._params.logprobs)
-        return [*outputs, self._finish_or_go_on(token_id, logprobs)]
-
-    def _echo(self, logits: torch.Tensor) -> list[TokenOutput]:
-        outputs = []
-        for position, token_id in enumerate(self._prompt_ids):
-            logprobs = None
-            if self._params.logprobs is not None and position > 0:  # nothing predicts the first token
-                logprobs = token_logprobs(logits[position - 1], token_id, self._params.logprobs)
-            text = self._detokenizer.push(token_id) if self._detokenizer is not None else ""
-            outputs.append(TokenOutput(token_id, text, logprobs))
-        return outputs
-
-    def _finish_or_go_on(self, token_id: int, logprobs: TokenLogprobs | None) -> TokenOutput:
         is_stop_token = token_id in self._params.stop_token_ids
         is_last = is_stop_token or self._num_generated == self._params.max_tokens
         piece = ""
@@ -157,15 +136,8 @@ class Generation:
             piece += self._detokenizer.flush() if is_last else ""
         text, stop = self._stops.push(piece)
         if stop is not None:
-            return self._last(token_id, text, logprobs, "stop", stop)
-        if is_stop_token:
-            return self._last(token_id, text + self._stops.flush(), logprobs, "stop", token_id)
-        if is_last:
-            return self._last(token_id, text + self._stops.flush(), logprobs, "length", None)
+            self.end = End("stop", stop)
+        elif is_last:
+            text += self._stops.flush()
+            self.end = End("stop", token_id) if is_stop_token else End("length")
         return TokenOutput(token_id, text, logprobs)
-
-    def _last(
-        self, token_id: int, text: str, logprobs: TokenLogprobs | None, reason: FinishReason, stop: str | int | None
-    ) -> TokenOutput:
-        self.is_finished = True
-        return TokenOutput(token_id, text, logprobs, reason, stop)

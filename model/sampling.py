@@ -1,14 +1,22 @@
-"""Logits -> the next token. Randomness belongs to the request: one generator each, never shared.
+"""Logits -> the next token, for many requests at once, each with its own parameters.
 
-The order is that of `transformers`: bias and penalties, temperature, top-k, top-p, min-p.
+Randomness belongs to the request: one generator each, never shared, so that no neighbour changes what it draws. The
+order is that of `transformers`: bias and penalties, temperature, top-k, top-p, min-p.
 """
 
+import random
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+
+Processor = Callable[[Sequence[int], Tensor], Tensor]
+"""(tokens so far, logits (V,)) -> logits (V,), before everything else that changes logits."""
+
+FEW = 1024  # likeliest tokens that hold all that is kept, mostly: to find them is cheaper than to sort all
+SMALLEST_TEMPERATURE = 1e-30  # below it only the likeliest tokens are left anyway; float32 has no room for much less
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +38,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
+    processors: Sequence[Processor] = ()
 
     def __post_init__(self) -> None:
         ranges = {
@@ -49,56 +58,148 @@ class SamplingParams:
             if not abs(bias) <= 100:
                 raise ValueError(f"logit_bias: {bias} for {token_id} must be between -100 and 100")
 
+    def numbered(self, index: int) -> "SamplingParams":
+        """Those of the request's continuation `index`: its seed is `index` further."""
+        return self if self.seed is None else replace(self, seed=(self.seed + index) % 2**63)
+
 
 class Sampler:
-    """Chooses the tokens of one sequence, remembering what it has produced."""
+    """What one sequence's choices depend on beside its logits: its parameters, its tokens so far, its generator."""
 
-    def __init__(self, params: SamplingParams, vocab_size: int, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
         self.params = params
-        self._generator = torch.Generator()
-        self._generator.manual_seed(secrets.randbits(63) if params.seed is None else params.seed)
-        self._counts = torch.zeros(vocab_size)  # of the output
-        self._seen = torch.zeros(vocab_size, dtype=torch.bool)  # in prompt and output
-        self._seen[list(prompt_ids)] = True
-        self._bias = torch.zeros(vocab_size, dtype=torch.float64) if params.logit_bias else None
-        if self._bias is not None:
-            self._bias[list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64)
+        self.has_penalties = bool(params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty)
+        self._random = random.Random(secrets.randbits(63) if params.seed is None else params.seed)
+        self._tokens = list(prompt_ids)
+        # Each token of prompt and output once, and how often it is in the output.
+        self._counts = dict.fromkeys(prompt_ids, 0) if self.has_penalties else {}
 
-    def sample(self, logits: Tensor) -> int:
-        """logits (V,) -> a token id. Raises `ValueError` when the logits hold NaN or +inf."""
-        logits = logits.detach().cpu().double()  # so that no temperature above 0 is too small to divide by
-        if not logits.max() < torch.inf:  # the largest of numbers with a NaN is NaN
-            raise ValueError("the logits are not numbers")
-        adjusted = self._adjust(logits)
-        token_id = int(adjusted.argmax()) if self.params.temperature == 0 else self._draw(adjusted)
-        self._counts[token_id] += 1
-        self._seen[token_id] = True
-        return token_id
-
-    def _adjust(self, logits: Tensor) -> Tensor:
-        params = self.params
-        if self._bias is not None:
-            logits = logits + self._bias
-        if params.repetition_penalty != 1:
-            weakened = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
-            logits = torch.where(self._seen, weakened, logits)
-        if params.presence_penalty or params.frequency_penalty:
-            logits = logits - params.presence_penalty * (self._counts > 0) - params.frequency_penalty * self._counts
+    def process(self, logits: Tensor) -> Tensor:
+        """logits (V,) -> those of the request's own processors."""
+        for processor in self.params.processors:
+            processed = processor(self._tokens, logits)
+            if processed.shape != logits.shape:
+                raise ValueError(f"a processor returned {tuple(processed.shape)} for logits {tuple(logits.shape)}")
+            logits = processed
         return logits
 
-    def _draw(self, logits: Tensor) -> int:
-        params = self.params
-        # Shifted before the division: a tiny temperature gives zeros and -inf, never NaN.
-        scaled = (logits - logits.max()) / params.temperature
-        if params.top_k == 0 and params.top_p == 1 and params.min_p == 0:
-            return int(torch.multinomial(scaled.softmax(0), 1, generator=self._generator))
-        num_kept = min(params.top_k or len(scaled), len(scaled))
-        kept, ids = scaled.topk(num_kept)  # likeliest first
-        probabilities = kept.softmax(0)
-        mass_before = probabilities.cumsum(0) - probabilities
-        probabilities = probabilities.masked_fill(mass_before >= params.top_p, 0.0)
-        probabilities = probabilities.masked_fill(probabilities < params.min_p * probabilities[0], 0.0)
-        return int(ids[torch.multinomial(probabilities, 1, generator=self._generator)])
+    def penalized(self) -> tuple[list[int], list[int]]:
+        """The tokens that penalties concern, and how often each is in the output."""
+        return list(self._counts), list(self._counts.values())
+
+    def uniform(self) -> float:
+        """The next draw of the request's own generator, in [0, 1)."""
+        return self._random.random()
+
+    def accept(self, token_id: int) -> None:
+        self._tokens.append(token_id)
+        if self.has_penalties:
+            self._counts[token_id] = self._counts.get(token_id, 0) + 1
+
+
+def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Exception]:
+    """logits (R, V), one sampler a row -> one token id a row, which its sampler has accepted.
+
+    A row whose choice fails gives the exception; the others are chosen as if it were not there.
+    """
+    logits = logits.detach().float()
+    failures: dict[int, Exception] = {}
+    for row, sampler in enumerate(samplers):
+        if sampler.params.processors:
+            try:
+                processed = sampler.process(logits[row].clone())
+                logits = logits.index_copy(0, torch.tensor([row], device=logits.device), processed.float()[None])
+            except Exception as error:  # the request's own code: it ends with it, alone
+                failures[row] = error
+    logits = _adjust(logits, samplers)
+    best = logits.max(dim=-1)
+    choices, are_numbers = (
+        best.indices.tolist(),
+        (best.values < torch.inf).tolist(),
+    )  # of NaN and numbers the max is NaN
+    drawn = [
+        row
+        for row, sampler in enumerate(samplers)
+        if sampler.params.temperature > 0 and are_numbers[row] and row not in failures
+    ]
+    for row, token_id in zip(drawn, _draw(logits, samplers, drawn) if drawn else (), strict=True):
+        choices[row] = token_id
+    results: list[int | Exception] = []
+    for row, sampler in enumerate(samplers):
+        if row in failures or not are_numbers[row]:
+            results.append(failures.get(row) or ValueError("the logits are not numbers"))
+        else:
+            sampler.accept(choices[row])
+            results.append(choices[row])
+    return results
+
+
+def _adjust(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
+    """Biases and penalties, at the tokens that they concern alone."""
+    adjusted = logits
+    biased = [
+        (row, token_id, bias)
+        for row, sampler in enumerate(samplers)
+        for token_id, bias in sampler.params.logit_bias.items()
+    ]
+    if biased:
+        rows, ids, biases = (torch.tensor(column, device=logits.device) for column in zip(*biased, strict=True))
+        adjusted = adjusted.index_put((rows, ids), adjusted[rows, ids] + biases)
+    for row, sampler in enumerate(samplers):
+        if sampler.has_penalties:
+            params = sampler.params
+            penalized, occurrences = (torch.tensor(column, device=logits.device) for column in sampler.penalized())
+            found = adjusted[row, penalized]
+            found = torch.where(found > 0, found / params.repetition_penalty, found * params.repetition_penalty)
+            found -= params.presence_penalty * (occurrences > 0) + params.frequency_penalty * occurrences
+            adjusted = adjusted.index_put((torch.full_like(penalized, row), penalized), found)
+    return adjusted
+
+
+def _draw(logits: Tensor, samplers: Sequence[Sampler], rows: Sequence[int]) -> list[int]:
+    """One token for each of these rows of `logits`, by inversion of its distribution at the sampler's next draw."""
+    params = [samplers[row].params for row in rows]
+    device = logits.device
+    scaled = logits[torch.tensor(rows, device=device)]
+    temperatures = [max(p.temperature, SMALLEST_TEMPERATURE) for p in params]
+    # Shifted before the division: a tiny temperature gives zeros and large negative numbers, never NaN.
+    scaled = (scaled - scaled.amax(-1, keepdim=True)) / torch.tensor(temperatures, device=device)[:, None]
+    probabilities = scaled.softmax(-1)
+    narrowed = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
+    if narrowed:
+        index = torch.tensor(narrowed, device=device)
+        probabilities[index] = _narrow(probabilities[index], [params[i] for i in narrowed])
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    uniform = torch.tensor([[samplers[row].uniform()] for row in rows], dtype=torch.float64, device=device)
+    # Strictly below the total, whatever rounding does: the first entry above it then has a chance of its own.
+    target = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].tolist()
+
+
+def _narrow(probabilities: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Zero for what top-k, top-p and min-p cut off, each row by its own: (R, V), not normalized again.
+
+    A row is cut by value, so that equally likely tokens stay or go together, whoever else is in the batch.
+    """
+    device = probabilities.device
+    top_k, top_p, min_p = (
+        torch.tensor([[getattr(p, name)] for p in params], dtype=torch.float64, device=device)
+        for name in ("top_k", "top_p", "min_p")
+    )
+    has_top_k = top_k > 0
+    top = probabilities.topk(min(FEW, probabilities.shape[-1]), dim=-1).values.double()
+    cut_by_mass = ~has_top_k & (top.sum(-1, keepdim=True) >= top_p) & (top_p < 1)
+    cut_by_min = top[:, -1:] < min_p * top[:, :1]
+    if not bool((cut_by_mass | cut_by_min | (has_top_k & (top_k <= top.shape[-1]))).all()):
+        top = probabilities.sort(dim=-1, descending=True).values.double()
+    inside = ~has_top_k | (torch.arange(top.shape[-1], device=device) < top_k)
+    kept = top * inside
+    kept = kept / torch.where(has_top_k, kept.sum(-1, keepdim=True), 1.0)
+    inside &= kept.cumsum(-1) - kept < top_p
+    inside &= kept >= min_p * kept[:, :1]
+    threshold = top.gather(-1, inside.sum(-1, keepdim=True) - 1)
+    return probabilities.masked_fill(probabilities < threshold, 0.0)
 
 
 @dataclass(frozen=True)
@@ -109,8 +210,13 @@ class TokenLogprobs:
     top: list[tuple[int, float]]
 
 
-def token_logprobs(logits: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
-    """logits (V,) before bias, penalties and temperature."""
-    logprobs = logits.detach().float().log_softmax(0)
-    values, ids = logprobs.topk(min(num_top, len(logprobs)))
-    return TokenLogprobs(float(logprobs[token_id]), list(zip(ids.tolist(), values.tolist(), strict=True)))
+def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """logits (R, V) before bias, penalties and temperature, the token of each row."""
+    logprobs = logits.detach().float().log_softmax(-1)
+    chosen = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
+    top = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
+    pairs = (
+        list(zip(ids, values, strict=True))
+        for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    )
+    return list(map(TokenLogprobs, chosen, pairs))

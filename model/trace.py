@@ -58,6 +58,17 @@ class Selection:
                 tensor = tensor.index_select(axis, torch.tensor(indices, device=tensor.device))
         return tensor
 
+    def keep(self, stage: Stage, tensor: Tensor, sizes: Mapping[str, int]) -> "StageTrace":
+        """What an answer needs of a stage, as it is computed."""
+        tensor = self.take(stage, tensor, sizes)
+        return StageTrace(
+            stage,
+            tuple(tensor.shape),
+            tensor.dtype,
+            None if self.detail == "none" else summarize(tensor),
+            tensor if self.detail == "values" else None,
+        )
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -102,21 +113,27 @@ def trace(
     device: torch.device | str = "cpu",
 ) -> Trace:
     """Run `network` once over `ids` and keep the selected stages; `sizes` are its dims for this many tokens."""
-
-    def keep(stage: Stage, tensor: Tensor) -> StageTrace:
-        tensor = selection.take(stage, tensor, sizes)
-        return StageTrace(
-            stage,
-            tuple(tensor.shape),
-            tensor.dtype,
-            None if selection.detail == "none" else summarize(tensor),
-            tensor if selection.detail == "values" else None,
-        )
-
-    recorder = Recorder(selection.stages, keep)
+    recorder = Recorder(selection.stages, lambda stage, tensor: selection.keep(stage, tensor, sizes))
     logits = network(torch.tensor([list(ids)], device=device), tap=recorder)
     loss = read_out(logits, targets, recorder)
     return Trace([recorder.kept[stage.name] for stage in selection.stages], logits[0], loss[0])
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The likeliest next tokens of one position, the likeliest first."""
+
+    token_ids: list[int]
+    logits: list[float]
+    probabilities: list[float]
+
+
+def predict(logits: Tensor, top_k: int) -> list[Predictions]:
+    """logits (T, V) -> the `top_k` likeliest of each row, with their probabilities over the whole vocabulary."""
+    probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+    top = logits.topk(top_k, dim=-1)
+    chances = probabilities.gather(-1, top.indices)
+    return list(map(Predictions, top.indices.tolist(), top.values.tolist(), chances.tolist()))
 
 
 def summarize(tensor: Tensor) -> Summary:

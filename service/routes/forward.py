@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model.checkpoint import DTYPES, Checkpoint
 from model.stages import Stage, select, sizes_of, stages_of
-from model.trace import Network, Selection, StageTrace, Trace, trace
+from model.trace import Network, Selection, StageTrace, Trace, predict, trace
 from model.worked_examples import WORKED_EXAMPLES, WorkedExample, worked_example
 from service.encoding import (
     NAMES,
@@ -282,21 +282,10 @@ def predictions(plan: Plan, result: Trace) -> list[dict[str, Any]]:
     """The likeliest next tokens of each kept position, over the whole vocabulary."""
     if plan.top_k == 0:
         return []
-    logits = result.logits[list(plan.rows)]
-    probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-    top = logits.topk(plan.top_k, dim=-1)
-    chances = probabilities.gather(-1, top.indices)
+    found = predict(result.logits[list(plan.rows)], plan.top_k)
     return [
-        {
-            "position": position,
-            "top": [
-                {"id": token_id, "text": plan.subject.text_of(token_id), "logit": logit, "probability": chance}
-                for token_id, logit, chance in zip(ids, row, chance_row, strict=True)
-            ],
-        }
-        for position, ids, row, chance_row in zip(
-            plan.rows, top.indices.tolist(), top.values.tolist(), chances.tolist(), strict=True
-        )
+        {"position": position, "top": top_answer(prediction, plan.subject.text_of)}
+        for position, prediction in zip(plan.rows, found, strict=True)
     ]
 
 

@@ -1,0 +1,192 @@
+"""The paged key-value cache, and how the sequences of one step attend to what it holds.
+
+Dims: N new tokens of all sequences of the step in a row, H/Hkv heads, D head size. Which block is whose is decided
+elsewhere (`blocks.py`).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.attention import CausalMask, folded_attention, mix, spell_out
+from model.config import ModelConfig
+from model.engine.scheduler import Share
+from model.engine.taps import SequenceTap
+from model.stages import Probe
+
+MAX_PADDING = 2  # of streams that are read together, the longest over the shortest
+
+
+class PagedCache:
+    """Keys and values of `num_blocks` blocks, in every layer. `keys[layer]` is (num_blocks * block_size, Hkv, D).
+
+    Zeros at first, since what is masked is still multiplied by zero; the pages of memory that are never written are
+    never taken from the system.
+    """
+
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.config = config
+        self.block_size = block_size
+        self.device = device
+        shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.d_head)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self._gathered = [self.keys.new_empty(0, block_size * config.num_kv_heads * config.d_head) for _ in range(2)]
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """k and v (N, Hkv, D) to these slots (N,)."""
+        self.keys[layer].index_copy_(0, slots, k)
+        self.values[layer].index_copy_(0, slots, v)
+
+    def gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of these blocks, each (len(blocks) * block_size, Hkv, D), valid until the next call: into
+        memory that is kept, since what the system gives anew for each call costs more than the copy."""
+        if len(blocks) > len(self._gathered[0]):
+            self._gathered = [old.new_empty(2 * len(blocks), old.shape[1]) for old in self._gathered]
+        found = []
+        for pool, kept in zip((self.keys[layer], self.values[layer]), self._gathered, strict=True):
+            out = kept[: len(blocks)]
+            torch.index_select(pool.view(-1, kept.shape[1]), 0, blocks, out=out)
+            found.append(out.view(-1, *pool.shape[1:]))
+        return found[0], found[1]
+
+    def clear(self, blocks: Iterable[int]) -> None:
+        """Zeros in these blocks: what is no number would spoil the next sequence that gets them."""
+        for block in blocks:
+            slots = slice(block * self.block_size, (block + 1) * self.block_size)
+            self.keys[:, slots] = 0
+            self.values[:, slots] = 0
+
+
+@dataclass(frozen=True)
+class Read:
+    """One call of the attention kernel: rows of the step whose sequences are read together.
+
+    `blocks` are the blocks of all of them, each padded to the same number of keys; a slice where they lie in a row.
+    `num_keys` of each sequence's keys are used, and of those a query sees what is `visible` to it (None: all).
+    """
+
+    rows: slice
+    num_sequences: int
+    blocks: Tensor | slice
+    num_keys: int
+    visible: Tensor | None
+
+
+class PagedContext:
+    """What the new tokens of one step attend to: each those of its own sequence, and no other's.
+
+    The tokens stand in the order of `shares`; a sequence with a tap in `taps` also shows what the kernel skips.
+    """
+
+    def __init__(self, cache: PagedCache, shares: Sequence[Share], taps: Sequence[SequenceTap]) -> None:
+        self._cache = cache
+        self._taps = taps
+        self._shares = shares
+        config, size = cache.config, cache.block_size
+        positions, slots = [], []
+        for share in shares:
+            blocks = share.sequence.blocks
+            for position in range(share.start, share.start + share.num_new):
+                positions.append(position)
+                slots.append(blocks[position // size] * size + position % size)
+        self.positions, self._slots = torch.tensor([positions, slots], device=cache.device)
+        self._windows = [config.window_of(layer) for layer in range(config.num_layers)]
+        self._reads = {window: plan_reads(shares, window, size, cache.device) for window in set(self._windows)}
+        self._scale = config.d_head**-0.5
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe) -> Tensor:
+        self._cache.write(layer, self._slots, k[0], v[0])
+        z = torch.empty_like(q)
+        for read in self._reads[self._windows[layer]]:
+            self._read(layer, read, q[0], z[0])
+        for tap in self._taps:
+            self._show(layer, tap, q, z, probe.of(tap))
+        return probe("z", z)
+
+    def _read(self, layer: int, read: Read, q: Tensor, z: Tensor) -> None:
+        if isinstance(read.blocks, slice):
+            keys, values = self._cache.keys[layer, read.blocks], self._cache.values[layer, read.blocks]
+        else:
+            keys, values = self._cache.gather(layer, read.blocks)
+        batch = (read.num_sequences, -1)
+        keys = keys.view(*batch, *keys.shape[1:])[:, : read.num_keys]
+        values = values.view(*batch, *values.shape[1:])[:, : read.num_keys]
+        queries = q[read.rows].view(*batch, *q.shape[1:])
+        z[read.rows] = folded_attention(queries, keys, values, read.visible, scale=self._scale).flatten(0, 1)
+
+    def _show(self, layer: int, tap: SequenceTap, q: Tensor, z: Tensor, probe: Probe) -> None:
+        """Scores and pattern of one sequence, over all of its keys."""
+        if not probe.wants("scores", "attn_scores", "pattern"):
+            return
+        share = tap.share
+        blocks = torch.tensor(share.sequence.blocks, device=self._cache.device)
+        keys, values = (pool[None, : share.start + share.num_new] for pool in self._cache.gather(layer, blocks))
+        mask = CausalMask(share.start, share.num_new, self._windows[layer], self._cache.device)
+        edited = spell_out(q[:, tap.tokens], keys, mask, probe, scale=self._scale)
+        if edited is not None:
+            z[:, tap.tokens] = mix(edited, values)
+
+    def finish(self) -> None:
+        """Who counts what is computed is the scheduler."""
+
+
+def plan_reads(shares: Sequence[Share], window: int | None, block_size: int, device: torch.device) -> list[Read]:
+    """Streams of similar length together, prompts one by one. The shares are ordered so that such streams stand side
+    by side."""
+    reads: list[Read] = []
+    group: list[tuple[int, Share, list[int]]] = []  # where its keys begin, the share, the blocks that it reads
+    row = 0
+
+    def close() -> None:
+        nonlocal row
+        if group:
+            reads.append(_read_together(group, row, window, block_size, device))
+            row += sum(share.num_new for _, share, _ in group)
+            group.clear()
+
+    for share in shares:
+        first = 0 if window is None else max(0, share.start - window + 1) // block_size
+        last = (share.start + share.num_new - 1) // block_size
+        blocks = share.sequence.blocks[first : last + 1]
+        if group and (share.num_new > 1 or group[0][1].num_new > 1 or len(blocks) > MAX_PADDING * len(group[0][2])):
+            close()
+        group.append((first * block_size, share, blocks))
+    close()
+    return reads
+
+
+def _read_together(
+    group: list[tuple[int, Share, list[int]]], row: int, window: int | None, block_size: int, device: torch.device
+) -> Read:
+    num_blocks = max(len(blocks) for _, _, blocks in group)
+    begins = [begin for begin, _, _ in group]
+    starts = [share.start for _, share, _ in group]
+    num_new = group[0][1].num_new
+    is_alone = len(group) == 1
+    num_keys = starts[0] + num_new - begins[0] if is_alone else num_blocks * block_size
+    blocks = [block for _, _, blocks in group for block in blocks + blocks[-1:] * (num_blocks - len(blocks))]
+    in_a_row = is_alone and blocks == list(range(blocks[0], blocks[0] + num_blocks))
+    visible = None
+    if not is_alone or num_new > 1 or window is not None:
+        keys = torch.arange(num_keys, device=device)
+        # (B, T, 1): each query's own key, counted from where its sequence's keys begin
+        own = torch.tensor([[start - begin] for start, begin in zip(starts, begins, strict=True)], device=device)
+        own = (own + torch.arange(num_new, device=device))[:, :, None]
+        visible = keys <= own
+        if window is not None:
+            visible &= keys > own - window
+        visible = visible[:, None]  # (B, 1, T, S)
+    return Read(
+        slice(row, row + num_new * len(group)),
+        len(group),
+        slice(blocks[0] * block_size, (blocks[0] + num_blocks) * block_size)
+        if in_a_row
+        else torch.tensor(blocks, device=device),
+        num_keys,
+        visible,
+    )

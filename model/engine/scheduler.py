@@ -1,0 +1,199 @@
+"""What the next step computes. One rule: computed tokens catch up with tokens, under a budget; nothing is a phase.
+
+Streams come first, a token each; prompts share what is left of the budget, the oldest first. Where streams wait for
+the step, prompts take only so many tokens that it lasts at most `max_stretch` times as long as one without them. When
+the blocks run out, the youngest sequence gives its own back and is computed again later. No torch here.
+"""
+
+import math
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass
+
+from model.engine.blocks import BlockPool
+from model.engine.sequence import Sequence
+
+MEMORY = 0.8  # of the time of a step of streams, when a new one is measured
+MIN_PROMPT_TOKENS = 8  # a step, however slow they are: a prompt must get on
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of one step that is one sequence's: `num_new` tokens from `start` on."""
+
+    sequence: Sequence
+    start: int
+    num_new: int
+
+    @property
+    def is_last(self) -> bool:
+        """No token is missing after it: the next one can be chosen."""
+        return self.start + self.num_new == len(self.sequence.tokens)
+
+
+class Scheduler:
+    """Sequences that wait, in order of arrival, and those that run. Nothing that was added is dropped."""
+
+    def __init__(self, pool: BlockPool, *, max_sequences: int, max_tokens: int, max_stretch: float) -> None:
+        if max_sequences < 1:
+            raise ValueError(f"max_sequences: {max_sequences} must be at least 1")
+        if max_tokens < max_sequences:
+            raise ValueError(f"max_tokens: {max_tokens} a step is below the {max_sequences} sequences that may run")
+        if not max_stretch > 1:
+            raise ValueError(f"max_stretch: {max_stretch} must be above 1, or no prompt enters beside a stream")
+        self.pool = pool
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self.num_prefix_queries = 0  # tokens looked up, as vLLM counts
+        self.num_prefix_hits = 0
+        self._max_sequences = max_sequences
+        self._max_tokens = max_tokens
+        self._max_stretch = max_stretch
+        self._stream_seconds: float | None = None  # of a step of streams alone
+        self._prompt_limit = MIN_PROMPT_TOKENS  # tokens of prompts in a step that streams wait for
+
+    def add(self, sequence: Sequence) -> None:
+        if self._blocks_for(len(sequence.tokens)) > self.pool.num_blocks:
+            raise ValueError(f"{len(sequence.tokens)} tokens do not fit into {self.pool.num_blocks} blocks")
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """It has ended, or was given up: its blocks are free at once."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self._release(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def discard(self, sequence: Sequence) -> list[int]:
+        """Remove a sequence whose keys and values may be no numbers; gives the blocks that were its own."""
+        own = self.pool.forget(sequence.blocks)
+        self.remove(sequence)
+        return own
+
+    def schedule(self) -> list[Share]:
+        """The next step's shares, streams first; blocks for all of their tokens are the sequences' own."""
+        streams = [s for s in self.running if s.num_missing == 1 and not s.is_held]
+        shares = [Share(sequence, sequence.num_computed, 1) for sequence in streams if self._make_room(sequence)]
+        budget = self._max_tokens - len(shares)
+        if shares:
+            budget = min(budget, self._prompt_limit)
+        for sequence in [s for s in self.running if s.num_missing > 1 and not s.is_held]:
+            budget -= self._share(sequence, budget, shares)
+        for sequence in list(self.waiting):
+            if budget <= 0 or len(self.running) == self._max_sequences:
+                break
+            if not (sequence.is_held or self._is_led(sequence)):
+                if not self._admit(sequence):
+                    break  # those behind it do not overtake it
+                budget -= self._share(sequence, budget, shares)
+        return shares
+
+    def complete(self, shares: list[Share], seconds: float) -> None:
+        """The step was computed, and took this long."""
+        for share in shares:
+            sequence = share.sequence
+            before, sequence.num_computed = sequence.num_computed, share.start + share.num_new
+            if sequence.shares_prefix:
+                size = self.pool.block_size
+                for index in range(before // size, sequence.num_computed // size):
+                    self.pool.register(sequence.blocks[index], sequence.block_hash(index, size))
+        self._measure(shares, seconds)
+
+    def _measure(self, shares: list[Share], seconds: float) -> None:
+        """Learn how many prompt tokens the streams can bear: a step changes that by a factor of two at most."""
+        num_streams = sum(share.is_last and share.num_new == 1 for share in shares)
+        num_prompt_tokens = sum(share.num_new for share in shares) - num_streams
+        if num_prompt_tokens == 0:
+            before = seconds if self._stream_seconds is None else self._stream_seconds
+            self._stream_seconds = MEMORY * before + (1 - MEMORY) * seconds
+        elif num_streams > 0 and self._stream_seconds is not None and num_prompt_tokens >= self._prompt_limit // 2:
+            added = max(seconds - self._stream_seconds, 0.0) / num_prompt_tokens
+            spare = (self._max_stretch - 1) * self._stream_seconds
+            bearable = spare / added if added > 0 else math.inf
+            bearable = min(max(bearable, self._prompt_limit / 2), self._prompt_limit * 2, self._max_tokens)
+            self._prompt_limit = max(int(bearable), MIN_PROMPT_TOKENS)
+
+    def _share(self, sequence: Sequence, budget: int, shares: list[Share]) -> int:
+        num_new = min(sequence.num_missing, budget)
+        if num_new <= 0:
+            return 0
+        shares.append(Share(sequence, sequence.num_computed, num_new))
+        return num_new
+
+    def _is_led(self, sequence: Sequence) -> bool:
+        """Whether its leader, which computes the same prompt, has still to finish that."""
+        leader = sequence.leader
+        if leader is None or leader.num_computed >= leader.num_prompt:
+            return False
+        return leader in self.running or leader in self.waiting
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence the blocks of all its tokens, those of computed prefixes first."""
+        size = self.pool.block_size
+        found: list[int] = []
+        if sequence.shares_prefix:  # of the last token the logits are needed: it is always computed
+            num_full = (len(sequence.tokens) - 1) // size
+            found = self.pool.find(sequence.block_hash(index, size) for index in range(num_full))
+        num_more = self._blocks_for(len(sequence.tokens)) - len(found)
+        # One block is left for each that runs, else the next step preempts what this one admits.
+        if self.pool.num_free - self.pool.num_free_among(found) < num_more + len(self.running):
+            return False
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=lambda s: s.order)
+        self.pool.share(found)
+        sequence.blocks = found
+        sequence.num_computed = len(found) * size
+        self._extend(sequence, num_more)
+        if sequence.num_cached is None:
+            sequence.num_cached = sequence.num_computed
+            self.num_prefix_queries += sequence.num_prompt
+            self.num_prefix_hits += sequence.num_computed
+        return True
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """A block for the next token of a stream, from the youngest sequences where none is free."""
+        while sequence.blocks:  # none: it was preempted itself
+            num_more = self._blocks_for(len(sequence.tokens)) - len(sequence.blocks)
+            if num_more <= self.pool.num_free:
+                self._extend(sequence, num_more)
+                return True
+            self._preempt(self.running[-1])
+        return False
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.num_computed = 0
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _extend(self, sequence: Sequence, num_more: int) -> None:
+        for _ in range(num_more):
+            sequence.blocks.append(self.pool.allocate(sequence.blocks[-1] if sequence.blocks else None))
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pool.block_size)
+
+    def check_integrity(self) -> None:
+        """The pool is exact; who runs has blocks for what is computed, who waits has none; both are in order."""
+        self.pool.check_integrity([sequence.blocks for sequence in self.running])
+        assert len(self.running) <= self._max_sequences
+        for queue in (self.running, list(self.waiting)):
+            assert [s.order for s in queue] == sorted({s.order for s in queue}), "out of order, or there twice"
+        assert not set(self.running) & set(self.waiting)
+        for sequence in self.running:
+            assert 0 <= sequence.num_computed <= len(sequence.tokens)
+            assert (
+                self._blocks_for(sequence.num_computed)
+                <= len(sequence.blocks)
+                <= self._blocks_for(len(sequence.tokens))
+            )
+        for sequence in self.waiting:
+            assert not sequence.blocks
+            assert sequence.num_computed == 0
