@@ -1,7 +1,10 @@
 """The console command `forwardscope`, also `python -m service`."""
 
+import asyncio
 import logging
+import socket
 import sys
+from types import FrameType
 
 import uvicorn
 from pydantic import ValidationError
@@ -9,6 +12,42 @@ from pydantic_settings import CliApp
 
 from service.app import create_app
 from service.settings import Settings
+from service.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+
+LAST_EVENTS_SECONDS = 10  # for answers that are written when nothing is computed any more
+
+
+class DrainingServer(uvicorn.Server):
+    """On the first SIGTERM or SIGINT it goes on to listen, so that it can say 503, until the worker is idle or its
+    grace period is over; then it ends. On the second it ends at once."""
+
+    def __init__(self, config: uvicorn.Config, worker: Worker, grace_seconds: float) -> None:
+        super().__init__(config)
+        self._worker = worker
+        self._grace_seconds = grace_seconds
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._loop is None or self._worker.is_draining:
+            super().handle_exit(sig, frame)
+        else:
+            self._loop.call_soon_threadsafe(self._begin_drain, sig, frame)
+
+    def _begin_drain(self, sig: int, frame: FrameType | None) -> None:
+        async def drain() -> None:
+            logger.info("shutting down: new requests get 503, those that run have %g seconds", self._grace_seconds)
+            await self._worker.drain(self._grace_seconds)
+            super(DrainingServer, self).handle_exit(sig, frame)
+
+        self._drain = asyncio.create_task(drain())
 
 
 def main() -> None:
@@ -25,17 +64,16 @@ def main() -> None:
         server.should_exit = True
 
     app = create_app(settings, on_failure=stop)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            host=settings.host,
-            port=settings.port,
-            log_config=None,
-            log_level=settings.log_level,
-            access_log=False,
-            timeout_graceful_shutdown=settings.shutdown_grace_seconds,
-        )
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        log_level=settings.log_level,
+        access_log=False,
+        timeout_graceful_shutdown=LAST_EVENTS_SECONDS,
     )
+    server = DrainingServer(config, app.state.forwardscope.worker, settings.shutdown_grace_seconds)
     server.run()
     if app.state.forwardscope.failure is not None:
         sys.exit(1)

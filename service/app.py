@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 import model
 from model.checkpoint import Checkpoint, load_checkpoint
+from model.engine.engine import Engine, EngineConfig
 from service.errors import Failures, install_error_handlers
 from service.limits import ApiKey, BodyLimit
 from service.metrics import HttpMetrics
@@ -63,15 +64,41 @@ async def load(state: State, on_failure: Callable[[], None] | None) -> None:
         if threads is not None:  # a setting of the thread that runs the network
             await state.worker.run(lambda: torch.set_num_threads(threads))
         state.checkpoint = await state.worker.run_apart(lambda: load_model(state.settings))
+        if state.checkpoint is not None:
+            state.engine = build_engine(state.checkpoint, state.settings)
+            state.worker.serve(state.engine, lambda: fail(state, "the engine failed", on_failure))
     except Exception as error:  # whatever it is, a service that will never be ready must end
         expected = isinstance(error, (ValueError, OSError))
         logger.error("cannot serve %s: %s", state.settings.model, error, exc_info=None if expected else error)
-        state.failure = f"{error}"
-        if on_failure is not None:
-            on_failure()
+        fail(state, f"{error}", on_failure)
         return
     state.is_ready = True
     logger.info("ready: requests by example at /docs, metrics at /metrics")
+
+
+def fail(state: State, message: str, on_failure: Callable[[], None] | None) -> None:
+    state.failure = message
+    if on_failure is not None:
+        on_failure()
+
+
+def build_engine(checkpoint: Checkpoint, settings: Settings) -> Engine:
+    """The engine that the settings ask for, with the defaults of the device."""
+    device = checkpoint.model.embed.weight.device
+    is_cuda = device.type == "cuda"
+    cache_bytes = settings.cache_bytes or (int(0.8 * torch.cuda.mem_get_info(device)[0]) if is_cuda else 1 << 30)
+    engine = Engine(
+        checkpoint.model,
+        checkpoint.tokenizer,
+        EngineConfig(
+            cache_bytes=cache_bytes,
+            max_sequences=settings.max_num_seqs,
+            max_step_tokens=settings.max_step_tokens or max(2048 if is_cuda else 512, settings.max_num_seqs),
+            max_stretch=settings.max_step_stretch,
+        ),
+    )
+    logger.info("cache of %d tokens, %d sequences a step", engine.num_cache_tokens, settings.max_num_seqs)
+    return engine
 
 
 def load_model(settings: Settings) -> Checkpoint | None:

@@ -61,6 +61,13 @@ async def answer_pass(
 ) -> Response:
     """The answer of `job`, which is given the seconds waited and runs on the network's thread, within the budget."""
     budget.check(state)
+    limit = state.settings.max_pass_tokens
+    if num_tokens > limit:
+        message = (
+            f"prompt: has {num_tokens} tokens, one pass takes {limit}: shorten it, or start with more --max-pass-tokens"
+        )
+        raise ApiError(413, message, param="prompt", code="prompt_too_long")
+    state.worker.check_room(num_tokens)
     content = await unless_disconnected(request, _run(state, job, num_tokens))
     if content is None:
         return Response(status_code=499)
@@ -68,10 +75,17 @@ async def answer_pass(
 
 
 async def _run(state: State, job: Callable[[float], bytes], num_tokens: int) -> bytes:
-    async with state.worker.place() as waited:
-        start = time.perf_counter()
-        content = await state.worker.run(lambda: job(waited))
-        state.metrics.trace_seconds.observe(time.perf_counter() - start)
-    state.metrics.trace_bytes.inc(len(content))
-    state.metrics.prompt_tokens.inc(num_tokens)
+    arrived = time.perf_counter()
+
+    def timed() -> tuple[bytes, float, float]:
+        began = time.perf_counter()
+        content = job(began - arrived)
+        return content, began - arrived, time.perf_counter() - began
+
+    content, waited, seconds = await state.worker.run(timed)
+    metrics = state.metrics
+    metrics.queue_seconds.observe(waited)
+    metrics.trace_seconds.observe(seconds)
+    metrics.trace_bytes.inc(len(content))
+    metrics.prompt_tokens.inc(num_tokens)
     return content

@@ -218,10 +218,29 @@ class LogitsAnswer(Answer):
 # POST /generate
 
 
+class TraceRequest(Request):
+    """What each token's event shows of the step that made it."""
+
+    stages: list[Name] | None = Field(
+        None, min_length=1, max_length=200, description="globs as in /forward; default: all, with logit_lens none"
+    )
+    detail: Literal["summary", "values", "none"] = "summary"
+    positions: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None, min_length=1, description="of the sequence, each shown when it is computed; default: all that are new"
+    )
+    heads: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1, description="as in /forward")
+    top_k: int | None = Field(
+        None, ge=0, description="likeliest tokens: of each position (default 0) and each layer of the lens (default 5)"
+    )
+    encoding: Literal["json", "base64"] = "json"
+    logit_lens: bool = Field(False, description="decode each layer's residual at the position that chose the token")
+
+
 class GenerateRequest(Request):
     model_config = example(prompt=PROMPT, max_tokens=32, temperature=0.8, seed=7)
 
     prompt: Prompt
+    n: int = Field(1, ge=1, description="continuations; the seed of each is one more than that of the one before")
     max_tokens: int | None = Field(None, ge=1, description="default: 128, or what the context still holds")
     temperature: float | None = Field(None, ge=0, description="0 is exact argmax; default: the checkpoint's, else 1")
     top_k: int | None = Field(None, ge=0, description="0 keeps all; default: the checkpoint's, else 0")
@@ -240,6 +259,7 @@ class GenerateRequest(Request):
     logprobs: int | None = Field(None, ge=0, le=20, description="likeliest tokens to report beside the chosen one")
     echo: bool = Field(False, description="the prompt comes first")
     stream: bool = Field(False, description="Server-Sent Events, one a token")
+    trace: TraceRequest | None = Field(None, description="show the stages of the steps that generate")
 
 
 class LogprobAnswer(Token):
@@ -264,15 +284,38 @@ class GenerateTimings(Answer):
     total_seconds: float
 
 
-class GenerateAnswer(Answer):
-    id: str
-    model: str
+class LayerGuessAnswer(Answer):
+    layer: int
+    top: list[Prediction]
+    chosen_probability: float | None = Field(description="of the token that the whole network chose")
+
+
+class StepTraceAnswer(Answer):
+    """Of one step: the positions that it computed, their stages as in /forward, keys up to the last of them."""
+
+    positions: list[int]
+    stages: list[StageAnswer]
+    predictions: list[PositionPredictions]
+    logit_lens: list[LayerGuessAnswer] | None
+
+
+class ChoiceAnswer(Answer):
+    choice: int
     text: str
     tokens: list[int]
     finish_reason: Literal["stop", "length", "cancelled", "error"]
-    stop_reason: str | int | None = Field(description="the stop string or the stop token's id")
+    stop_reason: str | int | None = Field(description="the stop string, the stop token's id, or what cancelled it")
     logprobs: list[TokenLogprobAnswer] | None
+    trace: list[StepTraceAnswer] | None
     usage: Usage
+
+
+class GenerateAnswer(ChoiceAnswer):
+    """The first choice; `choices` are all of them, where there are more."""
+
+    id: str
+    model: str
+    choices: list[ChoiceAnswer] | None
     timings: GenerateTimings
 
 
@@ -283,12 +326,16 @@ class EventToken(Answer):
 
 
 class TokenEvent(Answer):
-    """One `data:` line of a stream; the last one has `finish_reason`, `usage` and `timings`."""
+    """One `data:` line of a stream, which ends with one `FinishEvent` a choice.
+
+    `trace` is there where it was asked for; `token` is null where a part of a long prompt is shown.
+    """
 
     id: str
     choice: int
     token: EventToken | None
     text: str
+    trace: StepTraceAnswer | None = None
 
 
 class FinishEvent(Answer):
@@ -360,8 +407,11 @@ class Limits(Answer):
     max_body_bytes: int
     max_response_bytes: int
     max_pass_bytes: int
-    max_running_requests: int
+    max_pass_tokens: int
+    max_num_seqs: int
     max_waiting_requests: int
+    max_waiting_tokens: int
+    cache_tokens: int = Field(description="prompt and max_tokens of one request must fit into it")
 
 
 class ModelAnswer(Answer):

@@ -34,9 +34,23 @@ class Settings(BaseSettings):
     threads: int | None = Field(None, ge=1, description="CPU threads of the network; default: torch's choice")
     max_body_bytes: int = Field(4 * MIB, ge=1, description="largest request body")
     max_response_bytes: int = Field(256 * MIB, ge=1, description="largest answer of /forward and /logits")
-    max_pass_bytes: int = Field(8192 * MIB, ge=1, description="largest tensors of one traced pass: scores and logits")
-    max_running_requests: int = Field(8, ge=1, description="requests whose turns alternate")
-    max_waiting_requests: int = Field(1024, ge=0, description="requests that wait for a place; beyond: 429")
-    shutdown_grace_seconds: int = Field(30, ge=0, description="how long running requests may finish on SIGTERM")
+    max_pass_bytes: int = Field(
+        8192 * MIB, ge=1, description="largest tensors of a traced pass or step: scores, logits"
+    )
+    max_pass_tokens: int = Field(2048, ge=1, description="longest prompt of /forward and /logits: streams wait for it")
+    cache_bytes: int | None = Field(
+        None, ge=1, description="memory for keys and values; default: 1 GiB, on CUDA 80 % of what is free"
+    )
+    max_num_seqs: int = Field(64, ge=1, description="sequences in a step; others wait")
+    max_step_tokens: int | None = Field(
+        None, ge=1, description="tokens of a step, prompts are divided; default: 512, on CUDA 2048"
+    )
+    max_step_stretch: float = Field(
+        2.0, gt=1, description="how many times as long prompts may make a step that others stream in"
+    )
+    max_waiting_requests: int = Field(1024, ge=0, description="requests that wait; beyond: 429")
+    max_waiting_tokens: int = Field(1 << 20, ge=1, description="tokens of waiting prompts; beyond: 429")
+    request_timeout_seconds: float = Field(600.0, gt=0, description="a generation that takes longer is cancelled")
+    shutdown_grace_seconds: float = Field(30.0, ge=0, description="how long requests may finish on SIGTERM")
     api_key: SecretStr | None = Field(None, description="asks for 'Authorization: Bearer <key>' on every POST")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged")

@@ -6,11 +6,12 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from model.checkpoint import Checkpoint
+from model.engine.engine import Engine
 from service.errors import ApiError, invalid
 from service.metrics import Metrics
 from service.schemas import PositionedToken
 from service.settings import Settings
-from service.worker import Worker
+from service.worker import Limits, Worker, draining
 
 
 class State:
@@ -20,9 +21,16 @@ class State:
         self.settings = settings
         self.metrics = Metrics()
         self.worker = Worker(
-            self.metrics, max_running=settings.max_running_requests, max_waiting=settings.max_waiting_requests
+            self.metrics,
+            Limits(
+                max_running=settings.max_num_seqs,
+                max_waiting=settings.max_waiting_requests,
+                max_waiting_tokens=settings.max_waiting_tokens,
+                timeout_seconds=settings.request_timeout_seconds,
+            ),
         )
         self.checkpoint: Checkpoint | None = None
+        self.engine: Engine | None = None
         self.is_ready = False
         self.failure: str | None = None
 
@@ -33,7 +41,9 @@ def get_state(request: Request) -> State:
 
 
 def check_ready(state: State) -> None:
-    """503 while the checkpoint loads."""
+    """503 while the checkpoint loads, and on shutdown."""
+    if state.worker.is_draining:
+        raise draining()
     if not state.is_ready:
         raise ApiError(503, "the model is loading; try again soon", code="loading", headers={"Retry-After": "1"})
 
@@ -48,6 +58,12 @@ def get_checkpoint(state: Annotated[State, Depends(get_state)]) -> Checkpoint:
             code="no_checkpoint",
         )
     return state.checkpoint
+
+
+def get_engine(state: State) -> Engine:
+    """The engine of the served checkpoint; call it where there is one."""
+    assert state.engine is not None, "it comes with the checkpoint"
+    return state.engine
 
 
 StateDep = Annotated[State, Depends(get_state)]

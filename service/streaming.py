@@ -1,7 +1,7 @@
 """Answers whose client may go away before they end: Server-Sent Events, and whole answers that take long."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -21,16 +21,23 @@ def event(content: dict[str, Any], kind: str | None = None) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """A stream of frames whose source is closed as soon as the client is gone, not when it is collected."""
+    """A stream of frames whose source is closed as soon as the client is gone, not when it is collected.
 
-    def __init__(self, frames: AsyncGenerator[bytes]) -> None:
+    `on_close` is called then too, also where not one frame was fetched.
+    """
+
+    def __init__(self, frames: AsyncGenerator[bytes], on_close: Callable[[], None]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no proxy may hold frames back
         super().__init__(frames, media_type="text/event-stream", headers=headers)
         self._frames = frames
+        self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._frames):
-            await super().__call__(scope, receive, send)
+        try:
+            async with aclosing(self._frames):
+                await super().__call__(scope, receive, send)
+        finally:
+            self._on_close()
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:

@@ -4,6 +4,8 @@ Dims: N new tokens of all sequences of the step in a row, H/Hkv heads, D head si
 elsewhere (`blocks.py`).
 """
 
+import math
+import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,8 +24,7 @@ MAX_PADDING = 2  # of streams that are read together, the longest over the short
 class PagedCache:
     """Keys and values of `num_blocks` blocks, in every layer. `keys[layer]` is (num_blocks * block_size, Hkv, D).
 
-    Zeros at first, since what is masked is still multiplied by zero; the pages of memory that are never written are
-    never taken from the system.
+    Zeros at first, since what is masked is still multiplied by zero.
     """
 
     def __init__(
@@ -33,8 +34,7 @@ class PagedCache:
         self.block_size = block_size
         self.device = device
         shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.d_head)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys, self.values = (zeros(shape, dtype, device) for _ in range(2))
         self._gathered = [self.keys.new_empty(0, block_size * config.num_kv_heads * config.d_head) for _ in range(2)]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -60,6 +60,13 @@ class PagedCache:
             slots = slice(block * self.block_size, (block + 1) * self.block_size)
             self.keys[:, slots] = 0
             self.values[:, slots] = 0
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As `torch.zeros`; on a CPU the system gives pages when they are first written, and none that never are."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,16 +57,21 @@ class Request:
 @dataclass(frozen=True)
 class Output:
     """What one step made of one choice of a request: a token (the first with those of an echoed prompt before it), or
-    none, where a part of the prompt is shown or where it ends without one. `num_cached` tokens of the prompt were
-    computed already, by others."""
+    none, where a part of the prompt is shown or where it ends without one.
+
+    `num_generated` counts the choice's tokens so far; `num_cached` tokens of the prompt were computed already, by
+    others.
+    """
 
     request_id: str
     choice: int
-    tokens: list[TokenOutput]
-    trace: StepTrace | None
-    end: End | None
-    num_cached: int
+    tokens: list[TokenOutput] = field(default_factory=list)
+    trace: StepTrace | None = None
+    end: End | None = None
     error: Exception | None = None
+    num_prompt: int = 0
+    num_generated: int = 0
+    num_cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,15 +140,15 @@ class Choice:
             following = self.sequence.tokens[begin + 1 : end + 1].tolist()
             self.prompt_logprobs += token_logprobs(logits[begin - share.start : end - share.start], following, num_top)
 
-    def output(
-        self,
-        tokens: list[TokenOutput],
-        *,
-        trace: StepTrace | None = None,
-        end: End | None = None,
-        error: Exception | None = None,
-    ) -> Output:
-        return Output(self.request.id, self.index, tokens, trace, end, self.sequence.num_cached or 0, error)
+    def output(self, **made: Any) -> Output:
+        return Output(
+            self.request.id,
+            self.index,
+            num_prompt=self.sequence.num_prompt,
+            num_generated=self.num_generated,
+            num_cached=self.sequence.num_cached or 0,
+            **made,
+        )
 
 
 class Engine:
@@ -155,6 +161,7 @@ class Engine:
         if num_blocks < 1:
             needed = token_bytes * config.block_size
             raise ValueError(f"cache_bytes: {config.cache_bytes} hold no block of {config.block_size} tokens: {needed}")
+        self.config = config
         self.num_cache_tokens = num_blocks * config.block_size
         self._model = model
         self._tokenizer = tokenizer
@@ -170,6 +177,7 @@ class Engine:
         self._requests: dict[str, list[Choice]] = {}
         self._choices: dict[Sequence, Choice] = {}
         self._num_sequences = 0
+        self._trace_seconds = 0.0  # of the current step
 
     @property
     def has_work(self) -> bool:
@@ -207,7 +215,7 @@ class Engine:
         for choice in list(self._requests.get(request_id, ())):
             self._scheduler.remove(choice.sequence)
             self._forget(choice)
-            outputs.append(choice.output([], end=End("cancelled", stop_reason)))
+            outputs.append(choice.output(end=End("cancelled", stop_reason)))
         return outputs
 
     def hold(self, request_id: str, is_held: bool) -> None:
@@ -223,7 +231,8 @@ class Engine:
         if not shares:
             return Step()
         started = self._start(shares)
-        made, trace_seconds = self._compute(shares)
+        self._trace_seconds = 0.0
+        made = self._compute(shares)
         self._scheduler.complete(shares, time.perf_counter() - start)
         outputs = [output for share in shares for output in self._advance(share, made[share])]
         return Step(
@@ -232,7 +241,7 @@ class Engine:
             num_sequences=len(shares),
             num_tokens=sum(share.num_new for share in shares),
             seconds=time.perf_counter() - start,
-            trace_seconds=trace_seconds,
+            trace_seconds=self._trace_seconds,
         )
 
     def stats(self) -> Stats:
@@ -262,8 +271,8 @@ class Engine:
             choice.has_started = True
         return [choice.request.id for choice in first]
 
-    def _compute(self, shares: Items[Share]) -> tuple[dict[Share, Made], float]:
-        """The step's forward pass and its choices; and the seconds that taps took in it."""
+    def _compute(self, shares: Items[Share]) -> dict[Share, Made]:
+        """The step's forward pass and its choices."""
         try:
             taps = {share: tap for share in shares if (tap := self._tap(share)) is not None}
             all_rows = frozenset(share for share in shares if self._choices[share.sequence].needs_logits(share))
@@ -272,14 +281,15 @@ class Engine:
             logprobs = self._logprobs(chosen, result)
         except Exception as error:  # of the batch as a whole: nobody's numbers can be trusted
             logger.exception("a step of %d sequences failed", len(shares))
-            return {share: Made(self._cache.keys.new_empty(0), error=error) for share in shares}, 0.0
+            return {share: Made(self._cache.keys.new_empty(0), error=error) for share in shares}
         made = {}
         for share in shares:
             choice = chosen.get(share)
             failure = choice if isinstance(choice, Exception) else None
             token_id = None if isinstance(choice, Exception) else choice
             made[share] = Made(result.logits[result.rows[share]], token_id, logprobs.get(share), failure)
-        return made, sum(tap.seconds for tap in result.taps.values())
+        self._trace_seconds += sum(tap.seconds for tap in result.taps.values())
+        return made
 
     def _tap(self, share: Share) -> Tap | None:
         """The request's own tap, then what it wants to be shown."""
@@ -329,7 +339,7 @@ class Engine:
         except Exception as error:  # it ends with it; its neighbours go on
             self._cache.clear(self._scheduler.discard(choice.sequence))
             self._forget(choice)
-            return [choice.output([], end=End("error"), error=error)]
+            return [choice.output(end=End("error"), error=error)]
 
     def _continue(self, choice: Choice, share: Share, made: Made) -> list[Output]:
         params, sequence = choice.request.params, choice.sequence
@@ -352,7 +362,7 @@ class Engine:
         if end is not None:
             self._scheduler.remove(sequence)
             self._forget(choice)
-        return [choice.output(tokens, trace=trace, end=end)] if tokens or trace is not None else []
+        return [choice.output(tokens=tokens, trace=trace, end=end)] if tokens or trace is not None else []
 
     def _forget(self, choice: Choice) -> None:
         del self._choices[choice.sequence]

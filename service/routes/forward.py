@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -11,24 +11,17 @@ from fastapi import APIRouter, Request, Response
 from torch import Tensor
 
 from model.checkpoint import DTYPES, Checkpoint
-from model.stages import Stage, select, sizes_of, stages_of
+from model.stages import Stage, sizes_of, stages_of
 from model.trace import Network, Selection, StageTrace, Trace, predict, trace
 from model.worked_examples import WORKED_EXAMPLES, WorkedExample, worked_example
-from service.encoding import (
-    NAMES,
-    base64_text,
-    cast,
-    json_array,
-    safetensors_bytes,
-    to_json,
-    value_bytes,
-)
+from service.encoding import cast, safetensors_bytes, to_json, value_bytes
 from service.errors import ApiError, invalid
 from service.limits import JsonRoute
 from service.openapi import answers
 from service.passes import SAFETENSORS, Budget, answer_pass, text_bytes, wants_safetensors
 from service.published import published_answer, worked_example_answer
 from service.schemas import ForwardAnswer, ForwardRequest
+from service.shown import prediction_answers, select_stages, stage_answer
 from service.state import (
     State,
     StateDep,
@@ -104,13 +97,7 @@ def make_plan(body: ForwardRequest, subject: Subject, as_safetensors: bool) -> P
     num_tokens = len(subject.ids)
     sizes = subject.sizes(num_tokens)
     targets = find_targets(body, subject, sizes)
-    stages = []
-    for index, pattern in enumerate(body.stages):
-        try:
-            stages += select(subject.stages, [pattern])
-        except ValueError as error:
-            raise invalid(f"stages.{index}", str(error), "unknown_stage") from None
-    chosen = {stage.name for stage in stages}
+    stages = select_stages(subject.stages, body.stages, "stages")
     check_indices(body.positions, num_tokens, "positions", "tokens")
     check_indices(body.heads, sizes["head"], "heads", "heads")
     if body.top_k is not None and body.top_k > sizes["d_vocab"]:
@@ -122,7 +109,7 @@ def make_plan(body: ForwardRequest, subject: Subject, as_safetensors: bool) -> P
         subject=subject,
         targets=targets,
         selection=Selection(
-            stages=[stage for stage in subject.stages if stage.name in chosen],
+            stages=stages,
             detail=detail,
             positions=body.positions,
             heads=body.heads,
@@ -241,7 +228,7 @@ def run(plan: Plan, waited: float) -> bytes:
             {"id": token_id, "text": subject.text_of(token_id), "position": position}
             for position, token_id in enumerate(subject.ids)
         ],
-        "stages": [stage_answer(plan, kept, values[kept.stage.name]) for kept in result.stages],
+        "stages": [described(plan, kept, values[kept.stage.name]) for kept in result.stages],
         "predictions": predictions(plan, result),
         "loss": loss_answer(result.loss),
         "timings": {"queue_seconds": waited, "forward_seconds": seconds},
@@ -253,17 +240,9 @@ def run(plan: Plan, waited: float) -> bytes:
     return safetensors_bytes({name: tensor for name, tensor in values.items() if tensor is not None}, answer)
 
 
-def stage_answer(plan: Plan, kept: StageTrace, values: Tensor | None) -> dict[str, Any]:
-    answer: dict[str, Any] = {
-        "name": kept.stage.name,
-        "shape": kept.shape,
-        "dims": kept.stage.dims,
-        "dtype": NAMES[kept.dtype if values is None else values.dtype],
-    }
-    if kept.summary is not None:
-        answer["summary"] = asdict(kept.summary)
-    if values is not None and plan.encoding != "safetensors":
-        answer["values"] = json_array(values) if plan.encoding == "json" else base64_text(values)
+def described(plan: Plan, kept: StageTrace, values: Tensor | None) -> dict[str, Any]:
+    """A stage's answer, with what its article prints where it is a worked example's."""
+    answer = stage_answer(kept, values, plan.encoding)
     example = plan.subject.example
     if example is not None and plan.subject.ids == example.prompt_ids:
         published = published_answer(example, kept.stage, plan.selection)
@@ -283,10 +262,7 @@ def predictions(plan: Plan, result: Trace) -> list[dict[str, Any]]:
     if plan.top_k == 0:
         return []
     found = predict(result.logits[list(plan.rows)], plan.top_k)
-    return [
-        {"position": position, "top": top_answer(prediction, plan.subject.text_of)}
-        for position, prediction in zip(plan.rows, found, strict=True)
-    ]
+    return prediction_answers(plan.rows, found, plan.subject.text_of)
 
 
 def loss_answer(loss: Tensor) -> dict[str, Any]:

@@ -1,25 +1,38 @@
-"""POST /generate: a continuation, whole or streamed a token at a time as Server-Sent Events."""
+"""POST /generate: continuations of a prompt, whole or streamed a token at a time as Server-Sent Events."""
 
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import orjson
 from fastapi import APIRouter, Request, Response
 
 from model.checkpoint import Checkpoint
-from model.generation import Generation, GenerationParams, TokenOutput
+from model.engine.engine import Output
+from model.engine.engine import Request as EngineRequest
+from model.generation import GenerationParams, TokenOutput
 from model.sampling import SamplingParams
 from service.encoding import to_json
-from service.errors import ApiError, error_body, internal, invalid
+from service.errors import error_body, internal, invalid
 from service.limits import JsonRoute
 from service.openapi import answers
-from service.passes import LOGITS_BYTES, Budget
 from service.schemas import GenerateAnswer, GenerateRequest
-from service.state import CheckpointDep, State, StateDep, check_ids, prompt_ids, token_text
+from service.shown import TextOf
+from service.state import (
+    CheckpointDep,
+    State,
+    StateDep,
+    check_ids,
+    get_engine,
+    prompt_ids,
+    token_text,
+)
 from service.streaming import DONE, EventStream, event, unless_disconnected
+from service.traced_generation import TracePlan, budget_of, plan_trace, trace_answer
 
 logger = logging.getLogger(__name__)
 router = APIRouter(route_class=JsonRoute, tags=["text"])
@@ -34,129 +47,170 @@ DEFAULT_MAX_TOKENS = 128
 )
 async def generate(body: GenerateRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
     run = Run(body, state, checkpoint, await prompt_ids(state, checkpoint, body.prompt))
-    state.worker.check_room()
     if body.stream:
-        return EventStream(run.events())
-    answer = await unless_disconnected(request, run.answer())
-    return Response(status_code=499) if answer is None else Response(to_json(answer), media_type="application/json")
+        return EventStream(run.events(), on_close=run.close)
+    try:
+        answer = await unless_disconnected(request, run.answer())
+    finally:
+        run.close()
+    return Response(status_code=499) if answer is None else Response(answer, media_type="application/json")
 
 
 class Run:
-    """One request from its checked body to its last token."""
+    """One request from its checked body to its last token. It is admitted when it is made, and must be closed."""
 
     def __init__(self, body: GenerateRequest, state: State, checkpoint: Checkpoint, ids: list[int]) -> None:
         self.id = f"gen-{uuid.uuid4().hex}"
         self._state = state
         self._checkpoint = checkpoint
-        self._prompt_ids = ids
+        self._text_of = partial(token_text, checkpoint)
+        self._plan: TracePlan | None = None
+        settings = state.settings
+        if body.n > settings.max_num_seqs:
+            raise invalid("n", f"{body.n} is more than the {settings.max_num_seqs} sequences that run at a time")
+        engine = get_engine(state)
         with naming_the_field():
-            self._params = read_params(body, checkpoint, len(self._prompt_ids))
-            has_text = checkpoint.tokenizer is not None
-            self._params.check(checkpoint.model.config.max_positions, len(self._prompt_ids), has_text=has_text)
-        if body.echo and body.logprobs is not None:  # the one case that needs the logits of the whole prompt
-            pass_bytes = LOGITS_BYTES * len(ids) * checkpoint.model.config.vocab_size
-            Budget(0, pass_bytes, "prompt, echo or logprobs").check(state)
-        self._start = time.perf_counter()
-        self._queue_seconds = 0.0
-        self._first_token_seconds = 0.0
-        self._last_token = 0.0
-        self._num_generated = 0
+            self._params = read_params(body, checkpoint, len(ids))
+            engine.check(EngineRequest(id=self.id, prompt_ids=ids, params=self._params))
+        if body.trace is not None:
+            self._plan = plan_trace(body.trace, checkpoint, len(ids) + self._params.max_tokens - 1)
+        budget_of(self._plan, self._params, checkpoint, len(ids), engine.config.max_step_tokens).check(state)
+        self._stream = state.worker.generate(
+            EngineRequest(
+                id=self.id,
+                prompt_ids=ids,
+                params=self._params,
+                trace=None if self._plan is None else self._plan.params,
+            )
+        )
 
-    async def outputs(self) -> AsyncGenerator[TokenOutput]:
-        """The tokens as they come. The place is given back when the iteration ends, however it ends."""
-        metrics = self._state.metrics
-        reason = "cancelled"
-        try:
-            async with self._state.worker.place() as self._queue_seconds:
-                metrics.prompt_tokens.inc(len(self._prompt_ids))
-                model, tokenizer = self._checkpoint.model, self._checkpoint.tokenizer
-                generation = await self._state.worker.run(
-                    lambda: Generation(model, tokenizer, self._prompt_ids, self._params)
-                )
-                while not generation.is_finished:
-                    batch = await self._state.worker.run(generation.step)
-                    self._note_token()
-                    reason = batch[-1].finish_reason or reason
-                    for output in batch:
-                        yield output
-        except ApiError:
-            reason = "refused"
-            raise
-        except Exception:
-            reason = "error"
-            raise
-        finally:
-            metrics.finished.labels(reason).inc()
+    def close(self) -> None:
+        """Give up what has not ended."""
+        self._stream.cancel()
 
-    def _note_token(self) -> None:
-        metrics, now = self._state.metrics, time.perf_counter()
-        metrics.generation_tokens.inc()
-        self._num_generated += 1
-        if self._num_generated == 1:
-            self._first_token_seconds = now - self._start
-            metrics.time_to_first_token.observe(self._first_token_seconds)
-        else:
-            metrics.inter_token.observe(now - self._last_token)
-        self._last_token = now
+    async def outputs(self) -> AsyncIterator[tuple[Output, orjson.Fragment | None]]:
+        """What each step made of the request, and what it shows, as JSON; what failed is logged."""
+        async for output in self._stream.outputs():
+            if output.error is not None:
+                logger.error("generation %s failed", self.id, exc_info=output.error)
+            yield output, await self._shown(output)
+
+    async def _shown(self, output: Output) -> orjson.Fragment | None:
+        trace, plan = output.trace, self._plan
+        if trace is None or plan is None:
+            return None
+        content = await self._state.worker.run_text(lambda: to_json(trace_answer(trace, plan, self._text_of)))
+        self._state.metrics.trace_bytes.inc(len(content))
+        return orjson.Fragment(content)
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Server-Sent Events: one a token, one that says how it ended, `[DONE]`; or an `error` event."""
-        last = None
-        try:
-            async with aclosing(self.outputs()) as outputs:
-                async for last in outputs:
-                    token: dict[str, Any] = {"id": last.token_id, "logprob": None}
-                    if last.logprobs is not None:
-                        token |= {"logprob": last.logprobs.chosen, "top": self._top(last)}
-                    yield event({"id": self.id, "choice": 0, "token": token, "text": last.text})
-            assert last is not None
-            yield event({"id": self.id, "choice": 0, **self._end(last)})
-        except Exception as error:  # the status line is out: the stream itself must say it
-            if not isinstance(error, ApiError):
-                logger.exception("generation %s failed", self.id)
-            yield event(error_body(error if isinstance(error, ApiError) else internal()), kind="error")
+        """Server-Sent Events: one a token, one a choice that says how it ended, `[DONE]`; or an `error` event."""
+        async for output, trace in self.outputs():
+            for frame in self._frames(output, trace):
+                yield frame
+            of_choice = {"id": self.id, "choice": output.choice}
+            if output.error is not None:
+                yield event(of_choice | error_body(internal()), kind="error")
+            elif output.end is not None:
+                yield event({**of_choice, **end_answer(output), "timings": self._timings()})
         yield DONE
 
-    async def answer(self) -> dict[str, Any]:
-        """The whole answer, when the last token is there."""
-        async with aclosing(self.outputs()) as stream:
-            outputs = [output async for output in stream]
-        wants_logprobs = self._params.logprobs is not None
-        return {
-            "id": self.id,
-            "model": self._checkpoint.name,
-            "text": "".join(output.text for output in outputs),
-            "tokens": [output.token_id for output in outputs],
-            "logprobs": [self._logprob_answer(output) for output in outputs] if wants_logprobs else None,
-            **self._end(outputs[-1]),
-        }
+    def _frames(self, output: Output, trace: orjson.Fragment | None) -> Iterator[bytes]:
+        """One frame a token; the trace is the last one's, or stands alone where there is none."""
+        tokens: list[TokenOutput | None] = [*output.tokens] or ([None] if trace is not None else [])
+        for index, token in enumerate(tokens):
+            content: dict[str, Any] = {"id": self.id, "choice": output.choice, "token": None, "text": ""}
+            if token is not None:
+                content |= {"token": {"id": token.token_id, "logprob": None}, "text": token.text}
+                if token.logprobs is not None:
+                    top = top_logprobs(token, self._text_of)
+                    content["token"] |= {"logprob": token.logprobs.chosen, "top": top}
+            if trace is not None and index == len(tokens) - 1:
+                content["trace"] = trace
+            yield event(content)
 
-    def _end(self, last: TokenOutput) -> dict[str, Any]:
-        num_prompt = len(self._prompt_ids)
-        return {
-            "finish_reason": last.finish_reason,
-            "stop_reason": last.stop_reason,
-            "usage": {"prompt_tokens": num_prompt, "completion_tokens": self._num_generated, "cached_tokens": 0},
-            "timings": {
-                "queue_seconds": self._queue_seconds,
-                "time_to_first_token_seconds": self._first_token_seconds,
-                "total_seconds": time.perf_counter() - self._start,
-            },
-        }
-
-    def _logprob_answer(self, output: TokenOutput) -> dict[str, Any]:
-        return {
-            "id": output.token_id,
-            "text": token_text(self._checkpoint, output.token_id),
-            "logprob": None if output.logprobs is None else output.logprobs.chosen,
-            "top": self._top(output),
-        }
-
-    def _top(self, output: TokenOutput) -> list[dict[str, Any]]:
-        return [
-            {"id": token_id, "text": token_text(self._checkpoint, token_id), "logprob": logprob}
-            for token_id, logprob in (output.logprobs.top if output.logprobs is not None else ())
+    async def answer(self) -> bytes:
+        """The whole answer, when every choice has ended."""
+        choices = [ChoiceSoFar(index) for index in range(self._params.n)]
+        async for output, trace in self.outputs():
+            if output.error is not None:
+                raise internal()
+            choices[output.choice].add(output, trace)
+        answers = [
+            {
+                "choice": choice.index,
+                "text": "".join(token.text for token in choice.tokens),
+                "tokens": [token.token_id for token in choice.tokens],
+                "logprobs": None if self._params.logprobs is None else self._logprobs(choice.tokens),
+                "trace": None if self._plan is None else choice.traces,
+                **choice.end,
+            }
+            for choice in choices
         ]
+        return to_json(
+            {
+                "id": self.id,
+                "model": self._checkpoint.name,
+                **answers[0],
+                "choices": answers if len(answers) > 1 else None,
+                "timings": self._timings(),
+            }
+        )
+
+    def _logprobs(self, tokens: list[TokenOutput]) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": token.token_id,
+                "text": self._text_of(token.token_id),
+                "logprob": None if token.logprobs is None else token.logprobs.chosen,
+                "top": top_logprobs(token, self._text_of),
+            }
+            for token in tokens
+        ]
+
+    def _timings(self) -> dict[str, Any]:
+        progress = self._stream.progress
+        return {
+            "queue_seconds": progress.queue_seconds,
+            "time_to_first_token_seconds": progress.first_token_seconds,
+            "total_seconds": time.perf_counter() - progress.arrived,
+        }
+
+
+class ChoiceSoFar:
+    """What a whole answer collects of one choice."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.tokens: list[TokenOutput] = []
+        self.traces: list[orjson.Fragment] = []
+        self.end: dict[str, Any] = {}
+
+    def add(self, output: Output, trace: orjson.Fragment | None) -> None:
+        self.tokens += output.tokens
+        self.traces += () if trace is None else (trace,)
+        if output.end is not None:
+            self.end = end_answer(output)
+
+
+def end_answer(output: Output) -> dict[str, Any]:
+    assert output.end is not None
+    return {
+        "finish_reason": output.end.finish_reason,
+        "stop_reason": output.end.stop_reason,
+        "usage": {
+            "prompt_tokens": output.num_prompt,
+            "completion_tokens": output.num_generated,
+            "cached_tokens": output.num_cached,
+        },
+    }
+
+
+def top_logprobs(token: TokenOutput, text_of: TextOf) -> list[dict[str, Any]]:
+    return [
+        {"id": token_id, "text": text_of(token_id), "logprob": logprob}
+        for token_id, logprob in (token.logprobs.top if token.logprobs is not None else ())
+    ]
 
 
 def read_params(body: GenerateRequest, checkpoint: Checkpoint, num_prompt: int) -> GenerationParams:
@@ -171,6 +225,7 @@ def read_params(body: GenerateRequest, checkpoint: Checkpoint, num_prompt: int) 
         if (value := getattr(body, name)) is not None
     }
     return GenerationParams(
+        n=body.n,
         max_tokens=min(DEFAULT_MAX_TOKENS, room) if body.max_tokens is None else body.max_tokens,
         sampling=SamplingParams(
             **sampling,

@@ -10,7 +10,7 @@ from model.worked_examples import WORKED_EXAMPLES
 from service.encoding import NAMES
 from service.openapi import errors
 from service.schemas import CatalogueStage, Limits, ModelAnswer, ModelEntry, ModelsAnswer, ParametersAnswer
-from service.state import CheckpointDep, StateDep
+from service.state import CheckpointDep, StateDep, get_engine
 
 router = APIRouter(tags=["model"])
 
@@ -26,7 +26,7 @@ async def models(state: StateDep) -> ModelsAnswer:
 
 @router.get("/model", summary="The served model: configuration, parameters, stages, limits", responses=errors(503))
 async def model(state: StateDep, checkpoint: CheckpointDep) -> ModelAnswer:
-    network, settings = checkpoint.model, state.settings
+    network, settings, engine = checkpoint.model, state.settings, get_engine(state)
     count = count_parameters(network)
     prompt_long = ("position", "query", "key")
     return ModelAnswer(
@@ -46,7 +46,10 @@ async def model(state: StateDep, checkpoint: CheckpointDep) -> ModelAnswer:
             max_body_bytes=settings.max_body_bytes,
             max_response_bytes=settings.max_response_bytes,
             max_pass_bytes=settings.max_pass_bytes,
-            max_running_requests=settings.max_running_requests,
+            max_pass_tokens=settings.max_pass_tokens,
+            max_num_seqs=settings.max_num_seqs,
             max_waiting_requests=settings.max_waiting_requests,
+            max_waiting_tokens=settings.max_waiting_tokens,
+            cache_tokens=engine.num_cache_tokens,
         ),
     )
