@@ -21,7 +21,16 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorAnswer, "description": ERRORS[status]} for status in statuses or ERRORS}
 
 
-def answers(model: type[BaseModel], *media_types: str) -> dict[int | str, dict[str, Any]]:
-    """The answers of an endpoint that encodes its own: the schema of its JSON, and its other media types."""
-    content: dict[str, Any] = {media_type: {"schema": {"type": "string"}} for media_type in media_types}
+BINARY = {"type": "string"}
+EVENT = {
+    "type": "object",
+    "description": "One event. `data` is a TokenEvent, a FinishEvent or (`event: error`) an error as JSON; at last [DONE]",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+
+
+def answers(model: type[BaseModel], media_type: str, schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """The answers of an endpoint that encodes its own: the schema of its JSON, and that of its other media type."""
+    content = {media_type: {"schema": schema}}
     return {200: {"model": model, "description": "The numbers", "content": content}, **errors()}

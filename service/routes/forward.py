@@ -17,7 +17,7 @@ from model.worked_examples import WORKED_EXAMPLES, WorkedExample, worked_example
 from service.encoding import cast, safetensors_bytes, to_json, value_bytes
 from service.errors import ApiError, invalid
 from service.limits import JsonRoute
-from service.openapi import answers
+from service.openapi import BINARY, answers
 from service.passes import SAFETENSORS, Budget, answer_pass, text_bytes, wants_safetensors
 from service.published import published_answer, worked_example_answer
 from service.schemas import ForwardAnswer, ForwardRequest
@@ -76,7 +76,7 @@ class Plan:
     "/forward",
     summary="Every stage of one forward pass",
     response_model=None,
-    responses=answers(ForwardAnswer, SAFETENSORS),
+    responses=answers(ForwardAnswer, SAFETENSORS, BINARY),
 )
 async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Response:
     as_safetensors = wants_safetensors(request)

@@ -19,7 +19,7 @@ from model.sampling import SamplingParams
 from service.encoding import to_json
 from service.errors import error_body, internal, invalid
 from service.limits import JsonRoute
-from service.openapi import answers
+from service.openapi import EVENT, answers
 from service.schemas import GenerateAnswer, GenerateRequest
 from service.shown import TextOf
 from service.state import (
@@ -43,7 +43,7 @@ DEFAULT_MAX_TOKENS = 128
     "/generate",
     summary="Continue a prompt, whole or streamed",
     response_model=None,
-    responses=answers(GenerateAnswer, "text/event-stream"),
+    responses=answers(GenerateAnswer, "text/event-stream", EVENT),
 )
 async def generate(body: GenerateRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
     run = Run(body, state, checkpoint, await prompt_ids(state, checkpoint, body.prompt))

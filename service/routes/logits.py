@@ -11,7 +11,7 @@ from model.checkpoint import Checkpoint
 from service.encoding import json_array, safetensors_bytes, to_json, value_bytes
 from service.errors import invalid
 from service.limits import JsonRoute
-from service.openapi import answers
+from service.openapi import BINARY, answers
 from service.passes import LOGITS_BYTES, SAFETENSORS, Budget, answer_pass, text_bytes, wants_safetensors
 from service.schemas import LogitsAnswer, LogitsRequest
 from service.state import (
@@ -27,7 +27,9 @@ from service.state import (
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
 
 
-@router.post("/logits", summary="Next-token logits", response_model=None, responses=answers(LogitsAnswer, SAFETENSORS))
+@router.post(
+    "/logits", summary="Next-token logits", response_model=None, responses=answers(LogitsAnswer, SAFETENSORS, BINARY)
+)
 async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
     as_safetensors = wants_safetensors(request)
     ids = await prompt_ids(state, checkpoint, body.prompt)

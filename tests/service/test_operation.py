@@ -18,7 +18,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from model.sampling import Sampler
+from model.generation import Transcript
 from service.__main__ import main
 from service.app import load, load_model
 from service.settings import Settings
@@ -161,9 +161,9 @@ class TestCommandLine:
 
     def test_the_environment_sets_and_the_command_line_wins(self, settings_of: Callable[..., Settings]) -> None:
         environment = {"MODEL": "/from/env", "PORT": "1234", "API_KEY": "secret", "MAX_WAITING_REQUESTS": "7"}
-        settings = settings_of("--port", "4321", "--dtype", "bfloat16", "--max-running-requests", "3", **environment)
+        settings = settings_of("--port", "4321", "--dtype", "bfloat16", "--max-num-seqs", "3", **environment)
         assert (settings.model, settings.port, settings.dtype) == ("/from/env", 4321, "bfloat16")
-        assert (settings.max_waiting_requests, settings.max_running_requests) == (7, 3)
+        assert (settings.max_waiting_requests, settings.max_num_seqs) == (7, 3)
         assert settings.api_key is not None
         assert settings.api_key.get_secret_value() == "secret"
         assert "secret" not in repr(settings)
@@ -178,7 +178,7 @@ class TestCommandLine:
         [
             (["--port", "http"], "port"),
             (["--port", "70000"], "port"),
-            (["--max-running-requests", "0"], "max_running_requests"),
+            (["--max-num-seqs", "0"], "max_num_seqs"),
             (["--dtype", "int8"], "dtype"),
             (["--no-such-setting", "1"], "no-such-setting"),
             (["--threads", "0", "--port", "8000"], "threads"),
@@ -256,12 +256,10 @@ def is_refused(address: str) -> bool:
 
 class TestLoad:
     def test_a_full_queue_answers_429_and_when_to_come_back(self, tiny_directory: Path, start: Start) -> None:
-        service = start(model=str(tiny_directory), max_running_requests=1, max_waiting_requests=1)
+        service = start(model=str(tiny_directory), max_num_seqs=1, max_waiting_requests=1)
         with ThreadPoolExecutor(2) as pool, service.blocked():
-            pending = [pool.submit(service.post, "/generate", SHORT)]
-            wait_until(lambda: service.metric("num_requests_running") == 1, "the first has its place")
-            pending.append(pool.submit(service.post, "/generate", SHORT | {"stream": True}))
-            wait_until(lambda: service.metric("num_requests_waiting") == 1, "the second waits")
+            pending = [pool.submit(service.post, "/generate", SHORT | {"stream": True})]
+            wait_until(lambda: service.metric("num_requests_waiting") == 1, "one waits")
             refused = [
                 service.post("/generate", SHORT),
                 service.post("/generate", SHORT | {"stream": True}),
@@ -273,9 +271,22 @@ class TestLoad:
             assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
             assert response.json()["error"]["type"] == "overloaded_error"
             assert int(response.headers["retry-after"]) >= 1
-        assert [future.result(PATIENCE_SECONDS).status_code for future in pending] == [200, 200]
+        assert pending[0].result(PATIENCE_SECONDS).status_code == 200
         wait_until(lambda: service.metric("num_requests_running") == 0, "all are done")
         assert service.post("/generate", SHORT).status_code == 200
+
+    def test_waiting_prompts_with_too_many_tokens_answer_429_and_one_alone_does_not(
+        self, tiny_directory: Path, start: Start
+    ) -> None:
+        service = start(model=str(tiny_directory), max_num_seqs=1, max_waiting_tokens=10)
+        long = {"prompt": [40] * 30, "max_tokens": 2}
+        with ThreadPoolExecutor(1) as pool, service.blocked():
+            pending = pool.submit(service.post, "/generate", long)
+            wait_until(lambda: service.metric("num_requests_waiting") == 1, "one waits")
+            refused = service.post("/generate", SHORT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert "30 tokens" in refused.json()["error"]["message"]
+        assert pending.result(PATIENCE_SECONDS).status_code == 200
 
     def test_200_requests_at_once_are_all_answered_right(self, tiny: Running) -> None:
         def request(i: int) -> tuple[str, dict[str, Any]]:
@@ -314,7 +325,7 @@ class TestLoad:
         with ThreadPoolExecutor(len(bodies)) as pool:
             with tiny.blocked():
                 pending = [pool.submit(lambda body=body: tiny.stream(**body)) for body in bodies]
-                wait_until(lambda: tiny.metric("num_requests_running") == len(bodies), "all have their places")
+                wait_until(lambda: tiny.metric("num_requests_waiting") == len(bodies), "all wait for one step")
             streams = [future.result(PATIENCE_SECONDS) for future in pending]
         assert [outcome(events) for events in streams] == alone
         ends = [events[-1]["timings"] for events in streams]
@@ -324,27 +335,25 @@ class TestLoad:
     def test_one_request_that_fails_leaves_its_neighbours_alone(
         self, tiny: Running, monkeypatch: pytest.MonkeyPatch, errors_logged: list[str]
     ) -> None:
-        sample = Sampler.sample
+        push = Transcript.push
 
-        def fail_for_the_seed(sampler: Sampler, logits: Any) -> int:
-            if sampler.params.seed == 666:
+        def fail_for_the_seed(transcript: Transcript, *arguments: Any) -> Any:
+            if transcript._params.sampling.seed == 666:
                 raise RuntimeError("this one fails")
-            return sample(sampler, logits)
+            return push(transcript, *arguments)
 
         expected = tiny.answer("/generate", **SHORT, seed=3)["tokens"]
-        monkeypatch.setattr(Sampler, "sample", fail_for_the_seed)
+        monkeypatch.setattr(Transcript, "push", fail_for_the_seed)
         with ThreadPoolExecutor(8) as pool:
             with tiny.blocked():
                 pending = [
                     pool.submit(tiny.post, "/generate", SHORT | {"seed": 666 if i == 2 else 3}) for i in range(6)
                 ]
-                wait_until(lambda: tiny.metric("num_requests_running") == 6, "all have their places")
+                wait_until(lambda: tiny.metric("num_requests_waiting") == 6, "all wait for one step")
             responses = [future.result(PATIENCE_SECONDS) for future in pending]
         assert [response.status_code for response in responses] == [200, 200, 500, 200, 200, 200]
         assert all(response.json()["tokens"] == expected for i, response in enumerate(responses) if i != 2)
-        wait_until(
-            lambda: any("POST /generate failed" in message for message in errors_logged), "the failure is logged"
-        )
+        wait_until(lambda: "this one fails" in "".join(errors_logged), "the failure is logged")
         errors_logged.clear()
 
 
