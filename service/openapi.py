@@ -24,7 +24,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 BINARY = {"type": "string"}
 EVENT = {
     "type": "object",
-    "description": "One event. `data` is a TokenEvent, a FinishEvent or (`event: error`) an error as JSON; at last [DONE]",
+    "description": "One event: a TokenEvent, a FinishEvent or (`event: error`) an error as JSON; at last [DONE]",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
