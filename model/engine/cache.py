@@ -16,6 +16,7 @@ from model.attention import CausalMask, folded_attention, mix, spell_out
 from model.config import ModelConfig
 from model.engine.scheduler import Share
 from model.engine.taps import SequenceTap
+from model.engine.varlen import VarlenRead, find_kernel
 from model.stages import Probe
 
 MAX_PADDING = 2  # of streams that are read together, the longest over the shortest
@@ -24,7 +25,8 @@ MAX_PADDING = 2  # of streams that are read together, the longest over the short
 class PagedCache:
     """Keys and values of `num_blocks` blocks, in every layer. `keys[layer]` is (num_blocks * block_size, Hkv, D).
 
-    Zeros at first, since what is masked is still multiplied by zero.
+    Zeros at first, since what is masked is still multiplied by zero. `kernel` reads all sequences of a step at once,
+    where the device has one.
     """
 
     def __init__(
@@ -35,6 +37,8 @@ class PagedCache:
         self.device = device
         shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.d_head)
         self.keys, self.values = (zeros(shape, dtype, device) for _ in range(2))
+        self.kernel = find_kernel(config, dtype, device)
+        self.kernel = find_kernel(config, dtype, device)
         self._gathered = [self.keys.new_empty(0, block_size * config.num_kv_heads * config.d_head) for _ in range(2)]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -103,14 +107,22 @@ class PagedContext:
                 slots.append(blocks[position // size] * size + position % size)
         self.positions, self._slots = torch.tensor([positions, slots], device=cache.device)
         self._windows = [config.window_of(layer) for layer in range(config.num_layers)]
-        self._reads = {window: plan_reads(shares, window, size, cache.device) for window in set(self._windows)}
+        if cache.kernel is not None:
+            self._varlen_read = VarlenRead.of(shares, size, cache.device)
+        else:
+            self._reads = {window: plan_reads(shares, window, size, cache.device) for window in set(self._windows)}
         self._scale = config.d_head**-0.5
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe) -> Tensor:
         self._cache.write(layer, self._slots, k[0], v[0])
-        z = torch.empty_like(q)
-        for read in self._reads[self._windows[layer]]:
-            self._read(layer, read, q[0], z[0])
+        window = self._windows[layer]
+        if self._cache.kernel is not None:
+            keys, values = self._cache.keys[layer], self._cache.values[layer]
+            z = self._varlen_read.attend(self._cache.kernel, q[0], keys, values, window, scale=self._scale)[None]
+        else:
+            z = torch.empty_like(q)
+            for read in self._reads[window]:
+                self._read(layer, read, q[0], z[0])
         for tap in self._taps:
             self._show(layer, tap, q, z, probe.of(tap))
         return probe("z", z)

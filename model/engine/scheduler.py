@@ -1,20 +1,17 @@
 """What the next step computes. One rule: computed tokens catch up with tokens, under a budget; nothing is a phase.
 
-Streams come first, a token each; prompts share what is left of the budget, the oldest first. Where streams wait for
-the step, prompts take only so many tokens that it lasts at most `max_stretch` times as long as one without them. When
-the blocks run out, the youngest sequence gives its own back and is computed again later. No torch here.
+Streams come first, a token each; prompts share what is left of the budget, the oldest first, and where streams wait
+for the step they take no more than its pace allows. When the blocks run out, the youngest sequence gives its own back
+and is computed again later. No torch here.
 """
 
-import math
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 
 from model.engine.blocks import BlockPool
+from model.engine.pace import Pace
 from model.engine.sequence import Sequence
-
-MEMORY = 0.8  # of the time of a step of streams, when a new one is measured
-MIN_PROMPT_TOKENS = 8  # a step, however slow they are: a prompt must get on
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,6 @@ class Scheduler:
             raise ValueError(f"max_sequences: {max_sequences} must be at least 1")
         if max_tokens < max_sequences:
             raise ValueError(f"max_tokens: {max_tokens} a step is below the {max_sequences} sequences that may run")
-        if not max_stretch > 1:
-            raise ValueError(f"max_stretch: {max_stretch} must be above 1, or no prompt enters beside a stream")
         self.pool = pool
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -49,9 +44,7 @@ class Scheduler:
         self.num_prefix_hits = 0
         self._max_sequences = max_sequences
         self._max_tokens = max_tokens
-        self._max_stretch = max_stretch
-        self._stream_seconds: float | None = None  # of a step of streams alone
-        self._prompt_limit = MIN_PROMPT_TOKENS  # tokens of prompts in a step that streams wait for
+        self._pace = Pace(max_stretch)
 
     def add(self, sequence: Sequence) -> None:
         if self._blocks_for(len(sequence.tokens)) > self.pool.num_blocks:
@@ -77,9 +70,11 @@ class Scheduler:
         streams = [s for s in self.running if s.num_missing == 1 and not s.is_held]
         shares = [Share(sequence, sequence.num_computed, 1) for sequence in streams if self._make_room(sequence)]
         budget = self._max_tokens - len(shares)
-        if shares:
-            budget = min(budget, self._prompt_limit)
-        for sequence in [s for s in self.running if s.num_missing > 1 and not s.is_held]:
+        prompts = [s for s in self.running if s.num_missing > 1 and not s.is_held]
+        if shares and (prompts or self.waiting):
+            num_entering = min(len(self.waiting), self._max_sequences - len(self.running))
+            budget = min(budget, self._pace.limit(len(shares), len(prompts) + num_entering))
+        for sequence in prompts:
             budget -= self._share(sequence, budget, shares)
         for sequence in list(self.waiting):
             if budget <= 0 or len(self.running) == self._max_sequences:
@@ -99,21 +94,7 @@ class Scheduler:
                 size = self.pool.block_size
                 for index in range(before // size, sequence.num_computed // size):
                     self.pool.register(sequence.blocks[index], sequence.block_hash(index, size))
-        self._measure(shares, seconds)
-
-    def _measure(self, shares: list[Share], seconds: float) -> None:
-        """Learn how many prompt tokens the streams can bear: a step changes that by a factor of two at most."""
-        num_streams = sum(share.is_last and share.num_new == 1 for share in shares)
-        num_prompt_tokens = sum(share.num_new for share in shares) - num_streams
-        if num_prompt_tokens == 0:
-            before = seconds if self._stream_seconds is None else self._stream_seconds
-            self._stream_seconds = MEMORY * before + (1 - MEMORY) * seconds
-        elif num_streams > 0 and self._stream_seconds is not None and num_prompt_tokens >= self._prompt_limit // 2:
-            added = max(seconds - self._stream_seconds, 0.0) / num_prompt_tokens
-            spare = (self._max_stretch - 1) * self._stream_seconds
-            bearable = spare / added if added > 0 else math.inf
-            bearable = min(max(bearable, self._prompt_limit / 2), self._prompt_limit * 2, self._max_tokens)
-            self._prompt_limit = max(int(bearable), MIN_PROMPT_TOKENS)
+        self._pace.observe(sum(share.num_new for share in shares), seconds)
 
     def _share(self, sequence: Sequence, budget: int, shares: list[Share]) -> int:
         num_new = min(sequence.num_missing, budget)

@@ -1,0 +1,1 @@
+"""Benchmarks: programs to run by hand, not tests. Each prints a table and, last, one line of JSON."""

@@ -1,0 +1,215 @@
+"""The service over HTTP: latency and throughput at 1, 8 and 32 streams, beside the bare model's own loop; and what
+running streams feel while a long prompt enters.
+
+    python -m tests.benchmarks.serve [--dtype bfloat16] [--threads 2] [--rounds 3] [--model DIRECTORY]
+
+Without `--model` it serves random weights of the 123.6M Llama shape of articles/001. Every prompt is different, the
+choice greedy. Figures are medians over alternating rounds.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from model.checkpoint import DTYPES, load_checkpoint
+from model.transformer import Transformer
+from tests.benchmarks.client import Timed, generate, percentile, summarize
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_IN, NUM_OUT = 16, 128
+STREAMS = (1, 8, 32)
+ENTERING = 1500
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 50257,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+
+
+def write_random_checkpoint(directory: Path) -> None:
+    """Weights of the usual size, in Hugging Face layout."""
+    generator = torch.Generator().manual_seed(0)
+    width, inner, num_layers = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["num_hidden_layers"]
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return 0.02 * torch.randn(rows, columns, generator=generator)
+
+    weights = {"model.embed_tokens.weight": matrix(SHAPE["vocab_size"], width), "model.norm.weight": torch.ones(width)}
+    for layer in range(num_layers):
+        of = f"model.layers.{layer}"
+        weights |= {f"{of}.self_attn.{name}_proj.weight": matrix(width, width) for name in "qkvo"}
+        weights |= {f"{of}.mlp.{name}_proj.weight": matrix(inner, width) for name in ("gate", "up")}
+        weights[f"{of}.mlp.down_proj.weight"] = matrix(width, inner)
+        weights |= {f"{of}.{name}_layernorm.weight": torch.ones(width) for name in ("input", "post_attention")}
+    (directory / "config.json").write_text(json.dumps(SHAPE))
+    save_file(weights, directory / "model.safetensors")
+
+
+@contextmanager
+def serving(directory: Path, dtype: str, threads: int, *options: str) -> Iterator[int]:
+    """The service in a process of its own; yields its port when it is ready."""
+    command = [sys.executable, "-m", "service", "--model", str(directory), "--dtype", dtype, "--port", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [*command, "--threads", str(threads), *options], stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+    ) as process:
+        assert process.stderr is not None
+        try:
+            port = next(int(line.split(":")[-1].split()[0]) for line in process.stderr if "Uvicorn running" in line)
+            while not is_ready(port):
+                time.sleep(0.1)
+            yield port
+        finally:
+            process.terminate()
+
+
+def is_ready(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready") as response:
+            return bool(response.status == 200)
+    except urllib.error.HTTPError:
+        return False
+
+
+class Prompts:
+    """Prompts that were never sent before."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._random = random.Random(0)
+        self._vocab_size = vocab_size
+
+    def body(self, num_in: int, num_out: int) -> dict[str, Any]:
+        ids = [self._random.randrange(self._vocab_size) for _ in range(num_in)]
+        return {"prompt": ids, "max_tokens": num_out, "temperature": 0, "ignore_eos": True}
+
+
+async def streams(port: int, prompts: Prompts, count: int) -> list[Timed]:
+    return await asyncio.gather(*(generate(port, prompts.body(NUM_IN, NUM_OUT)) for _ in range(count)))
+
+
+async def entering(port: int, prompts: Prompts, count: int, num_in: int, num_out: int) -> dict[str, float]:
+    """`count` streams run; a long prompt enters beside them. Their gaps while it does, over their median before."""
+    running = [asyncio.create_task(generate(port, prompts.body(NUM_IN, num_out))) for _ in range(count)]
+    await asyncio.sleep(2.0)
+    long = await generate(port, prompts.body(num_in, 2))
+    done = await asyncio.gather(*running)
+    stretches = [(t, gap) for request in done for t, gap in zip(request.tokens[1:], request.gaps, strict=True)]
+    entered = long.tokens[0]
+    assert all(request.tokens[-1] > entered for request in done), "the streams ended before the prompt had entered"
+    during = [gap for t, gap in stretches if long.sent < t <= entered]
+    before = [gap for t, gap in stretches if t <= long.sent]
+    median = statistics.median([gap for _, gap in stretches])
+    return {
+        "streams": count,
+        "prompt": num_in,
+        "ttft_ms": 1e3 * long.first,
+        "itl_p50_before_ms": 1e3 * statistics.median(before),
+        "itl_p50_ms": 1e3 * median,
+        "itl_p99_during_ms": 1e3 * percentile(during, 99),
+        "p99_over_median": percentile([gap for _, gap in stretches], 99) / median,
+        "p99_during_over_median_before": percentile(during, 99) / statistics.median(before),
+    }
+
+
+@torch.inference_mode()
+def bare_loop(model: Transformer, prompts: Prompts) -> float:
+    """Tokens a second of the model alone: no engine, no text, no HTTP."""
+    ids = torch.tensor([prompts.body(NUM_IN, 1)["prompt"]])
+    cache = model.new_cache(NUM_IN + NUM_OUT)
+    start = time.perf_counter()
+    for _ in range(NUM_OUT):
+        ids = model(ids, cache, rows=[ids.shape[1] - 1])[:, -1].argmax(-1, keepdim=True)
+        ids.tolist()
+    return NUM_OUT / (time.perf_counter() - start)
+
+
+def median_of(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {name: round(statistics.median(found[name] for found in rounds), 2) for name in rounds[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments, options = parser.parse_known_args()
+    torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = arguments.model or Path(temporary)
+        if arguments.model is None:
+            write_random_checkpoint(directory)
+        model = load_checkpoint(str(directory), dtype=arguments.dtype).model
+        prompts = Prompts(model.config.vocab_size)
+        with serving(directory, arguments.dtype, arguments.threads, *options) as port:
+            asyncio.run(streams(port, prompts, 2))
+            bare_loop(model, prompts)
+            bare: list[float] = []
+            found: dict[int, list[dict[str, float]]] = {count: [] for count in STREAMS}
+            for _ in range(arguments.rounds):
+                bare.append(bare_loop(model, prompts))
+                for count in STREAMS:
+                    found[count].append(summarize(asyncio.run(streams(port, prompts, count))))
+            num_in = min(ENTERING, model.config.max_positions - 2)
+            num_out = model.config.max_positions - NUM_IN
+            entries = [
+                asyncio.run(entering(port, prompts, 4, num_in, min(num_out, 600))) for _ in range(arguments.rounds)
+            ]
+    report(arguments, bare, {count: median_of(rounds) for count, rounds in found.items()}, median_of(entries))
+
+
+def report(
+    arguments: argparse.Namespace, bare: list[float], by_count: dict[int, dict[str, float]], entry: dict[str, float]
+) -> None:
+    one = by_count[1]["tokens_per_second"]
+    result = {
+        "benchmark": "serve",
+        "model": str(arguments.model or "random 123.6M"),
+        "dtype": arguments.dtype,
+        "threads": arguments.threads,
+        "rounds": arguments.rounds,
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "bare_tokens_per_second": round(statistics.median(bare), 2),
+        "one_stream_over_bare": round(one / statistics.median(bare), 3),
+        "eight_streams_over_one": round(by_count[8]["tokens_per_second"] / one, 2),
+        "streams": by_count,
+        "entering": entry,
+    }
+    columns = list(by_count[1])
+    sys.stdout.write("  ".join(["streams", *columns]) + "\n")
+    for count, figures in by_count.items():
+        sys.stdout.write("  ".join([f"{count:7}", *(f"{figures[name]:{len(name)}.1f}" for name in columns)]) + "\n")
+    sys.stdout.write(f"bare loop: {statistics.median(bare):.1f} tokens/s; entering: {entry}\n")
+    sys.stdout.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()
