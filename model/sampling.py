@@ -68,11 +68,13 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
         self.params = params
-        self.has_penalties = bool(params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty)
         self._random = random.Random(secrets.randbits(63) if params.seed is None else params.seed)
         self._tokens = list(prompt_ids)
-        # Each token of prompt and output once, and how often it is in the output.
-        self._counts = dict.fromkeys(prompt_ids, 0) if self.has_penalties else {}
+        self._has_penalties = bool(
+            params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+        )
+        self.penalized_counts = dict.fromkeys(prompt_ids, 0) if self._has_penalties else {}
+        """What penalties concern: each token of prompt and output once, and how often it is in the output."""
 
     def process(self, logits: Tensor) -> Tensor:
         """logits (V,) -> those of the request's own processors."""
@@ -83,18 +85,14 @@ class Sampler:
             logits = processed
         return logits
 
-    def penalized(self) -> tuple[list[int], list[int]]:
-        """The tokens that penalties concern, and how often each is in the output."""
-        return list(self._counts), list(self._counts.values())
-
     def uniform(self) -> float:
         """The next draw of the request's own generator, in [0, 1)."""
         return self._random.random()
 
     def accept(self, token_id: int) -> None:
         self._tokens.append(token_id)
-        if self.has_penalties:
-            self._counts[token_id] = self._counts.get(token_id, 0) + 1
+        if self._has_penalties:
+            self.penalized_counts[token_id] = self.penalized_counts.get(token_id, 0) + 1
 
 
 def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Exception]:
@@ -136,24 +134,32 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Exception]
 
 def _adjust(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
     """Biases and penalties, at the tokens that they concern alone."""
-    adjusted = logits
+    device = logits.device
     biased = [
         (row, token_id, bias)
         for row, sampler in enumerate(samplers)
         for token_id, bias in sampler.params.logit_bias.items()
     ]
+    penalized = [
+        (row, token_id, count)
+        for row, sampler in enumerate(samplers)
+        for token_id, count in sampler.penalized_counts.items()
+    ]
+    if biased or penalized:
+        logits = logits.clone()
     if biased:
-        rows, ids, biases = (torch.tensor(column, device=logits.device) for column in zip(*biased, strict=True))
-        adjusted = adjusted.index_put((rows, ids), adjusted[rows, ids] + biases)
-    for row, sampler in enumerate(samplers):
-        if sampler.has_penalties:
-            params = sampler.params
-            penalized, occurrences = (torch.tensor(column, device=logits.device) for column in sampler.penalized())
-            found = adjusted[row, penalized]
-            found = torch.where(found > 0, found / params.repetition_penalty, found * params.repetition_penalty)
-            found -= params.presence_penalty * (occurrences > 0) + params.frequency_penalty * occurrences
-            adjusted = adjusted.index_put((torch.full_like(penalized, row), penalized), found)
-    return adjusted
+        rows, ids, biases = (torch.tensor(column, device=device) for column in zip(*biased, strict=True))
+        logits[rows, ids] += biases
+    if penalized:
+        rows, ids, counts = (torch.tensor(column, device=device) for column in zip(*penalized, strict=True))
+        repetition, presence, frequency = (
+            torch.tensor([getattr(sampler.params, name) for sampler in samplers], device=device)[rows]
+            for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        )
+        found = logits[rows, ids]
+        found = torch.where(found > 0, found / repetition, found * repetition)
+        logits[rows, ids] = found - presence * (counts > 0) - frequency * counts
+    return logits
 
 
 def _draw(logits: Tensor, samplers: Sequence[Sampler], rows: Sequence[int]) -> list[int]:
