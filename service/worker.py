@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from model.engine.engine import Engine, Output, Request, Step
+from model.engine.engine import Engine
+from model.engine.request import Output, Request, Step
 from model.generation import End
 from service.errors import ApiError
 from service.metrics import Metrics, Progress

@@ -12,8 +12,8 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from model.checkpoint import Checkpoint
-from model.engine.engine import Output
-from model.engine.engine import Request as EngineRequest
+from model.engine.request import Output
+from model.engine.request import Request as EngineRequest
 from model.generation import GenerationParams, TokenOutput
 from model.sampling import SamplingParams
 from service.encoding import to_json

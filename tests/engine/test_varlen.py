@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.engine import cache as cache_module
-from model.engine.engine import Engine, EngineConfig, Request
+from model.engine.engine import Engine, EngineConfig
+from model.engine.request import Request
 from model.engine.varlen import check_kernel, find_kernel
 from model.generation import GenerationParams
 from model.sampling import SamplingParams
