@@ -89,7 +89,7 @@ class Transformer(nn.Module):
         context.finish()
 
         if rows is not None:
-            x = x.index_select(1, torch.as_tensor(rows, device=x.device))
+            x = x.index_select(1, torch.as_tensor(rows, dtype=torch.int64, device=x.device))
         return probe("logits", self.decode(x, probe))
 
     def _embed(self, ids: Tensor, positions: Tensor, probe: Probe) -> Tensor:
