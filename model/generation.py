@@ -35,6 +35,8 @@ class GenerationParams:
             raise ValueError(f"max_tokens: {self.max_tokens} must be at least 1")
         if self.n < 1:
             raise ValueError(f"n: {self.n} must be at least 1")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ValueError(f"logprobs: {self.logprobs} must not be negative")
         if any(not stop for stop in self.stop):
             raise ValueError("stop: an empty string stops everything")
 

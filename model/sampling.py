@@ -111,10 +111,8 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Exception]
                 failures[row] = error
     logits = _adjust(logits, samplers)
     best = logits.max(dim=-1)
-    choices, are_numbers = (
-        best.indices.tolist(),
-        (best.values < torch.inf).tolist(),
-    )  # of NaN and numbers the max is NaN
+    choices = best.indices.tolist()
+    are_numbers = best.values.isfinite().tolist()  # the largest of numbers with a NaN is NaN
     drawn = [
         row
         for row, sampler in enumerate(samplers)
@@ -125,7 +123,7 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Exception]
     results: list[int | Exception] = []
     for row, sampler in enumerate(samplers):
         if row in failures or not are_numbers[row]:
-            results.append(failures.get(row) or ValueError("the logits are not numbers"))
+            results.append(failures.get(row) or ValueError("the logits are not numbers, or leave no token"))
         else:
             sampler.accept(choices[row])
             results.append(choices[row])

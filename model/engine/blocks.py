@@ -56,7 +56,7 @@ class BlockPool:
             block = after + 1
         del self._free[block]
         self._references[block] = 1
-        self._forget(block)
+        self.forget([block])
         return block
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -76,18 +76,13 @@ class BlockPool:
             self._hash_of[block] = digest
             self._block_of[digest] = block
 
-    def forget(self, blocks: Iterable[int]) -> list[int]:
-        """Nobody is to find the content of these blocks; gives those that one sequence alone uses."""
-        own = [block for block in blocks if self._references[block] == 1]
-        for block in own:
-            self._forget(block)
-        return own
-
-    def _forget(self, block: int) -> None:
-        digest = self._hash_of[block]
-        if digest is not None:
-            del self._block_of[digest]
-            self._hash_of[block] = None
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Nobody is to find the content of these blocks."""
+        for block in blocks:
+            digest = self._hash_of[block]
+            if digest is not None:
+                del self._block_of[digest]
+                self._hash_of[block] = None
 
     def check_integrity(self, in_use: Iterable[Sequence[int]]) -> None:
         """Every block is free or referenced as often as the sequences' lists `in_use` name it; the index is exact."""

@@ -6,7 +6,7 @@ elsewhere (`blocks.py`).
 
 import math
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +25,8 @@ MAX_PADDING = 2  # of streams that are read together, the longest over the short
 class PagedCache:
     """Keys and values of `num_blocks` blocks, in every layer. `keys[layer]` is (num_blocks * block_size, Hkv, D).
 
-    Zeros at first, since what is masked is still multiplied by zero. `kernel` reads all sequences of a step at once,
-    where the device has one.
+    What is masked is still multiplied by zero, so that all that is read must be numbers: zeros at first. `kernel` reads
+    all sequences of a step at once, where the device has one.
     """
 
     def __init__(
@@ -58,12 +58,11 @@ class PagedCache:
             found.append(out.view(-1, *pool.shape[1:]))
         return found[0], found[1]
 
-    def clear(self, blocks: Iterable[int]) -> None:
-        """Zeros in these blocks: what is no number would spoil the next sequence that gets them."""
-        for block in blocks:
-            slots = slice(block * self.block_size, (block + 1) * self.block_size)
-            self.keys[:, slots] = 0
-            self.values[:, slots] = 0
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zeros in these blocks: what another sequence left there may be no number."""
+        index = torch.tensor(blocks, device=self.device)
+        for pool in (self.keys, self.values):
+            pool.view(len(pool), -1, self.block_size, *pool.shape[2:]).index_fill_(1, index, 0)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

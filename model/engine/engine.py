@@ -81,9 +81,13 @@ class Engine:
         return bool(self._choices)
 
     def check(self, request: Request) -> None:
-        """Raises `ValueError` naming the field that does not fit the context or the cache."""
-        num_prompt = len(request.prompt_ids)
-        request.params.check(self._model.config.max_positions, num_prompt, has_text=self._tokenizer is not None)
+        """Raises `ValueError` naming the field that does not fit the vocabulary, the context or the cache."""
+        config, num_prompt = self._model.config, len(request.prompt_ids)
+        request.params.check(config.max_positions, num_prompt, has_text=self._tokenizer is not None)
+        for field, ids in (("prompt", request.prompt_ids), ("logit_bias", request.params.sampling.logit_bias)):
+            for token_id in ids:
+                if not 0 <= token_id < config.vocab_size:
+                    raise ValueError(f"{field}: {token_id} is no token id; the vocabulary has {config.vocab_size}")
         if num_prompt + request.params.max_tokens > self.num_cache_tokens:
             raise ValueError(
                 f"max_tokens: {request.params.max_tokens} after a prompt of {num_prompt} pass the cache of "
@@ -131,11 +135,14 @@ class Engine:
         # A request's first choice leads the others, so its first step is the request's.
         started = [choice.request.id for choice in choices.values() if choice.start() and choice.index == 0]
         try:
+            if self._scheduler.fresh_blocks:
+                self._cache.clear(self._scheduler.fresh_blocks)
             made = self._compute(choices)
+            self._scheduler.complete(shares, time.perf_counter() - start)
         except Exception as error:  # of the batch as a whole: nobody's numbers can be trusted
             logger.exception("a step of %d sequences failed", len(shares))
             made = {share: Made(error=error) for share in shares}
-        self._scheduler.complete(shares, time.perf_counter() - start)
+            self._scheduler.forget(shares)
         outputs = [self._advance(choice, share, made[share]) for share, choice in choices.items()]
         return Step(
             outputs=[output for output in outputs if output is not None],
@@ -195,13 +202,11 @@ class Engine:
         """What the step made of one sequence."""
         try:
             output = choice.advance(share, made)
-            if output is None or output.end is None:
-                return output
-            self._scheduler.remove(choice.sequence)
         except Exception as error:  # it ends with it; its neighbours go on
-            self._cache.clear(self._scheduler.discard(choice.sequence))
             output = choice.output(end=End("error"), error=error)
-        self._forget(choice)
+        if output is not None and output.end is not None:
+            self._scheduler.remove(choice.sequence)
+            self._forget(choice)
         return output
 
     def _forget(self, choice: Choice) -> None:

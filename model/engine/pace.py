@@ -2,6 +2,7 @@
 
 MEMORY = 0.95  # of all steps before, when a new one is measured
 MIN_TOKENS = 16  # a step, however slow they are: a prompt must get on
+MAX_TOKENS = 1 << 20
 
 
 class Pace:
@@ -35,5 +36,5 @@ class Pace:
             stream_seconds = (self._y - slope * self._x) / self._weight + slope * num_streams
             stretch = (self._max_stretch - 1) * max(1.0, num_prompts / num_streams)
             bearable = min(bearable, stretch * stream_seconds / slope)
-        self._limit = max(MIN_TOKENS, int(bearable))
+        self._limit = int(min(max(bearable, MIN_TOKENS), MAX_TOKENS))
         return self._limit

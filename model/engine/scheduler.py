@@ -6,7 +6,6 @@ and is computed again later. No torch here.
 """
 
 from bisect import insort
-from collections import deque
 from dataclasses import dataclass
 
 from model.engine.blocks import BlockPool
@@ -37,8 +36,9 @@ class Scheduler:
         if max_tokens < max_sequences:
             raise ValueError(f"max_tokens: {max_tokens} a step is below the {max_sequences} sequences that may run")
         self.pool = pool
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.fresh_blocks: list[int] = []
         self.num_preemptions = 0
         self.num_prefix_queries = 0  # tokens looked up, as vLLM counts
         self.num_prefix_hits = 0
@@ -59,14 +59,12 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
-    def discard(self, sequence: Sequence) -> list[int]:
-        """Remove a sequence whose keys and values may be no numbers; gives the blocks that were its own."""
-        own = self.pool.forget(sequence.blocks)
-        self.remove(sequence)
-        return own
-
     def schedule(self) -> list[Share]:
-        """The next step's shares, streams first; blocks for all of their tokens are the sequences' own."""
+        """The next step's shares, streams first; blocks for all of their tokens are the sequences' own.
+
+        `fresh_blocks` are those of them that hold what another sequence left, and will be read before they are full.
+        """
+        self.fresh_blocks = []
         streams = [s for s in self.running if s.num_missing == 1 and not s.is_held]
         shares = [Share(sequence, sequence.num_computed, 1) for sequence in streams if self._make_room(sequence)]
         budget = self._max_tokens - len(shares)
@@ -95,6 +93,11 @@ class Scheduler:
                 for index in range(before // size, sequence.num_computed // size):
                     self.pool.register(sequence.blocks[index], sequence.block_hash(index, size))
         self._pace.observe(sum(share.num_new for share in shares), seconds)
+
+    def forget(self, shares: list[Share]) -> None:
+        """The step failed: nobody is to find what the blocks of its sequences hold."""
+        for share in shares:
+            self.pool.forget(share.sequence.blocks)
 
     def _share(self, sequence: Sequence, budget: int, shares: list[Share]) -> int:
         num_new = min(sequence.num_missing, budget)
@@ -147,12 +150,14 @@ class Scheduler:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.num_computed = 0
-        self.waiting.appendleft(sequence)
+        insort(self.waiting, sequence, key=lambda s: s.order)
         self.num_preemptions += 1
 
     def _extend(self, sequence: Sequence, num_more: int) -> None:
         for _ in range(num_more):
             sequence.blocks.append(self.pool.allocate(sequence.blocks[-1] if sequence.blocks else None))
+        if num_more:
+            self.fresh_blocks.append(sequence.blocks[-1])
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
@@ -165,7 +170,7 @@ class Scheduler:
         """The pool is exact; who runs has blocks for what is computed, who waits has none; both are in order."""
         self.pool.check_integrity([sequence.blocks for sequence in self.running])
         assert len(self.running) <= self._max_sequences
-        for queue in (self.running, list(self.waiting)):
+        for queue in (self.running, self.waiting):
             assert [s.order for s in queue] == sorted({s.order for s in queue}), "out of order, or there twice"
         assert not set(self.running) & set(self.waiting)
         for sequence in self.running:

@@ -38,7 +38,10 @@ class SequenceTap:
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         start = time.perf_counter()
         try:
-            return self.tap(name, tensor)
+            given = self.tap(name, tensor)
+            if not isinstance(given, Tensor) or given.shape != tensor.shape or given.dtype != tensor.dtype:
+                raise ValueError(f"{name}: the tap returned no {tensor.dtype} tensor of shape {tuple(tensor.shape)}")
+            return given
         except Exception as error:  # likewise
             self.error = error
             return tensor
