@@ -16,7 +16,8 @@ Processor = Callable[[Sequence[int], Tensor], Tensor]
 """(tokens so far, logits (V,)) -> logits (V,), before everything else that changes logits."""
 
 FEW = 1024  # likeliest tokens that hold all that is kept, mostly: to find them is cheaper than to sort all
-SMALLEST_TEMPERATURE = 1e-30  # below it only the likeliest tokens are left anyway; float32 has no room for much less
+# Beyond these only the likeliest tokens are left, or all are equally likely, anyway; and float32 has no room for more.
+TEMPERATURES = (1e-30, 1e30)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +166,7 @@ def _draw(logits: Tensor, samplers: Sequence[Sampler], rows: Sequence[int]) -> l
     params = [samplers[row].params for row in rows]
     device = logits.device
     scaled = logits[torch.tensor(rows, device=device)]
-    temperatures = [max(p.temperature, SMALLEST_TEMPERATURE) for p in params]
+    temperatures = [min(max(p.temperature, TEMPERATURES[0]), TEMPERATURES[1]) for p in params]
     # Shifted before the division: a tiny temperature gives zeros and large negative numbers, never NaN.
     scaled = (scaled - scaled.amax(-1, keepdim=True)) / torch.tensor(temperatures, device=device)[:, None]
     probabilities = scaled.softmax(-1)
@@ -193,9 +194,9 @@ def _narrow(probabilities: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     )
     has_top_k = top_k > 0
     top = probabilities.topk(min(FEW, probabilities.shape[-1]), dim=-1).values.double()
-    cut_by_mass = ~has_top_k & (top.sum(-1, keepdim=True) >= top_p) & (top_p < 1)
+    cut_by_mass = (top.sum(-1, keepdim=True) >= top_p) & (top_p < 1)
     cut_by_min = top[:, -1:] < min_p * top[:, :1]
-    if not bool((cut_by_mass | cut_by_min | (has_top_k & (top_k <= top.shape[-1]))).all()):
+    if not bool(torch.where(has_top_k, top_k <= top.shape[-1], cut_by_mass | cut_by_min).all()):
         top = probabilities.sort(dim=-1, descending=True).values.double()
     inside = ~has_top_k | (torch.arange(top.shape[-1], device=device) < top_k)
     kept = top * inside

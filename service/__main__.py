@@ -1,6 +1,7 @@
 """The console command `forwardscope`, also `python -m service`."""
 
 import asyncio
+import contextlib
 import logging
 import socket
 import sys
@@ -22,7 +23,7 @@ LAST_EVENTS_SECONDS = 10  # for answers that are written when nothing is compute
 
 class DrainingServer(uvicorn.Server):
     """On the first SIGTERM or SIGINT it goes on to listen, so that it can say 503, until the worker is idle or its
-    grace period is over; then it ends. On the second it ends at once."""
+    grace period is over; then it ends. On the second it ends at once: what is left is cancelled, nobody is waited for."""
 
     def __init__(self, config: uvicorn.Config, worker: Worker, grace_seconds: float) -> None:
         super().__init__(config)
@@ -36,7 +37,11 @@ class DrainingServer(uvicorn.Server):
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._loop is None or self._worker.is_draining:
+        if self._loop is None:
+            super().handle_exit(sig, frame)
+        elif self._worker.is_draining:
+            self._loop.call_soon_threadsafe(self._worker.give_up)
+            self.force_exit = True  # uvicorn still takes a tenth of a second, in which the last events are written
             super().handle_exit(sig, frame)
         else:
             self._loop.call_soon_threadsafe(self._begin_drain, sig, frame)
@@ -74,7 +79,8 @@ def main() -> None:
         timeout_graceful_shutdown=LAST_EVENTS_SECONDS,
     )
     server = DrainingServer(config, app.state.forwardscope.worker, settings.shutdown_grace_seconds)
-    server.run()
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises SIGINT again when it has ended
+        server.run()
     if app.state.forwardscope.failure is not None:
         sys.exit(1)
 

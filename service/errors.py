@@ -133,5 +133,7 @@ def _is_json(content_type: str) -> bool:
 
 
 def _field(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Where in the body: a field, and indices in it. Words further in are a union's branches or a client's own keys."""
-    return tuple(part for depth, part in enumerate(loc[1:]) if depth == 0 or isinstance(part, int))
+    """Where in the body: a field (of a trace, its own), and indices in it. Words further in are a union's branches or a
+    client's own keys."""
+    num_names = 2 if loc[1:2] == ("trace",) else 1
+    return tuple(part for depth, part in enumerate(loc[1:]) if depth < num_names or isinstance(part, int))

@@ -67,7 +67,6 @@ async def answer_pass(
             f"prompt: has {num_tokens} tokens, one pass takes {limit}: shorten it, or start with more --max-pass-tokens"
         )
         raise ApiError(413, message, param="prompt", code="prompt_too_long")
-    state.worker.check_room(num_tokens)
     content = await unless_disconnected(request, _run(state, job, num_tokens))
     if content is None:
         return Response(status_code=499)
@@ -82,6 +81,7 @@ async def _run(state: State, job: Callable[[float], bytes], num_tokens: int) -> 
         content = job(began - arrived)
         return content, began - arrived, time.perf_counter() - began
 
+    state.worker.check_room(num_tokens)
     content, waited, seconds = await state.worker.run(timed)
     metrics = state.metrics
     metrics.queue_seconds.observe(waited)

@@ -280,7 +280,7 @@ class Usage(Answer):
 
 class GenerateTimings(Answer):
     queue_seconds: float
-    time_to_first_token_seconds: float
+    time_to_first_token_seconds: float | None = Field(description="null where it was cancelled before")
     total_seconds: float
 
 

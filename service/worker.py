@@ -224,11 +224,16 @@ class Worker:
         try:
             await asyncio.wait_for(self._is_idle.wait(), grace_seconds)
         except TimeoutError:
-            logger.warning("%d requests are cancelled: the grace period is over", self.num_running + self.num_waiting)
-            for stream in self._streams.values():
-                stream.cancel("shutdown")
-            for job in self._jobs_in_flight:
-                job.cancel()
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Cancel all that runs and waits."""
+        if num_cancelled := self.num_running + self.num_waiting:
+            logger.warning("%d requests are cancelled: no more time is left", num_cancelled)
+        for stream in self._streams.values():
+            stream.cancel("shutdown")
+        for job in self._jobs_in_flight:
+            job.cancel()
 
     def close(self) -> None:
         """Wait for the step or job that runs, and drop what has not begun."""
@@ -306,8 +311,14 @@ class Worker:
         return step.num_sequences == 0
 
     def _add(self, request: Request) -> None:
-        if self._engine is not None:  # else it has failed, and every stream with it
+        if self._engine is None:  # it has failed, and every stream with it
+            return
+        try:
             self._engine.add(request)
+        except Exception as error:  # a bug: it ends this request alone
+            self._engine.abort(request.id)
+            ends = [Output(request.id, choice, end=End("error"), error=error) for choice in range(request.params.n)]
+            self._post_back(Step(outputs=ends), time.perf_counter())
 
     def _abort(self, request_id: str, reason: str | None) -> None:
         if self._engine is not None:

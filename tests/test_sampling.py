@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.sampling import Sampler, SamplingParams, token_logprobs
+from model import sampling
+from model.sampling import Sampler, SamplingParams, sample, token_logprobs
 
 V = 12
 NUM_DRAWS = 4000
@@ -24,7 +25,14 @@ def random_logits(seed: int) -> Tensor:
 
 
 def sampler(prompt_ids: Sequence[int] = (), **params: Any) -> Sampler:
-    return Sampler(SamplingParams(**params), V, prompt_ids)
+    return Sampler(SamplingParams(**params), prompt_ids)
+
+
+def choose(chooser: Sampler, logits: Tensor) -> int:
+    """The next token of one request alone."""
+    [token_id] = sample(logits[None], [chooser])
+    assert isinstance(token_id, int), token_id
+    return token_id
 
 
 def sampler_unless_refused(prompt_ids: Sequence[int] = (), **params: Any) -> Sampler | None:
@@ -79,8 +87,11 @@ def processed(logits: Tensor, seen: Sequence[int], **params: Any) -> Tensor:
 def test_tokens_are_drawn_from_the_distribution_of_transformers(params: dict[str, Any]) -> None:
     logits = random_logits(1)
     expected = processed(logits, [], **params).softmax(0).tolist()
-    chooser = sampler(seed=11, **params)
-    counts = Counter(chooser.sample(logits) for _ in range(NUM_DRAWS))
+    choosers = [sampler(seed=seed, **params) for seed in range(100)]
+    counts = Counter(
+        itertools.chain.from_iterable(sample(logits.expand(100, V), choosers) for _ in range(NUM_DRAWS // 100))
+    )
+    assert counts.total() == NUM_DRAWS
     for token_id, chance in enumerate(expected):
         # Five standard deviations of a count, and three more for the rare ones: chance does not explain what is beyond.
         allowed = 5 * math.sqrt(NUM_DRAWS * chance * (1 - chance)) + 3
@@ -102,8 +113,8 @@ def test_no_token_is_drawn_that_transformers_cuts_off(
     params = {"temperature": temperature, "top_p": top_p, "min_p": min_p} | ({"top_k": top_k} if top_k else {})
     scores = processed(logits, [], **params)
     kept = {i for i in range(V) if scores[i] != -torch.inf}
-    chooser = sampler(seed=seed, **params)
-    assert {chooser.sample(logits) for _ in range(30)} <= kept
+    choosers = [sampler(seed=seed + draw, **params) for draw in range(30)]
+    assert set(sample(logits.expand(30, V), choosers)) <= kept
 
 
 def test_a_repetition_penalty_weakens_what_prompt_and_output_hold_as_transformers_does() -> None:
@@ -114,7 +125,7 @@ def test_a_repetition_penalty_weakens_what_prompt_and_output_hold_as_transformer
             # All below zero every other time: there the penalty multiplies, and weakens all the same.
             logits = random_logits(100 * seed + step) - 8 * (step % 2)
             expected = int(processed(logits, seen, repetition_penalty=1.7).argmax())
-            assert chooser.sample(logits) == expected
+            assert choose(chooser, logits) == expected
             seen.append(expected)
 
 
@@ -131,7 +142,7 @@ def test_presence_and_frequency_penalties_count_the_output_alone() -> None:
                 range(V),
                 key=lambda i: logits[i].item() + bias.get(i, 0) - presence * (counts[i] > 0) - frequency * counts[i],
             )
-            assert chooser.sample(logits) == expected
+            assert choose(chooser, logits) == expected
             counts[expected] += 1
 
 
@@ -140,26 +151,26 @@ def test_penalties_come_before_temperature() -> None:
     logits = torch.full((V,), -100.0)
     logits[0], logits[1] = 5.0, 4.5
     chooser = sampler(seed=1, temperature=0.01, presence_penalty=1.0)
-    assert [chooser.sample(logits) for _ in range(4)] == [0, 1, 0, 0]
+    assert [choose(chooser, logits) for _ in range(4)] == [0, 1, 0, 0]
 
 
 def test_a_seed_repeats_a_sequence_whatever_others_draw_in_between() -> None:
     logits = torch.zeros(V)
     alone = sampler(seed=5)
-    expected = [alone.sample(logits) for _ in range(20)]
+    expected = [choose(alone, logits) for _ in range(20)]
     first, other = sampler(seed=5), sampler(seed=6)
     torch.manual_seed(0)
-    pairs = [(first.sample(logits), other.sample(logits), torch.rand(1)) for _ in range(20)]
+    pairs = [(choose(first, logits), choose(other, logits), torch.rand(1)) for _ in range(20)]
     assert [pair[0] for pair in pairs] == expected
     assert [pair[1] for pair in pairs] != expected
-    unseeded = [[chooser.sample(logits) for _ in range(20)] for chooser in (sampler(), sampler())]
+    unseeded = [[choose(chooser, logits) for _ in range(20)] for chooser in (sampler(), sampler())]
     assert unseeded[0] != unseeded[1]
 
 
 def test_temperature_zero_is_argmax_and_the_first_of_equals() -> None:
     logits = random_logits(3)
-    assert sampler(temperature=0.0, top_k=3, top_p=0.5, seed=1).sample(logits) == int(logits.argmax())
-    assert sampler(temperature=0.0).sample(torch.tensor([0.0] * 4 + [1.0] * 8)) == 4
+    assert choose(sampler(temperature=0.0, top_k=3, top_p=0.5, seed=1), logits) == int(logits.argmax())
+    assert choose(sampler(temperature=0.0), torch.tensor([0.0] * 4 + [1.0] * 8)) == 4
 
 
 EXTREMES: dict[str, list[float]] = {
@@ -177,7 +188,7 @@ def test_finite_parameters_always_choose_a_token_or_are_refused_by_name(pair: tu
         given_params = dict(zip(pair, values, strict=True))
         chooser = sampler_unless_refused(PROMPT_IDS, seed=1, **given_params)
         for step in range(4 if chooser is not None else 0):
-            assert 0 <= chooser.sample(random_logits(step)) < V, given_params
+            assert 0 <= choose(chooser, random_logits(step)) < V, given_params
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -188,22 +199,176 @@ def test_finite_parameters_always_choose_a_token_or_are_refused_by_name(pair: tu
 )
 def test_a_finite_bias_always_chooses_a_token_or_is_refused_by_name(temperature: float, bias: dict[int, float]) -> None:
     chooser = sampler_unless_refused(seed=1, temperature=temperature, logit_bias=bias)
-    assert chooser is None or 0 <= chooser.sample(random_logits(1)) < V
+    assert chooser is None or 0 <= choose(chooser, random_logits(1)) < V
 
 
 def test_a_tiny_temperature_is_greedy() -> None:
     for temperature in (1e-6, 1e-30, 1e-40, 1e-300, 5e-324):
         for seed in range(5):
             logits = random_logits(seed)
-            assert sampler(seed=seed, temperature=temperature).sample(logits) == int(logits.argmax())
+            assert choose(sampler(seed=seed, temperature=temperature), logits) == int(logits.argmax())
 
 
-def test_logits_that_are_not_numbers_are_an_error() -> None:
-    with pytest.raises(ValueError, match="not numbers"):
-        sampler().sample(torch.full((V,), torch.nan))
-    for wrong in (torch.nan, torch.inf):
-        with pytest.raises(ValueError, match="not numbers"):
-            sampler(temperature=0.0).sample(torch.tensor([0.0] * (V - 1) + [wrong]))
+NUMBERS = [0.0] * (V - 1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "wrong",
+    [[math.nan] * V, [*NUMBERS, math.nan], [*NUMBERS, math.inf], [-math.inf] * V],
+    ids=["nan", "one nan", "one inf", "no token left"],
+)
+def test_logits_of_which_no_token_can_be_chosen_are_an_error_of_their_own_row(
+    wrong: list[float], temperature: float
+) -> None:
+    logits = torch.tensor([[*NUMBERS, 1.0], wrong, [*NUMBERS, 9.0]])
+    choosers = [sampler(seed=seed, temperature=temperature) for seed in range(3)]
+    first, error, last = sample(logits, choosers)
+    assert isinstance(error, ValueError)
+    assert "not numbers" in str(error)
+    assert [first, last] == [
+        choose(sampler(seed=seed, temperature=temperature), logits[row]) for row, seed in ((0, 0), (2, 2))
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-40, 3.0, 1e308])
+def test_a_token_that_a_processor_forbids_is_never_chosen(temperature: float) -> None:
+    def only_3_and_5(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        return torch.full_like(logits, -torch.inf).index_copy(0, torch.tensor([3, 5]), logits[[3, 5]])
+
+    choosers = [sampler(seed=seed, processors=[only_3_and_5], temperature=temperature) for seed in range(50)]
+    chosen = sample(torch.zeros(50, V), choosers)
+    assert set(chosen) == ({3} if temperature == 0 else {3, 5})
+
+
+def test_processors_see_the_tokens_so_far_and_come_one_after_another_before_the_bias() -> None:
+    seen: list[tuple[list[int], list[float]]] = []
+
+    def record(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        seen.append((list(tokens), logits.tolist()))
+        return logits + 1
+
+    chooser = sampler(PROMPT_IDS, temperature=0.0, processors=[record, record], logit_bias={7: 2.0})
+    logits = torch.zeros(V)
+    assert [choose(chooser, logits), choose(chooser, logits)] == [7, 7]
+    assert [tokens for tokens, _ in seen] == [[3, 5], [3, 5], [3, 5, 7], [3, 5, 7]]
+    assert [values for _, values in seen] == [[0.0] * V, [1.0] * V] * 2
+    assert logits.tolist() == [0.0] * V
+
+
+def test_a_processor_that_writes_into_its_logits_changes_no_other_row() -> None:
+    def spoil(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        return logits.fill_(0.0).index_fill_(0, torch.tensor([4]), 1.0)
+
+    logits = random_logits(1).repeat(2, 1)
+    before = logits.clone()
+    choosers = [sampler(temperature=0.0, processors=[spoil]), sampler(temperature=0.0)]
+    assert sample(logits, choosers) == [4, int(before[1].argmax())]
+    assert torch.equal(logits, before)
+
+
+PARAMS = st.fixed_dictionaries(
+    {"temperature": st.sampled_from([0.0, 0.2, 1.0, 2.5]), "seed": st.integers(0, 5)},
+    optional={
+        "top_k": st.integers(1, 15),
+        "top_p": st.floats(0.05, 1.0),
+        "min_p": st.floats(0.0, 0.9),
+        "repetition_penalty": st.floats(0.5, 2.0),
+        "presence_penalty": st.floats(-2, 2),
+        "frequency_penalty": st.floats(-2, 2),
+        "logit_bias": st.dictionaries(st.integers(0, V - 1), st.floats(-5, 5), max_size=3),
+        "processors": st.sampled_from([(), (lambda tokens, logits: logits.roll(1),), (lambda tokens, logits: None,)]),
+    },
+)
+
+
+@given(params=st.lists(PARAMS, min_size=1, max_size=6), prompt_ids=st.lists(st.integers(0, V - 1), max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_what_a_request_draws_does_not_depend_on_its_neighbours(
+    params: list[dict[str, Any]], prompt_ids: list[int]
+) -> None:
+    logits = [torch.stack([random_logits(7 * step + row) for row in range(len(params))]) for step in range(4)]
+    together = [sampler(prompt_ids, **each) for each in params]
+    drawn = [sample(rows, together) for rows in logits]
+    for row, each in enumerate(params):
+        alone = sampler(prompt_ids, **each)
+        expected = [sample(rows[row : row + 1], [alone])[0] for rows in logits]
+        assert list(map(str, expected)) == [str(tokens[row]) for tokens in drawn]
+
+
+@given(
+    seed=st.integers(0, 1000),
+    num_values=st.integers(2, 40),
+    params=st.lists(
+        st.fixed_dictionaries(
+            {},
+            optional={"top_k": st.integers(1, 45), "top_p": st.floats(0.01, 0.999), "min_p": st.floats(0.001, 1.0)},
+        ).filter(bool),
+        min_size=1,
+        max_size=4,
+    ),
+    few=st.integers(1, 39),
+)
+@example(seed=1, num_values=38, params=[{"top_k": 15, "min_p": 0.5, "top_p": 0.5}], few=12)
+@settings(max_examples=200, deadline=None)
+def test_to_look_at_the_likeliest_few_alone_cuts_as_to_sort_all_does(
+    seed: int, num_values: int, params: list[dict[str, Any]], few: int
+) -> None:
+    """With as few values as that, many are equal."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(num_values, (len(params), 40), generator=generator) / num_values * 6
+    probabilities = logits.softmax(-1)
+    settings_of_rows = [SamplingParams(**each) for each in params]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "FEW", few)
+        narrowed = sampling._narrow(probabilities, settings_of_rows)
+        patch.setattr(sampling, "FEW", 40)
+        assert torch.equal(narrowed, sampling._narrow(probabilities, settings_of_rows))
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({"top_k": 1}, {2}),
+        ({"top_k": 2}, {1, 2, 4, 7}),
+        ({"top_k": 4}, {1, 2, 4, 7}),
+        ({"top_k": 5}, set(range(V))),
+        ({"top_p": 0.5}, {2}),
+        ({"top_p": 0.7}, {1, 2, 4, 7}),
+        ({"top_p": 0.95}, {1, 2, 4, 7}),
+        ({"top_p": 0.99}, set(range(V))),
+        ({"min_p": 0.14}, {2}),
+        ({"min_p": 0.13}, {1, 2, 4, 7}),
+        ({"top_k": 2, "top_p": 0.9}, {1, 2, 4, 7}),
+        ({"top_k": 2, "top_p": 0.8}, {2}),
+    ],
+    ids=str,
+)
+def test_equally_likely_tokens_are_kept_or_cut_together(params: dict[str, Any], kept: set[int]) -> None:
+    """Chances: one of 0.69, three of 0.093, eight of 0.0046. Top-p counts the mass of what top-k has left."""
+    logits = torch.zeros(V)
+    logits[[1, 4, 7]] = 3.0
+    logits[2] = 5.0
+    narrowed = sampling._narrow(logits.softmax(0)[None], [SamplingParams(**params)])
+    assert set(narrowed[0].nonzero()[:, 0].tolist()) == kept
+
+
+def test_a_draw_is_the_inverse_of_the_cumulative_distribution() -> None:
+    """So that it takes one number of the generator, and no rounding ends outside the vocabulary."""
+
+    class Fixed(Sampler):
+        def __init__(self, uniform: float, **params: Any) -> None:
+            super().__init__(SamplingParams(**params), ())
+            self._uniform = uniform
+
+        def uniform(self) -> float:
+            return self._uniform
+
+    logits = torch.tensor([0.1, 0.2, 0.0, 0.4, 0.3, 0.0]).log()
+    uniforms = [0.0, 0.099, 0.101, 0.299, 0.301, 0.699, 0.701, 0.999999, 1.0]
+    expected = [0, 0, 1, 1, 3, 3, 4, 4, 4]
+    assert sample(logits.expand(len(uniforms), 6), [Fixed(uniform) for uniform in uniforms]) == expected
+    assert sample(logits.expand(2, 6), [Fixed(uniform, top_k=2) for uniform in (0.57, 0.58)]) == [3, 4]
 
 
 @pytest.mark.parametrize(
@@ -231,11 +396,26 @@ def test_a_parameter_out_of_range_is_named(wrong: dict[str, Any]) -> None:
 
 def test_logprobs_are_a_log_softmax_of_the_unchanged_logits() -> None:
     logits = random_logits(4)
-    found = token_logprobs(logits, 6, 3)
+    [found] = token_logprobs(logits[None], [6], 3)
     expected = logits.log_softmax(0)
     assert found.chosen == pytest.approx(expected[6].item())
     top = expected.topk(3)
     assert [token_id for token_id, _ in found.top] == top.indices.tolist()
     assert [value for _, value in found.top] == pytest.approx(top.values.tolist())
-    assert len(token_logprobs(logits, 0, 50).top) == V
-    assert token_logprobs(logits, 0, 0).top == []
+    assert len(token_logprobs(logits[None], [0], 50)[0].top) == V
+    assert token_logprobs(logits[None], [0], 0)[0].top == []
+
+
+def test_logprobs_of_many_rows_are_those_of_each() -> None:
+    logits = torch.stack([random_logits(seed) for seed in range(4)])
+    together = token_logprobs(logits, [1, 5, 0, 9], 2)
+    assert together == [
+        token_logprobs(row[None], [token_id], 2)[0] for row, token_id in zip(logits, [1, 5, 0, 9], strict=True)
+    ]
+
+
+def test_continuations_are_numbered_by_their_seeds() -> None:
+    params = SamplingParams(seed=2**63 - 2, top_k=3)
+    assert [params.numbered(index).seed for index in range(3)] == [2**63 - 2, 2**63 - 1, 0]
+    assert params.numbered(2).top_k == 3
+    assert SamplingParams().numbered(2).seed is None

@@ -1,6 +1,7 @@
 """The stages: what is recorded is what the catalogue names and the network computed, and reading changes nothing."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from model.attention import CausalMask, attend
 from model.config import ModelConfig
 from model.stages import PATTERN, Chain, Editor, Probe, Recorder, Stage, select, sizes_of, stages_of
-from model.transformer import read_out
+from model.transformer import Transformer, read_out
 from tests.tiny import BOTH_DTYPES, CONFIGS, ROUNDING, build, random_ids, record
 
 LENGTH = 13
@@ -199,15 +200,14 @@ class TestIdentities:
 
 
 class TestReadingChangesNothing:
-    @pytest.mark.parametrize("dtype", BOTH_DTYPES, ids=str)
+    @pytest.mark.parametrize("dtype", [*BOTH_DTYPES, torch.bfloat16], ids=str)
     @every_config
-    def test_traced_logits_equal_plain_logits(self, name: str, dtype: torch.dtype) -> None:
-        """The traced pass writes out the norms and the attention that fused kernels compute: equal but for rounding,
-        which nine digits more in float64 show it to be."""
+    def test_traced_logits_equal_plain_logits_in_every_bit(self, name: str, dtype: torch.dtype) -> None:
         model = build(CONFIGS[name], dtype=dtype)
         ids = random_ids(67, 30, batch=2)
-        traced, _ = record(model, ids)
-        assert_equal_but_for_rounding(traced, model(ids))
+        traced, stages = record(model, ids)
+        assert torch.equal(traced, model(ids))
+        assert set(stages) >= {"blocks.0.attn.pattern", "blocks.2.ln1.scale", "blocks.2.ln1.normalized"}
 
     @every_config
     def test_a_traced_pass_over_a_cache_equals_a_plain_one(self, name: str) -> None:
@@ -224,12 +224,15 @@ class TestReadingChangesNothing:
         assert_equal_but_for_rounding(pattern, record(model, ids)[1]["blocks.1.attn.pattern"][:, :, 22:])
 
     @every_config
-    def test_recording_only_residuals_is_equal_to_plain_in_every_bit(self, name: str) -> None:
+    def test_a_traced_pass_over_a_cache_equals_a_plain_one_in_every_bit(self, name: str) -> None:
         model = build(CONFIGS[name])
-        ids = random_ids(67, LENGTH)
-        recorder = Recorder(select(stages_of(model.config), ["*.resid_*"]))
-        assert torch.equal(model(ids, tap=recorder), model(ids))
-        assert len(recorder.kept) == 3 * model.config.num_layers
+        ids = random_ids(67, 30)
+        plain, traced = model.new_cache(30), model.new_cache(30)
+        for start, end in ((0, 21), (21, 22), (22, 30)):
+            recorder = Recorder(stages_of(model.config))
+            logits = model(ids[:, start:end], traced, tap=recorder)
+            assert torch.equal(logits, model(ids[:, start:end], plain))
+            assert len(recorder.kept) == len(stages_of(model.config)) - 2
 
     @every_config
     def test_a_tap_that_wants_nothing_sees_nothing(self, name: str) -> None:
@@ -355,6 +358,42 @@ class TestEditing:
         for stage in stages:
             edited = model(ids, tap=Editor({stage: uneven}))
             assert (edited - plain).abs().max() > 1e-6, stage
+
+    @every_config
+    @pytest.mark.parametrize("dtype", BOTH_DTYPES, ids=str)
+    @pytest.mark.parametrize(
+        "stage", ["ln1.scale", "ln2.normalized", "attn.scores", "attn.attn_scores", "attn.pattern"]
+    )
+    def test_what_a_fused_kernel_skips_can_be_edited_and_only_what_comes_after_it_follows(
+        self, name: str, dtype: torch.dtype, stage: str
+    ) -> None:
+        """A copy, which is another tensor, is the same pass but for rounding; a change goes on as its formula says."""
+        model, edited = build(CONFIGS[name], dtype=dtype), f"blocks.1.{stage}"
+        ids = random_ids(67, LENGTH)
+        plain, stages = record(model, ids)
+        assert_equal_but_for_rounding(model(ids, tap=Editor({edited: torch.clone})), plain)
+        after = Recorder(stages_of(model.config))
+        model(ids, tap=Chain(Editor({edited: lambda x: 0.5 * x}), after))
+        names = list(stages)
+        for before in names[: names.index(edited)]:
+            assert torch.equal(after.kept[before], stages[before]), before
+        assert torch.equal(after.kept[edited], 0.5 * stages[edited])
+        place = edited.rpartition(".")[0]
+        follows: dict[str, tuple[str, Callable[[], Tensor]]] = {
+            "ln1.scale": ("normalized", lambda: 2 * stages[f"{place}.normalized"]),
+            "ln2.normalized": ("out", lambda: self.gained(model, place, 0.5 * stages[edited])),
+            "attn.scores": ("attn_scores", lambda: 0.5 * stages[f"{place}.attn_scores"]),
+            "attn.attn_scores": ("pattern", lambda: (0.5 * stages[edited]).softmax(-1)),
+            "attn.pattern": ("z", lambda: 0.5 * stages[f"{place}.z"]),
+        }
+        follower, expected = follows[stage]
+        assert_equal_but_for_rounding(after.kept[f"{place}.{follower}"], expected())
+
+    @staticmethod
+    def gained(model: Transformer, place: str, normalized: Tensor) -> Tensor:
+        norm: Any = model.get_submodule(place)
+        gained: Tensor = normalized * norm.weight
+        return gained if norm.bias is None else gained + norm.bias
 
     @every_config
     def test_patching_the_last_residual_of_another_prompt_gives_its_logits(self, name: str) -> None:

@@ -171,7 +171,8 @@ def plan_reads(shares: Sequence[Share], window: int | None, block_size: int, dev
         first = 0 if window is None else max(0, share.start - window + 1) // block_size
         last = (share.start + share.num_new - 1) // block_size
         blocks = share.sequence.blocks[first : last + 1]
-        if group and (share.num_new > 1 or group[0][1].num_new > 1 or len(blocks) > MAX_PADDING * len(group[0][2])):
+        is_like = group and share.is_stream and group[0][1].is_stream and len(blocks) <= MAX_PADDING * len(group[0][2])
+        if not is_like:
             close()
         group.append((first * block_size, share, blocks))
     close()

@@ -58,4 +58,4 @@ class Runner:
 
 def in_reading_order(shares: Sequence[Share]) -> list[Share]:
     """Streams before prompts, the short ones first: those of similar length are read together."""
-    return sorted(shares, key=lambda share: (share.num_new > 1, share.start))
+    return sorted(shares, key=lambda share: (not share.is_stream, share.start))

@@ -26,6 +26,11 @@ class Share:
         """No token is missing after it: the next one can be chosen."""
         return self.start + self.num_new == len(self.sequence.tokens)
 
+    @property
+    def is_stream(self) -> bool:
+        """Only the newest token was missing."""
+        return self.num_new == 1 and self.is_last
+
 
 class Scheduler:
     """Sequences that wait, in order of arrival, and those that run. Nothing that was added is dropped."""

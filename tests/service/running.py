@@ -3,11 +3,16 @@
 import asyncio
 import contextlib
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
 
 import httpx
 import uvicorn
@@ -17,15 +22,17 @@ from service.app import create_app
 from service.settings import Settings
 from service.state import State
 
+ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 20.0
+Result = TypeVar("Result")
 Start = Callable[..., "Running"]
 
 
 class Running:
     """A service that answers until `stop`."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.app = create_app(settings)
+    def __init__(self, settings: Settings, on_failure: Callable[[], None] | None = None) -> None:
+        self.app = create_app(settings, on_failure)
         self.state: State = self.app.state.forwardscope
         # Bound and listening before it is served, so that nobody is refused. The protocol is named, since asyncio turns
         # Nagle's algorithm off for sockets that say they are TCP, and 40 ms a request are lost without.
@@ -86,6 +93,15 @@ class Running:
         assert self.state.checkpoint is not None
         return self.state.checkpoint
 
+    def on_loop(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """The work runs on the service's loop."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def on_network(self, job: Callable[[], Result]) -> Future[Result]:
+        """The job runs on the network's thread, between two steps."""
+        return self.on_loop(self.state.worker.run(job))
+
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
         """The network's thread is busy until the end: whatever is answered meanwhile ran no pass."""
@@ -95,8 +111,7 @@ class Running:
             closed.set()
             gate.wait(PATIENCE_SECONDS)
 
-        assert self._loop is not None
-        job = asyncio.run_coroutine_threadsafe(self.state.worker.run(hold), self._loop)
+        job = self.on_network(hold)
         assert closed.wait(PATIENCE_SECONDS)
         try:
             yield
@@ -132,12 +147,24 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
 
 
 @contextlib.contextmanager
-def running(**settings: Any) -> Iterator[Running]:
+def running(*, on_failure: Callable[[], None] | None = None, **settings: Any) -> Iterator[Running]:
     """A service that is ready."""
-    service = Running(Settings(**{"threads": 1} | settings))
+    service = Running(Settings(**{"threads": 1} | settings), on_failure)
     try:
         wait_until(lambda: service.get("/ready").status_code == 200 or service.state.failure is not None, "/ready")
         assert service.state.failure is None, service.state.failure
         yield service
     finally:
         service.stop()
+
+
+@contextlib.contextmanager
+def process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """`python -m service`, its log on `stderr`."""
+    command = [sys.executable, "-m", "service", "--port", "0", "--threads", "1", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as service:
+        try:
+            yield service
+        finally:
+            service.kill()

@@ -10,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model.generation import Transcript
+from model.sampling import Sampler
 from service.schemas import FinishEvent, GenerateAnswer, TokenEvent
 from tests.conftest import shared
 from tests.service.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
@@ -353,21 +355,33 @@ class TestStreams:
             assert roomy.metric("generation_tokens_total") - before < 2000
         is_idle(roomy)
 
-    def test_an_error_after_the_first_byte_is_an_event_and_the_next_request_is_served(
-        self, tiny: Running, monkeypatch: pytest.MonkeyPatch, errors_logged: list[str]
+    @pytest.mark.parametrize("where", ["Transcript.__init__", "Transcript.push", "Sampler.accept"])
+    @pytest.mark.parametrize("n", [1, 2])
+    def test_a_bug_ends_its_own_request_with_an_error_and_the_next_one_is_served(
+        self, tiny: Running, monkeypatch: pytest.MonkeyPatch, errors_logged: list[str], where: str, n: int
     ) -> None:
-        def fail(*_: Any) -> None:
+        owner: Any = {"Transcript": Transcript, "Sampler": Sampler}[where.partition(".")[0]]
+        name = where.partition(".")[2]
+        whole_one, num_calls = getattr(owner, name), 0
+
+        def fail(*arguments: Any) -> Any:
+            """Where a request is admitted, its last choice alone fails."""
+            nonlocal num_calls
+            num_calls += 1
+            if name == "__init__" and num_calls % n != 0:
+                return whole_one(*arguments)
             raise RuntimeError("secret detail")
 
         with monkeypatch.context() as patch:
-            patch.setattr("model.generation.Transcript.push", fail)
-            streamed = tiny.post("/generate", {"prompt": PROMPT, "stream": True})
-            whole = tiny.post("/generate", {"prompt": PROMPT})
+            patch.setattr(owner, name, fail)
+            streamed = tiny.post("/generate", {"prompt": PROMPT, "stream": True, "n": n})
+            whole = tiny.post("/generate", {"prompt": PROMPT, "n": n})
         assert streamed.status_code == 200
-        error, done, rest = streamed.content.split(b"\n\n")
-        kind, _, body = error.partition(b"\n")
-        assert (kind, done, rest) == (b"event: error", b"data: [DONE]", b"")
-        for content in (json.loads(body.removeprefix(b"data: ")), whole.json()):
+        *errors, done, rest = streamed.content.split(b"\n\n")
+        assert (done, rest) == (b"data: [DONE]", b"")
+        events = [json.loads(error.removeprefix(b"event: error\ndata: ")) for error in errors]
+        assert [event["choice"] for event in events] == list(range(n))
+        for content in (*events, whole.json()):
             assert content["error"]["type"] == "internal_error"
             assert "secret" not in str(content)
         assert whole.status_code == 500
@@ -378,9 +392,10 @@ class TestStreams:
 
 
 def is_idle(service: Running) -> None:
-    """No request holds a place or waits for one, and a good one is served."""
+    """No request holds a place or waits for one, no block is in use, and a good request is served."""
     wait_until(lambda: service.metric("num_requests_running") == 0, "no request runs")
     wait_until(lambda: service.metric("num_requests_waiting") == 0, "no request waits")
+    assert service.metric("kv_cache_usage_perc") == 0
     assert len(service.answer("/generate", prompt=PROMPT, max_tokens=2, ignore_eos=True)["tokens"]) == 2
 
 

@@ -2,15 +2,11 @@
 
 import asyncio
 import json
-import os
-import re
-import signal
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +20,8 @@ from service.app import load, load_model
 from service.settings import Settings
 from service.state import State
 from tests.service.checkpoints import write_checkpoint
-from tests.service.running import PATIENCE_SECONDS, Running, Start, read_events, wait_until
+from tests.service.running import PATIENCE_SECONDS, Running, Start, process, wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "the cat sat on"
 SHORT: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}
 
@@ -95,6 +90,23 @@ class TestLoading:
         check_refused(write_checkpoint(tmp_path / "broken", generation=generation), named)
         errors_logged.clear()
 
+    @pytest.mark.parametrize(
+        ("wrong", "named"),
+        [
+            ({"max_step_tokens": 8, "max_num_seqs": 64}, "8 a step is below the 64 sequences"),
+            ({"cache_bytes": 100}, "cache_bytes: 100"),
+        ],
+        ids=str,
+    )
+    def test_settings_that_nothing_can_run_with_end_the_service_with_a_message(
+        self, tiny_directory: Path, wrong: dict[str, Any], named: str, errors_logged: list[str]
+    ) -> None:
+        check_refused(tiny_directory, named, **wrong)
+        (message,) = errors_logged
+        assert named in message
+        assert "Traceback" not in message
+        errors_logged.clear()
+
 
 def break_checkpoint(directory: Path, damage: str) -> str:
     """What the message must name."""
@@ -122,9 +134,9 @@ def break_checkpoint(directory: Path, damage: str) -> str:
     return name
 
 
-def check_refused(directory: Path, named: str) -> None:
+def check_refused(directory: Path, named: str, **settings: Any) -> None:
     """Loading ends in a failure whose message holds `named`, and the service is told to stop."""
-    state = State(Settings(model=str(directory), threads=1))
+    state = State(Settings(**{"model": str(directory), "threads": 1} | settings))
     stopped: list[bool] = []
     try:
         asyncio.run(load(state, lambda: stopped.append(True)))
@@ -204,18 +216,6 @@ class TestCommandLine:
         assert "max_body_bytes" in capsys.readouterr().err
 
 
-@contextmanager
-def process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """`python -m service`, its log on `stderr`."""
-    command = [sys.executable, "-m", "service", "--port", "0", "--threads", "1", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as service:
-        try:
-            yield service
-        finally:
-            service.kill()
-
-
 class TestProcess:
     def test_the_process_of_a_checkpoint_that_is_not_there_exits_with_1(self, tmp_path: Path) -> None:
         with process("--model", str(tmp_path / "nothing")) as service:
@@ -223,35 +223,6 @@ class TestProcess:
         assert service.returncode == 1
         assert str(tmp_path / "nothing") in log
         assert "Traceback" not in log
-
-    def test_sigterm_takes_no_new_requests_and_lets_a_stream_finish(self, tmp_path: Path) -> None:
-        directory = write_checkpoint(tmp_path, max_position_embeddings=1 << 14)
-        body = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": True}
-        with process("--model", str(directory)) as service:
-            assert service.stderr is not None
-            addresses = (re.search(r"http://127\.0\.0\.1:[1-9]\d*", line) for line in service.stderr)
-            address = next(found.group() for found in addresses if found is not None)
-            with httpx.Client(base_url=address, timeout=PATIENCE_SECONDS, trust_env=False) as client:
-                wait_until(lambda: client.get("/ready").status_code == 200, "/ready")
-                with client.stream("POST", "/generate", json=body) as response:
-                    chunks = response.iter_bytes()
-                    content = next(chunks)
-                    service.send_signal(signal.SIGTERM)
-                    wait_until(lambda: is_refused(address), "new connections are refused")
-                    content += b"".join(chunks)
-            *tokens, end = read_events(content)
-            assert (len(tokens), end["finish_reason"]) == (1500, "length")
-            _, log = service.communicate(timeout=PATIENCE_SECONDS)
-        assert service.returncode in (0, -signal.SIGTERM)
-        assert "Traceback" not in log
-
-
-def is_refused(address: str) -> bool:
-    try:
-        httpx.get(f"{address}/health", timeout=PATIENCE_SECONDS, trust_env=False)
-    except httpx.TransportError:
-        return True
-    return False
 
 
 class TestLoad:
@@ -303,14 +274,7 @@ class TestLoad:
 
         alone = [essence(tiny.answer(*[request(i)[0]], **request(i)[1])) for i in range(80)]
 
-        async def together() -> list[httpx.Response]:
-            limits = httpx.Limits(max_connections=200)
-            async with httpx.AsyncClient(
-                base_url=tiny.client.base_url, timeout=PATIENCE_SECONDS, limits=limits, trust_env=False
-            ) as client:
-                return await asyncio.gather(*(client.post(path, json=body) for path, body in map(request, range(200))))
-
-        responses = asyncio.run(together())
+        responses = asyncio.run(at_once(tiny, [request(i) for i in range(200)]))
         assert [response.status_code for response in responses] == [200] * 200
         for i, response in enumerate(responses):
             assert essence(response.json()) == alone[i % 80]
@@ -357,6 +321,15 @@ class TestLoad:
         errors_logged.clear()
 
 
+async def at_once(service: Running, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[httpx.Response]:
+    """The answers of POST requests that are all sent before any is answered."""
+    limits = httpx.Limits(max_connections=len(requests))
+    async with httpx.AsyncClient(
+        base_url=service.client.base_url, timeout=PATIENCE_SECONDS, limits=limits, trust_env=False
+    ) as client:
+        return await asyncio.gather(*(client.post(path, json=body) for path, body in requests))
+
+
 def samples(service: Running) -> dict[str, dict[tuple[str, ...], float]]:
     """Sample name -> label values -> value."""
     found: dict[str, dict[tuple[str, ...], float]] = {}
@@ -394,6 +367,60 @@ class TestMetrics:
         assert found["request_queue_time_seconds_count"][()] == 4
         assert found["num_requests_running"][()] == found["num_requests_waiting"][()] == 0
 
+    def test_steps_times_and_the_prefix_cache_are_counted(self, tiny_directory: Path, start: Start) -> None:
+        service = start(model=str(tiny_directory))
+        prompt = [*range(20, 57)]  # two full blocks, and five tokens
+        with ThreadPoolExecutor(1) as pool:
+            with service.blocked():
+                pending = pool.submit(service.answer, "/generate", prompt=prompt, max_tokens=5, ignore_eos=True)
+                wait_until(lambda: service.metric("num_requests_waiting") == 1, "it waits")
+                time.sleep(0.1)
+            pending.result(PATIENCE_SECONDS)
+        found = samples(service)
+
+        def count_and_sum(name: str) -> tuple[float, float]:
+            return found[f"{name}_count"][()], found[f"{name}_sum"][()]
+
+        assert count_and_sum("iteration_tokens_total") == (5, 37 + 4)
+        assert count_and_sum("iteration_sequences") == (5, 5)
+        assert count_and_sum("iteration_seconds")[0] == 5
+        whole, first = count_and_sum("e2e_request_latency_seconds"), count_and_sum("time_to_first_token_seconds")
+        queue, prefill, decode = (
+            count_and_sum(f"request_{name}_time_seconds") for name in ("queue", "prefill", "decode")
+        )
+        assert [count for count, _ in (whole, first, queue, prefill, decode)] == [1] * 5
+        assert first[1] == pytest.approx(queue[1] + prefill[1])
+        assert whole[1] == pytest.approx(queue[1] + prefill[1] + decode[1])
+        assert queue[1] > 0.1
+        between = count_and_sum("inter_token_latency_seconds")
+        assert between == (4, pytest.approx(decode[1]))
+        assert 0 < count_and_sum("iteration_seconds")[1] < prefill[1] + decode[1]
+        assert (found["prefix_cache_queries_total"][()], found["prefix_cache_hits_total"][()]) == (37, 0)
+
+        again = service.answer("/generate", prompt=prompt, max_tokens=3, ignore_eos=True, n=2, echo=True)
+        found = samples(service)
+        assert [choice["usage"]["cached_tokens"] for choice in again["choices"]] == [32, 32]
+        assert (found["prefix_cache_queries_total"][()], found["prefix_cache_hits_total"][()]) == (3 * 37, 2 * 32)
+        assert count_and_sum("iteration_tokens_total")[1] == 41 + 2 * (5 + 2)
+        assert count_and_sum("iteration_sequences")[1] == 5 + 2 * 3
+        assert count_and_sum("request_prefill_time_seconds")[0] == count_and_sum("time_to_first_token_seconds")[0] == 2
+        assert count_and_sum("e2e_request_latency_seconds")[0] == 3  # one a continuation
+        assert count_and_sum("inter_token_latency_seconds")[0] == 4 + 2 * 2
+        assert (found["prompt_tokens_total"][()], found["generation_tokens_total"][()]) == (2 * 37, 5 + 2 * 3)
+        assert found["num_preemptions_total"][()] == found["kv_cache_usage_perc"][()] == 0
+
+    def test_one_that_is_given_up_is_counted_by_its_end_alone(self, tmp_path: Path, start: Start) -> None:
+        service = start(model=str(write_checkpoint(tmp_path, max_position_embeddings=1 << 14)))
+        connection = service.send("/generate", {"prompt": [1], "max_tokens": 9000, "ignore_eos": True})
+        wait_until(lambda: service.metric("generation_tokens_total") > 1, "tokens are generated")
+        connection.close()
+        name = 'request_success_total{finished_reason="cancelled"}'
+        wait_until(lambda: service.metric(name) == 1, "it has ended")
+        found = samples(service)
+        for part in ("e2e_request_latency", "request_decode_time"):
+            assert found[f"{part}_seconds_count"][()] == 0
+        assert found["time_to_first_token_seconds_count"][()] == 1
+
     def test_the_time_of_traced_passes_is_counted(self, tiny_directory: Path, start: Start) -> None:
         service = start(model=str(tiny_directory))
         service.answer("/forward", prompt=[1], stages=["embed"])
@@ -407,12 +434,18 @@ class TestMetrics:
             tiny.get(path)
         tiny.post("/generate", {"prompt": secret, "max_tokens": 1, secret: 1})
         tiny.post("/forward", {"prompt": secret, "model": secret})
+        tiny.post(
+            "/generate", {"prompt": secret, "max_tokens": 2, "stop": [secret, "a"], "trace": {"stages": [secret]}}
+        )
+        tiny.post("/generate", {"prompt": "a", "max_tokens": 2, "logit_bias": {"41": 100}, "stop_token_ids": [41]})
         tiny.client.request(secret.upper(), "/generate")
         tiny.client.request("BREW", f"/{secret}?{secret}", headers={"User-Agent": secret, "X-Request-Id": secret})
         text = tiny.get("/metrics").text
         assert secret.lower() not in text.lower()
         assert "BREW" not in text
-        assert samples(tiny)["http_requests_total"][("other", "unmatched", "404")] >= 1
+        found = samples(tiny)
+        assert found["http_requests_total"][("other", "unmatched", "404")] >= 1
+        assert set(found["request_success_total"]) <= {("stop",), ("length",), ("cancelled",), ("error",)}
 
     def test_prompts_and_texts_are_not_logged(self, tiny: Running, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level("INFO")

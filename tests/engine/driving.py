@@ -1,0 +1,195 @@
+"""Engines over tiny networks, driven to their end; and what the plain network makes of each request alone."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import pytest
+import torch
+
+from model.config import ModelConfig
+from model.engine.engine import Engine, EngineConfig
+from model.engine.request import Output, Request, Step
+from model.engine.tracing import StepTrace, TraceParams
+from model.generation import End, GenerationParams, Transcript
+from model.sampling import Sampler, SamplingParams, TokenLogprobs, sample, token_logprobs
+from model.stages import Tap
+from model.tokenizer import Tokenizer
+from model.transformer import Transformer
+from tests.tiny import random_ids
+
+SAMPLING = {each.name for each in fields(SamplingParams)}
+MANY_STEPS = 2000
+
+
+@dataclass
+class Result:
+    """What one choice of a request came to."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    text: str = ""
+    end: End | None = None
+    error: Exception | None = None
+    num_cached: int = 0
+    traces: list[StepTrace] = field(default_factory=list)
+
+    @property
+    def top_ids(self) -> list[list[int] | None]:
+        return [None if entry is None else [token_id for token_id, _ in entry.top] for entry in self.logprobs]
+
+    @property
+    def numbers(self) -> list[float]:
+        entries = [entry for entry in self.logprobs if entry is not None]
+        return [value for entry in entries for value in (entry.chosen, *(value for _, value in entry.top))]
+
+
+def prompt(num_tokens: int, *, seed: int = 1, config: ModelConfig | None = None) -> list[int]:
+    ids: list[int] = random_ids(67 if config is None else config.vocab_size, num_tokens, seed=seed)[0].tolist()
+    return ids
+
+
+def ask(
+    id: str,
+    prompt_ids: Sequence[int],
+    *,
+    max_tokens: int = 8,
+    trace: TraceParams | None = None,
+    tap: Tap | None = None,
+    **params: Any,
+) -> Request:
+    """A request; `params` are those of generation and of sampling. Seeded, so that it can be asked again."""
+    sampling = {"seed": 7} | {name: value for name, value in params.items() if name in SAMPLING}
+    others = {name: value for name, value in params.items() if name not in SAMPLING}
+    generation = GenerationParams(max_tokens=max_tokens, sampling=SamplingParams(**sampling), **others)
+    return Request(id=id, prompt_ids=prompt_ids, params=generation, trace=trace, tap=tap)
+
+
+def new_engine(
+    model: Transformer,
+    *,
+    tokenizer: Tokenizer | None = None,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_step_tokens: int = 512,
+    max_sequences: int = 8,
+    max_stretch: float = 2.0,
+) -> Engine:
+    config = model.config
+    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.d_head * model.embed.weight.itemsize
+    return Engine(
+        model,
+        tokenizer,
+        EngineConfig(
+            cache_bytes=num_blocks * block_size * token_bytes,
+            block_size=block_size,
+            max_step_tokens=max_step_tokens,
+            max_sequences=min(max_sequences, max_step_tokens),
+            max_stretch=max_stretch,
+        ),
+    )
+
+
+class Drive:
+    """An engine that is checked after every step, and all that it gave."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.results: dict[tuple[str, int], Result] = {}
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.engine.add(request)
+            self.results |= {(request.id, choice): Result() for choice in range(request.params.n)}
+
+    def step(self, count: int = 1) -> Step:
+        step = Step()
+        for _ in range(count):
+            step = self.engine.step()
+            self.engine.check_integrity()
+            self._take(step.outputs)
+        return step
+
+    def until(self, happened: Callable[[], bool]) -> None:
+        for _ in range(MANY_STEPS):
+            if happened():
+                return
+            self.step()
+        raise AssertionError("it never happens")
+
+    def abort(self, request_id: str, reason: str | None = None) -> None:
+        outputs = self.engine.abort(request_id, reason)
+        self.engine.check_integrity()
+        self._take(outputs)
+
+    def finish(self) -> dict[tuple[str, int], Result]:
+        """Run until nothing is left; then nothing is held back either."""
+        self.until(lambda: not self.engine.has_work)
+        stats = self.engine.stats()
+        assert (stats.num_running, stats.num_waiting, stats.cache_usage) == (0, 0, 0.0)
+        assert all(result.end is not None for result in self.results.values())
+        return self.results
+
+    def _take(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
+            result = self.results[output.request_id, output.choice]
+            assert result.end is None, "something came after the end"
+            result.ids += [token.token_id for token in output.tokens]
+            result.logprobs += [token.logprobs for token in output.tokens]
+            result.text += "".join(token.text for token in output.tokens)
+            result.end, result.error, result.num_cached = output.end, output.error, output.num_cached
+            result.traces += [output.trace] if output.trace is not None else []
+
+
+def run(engine: Engine, *requests: Request) -> dict[tuple[str, int], Result]:
+    """All of these at once, until each has ended."""
+    drive = Drive(engine)
+    drive.add(*requests)
+    return drive.finish()
+
+
+@torch.inference_mode()
+def alone(model: Transformer, request: Request, choice: int = 0, tokenizer: Tokenizer | None = None) -> Result:
+    """The same from the plain network: for each token a pass over all tokens before it, and nothing cached."""
+    params, ids = request.params, list(request.prompt_ids)
+    sampler = Sampler(params.sampling.numbered(choice), ids)
+    transcript = Transcript(tokenizer, request.prompt_ids, params)
+    num_top = params.logprobs
+    result = Result()
+    while transcript.end is None:
+        logits = model(torch.tensor([ids]))[0]
+        if params.echo and not result.ids:
+            entries = [] if num_top is None else token_logprobs(logits[:-1], ids[1:], num_top)
+            result.ids = list(ids)
+            result.logprobs = [None, *entries] if num_top is not None else [None] * len(ids)
+            result.text = "".join(token.text for token in transcript.echo(entries))
+        [token_id] = sample(logits[-1:], [sampler])
+        assert isinstance(token_id, int)
+        entry = None if num_top is None else token_logprobs(logits[-1:], [token_id], num_top)[0]
+        result.text += transcript.push(token_id, entry).text
+        result.ids.append(token_id)
+        result.logprobs.append(entry)
+        ids.append(token_id)
+    result.end = transcript.end
+    return result
+
+
+def assert_equal(found: Result, expected: Result) -> None:
+    """Token by token, and the same end; the logprobs but for rounding."""
+    assert found.error is None
+    assert found.ids == expected.ids
+    assert found.end == expected.end
+    assert found.text == expected.text
+    assert found.top_ids == expected.top_ids
+    assert found.numbers == pytest.approx(expected.numbers, abs=1e-5)
+
+
+def assert_each_is_as_alone(
+    model: Transformer,
+    results: dict[tuple[str, int], Result],
+    *requests: Request,
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    for request in requests:
+        for choice in range(request.params.n):
+            assert_equal(results[request.id, choice], alone(model, request, choice, tokenizer))

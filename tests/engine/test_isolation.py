@@ -1,0 +1,398 @@
+"""One sequence's failure is its own: it ends with an error, and its neighbours get the tokens that they get alone."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.engine.request import Request
+from model.engine.scheduler import Share
+from model.engine.tracing import TraceParams
+from model.generation import End
+from model.stages import Editor, Tap, stages_of
+from model.trace import Selection
+from model.transformer import Transformer
+from tests.engine.driving import (
+    Drive,
+    Result,
+    alone,
+    ask,
+    assert_each_is_as_alone,
+    assert_equal,
+    new_engine,
+    prompt,
+    run,
+)
+from tests.tiny import CONFIGS, build
+
+every_config = pytest.mark.parametrize("name", CONFIGS)
+
+
+def exact(name: str) -> Transformer:
+    return build(CONFIGS[name], dtype=torch.float64)
+
+
+def neighbours() -> list[Request]:
+    """A stream, a long prompt, and one that begins like the request that fails."""
+    return [
+        ask("stream", [1, 2], max_tokens=14, temperature=1.3),
+        ask("long", prompt(26, seed=2), max_tokens=5, seed=2),
+        ask("alike", [*prompt(8), 3], max_tokens=6, seed=3, logprobs=1),
+    ]
+
+
+def fail_among_neighbours(model: Transformer, faulty: Request, **limits: int) -> Result:
+    """What becomes of the request that fails; its neighbours, and who comes after it, are not concerned."""
+    drive = Drive(new_engine(model, **{"num_blocks": 24, "max_step_tokens": 12} | limits))
+    stream, *others = neighbours()
+    drive.add(stream)
+    drive.step(2)
+    drive.add(faulty, *others)
+    drive.finish()
+    later = ask("later", faulty.prompt_ids, max_tokens=6, seed=4)
+    drive.add(later)
+    assert_each_is_as_alone(model, drive.finish(), stream, *others, later)
+    return drive.results[faulty.id, 0]
+
+
+def assert_ended_with(result: Result, error: type[Exception], match: str) -> None:
+    assert result.end == End("error")
+    assert isinstance(result.error, error)
+    assert match in str(result.error)
+
+
+class Broken(Exception):
+    """What the taps and processors here raise."""
+
+
+class RaisingTap:
+    """Raises at one stage, when it is asked or when it is called."""
+
+    def __init__(self, stage: str, *, when_asked: bool) -> None:
+        self._stage = stage
+        self._when_asked = when_asked
+
+    def _raise(self, name: str, is_now: bool) -> None:
+        if name == self._stage and is_now:
+            raise Broken(name)
+
+    def wants(self, name: str) -> bool:
+        self._raise(name, self._when_asked)
+        return name == self._stage
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        self._raise(name, True)
+        return tensor
+
+
+def stages_of_pass(name: str) -> list[str]:
+    return [stage.name for stage in stages_of(CONFIGS[name]) if stage.name not in ("probabilities", "loss")]
+
+
+class TestTaps:
+    @pytest.mark.parametrize("when_asked", [True, False], ids=["when it is asked", "when it is called"])
+    @pytest.mark.parametrize("name", ["gpt2", "qwen3", "2017 block"])
+    def test_a_tap_that_raises_at_any_stage_ends_its_own_request(self, name: str, when_asked: bool) -> None:
+        model = exact(name)
+        for stage in stages_of_pass(name)[:: 3 if when_asked else 1]:
+            drive = Drive(new_engine(model))
+            faulty = ask("faulty", prompt(9), tap=RaisingTap(stage, when_asked=when_asked))
+            neighbour = ask("neighbour", prompt(7, seed=2), max_tokens=3)
+            drive.add(faulty, neighbour)
+            results = drive.finish()
+            assert_ended_with(results["faulty", 0], Broken, stage)
+            assert results["faulty", 0].ids == []
+            assert_each_is_as_alone(model, results, neighbour)
+
+    @every_config
+    def test_a_tap_that_raises_late_ends_its_request_there(self, name: str) -> None:
+        calls = 0
+
+        def tap(stage: str, tensor: Tensor) -> Tensor:
+            nonlocal calls
+            calls += stage == "embed"
+            if calls == 4:
+                raise Broken("the fourth step")
+            return tensor
+
+        model = exact(name)
+        faulty = ask("faulty", prompt(9), tap=tap)
+        result = fail_among_neighbours(model, faulty, max_step_tokens=64)
+        assert_ended_with(result, Broken, "the fourth step")
+        assert result.ids == alone(model, faulty).ids[:3]
+
+    @pytest.mark.parametrize("stage", ["embed", "blocks.1.attn.pattern", "blocks.0.attn.k", "ln_final.out", "logits"])
+    @pytest.mark.parametrize(
+        "give",
+        [
+            lambda tensor: None,
+            lambda tensor: tensor[..., :-1],
+            lambda tensor: tensor.sum(),
+            lambda tensor: tensor.float(),
+            lambda tensor: tensor.tolist(),
+        ],
+        ids=["nothing", "too little", "a sum", "another dtype", "a list"],
+    )
+    def test_a_tap_that_returns_what_does_not_fit_ends_its_own_request(
+        self, stage: str, give: Callable[[Tensor], Any]
+    ) -> None:
+        def tap(name: str, tensor: Tensor) -> Any:
+            return give(tensor) if name == stage else tensor
+
+        result = fail_among_neighbours(exact("llama"), ask("faulty", prompt(9), tap=tap))
+        assert_ended_with(result, ValueError, stage)
+
+    @pytest.mark.parametrize(
+        ("trace", "error"),
+        [
+            (TraceParams(selection=Selection(stages=[]), top_k=68), RuntimeError),
+            (TraceParams(selection=Selection(stages=[]), logit_lens=68), RuntimeError),
+            (TraceParams(selection=Selection(stages=stages_of(CONFIGS["llama"]), heads=[6])), IndexError),
+        ],
+        ids=["top_k", "lens", "heads"],
+    )
+    def test_a_trace_that_cannot_be_shown_ends_its_own_request(
+        self, trace: TraceParams, error: type[Exception]
+    ) -> None:
+        result = fail_among_neighbours(exact("llama"), ask("faulty", prompt(9), trace=trace))
+        assert_ended_with(result, error, "")
+
+
+def short_streams() -> list[Request]:
+    """Requests whose blocks are read together, and beyond their ends."""
+    return [ask("short", [1, 2], max_tokens=9, seed=2), ask("shorter", [3], max_tokens=9, seed=3)]
+
+
+def put(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: torch.full_like(tensor, value)
+
+
+class TestNotNumbers:
+    """Keys that are no numbers spoil whoever reads them, even masked: nobody may find any in a block that was free."""
+
+    STAGES = ("blocks.0.attn.k", "blocks.0.attn.v", "blocks.1.resid_pre", "blocks.2.attn.v")
+
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+    @pytest.mark.parametrize("stage", STAGES)
+    @pytest.mark.parametrize("name", ["gpt2", "mistral", "qwen3"])
+    def test_what_a_tap_writes_is_gone_when_its_request_has_failed(self, name: str, stage: str, value: float) -> None:
+        faulty = ask("faulty", prompt(13), tap=Editor({stage: put(value)}))
+        assert_ended_with(fail_among_neighbours(exact(name), faulty), ValueError, "not numbers")
+
+    @pytest.mark.parametrize("stage", STAGES)
+    @pytest.mark.parametrize("num_tokens", [12, 2])
+    @pytest.mark.parametrize("name", ["gpt2", "mistral", "qwen3"])
+    def test_it_is_gone_when_the_request_was_given_up(self, name: str, num_tokens: int, stage: str) -> None:
+        model = exact(name)
+        drive = Drive(new_engine(model, num_blocks=10, max_step_tokens=num_tokens, max_sequences=2))
+        drive.add(ask("faulty", prompt(30), tap=Editor({stage: put(torch.nan)})))
+        drive.step(29 // num_tokens)
+        drive.abort("faulty")
+        later = [*short_streams(), ask("long", prompt(13), max_tokens=3)]
+        drive.add(*later)
+        assert_each_is_as_alone(model, drive.finish(), *later)
+
+    @every_config
+    def test_it_is_gone_when_the_request_gave_way_to_others(self, name: str) -> None:
+        """The stream takes its next blocks from it, while its prompt is in chunks."""
+        model = exact(name)
+        drive = Drive(new_engine(model, num_blocks=12, max_step_tokens=4, max_sequences=3))
+        stream = ask("stream", [1], max_tokens=40)
+        drive.add(stream)
+        drive.step(9)
+        drive.add(ask("faulty", prompt(30), tap=Editor({"blocks.0.attn.v": put(torch.nan)})))
+        drive.until(lambda: drive.engine.stats().num_preemptions > 0)
+        drive.abort("faulty")
+        drive.add(*short_streams())
+        assert_each_is_as_alone(model, drive.finish(), stream, *short_streams())
+
+    @pytest.mark.parametrize("name", ["mistral", "qwen2"])
+    def test_it_is_gone_when_a_window_hid_it_and_the_request_ended_well(self, name: str) -> None:
+        model = exact(name)
+        num_calls = 0
+
+        def spoil_the_first_chunk(tensor: Tensor) -> Tensor:
+            nonlocal num_calls
+            num_calls += 1
+            return torch.full_like(tensor, torch.nan) if num_calls == 1 else tensor
+
+        last = 2
+        assert CONFIGS[name].window_of(last) is not None
+        drive = Drive(new_engine(model, num_blocks=11, max_step_tokens=8, max_sequences=4))
+        drive.add(ask("faulty", prompt(32), tap=Editor({f"blocks.{last}.attn.v": spoil_the_first_chunk})))
+        assert drive.finish()["faulty", 0].end == End("length")
+        drive.add(*short_streams())
+        assert_each_is_as_alone(model, drive.finish(), *short_streams())
+
+
+PROCESSORS: dict[str, Callable[[Sequence[int], Tensor], Any]] = {
+    "too short": lambda tokens, logits: logits[:-1],
+    "another dim": lambda tokens, logits: logits[None],
+    "nan": lambda tokens, logits: torch.full_like(logits, torch.nan),
+    "one nan": lambda tokens, logits: logits.index_fill(0, torch.tensor([5]), torch.nan),
+    "inf": lambda tokens, logits: logits.index_fill(0, torch.tensor([5]), torch.inf),
+    "nothing left": lambda tokens, logits: torch.full_like(logits, -torch.inf),
+    "nothing": lambda tokens, logits: None,
+    "a list": lambda tokens, logits: logits.tolist(),
+}
+
+
+class TestProcessors:
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    @pytest.mark.parametrize("wrong", PROCESSORS)
+    def test_a_processor_that_returns_no_logits_ends_its_own_request(self, wrong: str, temperature: float) -> None:
+        processors = [PROCESSORS[wrong]]
+        faulty = ask("faulty", prompt(9), processors=processors, temperature=temperature, logprobs=1)
+        result = fail_among_neighbours(exact("llama"), faulty)
+        assert result.end == End("error")
+        assert isinstance(result.error, (ValueError, AttributeError))
+        assert result.ids == []
+
+    def test_a_processor_that_raises_after_some_tokens_ends_its_own_request_there(self) -> None:
+        def process(tokens: Sequence[int], logits: Tensor) -> Tensor:
+            if len(tokens) == 12:
+                raise Broken("the fourth token")
+            return logits
+
+        model = exact("llama")
+        faulty = ask("faulty", prompt(9), processors=[process])
+        result = fail_among_neighbours(model, faulty)
+        assert_ended_with(result, Broken, "the fourth token")
+        assert result.ids == alone(model, ask("plain", prompt(9))).ids[:3]
+
+    def test_one_choice_may_fail_and_the_others_go_on(self) -> None:
+        calls = 0
+
+        def process(tokens: Sequence[int], logits: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == 6:
+                raise Broken
+            return logits
+
+        model = exact("llama")
+        results = run(new_engine(model), ask("many", prompt(5), n=3, processors=[process]))
+        plain = ask("many", prompt(5), n=3)
+        ends = [results["many", choice].end for choice in range(3)]
+        assert sorted(end.finish_reason for end in ends if end is not None) == ["error", "length", "length"]
+        for choice, end in enumerate(ends):
+            if end == End("length"):
+                assert_equal(results["many", choice], alone(model, plain, choice))
+
+
+class TestEditing:
+    """An edit is its own sequence's, and stays in it."""
+
+    @every_config
+    def test_an_edited_request_is_the_edited_network_alone(self, name: str) -> None:
+        model = exact(name)
+        for stage in ("blocks.1.attn.k", "blocks.0.attn.pattern", "blocks.2.mlp.post", "embed"):
+            edit = Editor({stage: lambda tensor: -tensor})
+            edited = ask("edited", prompt(15), max_tokens=7, tap=edit, temperature=1.2)
+            results = run(new_engine(model, max_step_tokens=10), edited, *neighbours())
+            assert results["edited", 0].ids == self.alone_edited(model, edited)
+            assert results["edited", 0].ids != alone(model, edited).ids
+            assert_each_is_as_alone(model, results, *neighbours())
+
+    @staticmethod
+    def alone_edited(model: Transformer, request: Request) -> list[int]:
+        class Edited(torch.nn.Module):
+            def forward(self, ids: Tensor) -> Tensor:
+                logits: Tensor = model(ids, tap=request.tap)
+                return logits
+
+        edited: Any = Edited()
+        return alone(edited, request).ids
+
+    @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+    def test_an_edit_at_any_stage_changes_no_bit_of_its_neighbours(self, name: str) -> None:
+        model = build(CONFIGS[name])
+        for stage in stages_of_pass(name):
+            copied, edited = (
+                self.logits_of_neighbours(model, Editor({stage: edit})) for edit in (torch.clone, lambda x: 0.5 * x)
+            )
+            assert all(torch.equal(one, other) for one, other in zip(copied, edited, strict=True)), stage
+
+    @staticmethod
+    def logits_of_neighbours(model: Transformer, tap: Tap) -> list[Tensor]:
+        """Of two steps, the rows of those that have no tap."""
+        engine = new_engine(model)
+        found: list[Tensor] = []
+        compute = engine._runner.run
+
+        def spy(shares: Any, taps: Any, all_rows: Any) -> Any:
+            result = compute(shares, taps, all_rows)
+            found.extend(result.logits[result.rows[share]] for share in shares if share not in taps)
+            return result
+
+        engine._runner.run = spy  # type: ignore[method-assign]
+        drive = Drive(engine)
+        drive.add(ask("tapped", prompt(9), tap=tap), *neighbours())
+        drive.step(2)
+        assert len(found) == 6
+        return found
+
+    def test_an_edited_request_neither_takes_a_prefix_nor_leaves_one(self) -> None:
+        model = exact("llama")
+        drive = Drive(new_engine(model))
+        before, after = ask("before", prompt(16), max_tokens=3), ask("after", prompt(16), max_tokens=3, seed=2)
+        edited = ask("edited", prompt(16), max_tokens=9, tap=Editor({"blocks.0.attn.v": torch.neg}), n=2)
+        drive.add(edited)
+        drive.step(4)
+        drive.add(before)
+        drive.step(3)
+        again = ask("again", prompt(16), max_tokens=9, tap=Editor({"blocks.0.attn.v": torch.neg}))
+        drive.add(again, after)
+        results = drive.finish()
+        num_cached = {key: result.num_cached for key, result in results.items()}
+        assert num_cached == {
+            ("edited", 0): 0,
+            ("edited", 1): 0,
+            ("before", 0): 0,
+            ("again", 0): 0,
+            ("after", 0): 12,
+        }
+        assert results["again", 0].ids == results["edited", 0].ids
+        assert_each_is_as_alone(model, results, before, after)
+
+
+class TestAStepThatFails:
+    def test_ends_those_in_it_and_the_engine_goes_on(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = exact("llama")
+        engine = new_engine(model, max_sequences=4)
+        drive = Drive(engine)
+        failing = [ask("twice", prompt(12), n=2), *neighbours()[:2]]
+        waiting = ask("waiting", prompt(12), seed=3)
+        drive.add(*failing)
+        drive.step(2)
+        drive.add(waiting)
+
+        def fail(shares: Sequence[Share], *rest: Any) -> Any:
+            blocks = torch.tensor([block for share in shares for block in share.sequence.blocks])
+            for numbers in (engine._cache.keys, engine._cache.values):
+                numbers.unflatten(1, (-1, 4))[:, blocks] = torch.nan
+            raise Broken("the whole step")
+
+        with monkeypatch.context() as patch, caplog.at_level(logging.CRITICAL, "model.engine.engine"):
+            patch.setattr(engine._runner, "run", fail)
+            step = drive.step()
+        assert {(output.request_id, output.choice) for output in step.outputs} == {
+            ("twice", 0),
+            ("twice", 1),
+            ("stream", 0),
+            ("long", 0),
+        }
+        for request in failing:
+            for choice in range(request.params.n):
+                assert_ended_with(drive.results[request.id, choice], Broken, "the whole step")
+        assert_each_is_as_alone(model, drive.finish(), waiting)
+        assert drive.results["waiting", 0].num_cached == 0
+        drive.add(*(ask(f"again {request.id}", request.prompt_ids) for request in failing))
+        results = drive.finish()
+        for request in failing:
+            assert_equal(results[f"again {request.id}", 0], alone(model, ask("plain", request.prompt_ids)))

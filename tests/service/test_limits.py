@@ -1,0 +1,282 @@
+"""What bounds a request: its time, how fast its client reads, the cache, the places, and the passes between steps."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from model.engine.engine import Engine
+from model.engine.request import Step
+from service import worker
+from service.schemas import FinishEvent, GenerateAnswer
+from tests.service.checkpoints import write_checkpoint
+from tests.service.running import PATIENCE_SECONDS, Running, Start, read_events, running, wait_until
+from tests.service.test_generate_trace import BLOCK, BLOCK_BYTES, both_ways
+
+PROMPT = [257, 69, 270, 273, 264]
+BODY: dict[str, Any] = {"prompt": PROMPT, "seed": 3, "max_tokens": 12, "ignore_eos": True}
+FOREVER = BODY | {"max_tokens": 60_000}
+TIMEOUT_SECONDS = 0.5
+TRACED: dict[str, Any] = {"stream": True, "trace": {"stages": ["*"], "detail": "values"}}  # 50 kB a token
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose context takes a minute to fill."""
+    return write_checkpoint(tmp_path_factory.mktemp("endless"), max_position_embeddings=1 << 16)
+
+
+def last_of(service: Running, stream: bool, **body: Any) -> dict[str, Any]:
+    """The answer, or the last event of the stream."""
+    return service.stream(**body)[-1] if stream else service.answer("/generate", **body)
+
+
+@pytest.fixture(scope="module")
+def impatient(endless: Path) -> Iterator[Running]:
+    with running(model=str(endless), request_timeout_seconds=TIMEOUT_SECONDS) as service:
+        yield service
+
+
+class TestTimeout:
+    @both_ways
+    def test_a_generation_that_takes_too_long_ends_as_cancelled_with_what_it_has(
+        self, impatient: Running, stream: bool
+    ) -> None:
+        end = last_of(impatient, stream, **FOREVER)
+        (FinishEvent if stream else GenerateAnswer).model_validate(end)
+        assert (end["finish_reason"], end["stop_reason"]) == ("cancelled", "timeout")
+        assert 0 < end["usage"]["completion_tokens"] < 60_000
+        assert end["timings"]["total_seconds"] >= TIMEOUT_SECONDS
+        assert impatient.metric("kv_cache_usage_perc") == 0
+
+    @pytest.mark.xfail(reason="schemas: time_to_first_token_seconds must be nullable", raises=ValidationError)
+    @both_ways
+    def test_an_end_before_the_first_token_fits_its_schema(self, impatient: Running, stream: bool) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            with impatient.blocked():
+                pending = pool.submit(last_of, impatient, stream, **FOREVER)
+                wait_until(lambda: impatient.state.worker._inbox.qsize() == 2, "it waits, and is cancelled")
+            end = pending.result(PATIENCE_SECONDS)
+        (FinishEvent if stream else GenerateAnswer).model_validate(end)
+
+    @both_ways
+    def test_the_time_in_the_queue_counts(self, impatient: Running, stream: bool) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            with impatient.blocked():
+                pending = pool.submit(last_of, impatient, stream, **FOREVER | {"n": 2})
+                wait_until(lambda: impatient.metric("num_requests_waiting") == 1, "it waits")
+                wait_until(lambda: impatient.state.worker._inbox.qsize() == 2, "its end is known behind it")
+            end = pending.result(PATIENCE_SECONDS)
+        assert (end["finish_reason"], end["stop_reason"]) == ("cancelled", "timeout")
+        assert end["usage"]["completion_tokens"] == 0
+        assert impatient.metric("num_requests_waiting") == 0
+
+    def test_one_that_has_ended_in_time_is_not_cancelled_later(self, impatient: Running) -> None:
+        name = 'request_success_total{finished_reason="cancelled"}'
+        before = impatient.metric(name)
+        assert len(impatient.answer("/generate", **BODY)["tokens"]) == 12
+        time.sleep(TIMEOUT_SECONDS + 0.1)
+        assert impatient.metric(name) == before
+
+
+class TestUnreadOutput:
+    """What a client does not read is not computed, as soon as the server would have to keep it."""
+
+    LIMIT = 100_000  # what ten tokens show
+
+    def test_a_stream_that_nobody_reads_is_held_while_others_go_on_and_finishes_when_it_is_read(
+        self, endless: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(worker, "MAX_UNREAD_BYTES", self.LIMIT)
+        service = start(model=str(endless))
+        num_steps = count_steps(monkeypatch)
+        body = BODY | {"max_tokens": 250}
+        expected = service.answer("/generate", **body)["tokens"]
+        with connection_that_takes_little(service, body | TRACED) as connection:
+            wait_until(lambda: rests(num_steps) and len(streams(service)) == 1, "the buffers are full, and it is held")
+            (stream,) = streams(service)
+            unread = list(stream._unread)
+            shown = [kept.values for output in unread if output.trace is not None for kept in output.trace.stages]
+            num_bytes = sum(values.nbytes for values in shown if values is not None)
+            assert self.LIMIT / 2 < num_bytes < 4 * self.LIMIT  # it knows of the limit a few steps later, at most
+            before = service.metric("generation_tokens_total")
+            for _ in range(3):  # others are served, and it makes not one token more
+                assert service.answer("/generate", **BODY)["tokens"] == expected[:12]
+                assert service.post("/forward", {"prompt": PROMPT}).status_code == 200
+            assert service.metric("generation_tokens_total") == before + 3 * 12
+            assert list(stream._unread) == unread
+            *tokens, end = read_events(rest_of(connection))
+        assert [event["token"]["id"] for event in tokens] == expected
+        assert end["finish_reason"] == "length"
+        assert streams(service) == []
+
+    def test_one_that_is_held_is_let_go_when_its_client_leaves(
+        self, endless: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(worker, "MAX_UNREAD_BYTES", self.LIMIT)
+        service = start(model=str(endless))
+        with connection_that_takes_little(service, BODY | TRACED | {"max_tokens": 250}):
+            wait_until(lambda: [stream._is_held for stream in streams(service)] == [True], "it is held")
+            assert service.metric("kv_cache_usage_perc") > 0
+        wait_until(lambda: service.metric("num_requests_running") == 0, "it is gone")
+        assert service.metric("kv_cache_usage_perc") == 0
+
+
+def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """As many entries as the engines of this process have made steps."""
+    steps: list[None] = []
+    step = Engine.step
+
+    def counted(engine: Engine) -> Step:
+        steps.append(None)
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", counted)
+    return steps
+
+
+def rests(steps: list[None]) -> bool:
+    """No step was made for a while, nor tried in vain."""
+    before = len(steps)
+    time.sleep(0.4)
+    return len(steps) == before
+
+
+def streams(service: Running) -> list[worker.Stream]:
+    return list(service.state.worker._streams.values())
+
+
+def connection_that_takes_little(service: Running, body: dict[str, Any]) -> socket.socket:
+    """A POST /generate whose answer is not read, and does not fit into the buffers of the connection."""
+    content = json.dumps(body).encode()
+    connection = socket.socket()
+    connection.settimeout(PATIENCE_SECONDS)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(service.address)
+    head = "POST /generate HTTP/1.0\r\nContent-Type: application/json\r\n"  # of 1.0 the answer is not chunked
+    connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    return connection
+
+
+def rest_of(connection: socket.socket) -> bytes:
+    """The body of the answer, up to the end."""
+    content = bytearray()
+    while piece := connection.recv(1 << 16):
+        content += piece
+    return bytes(content).partition(b"\r\n\r\n")[2]
+
+
+class TestPlacesAndCache:
+    def test_where_nothing_may_wait_as_many_are_served_as_run_at_a_time(
+        self, tiny_directory: Path, start: Start
+    ) -> None:
+        service = start(model=str(tiny_directory), max_num_seqs=2, max_waiting_requests=0)
+        with ThreadPoolExecutor(1) as pool:
+            with service.blocked():  # which takes one of the places
+                pending = pool.submit(service.post, "/generate", BODY)
+                wait_until(lambda: service.metric("num_requests_waiting") == 1, "it is admitted")
+                assert service.post("/generate", BODY).status_code == 429
+            assert pending.result(PATIENCE_SECONDS).status_code == 200
+
+    def test_more_continuations_than_run_at_a_time_are_refused_by_name(
+        self, tiny_directory: Path, start: Start
+    ) -> None:
+        service = start(model=str(tiny_directory), max_num_seqs=3)
+        response = service.post("/generate", BODY | {"n": 4})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
+        assert "3" in response.json()["error"]["message"]
+        assert len(service.answer("/generate", **BODY | {"n": 3})["choices"]) == 3
+
+    def test_what_never_fits_into_the_cache_is_refused_and_what_just_fits_is_not(
+        self, tiny_directory: Path, start: Start
+    ) -> None:
+        service = start(model=str(tiny_directory), cache_bytes=2 * BLOCK_BYTES + 1)
+        room = 2 * BLOCK - len(PROMPT)
+        response = service.post("/generate", BODY | {"max_tokens": room + 1})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "max_tokens")
+        message = response.json()["error"]["message"]
+        assert str(2 * BLOCK) in message
+        assert "--cache-bytes" in message
+        assert len(service.answer("/generate", **BODY | {"max_tokens": room})["tokens"]) == room
+        assert service.get("/model").json()["limits"]["cache_tokens"] == 2 * BLOCK
+
+    def test_the_cache_in_use_is_that_of_the_tokens_that_are_computed(self, endless: Path, start: Start) -> None:
+        service = start(model=str(endless), cache_bytes=1000 * BLOCK_BYTES)
+        connection = service.send("/generate", FOREVER | {"max_tokens": 9000, "stream": True})
+        wait_until(lambda: service.metric("generation_tokens_total") > 40, "tokens are generated")
+        with service.blocked():
+            # All tokens but the last one are computed.
+            num_tokens = len(PROMPT) + service.metric("generation_tokens_total") - 1
+            assert service.metric("kv_cache_usage_perc") * 1000 == pytest.approx(-(-num_tokens // BLOCK), abs=1e-6)
+            connection.close()
+            wait_until(lambda: service.state.worker._inbox.qsize() == 1, "its end is known")
+            before = service.metric("generation_tokens_total")
+        wait_until(lambda: service.metric("num_requests_running") == 0, "it has ended")
+        assert service.metric("generation_tokens_total") <= before + 1  # within one step
+        assert service.metric("kv_cache_usage_perc") == 0
+
+
+class TestPasses:
+    @pytest.mark.parametrize("path", ["/forward", "/logits"])
+    def test_a_pass_over_too_many_tokens_is_refused_before_it_runs_and_a_generation_is_not(
+        self, tiny_directory: Path, start: Start, path: str
+    ) -> None:
+        service = start(model=str(tiny_directory), max_pass_tokens=4)
+        with service.blocked():
+            response = service.post(path, {"prompt": PROMPT})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (413, "prompt", "prompt_too_long")
+        assert "--max-pass-tokens" in error["message"]
+        assert service.post(path, {"prompt": PROMPT[:4]}).status_code == 200
+        assert service.post("/generate", BODY).status_code == 200  # it is divided into steps
+
+    def test_after_each_step_of_a_stream_at_most_one_pass_takes_its_turn(
+        self, endless: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        service = start(model=str(endless))
+        num_steps = count_steps(monkeypatch)
+        with service.send("/generate", FOREVER | {"max_tokens": 9000}):
+            wait_until(lambda: len(num_steps) > 0, "it runs")
+            with service.blocked():
+                pending = [service.on_network(lambda: len(num_steps)) for _ in range(20)]
+                wait_until(lambda: service.metric("num_requests_waiting") == 20, "all wait for their turn")
+            steps_before = [future.result(PATIENCE_SECONDS) for future in pending]
+        assert len(set(steps_before)) == 20
+
+    def test_passes_between_the_steps_of_streams_are_right_and_change_no_token(
+        self, endless: Path, start: Start
+    ) -> None:
+        service = start(model=str(endless))
+        requests = [
+            ("/forward", {"prompt": PROMPT, "detail": "values"}),
+            ("/logits", {"prompt": PROMPT[1:], "positions": "all"}),
+        ]
+        bodies = [BODY | {"seed": seed, "max_tokens": 400} for seed in range(3)]
+
+        def passes() -> list[dict[str, Any]]:
+            return [without_timings(service.answer(path, **body)) for path, body in requests]
+
+        def tokens(events: list[dict[str, Any]]) -> list[int]:
+            return [event["token"]["id"] for event in events[:-1]]
+
+        expected = passes()
+        alone = [tokens(service.stream(**body)) for body in bodies]
+        num_rounds = 0
+        with ThreadPoolExecutor(3) as pool:
+            pending = [pool.submit(service.stream, **body) for body in bodies]
+            wait_until(lambda: service.metric("num_requests_running") == 3, "the streams run")
+            while not any(future.done() for future in pending):
+                assert passes() == expected
+                num_rounds += 1
+            assert [tokens(future.result(PATIENCE_SECONDS)) for future in pending] == alone
+        assert num_rounds > 2
+
+
+def without_timings(answer: dict[str, Any]) -> dict[str, Any]:
+    return {name: part for name, part in answer.items() if name != "timings"}
