@@ -87,10 +87,8 @@ def folded_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *,
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     folded = q.reshape(B, k.shape[1], -1, D)  # (B, Hkv, group * T, D)
     num_rows = folded.shape[2]
-    if num_rows == 1 and q.dtype == torch.bfloat16:
-        folded = folded.expand(
-            -1, -1, 2, -1
-        )  # on a CPU two equal rows take half as long as one, which has no fast product
+    if num_rows == 1 and q.dtype == torch.bfloat16 and q.device.type == "cpu":
+        folded = folded.expand(-1, -1, 2, -1)  # two equal rows take half as long as one
     if visible is not None and T > 1:
         visible = visible.repeat(*(1,) * (visible.dim() - 2), H // k.shape[1], 1)
     z = F.scaled_dot_product_attention(folded, k, v, attn_mask=visible, scale=scale)[:, :, :num_rows]

@@ -4,7 +4,6 @@ Randomness belongs to the request: one generator each, never shared, so that no 
 order is that of `transformers`: bias and penalties, temperature, top-k, top-p, min-p.
 """
 
-import random
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,13 +68,25 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
         self.params = params
-        self._random = random.Random(secrets.randbits(63) if params.seed is None else params.seed)
-        self._tokens = list(prompt_ids)
+        self._generator = torch.Generator()
+        self._generator.manual_seed(secrets.randbits(63) if params.seed is None else params.seed)
+        self._tokens = list(prompt_ids) if params.processors else []
+        self.bias = _columns(params.logit_bias)
+        """Token ids (K,) and what is added to their logits (K,)."""
         self._has_penalties = bool(
             params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         )
-        self.penalized_counts = dict.fromkeys(prompt_ids, 0) if self._has_penalties else {}
-        """What penalties concern: each token of prompt and output once, and how often it is in the output."""
+        self._places: dict[int, int] = {}  # of tokens in `_counted`
+        self._counted = torch.zeros(2, 64, dtype=torch.int64)
+        if self._has_penalties:
+            self._places = {token_id: place for place, token_id in enumerate(dict.fromkeys(prompt_ids))}
+            ids = torch.tensor(list(self._places), dtype=torch.int64)
+            self._counted = torch.cat((torch.stack((ids, torch.zeros_like(ids))), self._counted), dim=1)
+
+    @property
+    def counted(self) -> Tensor:
+        """What penalties concern, (2, K): each token of prompt and output once, and how often it is in the output."""
+        return self._counted[:, : len(self._places)]
 
     def process(self, logits: Tensor) -> Tensor:
         """logits (V,) -> those of the request's own processors."""
@@ -86,14 +97,23 @@ class Sampler:
             logits = processed
         return logits
 
-    def uniform(self) -> float:
-        """The next draw of the request's own generator, in [0, 1)."""
-        return self._random.random()
+    def noise(self, vocab_size: int) -> Tensor:
+        """The next (V,) uniform numbers of the request's own generator, in [0, 1)."""
+        return torch.rand(vocab_size, generator=self._generator)
 
     def accept(self, token_id: int) -> None:
-        self._tokens.append(token_id)
+        if self.params.processors:
+            self._tokens.append(token_id)
         if self._has_penalties:
-            self.penalized_counts[token_id] = self.penalized_counts.get(token_id, 0) + 1
+            place = self._places.setdefault(token_id, len(self._places))
+            if place == self._counted.shape[1]:
+                self._counted = torch.cat((self._counted, torch.zeros_like(self._counted)), dim=1)
+            self._counted[0, place] = token_id
+            self._counted[1, place] += 1
+
+
+def _columns(values: Mapping[int, float]) -> tuple[Tensor, Tensor]:
+    return torch.tensor(list(values), dtype=torch.int64), torch.tensor(list(values.values()))
 
 
 def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Exception]:
@@ -134,23 +154,17 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Exception]
 def _adjust(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
     """Biases and penalties, at the tokens that they concern alone."""
     device = logits.device
-    biased = [
-        (row, token_id, bias)
-        for row, sampler in enumerate(samplers)
-        for token_id, bias in sampler.params.logit_bias.items()
-    ]
-    penalized = [
-        (row, token_id, count)
-        for row, sampler in enumerate(samplers)
-        for token_id, count in sampler.penalized_counts.items()
-    ]
+    biased = [row for row, sampler in enumerate(samplers) if len(sampler.bias[0])]
+    penalized = [row for row, sampler in enumerate(samplers) if sampler.counted.shape[1]]
     if biased or penalized:
         logits = logits.clone()
     if biased:
-        rows, ids, biases = (torch.tensor(column, device=device) for column in zip(*biased, strict=True))
-        logits[rows, ids] += biases
+        rows = _repeated(biased, [len(samplers[row].bias[0]) for row in biased]).to(device)
+        ids = torch.cat([samplers[row].bias[0] for row in biased]).to(device)
+        logits[rows, ids] += torch.cat([samplers[row].bias[1] for row in biased]).to(device)
     if penalized:
-        rows, ids, counts = (torch.tensor(column, device=device) for column in zip(*penalized, strict=True))
+        rows = _repeated(penalized, [samplers[row].counted.shape[1] for row in penalized]).to(device)
+        ids, counts = torch.cat([samplers[row].counted for row in penalized], dim=1).to(device)
         repetition, presence, frequency = (
             torch.tensor([getattr(sampler.params, name) for sampler in samplers], device=device)[rows]
             for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -161,8 +175,12 @@ def _adjust(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
     return logits
 
 
+def _repeated(values: list[int], times: list[int]) -> Tensor:
+    return torch.repeat_interleave(torch.tensor(values), torch.tensor(times))
+
+
 def _draw(logits: Tensor, samplers: Sequence[Sampler], rows: Sequence[int]) -> list[int]:
-    """One token for each of these rows of `logits`, by inversion of its distribution at the sampler's next draw."""
+    """One token for each of these rows of `logits`, by its sampler's noise."""
     params = [samplers[row].params for row in rows]
     device = logits.device
     scaled = logits[torch.tensor(rows, device=device)]
@@ -174,12 +192,10 @@ def _draw(logits: Tensor, samplers: Sequence[Sampler], rows: Sequence[int]) -> l
     if narrowed:
         index = torch.tensor(narrowed, device=device)
         probabilities[index] = _narrow(probabilities[index], [params[i] for i in narrowed])
-    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    uniform = torch.tensor([[samplers[row].uniform()] for row in rows], dtype=torch.float64, device=device)
-    # Strictly below the total, whatever rounding does: the first entry above it then has a chance of its own.
-    target = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].tolist()
+    noise = torch.stack([samplers[row].noise(probabilities.shape[-1]) for row in rows]).to(device)
+    # The smallest of exponential variables E / p falls on each token with its p (Gumbel-max). Where rounding changes a
+    # probability a little, as the size of the batch does, the choice mostly stays; by inversion, all that follow move.
+    return (probabilities / noise.log_().neg_()).argmax(-1).tolist()
 
 
 def _narrow(probabilities: Tensor, params: Sequence[SamplingParams]) -> Tensor:

@@ -23,7 +23,7 @@ LAST_EVENTS_SECONDS = 10  # for answers that are written when nothing is compute
 
 class DrainingServer(uvicorn.Server):
     """On the first SIGTERM or SIGINT it goes on to listen, so that it can say 503, until the worker is idle or its
-    grace period is over; then it ends. On the second it ends at once: what is left is cancelled, nobody is waited for."""
+    grace period is over; then it ends. On the second it cancels what is left and ends at once."""
 
     def __init__(self, config: uvicorn.Config, worker: Worker, grace_seconds: float) -> None:
         super().__init__(config)

@@ -65,7 +65,8 @@ async def load(state: State, on_failure: Callable[[], None] | None) -> None:
             await state.worker.run(lambda: torch.set_num_threads(threads))
         state.checkpoint = await state.worker.run_apart(lambda: load_model(state.settings))
         if state.checkpoint is not None:
-            state.engine = build_engine(state.checkpoint, state.settings)
+            checkpoint = state.checkpoint
+            state.engine = await state.worker.run_apart(lambda: build_engine(checkpoint, state.settings))
             state.worker.serve(state.engine, lambda: fail(state, "the engine failed", on_failure))
     except Exception as error:  # whatever it is, a service that will never be ready must end
         expected = isinstance(error, (ValueError, OSError))

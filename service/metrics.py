@@ -46,7 +46,8 @@ class Progress:
 
     @property
     def queue_seconds(self) -> float:
-        return 0.0 if self.started is None else self.started - self.arrived
+        """Until it started, or until now."""
+        return (self.started or time.perf_counter()) - self.arrived
 
     @property
     def first_token_seconds(self) -> float | None:

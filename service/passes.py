@@ -1,5 +1,6 @@
 """One pass on the network's thread, from the byte budget to the answer: what /forward and /logits share."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,7 +83,12 @@ async def _run(state: State, job: Callable[[float], bytes], num_tokens: int) -> 
         return content, began - arrived, time.perf_counter() - began
 
     state.worker.check_room(num_tokens)
-    content, waited, seconds = await state.worker.run(timed)
+    try:
+        async with asyncio.timeout(state.settings.request_timeout_seconds):
+            content, waited, seconds = await state.worker.run(timed)
+    except TimeoutError:
+        message = f"no answer within {state.settings.request_timeout_seconds:g} seconds; try again later"
+        raise ApiError(503, message, code="timeout", headers={"Retry-After": "1"}) from None
     metrics = state.metrics
     metrics.queue_seconds.observe(waited)
     metrics.trace_seconds.observe(seconds)

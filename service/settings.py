@@ -33,7 +33,7 @@ class Settings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 for any free one")
     threads: int | None = Field(None, ge=1, description="CPU threads of the network; default: torch's choice")
     max_body_bytes: int = Field(4 * MIB, ge=1, description="largest request body")
-    max_response_bytes: int = Field(256 * MIB, ge=1, description="largest answer of /forward and /logits")
+    max_response_bytes: int = Field(256 * MIB, ge=1, description="largest answer; known before it is computed")
     max_pass_bytes: int = Field(
         8192 * MIB, ge=1, description="largest tensors of a traced pass or step: scores, logits"
     )

@@ -79,6 +79,7 @@ async def prompt_ids(state: State, checkpoint: Checkpoint, prompt: str | list[in
     elif tokenizer is None:
         raise invalid(param, "this checkpoint has no tokenizer.json; send a list of token ids", "no_tokenizer")
     else:
+        state.worker.check_room(0)  # before the work, not after it
         ids = await state.worker.run_text(lambda: tokenizer.encode(prompt))
     check_ids(ids, config.vocab_size, param)
     if not ids:

@@ -55,8 +55,12 @@ def budget_of(
     config = checkpoint.model.config
     num_step_tokens = min(max_step_tokens, num_prompt)
     pass_bytes = LOGITS_BYTES * num_step_tokens * config.vocab_size if params.needs_prompt_logits else 0
+    num_tokens = params.max_tokens + (num_prompt if params.echo else 0)
+    # Of each token an event, and the token itself with its likeliest ones; text alone has no limit but the context.
+    token_bytes = text_bytes(0, 2 + (params.logprobs or 0), longest_token_bytes(checkpoint), as_safetensors=False)
+    tokens_bytes = params.n * num_tokens * token_bytes if plan is not None or params.logprobs is not None else 0
     if plan is None:
-        return Budget(0, pass_bytes, "prompt, echo or logprobs")
+        return Budget(tokens_bytes, pass_bytes, "prompt, echo, logprobs, n or max_tokens")
     selection, top_k, lens_top = plan.params.selection, plan.params.top_k, plan.params.logit_lens
     num_positions = num_prompt + params.max_tokens - 1
     num_shown = num_positions if selection.positions is None else len(selection.positions)
@@ -77,7 +81,9 @@ def budget_of(
         pass_bytes = LOGITS_BYTES * num_step_tokens * config.vocab_size
     if any("key" in stage.dims for stage in selection.stages):
         pass_bytes += LOGITS_BYTES * config.num_heads * num_step_tokens * num_positions
-    return Budget(params.n * total, pass_bytes, "trace.stages, positions, heads, detail or top_k, or max_tokens")
+    return Budget(
+        tokens_bytes + params.n * total, pass_bytes, "trace.stages, positions, heads, detail or top_k, or max_tokens"
+    )
 
 
 def trace_answer(trace: StepTrace, plan: TracePlan, text_of: TextOf) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The threads: one that runs the network, one that tokenizes, one that loads. Nothing else touches threads.
 
-On the network's thread the engine's steps and other passes (jobs) take turns: after each step at most one job. What
+On the network's thread the engine's steps and other passes (jobs) take turns, and get as much time as each other. What
 comes from asyncio is posted to it; what it makes goes back to asyncio's loop once a step.
 """
 
@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -19,13 +19,11 @@ from model.engine.engine import Engine
 from model.engine.request import Output, Request, Step
 from model.generation import End
 from service.errors import ApiError
-from service.metrics import Metrics, Progress
+from service.metrics import Metrics
+from service.stream import Stream
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
-# What a stream may hold for a client that does not read: beyond it the request is left out of the steps.
-MAX_UNREAD_BYTES = 8 << 20
-OUTPUT_BYTES = 1024  # of an output beside the values that it shows
 
 
 def draining() -> ApiError:
@@ -43,58 +41,6 @@ class Limits:
     timeout_seconds: float
 
 
-class Stream:
-    """One admitted request: its outputs as they are computed, until each of its choices has its end."""
-
-    def __init__(self, worker: "Worker", request: Request, timeout_seconds: float) -> None:
-        self.progress = Progress(num_prompt=len(request.prompt_ids))
-        self.request = request
-        self._worker = worker
-        self._unread: deque[Output] = deque()
-        self._unread_bytes = 0
-        self._is_held = False
-        self._has_more = asyncio.Event()
-        self.open = set(range(request.params.n))  # the choices that have not ended
-        self._timer = asyncio.get_running_loop().call_later(timeout_seconds, self.cancel, "timeout")
-
-    async def outputs(self) -> AsyncIterator[Output]:
-        num_ended = 0
-        while num_ended < self.request.params.n:
-            while not self._unread:
-                self._has_more.clear()
-                await self._has_more.wait()
-            output = self._unread.popleft()
-            self._count(-_size(output))
-            num_ended += output.end is not None
-            yield output
-
-    def put(self, output: Output) -> None:
-        self._unread.append(output)
-        self._count(_size(output))
-        self._has_more.set()
-        if output.end is not None:
-            self.open.remove(output.choice)
-            if not self.open:
-                self._timer.cancel()
-
-    def cancel(self, reason: str | None = None) -> None:
-        """End what has not ended; its blocks are free before the next step. Nothing where all has."""
-        if self.open:
-            self._worker.abort(self.request.id, reason)
-
-    def _count(self, num_bytes: int) -> None:
-        self._unread_bytes += num_bytes
-        is_full = self._unread_bytes > MAX_UNREAD_BYTES
-        if is_full != self._is_held and self.open:
-            self._is_held = is_full
-            self._worker.hold(self.request.id, is_full)
-
-
-def _size(output: Output) -> int:
-    stages = output.trace.stages if output.trace is not None else []
-    return OUTPUT_BYTES + sum(stage.values.nbytes for stage in stages if stage.values is not None)
-
-
 class Worker:
     """Admits requests up to the limits, runs them, and hands out what they give. Called from the loop's thread."""
 
@@ -110,7 +56,8 @@ class Worker:
         self._text = ThreadPoolExecutor(max_workers=1, thread_name_prefix="text")
         # Of the network's thread:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._jobs: deque[Callable[[], None]] = deque()
+        self._jobs: deque[Callable[[], bool]] = deque()
+        self._next_job = 0.0  # when the next may run
         self._engine: Engine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
@@ -132,7 +79,7 @@ class Worker:
 
     def generate(self, request: Request) -> Stream:
         """Admit a request; the caller closes the stream. 429 where too many wait, 503 on shutdown."""
-        self.check_room(len(request.prompt_ids))
+        self.check_room(request.params.n * len(request.prompt_ids))
         stream = self._streams[request.id] = Stream(self, request, self._limits.timeout_seconds)
         self._is_idle.clear()
         self._inbox.put(lambda: self._add(request))
@@ -142,12 +89,14 @@ class Worker:
         """The job's result, computed on the network's thread between two steps of the engine."""
         future: Future[Result] = Future()
 
-        def work() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(job())
-                except Exception as error:  # whoever awaits the result gets it
-                    future.set_exception(error)
+        def work() -> bool:
+            if not future.set_running_or_notify_cancel():
+                return False
+            try:
+                future.set_result(job())
+            except Exception as error:  # whoever awaits the result gets it
+                future.set_exception(error)
+            return True
 
         self._jobs_in_flight.add(future)
         self._is_idle.clear()
@@ -208,7 +157,8 @@ class Worker:
         if num_waiting + self.num_running < limits.max_running:
             return
         waiting = [stream for stream in self._streams.values() if stream.progress.started is None]
-        num_waiting_tokens = sum(stream.progress.num_prompt for stream in waiting)
+        num_waiting_tokens = sum(stream.request.params.n * stream.progress.num_prompt for stream in waiting)
+        num_waiting += sum(stream.request.params.n - 1 for stream in waiting)
         if num_waiting >= limits.max_waiting:
             message = f"{num_waiting} requests are waiting already; try again later"
         elif waiting and num_waiting_tokens + num_tokens > limits.max_waiting_tokens:
@@ -278,37 +228,39 @@ class Worker:
     # On the network's thread
 
     def _work(self) -> None:
-        is_stalled = False  # nothing that the engine has can be computed before something is posted
         while not self._is_closed:
-            has_steps = self._engine is not None and self._engine.has_work and not is_stalled
-            is_stalled = not self._take(wait=not has_steps and not self._jobs) and is_stalled
-            if self._jobs:
-                self._jobs.popleft()()
-            if self._engine is not None and self._engine.has_work and not self._is_closed:
-                is_stalled = self._step(self._engine)
+            try:
+                self._turn()
+            except Exception as error:  # a bug: what goes wrong in one request or job never gets here
+                logger.exception("the engine failed")
+                self._engine = None
+                self._call_back(self._fail, error)
 
-    def _take(self, *, wait: bool) -> bool:
-        """Do what was posted; whether there was anything."""
-        num_taken = 0
+    def _turn(self) -> None:
+        """What was posted, then a job if its time has come, then a step."""
+        self._take(wait=not self._jobs and not self._can_step)
+        if self._jobs and (not self._can_step or time.perf_counter() >= self._next_job):
+            began = time.perf_counter()
+            while self._jobs and not self._jobs.popleft()():
+                pass  # it was cancelled
+            ended = time.perf_counter()
+            self._next_job = ended + (ended - began)  # the steps get as much time as the jobs
+        if self._engine is not None and self._can_step and not self._is_closed:
+            began = time.perf_counter()
+            self._post_back(self._engine.step(), began)
+
+    @property
+    def _can_step(self) -> bool:
+        return self._engine is not None and self._engine.can_step
+
+    def _take(self, *, wait: bool) -> None:
+        """Do what was posted."""
         try:
+            self._inbox.get(block=wait)()
             while True:
-                self._inbox.get(block=wait and num_taken == 0)()
-                num_taken += 1
+                self._inbox.get_nowait()()
         except Empty:
-            return num_taken > 0
-
-    def _step(self, engine: Engine) -> bool:
-        """One step of the engine; whether it had nothing to compute."""
-        began = time.perf_counter()
-        try:
-            step = engine.step()
-        except Exception as error:  # a bug: one request's failure never raises out of a step
-            logger.exception("the engine failed")
-            self._engine = None
-            self._call_back(self._fail, error)
-            return True
-        self._post_back(step, began)
-        return step.num_sequences == 0
+            return
 
     def _add(self, request: Request) -> None:
         if self._engine is None:  # it has failed, and every stream with it

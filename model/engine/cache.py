@@ -6,6 +6,7 @@ elsewhere (`blocks.py`).
 
 import math
 import mmap
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from model.engine.varlen import VarlenRead, find_kernel
 from model.stages import Probe
 
 MAX_PADDING = 2  # of streams that are read together, the longest over the shortest
+MAX_GATHERED = 1024  # blocks that are read together, where it is more than one sequence's
 
 
 class PagedCache:
@@ -38,7 +40,6 @@ class PagedCache:
         shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.d_head)
         self.keys, self.values = (zeros(shape, dtype, device) for _ in range(2))
         self.kernel = find_kernel(config, dtype, device)
-        self.kernel = find_kernel(config, dtype, device)
         self._gathered = [self.keys.new_empty(0, block_size * config.num_kv_heads * config.d_head) for _ in range(2)]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -50,7 +51,8 @@ class PagedCache:
         """Keys and values of these blocks, each (len(blocks) * block_size, Hkv, D), valid until the next call: into
         memory that is kept, since what the system gives anew for each call costs more than the copy."""
         if len(blocks) > len(self._gathered[0]):
-            self._gathered = [old.new_empty(2 * len(blocks), old.shape[1]) for old in self._gathered]
+            num_blocks = max(len(blocks), MAX_GATHERED)
+            self._gathered = [old.new_empty(num_blocks, old.shape[1]) for old in self._gathered]
         found = []
         for pool, kept in zip((self.keys[layer], self.values[layer]), self._gathered, strict=True):
             out = kept[: len(blocks)]
@@ -123,7 +125,10 @@ class PagedContext:
             for read in self._reads[window]:
                 self._read(layer, read, q[0], z[0])
         for tap in self._taps:
-            self._show(layer, tap, q, z, probe.of(tap))
+            try:
+                self._show(layer, tap, q, z, probe.of(tap))
+            except Exception as error:  # such as too little memory for the scores: the others do not need them
+                tap.error = error
         return probe("z", z)
 
     def _read(self, layer: int, read: Read, q: Tensor, z: Tensor) -> None:
@@ -141,13 +146,14 @@ class PagedContext:
         """Scores and pattern of one sequence, over all of its keys."""
         if not probe.wants("scores", "attn_scores", "pattern"):
             return
-        share = tap.share
+        begun, before, share = time.perf_counter(), tap.seconds, tap.share
         blocks = torch.tensor(share.sequence.blocks, device=self._cache.device)
         keys, values = (pool[None, : share.start + share.num_new] for pool in self._cache.gather(layer, blocks))
         mask = CausalMask(share.start, share.num_new, self._windows[layer], self._cache.device)
         edited = spell_out(q[:, tap.tokens], keys, mask, probe, scale=self._scale)
         if edited is not None:
             z[:, tap.tokens] = mix(edited, values)
+        tap.seconds = before + time.perf_counter() - begun  # what its calls took is a part of it
 
     def finish(self) -> None:
         """Who counts what is computed is the scheduler."""
@@ -172,7 +178,7 @@ def plan_reads(shares: Sequence[Share], window: int | None, block_size: int, dev
         last = (share.start + share.num_new - 1) // block_size
         blocks = share.sequence.blocks[first : last + 1]
         is_like = group and share.is_stream and group[0][1].is_stream and len(blocks) <= MAX_PADDING * len(group[0][2])
-        if not is_like:
+        if not is_like or len(blocks) * (len(group) + 1) > MAX_GATHERED:
             close()
         group.append((first * block_size, share, blocks))
     close()

@@ -1,6 +1,7 @@
 """The engine: requests in, tokens out, a step at a time. Synchronous; whoever owns it calls `step` until it is idle."""
 
 import logging
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,6 +81,11 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._choices)
 
+    @property
+    def can_step(self) -> bool:
+        """Whether there is anything that is not held."""
+        return any(not sequence.is_held for sequence in self._choices)
+
     def check(self, request: Request) -> None:
         """Raises `ValueError` naming the field that does not fit the vocabulary, the context or the cache."""
         config, num_prompt = self._model.config, len(request.prompt_ids)
@@ -100,10 +106,17 @@ class Engine:
         if request.id in self._requests:
             raise ValueError(f"id: {request.id!r} is running already")
         shares_prefix = request.tap is None and not request.params.needs_prompt_logits
+        shown = None if request.trace is None else request.trace.selection.positions
         leader: Sequence | None = None
         for index in range(request.params.n):
             self._num_sequences += 1
-            sequence = Sequence(self._num_sequences, request.prompt_ids, shares_prefix=shares_prefix, leader=leader)
+            sequence = Sequence(
+                self._num_sequences,
+                request.prompt_ids,
+                shares_prefix=shares_prefix,
+                max_cached=sys.maxsize if shown is None else min(shown),
+                leader=leader,
+            )
             leader = leader or sequence
             choice = Choice(request, index, sequence, self._tokenizer)
             self._requests.setdefault(request.id, []).append(choice)

@@ -17,6 +17,7 @@ class Pace:
             raise ValueError(f"max_stretch: {max_stretch} must be above 1, or no prompt enters beside a stream")
         self._max_stretch = max_stretch
         self._weight = self._x = self._y = self._xx = self._xy = 0.0  # sums over the steps
+        self._slope = 0.0
         self._limit = MIN_TOKENS
 
     def observe(self, num_tokens: int, seconds: float) -> None:
@@ -31,6 +32,7 @@ class Pace:
         """Tokens of prompts in the next step; at most twice as many as in the step before."""
         spread = self._weight * self._xx - self._x * self._x
         slope = (self._weight * self._xy - self._x * self._y) / spread if spread > 1e-6 * self._xx else 0.0
+        slope = self._slope = slope if slope > 0 else self._slope  # steps that are all alike say nothing of it
         bearable = 2.0 * self._limit
         if slope > 0:
             stream_seconds = (self._y - slope * self._x) / self._weight + slope * num_streams

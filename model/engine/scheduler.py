@@ -70,10 +70,12 @@ class Scheduler:
         `fresh_blocks` are those of them that hold what another sequence left, and will be read before they are full.
         """
         self.fresh_blocks = []
-        streams = [s for s in self.running if s.num_missing == 1 and not s.is_held]
+        for sequence in [s for s in self.running if s.is_held]:
+            self._preempt(sequence)  # it keeps nobody from running
+        streams = [s for s in self.running if s.num_missing == 1]
         shares = [Share(sequence, sequence.num_computed, 1) for sequence in streams if self._make_room(sequence)]
         budget = self._max_tokens - len(shares)
-        prompts = [s for s in self.running if s.num_missing > 1 and not s.is_held]
+        prompts = [s for s in self.running if s.num_missing > 1]
         if shares and (prompts or self.waiting):
             num_entering = min(len(self.waiting), self._max_sequences - len(self.running))
             budget = min(budget, self._pace.limit(len(shares), len(prompts) + num_entering))
@@ -123,7 +125,7 @@ class Scheduler:
         size = self.pool.block_size
         found: list[int] = []
         if sequence.shares_prefix:  # of the last token the logits are needed: it is always computed
-            num_full = (len(sequence.tokens) - 1) // size
+            num_full = min(len(sequence.tokens) - 1, sequence.max_cached) // size
             found = self.pool.find(sequence.block_hash(index, size) for index in range(num_full))
         num_more = self._blocks_for(len(sequence.tokens)) - len(found)
         # One block is left for each that runs, else the next step preempts what this one admits.

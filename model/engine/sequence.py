@@ -1,6 +1,7 @@
 """One sequence as the scheduler sees it: its tokens, how many of them are computed, and the blocks that hold them."""
 
 import hashlib
+import sys
 from array import array
 from collections.abc import Sequence as Tokens
 
@@ -10,7 +11,7 @@ class Sequence:
 
     `order` is its age: a smaller one came earlier. A sequence with a `leader` starts when the leader's prompt is
     computed, to share its blocks. Without `shares_prefix` it neither takes computed blocks of others nor offers any.
-    One that `is_held` is in no step.
+    At most `max_cached` tokens are taken from others. One that `is_held` is in no step.
     """
 
     __slots__ = (
@@ -18,6 +19,7 @@ class Sequence:
         "blocks",
         "is_held",
         "leader",
+        "max_cached",
         "num_cached",
         "num_computed",
         "num_prompt",
@@ -27,7 +29,13 @@ class Sequence:
     )
 
     def __init__(
-        self, order: int, prompt: Tokens[int], *, shares_prefix: bool = True, leader: "Sequence | None" = None
+        self,
+        order: int,
+        prompt: Tokens[int],
+        *,
+        shares_prefix: bool = True,
+        max_cached: int = sys.maxsize,
+        leader: "Sequence | None" = None,
     ) -> None:
         self.order = order
         self.tokens = array("q", prompt)
@@ -36,6 +44,7 @@ class Sequence:
         self.num_cached: int | None = None  # tokens of the prompt that others had computed; None until it first runs
         self.blocks: list[int] = []
         self.shares_prefix = shares_prefix
+        self.max_cached = max_cached
         self.leader = leader
         self.is_held = False
         self._hashes: list[bytes] = []

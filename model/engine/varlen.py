@@ -8,7 +8,7 @@ import importlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -35,20 +35,16 @@ class VarlenRead:
 
     @classmethod
     def of(cls, shares: Sequence[Share], block_size: int, device: torch.device) -> "VarlenRead":
-        slots, num_keys = [], []
-        for share in shares:
-            length = share.start + share.num_new
-            slots += [
-                block * block_size + offset
-                for block in share.sequence.blocks[: -(-length // block_size)]
-                for offset in range(block_size)
-            ][:length]
-            num_keys.append(length)
+        num_keys = [share.start + share.num_new for share in shares]
+        tables = [share.sequence.blocks[: -(-n // block_size)] for share, n in zip(shares, num_keys, strict=True)]
+        blocks = torch.tensor(list(chain.from_iterable(tables)), device=device)
+        in_blocks = (blocks[:, None] * block_size + torch.arange(block_size, device=device)).flatten()
+        begins = accumulate([0, *(len(table) * block_size for table in tables)])
+        slots = torch.cat([in_blocks[begin : begin + n] for begin, n in zip(begins, num_keys, strict=False)])
         num_queries = [share.num_new for share in shares]
-        begins = torch.tensor(
-            [[0, *accumulate(num_queries)], [0, *accumulate(num_keys)]], dtype=torch.int32, device=device
-        )
-        return cls(torch.tensor(slots, device=device), begins[0], begins[1], max(num_queries), max(num_keys))
+        both = [[0, *accumulate(num_queries)], [0, *accumulate(num_keys)]]
+        query_begins, key_begins = torch.tensor(both, dtype=torch.int32, device=device)
+        return cls(slots, query_begins, key_begins, max(num_queries), max(num_keys))
 
     def attend(
         self, kernel: Kernel, q: Tensor, keys: Tensor, values: Tensor, window: int | None, *, scale: float
@@ -65,7 +61,7 @@ class VarlenRead:
             self.max_keys,
             scale=scale,
             window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=q.shape[1] > keys.shape[1],
+            **({"enable_gqa": True} if q.shape[1] > keys.shape[1] else {}),
         )
 
 

@@ -105,14 +105,18 @@ class Run:
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Server-Sent Events: one a token, one a choice that says how it ended, `[DONE]`; or an `error` event."""
-        async for output, trace in self.outputs():
-            for frame in self._frames(output, trace):
-                yield frame
-            of_choice = {"id": self.id, "choice": output.choice}
-            if output.error is not None:
-                yield event(of_choice | error_body(internal()), kind="error")
-            elif output.end is not None:
-                yield event({**of_choice, **end_answer(output), "timings": self._timings()})
+        try:
+            async for output, trace in self.outputs():
+                for frame in self._frames(output, trace):
+                    yield frame
+                of_choice = {"id": self.id, "choice": output.choice}
+                if output.error is not None:
+                    yield event(of_choice | error_body(internal()), kind="error")
+                elif output.end is not None:
+                    yield event({**of_choice, **end_answer(output), "timings": self._timings()})
+        except Exception:  # the status line is out: the stream itself must say it
+            logger.exception("generation %s failed", self.id)
+            yield event({"id": self.id} | error_body(internal()), kind="error")
         yield DONE
 
     def _frames(self, output: Output, trace: orjson.Fragment | None) -> Iterator[bytes]:

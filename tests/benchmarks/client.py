@@ -26,11 +26,11 @@ class Timed:
         return [after - before for before, after in zip(self.tokens, self.tokens[1:], strict=False)]
 
 
-async def generate(port: int, body: dict[str, Any]) -> Timed:
-    """Stream one request to its end."""
+async def generate(port: int, body: dict[str, Any], into: Timed | None = None) -> Timed:
+    """Stream one request to its end; `into` shows the tokens while they come."""
     content = json.dumps(body | {"stream": True}).encode()
     head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    timed = Timed(time.perf_counter())
+    timed = into or Timed(time.perf_counter())
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)

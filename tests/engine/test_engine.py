@@ -281,10 +281,13 @@ class TestHolding:
         drive.engine.hold("held", True)
         before = [len(drive.results["held", choice].ids) for choice in range(2)]
         drive.until(lambda: drive.results["other", 0].end is not None)
+        assert not drive.engine.can_step
         assert drive.step().num_sequences == 0
+        assert drive.engine.stats().cache_usage == 0
         assert [len(drive.results["held", choice].ids) for choice in range(2)] == before
         assert drive.engine.has_work
         drive.engine.hold("held", False)
+        assert drive.engine.can_step
         assert_each_is_as_alone(model, drive.finish(), held, other)
 
     def test_a_held_request_can_be_given_up(self) -> None:

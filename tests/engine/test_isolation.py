@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.engine import cache
 from model.engine.request import Request
 from model.engine.scheduler import Share
 from model.engine.tracing import TraceParams
@@ -159,6 +160,18 @@ class TestTaps:
     ) -> None:
         result = fail_among_neighbours(exact("llama"), ask("faulty", prompt(9), trace=trace))
         assert_ended_with(result, error, "")
+
+
+def test_what_looking_in_cannot_compute_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as scores for which there is no memory: nobody else needs them."""
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise Broken("too many keys")
+
+    monkeypatch.setattr(cache, "spell_out", fail)
+    selection = Selection(stages=stages_of(CONFIGS["llama"]))
+    model, faulty = exact("llama"), ask("faulty", prompt(9), trace=TraceParams(selection=selection))
+    assert_ended_with(fail_among_neighbours(model, faulty), Broken, "too many keys")
 
 
 def short_streams() -> list[Request]:

@@ -103,7 +103,7 @@ class Play:
 
     def _check(self, shares: list[Share], before: list[Line], waiting: list[Line], streams: list[Line]) -> None:
         served = {share.sequence: share for share in shares}
-        preempted = [line for line in before if line in self.scheduler.waiting]
+        preempted = [line for line in before if line in self.scheduler.waiting and not line.is_held]
         assert len(served) == len(shares), "a sequence is there twice"
         assert sum(share.num_new for share in shares) <= self.max_tokens
         for share in shares:
@@ -117,8 +117,9 @@ class Play:
         assert [line for line in streams if line not in preempted] == [share.sequence for share in shares][
             : len(streams) - len(set(streams) & set(preempted))
         ], "a stream waits, or is not first"
+        assert not any(line.is_held for line in self.running)
         for line in preempted:
-            younger = [other for other in before if other.order > line.order]
+            younger = [other for other in before if other.order > line.order and not other.is_held]
             assert set(younger) <= set(preempted), "the youngest goes first"
         prompts = [share for share in shares if share.sequence not in streams]
         for share, next_share in pairwise(prompts):
@@ -160,8 +161,8 @@ class Play:
             self.remove(share.sequence)
 
     def _compute(self, shares: list[Share]) -> None:
-        """Write what each slot now holds; then each sequence finds all that it counts as computed. Those that compute
-        one token are read together, to the ends of their blocks: there must be nothing that another left."""
+        """Write what each slot now holds; then each sequence finds all that it counts as computed. Streams are read
+        together, to the ends of their blocks: there must be nothing that another left."""
         for share in shares:
             for position in range(share.start, share.start + share.num_new):
                 self._slots[self._slot(share.sequence, position)] = self._content(share.sequence, position)
@@ -170,7 +171,8 @@ class Play:
             for position in range(ends.get(line, line.num_computed)):
                 assert self._slots[self._slot(line, position)] == self._content(line, position)
         for share in shares:
-            if share.num_new == 1:
+            if share.is_stream:
+                assert share.num_new == 1 == share.sequence.num_missing
                 block_end = -(-(share.start + 1) // self.pool.block_size) * self.pool.block_size
                 behind = [self._slot(share.sequence, position) for position in range(share.start + 1, block_end)]
                 assert not self._slots.keys() & set(behind), "it reads what another left"
@@ -350,16 +352,6 @@ class TestPreemption:
         assert third.num_computed == 0
         play.finish()
 
-    def test_a_held_sequence_gives_way_like_another(self) -> None:
-        play = Play(num_blocks=6, block_size=2)
-        first, held = play.add([1, 2], 9), play.add([3, 4, 5], 5)
-        play.step()
-        held.is_held = True
-        self.until_one_gives_way(play)
-        assert (play.running, play.waiting) == ([first], [held])
-        held.is_held = False
-        play.finish()
-
     def test_a_sequence_that_gave_way_does_not_overtake_an_older_one_that_still_waits(self) -> None:
         play = Play(num_blocks=6, block_size=2)
         first, held, third = play.add([1, 2], 9), play.add([3] * 8), play.add([5, 6], 9)
@@ -421,6 +413,16 @@ class TestPrefixes:
         play.finish()
         assert (second.num_cached, third.num_cached) == (0, 0)
 
+    @pytest.mark.parametrize(("max_cached", "num_cached"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8), (99, 8)])
+    def test_no_more_is_taken_than_may_be(self, max_cached: int, num_cached: int) -> None:
+        play = Play(block_size=4)
+        play.add(list(range(11)), 1)
+        play.finish()
+        line = play.add(list(range(11)), 1)
+        line.max_cached = max_cached
+        play.step()
+        assert line.num_cached == num_cached
+
     def test_one_with_a_leader_waits_until_the_leaders_prompt_is_computed_and_takes_it(self) -> None:
         play = Play(block_size=4, max_tokens=8)
         leader = play.add(list(range(12)), 6)
@@ -461,17 +463,21 @@ class TestPrefixes:
 
 
 class TestHolding:
-    def test_one_that_is_held_gets_nothing_and_keeps_what_it_has(self) -> None:
-        play = Play(max_tokens=8)
-        stream, prompt = play.add([1], 30), play.add([2] * 40, 1)
+    def test_one_that_is_held_leaves_its_place_and_its_blocks_to_others_and_finds_again_what_it_had(self) -> None:
+        play = Play(num_blocks=6, block_size=2, max_sequences=1)
+        held, other = play.add([1, 2, 3, 4, 5], 4), play.add([6, 7], 3)
         play.step()
-        for line in (stream, prompt):
-            line.is_held = True
-            computed = line.num_computed
-            for _ in range(3):
-                assert [share.sequence for share in play.step()] == [{stream: prompt, prompt: stream}[line]]
-            assert line.num_computed == computed
-            line.is_held = False
+        held.is_held = True
+        assert [share.sequence for share in play.step()] == [other]
+        assert (play.running, play.waiting) == ([other], [held])
+        play.step()
+        play.step()
+        assert play.running == []
+        assert play.step() == []
+        assert play.pool.num_free == 6
+        held.is_held = False
+        [share] = play.step()
+        assert (share.sequence, share.start, share.num_new) == (held, 4, 2)
         play.finish()
 
     def test_one_that_waits_and_is_held_stands_in_nobodys_way(self) -> None:
@@ -481,13 +487,6 @@ class TestHolding:
         assert [share.sequence for share in play.step()] == [other]
         held.is_held = False
         assert {share.sequence for share in play.step()} == {held, other}
-
-    def test_where_all_are_held_there_is_no_step(self) -> None:
-        play = Play()
-        line = play.add([1], 5)
-        play.step()
-        line.is_held = True
-        assert play.step() == []
 
 
 def test_a_sequence_that_can_never_fit_is_refused() -> None:

@@ -130,6 +130,21 @@ def test_what_others_had_computed_is_not_shown_and_the_rest_is_as_if_it_had_been
 
 
 @every_config
+def test_positions_that_are_named_are_shown_whatever_others_had_computed(name: str) -> None:
+    model = build(CONFIGS[name], dtype=torch.float64)
+    drive = Drive(new_engine(model))
+    drive.add(ask("before", prompt(16), max_tokens=2))
+    drive.finish()
+    request = ask("traced", [*prompt(16), 4, 5], max_tokens=6, n=2, trace=whole(name, positions=[9, 17, 20]))
+    drive.add(request)
+    results = drive.finish()
+    for choice in range(2):
+        assert results["traced", choice].num_cached == 8
+        assert_shows(model, request, results["traced", choice], [9, 17, 20])
+    assert_each_is_as_alone(model, results, request)
+
+
+@every_config
 def test_positions_and_heads_narrow_what_is_shown(name: str) -> None:
     model = build(CONFIGS[name], dtype=torch.float64)
     trace = whole(name, positions=[21, 3, 0, 18, 10, 9, 3, 90], heads=[3, 0])

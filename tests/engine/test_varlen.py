@@ -27,7 +27,7 @@ def stand_in(
     *,
     scale: float,
     window_size: tuple[int, int],
-    enable_gqa: bool,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """What `torch.nn.attention.varlen.varlen_attn` documents: packed sequences, the last query at the last key."""
     found = []
