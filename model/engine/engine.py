@@ -114,7 +114,7 @@ class Engine:
                 self._num_sequences,
                 request.prompt_ids,
                 shares_prefix=shares_prefix,
-                max_cached=sys.maxsize if shown is None else min(shown),
+                max_cached=min(shown or (), default=sys.maxsize),
                 leader=leader,
             )
             leader = leader or sequence

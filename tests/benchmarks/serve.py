@@ -121,7 +121,7 @@ async def entering(port: int, prompts: Prompts, count: int, num_in: int, num_out
     """`count` streams run; a long prompt enters beside them. Their gaps while it does, over their median."""
     running = [Timed(time.perf_counter()) for _ in range(count)]
     tasks = [asyncio.create_task(generate(port, prompts.body(NUM_IN, num_out), into=timed)) for timed in running]
-    while any(len(timed.tokens) < BEFORE_ENTERING for timed in running):
+    while any(len(timed.tokens) < BEFORE_ENTERING for timed in running):  # noqa: ASYNC110 (there is no event to await)
         await asyncio.sleep(0.01)
     long = await generate(port, prompts.body(num_in, 2))
     await asyncio.gather(*tasks)

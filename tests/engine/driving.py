@@ -58,9 +58,10 @@ def ask(
     tap: Tap | None = None,
     **params: Any,
 ) -> Request:
-    """A request; `params` are those of generation and of sampling. Seeded, so that it can be asked again."""
+    """A request; `params` are those of generation and of sampling. With a seed, so that it can be asked again; with
+    logprobs, which show a wrong number where the token that was drawn hides it."""
     sampling = {"seed": 7} | {name: value for name, value in params.items() if name in SAMPLING}
-    others = {name: value for name, value in params.items() if name not in SAMPLING}
+    others = {"logprobs": 1} | {name: value for name, value in params.items() if name not in SAMPLING}
     generation = GenerationParams(max_tokens=max_tokens, sampling=SamplingParams(**sampling), **others)
     return Request(id=id, prompt_ids=prompt_ids, params=generation, trace=trace, tap=tap)
 

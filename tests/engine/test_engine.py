@@ -46,8 +46,8 @@ def exact(name: str) -> Transformer:
 def mixed() -> list[Request]:
     """Requests of many lengths, each with its own way to choose."""
     return [
-        ask("greedy", prompt(5), max_tokens=9, temperature=0.0),
-        ask("long", prompt(30, seed=2), max_tokens=12, temperature=1.3),
+        ask("greedy", prompt(5), max_tokens=9, temperature=0.0, logprobs=None),
+        ask("long", prompt(30, seed=2), max_tokens=12, temperature=1.3, logprobs=5),
         ask("one", [7], max_tokens=14, top_k=20, logprobs=3),
         ask("penalized", prompt(12, seed=3), max_tokens=10, repetition_penalty=1.4, frequency_penalty=0.5),
         ask("biased", prompt(17, seed=4), max_tokens=7, logit_bias={3: 5.0, 9: -5.0}, logprobs=0, min_p=0.05),
@@ -155,7 +155,7 @@ def test_an_echoed_prompt_has_the_logprobs_of_one_whole_pass(name: str, limits: 
         ask("same", prompt(21), max_tokens=6, seed=2),
         ask("twice", prompt(10, seed=2), max_tokens=18, echo=True, logprobs=0, n=2),
         ask("one", [3], max_tokens=12, echo=True, logprobs=2),
-        ask("bare", prompt(8, seed=3), max_tokens=4, echo=True),
+        ask("bare", prompt(8, seed=3), max_tokens=4, echo=True, logprobs=None),
     ]
     engine = new_engine(model, **limits)
     results = run(engine, *requests)
@@ -400,7 +400,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     stem = draw(st.sampled_from(STEMS))
     tail = draw(st.lists(st.integers(0, 66), max_size=5))
     ids = [*stem[: draw(st.integers(0, 16))], *tail] or [5]
-    echo, logprobs = draw(st.sampled_from([(False, None), (False, None), (False, 2), (True, 1), (True, None)]))
+    echo, logprobs = draw(st.sampled_from([(False, 0), (False, None), (False, 2), (True, 1), (True, None)]))
     return {
         "prompt_ids": ids,
         "max_tokens": draw(st.integers(1, 12)),

@@ -274,7 +274,6 @@ def test_bad_input_gets_its_documented_error(tiny: Running, path: str) -> None:
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.xfail(reason="errors: the param of a nested field leaves its name out", raises=AssertionError)
 def test_a_field_of_a_trace_that_has_no_such_shape_is_named_as_well(tiny: Running) -> None:
     bad_ones = list(misshapen_traces())
     found = [problem_of(tiny.post(bad.path, bad.body), bad.status, bad.param, bad.code) for bad in bad_ones]

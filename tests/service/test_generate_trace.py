@@ -167,7 +167,8 @@ class TestValues:
             parts = {name: part for name, part in event.items() if name not in left_out}
             return parts | {"choices": dropped(parts["choices"])} if parts.get("choices") else parts
 
-        assert without_trace(trace=EVERYTHING) == without_trace()
+        # The logits of all positions are another product than those of the last: their last bits may differ.
+        assert rounded(without_trace(trace=EVERYTHING)) == rounded(without_trace())
 
     def test_summaries_are_of_the_rows_that_are_shown_and_none_comes_where_none_is_asked_for(
         self, tiny: Running, stream: bool
@@ -269,6 +270,15 @@ def text_of(service: Running, token_id: int) -> str | None:
     tokenizer = service.checkpoint.tokenizer
     assert tokenizer is not None
     return tokenizer.token_text(token_id) if token_id < tokenizer.vocab_size else None
+
+
+def rounded(answer: Any) -> Any:
+    """Numbers to five digits."""
+    if isinstance(answer, dict):
+        return {name: rounded(part) for name, part in answer.items()}
+    if isinstance(answer, list):
+        return [rounded(part) for part in answer]
+    return float(f"{answer:.5g}") if isinstance(answer, float) else answer
 
 
 def without(stage: dict[str, Any], name: str) -> dict[str, Any]:

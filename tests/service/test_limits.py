@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from model.engine.engine import Engine
 from model.engine.request import Step
@@ -55,7 +54,6 @@ class TestTimeout:
         assert end["timings"]["total_seconds"] >= TIMEOUT_SECONDS
         assert impatient.metric("kv_cache_usage_perc") == 0
 
-    @pytest.mark.xfail(reason="schemas: time_to_first_token_seconds must be nullable", raises=ValidationError)
     @both_ways
     def test_an_end_before_the_first_token_fits_its_schema(self, impatient: Running, stream: bool) -> None:
         with ThreadPoolExecutor(1) as pool:
@@ -93,7 +91,7 @@ class TestUnreadOutput:
     def test_a_stream_that_nobody_reads_is_held_while_others_go_on_and_finishes_when_it_is_read(
         self, endless: Path, start: Start, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(worker, "MAX_UNREAD_BYTES", self.LIMIT)
+        monkeypatch.setattr("service.stream.MAX_UNREAD_BYTES", self.LIMIT)
         service = start(model=str(endless))
         num_steps = count_steps(monkeypatch)
         body = BODY | {"max_tokens": 250}
@@ -119,7 +117,7 @@ class TestUnreadOutput:
     def test_one_that_is_held_is_let_go_when_its_client_leaves(
         self, endless: Path, start: Start, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(worker, "MAX_UNREAD_BYTES", self.LIMIT)
+        monkeypatch.setattr("service.stream.MAX_UNREAD_BYTES", self.LIMIT)
         service = start(model=str(endless))
         with connection_that_takes_little(service, BODY | TRACED | {"max_tokens": 250}):
             wait_until(lambda: [stream._is_held for stream in streams(service)] == [True], "it is held")
