@@ -195,7 +195,8 @@ def _draw(logits: Tensor, samplers: Sequence[Sampler], rows: Sequence[int]) -> l
     noise = torch.stack([samplers[row].noise(probabilities.shape[-1]) for row in rows]).to(device)
     # The smallest of exponential variables E / p falls on each token with its p (Gumbel-max). Where rounding changes a
     # probability a little, as the size of the batch does, the choice mostly stays; by inversion, all that follow move.
-    return (probabilities / noise.log_().neg_()).argmax(-1).tolist()
+    exponential = noise.clamp_(min=2**-25).log_().neg_()  # finite, and above 0 since no uniform number is 1
+    return (probabilities / exponential).argmax(-1).tolist()
 
 
 def _narrow(probabilities: Tensor, params: Sequence[SamplingParams]) -> Tensor:

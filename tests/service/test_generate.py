@@ -122,6 +122,21 @@ class TestSampling:
         assert texts[0] == texts[1]
         assert len({tuple(tokens) for tokens in texts}) == 4
 
+    def test_each_of_several_continuations_is_that_of_its_own_seed_and_the_first_stands_on_top(
+        self, tiny: Running
+    ) -> None:
+        body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True, "logprobs": 1}
+        alone = [tiny.answer("/generate", **body, seed=seed) for seed in (7, 8, 9)]
+        answer = tiny.answer("/generate", **body, seed=7, n=3)
+        choices = answer["choices"]
+        assert [choice["choice"] for choice in choices] == [0, 1, 2]
+        assert choices[0].items() <= answer.items()
+        assert [(choice["tokens"], choice["text"]) for choice in choices] == [(a["tokens"], a["text"]) for a in alone]
+        assert all(a["choices"] is None for a in alone)
+        *events, _, _, _ = sorted(tiny.stream(**body, seed=7, n=3), key=lambda event: "finish_reason" in event)
+        streamed = [[event["token"]["id"] for event in events if event["choice"] == index] for index in range(3)]
+        assert streamed == [choice["tokens"] for choice in choices]
+
     def test_temperature_zero_is_argmax_whatever_the_seed(self, tiny: Running) -> None:
         answers = [generate(tiny, prompt=PROMPT, temperature=0, seed=seed, max_tokens=15) for seed in (1, 2)]
         assert answers[0] == answers[1]

@@ -51,7 +51,7 @@ class TestTimeout:
         (FinishEvent if stream else GenerateAnswer).model_validate(end)
         assert (end["finish_reason"], end["stop_reason"]) == ("cancelled", "timeout")
         assert 0 < end["usage"]["completion_tokens"] < 60_000
-        assert end["timings"]["total_seconds"] >= TIMEOUT_SECONDS
+        assert TIMEOUT_SECONDS <= end["timings"]["total_seconds"] < 8 * TIMEOUT_SECONDS
         assert impatient.metric("kv_cache_usage_perc") == 0
 
     @both_ways
@@ -73,7 +73,20 @@ class TestTimeout:
             end = pending.result(PATIENCE_SECONDS)
         assert (end["finish_reason"], end["stop_reason"]) == ("cancelled", "timeout")
         assert end["usage"]["completion_tokens"] == 0
+        assert end["timings"]["queue_seconds"] >= TIMEOUT_SECONDS
         assert impatient.metric("num_requests_waiting") == 0
+
+    @pytest.mark.parametrize("path", ["/forward", "/logits"])
+    def test_a_pass_that_waits_too_long_is_503_and_never_runs(self, impatient: Running, path: str) -> None:
+        before = impatient.metric("trace_seconds_count")
+        with impatient.blocked():
+            response = impatient.post(path, {"prompt": PROMPT})
+            error = response.json()["error"]
+            assert (response.status_code, error["type"], error["code"]) == (503, "unavailable_error", "timeout")
+            assert int(response.headers["retry-after"]) >= 1
+            assert impatient.metric("num_requests_waiting") == 0
+        assert impatient.post(path, {"prompt": PROMPT}).status_code == 200
+        assert impatient.metric("trace_seconds_count") == before + 1
 
     def test_one_that_has_ended_in_time_is_not_cancelled_later(self, impatient: Running) -> None:
         name = 'request_success_total{finished_reason="cancelled"}'
@@ -96,7 +109,7 @@ class TestUnreadOutput:
         num_steps = count_steps(monkeypatch)
         body = BODY | {"max_tokens": 250}
         expected = service.answer("/generate", **body)["tokens"]
-        with connection_that_takes_little(service, body | TRACED) as connection:
+        with connection_that_takes_little(service.address, body | TRACED) as connection:
             wait_until(lambda: rests(num_steps) and len(streams(service)) == 1, "the buffers are full, and it is held")
             (stream,) = streams(service)
             unread = list(stream._unread)
@@ -119,7 +132,7 @@ class TestUnreadOutput:
     ) -> None:
         monkeypatch.setattr("service.stream.MAX_UNREAD_BYTES", self.LIMIT)
         service = start(model=str(endless))
-        with connection_that_takes_little(service, BODY | TRACED | {"max_tokens": 250}):
+        with connection_that_takes_little(service.address, BODY | TRACED | {"max_tokens": 250}):
             wait_until(lambda: [stream._is_held for stream in streams(service)] == [True], "it is held")
             assert service.metric("kv_cache_usage_perc") > 0
         wait_until(lambda: service.metric("num_requests_running") == 0, "it is gone")
@@ -150,13 +163,13 @@ def streams(service: Running) -> list[worker.Stream]:
     return list(service.state.worker._streams.values())
 
 
-def connection_that_takes_little(service: Running, body: dict[str, Any]) -> socket.socket:
+def connection_that_takes_little(address: tuple[str, int], body: dict[str, Any]) -> socket.socket:
     """A POST /generate whose answer is not read, and does not fit into the buffers of the connection."""
     content = json.dumps(body).encode()
     connection = socket.socket()
     connection.settimeout(PATIENCE_SECONDS)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.connect(service.address)
+    connection.connect(address)
     head = "POST /generate HTTP/1.0\r\nContent-Type: application/json\r\n"  # of 1.0 the answer is not chunked
     connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
     return connection
@@ -181,6 +194,21 @@ class TestPlacesAndCache:
                 wait_until(lambda: service.metric("num_requests_waiting") == 1, "it is admitted")
                 assert service.post("/generate", BODY).status_code == 429
             assert pending.result(PATIENCE_SECONDS).status_code == 200
+
+    @pytest.mark.parametrize(("n", "status"), [(1, 200), (2, 429)])
+    @pytest.mark.parametrize("limit", [{"max_waiting_requests": 2}, {"max_waiting_tokens": 2 * len(PROMPT)}], ids=str)
+    def test_each_continuation_that_waits_counts(
+        self, tiny_directory: Path, start: Start, limit: dict[str, int], n: int, status: int
+    ) -> None:
+        service = start(model=str(tiny_directory), max_num_seqs=2, **limit)
+        with ThreadPoolExecutor(2) as pool:
+            with service.blocked():
+                first = pool.submit(service.post, "/generate", BODY | {"n": n})
+                wait_until(lambda: service.metric("num_requests_waiting") == 1, "the first waits")
+                second = pool.submit(service.post, "/generate", BODY)
+                wait_until(lambda: second.done() or service.metric("num_requests_waiting") == 2, "so does the second")
+            assert first.result(PATIENCE_SECONDS).status_code == 200
+            assert second.result(PATIENCE_SECONDS).status_code == status
 
     def test_more_continuations_than_run_at_a_time_are_refused_by_name(
         self, tiny_directory: Path, start: Start
@@ -234,18 +262,41 @@ class TestPasses:
         assert service.post(path, {"prompt": PROMPT[:4]}).status_code == 200
         assert service.post("/generate", BODY).status_code == 200  # it is divided into steps
 
-    def test_after_each_step_of_a_stream_at_most_one_pass_takes_its_turn(
+    def test_streams_get_as_much_time_as_the_passes_beside_them(
         self, endless: Path, start: Start, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         service = start(model=str(endless))
         num_steps = count_steps(monkeypatch)
+
+        def long_pass() -> tuple[int, float, float]:
+            began, before = time.perf_counter(), len(num_steps)
+            time.sleep(0.05)
+            return before, began, time.perf_counter()
+
         with service.send("/generate", FOREVER | {"max_tokens": 9000}):
             wait_until(lambda: len(num_steps) > 0, "it runs")
             with service.blocked():
-                pending = [service.on_network(lambda: len(num_steps)) for _ in range(20)]
-                wait_until(lambda: service.metric("num_requests_waiting") == 20, "all wait for their turn")
-            steps_before = [future.result(PATIENCE_SECONDS) for future in pending]
-        assert len(set(steps_before)) == 20
+                pending = [service.on_network(long_pass) for _ in range(6)]
+                wait_until(lambda: service.metric("num_requests_waiting") == 6, "all wait for their turn")
+            passes = [future.result(PATIENCE_SECONDS) for future in pending]
+        steps_before, begins, ends = zip(*passes, strict=True)
+        assert len(set(steps_before)) == 6
+        for began, ended, next_began in zip(begins, ends, begins[1:], strict=False):
+            assert next_began - ended >= ended - began
+
+    def test_passes_that_are_alone_do_not_wait_for_each_other(self, endless: Path, start: Start) -> None:
+        service = start(model=str(endless))
+
+        def long_pass() -> tuple[float, float]:
+            began = time.perf_counter()
+            time.sleep(0.1)
+            return began, time.perf_counter()
+
+        with service.blocked():
+            pending = [service.on_network(long_pass) for _ in range(3)]
+            wait_until(lambda: service.metric("num_requests_waiting") == 3, "all wait for their turn")
+        begins, ends = zip(*(future.result(PATIENCE_SECONDS) for future in pending), strict=True)
+        assert all(began - ended < 0.1 for ended, began in zip(ends, begins[1:], strict=False))
 
     def test_passes_between_the_steps_of_streams_are_right_and_change_no_token(
         self, endless: Path, start: Start

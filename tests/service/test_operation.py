@@ -293,6 +293,7 @@ class TestLoad:
             streams = [future.result(PATIENCE_SECONDS) for future in pending]
         assert [outcome(events) for events in streams] == alone
         ends = [events[-1]["timings"] for events in streams]
+        assert all(end["queue_seconds"] > 0 for end in ends)
         # Every stream had its first token before any had its last.
         assert max(end["time_to_first_token_seconds"] for end in ends) < min(end["total_seconds"] for end in ends)
 

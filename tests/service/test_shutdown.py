@@ -16,8 +16,10 @@ import pytest
 from model.engine.engine import Engine
 from tests.service.checkpoints import write_checkpoint
 from tests.service.running import PATIENCE_SECONDS, Running, Start, process, read_events, wait_until
+from tests.service.test_limits import connection_that_takes_little
 
 FOREVER: dict[str, Any] = {"prompt": [5, 6], "max_tokens": 60_000, "ignore_eos": True}
+UNREAD = FOREVER | {"max_tokens": 250, "stream": True, "trace": {"stages": ["*"], "detail": "values"}}
 SHORT: dict[str, Any] = {"prompt": [5, 6], "max_tokens": 3, "ignore_eos": True}
 
 
@@ -47,13 +49,19 @@ def post(address: str, path: str, body: Any) -> httpx.Response:
     return httpx.post(f"{address}{path}", json=body, timeout=3 * PATIENCE_SECONDS, trust_env=False)
 
 
-def running_and_waiting(address: str) -> tuple[int, int]:
-    text = get(address, "/metrics").text
-    running, waiting = (
-        int(float(re.search(rf"^forwardscope_num_requests_{name} (.*)$", text, re.M)[1]))  # type: ignore[index]
-        for name in ("running", "waiting")
-    )
-    return running, waiting
+def metric(address: str, name: str) -> float:
+    found = re.search(rf"^forwardscope_{name} (.*)$", get(address, "/metrics").text, re.M)
+    assert found is not None
+    return float(found[1])
+
+
+def running_and_waiting(address: str) -> tuple[float, float]:
+    return metric(address, "num_requests_running"), metric(address, "num_requests_waiting")
+
+
+def address_of(url: str) -> tuple[str, int]:
+    host, _, port = url.removeprefix("http://").partition(":")
+    return host, int(port)
 
 
 def check_refused(*responses: httpx.Response) -> None:
@@ -121,11 +129,14 @@ class TestSignals:
             assert len(whole.json()["tokens"]) == whole.json()["usage"]["completion_tokens"]
             check_ended(service, 0)
 
-    def test_the_second_signal_ends_it_at_once(self, endless: Path) -> None:
+    def test_the_second_signal_ends_it_at_once_whoever_does_not_read(self, endless: Path) -> None:
         with (
             ready_process(endless, "--shutdown-grace-seconds", "1000") as (service, address),
+            connection_that_takes_little(address_of(address), UNREAD),
             ThreadPoolExecutor(1) as pool,
         ):
+            unread = UNREAD["max_tokens"]
+            wait_until(lambda: metric(address, "generation_tokens_total") == unread, "the buffers are full")
             stream = pool.submit(post, address, "/generate", FOREVER | {"stream": True})
             wait_until(lambda: running_and_waiting(address) == (1, 0), "it runs")
             service.send_signal(signal.SIGTERM)
@@ -150,10 +161,12 @@ class TestDrain:
             check_refused(*(future.result(PATIENCE_SECONDS) for future in waiting))
             assert service.metric("num_requests_running") == 1  # what blocks
 
-    def test_a_drain_of_nothing_ends_at_once(self, tiny_directory: Path, start: Start) -> None:
-        service = start(model=str(tiny_directory))
-        service.answer("/generate", **SHORT)
-        service.answer("/forward", prompt=[1])
+    @pytest.mark.parametrize("is_used", [False, True])
+    def test_a_drain_of_nothing_ends_at_once(self, tiny_directory: Path, start: Start, is_used: bool) -> None:
+        service = start(model=str(tiny_directory), threads=None)
+        if is_used:
+            service.answer("/generate", **SHORT)
+            service.answer("/forward", prompt=[1])
         began = time.monotonic()
         service.on_loop(service.state.worker.drain(1000)).result(PATIENCE_SECONDS)
         assert time.monotonic() - began < PATIENCE_SECONDS
@@ -185,7 +198,9 @@ class TestEngineFailure:
             assert response.content.endswith(b'"code":"internal"}}\n\ndata: [DONE]\n\n')
         assert [response.status_code for response in wholes] == [500, 500]
         assert not any(b"secret" in response.content for response in (*streams, *wholes))
+        service.on_network(lambda: None).result(PATIENCE_SECONDS)  # the thread goes on
         assert stopped == [True]
+        assert "".join(errors_logged).count("the engine failed") == 1
         assert service.state.failure is not None
         check_refused(
             service.get("/ready"), service.post("/generate", SHORT), service.post("/forward", {"prompt": [1]})
