@@ -156,6 +156,15 @@ def test_of_two_blocks_with_the_same_content_the_first_is_found() -> None:
     assert take_all(pool)[-1] == first[0]
 
 
+def test_a_block_keeps_the_name_that_it_has() -> None:
+    pool = BlockPool(4, 4)
+    blocks = allocate(pool, "a")
+    pool.register(blocks[0], digests("b")[0])
+    assert pool.find(digests("a")) == blocks
+    assert pool.find(digests("b")) == []
+    pool.check_integrity([blocks])
+
+
 def test_to_give_back_what_is_free_is_a_bug_that_shows() -> None:
     pool = BlockPool(2, 4)
     blocks = allocate(pool, "a")
