@@ -60,6 +60,14 @@ def test_what_costs_nothing_is_not_held_up(per_token: float) -> None:
     assert found == [2 * MIN_TOKENS << step for step in range(9)]
 
 
+@pytest.mark.parametrize("num_tokens", [1, 3, 7, 64, 100])
+def test_steps_that_are_all_alike_teach_nothing_however_long_they_take(num_tokens: int) -> None:
+    pace = Pace(2.0)
+    for step in range(300):
+        pace.observe(num_tokens, 0.1 + 0.01 * (step % 7))
+    assert [pace.limit(1, 1) for _ in range(6)] == [2 * MIN_TOKENS << step for step in range(6)]
+
+
 @given(
     seconds=st.lists(st.floats(0, 10), min_size=1, max_size=40),
     max_stretch=st.floats(1.001, 10),

@@ -385,6 +385,16 @@ class TestPreemption:
         assert play.scheduler.num_preemptions == 0
 
 
+def test_a_sequence_that_grows_lies_in_a_row_where_that_is_free() -> None:
+    play = Play(block_size=2)
+    first, second = play.add([1, 2, 3], 9, shares_prefix=False), play.add([4, 5], 9)
+    play.step()
+    assert (first.blocks, second.blocks) == ([0, 1], [2])
+    play.remove(first)
+    play.step()
+    assert second.blocks == [2, 3]
+
+
 class TestPrefixes:
     def test_a_prompt_takes_the_full_blocks_that_were_computed_and_computes_its_last_token(self) -> None:
         play = Play(block_size=4)
@@ -394,6 +404,15 @@ class TestPrefixes:
         play.step()
         assert [line.num_cached for line in (same, longer, shorter)] == [4, 8, 0]
         assert (play.scheduler.num_prefix_queries, play.scheduler.num_prefix_hits) == (8 + 8 + 11 + 3, 4 + 8)
+
+    def test_blocks_that_are_shared_with_one_that_runs_need_no_room(self) -> None:
+        play = Play(num_blocks=5, block_size=2)
+        first = play.add([1, 2, 3, 4, 5], 5)
+        play.step()
+        second = play.add([1, 2, 3, 4, 6], 5)
+        play.step()
+        assert play.running == [first, second]
+        assert play.pool.num_free == 1
 
     def test_generated_tokens_are_a_prefix_too(self) -> None:
         play = Play(block_size=2)
