@@ -43,6 +43,9 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{path}: not a readable tokenizer.json: {error}") from error
 
+    def save(self, path: Path) -> None:
+        self._backend.save(str(path))
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens`: what the checkpoint's post-processor adds, such as a begin-of-sequence token."""
         # As a batch of one: alone, the library would stop every other thread until it is done.

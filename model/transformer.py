@@ -47,14 +47,19 @@ class Block(nn.Module):
         return x if self.pre_norm else self.ln2(x, probe.at("ln2"))
 
 
+def _table(num_rows: int, size: int) -> nn.Embedding:
+    """Zeros: to draw them where they are laid out on the meta device would import torch's compiler, two seconds."""
+    return nn.Embedding.from_pretrained(torch.zeros(num_rows, size), freeze=False)
+
+
 class Transformer(nn.Module):
     """A decoder-only transformer assembled from a `ModelConfig`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.d_model)
-        self.pos_embed = nn.Embedding(config.max_positions, config.d_model) if config.positions == "learned" else None
+        self.embed = _table(config.vocab_size, config.d_model)
+        self.pos_embed = _table(config.max_positions, config.d_model) if config.positions == "learned" else None
         self.rotary = RotaryPositions(config) if config.positions == "rotary" else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.ln_final = Norm(config.d_model, eps=config.norm_eps, kind=config.norm) if config.has_final_norm else None

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import socket
 import sys
@@ -13,7 +14,7 @@ from pydantic_settings import CliApp
 
 from service.app import create_app
 from service.settings import Settings
-from service.worker import Worker
+from service.state import State
 
 logger = logging.getLogger(__name__)
 
@@ -25,16 +26,28 @@ class DrainingServer(uvicorn.Server):
     """On the first SIGTERM or SIGINT it goes on to listen, so that it can say 503, until the worker is idle or its
     grace period is over; then it ends. On the second it cancels what is left and ends at once."""
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, grace_seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, state: State) -> None:
         super().__init__(config)
-        self._worker = worker
-        self._grace_seconds = grace_seconds
+        self._state = state
+        self._worker = state.worker
+        self._grace_seconds = state.settings.shutdown_grace_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._drain: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        if self.started:
+            self._tasks.append(asyncio.create_task(self._announce()))
+
+    async def _announce(self) -> None:
+        """Where it listens, and what is there once it is ready."""
+        address = url_of(self.servers[0].sockets[0])
+        logger.info("listening at %s, loading %s", address, self._state.settings.model)
+        await self._state.loaded.wait()
+        logger.info("ready: %s", address)
+        logger.info("page: %s/docs", address)
+        logger.info("metrics: %s/metrics", address)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._loop is None:
@@ -52,7 +65,15 @@ class DrainingServer(uvicorn.Server):
             await self._worker.drain(self._grace_seconds)
             super(DrainingServer, self).handle_exit(sig, frame)
 
-        self._drain = asyncio.create_task(drain())
+        self._tasks.append(asyncio.create_task(drain()))
+
+
+def url_of(listening: socket.socket) -> str:
+    """An address that a browser on this machine opens; `localhost` where it listens on all."""
+    host, port = listening.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = "localhost"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def main() -> None:
@@ -63,7 +84,7 @@ def main() -> None:
         for problem in error.errors():
             sys.stderr.write(f"forwardscope: {'.'.join(map(str, problem['loc']))}: {problem['msg']}\n")
         sys.exit(2)
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
 
     def stop() -> None:
         server.should_exit = True
@@ -74,11 +95,11 @@ def main() -> None:
         host=settings.host,
         port=settings.port,
         log_config=None,
-        log_level=settings.log_level,
+        log_level="warning" if settings.log_level == "info" else settings.log_level,  # ours says what happens
         access_log=False,
         timeout_graceful_shutdown=LAST_EVENTS_SECONDS,
     )
-    server = DrainingServer(config, app.state.forwardscope.worker, settings.shutdown_grace_seconds)
+    server = DrainingServer(config, app.state.forwardscope)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises SIGINT again when it has ended
         server.run()
     if app.state.forwardscope.failure is not None:

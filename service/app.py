@@ -73,8 +73,7 @@ async def load(state: State, on_failure: Callable[[], None] | None) -> None:
         logger.error("cannot serve %s: %s", state.settings.model, error, exc_info=None if expected else error)
         fail(state, f"{error}", on_failure)
         return
-    state.is_ready = True
-    logger.info("ready: requests by example at /docs, metrics at /metrics")
+    state.loaded.set()
 
 
 def fail(state: State, message: str, on_failure: Callable[[], None] | None) -> None:

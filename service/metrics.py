@@ -81,6 +81,9 @@ class Metrics:
         self._gauge("num_requests_running", "Requests in the steps, and passes that run").set_function(num_running)
         self._gauge("num_requests_waiting", "Requests and passes that wait").set_function(num_waiting)
 
+    def watch_ready(self, is_ready: Callable[[], bool]) -> None:
+        self._gauge("ready", "1: takes requests; 0: loads, has failed, or shuts down").set_function(is_ready)
+
     def watch(self, stats: Callable[[], Stats]) -> None:
         self.registry.register(EngineCollector(stats))
 

@@ -1,5 +1,6 @@
 """What the routes share: the loaded model, the worker, the metrics and the settings."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -31,8 +32,9 @@ class State:
         )
         self.checkpoint: Checkpoint | None = None
         self.engine: Engine | None = None
-        self.is_ready = False
+        self.loaded = asyncio.Event()
         self.failure: str | None = None
+        self.metrics.watch_ready(lambda: self.loaded.is_set() and not self.worker.is_draining)
 
 
 def get_state(request: Request) -> State:
@@ -44,7 +46,7 @@ def check_ready(state: State) -> None:
     """503 while the checkpoint loads, and on shutdown."""
     if state.worker.is_draining:
         raise draining()
-    if not state.is_ready:
+    if not state.loaded.is_set():
         raise ApiError(503, "the model is loading; try again soon", code="loading", headers={"Retry-After": "1"})
 
 

@@ -1,7 +1,9 @@
-"""The trainer: what it saves is the network that it trained, and its log says how that went."""
+"""The trainer: what it saves is the network that it trained, its log says how that went, and a run that was stopped
+becomes the run that was not."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,35 +11,109 @@ import torch
 from model import train
 from model.checkpoint import load_checkpoint
 from model.config import ModelConfig
+from model.corpus import train_tokenizer
+from model.tokenizer import Tokenizer
 from model.transformer import Transformer
 
 TEXT = "The cat sat on the mat, and the dog sat on the cat.\r\n" * 200
+TINY = train.Recipe(
+    steps=40, vocab_size=300, d_model=32, layers=1, heads=4, kv_heads=2, context=32, batch=4, evaluations=20
+)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_bytes(TEXT.encode())
+    return path
+
+
+def read_log(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "training.jsonl").read_text().splitlines()]
 
 
 def test_a_saved_network_loads_as_it_was(tmp_path: Path) -> None:
     model = Transformer(ModelConfig(vocab_size=300, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, d_mlp=48))
     model.initialize(torch.Generator().manual_seed(0))
-    train.save(model, train.train_tokenizer([TEXT], 300), tmp_path)
+    train.save(model, Tokenizer(train_tokenizer([TEXT], 300)), tmp_path)
     loaded = load_checkpoint(str(tmp_path))
     assert loaded.model.config == model.config
     for (name, ours), theirs in zip(model.named_parameters(), loaded.model.parameters(), strict=True):
         assert torch.equal(ours.bfloat16(), theirs), name
 
 
-def test_training_lowers_the_loss_on_text_it_has_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "text.txt"
-    source.write_bytes(TEXT.encode())
-    options = "--vocab-size 300 --d-model 32 --layers 1 --heads 2 --context 64 --train-length 16 --batch 4 --steps 40"
-    monkeypatch.setattr("sys.argv", ["train", str(source), "--out", str(tmp_path / "out"), *options.split()])
+def test_the_command_lowers_the_loss_on_text_it_has_not_seen_and_keeps_the_best(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = (
+        "--steps 40 --vocab-size 300 --d-model 32 --layers 1 --heads 4 --kv-heads 2 --context 32 --batch 4 "
+        "--evaluations 20 --device cpu"
+    )
+    out = tmp_path / "out"
+    monkeypatch.setattr("sys.argv", ["train", str(source), "--out", str(out), *options.split()])
     train.main()
-    log = [json.loads(line) for line in (tmp_path / "out" / "training.jsonl").read_text().splitlines()]
+    about, *log = read_log(out)
+    assert train.Recipe(**about["recipe"]) == TINY
     assert [entry["step"] for entry in log] == list(range(2, 41, 2))
     assert log[-1]["validation_loss"] < log[0]["validation_loss"] - 1
-    tokenizer = load_checkpoint(str(tmp_path / "out")).tokenizer
-    assert tokenizer is not None
-    assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
+    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert not (out / "training.pt").exists()
+
+    checkpoint = load_checkpoint(str(out), dtype="float32")
+    assert checkpoint.tokenizer is not None
+    texts = train.Corpus.read([source], TINY.held_out).held_out
+    ids = torch.tensor([0, *checkpoint.tokenizer.encode(texts[0])])
+    best = min(entry["validation_loss"] for entry in log)
+    assert train.validate(checkpoint.model, ids, TINY.context) == pytest.approx(best, abs=0.02)
 
 
-def test_a_text_that_is_not_utf8_is_read_as_latin1_with_newlines(tmp_path: Path) -> None:
-    (tmp_path / "latin").write_bytes("caf\u00e9\r\nau lait".encode("latin-1"))
-    assert train.read_text(tmp_path / "latin") == "caf\u00e9\nau lait"
+def test_a_run_that_was_stopped_goes_on_as_the_same_run(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(name: str) -> None:
+        train.train([source], tmp_path / name, TINY, device="cpu", compiled=False)
+
+    run("whole")
+    written: list[str] = []
+
+    def write_once(*arguments: Any) -> str:
+        written.append("")
+        if len(written) > 2 * 11:  # two samples an evaluation
+            raise KeyboardInterrupt
+        return ""
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "write", write_once)
+        with pytest.raises(KeyboardInterrupt):
+            run("stopped")
+    assert len(read_log(tmp_path / "stopped")) == 1 + 11
+    with pytest.raises(SystemExit, match="another run"):
+        train.train([source], tmp_path / "stopped", train.Recipe(), device="cpu", compiled=False)
+    run("stopped")
+    logs = [read_log(tmp_path / name) for name in ("whole", "stopped")]
+    for whole, stopped in zip(*logs, strict=True):
+        assert {**whole, "minutes": 0} == {**stopped, "minutes": 0}
+    weights = [load_checkpoint(str(tmp_path / name)).model.state_dict() for name in ("whole", "stopped")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_the_learning_rate_warms_up_then_falls_to_a_tenth() -> None:
+    recipe = train.Recipe(steps=1000, peak=1.0)
+    rates = [recipe.learning_rate(step) for step in range(1, 1001)]
+    peak = rates.index(max(rates))
+    assert rates[peak] == pytest.approx(1.0, abs=1e-3)
+    assert rates[: peak + 1] == sorted(rates[: peak + 1])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1)
+
+
+def test_dropout_acts_on_a_network_that_trains_and_on_no_other() -> None:
+    model = Transformer(TINY.config())
+    model.initialize(torch.Generator().manual_seed(0))
+    ids = torch.arange(20)[None]
+    plain = model(ids)
+    train.add_dropout(model, 0.5)
+    assert not torch.equal(model(ids), plain)
+    with train.evaluating(model):
+        assert torch.equal(model(ids), plain)
+    assert not torch.equal(model(ids), plain)

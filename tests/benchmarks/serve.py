@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -84,7 +85,7 @@ def serving(directory: Path, dtype: str, threads: int, *options: str) -> Iterato
     ) as process:
         assert process.stderr is not None
         try:
-            port = next(int(line.split(":")[-1].split()[0]) for line in process.stderr if "Uvicorn running" in line)
+            port = next(int(found[1]) for line in process.stderr if (found := re.search(r"http://\S+:(\d+)", line)))
             threading.Thread(target=process.stderr.read, daemon=True).start()  # else it stops when the pipe is full
             while not is_ready(port):
                 time.sleep(0.1)

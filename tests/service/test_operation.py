@@ -143,7 +143,7 @@ def check_refused(directory: Path, named: str, **settings: Any) -> None:
     finally:
         state.worker.close()
     assert stopped == [True]
-    assert not state.is_ready
+    assert not state.loaded.is_set()
     assert state.failure is not None
     assert named in state.failure
 

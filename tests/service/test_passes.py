@@ -100,7 +100,7 @@ def test_the_worked_examples_answer_while_the_checkpoint_loads(
     try:
         assert loading.get("/ready").status_code == 503
         assert loading.post("/forward", {"model": "ai-rocks", "prompt": "AI rocks <EOS>"}).status_code == 200
-        assert not loading.state.is_ready
+        assert not loading.state.loaded.is_set()
     finally:
         gate.set()
         loading.stop()

@@ -1,0 +1,42 @@
+# syntax=docker/dockerfile:1
+# The service in an image: CPU by default, CUDA where TORCH_INDEX is an index of CUDA builds of torch.
+ARG BASE=python:3.11.14-slim-bookworm
+
+FROM ${BASE} AS build
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /build
+RUN python -m venv /opt/forwardscope
+ENV PATH=/opt/forwardscope/bin:$PATH
+# What the service needs changes seldom, so it is a layer of its own: torch from its index, then the rest.
+COPY pyproject.toml ./
+RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+        > requirements.txt \
+    && grep '^torch' requirements.txt > torch.txt \
+    && pip install --index-url "${TORCH_INDEX}" --requirement torch.txt \
+    && pip install --requirement requirements.txt
+COPY README.md LICENSE ./
+COPY model model
+COPY service service
+RUN pip install --no-deps .
+
+FROM ${BASE}
+RUN useradd --uid 10001 --no-create-home --home-dir /cache forwardscope \
+    && install --directory --owner=forwardscope --group=forwardscope /cache
+COPY --from=build /opt/forwardscope /opt/forwardscope
+# /cache keeps what a hub id downloads; nothing else is ever written.
+ENV PATH=/opt/forwardscope/bin:$PATH \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    HF_HOME=/cache/huggingface \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    FORWARDSCOPE_HOST=0.0.0.0 \
+    FORWARDSCOPE_PORT=8000
+WORKDIR /cache
+USER 10001:10001
+EXPOSE 8000
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --start-interval=1s --retries=3 \
+    CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen(f'http://localhost:{os.environ[\"FORWARDSCOPE_PORT\"]}/ready', timeout=4)"]
+ENTRYPOINT ["forwardscope"]

@@ -1,0 +1,62 @@
+"""Text files -> texts to train on, texts held out, and a tokenizer. Knows nothing of networks."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT_ID = 0
+
+_BEFORE = re.compile(r"\A.*^\*\*\* ?START OF TH[^\n]*PROJECT GUTENBERG[^\n]*$", re.M | re.S)
+_AFTER = re.compile(
+    r"^(End of (the |this )?Project Gutenberg|\*\*\* ?END OF TH[^\n]*PROJECT GUTENBERG).*\Z", re.M | re.S
+)
+_TITLE = re.compile(r"\A\s*\[[^\]\n]*\]")  # as in "[Moby Dick by Herman Melville 1851]"
+
+
+def read_text(path: Path) -> str:
+    """UTF-8 or, where it is not, Latin-1; line ends as newlines; without Project Gutenberg's header and licence."""
+    raw = path.read_bytes()
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        text = raw.decode("latin-1")
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    for foreign in (_BEFORE, _AFTER, _TITLE):
+        text = foreign.sub("", text, count=1)
+    return text.strip() + "\n"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Texts, the end of each held out."""
+
+    training: Sequence[str]
+    held_out: Sequence[str]
+
+    @classmethod
+    def read(cls, paths: Sequence[Path], held_out: float) -> "Corpus":
+        """The last `held_out` (a share, by characters) of every file is kept from training."""
+        texts = [read_text(path) for path in paths]
+        borders = [int(len(text) * (1 - held_out)) for text in texts]
+        pairs = list(zip(texts, borders, strict=True))
+        return cls([text[:border] for text, border in pairs], [text[border:] for text, border in pairs])
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """Byte-level BPE: every string of bytes has ids, and the ids give it back."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((line for text in texts for line in text.splitlines(keepends=True)), trainer)
+    return tokenizer

@@ -1,0 +1,98 @@
+"""How well a network predicts text: nats a token, perplexity, bits a byte.
+
+    python -m model.perplexity TEXT... --model model/bundled --held-out 0.05
+
+Bits a byte compare networks whose tokenizers differ: all nats of the text, over ln 2, over its UTF-8 bytes.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from model.checkpoint import load_checkpoint
+from model.corpus import Corpus
+from model.tokenizer import Tokenizer
+from model.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a network made of a text: the sum of -ln p over its tokens."""
+
+    nats: float
+    num_tokens: int
+    num_bytes: int
+
+    @property
+    def nats_per_token(self) -> float:
+        return self.nats / self.num_tokens
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nats_per_token)
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats / math.log(2) / self.num_bytes
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "tokens": self.num_tokens,
+            "bytes": self.num_bytes,
+            "nats_per_token": round(self.nats_per_token, 4),
+            "perplexity": round(self.perplexity, 3),
+            "bits_per_byte": round(self.bits_per_byte, 4),
+        }
+
+
+def windows(num_tokens: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """(start, first scored, end) of windows of `length` tokens that score each token after the first exactly once.
+
+    Each window but the first has `length - stride` tokens of context before the first that it scores.
+    """
+    scored = 1
+    while scored < num_tokens:
+        end = min(num_tokens, length if scored == 1 else scored + stride)
+        yield max(0, end - length), scored, end
+        scored = end
+
+
+@torch.inference_mode()
+def predict_texts(model: Transformer, tokenizer: Tokenizer, texts: Sequence[str]) -> Predicted:
+    """Score every token of every text but its first, in windows of the model's context that move on by half of it."""
+    length, device = model.config.max_positions, model.embed.weight.device
+    nats, num_tokens, num_bytes = 0.0, 0, 0
+    for text in texts:
+        ids = torch.tensor(tokenizer.encode(text), device=device)
+        num_bytes += len(text.encode()) - len(tokenizer.decode_inside(ids[:1].tolist()).encode())
+        for start, scored, end in windows(len(ids), length, length // 2):
+            logits = model(ids[None, start:end], rows=range(scored - 1 - start, end - 1 - start))[0]  # (R, V)
+            nats += float(F.cross_entropy(logits.float(), ids[scored:end], reduction="sum"))
+            num_tokens += end - scored
+    return Predicted(nats, num_tokens, num_bytes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Bits a byte and perplexity of a checkpoint on text files.")
+    parser.add_argument("texts", nargs="+", type=Path)
+    parser.add_argument("--model", default="model/bundled")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--held-out", type=float, default=1.0, help="the share at the end of each text that is scored")
+    options = parser.parse_args()
+    checkpoint = load_checkpoint(options.model, dtype=options.dtype, device=options.device)
+    if checkpoint.tokenizer is None:
+        parser.error(f"{options.model} has no tokenizer.json")
+    corpus = Corpus.read(options.texts, options.held_out)
+    predicted = predict_texts(checkpoint.model, checkpoint.tokenizer, corpus.held_out)
+    print(json.dumps(predicted.figures()))  # noqa: T201 (command-line output)
+
+
+if __name__ == "__main__":
+    main()

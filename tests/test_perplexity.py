@@ -1,0 +1,68 @@
+"""How well a network predicts text: every token is scored once, by the same numbers as one long pass gives."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model import perplexity
+from model.config import ModelConfig
+from model.corpus import train_tokenizer
+from model.tokenizer import Tokenizer
+from model.train import save
+from model.transformer import Transformer
+
+TEXT = "The cat sat on the mat, and the dog sat on the cat.\n" * 20
+
+
+@given(st.integers(0, 300), st.integers(2, 64), st.integers(1, 64))
+def test_windows_score_every_token_but_the_first_once_and_see_what_they_may(
+    num_tokens: int, length: int, stride: int
+) -> None:
+    stride = min(stride, length - 1)
+    scored: list[int] = []
+    for start, first, end in perplexity.windows(num_tokens, length, stride):
+        assert 0 <= start < first < end <= min(start + length, num_tokens)
+        assert start == 0 or first - start >= length - stride
+        scored += range(first, end)
+    assert scored == list(range(1, num_tokens))
+
+
+def network(context: int) -> Transformer:
+    model = Transformer(
+        ModelConfig(vocab_size=300, d_model=32, num_layers=1, num_heads=4, d_mlp=48, max_positions=context)
+    )
+    model.initialize(torch.Generator().manual_seed(0), std=0.2)
+    return model
+
+
+def test_a_text_that_fits_in_the_context_costs_what_one_pass_says() -> None:
+    model, tokenizer = network(512), Tokenizer(train_tokenizer([TEXT], 300))
+    text = TEXT[:300]
+    ids = torch.tensor(tokenizer.encode(text))
+    predicted = perplexity.predict_texts(model, tokenizer, [text, text])
+    with torch.no_grad():
+        logprobs = model(ids[None])[0, :-1].log_softmax(-1)
+    nats = -float(logprobs.gather(1, ids[1:, None]).sum())
+    first = len(tokenizer.decode(ids[:1].tolist()))
+    assert predicted.nats == pytest.approx(2 * nats, rel=1e-5)
+    assert (predicted.num_tokens, predicted.num_bytes) == (2 * (len(ids) - 1), 2 * (len(text) - first))
+    assert predicted.bits_per_byte == pytest.approx(2 * nats / math.log(2) / predicted.num_bytes, rel=1e-5)
+    assert predicted.perplexity == pytest.approx(math.exp(nats / (len(ids) - 1)), rel=1e-5)
+
+
+def test_the_command_scores_the_end_of_each_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(network(64), Tokenizer(train_tokenizer([TEXT], 300)), tmp_path)
+    source = tmp_path / "text"
+    source.write_text(TEXT)
+    monkeypatch.setattr("sys.argv", ["perplexity", str(source), "--model", str(tmp_path), "--held-out", "0.25"])
+    perplexity.main()
+    figures = json.loads(capsys.readouterr().out)
+    assert 0.2 * len(TEXT) < figures["bytes"] < 0.26 * len(TEXT)
+    assert figures["perplexity"] == pytest.approx(math.exp(figures["nats_per_token"]), rel=1e-3)
