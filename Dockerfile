@@ -14,7 +14,8 @@ RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))
         > requirements.txt \
     && grep '^torch' requirements.txt > torch.txt \
     && pip install --index-url "${TORCH_INDEX}" --requirement torch.txt \
-    && pip install --requirement requirements.txt
+    && pip install --requirement requirements.txt \
+    && rm -r /opt/forwardscope/lib/python*/site-packages/torch/test
 COPY README.md LICENSE ./
 COPY model model
 COPY service service

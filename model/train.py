@@ -93,8 +93,10 @@ def add_dropout(model: Transformer, probability: float) -> None:
     def drop(module: nn.Module, _: Any, out: Tensor) -> Tensor:
         return F.dropout(out, probability, module.training)
 
-    for part in (model.embed, *(part for block in model.blocks for part in (block.attn, block.mlp))):
-        part.register_forward_hook(drop)
+    model.embed.register_forward_hook(drop)
+    for block in model.blocks:
+        for part in ("attn", "mlp"):
+            block.get_submodule(part).register_forward_hook(drop)
 
 
 @contextmanager

@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 def _table(num_rows: int, size: int) -> nn.Embedding:
     """Zeros: to draw them where they are laid out on the meta device would import torch's compiler, two seconds."""
-    return nn.Embedding.from_pretrained(torch.zeros(num_rows, size), freeze=False)
+    return nn.Embedding(num_rows, size, _weight=torch.zeros(num_rows, size))
 
 
 class Transformer(nn.Module):

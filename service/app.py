@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
 
 import model
 from model.checkpoint import Checkpoint, load_checkpoint
@@ -40,7 +41,7 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None)
         loading.cancel()
         state.worker.close()
 
-    app = FastAPI(
+    app = FastAPIOffline(  # its pages load nothing from elsewhere
         title="Forwardscope", version="0.1.0", description=DESCRIPTION, lifespan=lifespan, redirect_slashes=False
     )
     app.state.forwardscope = state

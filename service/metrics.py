@@ -59,11 +59,11 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.http_requests = self._counter("http_requests_total", "HTTP requests answered", "route", "method", "status")
-        self.http_seconds = self._histogram("http_request_duration_seconds", "From request to last byte", "route")
+        self.http_requests = self._counter("http_requests_total", "HTTP requests answered, by route, method and status", "route", "method", "status")
+        self.http_seconds = self._histogram("http_request_duration_seconds", "From request to last byte, by route", "route")
         self.prompt_tokens = self._counter("prompt_tokens_total", "Tokens of prompts, of passes and generations")
         self.generation_tokens = self._counter("generation_tokens_total", "Tokens generated")
-        self.finished = self._counter("request_success_total", "Continuations ended, by reason", "finished_reason")
+        self.finished = self._counter("request_success_total", "Continuations ended, by finished_reason", "finished_reason")
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "From request to first token")
         self.inter_token = self._histogram("inter_token_latency_seconds", "Between two tokens of a continuation")
         self.request_seconds = self._histogram("e2e_request_latency_seconds", "From request to last token")
