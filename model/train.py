@@ -13,7 +13,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from model.checkpoint import load_checkpoint
 from model.config import ModelConfig
 from model.corpus import END_OF_TEXT_ID, Corpus, train_tokenizer
-from model.families import llama
-from model.families.family import stacked_rows
+from model.export import save_checkpoint
+from model.perplexity import predict_texts
 from model.sampling import Sampler, SamplingParams, sample
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
@@ -132,58 +132,26 @@ def write(model: Transformer, tokenizer: Tokenizer, prompt: str) -> str:
     return prompt + tokenizer.decode_inside(written)
 
 
-def save(model: Transformer, tokenizer: Tokenizer, directory: Path) -> None:
-    """Hugging Face layout, bfloat16: what `load_checkpoint` and `transformers` read."""
-    config = model.config
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        source = llama.FAMILY.source(name)
-        weights = parameter.detach().cpu().bfloat16()
-        parts = torch.split(weights, stacked_rows(name, config)) if len(source.names) > 1 else (weights,)
-        tensors |= {part_name: part.contiguous() for part_name, part in zip(source.names, parts, strict=True)}
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    (directory / "model.safetensors").chmod(0o644)  # it is written for its owner alone
-    tokenizer.save(directory / "tokenizer.json")
-    content = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.d_model,
-        "intermediate_size": config.d_mlp,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.d_head,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "hidden_act": "silu",
-        "tie_word_embeddings": config.tied_head,
-        "bos_token_id": END_OF_TEXT_ID,
-        "eos_token_id": END_OF_TEXT_ID,
-        "torch_dtype": "bfloat16",
-    }
-    (directory / "config.json").write_text(json.dumps(content, indent=2) + "\n")
-
-
 class Log:
-    """`training.jsonl`: the recipe, then a line for every evaluation."""
+    """`training.jsonl`: the recipe, a line for every evaluation, and how the saved checkpoint does at the end."""
 
     def __init__(self, directory: Path, entries: list[dict[str, Any]]) -> None:
         self._path = directory / "training.jsonl"
         self.entries = entries
-        self._path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        return [entry for entry in self.entries if "step" in entry]
 
     def add(self, entry: dict[str, Any]) -> None:
         self.entries.append(entry)
-        with self._path.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+        self._path.write_text("".join(json.dumps(entry) + "\n" for entry in self.entries))
 
     def draw(self, path: Path) -> None:
         """Training and validation loss over tokens, as a picture."""
         from matplotlib.figure import Figure  # slow to import: after the run, not before it
 
-        evaluations = self.entries[1:]
+        evaluations = self.evaluations
         millions = [entry["tokens"] / 1e6 for entry in evaluations]
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
@@ -195,75 +163,127 @@ class Log:
         figure.savefig(path, dpi=120)
 
 
-def train(paths: list[Path], out: Path, recipe: Recipe, *, device: str, compiled: bool) -> None:
+class Run:
+    """A training run: the network, its optimizer, the ids that it learns from and those that it must predict."""
+
+    def __init__(self, corpus: Corpus, out: Path, recipe: Recipe, device: str) -> None:
+        self.recipe, self.out, self.device = recipe, out, device
+        self.tokenizer = Tokenizer(train_tokenizer(corpus.training, recipe.vocab_size))
+        self.ids, self.held_out_ids = (self._encode(texts) for texts in (corpus.training, corpus.held_out))
+        self.tokens_per_byte = len(self.held_out_ids) / sum(len(text.encode()) for text in corpus.held_out)
+        self.model = Transformer(recipe.config())
+        self.model.initialize(torch.Generator().manual_seed(recipe.seed))
+        add_dropout(self.model, recipe.dropout)
+        self.model.to(device)
+        self.optimizer = self._new_optimizer()
+        self.about = {
+            "recipe": asdict(recipe),
+            "parameters": self.model.num_parameters(),
+            "training_tokens": len(self.ids),
+            "held_out_tokens": len(self.held_out_ids),
+        }
+        self.log = Log(out, [self.about])
+        self.num_steps, self.seconds = 0, 0.0
+        self.losses: list[Tensor] = []
+
+    def _encode(self, texts: Sequence[str]) -> Tensor:
+        ids = [token_id for text in texts for token_id in (END_OF_TEXT_ID, *self.tokenizer.encode(text))]
+        if len(ids) <= self.recipe.context:
+            raise ValueError(f"too little text: {len(ids)} tokens, and the context takes {self.recipe.context}")
+        return torch.tensor(ids)
+
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        matrices = [parameter for parameter in self.model.parameters() if parameter.dim() > 1]
+        vectors = [parameter for parameter in self.model.parameters() if parameter.dim() == 1]
+        decay = self.recipe.weight_decay
+        groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=self.recipe.peak, betas=(0.9, 0.95), fused=True)
+
+    @property
+    def state_path(self) -> Path:
+        return self.out / "training.pt"
+
+    def resume(self) -> None:
+        """Go on where a run of the same recipe and texts was stopped, if one was."""
+        if not self.state_path.exists():
+            return
+        state = torch.load(self.state_path, weights_only=True)
+        if state["about"] != self.about:
+            raise ValueError(f"{self.state_path} is of another run: give its recipe and texts, or delete it")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.num_steps, self.seconds = state["num_steps"], state["seconds"]
+        self.log = Log(self.out, state["entries"])
+
+    def save_state(self) -> None:
+        state = {
+            "about": self.about,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "num_steps": self.num_steps,
+            "seconds": self.seconds,
+            "entries": self.log.entries,
+        }
+        unfinished = self.state_path.with_suffix(".new")
+        torch.save(state, unfinished)
+        unfinished.replace(self.state_path)
+
+    def step(self, loss_of: Callable[[Transformer, Tensor, Tensor], Tensor]) -> None:
+        start = time.monotonic()
+        self.num_steps += 1
+        torch.manual_seed(self.recipe.seed * self.recipe.steps + self.num_steps)
+        inputs, targets = batch_of(self.ids, self.recipe.batch, self.recipe.context)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.recipe.learning_rate(self.num_steps)
+        loss = loss_of(self.model, inputs.to(self.device), targets.to(self.device))
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.losses.append(loss.detach())
+        self.seconds += time.monotonic() - start
+
+    def evaluate(self) -> str:
+        """Keeps the weights if they are the best so far; what to show of them."""
+        best = min((entry["validation_loss"] for entry in self.log.evaluations), default=math.inf)
+        with evaluating(self.model):
+            nats = validate(self.model, self.held_out_ids, self.recipe.context)
+            samples = [write(self.model, self.tokenizer, prompt) for prompt in SAMPLE_PROMPTS]
+        if nats < best:
+            save_checkpoint(self.model, self.tokenizer, self.out)
+        entry = {
+            "step": self.num_steps,
+            "tokens": self.num_steps * self.recipe.batch * self.recipe.context,
+            "minutes": round(self.seconds / 60, 2),
+            "training_loss": round(float(torch.stack(self.losses).mean()), 4),
+            "validation_loss": round(nats, 4),
+            "bits_per_byte": round(nats * self.tokens_per_byte / math.log(2), 4),
+        }
+        self.losses = []
+        self.log.add(entry)
+        return json.dumps(entry) + "".join(f"\n  {text!r}" for text in samples)
+
+
+def train(paths: Sequence[Path], out: Path, recipe: Recipe, *, device: str, compiled: bool) -> None:
+    """Train, or go on, until the recipe's last step. Raises `ValueError` where there is too little text or another
+    run's state in `out`."""
     out.mkdir(parents=True, exist_ok=True)
     corpus = Corpus.read(paths, recipe.held_out)
-    tokenizer = Tokenizer(train_tokenizer(corpus.training, recipe.vocab_size))
-    ids, held_out_ids = (
-        torch.tensor([token_id for text in texts for token_id in (END_OF_TEXT_ID, *tokenizer.encode(text))])
-        for texts in (corpus.training, corpus.held_out)
-    )
-    held_out_bytes = sum(len(text.encode()) for text in corpus.held_out)
-    model = Transformer(recipe.config())
-    model.initialize(torch.Generator().manual_seed(recipe.seed))
-    add_dropout(model, recipe.dropout)
-    model.to(device)
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=recipe.peak, betas=(0.9, 0.95), fused=True)
+    run = Run(corpus, out, recipe, device)
+    run.resume()
     step_loss = torch.compile(loss_of) if compiled else loss_of
-
-    state_path = out / "training.pt"
-    about = {"recipe": asdict(recipe), "training_tokens": len(ids), "held_out_bytes": held_out_bytes}
-    first_step, seconds, entries = 1, 0.0, [about | {"parameters": model.num_parameters()}]
-    if state_path.exists():
-        state = torch.load(state_path, weights_only=True)
-        if state["about"] != about:
-            raise SystemExit(f"{state_path} is the state of another run: give its recipe and texts, or delete it")
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first_step, seconds, entries = state["step"] + 1, state["seconds"], state["entries"]
-    log = Log(out, entries)
     interval = max(recipe.steps // recipe.evaluations, 1)
-    start, losses = time.monotonic() - seconds, []
-    bar = tqdm(range(first_step, recipe.steps + 1), initial=first_step - 1, total=recipe.steps, unit="step")
-    for step in bar:
-        torch.manual_seed(recipe.seed * recipe.steps + step)
-        inputs, targets = batch_of(ids, recipe.batch, recipe.context)
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate(step)
-        loss = step_loss(model, inputs.to(device), targets.to(device))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.detach())
-        if step % interval and step != recipe.steps:
-            continue
-
-        with evaluating(model):
-            nats = validate(model, held_out_ids, recipe.context)
-            samples = [write(model, tokenizer, prompt) for prompt in SAMPLE_PROMPTS]
-        best = min((entry["validation_loss"] for entry in log.entries[1:]), default=math.inf)
-        if nats < best:
-            save(model, tokenizer, out)
-        entry = {
-            "step": step,
-            "tokens": step * inputs.numel(),
-            "minutes": round((time.monotonic() - start) / 60, 2),
-            "training_loss": round(float(torch.stack(losses).mean()), 4),
-            "validation_loss": round(nats, 4),
-            "bits_per_byte": round(nats * len(held_out_ids) / math.log(2) / held_out_bytes, 4),
-        }
-        losses = []
-        log.add(entry)
-        bar.write(json.dumps(entry) + "".join(f"\n  {text!r}" for text in samples))
-        state = {"about": about, "step": step, "seconds": time.monotonic() - start, "entries": log.entries}
-        torch.save(state | {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{state_path}.new")
-        Path(f"{state_path}.new").replace(state_path)
-    log.draw(out / "curve.png")
-    state_path.unlink()
+    with tqdm(initial=run.num_steps, total=recipe.steps, unit="step") as bar:
+        while run.num_steps < recipe.steps:
+            run.step(step_loss)
+            bar.update()
+            if run.num_steps % interval == 0 or run.num_steps == recipe.steps:
+                bar.write(run.evaluate())
+                run.save_state()
+    best = load_checkpoint(str(out)).model
+    run.log.add({"held_out": predict_texts(best, run.tokenizer, corpus.held_out).figures()})
+    run.log.draw(out / "curve.png")
+    run.state_path.unlink()
 
 
 def main() -> None:
@@ -277,7 +297,10 @@ def main() -> None:
         parser.add_argument(option, type=type(field.default), default=field.default, help="default: %(default)s")
     options = vars(parser.parse_args())
     recipe = Recipe(**{field.name: options[field.name] for field in fields(Recipe)})
-    train(options["texts"], options["out"], recipe, device=options["device"], compiled=options["compile"])
+    try:
+        train(options["texts"], options["out"], recipe, device=options["device"], compiled=options["compile"])
+    except (ValueError, OSError) as error:
+        parser.exit(1, f"{error}\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -59,11 +59,12 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.http_requests = self._counter("http_requests_total", "HTTP requests answered, by route, method and status", "route", "method", "status")
-        self.http_seconds = self._histogram("http_request_duration_seconds", "From request to last byte, by route", "route")
+        ProcessCollector(registry=self.registry)
+        self.http_requests = self._counter("http_requests_total", "HTTP requests answered", "route", "method", "status")
+        self.http_seconds = self._histogram("http_request_duration_seconds", "From request to last byte", "route")
         self.prompt_tokens = self._counter("prompt_tokens_total", "Tokens of prompts, of passes and generations")
         self.generation_tokens = self._counter("generation_tokens_total", "Tokens generated")
-        self.finished = self._counter("request_success_total", "Continuations ended, by finished_reason", "finished_reason")
+        self.finished = self._counter("request_success_total", "Continuations ended", "finished_reason")
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "From request to first token")
         self.inter_token = self._histogram("inter_token_latency_seconds", "Between two tokens of a continuation")
         self.request_seconds = self._histogram("e2e_request_latency_seconds", "From request to last token")
@@ -117,13 +118,17 @@ class Metrics:
             self.trace_seconds.observe(step.trace_seconds)
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
-        return Counter(f"forwardscope_{name}", what, labels, registry=self.registry)
+        return Counter(f"forwardscope_{name}", _by(what, labels), labels, registry=self.registry)
 
     def _gauge(self, name: str, what: str) -> Gauge:
         return Gauge(f"forwardscope_{name}", what, registry=self.registry)
 
     def _histogram(self, name: str, what: str, *labels: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-        return Histogram(f"forwardscope_{name}", what, labels, registry=self.registry, buckets=buckets)
+        return Histogram(f"forwardscope_{name}", _by(what, labels), labels, registry=self.registry, buckets=buckets)
+
+
+def _by(what: str, labels: tuple[str, ...]) -> str:
+    return f"{what}, by {', '.join(labels)}" if labels else what
 
 
 class EngineCollector(Collector):

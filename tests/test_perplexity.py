@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from model import perplexity
 from model.config import ModelConfig
 from model.corpus import train_tokenizer
+from model.export import save_checkpoint
 from model.tokenizer import Tokenizer
-from model.train import save
 from model.transformer import Transformer
 
 TEXT = "The cat sat on the mat, and the dog sat on the cat.\n" * 20
@@ -58,7 +58,7 @@ def test_a_text_that_fits_in_the_context_costs_what_one_pass_says() -> None:
 def test_the_command_scores_the_end_of_each_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save(network(64), Tokenizer(train_tokenizer([TEXT], 300)), tmp_path)
+    save_checkpoint(network(64), Tokenizer(train_tokenizer([TEXT], 300)), tmp_path)
     source = tmp_path / "text"
     source.write_text(TEXT)
     monkeypatch.setattr("sys.argv", ["perplexity", str(source), "--model", str(tmp_path), "--held-out", "0.25"])

@@ -2,6 +2,7 @@
 becomes the run that was not."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from model import train
 from model.checkpoint import load_checkpoint
 from model.config import ModelConfig
 from model.corpus import train_tokenizer
+from model.export import save_checkpoint
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
 
@@ -35,7 +37,7 @@ def read_log(directory: Path) -> list[dict[str, Any]]:
 def test_a_saved_network_loads_as_it_was(tmp_path: Path) -> None:
     model = Transformer(ModelConfig(vocab_size=300, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, d_mlp=48))
     model.initialize(torch.Generator().manual_seed(0))
-    train.save(model, Tokenizer(train_tokenizer([TEXT], 300)), tmp_path)
+    save_checkpoint(model, Tokenizer(train_tokenizer([TEXT], 300)), tmp_path)
     loaded = load_checkpoint(str(tmp_path))
     assert loaded.model.config == model.config
     for (name, ours), theirs in zip(model.named_parameters(), loaded.model.parameters(), strict=True):
@@ -52,13 +54,14 @@ def test_the_command_lowers_the_loss_on_text_it_has_not_seen_and_keeps_the_best(
     out = tmp_path / "out"
     monkeypatch.setattr("sys.argv", ["train", str(source), "--out", str(out), *options.split()])
     train.main()
-    about, *log = read_log(out)
+    about, *log, outcome = read_log(out)
     assert train.Recipe(**about["recipe"]) == TINY
     assert [entry["step"] for entry in log] == list(range(2, 41, 2))
     assert log[-1]["validation_loss"] < log[0]["validation_loss"] - 1
     assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert not (out / "training.pt").exists()
 
+    assert outcome["held_out"]["bits_per_byte"] == pytest.approx(min(entry["bits_per_byte"] for entry in log), abs=0.1)
     checkpoint = load_checkpoint(str(out), dtype="float32")
     assert checkpoint.tokenizer is not None
     texts = train.Corpus.read([source], TINY.held_out).held_out
@@ -87,8 +90,8 @@ def test_a_run_that_was_stopped_goes_on_as_the_same_run(
         with pytest.raises(KeyboardInterrupt):
             run("stopped")
     assert len(read_log(tmp_path / "stopped")) == 1 + 11
-    with pytest.raises(SystemExit, match="another run"):
-        train.train([source], tmp_path / "stopped", train.Recipe(), device="cpu", compiled=False)
+    with pytest.raises(ValueError, match="another run"):
+        train.train([source], tmp_path / "stopped", replace(TINY, peak=1e-3), device="cpu", compiled=False)
     run("stopped")
     logs = [read_log(tmp_path / name) for name in ("whole", "stopped")]
     for whole, stopped in zip(*logs, strict=True):
@@ -117,3 +120,13 @@ def test_dropout_acts_on_a_network_that_trains_and_on_no_other() -> None:
     with train.evaluating(model):
         assert torch.equal(model(ids), plain)
     assert not torch.equal(model(ids), plain)
+
+
+def test_too_little_text_is_refused_with_a_word_about_it(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train", str(source), "--out", str(tmp_path / "out"), "--context", "100000"])
+    with pytest.raises(SystemExit) as ended:
+        train.main()
+    assert ended.value.code == 1
+    assert "too little text" in capsys.readouterr().err
