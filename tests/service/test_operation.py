@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+import subprocess
 import sys
 import threading
 import time
@@ -20,7 +22,7 @@ from service.app import load, load_model
 from service.settings import Settings
 from service.state import State
 from tests.service.checkpoints import write_checkpoint
-from tests.service.running import PATIENCE_SECONDS, Running, Start, process, wait_until
+from tests.service.running import PATIENCE_SECONDS, ROOT, Running, Start, process, wait_until
 
 PROMPT = "the cat sat on"
 SHORT: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}
@@ -41,6 +43,7 @@ class TestLoading:
         try:
             assert loading.get("/health").status_code == 200
             assert "num_requests_running" in loading.get("/metrics").text
+            assert loading.metric("ready") == 0
             refused = [loading.get("/ready"), loading.get("/model")]
             refused += [loading.post(path, {"prompt": PROMPT}) for path in ("/generate", "/forward", "/logits")]
             refused += [loading.post("/tokenize", {"text": "a"}), loading.post("/detokenize", {"tokens": [1]})]
@@ -50,6 +53,7 @@ class TestLoading:
                 assert int(response.headers["retry-after"]) >= 1
             loaded.set()
             wait_until(lambda: loading.get("/ready").status_code == 200, "/ready")
+            assert loading.metric("ready") == 1
             assert loading.post("/generate", SHORT).status_code == 200
         finally:
             loaded.set()
@@ -223,6 +227,43 @@ class TestProcess:
         assert service.returncode == 1
         assert str(tmp_path / "nothing") in log
         assert "Traceback" not in log
+
+    def test_its_log_says_what_it_serves_and_where(self) -> None:
+        with process() as service:
+            assert service.stderr is not None
+            log = ""
+            while "metrics: " not in log:
+                line = service.stderr.readline()
+                assert line, log
+                log += line
+            service.terminate()
+            rest = service.communicate(timeout=PATIENCE_SECONDS)[1]
+        address = re.search(r"ready: (http://127\.0\.0\.1:[1-9]\d*)$", log, re.M)
+        assert address is not None, log
+        assert f"page: {address[1]}/docs" in log
+        assert f"metrics: {address[1]}/metrics" in log
+        assert re.search(r"serving bundled: [\d,]+ parameters, cpu, bfloat16, context 512", log)
+        assert "shutting down" in rest
+
+    def test_a_start_imports_no_compiler(self) -> None:
+        """It takes as long to import as all the rest."""
+        code = (
+            "import sys; from service.app import *; from service.settings import Settings;"
+            "settings = Settings(); build_engine(load_model(settings), settings);"
+            "assert 'torch' in sys.modules; print([name for name in sys.modules if name == 'torch._dynamo'])"
+        )
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+        assert found.stdout.strip() == "[]"
+
+
+def test_the_page_of_examples_loads_nothing_from_elsewhere(empty: Running) -> None:
+    page = empty.get("/docs").text
+    assert "swagger-ui-bundle.js" in page
+    links = re.findall(r"(?:src|href)=\"([^\"]+)\"", page)
+    assert len(links) >= 3
+    for link in links:
+        assert link.startswith("/")
+        assert empty.get(link).status_code == 200, link
 
 
 class TestLoad:

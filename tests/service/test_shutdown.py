@@ -102,6 +102,7 @@ class TestSignals:
             )
             assert get(address, "/health").status_code == 200
             assert running_and_waiting(address) == (1, 1)  # still
+            assert metric(address, "ready") == 0
             *tokens, end = read_events(stream.result().content)
             assert (len(tokens), end["finish_reason"]) == (2000, "length")
             assert len(whole.result().json()["tokens"]) == 3
