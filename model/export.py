@@ -9,26 +9,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from model.config import ModelConfig
 from model.corpus import END_OF_TEXT, END_OF_TEXT_ID
-from model.families import llama
+from model.families import llama, translate
 from model.families.family import stacked_rows
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
 
 
-def save_checkpoint(model: Transformer, tokenizer: Tokenizer, directory: Path) -> None:
-    """Of a network with Llama's parts alone, whose tokenizer ends a text with `END_OF_TEXT`; weights as bfloat16."""
-    config = model.config
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        source = llama.FAMILY.source(name)
-        weights = parameter.detach().cpu().bfloat16()
-        parts = torch.split(weights, stacked_rows(name, config)) if len(source.names) > 1 else (weights,)
-        tensors |= {part_name: part.contiguous() for part_name, part in zip(source.names, parts, strict=True)}
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    (directory / "model.safetensors").chmod(0o644)  # it is written for its owner alone
-    tokenizer.save(directory / "tokenizer.json")
-    content = {
+def llama_config(config: ModelConfig) -> dict[str, Any]:
+    """`config.json` of a Llama of this size."""
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": config.vocab_size,
@@ -47,6 +38,23 @@ def save_checkpoint(model: Transformer, tokenizer: Tokenizer, directory: Path) -
         "eos_token_id": END_OF_TEXT_ID,
         "torch_dtype": "bfloat16",
     }
+
+
+def save_checkpoint(model: Transformer, tokenizer: Tokenizer, directory: Path) -> None:
+    """Weights as bfloat16; a text ends with `END_OF_TEXT`. Raises `ValueError` for a network that is no plain Llama."""
+    config = model.config
+    content = llama_config(config)
+    if translate(content)[1] != config:
+        raise ValueError("only networks that this config.json describes can be saved: " + json.dumps(content))
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        source = llama.FAMILY.source(name)
+        weights = parameter.detach().cpu().bfloat16()
+        parts = torch.split(weights, stacked_rows(name, config)) if len(source.names) > 1 else (weights,)
+        tensors |= {part_name: part.contiguous() for part_name, part in zip(source.names, parts, strict=True)}
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    (directory / "model.safetensors").chmod(0o644)  # it is written for its owner alone
+    tokenizer.save(directory / "tokenizer.json")
     generation = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID, "do_sample": True, "temperature": 0.8}
     tokenizer_class = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
     write_json(directory / "config.json", content)

@@ -1,18 +1,75 @@
-"""The bundled checkpoint: what `transformers` reads in the same directory is the same network."""
+"""The bundled checkpoint: what `transformers` reads in the same directory is the same network, and its card is true."""
 
+import json
+
+import pytest
 import torch
 import transformers
 
-from model.checkpoint import load_checkpoint
+from model.checkpoint import Checkpoint, load_checkpoint
+from model.train import Recipe
 from service.app import BUNDLED
 
+CARD = (BUNDLED / "README.md").read_text(encoding="utf-8")
+LOG = [json.loads(line) for line in (BUNDLED / "training.jsonl").read_text().splitlines()]
+PROMPTS = ("It was a dark night, and the captain", "the cat sat on", "The whale")  # the README's
 
-def test_transformers_loads_the_same_network() -> None:
-    ours = load_checkpoint(str(BUNDLED), dtype="float32")
+
+@pytest.fixture(scope="module")
+def bundled() -> Checkpoint:
+    return load_checkpoint(str(BUNDLED), dtype="float32")
+
+
+def encode(checkpoint: Checkpoint, text: str) -> list[int]:
+    assert checkpoint.tokenizer is not None
+    return checkpoint.tokenizer.encode(text)
+
+
+def test_transformers_loads_the_same_network_and_tokenizer(bundled: Checkpoint) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32).eval()
-    assert ours.tokenizer is not None
-    ids = torch.tensor([ours.tokenizer.encode("It was a dark night, and the captain had gone below.")])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(BUNDLED)
+    for text in (*PROMPTS, "Two\n\n  lines,\tand a caf\u00e9 \u2603."):
+        ids = encode(bundled, text)
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == text
+        with torch.inference_mode():
+            batch = torch.tensor([ids])
+            torch.testing.assert_close(bundled.model(batch), theirs(batch).logits, atol=1e-4, rtol=1e-4)
+    assert theirs.generation_config.temperature == bundled.generation.sampling["temperature"] == 0.8
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_text_does_not_loop(bundled: Checkpoint, prompt: str) -> None:
+    """No run of tokens stands three times in a row, and no sixth of 60 tokens is the same one, newlines apart."""
+    ids = encode(bundled, prompt)
     with torch.inference_mode():
-        torch.testing.assert_close(ours.model(ids), theirs(ids).logits, atol=1e-5, rtol=1e-5)
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(BUNDLED / "tokenizer.json"))
-    assert fast.encode("the cat sat on") == ours.tokenizer.encode("the cat sat on")
+        for _ in range(60):
+            ids.append(int(bundled.model(torch.tensor([ids]))[0, -1].argmax()))
+    written = ids[-60:]
+    for size in range(1, 21):
+        for start in range(60 - 3 * size + 1):
+            run = written[start : start + size]
+            assert written[start : start + 3 * size] != run * 3, bundled.tokenizer.decode(written)
+
+
+def test_the_log_is_of_the_default_recipe_and_ends_with_its_last_step() -> None:
+    about, *evaluations, outcome = LOG
+    assert Recipe(**about["recipe"]) == Recipe()
+    assert evaluations[-1]["step"] == Recipe().steps
+    assert evaluations[-1]["validation_loss"] < evaluations[0]["validation_loss"]
+    assert set(outcome) == {"held_out"}
+
+
+def test_the_cards_figures_are_those_of_the_log_and_the_weights(bundled: Checkpoint) -> None:
+    about, *evaluations, outcome = LOG
+    last = evaluations[-1]
+    assert about["parameters"] == bundled.model.num_parameters()
+    for figure in (
+        f"{about['parameters']:,} parameters",
+        f"{last['step']:,} steps",
+        f"{last['tokens'] / 1e6:.1f} million tokens",
+        f"{last['training_loss']} nats",
+        f"{last['validation_loss']} nats",
+        f"**{outcome['held_out']['bits_per_byte']}** bits",
+    ):
+        assert figure in CARD, figure

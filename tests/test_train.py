@@ -44,6 +44,13 @@ def test_a_saved_network_loads_as_it_was(tmp_path: Path) -> None:
         assert torch.equal(ours.bfloat16(), theirs), name
 
 
+def test_a_network_that_the_layout_cannot_describe_is_not_saved(tmp_path: Path) -> None:
+    model = Transformer(ModelConfig(vocab_size=300, d_model=32, num_layers=1, num_heads=4, d_mlp=48, activation="relu"))
+    with pytest.raises(ValueError, match="can be saved"):
+        save_checkpoint(model, Tokenizer(train_tokenizer([TEXT], 300)), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_command_lowers_the_loss_on_text_it_has_not_seen_and_keeps_the_best(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
