@@ -1,9 +1,9 @@
 """The console command `forwardscope`, also `python -m service`."""
 
 import asyncio
-import contextlib
 import ipaddress
 import logging
+import os
 import socket
 import sys
 from types import FrameType
@@ -77,7 +77,7 @@ def url_of(listening: socket.socket) -> str:
 
 
 def main() -> None:
-    """Serve until SIGINT or SIGTERM; exit 1 where the model cannot be served, 2 where a setting is wrong."""
+    """Serve until SIGINT or SIGTERM; exit 1 where model or port cannot be served, 2 where a setting is wrong."""
     try:
         settings = CliApp.run(Settings, cli_args=sys.argv[1:])
     except ValidationError as error:
@@ -99,11 +99,21 @@ def main() -> None:
         access_log=False,
         timeout_graceful_shutdown=LAST_EVENTS_SECONDS,
     )
-    server = DrainingServer(config, app.state.forwardscope)
-    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises SIGINT again when it has ended
+    state = app.state.forwardscope
+    server = DrainingServer(config, state)
+    status = 0
+    try:
         server.run()
-    if app.state.forwardscope.failure is not None:
-        sys.exit(1)
+    except KeyboardInterrupt:  # uvicorn raises SIGINT again when it has ended
+        pass
+    except SystemExit:  # uvicorn's, where the address is taken
+        status = 1
+    if state.failure is not None:
+        status = 1
+    if state.worker.runs_apart:  # torch would abort a process that waits for nothing but is not done
+        logging.shutdown()
+        os._exit(status)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

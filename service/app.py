@@ -54,7 +54,7 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     if settings.api_key is not None:
         app.add_middleware(ApiKey, key=settings.api_key.get_secret_value())
-    app.add_middleware(HttpMetrics, metrics=state.metrics, paths=frozenset(app.openapi()["paths"]))
+    app.add_middleware(HttpMetrics, metrics=state.metrics, paths=app.openapi()["paths"])
     return app
 
 

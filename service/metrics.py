@@ -6,8 +6,9 @@ read when Prometheus asks.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from model.engine.engine import Stats
 from model.engine.request import Output, Step
+from model.generation import FinishReason
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -65,6 +67,8 @@ class Metrics:
         self.prompt_tokens = self._counter("prompt_tokens_total", "Tokens of prompts, of passes and generations")
         self.generation_tokens = self._counter("generation_tokens_total", "Tokens generated")
         self.finished = self._counter("request_success_total", "Continuations ended", "finished_reason")
+        for reason in get_args(FinishReason):  # 0 until the first, so that the first is an increase
+            self.finished.labels(reason)
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "From request to first token")
         self.inter_token = self._histogram("inter_token_latency_seconds", "Between two tokens of a continuation")
         self.request_seconds = self._histogram("e2e_request_latency_seconds", "From request to last token")
@@ -151,10 +155,14 @@ class EngineCollector(Collector):
 class HttpMetrics:
     """Counts every request by its route; a path that is none of the application's counts as `unmatched`."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: Mapping[str, Collection[str]]) -> None:
+        """`paths`: the methods of each, in lower case, as OpenAPI has them."""
         self.app = app
         self.metrics = metrics
         self.paths = paths
+        for path in (path for path, methods in paths.items() if "post" in methods):
+            for status in ("200", "429", "500", "503"):  # 0 until the first, as above
+                metrics.http_requests.labels(path, "POST", status)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -53,6 +53,7 @@ class Worker:
         self._on_failure: Callable[[], None] = lambda: None
         self._is_draining = False
         self._is_idle = asyncio.Event()
+        self._apart: threading.Thread | None = None
         self._text = ThreadPoolExecutor(max_workers=1, thread_name_prefix="text")
         # Of the network's thread:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -127,8 +128,14 @@ class Worker:
             except Exception as error:  # whoever awaits the result gets it
                 result.set_exception(error)
 
-        threading.Thread(target=work, name="loading", daemon=True).start()
+        self._apart = threading.Thread(target=work, name="loading", daemon=True)
+        self._apart.start()
         return await asyncio.wrap_future(result)
+
+    @property
+    def runs_apart(self) -> bool:
+        """Whether such a job still runs."""
+        return self._apart is not None and self._apart.is_alive()
 
     def abort(self, request_id: str, reason: str | None) -> None:
         self._inbox.put(lambda: self._abort(request_id, reason))

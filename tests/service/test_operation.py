@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -228,6 +229,14 @@ class TestProcess:
         assert str(tmp_path / "nothing") in log
         assert "Traceback" not in log
 
+    def test_an_address_that_is_taken_ends_with_1_and_a_message(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken, process("--port", str(taken.getsockname()[1])) as service:
+            _, log = service.communicate(timeout=3 * PATIENCE_SECONDS)
+        assert service.returncode == 1
+        assert "address already in use" in log
+        assert "terminate called" not in log
+        assert "Traceback" not in log
+
     def test_its_log_says_what_it_serves_and_where(self) -> None:
         with process() as service:
             assert service.stderr is not None
@@ -401,7 +410,8 @@ class TestMetrics:
         assert found["prompt_tokens_total"][()] == 3 + 2 + 1 + 2
         assert found["trace_bytes_total"][()] == len(forward.content) + len(logits.content)
         assert found["trace_refused_total"][()] == 1
-        assert found["request_success_total"] == {("length",): 1, ("stop",): 1}
+        ends = {("length",): 1, ("stop",): 1, ("cancelled",): 0, ("error",): 0}
+        assert found["request_success_total"] == ends
         assert (http("/generate", 200), http("/forward", 200), http("/forward", 413)) == (2, 1, 1)
         assert (http("/logits", 200), http("/logits", 400)) == (1, 1)
         assert found["time_to_first_token_seconds_count"][()] == 2
