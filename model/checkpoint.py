@@ -19,7 +19,7 @@ from model.families import Family, translate
 from model.families.family import stacked_rows
 from model.sampling import SamplingParams
 from model.tokenizer import Tokenizer
-from model.transformer import Transformer
+from model.transformer import ParameterCount, Transformer, count_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class Checkpoint:
     model: Transformer
     tokenizer: Tokenizer | None
     generation: GenerationDefaults
+    parameters: ParameterCount
 
 
 def load_checkpoint(source: str, *, dtype: str = "auto", device: str = "cpu", name: str | None = None) -> Checkpoint:
@@ -92,7 +93,8 @@ def load_checkpoint(source: str, *, dtype: str = "auto", device: str = "cpu", na
         )
     defaults = read_generation_defaults(directory, config)
     is_local = Path(source).expanduser().is_dir()
-    return Checkpoint(name or (directory.resolve().name if is_local else source), model, tokenizer, defaults)
+    name = name or (directory.resolve().name if is_local else source)
+    return Checkpoint(name, model, tokenizer, defaults, count_parameters(model))
 
 
 def find_directory(source: str) -> Path:

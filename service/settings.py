@@ -32,6 +32,10 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 for any free one")
     threads: int | None = Field(None, ge=1, description="CPU threads of the network; default: torch's choice")
+    kernels: Literal["auto", "torch"] = Field(
+        "auto",
+        description="auto: our own on a CPU with AVX-512 and a C++ compiler, where they are faster; torch: PyTorch's",
+    )
     max_body_bytes: int = Field(4 * MIB, ge=1, description="largest request body")
     max_response_bytes: int = Field(256 * MIB, ge=1, description="largest answer; known before it is computed")
     max_pass_bytes: int = Field(

@@ -5,7 +5,6 @@ from dataclasses import asdict
 from fastapi import APIRouter
 
 from model.stages import sizes_of, stages_of
-from model.transformer import count_parameters
 from model.worked_examples import WORKED_EXAMPLES
 from service.encoding import NAMES
 from service.openapi import errors
@@ -27,7 +26,7 @@ async def models(state: StateDep) -> ModelsAnswer:
 @router.get("/model", summary="The served model: configuration, parameters, stages, limits", responses=errors(503))
 async def model(state: StateDep, checkpoint: CheckpointDep) -> ModelAnswer:
     network, settings, engine = checkpoint.model, state.settings, get_engine(state)
-    count = count_parameters(network)
+    count = checkpoint.parameters
     prompt_long = ("position", "query", "key")
     return ModelAnswer(
         name=checkpoint.name,

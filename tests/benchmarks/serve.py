@@ -1,7 +1,7 @@
 """The service over HTTP: latency and throughput at 1, 8 and 32 streams, beside the bare model's own loop; and what
 running streams feel while a long prompt enters.
 
-    python -m tests.benchmarks.serve [--dtype bfloat16] [--threads 2] [--rounds 3] [--model DIRECTORY]
+    python -m tests.benchmarks.serve [--dtype bfloat16] [--kernels torch] [--threads 2] [--rounds 3] [--model DIRECTORY]
 
 Without `--model` it serves random weights of the 123.6M Llama shape of articles/001. Every prompt is different, the
 choice greedy. Figures are medians over alternating rounds.
@@ -31,6 +31,7 @@ import torch
 from safetensors.torch import save_file
 
 from model.checkpoint import DTYPES, load_checkpoint
+from model.kernels.linear import pack_linears
 from model.transformer import Transformer
 from tests.benchmarks.client import Timed, generate, percentile, summarize
 
@@ -165,6 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--kernels", choices=["auto", "torch"], default="auto")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     arguments, options = parser.parse_known_args()
@@ -174,8 +176,10 @@ def main() -> None:
         if arguments.model is None:
             write_random_checkpoint(directory)
         model = load_checkpoint(str(directory), dtype=arguments.dtype).model
+        if arguments.kernels == "auto":
+            pack_linears(model)
         prompts = Prompts(model.config.vocab_size)
-        with serving(directory, arguments.dtype, arguments.threads, *options) as port:
+        with serving(directory, arguments.dtype, arguments.threads, "--kernels", arguments.kernels, *options) as port:
             asyncio.run(streams(port, prompts, 2))
             bare_loop(model, prompts)
             bare: list[float] = []
@@ -200,6 +204,7 @@ def report(
         "benchmark": "serve",
         "model": str(arguments.model or "random 123.6M"),
         "dtype": arguments.dtype,
+        "kernels": arguments.kernels,
         "threads": arguments.threads,
         "rounds": arguments.rounds,
         "torch": torch.__version__,
