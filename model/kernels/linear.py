@@ -63,7 +63,8 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Replace every linear layer that a kernel can compute, for good; how many they were. Their weights go."""
+    """Replace every linear layer that a kernel can compute, for good; how many they were. Their weights go, so that the
+    model's parameters can no longer be counted."""
     num_packed = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
