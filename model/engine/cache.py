@@ -18,6 +18,7 @@ from model.config import ModelConfig
 from model.engine.scheduler import Share
 from model.engine.taps import SequenceTap
 from model.engine.varlen import VarlenRead, find_kernel
+from model.kernels.attention import StreamRead, kernel_for
 from model.stages import Probe
 
 MAX_PADDING = 2  # of streams that are read together, the longest over the shortest
@@ -28,18 +29,27 @@ class PagedCache:
     """Keys and values of `num_blocks` blocks, in every layer. `keys[layer]` is (num_blocks * block_size, Hkv, D).
 
     What is masked is still multiplied by zero, so that all that is read must be numbers: zeros at first. `kernel` reads
-    all sequences of a step at once, where the device has one.
+    all sequences of a step at once, `stream_kernel` all streams, where the device has one; neither without
+    `use_kernels`.
     """
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        use_kernels: bool = True,
     ) -> None:
         self.config = config
         self.block_size = block_size
         self.device = device
         shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.d_head)
         self.keys, self.values = (zeros(shape, dtype, device) for _ in range(2))
-        self.kernel = find_kernel(config, dtype, device)
+        self.kernel = find_kernel(config, dtype, device) if use_kernels else None
+        self.stream_kernel = kernel_for(config, dtype, device) if use_kernels else None
         self._gathered = [self.keys.new_empty(0, block_size * config.num_kv_heads * config.d_head) for _ in range(2)]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -111,7 +121,11 @@ class PagedContext:
         if cache.kernel is not None:
             self._varlen_read = VarlenRead.of(shares, size, cache.device)
         else:
-            self._reads = {window: plan_reads(shares, window, size, cache.device) for window in set(self._windows)}
+            num_streams = _count_streams(shares) if cache.stream_kernel is not None else 0
+            self._streams = _read_streams(shares[:num_streams], size) if num_streams else None
+            rest = shares[num_streams:]
+            windows = set(self._windows)
+            self._reads = {window: plan_reads(rest, window, size, cache.device, num_streams) for window in windows}
         self._scale = config.d_head**-0.5
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe) -> Tensor:
@@ -122,6 +136,10 @@ class PagedContext:
             z = self._varlen_read.attend(self._cache.kernel, q[0], keys, values, window, scale=self._scale)[None]
         else:
             z = torch.empty_like(q)
+            if self._streams is not None and self._cache.stream_kernel is not None:
+                queries, out = (rows[0, : self._streams.num_streams] for rows in (q, z))
+                keys, values = self._cache.keys[layer], self._cache.values[layer]
+                self._streams.attend(self._cache.stream_kernel, queries, keys, values, window, out)
             for read in self._reads[window]:
                 self._read(layer, read, q[0], z[0])
         for tap in self._taps:
@@ -159,12 +177,24 @@ class PagedContext:
         """Who counts what is computed is the scheduler."""
 
 
-def plan_reads(shares: Sequence[Share], window: int | None, block_size: int, device: torch.device) -> list[Read]:
+def _count_streams(shares: Sequence[Share]) -> int:
+    """They stand before all others."""
+    return next((index for index, share in enumerate(shares) if not share.is_stream), len(shares))
+
+
+def _read_streams(shares: Sequence[Share], block_size: int) -> StreamRead:
+    num_keys = [share.start + 1 for share in shares]
+    blocks = [share.sequence.blocks[: -(-n // block_size)] for share, n in zip(shares, num_keys, strict=True)]
+    return StreamRead(blocks, num_keys, block_size)
+
+
+def plan_reads(
+    shares: Sequence[Share], window: int | None, block_size: int, device: torch.device, row: int = 0
+) -> list[Read]:
     """Streams of similar length together, prompts one by one. The shares are ordered so that such streams stand side
-    by side."""
+    by side; the first token of the first is in this `row` of the step."""
     reads: list[Read] = []
     group: list[tuple[int, Share, list[int]]] = []  # where its keys begin, the share, the blocks that it reads
-    row = 0
 
     def close() -> None:
         nonlocal row

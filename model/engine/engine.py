@@ -28,7 +28,8 @@ class EngineConfig:
     """`cache_bytes` of memory hold keys and values, in blocks of `block_size` tokens.
 
     At most `max_sequences` run at a time, and a step computes at most `max_step_tokens` tokens. Prompts make a step
-    that others stream in at most `max_stretch` times as long as it would be without them.
+    that others stream in at most `max_stretch` times as long as it would be without them. `use_kernels`: attention by
+    kernels made for the paged cache, where the device has them.
     """
 
     cache_bytes: int = 1 << 30
@@ -36,6 +37,7 @@ class EngineConfig:
     max_sequences: int = 64
     max_step_tokens: int = 512
     max_stretch: float = 2.0
+    use_kernels: bool = True
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,14 @@ class Engine:
         self._model = model
         self._tokenizer = tokenizer
         self._pool = BlockPool(num_blocks, config.block_size)
-        self._cache = PagedCache(model.config, num_blocks, config.block_size, dtype=weight.dtype, device=weight.device)
+        self._cache = PagedCache(
+            model.config,
+            num_blocks,
+            config.block_size,
+            dtype=weight.dtype,
+            device=weight.device,
+            use_kernels=config.use_kernels,
+        )
         self._runner = Runner(model, self._cache)
         self._scheduler = Scheduler(
             self._pool,

@@ -17,16 +17,12 @@ TILE = 16  # outputs: as in linear.cpp
 DEPTH = {torch.float32: 1, torch.bfloat16: 2}  # inputs of one output that lie side by side
 
 
-def kernel_for(dtype: torch.dtype) -> "ctypes._NamedFuncPointer | None":
+def kernel_for(dtype: torch.dtype) -> native.Kernel | None:
     """The kernel of this dtype, where the CPU has what it needs and a compiler made it."""
     if dtype not in DEPTH:
         return None
-    library = native.load("linear")
-    kernel = None if library is None else getattr(library, f"linear_{str(dtype).removeprefix('torch.')}", None)
-    if kernel is not None:
-        kernel.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3
-        kernel.restype = None
-    return kernel
+    arguments = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3
+    return native.function("linear", f"linear_{str(dtype).removeprefix('torch.')}", arguments)
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -40,7 +36,7 @@ def pack(weight: Tensor) -> Tensor:
 class PackedLinear(nn.Module):
     """`nn.Linear` with packed weights, for inference on a CPU: x (..., K) -> (..., N)."""
 
-    def __init__(self, linear: nn.Linear, kernel: "ctypes._NamedFuncPointer") -> None:
+    def __init__(self, linear: nn.Linear, kernel: native.Kernel) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.packed = pack(linear.weight.detach())

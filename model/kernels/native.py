@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("g++", "c++")
+Kernel = Callable[..., None]
 
 
 @cache
@@ -26,6 +28,14 @@ def load(name: str) -> ctypes.CDLL | None:
     except OSError as error:
         logger.info("PyTorch's kernels instead of %s: %s", source.name, error)
         return None
+
+
+def function(library: str, name: str, arguments: Sequence[type]) -> Kernel | None:
+    """The function of this name and of these ctypes; None where the library is not there, or lacks it on this CPU."""
+    found = getattr(load(library), name, None)
+    if found is not None:
+        found.argtypes, found.restype = arguments, None
+    return found
 
 
 def compile_source(source: Path) -> Path:
