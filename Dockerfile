@@ -39,5 +39,5 @@ USER 10001:10001
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --start-interval=1s --retries=3 \
-    CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen(f'http://localhost:{os.environ[\"FORWARDSCOPE_PORT\"]}/ready', timeout=4)"]
+    CMD ["python", "-c", "import os, urllib.request as r; r.build_opener(r.ProxyHandler({})).open(f'http://localhost:{os.environ[\"FORWARDSCOPE_PORT\"]}/ready', timeout=4)"]
 ENTRYPOINT ["forwardscope"]

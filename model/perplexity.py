@@ -56,6 +56,8 @@ def windows(num_tokens: int, length: int, stride: int) -> Iterator[tuple[int, in
 
     Each window but the first has `length - stride` tokens of context before the first that it scores.
     """
+    if not 1 <= stride <= length:
+        raise ValueError(f"windows of {length} tokens cannot move on by {stride}")
     scored = 1
     while scored < num_tokens:
         end = min(num_tokens, length if scored == 1 else scored + stride)
@@ -71,10 +73,12 @@ def predict_texts(model: Transformer, tokenizer: Tokenizer, texts: Sequence[str]
     for text in texts:
         ids = torch.tensor(tokenizer.encode(text), device=device)
         num_bytes += len(text.encode()) - len(tokenizer.decode_inside(ids[:1].tolist()).encode())
-        for start, scored, end in windows(len(ids), length, length // 2):
+        for start, scored, end in windows(len(ids), length, max(length // 2, 1)):
             logits = model(ids[None, start:end], rows=range(scored - 1 - start, end - 1 - start))[0]  # (R, V)
             nats += float(F.cross_entropy(logits.float(), ids[scored:end], reduction="sum"))
             num_tokens += end - scored
+    if num_tokens == 0:
+        raise ValueError("there is no text to predict")
     return Predicted(nats, num_tokens, num_bytes)
 
 
@@ -86,11 +90,14 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--held-out", type=float, default=1.0, help="the share at the end of each text that is scored")
     options = parser.parse_args()
-    checkpoint = load_checkpoint(options.model, dtype=options.dtype, device=options.device)
-    if checkpoint.tokenizer is None:
-        parser.error(f"{options.model} has no tokenizer.json")
-    corpus = Corpus.read(options.texts, options.held_out)
-    predicted = predict_texts(checkpoint.model, checkpoint.tokenizer, corpus.held_out)
+    try:
+        checkpoint = load_checkpoint(options.model, dtype=options.dtype, device=options.device)
+        if checkpoint.tokenizer is None:
+            raise ValueError(f"{options.model} has no tokenizer.json")
+        corpus = Corpus.read(options.texts, options.held_out)
+        predicted = predict_texts(checkpoint.model, checkpoint.tokenizer, corpus.held_out)
+    except (ValueError, OSError) as error:
+        parser.exit(1, f"{error}\n")
     print(json.dumps(predicted.figures()))  # noqa: T201 (command-line output)
 
 

@@ -1,7 +1,7 @@
 """How the bundled checkpoint was made: a byte-level BPE and a small Llama-shaped network, trained on text files.
 
-    pip install 'forwardscope[train]'
-    python -m model.train TEXT... --out model/bundled
+    pip install -e '.[train]'
+    python -m model.train TEXT... --out DIRECTORY
 
 AdamW with decoupled weight decay (Loshchilov & Hutter 2019), linear warm-up, then a cosine to a tenth; gradients are
 clipped; products are bfloat16, weights float32. The end of every text is held out, and the weights that predict it best
@@ -10,6 +10,7 @@ its last evaluation when it is started again: every step draws from a seed of it
 """
 
 import argparse
+import hashlib
 import json
 import math
 import time
@@ -54,6 +55,21 @@ class Recipe:
     held_out: float = 0.05
     evaluations: int = 45
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "steps": self.steps >= 1,
+            "vocab_size": self.vocab_size > 256,  # a token for each byte, and the end of a text
+            "context": self.context >= 2,
+            "batch": self.batch >= 1,
+            "peak": self.peak > 0,
+            "dropout": 0 <= self.dropout < 1,
+            "held_out": 0 < self.held_out < 1,
+            "evaluations": self.evaluations >= 1,
+        }
+        for name, is_valid in ranges.items():
+            if not is_valid:
+                raise ValueError(f"{name.replace('_', '-')}: {getattr(self, name)} is out of range")
 
     def config(self) -> ModelConfig:
         return ModelConfig(
@@ -170,7 +186,8 @@ class Run:
         self.recipe, self.out, self.device = recipe, out, device
         self.tokenizer = Tokenizer(train_tokenizer(corpus.training, recipe.vocab_size))
         self.ids, self.held_out_ids = (self._encode(texts) for texts in (corpus.training, corpus.held_out))
-        self.tokens_per_byte = len(self.held_out_ids) / sum(len(text.encode()) for text in corpus.held_out)
+        held_out_bytes = sum(len(text.encode()) for text in corpus.held_out)
+        self.tokens_per_byte = len(self.held_out_ids) / held_out_bytes
         self.model = Transformer(recipe.config())
         self.model.initialize(torch.Generator().manual_seed(recipe.seed))
         add_dropout(self.model, recipe.dropout)
@@ -178,9 +195,10 @@ class Run:
         self.optimizer = self._new_optimizer()
         self.about = {
             "recipe": asdict(recipe),
-            "parameters": self.model.num_parameters(),
             "training_tokens": len(self.ids),
-            "held_out_tokens": len(self.held_out_ids),
+            "held_out_bytes": held_out_bytes,
+            "parameters": self.model.num_parameters(),
+            "texts_sha256": hashlib.sha256("\0".join((*corpus.training, *corpus.held_out)).encode()).hexdigest(),
         }
         self.log = Log(out, [self.about])
         self.num_steps, self.seconds = 0, 0.0
@@ -206,6 +224,8 @@ class Run:
     def resume(self) -> None:
         """Go on where a run of the same recipe and texts was stopped, if one was."""
         if not self.state_path.exists():
+            if (self.out / "config.json").exists():
+                raise ValueError(f"{self.out} holds a checkpoint already: give another directory, or delete it")
             return
         state = torch.load(self.state_path, weights_only=True)
         if state["about"] != self.about:
@@ -248,7 +268,11 @@ class Run:
         best = min((entry["validation_loss"] for entry in self.log.evaluations), default=math.inf)
         with evaluating(self.model):
             nats = validate(self.model, self.held_out_ids, self.recipe.context)
-            samples = [write(self.model, self.tokenizer, prompt) for prompt in SAMPLE_PROMPTS]
+            samples = (
+                [] if math.isnan(nats) else [write(self.model, self.tokenizer, prompt) for prompt in SAMPLE_PROMPTS]
+            )
+        if not math.isfinite(nats):
+            raise ValueError("the loss is no number any more: lower --peak")
         if nats < best:
             save_checkpoint(self.model, self.tokenizer, self.out)
         entry = {
@@ -265,10 +289,10 @@ class Run:
 
 
 def train(paths: Sequence[Path], out: Path, recipe: Recipe, *, device: str, compiled: bool) -> None:
-    """Train, or go on, until the recipe's last step. Raises `ValueError` where there is too little text or another
-    run's state in `out`."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Train, or go on, until the recipe's last step. Raises `ValueError` where there is too little text, or another
+    run's checkpoint or state in `out`."""
     corpus = Corpus.read(paths, recipe.held_out)
+    out.mkdir(parents=True, exist_ok=True)
     run = Run(corpus, out, recipe, device)
     run.resume()
     step_loss = torch.compile(loss_of) if compiled else loss_of
@@ -296,11 +320,13 @@ def main() -> None:
         option = "--" + field.name.replace("_", "-")
         parser.add_argument(option, type=type(field.default), default=field.default, help="default: %(default)s")
     options = vars(parser.parse_args())
-    recipe = Recipe(**{field.name: options[field.name] for field in fields(Recipe)})
     try:
+        recipe = Recipe(**{field.name: options[field.name] for field in fields(Recipe)})
         train(options["texts"], options["out"], recipe, device=options["device"], compiled=options["compile"])
     except (ValueError, OSError) as error:
         parser.exit(1, f"{error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "\nstopped; the same command goes on from the last evaluation\n")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_settings import CliApp
 
 from service.app import create_app
-from service.settings import Settings
+from service.settings import PREFIX, Settings
 from service.state import State
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class DrainingServer(uvicorn.Server):
     async def _announce(self) -> None:
         """Where it listens, and what is there once it is ready."""
         address = url_of(self.servers[0].sockets[0])
-        logger.info("listening at %s, loading %s", address, self._state.settings.model)
+        logger.info("listening at %s", address)
         await self._state.loaded.wait()
         logger.info("ready: %s", address)
         logger.info("page: %s/docs", address)
@@ -85,6 +85,10 @@ def main() -> None:
             sys.stderr.write(f"forwardscope: {'.'.join(map(str, problem['loc']))}: {problem['msg']}\n")
         sys.exit(2)
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+
+    for name in sorted(os.environ):
+        if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in Settings.model_fields:
+            logger.warning("%s is no setting, and changes nothing", name)
 
     def stop() -> None:
         server.should_exit = True

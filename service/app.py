@@ -104,6 +104,14 @@ def build_engine(checkpoint: Checkpoint, settings: Settings) -> Engine:
     return engine
 
 
+def check_device(device: str) -> None:
+    """Raises `ValueError` for one that is not there."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without it
+        raise ValueError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
+
+
 def load_model(settings: Settings) -> Checkpoint | None:
     """The checkpoint that the settings name; None for "none"."""
     if settings.model == "none":
@@ -112,6 +120,7 @@ def load_model(settings: Settings) -> Checkpoint | None:
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    check_device(device)
     source, name = settings.model, settings.model_name
     if source == "bundled":
         source, name = str(BUNDLED), name or "bundled"

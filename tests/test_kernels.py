@@ -2,6 +2,7 @@
 
 import logging
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from model.checkpoint import load_checkpoint
-from model.kernels import native
+from model.config import ModelConfig
+from model.engine.engine import Engine, EngineConfig
+from model.engine.request import Request
+from model.generation import GenerationParams
+from model.kernels import attention, native
 from model.kernels.linear import PackedLinear, kernel_for, pack_linears
+from model.sampling import SamplingParams
 from service.app import BUNDLED
 from tests.service.running import running
 
@@ -98,6 +104,111 @@ def test_the_service_runs_on_either_kernels_and_tells_the_same_of_the_model() ->
             text = service.answer("/generate", prompt="the cat sat on", max_tokens=20, temperature=0)["text"]
             answers.append((text, service.get("/model").json()["parameters"]))
     assert answers[0] == answers[1]
+
+
+ATTENTION_SHAPES = [(4, 4, 16), (8, 2, 32), (6, 1, 64), (2, 2, 128)]  # H, Hkv, D
+BLOCK_SIZE = 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("H", "Hkv", "D"), ATTENTION_SHAPES)
+class TestStreamAttention:
+    LENGTHS = (1, 3, 4, 17, 50, 16)
+
+    @pytest.fixture
+    def attend(self, dtype: torch.dtype, H: int, Hkv: int, D: int) -> Callable[..., torch.Tensor]:
+        """Attention of some of the streams, whose blocks lie in no order, over pools of keys and values."""
+        config = ModelConfig(
+            vocab_size=8, d_model=H * D, num_layers=1, num_heads=H, num_kv_heads=Hkv, d_head=D, d_mlp=8
+        )
+        kernel = attention.kernel_for(config, dtype, torch.device("cpu"))
+        if kernel is None:
+            pytest.skip(f"this machine has no AVX-512 for {dtype}, or no C++ compiler")
+        generator = torch.Generator().manual_seed(0)
+        num_blocks = sum(-(-n // BLOCK_SIZE) for n in self.LENGTHS)
+        order = iter(torch.randperm(num_blocks, generator=generator).tolist())
+        self.blocks = [[next(order) for _ in range(-(-n // BLOCK_SIZE))] for n in self.LENGTHS]
+        pool = (num_blocks * BLOCK_SIZE, Hkv, D)
+        self.keys, self.values = (torch.randn(pool, generator=generator).to(dtype) for _ in range(2))
+        self.queries = torch.randn(len(self.LENGTHS), H, D, generator=generator).to(dtype)
+
+        def run(streams: Sequence[int], window: int | None = None) -> torch.Tensor:
+            blocks, num_keys = [self.blocks[n] for n in streams], [self.LENGTHS[n] for n in streams]
+            queries = self.queries[list(streams)]
+            out = torch.full_like(queries, torch.nan)
+            read = attention.StreamRead(blocks, num_keys, BLOCK_SIZE)
+            read.attend(kernel, queries, self.keys, self.values, window, out)
+            return out
+
+        return run
+
+    def slots(self, stream: int) -> list[int]:
+        slots = [block * BLOCK_SIZE + place for block in self.blocks[stream] for place in range(BLOCK_SIZE)]
+        return slots[: self.LENGTHS[stream]]
+
+    @pytest.mark.parametrize("window", [None, 1, 5, 100])
+    def test_it_is_what_the_formula_says(self, attend: Any, dtype: torch.dtype, window: int | None) -> None:
+        found = attend(range(len(self.LENGTHS)), window)
+        for stream in range(len(self.LENGTHS)):
+            slots = self.slots(stream)[-window:] if window else self.slots(stream)
+            q, k, v = (self.queries[stream].double(), self.keys[slots].double(), self.values[slots].double())
+            k, v = (x.repeat_interleave(q.shape[0] // k.shape[1], dim=1) for x in (k, v))  # (S, H, D)
+            pattern = (torch.einsum("hd,shd->hs", q, k) * q.shape[1] ** -0.5).softmax(-1)
+            exact = torch.einsum("hs,shd->hd", pattern, v)
+            tolerance = 2e-6 if dtype == torch.float32 else 2**-8  # of sums in float32, rounded once
+            torch.testing.assert_close(found[stream].double(), exact, atol=tolerance, rtol=tolerance)
+
+    def test_a_stream_does_not_depend_on_those_beside_it(self, attend: Any) -> None:
+        together = attend(range(len(self.LENGTHS)))
+        for stream in range(len(self.LENGTHS)):
+            assert torch.equal(attend([stream])[0], together[stream])
+        assert torch.equal(attend([3, 1]), together[[3, 1]])
+
+    def test_what_is_no_number_stays_with_whose_it_is(self, attend: Any) -> None:
+        expected = attend(range(len(self.LENGTHS)))
+        self.keys[self.slots(3)[2]] = torch.nan
+        beyond = [block * BLOCK_SIZE + 3 for block in (self.blocks[0][0], self.blocks[1][0])]  # in no stream's keys
+        self.keys[beyond] = self.values[beyond] = torch.nan
+        found = attend(range(len(self.LENGTHS)))
+        assert found[3].isnan().all()
+        others = [stream for stream in range(len(self.LENGTHS)) if stream != 3]
+        assert torch.equal(found[others], expected[others])
+
+    def test_scores_far_apart_leave_one_value(self, attend: Any) -> None:
+        slots = self.slots(4)
+        self.keys[slots] = 0
+        self.keys[slots[7]] = 200.0
+        self.queries[4] = 1.0
+        found = attend([4])[0]
+        group = found.shape[0] // self.values.shape[1]
+        assert torch.equal(found, self.values[slots[7]].repeat_interleave(group, dim=0))
+
+
+def test_heads_that_are_no_whole_vectors_are_left_to_pytorch() -> None:
+    config = ModelConfig(vocab_size=8, d_model=40, num_layers=1, num_heads=2, d_mlp=8)
+    assert attention.kernel_for(config, torch.float32, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_with_kernels_gives_a_request_the_same_tokens_in_any_company(dtype: str) -> None:
+    model = load_checkpoint(str(BUNDLED), dtype=dtype).model
+    if not pack_linears(model):
+        pytest.skip(f"this machine has no AVX-512 for {dtype}, or no C++ compiler")
+
+    def generate(*seeds: int) -> dict[str, list[int]]:
+        engine = Engine(model, None, EngineConfig(cache_bytes=1 << 24))
+        for seed in seeds:
+            params = GenerationParams(max_tokens=60, sampling=SamplingParams(temperature=0.8, seed=seed))
+            engine.add(Request(id=str(seed), prompt_ids=[5 + seed] * (3 + 9 * seed), params=params))
+        tokens: dict[str, list[int]] = {str(seed): [] for seed in seeds}
+        with torch.inference_mode():
+            while engine.can_step:
+                for output in engine.step().outputs:
+                    tokens[output.request_id] += [token.token_id for token in output.tokens]
+        return tokens
+
+    together = generate(*range(8))
+    assert {name: generate(int(name))[name] for name in together} == together
 
 
 class TestCompiling:

@@ -32,6 +32,12 @@ def test_windows_score_every_token_but_the_first_once_and_see_what_they_may(
     assert scored == list(range(1, num_tokens))
 
 
+@pytest.mark.parametrize("stride", [0, 5])
+def test_windows_that_would_not_move_or_would_leave_tokens_out_are_refused(stride: int) -> None:
+    with pytest.raises(ValueError, match="cannot move on"):
+        list(perplexity.windows(10, 4, stride))
+
+
 def network(context: int) -> Transformer:
     model = Transformer(
         ModelConfig(vocab_size=300, d_model=32, num_layers=1, num_heads=4, d_mlp=48, max_positions=context)

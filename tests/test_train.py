@@ -129,6 +129,60 @@ def test_dropout_acts_on_a_network_that_trains_and_on_no_other() -> None:
     assert not torch.equal(model(ids), plain)
 
 
+def test_the_weights_that_are_kept_are_those_of_the_lowest_loss(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter([4.0, 2.0, 3.0, *[5.0] * 17])
+    kept: list[float] = []
+    save = train.save_checkpoint
+
+    def save_and_note(*arguments: Any) -> None:
+        kept.append(latest)
+        save(*arguments)
+
+    def next_loss(*_: Any) -> float:
+        nonlocal latest
+        latest = next(losses)
+        return latest
+
+    latest = 0.0
+    monkeypatch.setattr(train, "save_checkpoint", save_and_note)
+    monkeypatch.setattr(train, "validate", next_loss)
+    train.train([source], tmp_path / "out", TINY, device="cpu", compiled=False)
+    assert kept == [4.0, 2.0]
+
+
+def test_a_finished_checkpoint_and_the_state_of_other_texts_are_left_alone(tmp_path: Path, source: Path) -> None:
+    out = tmp_path / "out"
+    train.train([source], out, TINY, device="cpu", compiled=False)
+    before = (out / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="holds a checkpoint already"):
+        train.train([source], out, TINY, device="cpu", compiled=False)
+    assert (out / "model.safetensors").read_bytes() == before
+
+    run = train.Run(train.Corpus.read([source], 0.1), tmp_path / "other", TINY, "cpu")
+    run.out.mkdir()
+    run.save_state()
+    source.write_bytes(TEXT.replace("cat", "cow").encode())
+    with pytest.raises(ValueError, match="another run"):
+        train.Run(train.Corpus.read([source], 0.1), run.out, TINY, "cpu").resume()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["--steps 0", "--vocab-size 256", "--context 1", "--batch 0", "--peak 0", "--held-out 1", "--evaluations 0"],
+)
+def test_a_recipe_that_cannot_be_is_refused_with_its_name(
+    wrong: str, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train", str(source), "--out", str(tmp_path / "out"), *wrong.split()])
+    with pytest.raises(SystemExit) as ended:
+        train.main()
+    assert ended.value.code == 1
+    assert wrong.split()[0].removeprefix("--") in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_too_little_text_is_refused_with_a_word_about_it(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Attention of streams over the paged cache by our own kernel (`paged_attention.cpp`), which reads blocks where they lie.
+"""Attention of streams by our own kernel (`paged_attention.cpp`), which reads the blocks of the cache where they lie.
 
 A stream's result does not depend, in any bit, on the other streams of the step.
 """
