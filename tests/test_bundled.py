@@ -1,6 +1,7 @@
 """The bundled checkpoint: what `transformers` reads in the same directory is the same network, and its card is true."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -66,10 +67,18 @@ def test_the_cards_figures_are_those_of_the_log_and_the_weights(bundled: Checkpo
     assert about["parameters"] == bundled.model.num_parameters()
     for figure in (
         f"{about['parameters']:,} parameters",
+        f"{about['training_tokens']:,} tokens to learn from",
+        f"{about['held_out_bytes']:,} bytes",
+        f"{last['minutes']:.0f} minutes",
         f"{last['step']:,} steps",
         f"{last['tokens'] / 1e6:.1f} million tokens",
         f"{last['training_loss']} nats",
         f"{last['validation_loss']} nats",
-        f"**{outcome['held_out']['bits_per_byte']}** bits",
+        f"**{outcome['held_out']['bits_per_byte']}** bits | {outcome['held_out']['perplexity']:.1f} |",
     ):
         assert figure in CARD, figure
+    readme = (BUNDLED.parents[1] / "README.md").read_text(encoding="utf-8")
+    ngram = re.search(r"Kneser-Ney smoothing \| ([\d.]+) bits", CARD)
+    assert ngram is not None
+    assert f"{outcome['held_out']['bits_per_byte']:.2f} bits a byte" in readme
+    assert f"a 5-gram model of the same tokens {float(ngram[1]):.2f}" in readme

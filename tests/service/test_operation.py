@@ -185,6 +185,25 @@ class TestCommandLine:
         assert settings.api_key.get_secret_value() == "secret"
         assert "secret" not in repr(settings)
 
+    def test_an_empty_variable_is_none_and_an_empty_key_is_refused(
+        self, settings_of: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        settings = settings_of(API_KEY="", CACHE_BYTES="", MODEL="")
+        assert (settings.api_key, settings.cache_bytes, settings.model) == (None, None, "bundled")
+        monkeypatch.setattr(sys, "argv", ["forwardscope", "--api-key", ""])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        assert "api_key" in capsys.readouterr().err
+
+    def test_a_variable_that_is_no_setting_is_named(
+        self, settings_of: Callable[..., Settings], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        settings_of(MODLE="/x", PORT="1234")
+        assert [record.getMessage() for record in caplog.records] == [
+            "FORWARDSCOPE_MODLE is no setting, and changes nothing"
+        ]
+
     def test_the_defaults_listen_on_loopback_and_ask_for_no_key(self, settings_of: Callable[..., Settings]) -> None:
         settings = settings_of()
         assert (settings.model, settings.host, settings.port) == ("bundled", "127.0.0.1", 8000)
@@ -227,6 +246,14 @@ class TestProcess:
             _, log = service.communicate(timeout=3 * PATIENCE_SECONDS)
         assert service.returncode == 1
         assert str(tmp_path / "nothing") in log
+        assert "Traceback" not in log
+
+    @pytest.mark.parametrize("device", ["cuda:99", "tpu"])
+    def test_a_device_that_is_not_there_ends_with_1_and_its_name(self, device: str) -> None:
+        with process("--device", device) as service:
+            _, log = service.communicate(timeout=3 * PATIENCE_SECONDS)
+        assert service.returncode == 1
+        assert f"device '{device}' cannot be used here" in log
         assert "Traceback" not in log
 
     def test_an_address_that_is_taken_ends_with_1_and_a_message(self) -> None:
