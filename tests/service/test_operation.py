@@ -185,16 +185,9 @@ class TestCommandLine:
         assert settings.api_key.get_secret_value() == "secret"
         assert "secret" not in repr(settings)
 
-    def test_an_empty_variable_is_none_and_an_empty_key_is_refused(
-        self, settings_of: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        settings = settings_of(API_KEY="", CACHE_BYTES="", MODEL="")
-        assert (settings.api_key, settings.cache_bytes, settings.model) == (None, None, "bundled")
-        monkeypatch.setattr(sys, "argv", ["forwardscope", "--api-key", ""])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 2
-        assert "api_key" in capsys.readouterr().err
+    def test_an_empty_value_is_none(self, settings_of: Callable[..., Settings]) -> None:
+        for settings in (settings_of(API_KEY="", CACHE_BYTES="", MODEL=""), settings_of("--api-key", "")):
+            assert (settings.api_key, settings.cache_bytes, settings.model) == (None, None, "bundled")
 
     def test_a_variable_that_is_no_setting_is_named(
         self, settings_of: Callable[..., Settings], caplog: pytest.LogCaptureFixture
