@@ -22,10 +22,15 @@ COPY service service
 RUN pip install --no-deps .
 
 FROM ${BASE}
+# The compiler makes the kernels of model/kernels for the CPU that the container runs on.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 10001 --no-create-home --home-dir /cache forwardscope \
     && install --directory --owner=forwardscope --group=forwardscope /cache
 COPY --from=build /opt/forwardscope /opt/forwardscope
-# /cache keeps what a hub id downloads; nothing else is ever written.
+# /cache keeps the compiled kernels and what a hub id downloads; nothing else is ever written.
 ENV PATH=/opt/forwardscope/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
