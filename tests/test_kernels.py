@@ -238,6 +238,14 @@ class TestCompiling:
         monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
         assert native.compile_source(SOURCE).exists()
 
+    def test_a_user_without_a_home_has_kernels_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def no_home() -> Path:
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", no_home)
+        assert native.compile_source(SOURCE).exists()
+
     @pytest.mark.parametrize(
         ("change", "why"),
         [

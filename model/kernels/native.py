@@ -61,12 +61,12 @@ def compile_source(source: Path) -> Path:
 
 def cache_directory() -> Path:
     """`$XDG_CACHE_HOME/forwardscope`; where that cannot be written, a new temporary folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    directory = Path(home) / "forwardscope"
     try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        directory = Path(home) / "forwardscope"
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
-    except OSError:
+    except (OSError, RuntimeError):  # the latter where the user has no home
         return Path(tempfile.mkdtemp(prefix="forwardscope-"))
     return directory
 
