@@ -6,7 +6,8 @@
 AdamW with decoupled weight decay (Loshchilov & Hutter 2019), linear warm-up, then a cosine to a tenth; gradients are
 clipped; products are bfloat16, weights float32. The end of every text is held out, and the weights that predict it best
 are kept, in Hugging Face layout, beside `training.jsonl`, the log, and `curve.png`. A run that was stopped goes on from
-its last evaluation when it is started again: every step draws from a seed of its own, so it becomes the same run.
+its last evaluation when it is started again: every step draws from a seed of its own, so that on the same device it
+becomes the same run.
 """
 
 import argparse
@@ -222,7 +223,8 @@ class Run:
         return self.out / "training.pt"
 
     def resume(self) -> None:
-        """Go on where a run of the same recipe and texts was stopped, if one was."""
+        """Go on where a run of the same recipe and texts was stopped, if one was. Raises `ValueError` where `out` holds
+        the checkpoint or the state of another."""
         if not self.state_path.exists():
             if (self.out / "config.json").exists():
                 raise ValueError(f"{self.out} holds a checkpoint already: give another directory, or delete it")
@@ -268,11 +270,9 @@ class Run:
         best = min((entry["validation_loss"] for entry in self.log.evaluations), default=math.inf)
         with evaluating(self.model):
             nats = validate(self.model, self.held_out_ids, self.recipe.context)
-            samples = (
-                [] if math.isnan(nats) else [write(self.model, self.tokenizer, prompt) for prompt in SAMPLE_PROMPTS]
-            )
-        if not math.isfinite(nats):
-            raise ValueError("the loss is no number any more: lower --peak")
+            if not math.isfinite(nats):
+                raise ValueError("the loss is no number any more: lower --peak")
+            samples = [write(self.model, self.tokenizer, prompt) for prompt in SAMPLE_PROMPTS]
         if nats < best:
             save_checkpoint(self.model, self.tokenizer, self.out)
         entry = {

@@ -11,10 +11,9 @@ from model.attention import CausalMask, attend
 from model.config import ModelConfig
 from model.stages import PATTERN, Chain, Editor, Probe, Recorder, Stage, select, sizes_of, stages_of
 from model.transformer import Transformer, read_out
-from tests.tiny import BOTH_DTYPES, CONFIGS, ROUNDING, build, random_ids, record
+from tests.tiny import BOTH_DTYPES, CONFIGS, ROUNDING, build, every_config, exact, random_ids, record
 
 LENGTH = 13
-every_config = pytest.mark.parametrize("name", CONFIGS)
 
 
 def assert_equal_but_for_rounding(found: Tensor, expected: Tensor) -> None:
@@ -212,7 +211,7 @@ class TestReadingChangesNothing:
     @every_config
     def test_a_traced_pass_over_a_cache_equals_a_plain_one(self, name: str) -> None:
         """New tokens on cached ones: the pattern is (new, all), its rows still sum to one."""
-        model = build(CONFIGS[name], dtype=torch.float64)
+        model = exact(name)
         ids = random_ids(67, 30)
         cache = model.new_cache(30)
         model(ids[:, :22], cache)
@@ -263,7 +262,7 @@ class TestReadingChangesNothing:
 
     @every_config
     def test_each_stage_recorded_alone_has_the_value_it_has_among_all(self, name: str) -> None:
-        model = build(CONFIGS[name], dtype=torch.float64)
+        model = exact(name)
         ids = random_ids(67, LENGTH)
         _, everything = record(model, ids)
         for stage in stages_of(model.config):
@@ -352,7 +351,7 @@ class TestEditing:
 
     @every_config
     def test_every_stage_of_the_pass_can_be_edited_and_the_pass_goes_on_with_it(self, name: str) -> None:
-        model = build(CONFIGS[name], dtype=torch.float64)
+        model = exact(name)
         ids = random_ids(67, LENGTH)
         plain, stages = record(model, ids)
         for stage in stages:

@@ -2,6 +2,7 @@
 becomes the run that was not."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,15 @@ def test_the_weights_that_are_kept_are_those_of_the_lowest_loss(
     monkeypatch.setattr(train, "validate", next_loss)
     train.train([source], tmp_path / "out", TINY, device="cpu", compiled=False)
     assert kept == [4.0, 2.0]
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_keeps_nothing(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "validate", lambda *_: math.nan)
+    with pytest.raises(ValueError, match="lower --peak"):
+        train.train([source], tmp_path / "out", TINY, device="cpu", compiled=False)
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_finished_checkpoint_and_the_state_of_other_texts_are_left_alone(tmp_path: Path, source: Path) -> None:

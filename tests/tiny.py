@@ -7,6 +7,7 @@ bias or a shifted position moves the logits by far more than rounding. The epsil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -78,6 +79,7 @@ CONFIGS = {
         mlp_bias=True,
     ),
 }
+every_config = pytest.mark.parametrize("name", CONFIGS)
 
 
 @torch.no_grad()
@@ -98,6 +100,11 @@ def build(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int 
     model = Transformer(config)
     randomize(model, seed)
     return model.to(dtype).requires_grad_(False).eval()
+
+
+def exact(name: str) -> Transformer:
+    """The network of this config in float64, where rounding hides nothing."""
+    return build(CONFIGS[name], dtype=torch.float64)
 
 
 def random_ids(vocab_size: int, num_tokens: int, *, batch: int = 1, seed: int = 1) -> Tensor:

@@ -13,15 +13,13 @@ from model.config import ModelConfig
 from model.kernels import native
 
 WIDTH = 16  # numbers of a head that are read at once: as in paged_attention.cpp
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 def kernel_for(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> native.Kernel | None:
     """The kernel for heads of this size and dtype, where there is one."""
-    if dtype not in DTYPES or device.type != "cpu" or config.d_head % WIDTH:
+    if device.type != "cpu" or config.d_head % WIDTH:
         return None
-    arguments = [ctypes.c_void_p] * 7 + [ctypes.c_long] * 6 + [ctypes.c_float]
-    return native.function("paged_attention", f"paged_attention_{str(dtype).removeprefix('torch.')}", arguments)
+    return native.kernel("paged_attention", dtype, [ctypes.c_void_p] * 7 + [ctypes.c_long] * 6 + [ctypes.c_float])
 
 
 class StreamRead:

@@ -19,10 +19,7 @@ DEPTH = {torch.float32: 1, torch.bfloat16: 2}  # inputs of one output that lie s
 
 def kernel_for(dtype: torch.dtype) -> native.Kernel | None:
     """The kernel of this dtype, where the CPU has what it needs and a compiler made it."""
-    if dtype not in DEPTH:
-        return None
-    arguments = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3
-    return native.function("linear", f"linear_{str(dtype).removeprefix('torch.')}", arguments)
+    return native.kernel("linear", dtype, [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3)
 
 
 def pack(weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compiles a C++ file of this folder for the CPU at hand, once, and loads it. Knows nothing of what is in it."""
+"""Compiles a C++ file of this folder for the CPU at hand, once, and loads it. Knows nothing of what it computes."""
 
 import ctypes
 import hashlib
@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+
+import torch
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +32,9 @@ def load(name: str) -> ctypes.CDLL | None:
         return None
 
 
-def function(library: str, name: str, arguments: Sequence[type]) -> Kernel | None:
-    """The function of this name and of these ctypes; None where the library is not there, or lacks it on this CPU."""
-    found = getattr(load(library), name, None)
+def kernel(name: str, dtype: torch.dtype, arguments: Sequence[type]) -> Kernel | None:
+    """The function `name`_`dtype` of `name`.cpp, of these ctypes; None where there is none for this CPU."""
+    found = getattr(load(name), f"{name}_{str(dtype).removeprefix('torch.')}", None)
     if found is not None:
         found.argtypes, found.restype = arguments, None
     return found

@@ -20,7 +20,6 @@ from model.engine.request import Request
 from model.generation import End, GenerationParams
 from model.sampling import SamplingParams
 from model.tokenizer import Tokenizer
-from model.transformer import Transformer
 from tests.conftest import shared
 from tests.engine.driving import (
     Drive,
@@ -34,13 +33,7 @@ from tests.engine.driving import (
     run,
 )
 from tests.service.checkpoints import VOCAB_SIZE, write_tokenizer
-from tests.tiny import CONFIGS, build
-
-every_config = pytest.mark.parametrize("name", CONFIGS)
-
-
-def exact(name: str) -> Transformer:
-    return build(CONFIGS[name], dtype=torch.float64)
+from tests.tiny import CONFIGS, build, every_config, exact
 
 
 def mixed() -> list[Request]:

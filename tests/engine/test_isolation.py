@@ -27,13 +27,7 @@ from tests.engine.driving import (
     prompt,
     run,
 )
-from tests.tiny import CONFIGS, build
-
-every_config = pytest.mark.parametrize("name", CONFIGS)
-
-
-def exact(name: str) -> Transformer:
-    return build(CONFIGS[name], dtype=torch.float64)
+from tests.tiny import CONFIGS, build, every_config, exact
 
 
 def neighbours() -> list[Request]:

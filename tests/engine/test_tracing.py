@@ -18,9 +18,8 @@ from model.stages import Stage, select, sizes_of, stages_of
 from model.trace import Predictions, Selection, Trace, predict, summarize, trace
 from model.transformer import Transformer
 from tests.engine.driving import Drive, Result, alone, ask, assert_each_is_as_alone, new_engine, prompt, run
-from tests.tiny import CONFIGS, ROUNDING, build
+from tests.tiny import CONFIGS, ROUNDING, build, every_config, exact
 
-every_config = pytest.mark.parametrize("name", CONFIGS)
 NEIGHBOURS = [
     ask("stream", [1, 2], max_tokens=20, temperature=1.2),
     ask("long", prompt(30, seed=2), max_tokens=5, seed=2),
@@ -104,7 +103,7 @@ def test_the_steps_show_what_one_pass_shows(name: str, dtype: torch.dtype, limit
 
 @every_config
 def test_a_position_that_is_computed_again_is_not_shown_again(name: str) -> None:
-    model = build(CONFIGS[name], dtype=torch.float64)
+    model = exact(name)
     stream = ask("stream", [1, 2], max_tokens=28)
     request = ask("traced", prompt(13), max_tokens=20, temperature=1.2, trace=whole(name))
     engine = new_engine(model, num_blocks=12, max_step_tokens=8)
@@ -114,15 +113,20 @@ def test_a_position_that_is_computed_again_is_not_shown_again(name: str) -> None
     assert_each_is_as_alone(model, results, stream, request)
 
 
-@every_config
-def test_what_others_had_computed_is_not_shown_and_the_rest_is_as_if_it_had_been_computed(name: str) -> None:
-    model = build(CONFIGS[name], dtype=torch.float64)
+def after_another(name: str, **trace: Any) -> tuple[Transformer, Request, dict[tuple[str, int], Result]]:
+    """Two choices of a traced request, whose first 16 of 18 tokens another had computed."""
+    model = exact(name)
     drive = Drive(new_engine(model))
     drive.add(ask("before", prompt(16), max_tokens=2))
     drive.finish()
-    request = ask("traced", [*prompt(16), 4, 5], max_tokens=6, n=2, trace=whole(name))
+    request = ask("traced", [*prompt(16), 4, 5], max_tokens=6, n=2, trace=whole(name, **trace))
     drive.add(request)
-    results = drive.finish()
+    return model, request, drive.finish()
+
+
+@every_config
+def test_what_others_had_computed_is_not_shown_and_the_rest_is_as_if_it_had_been_computed(name: str) -> None:
+    model, request, results = after_another(name)
     for choice in range(2):
         assert results["traced", choice].num_cached == 16
         assert_shows(model, request, results["traced", choice], range(16, 18 + 6 - 1))
@@ -131,13 +135,7 @@ def test_what_others_had_computed_is_not_shown_and_the_rest_is_as_if_it_had_been
 
 @every_config
 def test_positions_that_are_named_are_shown_whatever_others_had_computed(name: str) -> None:
-    model = build(CONFIGS[name], dtype=torch.float64)
-    drive = Drive(new_engine(model))
-    drive.add(ask("before", prompt(16), max_tokens=2))
-    drive.finish()
-    request = ask("traced", [*prompt(16), 4, 5], max_tokens=6, n=2, trace=whole(name, positions=[9, 17, 20]))
-    drive.add(request)
-    results = drive.finish()
+    model, request, results = after_another(name, positions=[9, 17, 20])
     for choice in range(2):
         assert results["traced", choice].num_cached == 8
         assert_shows(model, request, results["traced", choice], [9, 17, 20])
@@ -146,7 +144,7 @@ def test_positions_that_are_named_are_shown_whatever_others_had_computed(name: s
 
 @every_config
 def test_positions_and_heads_narrow_what_is_shown(name: str) -> None:
-    model = build(CONFIGS[name], dtype=torch.float64)
+    model = exact(name)
     trace = whole(name, positions=[21, 3, 0, 18, 10, 9, 3, 90], heads=[3, 0])
     request = ask("traced", prompt(17), max_tokens=9, trace=trace)
     result = run(new_engine(model, max_step_tokens=7, max_sequences=3), *NEIGHBOURS, request)["traced", 0]
@@ -273,7 +271,7 @@ class TestLookingInChangesNothing:
 
     @every_config
     def test_in_any_token(self, name: str) -> None:
-        model = build(CONFIGS[name], dtype=torch.float64)
+        model = exact(name)
         params = TraceParams(selection=whole(name).selection, top_k=2, logit_lens=2)
         requests = [
             ask("traced", prompt(13), max_tokens=9, trace=params, echo=True, logprobs=2),

@@ -13,7 +13,7 @@ from model.engine.request import Request
 from model.engine.varlen import check_kernel, find_kernel
 from model.generation import GenerationParams
 from model.sampling import SamplingParams
-from tests.tiny import CONFIGS, build, random_ids
+from tests.tiny import CONFIGS, exact, random_ids
 
 
 def stand_in(
@@ -61,7 +61,7 @@ def tokens(engine: Engine) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "qwen3"])
 def test_the_kernel_is_given_what_the_portable_way_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(CONFIGS[name], dtype=torch.float64)
+    model = exact(name)
     config = EngineConfig(cache_bytes=1 << 20, block_size=4, max_step_tokens=64)
     expected = tokens(Engine(model, None, config))
     monkeypatch.setattr(cache_module, "find_kernel", lambda *_: stand_in)
