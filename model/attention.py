@@ -4,6 +4,7 @@ Dims: B batch, T new tokens, S keys (cached and new), H/Hkv heads, D head size. 
 """
 
 import math
+from collections.abc import Callable
 from functools import cached_property
 from typing import Protocol
 
@@ -54,12 +55,19 @@ class CausalMask:
         return visible if self.window is None else visible & (keys > queries - self.window)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, probe: Probe, *, scale: float) -> Tensor:
+Fused = Callable[..., Tensor]
+"""As `fused_attention`: (q, k, v, mask, *, scale) -> z."""
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, probe: Probe, *, scale: float, fused: Fused | None = None
+) -> Tensor:
     """softmax(q k^T * scale + mask) v, each query head with its group's key and value head.
 
-    q (B, T, H, D), k and v (B, S, Hkv, D) -> z (B, T, H, D). Without a mask every query sees every key.
+    q (B, T, H, D), k and v (B, S, Hkv, D) -> z (B, T, H, D). Without a mask every query sees every key. `fused` computes
+    what is not spelled out, by default `fused_attention`.
     """
-    z = fused_attention(q, k, v, mask, scale=scale)
+    z = (fused or fused_attention)(q, k, v, mask, scale=scale)
     if probe.wants("scores", "attn_scores", "pattern"):
         edited = spell_out(q, k, mask, probe, scale=scale)
         if edited is not None:
@@ -157,7 +165,14 @@ class DenseContext:
     Raises `ValueError` when the positions pass the config's `max_positions`.
     """
 
-    def __init__(self, config: ModelConfig, cache: KVCache | None, num_new: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        cache: KVCache | None,
+        num_new: int,
+        device: torch.device,
+        fused: Fused = fused_attention,
+    ) -> None:
         start = cache.length if cache is not None else 0
         if start + num_new > config.max_positions:
             raise ValueError(f"{start + num_new} positions, the context holds {config.max_positions}")
@@ -165,6 +180,7 @@ class DenseContext:
         self._config = config
         self._cache = cache
         self._num_new = num_new
+        self._fused = fused
         windows = {config.window_of(layer) for layer in range(config.num_layers)}
         self._masks = {window: CausalMask(start, num_new, window, device) for window in windows}
 
@@ -172,7 +188,7 @@ class DenseContext:
         if self._cache is not None:
             k, v = self._cache.append(layer, k, v)
         mask = self._masks[self._config.window_of(layer)]
-        return attend(q, k, v, mask, probe, scale=self._config.d_head**-0.5)
+        return attend(q, k, v, mask, probe, scale=self._config.d_head**-0.5, fused=self._fused)
 
     def finish(self) -> None:
         if self._cache is not None:

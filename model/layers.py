@@ -6,23 +6,14 @@ that to look in changes no bit of the result.
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import Context
 from model.config import ModelConfig, NormKind, RopeScaling
+from model.operations import PYTORCH, Operations, Rotation
 from model.stages import Probe
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
 
 
 class Norm(nn.Module):
@@ -31,6 +22,8 @@ class Norm(nn.Module):
     `scale` is what the vector is divided by, `normalized` the result before gain and bias, `out` after them.
     """
 
+    operations: Operations = PYTORCH
+
     def __init__(self, size: int, *, eps: float, kind: NormKind) -> None:
         super().__init__()
         self.eps = eps
@@ -38,10 +31,7 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size)) if kind == "layer" else None
 
     def forward(self, x: Tensor, probe: Probe) -> Tensor:  # (..., size) -> (..., size)
-        if self.bias is None:
-            out = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        else:
-            out = F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        out = self.operations.norm(x, self.weight, self.bias, self.eps)
         if probe.wants("scale", "normalized"):
             edited = self._spell_out(x, probe)
             if edited is not None:
@@ -110,15 +100,13 @@ class RotaryPositions:
         with torch.device("cpu"):  # real numbers even where the weights are laid out on the meta device first
             self._frequencies = rotary_frequencies(config.d_head, config.rope_theta, config.rope_scaling)
 
-    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions (T,) int64 -> cos and sin, each (T, 1, D)."""
+    def __call__(self, positions: Tensor, dtype: torch.dtype, operations: Operations = PYTORCH) -> Rotation:
+        """positions (T,) int64 -> cosines and sines of T tokens, for `operations.rotate`."""
         if self._frequencies.device != positions.device:
             self._frequencies = self._frequencies.to(positions.device)
-        angles = positions[:, None] * self._frequencies_at(positions)  # (T, D/2)
-        angles = torch.cat((angles, angles), dim=-1)[:, None, :]
         scaling = self._config.rope_scaling
         factor = scaling.attention_factor if scaling is not None else 1.0
-        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+        return operations.rotation(positions, self._frequencies_at(positions), factor, dtype)
 
     def _frequencies_at(self, positions: Tensor) -> Tensor:
         scaling = self._config.rope_scaling
@@ -130,12 +118,6 @@ class RotaryPositions:
         bases = self._config.rope_theta * stretch ** (d_head / (d_head - 2))
         exponents = torch.arange(0, d_head, 2, dtype=torch.float32, device=positions.device) / d_head
         return 1.0 / bases[:, None] ** exponents  # (T, D/2)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + D/2) of a head by its angle: x (B, T, H, D), cos and sin (T, 1, D)."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def sinusoidal_positions(positions: Tensor, d_model: int) -> Tensor:
@@ -152,6 +134,8 @@ class Attention(nn.Module):
     The rows of `qkv` are those of q, then k, then v.
     """
 
+    operations: Operations = PYTORCH
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
@@ -165,7 +149,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
+        rotation: Rotation | None,
         context: Context,
         probe: Probe,
     ) -> Tensor:  # (B, T, C) -> (B, T, C)
@@ -175,7 +159,8 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, probe.at("q_norm")), self.k_norm(k, probe.at("k_norm"))
         if rotation is not None:
-            q, k = probe("rot_q", rotate(q, *rotation)), probe("rot_k", rotate(k, *rotation))
+            q, k = self.operations.rotate(q, rotation), self.operations.rotate(k, rotation)
+            q, k = probe("rot_q", q), probe("rot_k", k)
         z = context.attend(self.layer, q, k, v, probe)
         out: Tensor = self.out(z.flatten(2))
         return out
@@ -184,9 +169,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """`down(act(up x))`, or gated (Shazeer 2020): `down(act(gate x) * linear x)`; then `up` holds the rows of both."""
 
+    operations: Operations = PYTORCH
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = config.activation
         self.gated = config.gated
         self.up = nn.Linear(config.d_model, config.d_mlp * (2 if config.gated else 1), bias=config.mlp_bias)
         self.down = nn.Linear(config.d_mlp, config.d_model, bias=config.mlp_bias)
@@ -195,8 +182,8 @@ class FeedForward(nn.Module):
         if self.gated:
             pre, linear = self.up(x).chunk(2, dim=-1)  # (B, T, d_mlp) each
             pre, linear = probe("pre", pre), probe("pre_linear", linear)
-            post = self.activation(pre) * linear
+            post = self.operations.activate(self.activation, pre, linear)
         else:
-            post = self.activation(probe("pre", self.up(x)))
+            post = self.operations.activate(self.activation, probe("pre", self.up(x)))
         out: Tensor = self.down(probe("post", post))
         return out

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from model.attention import Context, DenseContext, KVCache
 from model.config import ModelConfig
 from model.layers import Attention, FeedForward, Norm, RotaryPositions, sinusoidal_positions
+from model.operations import PYTORCH, Operations, Rotation
 from model.stages import Probe, Tap
 
 
@@ -19,6 +20,8 @@ class Block(nn.Module):
     Pre-norm: x + attn(ln1(x)), then x + mlp(ln2(x)). Post-norm (2017): ln1(x + attn(x)), then ln2(x + mlp(x)); there
     `resid_mid` and `resid_post` are the sums before the norm, as in TransformerLens.
     """
+
+    operations: Operations = PYTORCH
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -31,18 +34,18 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
+        rotation: Rotation | None,
         context: Context,
         probe: Probe,
     ) -> Tensor:  # (B, T, C) -> (B, T, C)
         x = probe("resid_pre", x)
         inner = self.ln1(x, probe.at("ln1")) if self.pre_norm else x
-        x = x + probe("attn_out", self.attn(inner, rotation, context, probe.at("attn")))
+        x = self.operations.add(x, probe("attn_out", self.attn(inner, rotation, context, probe.at("attn"))))
         x = probe("resid_mid", x)
         if not self.pre_norm:
             x = self.ln1(x, probe.at("ln1"))
         inner = self.ln2(x, probe.at("ln2")) if self.pre_norm else x
-        x = x + probe("mlp_out", self.mlp(inner, probe.at("mlp")))
+        x = self.operations.add(x, probe("mlp_out", self.mlp(inner, probe.at("mlp"))))
         x = probe("resid_post", x)
         return x if self.pre_norm else self.ln2(x, probe.at("ln2"))
 
@@ -54,6 +57,8 @@ def _table(num_rows: int, size: int) -> nn.Embedding:
 
 class Transformer(nn.Module):
     """A decoder-only transformer assembled from a `ModelConfig`."""
+
+    operations: Operations = PYTORCH
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -84,11 +89,11 @@ class Transformer(nn.Module):
         Raises `ValueError` when the positions pass `max_positions`.
         """
         if context is None:
-            context = DenseContext(self.config, cache, ids.shape[1], ids.device)
+            context = DenseContext(self.config, cache, ids.shape[1], ids.device, self.operations.attend)
         probe = Probe(tap)
 
         x = self._embed(ids, context.positions, probe)  # (B, T, C)
-        rotation = self.rotary(context.positions, x.dtype) if self.rotary is not None else None
+        rotation = None if self.rotary is None else self.rotary(context.positions, x.dtype, self.operations)
         for layer, block in enumerate(self.blocks):
             x = block(x, rotation, context, probe.at("blocks").at(str(layer)))
         context.finish()
@@ -98,12 +103,14 @@ class Transformer(nn.Module):
         return probe("logits", self.decode(x, probe))
 
     def _embed(self, ids: Tensor, positions: Tensor, probe: Probe) -> Tensor:
-        x = probe("embed", self.embed(ids))
+        x = probe("embed", self.operations.embed(self.embed.weight, ids))
+        if self.rotary is not None:
+            return x
         if self.pos_embed is not None:
-            x = x + probe("pos_embed", self.pos_embed(positions).expand_as(x))
-        elif self.rotary is None:
-            x = x + probe("pos_embed", sinusoidal_positions(positions, x.shape[-1]).to(x.dtype).expand_as(x))
-        return x
+            table = self.operations.embed(self.pos_embed.weight, positions)
+        else:
+            table = sinusoidal_positions(positions, x.shape[-1]).to(x.dtype)
+        return self.operations.add(x, probe("pos_embed", table.expand_as(x)))
 
     def decode(self, residual: Tensor, probe: Probe | None = None) -> Tensor:
         """A residual (..., C) -> logits (..., V): the final norm, if the network has one, and the head."""

@@ -13,7 +13,7 @@ from fastapi_offline import FastAPIOffline
 import model
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.engine.engine import Engine, EngineConfig
-from model.kernels.linear import pack_linears
+from model.kernels.operations import use_kernels
 from service.errors import Failures, install_error_handlers
 from service.limits import ApiKey, BodyLimit
 from service.metrics import HttpMetrics
@@ -126,8 +126,8 @@ def load_model(settings: Settings) -> Checkpoint | None:
         source, name = str(BUNDLED), name or "bundled"
     checkpoint = load_checkpoint(source, dtype=settings.dtype, device=device, name=name)
     network = checkpoint.model
-    if settings.kernels == "auto" and pack_linears(network):
-        logger.info("linear layers by our own kernel")
+    if settings.kernels == "auto" and use_kernels(network):
+        logger.info("computed by our own kernels")
     logger.info(
         "serving %s: %s parameters, %s, %s, context %d",
         checkpoint.name,

@@ -9,6 +9,7 @@ import mmap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from model.config import ModelConfig
 from model.engine.scheduler import Share
 from model.engine.taps import SequenceTap
 from model.engine.varlen import VarlenRead, find_kernel
-from model.kernels.attention import StreamRead, kernel_for
+from model.kernels.operations import NativeOperations, PagedRead
+from model.operations import PYTORCH, Operations
 from model.stages import Probe
 
 MAX_PADDING = 2  # of streams that are read together, the longest over the shortest
@@ -28,9 +30,8 @@ MAX_GATHERED = 1024  # blocks that are read together, where it is more than one 
 class PagedCache:
     """Keys and values of `num_blocks` blocks, in every layer. `keys[layer]` is (num_blocks * block_size, Hkv, D).
 
-    What is masked is still multiplied by zero, so that all that is read must be numbers: zeros at first. `kernel` reads
-    all sequences of a step at once, `stream_kernel` all streams, where the device has one; neither without
-    `use_kernels`.
+    What is masked is still multiplied by zero, so that all that is read must be numbers: zeros at first. `native` or
+    `kernel` read all sequences of a step at once, where the network's `operations` or the device have one.
     """
 
     def __init__(
@@ -41,21 +42,28 @@ class PagedCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        operations: Operations = PYTORCH,
         use_kernels: bool = True,
     ) -> None:
         self.config = config
+        self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
         shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.d_head)
         self.keys, self.values = (zeros(shape, dtype, device) for _ in range(2))
         self.kernel = find_kernel(config, dtype, device) if use_kernels else None
-        self.stream_kernel = kernel_for(config, dtype, device) if use_kernels else None
+        is_native = isinstance(operations, NativeOperations) and operations.reads_pages
+        self.native = operations if is_native and use_kernels else None
         self._gathered = [self.keys.new_empty(0, block_size * config.num_kv_heads * config.d_head) for _ in range(2)]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """k and v (N, Hkv, D) to these slots (N,)."""
-        self.keys[layer].index_copy_(0, slots, k)
-        self.values[layer].index_copy_(0, slots, v)
+        keys, values = self.keys[layer], self.values[layer]
+        if self.native is not None:
+            self.native.write(k, v, keys, values, slots)
+        else:
+            keys.index_copy_(0, slots, k)
+            values.index_copy_(0, slots, v)
 
     def gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of these blocks, each (len(blocks) * block_size, Hkv, D), valid until the next call: into
@@ -69,6 +77,11 @@ class PagedCache:
             torch.index_select(pool.view(-1, kept.shape[1]), 0, blocks, out=out)
             found.append(out.view(-1, *pool.shape[1:]))
         return found[0], found[1]
+
+    @property
+    def reads_beyond(self) -> bool:
+        """Whether what lies behind a sequence's last key is read, to be multiplied by zero."""
+        return self.native is None
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zeros in these blocks: what another sequence left there may be no number."""
@@ -105,28 +118,37 @@ class PagedContext:
     The tokens stand in the order of `shares`; a sequence with a tap in `taps` also shows what the kernel skips.
     """
 
-    def __init__(self, cache: PagedCache, shares: Sequence[Share], taps: Sequence[SequenceTap]) -> None:
+    def __init__(
+        self,
+        cache: PagedCache,
+        shares: Sequence[Share],
+        taps: Sequence[SequenceTap],
+        max_blocks: int | None = None,
+    ) -> None:
+        """`max_blocks`: how many blocks of a sequence `renew` must have room for."""
         self._cache = cache
         self._taps = taps
         self._shares = shares
         config, size = cache.config, cache.block_size
-        positions, slots = [], []
-        for share in shares:
-            blocks = share.sequence.blocks
-            for position in range(share.start, share.start + share.num_new):
-                positions.append(position)
-                slots.append(blocks[position // size] * size + position % size)
-        self.positions, self._slots = torch.tensor([positions, slots], device=cache.device)
+        self.positions, self._slots = torch.tensor(place(shares, size), device=cache.device)
         self._windows = [config.window_of(layer) for layer in range(config.num_layers)]
         if cache.kernel is not None:
             self._varlen_read = VarlenRead.of(shares, size, cache.device)
+        elif cache.native is not None:
+            self._paged_read = read_pages(shares, size, max_blocks)
         else:
-            num_streams = _count_streams(shares) if cache.stream_kernel is not None else 0
-            self._streams = _read_streams(shares[:num_streams], size) if num_streams else None
-            rest = shares[num_streams:]
-            windows = set(self._windows)
-            self._reads = {window: plan_reads(rest, window, size, cache.device, num_streams) for window in windows}
+            self._reads = {window: plan_reads(shares, window, size, cache.device) for window in set(self._windows)}
         self._scale = config.d_head**-0.5
+
+    def renew(self, shares: Sequence[Share]) -> None:
+        """The same for the next tokens of as many streams, in the same memory."""
+        places = torch.tensor(place(shares, self._cache.block_size))
+        self.positions.copy_(places[0])
+        self._slots.copy_(places[1])
+        self._paged_read.start.copy_(places[0])
+        rows = self._paged_read.blocks.numpy()
+        for row, share in enumerate(shares):
+            rows[row, : len(share.sequence.blocks)] = share.sequence.blocks
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe) -> Tensor:
         self._cache.write(layer, self._slots, k[0], v[0])
@@ -134,12 +156,11 @@ class PagedContext:
         if self._cache.kernel is not None:
             keys, values = self._cache.keys[layer], self._cache.values[layer]
             z = self._varlen_read.attend(self._cache.kernel, q[0], keys, values, window, scale=self._scale)[None]
+        elif self._cache.native is not None:
+            keys, values = self._cache.keys[layer], self._cache.values[layer]
+            z = self._cache.native.attend_pages(q[0], keys, values, self._paged_read, window, scale=self._scale)[None]
         else:
             z = torch.empty_like(q)
-            if self._streams is not None and self._cache.stream_kernel is not None:
-                queries, out = (rows[0, : self._streams.num_streams] for rows in (q, z))
-                keys, values = self._cache.keys[layer], self._cache.values[layer]
-                self._streams.attend(self._cache.stream_kernel, queries, keys, values, window, out)
             for read in self._reads[window]:
                 self._read(layer, read, q[0], z[0])
         for tap in self._taps:
@@ -177,23 +198,33 @@ class PagedContext:
         """Who counts what is computed is the scheduler."""
 
 
-def _count_streams(shares: Sequence[Share]) -> int:
-    """They stand before all others."""
-    return next((index for index, share in enumerate(shares) if not share.is_stream), len(shares))
+def place(shares: Sequence[Share], block_size: int) -> tuple[list[int], list[int]]:
+    """The positions of all new tokens in their sequences, and their slots in the cache."""
+    positions, slots = [], []
+    for share in shares:
+        blocks = share.sequence.blocks
+        for position in range(share.start, share.start + share.num_new):
+            positions.append(position)
+            slots.append(blocks[position // block_size] * block_size + position % block_size)
+    return positions, slots
 
 
-def _read_streams(shares: Sequence[Share], block_size: int) -> StreamRead:
-    num_keys = [share.start + 1 for share in shares]
-    blocks = [share.sequence.blocks[: -(-n // block_size)] for share, n in zip(shares, num_keys, strict=True)]
-    return StreamRead(blocks, num_keys, block_size)
+def read_pages(shares: Sequence[Share], block_size: int, max_blocks: int | None = None) -> PagedRead:
+    """What the kernel for all of them reads."""
+    num_blocks = max_blocks or max(len(share.sequence.blocks) for share in shares)
+    blocks = [[*share.sequence.blocks, *[0] * (num_blocks - len(share.sequence.blocks))] for share in shares]
+    first_row = [0, *accumulate(share.num_new for share in shares)]
+    start = [share.start for share in shares]
+    return PagedRead(torch.tensor(blocks), torch.tensor(first_row), torch.tensor(start), block_size)
 
 
 def plan_reads(
-    shares: Sequence[Share], window: int | None, block_size: int, device: torch.device, row: int = 0
+    shares: Sequence[Share], window: int | None, block_size: int, device: torch.device
 ) -> list[Read]:
     """Streams of similar length together, prompts one by one. The shares are ordered so that such streams stand side
-    by side; the first token of the first is in this `row` of the step."""
+    by side."""
     reads: list[Read] = []
+    row = 0
     group: list[tuple[int, Share, list[int]]] = []  # where its keys begin, the share, the blocks that it reads
 
     def close() -> None:

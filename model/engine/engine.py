@@ -29,7 +29,7 @@ class EngineConfig:
 
     At most `max_sequences` run at a time, and a step computes at most `max_step_tokens` tokens. Prompts make a step
     that others stream in at most `max_stretch` times as long as it would be without them. `use_kernels`: attention by
-    kernels made for the paged cache, where the device has them.
+    kernels made for the paged cache, where the device or the network has them.
     """
 
     cache_bytes: int = 1 << 30
@@ -73,6 +73,7 @@ class Engine:
             config.block_size,
             dtype=weight.dtype,
             device=weight.device,
+            operations=model.operations,
             use_kernels=config.use_kernels,
         )
         self._runner = Runner(model, self._cache)
@@ -157,7 +158,7 @@ class Engine:
         # A request's first choice leads the others, so its first step is the request's.
         started = [choice.request.id for choice in choices.values() if choice.start() and choice.index == 0]
         try:
-            if self._scheduler.fresh_blocks:
+            if self._scheduler.fresh_blocks and self._cache.reads_beyond:
                 self._cache.clear(self._scheduler.fresh_blocks)
             made = self._compute(choices)
             self._scheduler.complete(shares, time.perf_counter() - start)

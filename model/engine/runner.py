@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from model.engine.cache import PagedCache, PagedContext
+from model.engine.replay import StreamSteps
 from model.engine.scheduler import Share
 from model.engine.taps import BatchTap, SequenceTap
 from model.stages import Tap
@@ -28,6 +29,7 @@ class Runner:
     def __init__(self, model: Transformer, cache: PagedCache) -> None:
         self._model = model
         self._cache = cache
+        self._stream_steps = StreamSteps(model, cache)
 
     def run(self, shares: Sequence[Share], taps: Mapping[Share, Tap], all_rows: frozenset[Share]) -> Pass:
         """The logits of each share's last token where that is the sequence's last, of every token for `all_rows`."""
@@ -46,14 +48,16 @@ class Runner:
             rows[share] = slice(first_row, len(wanted))
             if share in taps:
                 sequence_taps[share] = SequenceTap(taps[share], share, tokens, rows[share])
-        context = PagedContext(self._cache, list(rows), list(sequence_taps.values()))
-        logits = self._model(
-            torch.tensor([ids], device=self._cache.device),
-            tap=BatchTap(list(sequence_taps.values())) if sequence_taps else None,
-            rows=wanted,
-            context=context,
-        )
-        return Pass(logits[0], rows, sequence_taps)
+        ordered = list(rows)
+        logits = None if sequence_taps else self._stream_steps.run(ordered)
+        if logits is None:
+            logits = self._model(
+                torch.tensor([ids], device=self._cache.device),
+                tap=BatchTap(list(sequence_taps.values())) if sequence_taps else None,
+                rows=wanted,
+                context=PagedContext(self._cache, ordered, list(sequence_taps.values())),
+            )[0]
+        return Pass(logits, rows, sequence_taps)
 
 
 def in_reading_order(shares: Sequence[Share]) -> list[Share]:

@@ -1,4 +1,4 @@
-"""Compiles a C++ file of this folder for the CPU at hand, once, and loads it. Knows nothing of what it computes."""
+"""Compiles the C++ files of this folder for the CPU at hand, once, and loads them. Knows nothing of what they compute."""
 
 import ctypes
 import hashlib
@@ -8,7 +8,6 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -18,13 +17,13 @@ logger = logging.getLogger(__name__)
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("g++", "c++")
-Kernel = Callable[..., None]
+FOLDER = Path(__file__).parent
 
 
 @cache
 def load(name: str) -> ctypes.CDLL | None:
     """The library of `name`.cpp; None, and one line of log that says why, where it cannot be had here."""
-    source = Path(__file__).with_name(f"{name}.cpp")
+    source = FOLDER / f"{name}.cpp"
     try:
         return ctypes.CDLL(str(compile_source(source)))
     except OSError as error:
@@ -32,12 +31,10 @@ def load(name: str) -> ctypes.CDLL | None:
         return None
 
 
-def kernel(name: str, dtype: torch.dtype, arguments: Sequence[type]) -> Kernel | None:
-    """The function `name`_`dtype` of `name`.cpp, of these ctypes; None where there is none for this CPU."""
-    found = getattr(load(name), f"{name}_{str(dtype).removeprefix('torch.')}", None)
-    if found is not None:
-        found.argtypes, found.restype = arguments, None
-    return found
+def kernel(library: str, name: str, dtype: torch.dtype) -> int | None:
+    """The address of the kernel `name` for this dtype, in `library`.cpp; None where there is none for this CPU."""
+    found = getattr(load(library), f"{name}_{str(dtype).removeprefix('torch.')}", None)
+    return None if found is None else ctypes.cast(found, ctypes.c_void_p).value
 
 
 def compile_source(source: Path) -> Path:
@@ -46,14 +43,16 @@ def compile_source(source: Path) -> Path:
     if compiler is None:
         raise OSError("there is no C++ compiler")
     version = subprocess.run([compiler, "-v"], capture_output=True, text=True).stderr
-    about = (source.read_text(), version, *FLAGS, cpu())
+    headers = [header.read_text() for header in sorted(FOLDER.glob("*.h"))]
+    about = (source.read_text(), *headers, version, *FLAGS, cpu())
     key = hashlib.sha256("\0".join(about).encode()).hexdigest()[:16]
     library = cache_directory() / f"{source.stem}-{key}.so"
     if library.exists():
         return library
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
         unfinished = Path(directory) / library.name
-        made = subprocess.run([compiler, *FLAGS, str(source), "-o", str(unfinished)], capture_output=True, text=True)
+        command = [compiler, *FLAGS, f"-I{FOLDER}", str(source), "-o", str(unfinished)]
+        made = subprocess.run(command, capture_output=True, text=True)
         if made.returncode != 0:
             lines = made.stderr.splitlines()
             raise OSError(next((line for line in lines if "error" in line), f"{compiler} failed"))

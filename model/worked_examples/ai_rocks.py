@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from model.attention import CausalMask, attend
-from model.layers import ACTIVATIONS
+from model.operations import ACTIVATIONS
 from model.stages import HIDDEN, READ_OUT, RESIDUAL, Probe, Recorder, Stage, norm_stages
 from model.worked_examples.published import Published
 from model.worked_examples.worked_example import (

@@ -1,0 +1,254 @@
+// Attention of the new tokens of several sequences over keys and values that lie in blocks.
+//
+// q and z (N, H, D) of all new tokens in a row; keys and values (slots, Hkv, D) of one layer; blocks (S, max_blocks), the
+// blocks of each of the S sequences in order, `size` slots each. A token at position p sees the keys from
+// max(0, p - window + 1) up to p. All is computed in float32, in an order that depends on the token's position alone: the
+// result is the same, to the bit, whether a prompt is read at once, in parts or token by token, and whoever is beside it.
+//
+// Few tokens read each key as it lies. Many turn 16 keys at a time, so that a vector holds 16 keys, and read them all.
+// Both add up the products of q and k in the same order: by lane d mod 16 first, then the lanes as a tree.
+
+#include <limits>
+#include <vector>
+
+#include "kernel.h"
+
+namespace {
+
+constexpr long TILE = 32;        // rows, heads of new tokens, that read keys together
+constexpr long FEW = 4;          // rows that do not turn them
+constexpr float NONE = -std::numeric_limits<float>::infinity();
+
+// The head of the keys or values of one sequence: row `index` is that of its token at this position.
+template <class Number>
+struct Rows {
+    const Number* pool;
+    const int64_t* blocks;
+    long size, stride;
+
+    const Number* operator[](long index) const { return pool + (blocks[index / size] * size + index % size) * stride; }
+
+    template <class Visit>
+    void visit(long begin, long end, Visit each) const {
+        while (begin < end) {
+            const Number* row = (*this)[begin];
+            for (const long next = std::min(end, (begin / size + 1) * size); begin < next; begin++, row += stride)
+                each(begin, row);
+        }
+    }
+};
+
+// scores (padded to whole vectors with -inf) -> e^(score - max) / sum, in place
+void softmax(float* scores, long count) {
+    __m512 largest = _mm512_set1_ps(NONE);
+    for (long i = 0; i < count; i += WIDTH) largest = _mm512_max_ps(largest, load(scores + i));
+    const __m512 shift = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+    __m512 sum = _mm512_setzero_ps();
+    for (long i = 0; i < count; i += WIDTH) {
+        const __m512 value = exponential(_mm512_sub_ps(load(scores + i), shift));
+        store(scores + i, value);
+        sum = _mm512_add_ps(sum, value);
+    }
+    const __m512 total = _mm512_set1_ps(_mm512_reduce_add_ps(sum));
+    for (long i = 0; i < count; i += WIDTH) store(scores + i, _mm512_div_ps(load(scores + i), total));
+}
+
+// 16 rows of 16 numbers -> their columns, `to` 16 apart
+void transpose(__m512 rows[WIDTH], float* to) {
+    __m512 other[WIDTH];
+    for (int i = 0; i < WIDTH; i += 2) {
+        other[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
+        other[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < WIDTH; i += 4)
+        for (int j = 0; j < 2; j++) {
+            const __m512d low = _mm512_castps_pd(other[i + j]), high = _mm512_castps_pd(other[i + j + 2]);
+            rows[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+            rows[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+        }
+    for (int i = 0; i < 4; i++)
+        for (int half = 0; half < 2; half++) {
+            other[8 * half + i] = _mm512_shuffle_f32x4(rows[8 * half + i], rows[8 * half + i + 4], 0x88);
+            other[8 * half + i + 4] = _mm512_shuffle_f32x4(rows[8 * half + i], rows[8 * half + i + 4], 0xdd);
+        }
+    for (int i = 0; i < 8; i++) {
+        store(to + i * WIDTH, _mm512_shuffle_f32x4(other[i], other[i + 8], 0x88));
+        store(to + (i + 8) * WIDTH, _mm512_shuffle_f32x4(other[i], other[i + 8], 0xdd));
+    }
+}
+
+// Of `rows` rows of q, D apart, and 16 turned keys [D][16]: the products with each key, lanes `lane`, `lane + step`, ... of
+// the head added up.
+template <int rows, int lane = 0, int step = 1>
+void multiply_keys(const float* q, const float* turned, long D, __m512* sums) {
+    if constexpr (step == WIDTH) {
+        for (int row = 0; row < rows; row++) sums[row] = _mm512_setzero_ps();
+        for (long d = lane; d < D; d += WIDTH) {
+            const __m512 k = load(turned + d * WIDTH);
+            for (int row = 0; row < rows; row++)
+                sums[row] = _mm512_fmadd_ps(_mm512_set1_ps(q[row * D + d]), k, sums[row]);
+        }
+    } else {
+        __m512 others[rows];
+        multiply_keys<rows, lane, 2 * step>(q, turned, D, sums);
+        multiply_keys<rows, lane + step, 2 * step>(q, turned, D, others);
+        for (int row = 0; row < rows; row++) sums[row] = _mm512_add_ps(sums[row], others[row]);
+    }
+}
+
+// What the new tokens [begin, end) of one sequence, for the query heads of one head of keys, attend to.
+template <class Number>
+struct Reader {
+    Rows<Number> keys, values;
+    const Number* q;  // of the sequence's first new token and the group's first head
+    Number* z;
+    long start, group, token_stride, D, window;  // start: the position of the first new token
+    float scale;
+    std::vector<float>& memory;
+
+    long first(long token) const { return window ? std::max(0L, start + token - window + 1) : 0; }
+
+    void read(long begin, long end) const {
+        const long rows = (end - begin) * group, first_key = first(begin), last_key = start + end;
+        const long padded = (last_key - first_key + WIDTH - 1) / WIDTH * WIDTH + WIDTH;
+        memory.resize(rows * (padded + 2 * D) + WIDTH * D);
+        float *const scores = memory.data(), *const queries = scores + rows * padded;
+        float *const sums = queries + rows * D, *const turned = sums + rows * D;
+        for (long row = 0; row < rows; row++)
+            for (long d = 0; d < D; d += WIDTH)
+                store(queries + row * D + d, load(q + (begin + row / group) * token_stride + row % group * D + d));
+        if (rows < FEW)
+            score_few(queries, scores, rows, first_key, last_key, padded);
+        else
+            score_many(queries, scores, turned, rows, first_key, last_key, padded);
+        for (long row = 0; row < rows; row++) {
+            const long token = begin + row / group, own = first(token) - first_key, num_keys = start + token + 1 - first(token);
+            float* const of_row = scores + row * padded + own;
+            for (long i = num_keys; i < (num_keys + WIDTH - 1) / WIDTH * WIDTH; i++) of_row[i] = NONE;
+            softmax(of_row, (num_keys + WIDTH - 1) / WIDTH * WIDTH);
+        }
+        std::fill(sums, sums + rows * D, 0.0f);
+        add_values(scores, sums, begin, end, first_key, padded);
+        for (long row = 0; row < rows; row++)
+            for (long d = 0; d < D; d += WIDTH)
+                store(z + (begin + row / group) * token_stride + row % group * D + d, load(sums + row * D + d));
+    }
+
+    void score_few(const float* queries, float* scores, long rows, long first_key, long last_key, long padded) const {
+        keys.visit(first_key, last_key, [&](long key, const Number* k) {
+            for (long row = 0; row < rows; row++) {
+                __m512 products = _mm512_setzero_ps();
+                for (long d = 0; d < D; d += WIDTH)
+                    products = _mm512_fmadd_ps(load(queries + row * D + d), load(k + d), products);
+                scores[row * padded + key - first_key] = scale * _mm512_reduce_add_ps(products);
+            }
+        });
+    }
+
+    void score_many(const float* queries, float* scores, float* turned, long rows, long first_key, long last_key,
+                    long padded) const {
+        for (long key = first_key; key < last_key; key += WIDTH) {
+            for (long d = 0; d < D; d += WIDTH) {
+                __m512 part[WIDTH];
+                for (long i = 0; i < WIDTH; i++) part[i] = load(keys[std::min(key + i, last_key - 1)] + d);
+                transpose(part, turned + d * WIDTH);
+            }
+            long row = 0;
+            for (; row + FEW <= rows; row += FEW) score_rows<FEW>(queries, scores + key - first_key, turned, row, padded);
+            for (; row < rows; row++) score_rows<1>(queries, scores + key - first_key, turned, row, padded);
+        }
+    }
+
+    template <int count>
+    void score_rows(const float* queries, float* scores, const float* turned, long row, long padded) const {
+        __m512 products[count];
+        multiply_keys<count>(queries + row * D, turned, D, products);
+        for (int i = 0; i < count; i++)
+            store(scores + (row + i) * padded, _mm512_mul_ps(_mm512_set1_ps(scale), products[i]));
+    }
+
+    // Each row adds the values of its keys in order. Keys that all rows see are read once for FEW rows.
+    void add_values(const float* weights, float* sums, long begin, long end, long first_key, long padded) const {
+        const long rows = (end - begin) * group;
+        for (long row = 0; row < rows; row += FEW) {
+            const long count = std::min(FEW, rows - row);
+            const long first_token = begin + row / group, last_token = begin + (row + count - 1) / group;
+            const long common_begin = first(last_token), common_end = start + first_token + 1;
+            const auto add_alone = [&](long key_begin, long key_end, long of) {
+                values.visit(key_begin, key_end, [&](long key, const Number* v) {
+                    const __m512 weight = _mm512_set1_ps(weights[of * padded + key - first_key]);
+                    for (long d = 0; d < D; d += WIDTH)
+                        store(sums + of * D + d, _mm512_fmadd_ps(weight, load(v + d), load(sums + of * D + d)));
+                });
+            };
+            const bool is_common = count == FEW && common_begin < common_end;
+            for (long of = row; of < row + count; of++) {
+                const long token = begin + of / group;
+                add_alone(first(token), is_common ? common_begin : start + token + 1, of);
+            }
+            if (is_common) {
+                add_common(weights + row * padded - first_key, sums + row * D, common_begin, common_end, padded);
+                for (long of = row; of < row + count; of++) add_alone(common_end, start + begin + of / group + 1, of);
+            }
+        }
+    }
+
+    void add_common(const float* weights, float* sums, long begin, long end, long padded) const {
+        constexpr int PART = 4;  // vectors of a head at a time
+        for (long d = 0; d < D; d += PART * WIDTH) {
+            if (D - d < PART * WIDTH)
+                for (long i = d; i < D; i += WIDTH) add_part<1>(weights, sums + i, begin, end, padded, i);
+            else
+                add_part<PART>(weights, sums + d, begin, end, padded, d);
+        }
+    }
+
+    template <int part>
+    void add_part(const float* weights, float* sums, long begin, long end, long padded, long d) const {
+        __m512 total[FEW][part];
+        for (int row = 0; row < FEW; row++)
+            for (int i = 0; i < part; i++) total[row][i] = load(sums + row * D + i * WIDTH);
+        values.visit(begin, end, [&](long key, const Number* v) {
+            __m512 value[part];
+            for (int i = 0; i < part; i++) value[i] = load(v + d + i * WIDTH);
+            for (int row = 0; row < FEW; row++) {
+                const __m512 weight = _mm512_set1_ps(weights[row * padded + key]);
+                for (int i = 0; i < part; i++) total[row][i] = _mm512_fmadd_ps(weight, value[i], total[row][i]);
+            }
+        });
+        for (int row = 0; row < FEW; row++)
+            for (int i = 0; i < part; i++) store(sums + row * D + i * WIDTH, total[row][i]);
+    }
+};
+
+// Sequence s has the new tokens of rows first_row[s] up to first_row[s + 1], the first of them at position start[s].
+template <class Number>
+void attention(Arguments given, long part, long num_parts) {
+    const Number *q = given.array<Number>(0), *keys = given.array<Number>(1), *values = given.array<Number>(2);
+    Number* z = given.array<Number>(3);
+    const int64_t *blocks = given.array<int64_t>(4), *first_row = given.array<int64_t>(5), *start = given.array<int64_t>(6);
+    const long num_sequences = given.size(7), max_blocks = given.size(8), size = given.size(9), H = given.size(10);
+    const long Hkv = given.size(11), D = given.size(12), window = given.size(13), group = H / Hkv;
+    const long tile = std::max(1L, TILE / group);
+    static thread_local std::vector<float> memory;
+    long item = 0;
+    for (long s = 0; s < num_sequences; s++) {
+        const long num_new = first_row[s + 1] - first_row[s];
+        for (long head = 0; head < Hkv; head++)
+            for (long begin = 0; begin < num_new; begin += tile)
+                if (item++ % num_parts == part) {
+                    const long from = (first_row[s] * H + head * group) * D;
+                    const int64_t* const own = blocks + s * max_blocks;
+                    const Reader<Number> reader = {{keys + head * D, own, size, Hkv * D}, {values + head * D, own, size, Hkv * D},
+                        q + from, z + from, start[s], group, H * D, D, window, given.number(14), memory};
+                    reader.read(begin, std::min(begin + tile, num_new));
+                }
+    }
+}
+
+}  // namespace
+
+KERNEL(attention_float32) { attention<float>(given, part, num_parts); }
+#ifdef __AVX512BF16__
+KERNEL(attention_bfloat16) { attention<BFloat16>(given, part, num_parts); }
+#endif

@@ -1,0 +1,176 @@
+// What stands between a network's products: rows of a table, sums, norms, rotary positions, activations, and the way of
+// keys and values into the cache. All is computed in float32 and rounded once; a part is some of the rows.
+
+#include <cmath>
+
+#include "kernel.h"
+
+namespace {
+
+// Rows of `size` numbers, `stride` apart.
+template <class Number>
+struct Rows {
+    Number* from;
+    long stride, size;
+
+    Number* operator[](long row) const { return from + row * stride; }
+};
+
+template <class Visit>
+void each_row(long count, long part, long num_parts, Visit visit) {
+    for (long row = count * part / num_parts; row < count * (part + 1) / num_parts; row++) visit(row);
+}
+
+template <class Visit>
+void each_vector(long size, Visit visit) {
+    for (long i = 0; i < size; i += WIDTH) visit(i, first_of(size - i));
+}
+
+// out (N, size) = table[index (N)]
+template <class Number>
+void take_rows(Arguments given, long part, long num_parts) {
+    const Number* table = given.array<Number>(0);
+    const int64_t* index = given.array<int64_t>(1);
+    const Rows<Number> out = {given.array<Number>(2), given.size(4), given.size(4)};
+    each_row(given.size(3), part, num_parts, [&](long row) {
+        std::memcpy(out[row], table + index[row] * out.size, out.size * sizeof(Number));
+    });
+}
+
+// keys and values (slots, size): those of the new tokens, k and v (N, size), go to slot (N)
+template <class Number>
+void write_rows(Arguments given, long part, long num_parts) {
+    const long size = given.size(8);
+    const Rows<Number> k = {given.array<Number>(0), given.size(1), size}, v = {given.array<Number>(2), given.size(3), size};
+    Number *const keys = given.array<Number>(4), *const values = given.array<Number>(5);
+    const int64_t* slots = given.array<int64_t>(6);
+    each_row(given.size(7), part, num_parts, [&](long row) {
+        std::memcpy(keys + slots[row] * size, k[row], size * sizeof(Number));
+        std::memcpy(values + slots[row] * size, v[row], size * sizeof(Number));
+    });
+}
+
+// out = a + b, `count` numbers
+template <class Number>
+void add(Arguments given, long part, long num_parts) {
+    const Number *a = given.array<Number>(0), *b = given.array<Number>(1);
+    Number* out = given.array<Number>(2);
+    const long count = given.size(3), vectors = (count + WIDTH - 1) / WIDTH;
+    each_row(vectors, part, num_parts, [&](long vector) {
+        const long i = vector * WIDTH;
+        const __mmask16 which = first_of(count - i);
+        store(out + i, _mm512_add_ps(load(a + i, which), load(b + i, which)), which);
+    });
+}
+
+// x: `outer` times `inner` rows of `size` -> out, all rows in a row. LayerNorm where there is a bias, else RMSNorm.
+template <class Number>
+void norm(Arguments given, long part, long num_parts) {
+    const Number *x = given.array<Number>(0), *weight = given.array<Number>(1), *bias = given.array<Number>(2);
+    const long inner = given.size(5), outer_stride = given.size(6), inner_stride = given.size(7), size = given.size(8);
+    const float eps = given.number(9);
+    each_row(given.size(4) * inner, part, num_parts, [&](long row) {
+        const Number* from = x + row / inner * outer_stride + row % inner * inner_stride;
+        Number* to = given.array<Number>(3) + row * size;
+        __m512 shift = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
+        if (bias) {
+            each_vector(size, [&](long i, __mmask16 which) { shift = _mm512_add_ps(shift, load(from + i, which)); });
+            shift = _mm512_set1_ps(_mm512_reduce_add_ps(shift) / size);
+        }
+        each_vector(size, [&](long i, __mmask16 which) {
+            const __m512 centred = _mm512_maskz_sub_ps(which, load(from + i, which), shift);
+            squares = _mm512_fmadd_ps(centred, centred, squares);
+        });
+        const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / size + eps));
+        each_vector(size, [&](long i, __mmask16 which) {
+            __m512 value = _mm512_mul_ps(_mm512_sub_ps(load(from + i, which), shift), factor);
+            value = _mm512_mul_ps(value, load(weight + i, which));
+            if (bias) value = _mm512_add_ps(value, load(bias + i, which));
+            store(to + i, value, which);
+        });
+    });
+}
+
+// positions (N), frequencies (D/2) -> cosines and sines (N, D/2) in float32, times `factor`
+void rotation(Arguments given, long part, long num_parts) {
+    const int64_t* positions = given.array<int64_t>(0);
+    const float* frequencies = given.array<float>(1);
+    const long half = given.size(5);
+    each_row(given.size(4), part, num_parts, [&](long row) {
+        for (long i = 0; i < half; i++) {
+            const float angle = positions[row] * frequencies[i];
+            given.array<float>(2)[row * half + i] = std::cos(angle) * given.number(6);
+            given.array<float>(3)[row * half + i] = std::sin(angle) * given.number(6);
+        }
+    });
+}
+
+// x (N, heads, D) -> out: each pair (i, i + D/2) of a head turned by its angle
+template <class Number>
+void rotate(Arguments given, long part, long num_parts) {
+    const long heads = given.size(6), half = given.size(7) / 2, period = given.size(8);
+    const Rows<Number> x = {given.array<Number>(0), given.size(1), heads * 2 * half};
+    const Rows<Number> out = {given.array<Number>(2), x.size, x.size};
+    each_row(given.size(5) * heads, part, num_parts, [&](long item) {
+        const long row = item / heads, head = item % heads * 2 * half, angle = row % period * half;
+        const Number* from = x[row] + head;
+        Number* to = out[row] + head;
+        each_vector(half, [&](long i, __mmask16 which) {
+            const __m512 cosine = load(given.array<float>(3) + angle + i, which);
+            const __m512 sine = load(given.array<float>(4) + angle + i, which);
+            const __m512 first = load(from + i, which), second = load(from + half + i, which);
+            store(to + i, _mm512_fmsub_ps(first, cosine, _mm512_mul_ps(second, sine)), which);
+            store(to + half + i, _mm512_fmadd_ps(second, cosine, _mm512_mul_ps(first, sine)), which);
+        });
+    });
+}
+
+__m512 sigmoid(__m512 x) {
+    const __m512 one = _mm512_set1_ps(1.0f);
+    return _mm512_div_ps(one, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+}
+
+__m512 silu(__m512 x) { return _mm512_mul_ps(x, sigmoid(x)); }
+
+// x/2 (1 + tanh u) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
+__m512 gelu_tanh(__m512 x) {
+    const __m512 cubed = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
+    const __m512 inner = _mm512_fmadd_ps(_mm512_set1_ps(0.044715f), cubed, x);
+    return _mm512_mul_ps(x, sigmoid(_mm512_mul_ps(_mm512_set1_ps(1.5957691216f), inner)));
+}
+
+__m512 relu(__m512 x) { return _mm512_max_ps(_mm512_setzero_ps(), x); }  // NaN stays
+
+// pre (N, size) -> out = activation(pre), times linear (N, size) where there is one
+template <class Number, __m512 (*activation)(__m512)>
+void activate(Arguments given, long part, long num_parts) {
+    const long size = given.size(6), vectors = (size + WIDTH - 1) / WIDTH;
+    const Rows<Number> pre = {given.array<Number>(0), given.size(1), size}, out = {given.array<Number>(4), size, size};
+    const Rows<Number> linear = {given.array<Number>(2), given.size(3), size};
+    each_row(given.size(5) * vectors, part, num_parts, [&](long item) {
+        const long row = item / vectors, i = item % vectors * WIDTH;
+        const __mmask16 which = first_of(size - i);
+        __m512 value = activation(load(pre[row] + i, which));
+        if (linear.from) value = _mm512_mul_ps(value, load(linear[row] + i, which));
+        store(out[row] + i, value, which);
+    });
+}
+
+}  // namespace
+
+KERNEL(rotation_float32) { rotation(given, part, num_parts); }
+
+#define KERNELS(Number, dtype)                                                                              \
+    KERNEL(take_rows_##dtype) { take_rows<Number>(given, part, num_parts); }                            \
+    KERNEL(write_rows_##dtype) { write_rows<Number>(given, part, num_parts); }                          \
+    KERNEL(add_##dtype) { add<Number>(given, part, num_parts); }                                        \
+    KERNEL(norm_##dtype) { norm<Number>(given, part, num_parts); }                                      \
+    KERNEL(rotate_##dtype) { rotate<Number>(given, part, num_parts); }                                  \
+    KERNEL(silu_##dtype) { activate<Number, silu>(given, part, num_parts); }                            \
+    KERNEL(gelu_tanh_##dtype) { activate<Number, gelu_tanh>(given, part, num_parts); }                  \
+    KERNEL(relu_##dtype) { activate<Number, relu>(given, part, num_parts); }
+
+KERNELS(float, float32)
+#ifdef __AVX512BF16__
+KERNELS(BFloat16, bfloat16)
+#endif

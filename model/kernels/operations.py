@@ -1,0 +1,196 @@
+"""What a network computes between its linear layers, by our own kernels (`elementwise.cpp`, `attention.cpp`).
+
+All is computed in float32 and rounded once. No bit of a token's result depends on the other tokens of the pass, nor on
+how a prompt is divided into passes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.attention import CausalMask
+from model.config import Activation, ModelConfig
+from model.kernels import calls, native
+from model.kernels.calls import bits, call, empty
+from model.kernels.linear import pack_linears
+from model.operations import Operations, Rotation
+from model.transformer import Transformer
+
+WIDTH = 16  # numbers of a vector: as in kernel.h
+PART = 2048  # numbers for which another thread is worth its while
+NAMES = ("take_rows", "write_rows", "add", "norm", "rotate", "silu", "gelu_tanh", "relu")
+
+
+@dataclass(frozen=True)
+class PagedRead:
+    """Whose the N new tokens of a pass are, and where the keys of each sequence lie.
+
+    Sequence s has the rows from `first_row[s]` up to `first_row[s + 1]`, the first of them at position `start[s]`;
+    its keys are in `blocks[s]`, of `block_size` slots each, in order. All int64.
+    """
+
+    blocks: Tensor
+    first_row: Tensor
+    start: Tensor
+    block_size: int
+
+
+def use_kernels(model: Transformer) -> bool:
+    """Have a network compute by kernels what they can, for good; whether there are any for it here."""
+    weight = model.embed.weight
+    operations = operations_for(model.config, weight.dtype, weight.device)
+    if operations is not None:
+        for module in model.modules():
+            if hasattr(module, "operations"):
+                module.operations = operations
+    return pack_linears(model) > 0 and operations is not None
+
+
+def operations_for(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> "NativeOperations | None":
+    """Those of this dtype, where the CPU has what they need and a compiler made them."""
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or calls.runner() is None:
+        return None
+    kernels = {name: native.kernel("elementwise", name, dtype) for name in NAMES}
+    kernels["rotation"] = native.kernel("elementwise", "rotation", torch.float32)
+    if config.d_head % WIDTH == 0:
+        kernels["attention"] = native.kernel("attention", "attention", dtype)
+    found = {name: kernel for name, kernel in kernels.items() if kernel is not None}
+    return NativeOperations(found) if len(found) == len(kernels) else None
+
+
+class NativeOperations(Operations):
+    """By kernels, whose addresses these are; what has none is left to PyTorch."""
+
+    def __init__(self, kernels: dict[str, int]) -> None:
+        self._kernels = kernels
+        self.reads_pages = "attention" in kernels
+
+    def embed(self, table: Tensor, index: Tensor) -> Tensor:
+        out = empty((*index.shape, table.shape[1]), table.dtype)
+        index = index.contiguous()
+        kernel = self._kernels["take_rows"]
+        call(kernel, _parts(out), table.data_ptr(), index.data_ptr(), out.data_ptr(), index.numel(), table.shape[1])
+        return out
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        a, b = a.contiguous(), b.contiguous()
+        out = empty(a.shape, a.dtype)
+        call(self._kernels["add"], _parts(out), a.data_ptr(), b.data_ptr(), out.data_ptr(), a.numel())
+        return out
+
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        out = empty(x.shape, x.dtype)
+        inner = x.shape[-2] if x.dim() > 1 else 1
+        x, outer_stride = _outer(x, 2)
+        call(
+            self._kernels["norm"],
+            _parts(out),
+            x.data_ptr(),
+            weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            out[..., 0].numel() // inner if inner else 0,
+            inner,
+            outer_stride,
+            x.stride(-2) if x.dim() > 1 else 0,
+            x.shape[-1],
+            bits(eps),
+        )
+        return out
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Rotation:
+        if frequencies.dim() > 1:  # each position has its own
+            angles = positions[:, None] * frequencies
+            return angles.cos() * factor, angles.sin() * factor
+        cos, sin = (empty((len(positions), len(frequencies)), torch.float32) for _ in range(2))
+        pointers = (tensor.data_ptr() for tensor in (positions.contiguous(), frequencies, cos, sin))
+        call(self._kernels["rotation"], len(positions), *pointers, len(positions), len(frequencies), bits(factor))
+        return cos, sin
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        out = empty(x.shape, x.dtype)
+        B, N, H, D = x.shape
+        x, stride = _outer(x, 2)
+        cos, sin = rotation
+        pointers = (out.data_ptr(), cos.data_ptr(), sin.data_ptr())
+        call(self._kernels["rotate"], _parts(out), x.data_ptr(), stride, *pointers, B * N, H, D, N)
+        return out
+
+    def activate(self, activation: Activation, pre: Tensor, linear: Tensor | None = None) -> Tensor:
+        if activation not in self._kernels:
+            return super().activate(activation, pre, linear)
+        out = empty(pre.shape, pre.dtype)
+        size = pre.shape[-1]
+        pre, stride = _outer(pre, 1)
+        gate, gate_stride = (None, 0) if linear is None else _outer(linear, 1)
+        call(
+            self._kernels[activation],
+            _parts(out),
+            pre.data_ptr(),
+            stride,
+            0 if gate is None else gate.data_ptr(),
+            gate_stride,
+            out.data_ptr(),
+            out.numel() // size,
+            size,
+        )
+        return out
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask, *, scale: float) -> Tensor:
+        if not self.reads_pages:
+            return super().attend(q, k, v, mask, scale=scale)
+        B, S, Hkv, D = k.shape
+        N, token = q.shape[1], Hkv * D
+        is_paged = k.stride() == v.stride() and k.stride()[1:] == (token, D, 1) and k.stride(0) % token == 0
+        if not (is_paged or B == 1 and k.is_contiguous() and v.is_contiguous()):
+            k, v = k.contiguous(), v.contiguous()
+        read = PagedRead(
+            blocks=torch.arange(B)[:, None],
+            first_row=torch.arange(B + 1) * N,
+            start=torch.full((B,), mask.start),
+            block_size=max(S, k.stride(0) // token),
+        )
+        return self.attend_pages(q.flatten(0, 1), k, v, read, mask.window, scale=scale).view(q.shape)
+
+    def attend_pages(
+        self, q: Tensor, keys: Tensor, values: Tensor, read: PagedRead, window: int | None, *, scale: float
+    ) -> Tensor:
+        """q (N, H, D) of the new tokens, keys and values (..., Hkv, D) of one layer -> z (N, H, D)."""
+        q = q.contiguous()
+        out = empty(q.shape, q.dtype)
+        tensors = (q, keys, values, out, read.blocks, read.first_row, read.start)
+        shape = (*read.blocks.shape, read.block_size, q.shape[1], *keys.shape[-2:])
+        pointers = (tensor.data_ptr() for tensor in tensors)
+        call(self._kernels["attention"], calls.MAX_PARTS, *pointers, *shape, window or 0, bits(scale))
+        return out
+
+    def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """k and v (N, Hkv, D) go to these slots (N,) of keys and values (num_slots, Hkv, D)."""
+        (k, k_stride), (v, v_stride) = _outer(k, 2), _outer(v, 2)
+        N, size = slots.shape[0], keys.shape[1] * keys.shape[2]
+        pointers = (keys.data_ptr(), values.data_ptr(), slots.data_ptr())
+        call(self._kernels["write_rows"], _parts(k), k.data_ptr(), k_stride, v.data_ptr(), v_stride, *pointers, N, size)
+
+
+def _parts(tensor: Tensor) -> int:
+    return tensor.numel() // PART
+
+
+def _outer(x: Tensor, num_inner: int) -> tuple[Tensor, int]:
+    """x, whose last `num_inner` dims lie in a row (of two, where the last alone does, also apart) and whose other dims
+    are as one; and the stride of that one. A copy where x is not so."""
+    shape, strides = x.shape, x.stride()
+    outer = len(shape) - num_inner
+    if outer <= 0:
+        return x.contiguous(), 0
+    in_a_row = strides[-1] == 1 or shape[-1] == 1
+    if num_inner == 2:
+        in_a_row = in_a_row and (strides[-2] == shape[-1] or shape[-2] == 1)
+    collapses = all(
+        shape[dim] == 1 or strides[dim] == shape[dim + 1] * strides[dim + 1] for dim in range(outer - 1)
+    )
+    if in_a_row and collapses:
+        return x, strides[outer - 1]
+    x = x.contiguous()
+    return x, x.stride(outer - 1)

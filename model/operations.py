@@ -1,0 +1,62 @@
+"""What a network computes between its linear layers, by PyTorch. `model/kernels/operations.py` has the same by our own
+kernels; a network uses the one that it was given."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.attention import CausalMask, fused_attention
+from model.config import Activation
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines."""
+
+
+class Operations:
+    """By PyTorch, for any dtype and device. Dims: N tokens, H heads, D head size."""
+
+    def embed(self, table: Tensor, index: Tensor) -> Tensor:
+        """table (V, C), index (...) int64 -> (..., C)."""
+        return F.embedding(index, table)
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Over the last dim: LayerNorm where there is a bias, else RMSNorm."""
+        if bias is None:
+            return F.rms_norm(x, weight.shape, weight, eps)
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Rotation:
+        """positions (N,), frequencies (D/2,) or (N, D/2), in radians a position -> what `rotate` takes."""
+        angles = positions[:, None] * frequencies
+        angles = torch.cat((angles, angles), dim=-1)[:, None, :]  # (N, 1, D)
+        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Turn each pair (i, i + D/2) of a head by its angle: x (B, N, H, D)."""
+        cos, sin = rotation
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+    def activate(self, activation: Activation, pre: Tensor, linear: Tensor | None = None) -> Tensor:
+        """activation(pre), times `linear` where there is a gate."""
+        post = ACTIVATIONS[activation](pre)
+        return post if linear is None else post * linear
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask, *, scale: float) -> Tensor:
+        """softmax(q k^T scale + mask) v: q (B, N, H, D), k and v (B, S, Hkv, D) -> z (B, N, H, D)."""
+        return fused_attention(q, k, v, mask, scale=scale)
+
+
+PYTORCH = Operations()

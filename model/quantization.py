@@ -1,0 +1,91 @@
+"""Weights of 8 or 4 bits: symmetric, rounded to nearest, calibrated by nothing but the weights.
+
+int8 has one scale an output (a row of the matrix), int4 one for each group of 32 inputs of an output, with the scale that
+leaves the smallest squared error of the group. Norms, biases and the tables of embeddings stay as they are, and so does a
+layer whose inputs are no whole groups; the head is of 8 bits at least, since an error there falls on every logit.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Quantization = Literal["none", "int8", "int4"]
+GROUP = 32
+SCALES = torch.linspace(1.0, 1.0, 1)  # of a group, in units of its largest number over 8, that are tried
+LANES = 4  # inputs that the kernels multiply at a time
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A matrix (N, K) as `values` (N, K) int8, times `scales` (N, number of groups): of `group` inputs each, or all."""
+
+    values: Tensor
+    scales: Tensor
+    bits: int
+    group: int | None
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        values = self.values.float().unflatten(1, (self.scales.shape[1], -1))
+        return (values * self.scales[:, :, None]).flatten(1).to(dtype)
+
+
+def quantize_int8(weight: Tensor) -> Quantized:
+    """weight (N, K), one scale a row."""
+    wide = weight.float()
+    scales = wide.abs().amax(1, keepdim=True) / 127
+    values = (wide / scales.clamp(min=torch.finfo(torch.float32).tiny)).round().clamp(-127, 127)
+    return Quantized(values.to(torch.int8), scales, 8, None)
+
+
+def quantize_int4(weight: Tensor) -> Quantized:
+    """weight (N, K), one scale of either sign for each group: the largest number may be the -8 that has no opposite."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True)) / -8
+    best = torch.full_like(largest, torch.inf)
+    scales = largest
+    for factor in SCALES.tolist():
+        tried = (largest * factor).half().float()  # as it is kept
+        error = (groups - _round_to(groups, tried, -8, 7) * tried).square().sum(2, keepdim=True)
+        scales = torch.where(error < best, tried, scales)
+        best = torch.minimum(error, best)
+    values = _round_to(groups, scales, -8, 7)
+    return Quantized(values.flatten(1).to(torch.int8), scales[:, :, 0], 4, GROUP)
+
+
+def _round_to(groups: Tensor, scales: Tensor, low: int, high: int) -> Tensor:
+    return torch.where(scales == 0, 0, groups / scales).round().clamp(low, high)
+
+
+class QuantizedLinear(nn.Module):
+    """`nn.Linear` whose weights are kept in 8 or 4 bits (as bytes), and multiplied as numbers of `dtype`."""
+
+    def __init__(self, linear: nn.Linear, quantized: Quantized) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.dtype = linear.weight.dtype
+        self.quantized = quantized
+        self.bias = None if linear.bias is None else linear.bias.detach().contiguous()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.quantized.dequantize(x.dtype), self.bias)
+
+
+def quantize_linears(model: nn.Module, quantization: Quantization) -> int:
+    """Replace every linear layer whose inputs are whole groups, for good; how many they were."""
+    num_quantized = 0
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if not isinstance(child, nn.Linear):
+                continue
+            weight = child.weight.detach()
+            if quantization == "int4" and name != "head" and child.in_features % GROUP == 0:
+                setattr(module, name, QuantizedLinear(child, quantize_int4(weight)))
+            elif quantization != "none" and child.in_features % LANES == 0:
+                setattr(module, name, QuantizedLinear(child, quantize_int8(weight)))
+            else:
+                continue
+            num_quantized += 1
+    return num_quantized
