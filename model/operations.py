@@ -58,5 +58,10 @@ class Operations:
         """softmax(q k^T scale + mask) v: q (B, N, H, D), k and v (B, S, Hkv, D) -> z (B, N, H, D)."""
         return fused_attention(q, k, v, mask, scale=scale)
 
+    def largest(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x (N, size) -> the largest number of each row, NaN where any is NaN, and where it first stands, each (N,)."""
+        found = x.max(dim=-1)
+        return found.values, found.indices
+
 
 PYTORCH = Operations()

@@ -4,12 +4,15 @@ Randomness belongs to the request: one generator each, never shared, so that no 
 order is that of `transformers`: bias and penalties, temperature, top-k, top-p, min-p.
 """
 
+import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+
+from model.operations import PYTORCH, Operations
 
 Processor = Callable[[Sequence[int], Tensor], Tensor]
 """(tokens so far, logits (V,)) -> logits (V,), before everything else that changes logits."""
@@ -84,6 +87,12 @@ class Sampler:
             self._counted = torch.cat((torch.stack((ids, torch.zeros_like(ids))), self._counted), dim=1)
 
     @property
+    def takes_largest(self) -> bool:
+        """Whether it chooses the largest of the logits as they are."""
+        is_changed = self._has_penalties or len(self.bias[0]) or self.params.processors
+        return self.params.temperature == 0 and not is_changed
+
+    @property
     def counted(self) -> Tensor:
         """What penalties concern, (2, K): each token of prompt and output once, and how often it is in the output."""
         return self._counted[:, : len(self._places)]
@@ -116,24 +125,20 @@ def _columns(values: Mapping[int, float]) -> tuple[Tensor, Tensor]:
     return torch.tensor(list(values), dtype=torch.int64), torch.tensor(list(values.values()))
 
 
-def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Exception]:
+def sample(
+    logits: Tensor, samplers: Sequence[Sampler], operations: Operations = PYTORCH
+) -> list[int | Exception]:
     """logits (R, V), one sampler a row -> one token id a row, which its sampler has accepted.
 
     A row whose choice fails gives the exception; the others are chosen as if it were not there.
     """
-    logits = logits.detach().float()
+    logits = logits.detach()
     failures: dict[int, Exception] = {}
-    for row, sampler in enumerate(samplers):
-        if sampler.params.processors:
-            try:
-                processed = sampler.process(logits[row].clone())
-                logits = logits.index_copy(0, torch.tensor([row], device=logits.device), processed.float()[None])
-            except Exception as error:  # the request's own code: it ends with it, alone
-                failures[row] = error
-    logits = _adjust(logits, samplers)
-    best = logits.max(dim=-1)
-    choices = best.indices.tolist()
-    are_numbers = best.values.isfinite().tolist()  # the largest of numbers with a NaN is NaN
+    if not all(sampler.takes_largest for sampler in samplers):
+        logits = _process(logits.float(), samplers, failures)
+    best, indices = operations.largest(logits)
+    choices = indices.tolist()
+    are_numbers = [math.isfinite(value) for value in best.tolist()]  # the largest of numbers with a NaN is NaN
     drawn = [
         row
         for row, sampler in enumerate(samplers)
@@ -149,6 +154,18 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Exception]
             sampler.accept(choices[row])
             results.append(choices[row])
     return results
+
+
+def _process(logits: Tensor, samplers: Sequence[Sampler], failures: dict[int, Exception]) -> Tensor:
+    """What requests' own processors, biases and penalties make of the logits; a row that fails goes to `failures`."""
+    for row, sampler in enumerate(samplers):
+        if sampler.params.processors:
+            try:
+                processed = sampler.process(logits[row].clone())
+                logits = logits.index_copy(0, torch.tensor([row], device=logits.device), processed.float()[None])
+            except Exception as error:  # the request's own code: it ends with it, alone
+                failures[row] = error
+    return _adjust(logits, samplers)
 
 
 def _adjust(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:

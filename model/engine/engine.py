@@ -205,9 +205,10 @@ class Engine:
             made[share].error, made[share].trace_seconds = tap.error, tap.seconds
         choosing = [share for share in choices if share.is_last and made[share].error is None]
         if choosing:
-            last = torch.tensor([result.rows[share].stop - 1 for share in choosing], device=result.logits.device)
-            logits = result.logits[last]
-            chosen = sample(logits, [choices[share].sampler for share in choosing])
+            logits, last = result.logits, [result.rows[share].stop - 1 for share in choosing]
+            if last != list(range(len(logits))):
+                logits = logits[torch.tensor(last, device=logits.device)]
+            chosen = sample(logits, [choices[share].sampler for share in choosing], self._model.operations)
             for share, token_id in zip(choosing, chosen, strict=True):
                 if isinstance(token_id, Exception):
                     made[share].error = token_id

@@ -1,5 +1,5 @@
-// What stands between a network's products: rows of a table, sums, norms, rotary positions, activations, and the way of
-// keys and values into the cache. All is computed in float32 and rounded once; a part is some of the rows.
+// What stands between a network's products: rows of a table, sums, norms, rotary positions, activations, the way of
+// keys and values into the cache, and the largest of the logits. All is computed in float32 and rounded once; a part is some of the rows.
 
 #include <cmath>
 
@@ -156,6 +156,30 @@ void activate(Arguments given, long part, long num_parts) {
     });
 }
 
+// x (N, size) -> the largest number of each row and where it first stands; NaN where any is NaN
+template <class Number>
+void largest(Arguments given, long part, long num_parts) {
+    const long size = given.size(4);
+    each_row(given.size(3), part, num_parts, [&](long row) {
+        const Number* x = given.array<Number>(0) + row * size;
+        __m512 most = _mm512_set1_ps(-INFINITY);
+        __m512i where = _mm512_setzero_si512();
+        __mmask16 unordered = 0;
+        each_vector(size, [&](long i, __mmask16 which) {
+            const __m512 value = load(x + i, which);
+            const __mmask16 is_more = _mm512_mask_cmp_ps_mask(which, value, most, _CMP_GT_OQ);
+            most = _mm512_mask_mov_ps(most, is_more, value);
+            where = _mm512_mask_mov_epi32(where, is_more, _mm512_set1_epi32(i));
+            unordered |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+        });
+        const float value = _mm512_reduce_max_ps(most);
+        const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __mmask16 equal = _mm512_cmp_ps_mask(most, _mm512_set1_ps(value), _CMP_EQ_OQ);
+        given.array<float>(1)[row] = unordered ? NAN : value;
+        given.array<int64_t>(2)[row] = _mm512_mask_reduce_min_epi32(equal, _mm512_add_epi32(where, lanes));
+    });
+}
+
 }  // namespace
 
 KERNEL(rotation_float32) { rotation(given, part, num_parts); }
@@ -166,6 +190,7 @@ KERNEL(rotation_float32) { rotation(given, part, num_parts); }
     KERNEL(add_##dtype) { add<Number>(given, part, num_parts); }                                        \
     KERNEL(norm_##dtype) { norm<Number>(given, part, num_parts); }                                      \
     KERNEL(rotate_##dtype) { rotate<Number>(given, part, num_parts); }                                  \
+    KERNEL(largest_##dtype) { largest<Number>(given, part, num_parts); }                                    \
     KERNEL(silu_##dtype) { activate<Number, silu>(given, part, num_parts); }                            \
     KERNEL(gelu_tanh_##dtype) { activate<Number, gelu_tanh>(given, part, num_parts); }                  \
     KERNEL(relu_##dtype) { activate<Number, relu>(given, part, num_parts); }

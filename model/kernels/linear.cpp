@@ -10,6 +10,8 @@
 
 namespace {
 
+constexpr int AHEAD = 2048;
+
 struct InFloat32 {
     using Number = float;
     static constexpr int DEPTH = 1;  // k's in a vector
@@ -46,10 +48,12 @@ struct Product {
             const __m512 first = b ? load(b + at.output + tile * WIDTH, at.kept(tile)) : _mm512_setzero_ps();
             for (int row = 0; row < rows; row++) sums[row][tile] = first;
         }
-        for (long k = 0; k < K; k += Format::DEPTH)
+        for (long k = 0; k < K; k += Format::DEPTH) {
+            for (int tile = 0; tile < tiles; tile++) _mm_prefetch((const char*)(w + (tile * K + k) * WIDTH) + AHEAD, _MM_HINT_T0);
             for (int row = 0; row < rows; row++)
                 for (int tile = 0; tile < tiles; tile++)
                     sums[row][tile] = Format::multiply(sums[row][tile], x + row * K + k, w + (tile * K + k) * WIDTH);
+        }
         for (int row = 0; row < rows; row++)
             for (int tile = 0; tile < tiles; tile++)
                 store(y + (at.row + row) * N + at.output + tile * WIDTH, sums[row][tile], at.kept(tile));

@@ -19,7 +19,7 @@ from model.transformer import Transformer
 
 WIDTH = 16  # numbers of a vector: as in kernel.h
 PART = 2048  # numbers for which another thread is worth its while
-NAMES = ("take_rows", "write_rows", "add", "norm", "rotate", "silu", "gelu_tanh", "relu")
+NAMES = ("take_rows", "write_rows", "add", "norm", "rotate", "largest", "silu", "gelu_tanh", "relu")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ class NativeOperations(Operations):
             angles = positions[:, None] * frequencies
             return angles.cos() * factor, angles.sin() * factor
         cos, sin = (empty((len(positions), len(frequencies)), torch.float32) for _ in range(2))
-        pointers = (tensor.data_ptr() for tensor in (positions.contiguous(), frequencies, cos, sin))
+        positions = positions.contiguous()
+        pointers = (tensor.data_ptr() for tensor in (positions, frequencies, cos, sin))
         call(self._kernels["rotation"], len(positions), *pointers, len(positions), len(frequencies), bits(factor))
         return cos, sin
 
@@ -136,6 +137,13 @@ class NativeOperations(Operations):
             size,
         )
         return out
+
+    def largest(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        N, size = x.shape
+        x = x.contiguous()
+        values, indices = empty((N,), torch.float32), empty((N,), torch.int64)
+        call(self._kernels["largest"], N, x.data_ptr(), values.data_ptr(), indices.data_ptr(), N, size)
+        return values, indices
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask, *, scale: float) -> Tensor:
         if not self.reads_pages:

@@ -16,6 +16,8 @@
 
 namespace {
 
+constexpr int AHEAD = 2048;
+
 constexpr int GROUP = 32;  // k's that share a scale in int4
 
 // x (M, K) -> bytes (M, K), scale (M) of each row, and the sum of the bytes of each `group` k's (M, K / group), times
@@ -89,11 +91,13 @@ struct Int8 : Quantized<Number> {
         __m512i sums[rows][tiles];
         for (int row = 0; row < rows; row++)
             for (int tile = 0; tile < tiles; tile++) sums[row][tile] = _mm512_set1_epi32(this->sums[at.row + row]);
-        for (long k = 0; k < K; k += 4)
+        for (long k = 0; k < K; k += 4) {
+            for (int tile = 0; tile < tiles; tile++) _mm_prefetch((const char*)(w + (tile * K + k) * WIDTH) + AHEAD, _MM_HINT_T0);
             for (int row = 0; row < rows; row++)
                 for (int tile = 0; tile < tiles; tile++)
                     sums[row][tile] = multiply_bytes(
                         sums[row][tile], _mm512_loadu_si512(w + (tile * K + k) * WIDTH), x + row * K + k);
+        }
         for (int row = 0; row < rows; row++)
             for (int tile = 0; tile < tiles; tile++) {
                 const __m512 scale = load(scales + at.output + tile * WIDTH, at.kept(tile));
@@ -123,6 +127,7 @@ struct Int4 : Quantized<Number> {
                     sums[row][tile] = _mm512_set1_epi32(this->sums[(at.row + row) * num_groups + group]);
             for (int eight = 0; eight < GROUP; eight += 8)
                 for (int tile = 0; tile < tiles; tile++) {
+                    _mm_prefetch((const char*)(w + (tile * K + group * GROUP + eight) / 2 * WIDTH) + AHEAD, _MM_HINT_T0);
                     const __m512i both = _mm512_loadu_si512(w + (tile * K + group * GROUP + eight) / 2 * WIDTH);
                     const __m512i first = _mm512_and_si512(both, low);
                     const __m512i second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
