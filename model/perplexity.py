@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,11 +23,11 @@ from model.transformer import Transformer
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a network made of a text: the sum of -ln p over its tokens."""
+    """What a network made of a text: the sum of -ln p over its tokens; of ids alone, the bytes are not known."""
 
     nats: float
     num_tokens: int
-    num_bytes: int
+    num_bytes: int = 0
 
     @property
     def nats_per_token(self) -> float:
@@ -65,21 +65,28 @@ def windows(num_tokens: int, length: int, stride: int) -> Iterator[tuple[int, in
         scored = end
 
 
-@torch.inference_mode()
 def predict_texts(model: Transformer, tokenizer: Tokenizer, texts: Sequence[str]) -> Predicted:
-    """Score every token of every text but its first, in windows of the model's context that move on by half of it."""
+    """Score every token of every text but its first."""
+    sequences = [tokenizer.encode(text) for text in texts]
+    predicted = predict_ids(model, sequences)
+    first_bytes = sum(len(tokenizer.decode_inside(ids[:1]).encode()) for ids in sequences)
+    return replace(predicted, num_bytes=sum(len(text.encode()) for text in texts) - first_bytes)
+
+
+@torch.inference_mode()
+def predict_ids(model: Transformer, sequences: Sequence[Sequence[int]]) -> Predicted:
+    """Score every token of every sequence but its first, in windows of the model's context that move on by half of it."""
     length, device = model.config.max_positions, model.embed.weight.device
-    nats, num_tokens, num_bytes = 0.0, 0, 0
-    for text in texts:
-        ids = torch.tensor(tokenizer.encode(text), device=device)
-        num_bytes += len(text.encode()) - len(tokenizer.decode_inside(ids[:1].tolist()).encode())
+    nats, num_tokens = 0.0, 0
+    for sequence in sequences:
+        ids = torch.tensor(sequence, device=device)
         for start, scored, end in windows(len(ids), length, max(length // 2, 1)):
             logits = model(ids[None, start:end], rows=range(scored - 1 - start, end - 1 - start))[0]  # (R, V)
             nats += float(F.cross_entropy(logits.float(), ids[scored:end], reduction="sum"))
             num_tokens += end - scored
     if num_tokens == 0:
         raise ValueError("there is no text to predict")
-    return Predicted(nats, num_tokens, num_bytes)
+    return Predicted(nats, num_tokens)
 
 
 def main() -> None:

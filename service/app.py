@@ -14,6 +14,7 @@ import model
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.engine.engine import Engine, EngineConfig
 from model.kernels.operations import use_kernels
+from model.quantization import quantize_linears
 from service.errors import Failures, install_error_handlers
 from service.limits import ApiKey, BodyLimit
 from service.metrics import HttpMetrics
@@ -126,6 +127,9 @@ def load_model(settings: Settings) -> Checkpoint | None:
         source, name = str(BUNDLED), name or "bundled"
     checkpoint = load_checkpoint(source, dtype=settings.dtype, device=device, name=name)
     network = checkpoint.model
+    if settings.quantize != "none":
+        num_quantized = quantize_linears(network, settings.quantize)
+        logger.info("%d linear layers in %s", num_quantized, settings.quantize)
     if settings.kernels == "auto" and use_kernels(network):
         logger.info("computed by our own kernels")
     logger.info(

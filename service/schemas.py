@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from model.quantization import Quantization
+
 PROMPT = "the cat sat on"
 
 
@@ -418,6 +420,7 @@ class ModelAnswer(Answer):
     name: str
     device: str
     dtype: str
+    quantization: Quantization = Field(description="of the linear layers' weights")
     config: dict[str, Any]
     parameters: ParametersAnswer
     generation_defaults: dict[str, Any]
