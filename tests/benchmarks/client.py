@@ -1,12 +1,25 @@
-"""A client that takes little of the machine it measures on: POST /generate over a bare socket, when each token came."""
+"""A client that takes little of the machine it measures on: one POST over a bare socket, when each token came."""
 
 import asyncio
 import json
+import re
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a server streams: where to post, what in a frame is a token (its id is the group), what ends the stream."""
+
+    path: str
+    token: re.Pattern[bytes]
+    end: bytes
+
+
+OURS = Dialect("/generate", re.compile(rb'"token":\{"id":(\d+)'), b"[DONE]")
 
 
 @dataclass
@@ -15,6 +28,7 @@ class Timed:
 
     sent: float
     tokens: list[float] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
     error: str | None = None
 
     @property
@@ -26,10 +40,13 @@ class Timed:
         return [after - before for before, after in zip(self.tokens, self.tokens[1:], strict=False)]
 
 
-async def generate(port: int, body: dict[str, Any], into: Timed | None = None) -> Timed:
-    """Stream one request to its end; `into` shows the tokens while they come."""
+async def generate(port: int, body: dict[str, Any], into: Timed | None = None, dialect: Dialect = OURS) -> Timed:
+    """Stream one request to its end; `into` shows the tokens while they come.
+
+    The sizes of chunks that stand between the frames are read as parts of them: they look like no token.
+    """
     content = json.dumps(body | {"stream": True}).encode()
-    head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = f"POST {dialect.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     timed = into or Timed(time.perf_counter())
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
@@ -41,11 +58,12 @@ async def generate(port: int, body: dict[str, Any], into: Timed | None = None) -
         await reader.readuntil(b"\r\n\r\n")
         while True:
             frame = await reader.readuntil(b"\n\n")
-            if b'"token":{' in frame:
+            if token := dialect.token.search(frame):
                 timed.tokens.append(time.perf_counter())
+                timed.ids.append(int(token[1]))
             elif b"event: error" in frame:
                 timed.error = frame.decode(errors="replace")
-            elif b"[DONE]" in frame:
+            elif dialect.end in frame:
                 return timed
     finally:
         writer.close()

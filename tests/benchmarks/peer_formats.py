@@ -1,0 +1,90 @@
+"""One checkpoint in the formats of the peers, written by an interpreter that has them; the weights stay the same.
+
+    python -m tests.benchmarks.peer_formats gguf|openvino|openvino-int8|ctranslate2 CHECKPOINT OUT
+
+The tokenizers are dummies, which spell every token as a word: prompts are ids.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+def words(vocab_size: int) -> list[str]:
+    return [f"w{token_id} " for token_id in range(vocab_size)]
+
+
+def write_dummy_tokenizer(directory: Path) -> None:
+    """`tokenizer.json` beside a checkpoint that has none."""
+    from tokenizers import Tokenizer, decoders, models
+
+    names = words(json.loads((directory / "config.json").read_text())["vocab_size"])
+    tokenizer = Tokenizer(models.WordLevel({name: token_id for token_id, name in enumerate(names)}, names[0]))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    special = {name: names[token_id] for token_id, name in enumerate(("unk_token", "bos_token", "eos_token"))}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def write_gguf(checkpoint: Path, out: Path) -> None:
+    """float32, which `llama-quantize` makes the other types of. Rotary pairs lie side by side there, and halves of a
+    head apart in Hugging Face's layout: rows of q and k change places."""
+    import gguf
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    config = json.loads((checkpoint / "config.json").read_text())
+    num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(out, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(num_heads)
+    writer.add_head_count_kv(num_kv_heads)
+    writer.add_rope_dimension_count(config["hidden_size"] // num_heads)
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(words(config["vocab_size"]))
+    writer.add_token_scores([0.0] * config["vocab_size"])
+    writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
+    writer.add_add_bos_token(False)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    for name, weight in load_file(checkpoint / "model.safetensors").items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = num_heads if "q_proj" in name else num_kv_heads
+            weight = np.ascontiguousarray(weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2))
+            weight = weight.reshape(-1, weight.shape[-1])
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_openvino(checkpoint: Path, out: Path, weights: str = "fp32") -> None:
+    command = ["-c", "from optimum.commands.optimum_cli import main; main()", "export", "openvino"]
+    task = ["--task", "text-generation-with-past", "--weight-format", weights]
+    subprocess.run([sys.executable, *command, "--model", checkpoint, *task, out], check=True)
+
+
+def write_ctranslate2(checkpoint: Path, out: Path) -> None:
+    from ctranslate2.converters import TransformersConverter
+
+    TransformersConverter(str(checkpoint)).convert(str(out))
+
+
+WRITERS: dict[str, Callable[[Path, Path], None]] = {
+    "gguf": write_gguf,
+    "openvino": write_openvino,
+    "openvino-int8": lambda checkpoint, out: write_openvino(checkpoint, out, "int8"),
+    "ctranslate2": write_ctranslate2,
+}
+
+if __name__ == "__main__":
+    WRITERS[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,310 @@
+"""Engines of peers that have no server, behind one thin server that answers as ours does; and any engine in process.
+
+    python -m tests.benchmarks.peer_servers serve KIND MODEL --variant V [--threads 2] [--port 8000]
+    python -m tests.benchmarks.peer_servers measure KIND MODEL --variant V [--threads 2] [OPTION OF OUR SERVICE]...
+    python -m tests.benchmarks.peer_servers versions
+
+An engine gets requests and emits tokens, greedy, past any end of sequence. One that cannot take a request while others
+run is given those that came together, of equal lengths, as one batch: the best case for it.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, Protocol
+
+QUIET_SECONDS = 0.01  # without another request, then those that came together are a batch
+STATIC_LENGTH = 256  # a static cache has a multiple of it, so that lengths which differ a little share one
+PREFILLS = (512, 1500)
+STREAMS, NUM_IN, NUM_OUT = (1, 8), 16, 128  # in process, as over HTTP
+PACKAGES = ("torch", "transformers", "openvino", "openvino-genai", "optimum-intel", "ctranslate2")
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    ids: list[int]
+    num_out: int
+    tokens: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
+
+
+Emit = Callable[[list[tuple[Request, int]]], None]
+
+
+class Engine(Protocol):
+    batches: bool  # whether it takes only requests that came together
+
+    def generate(self, requests: Sequence[Request], emit: Emit, more: Callable[[], list[Request]]) -> None:
+        """Run requests to their ends, and where it can those that come meanwhile."""
+
+
+class Ours:
+    """The service's own engine, loaded as the service loads it from the same options."""
+
+    batches = False
+
+    def __init__(self, model: str, variant: str, threads: int, options: Sequence[str]) -> None:
+        import torch
+        from pydantic_settings import CliApp
+
+        from service.app import build_engine, load_model
+        from service.settings import Settings
+
+        torch.set_num_threads(threads)
+        settings = CliApp.run(Settings, cli_args=["--model", model, "--threads", str(threads), *options])
+        checkpoint = load_model(settings)
+        assert checkpoint is not None
+        self._engine = build_engine(checkpoint, settings)
+
+    def generate(self, requests: Sequence[Request], emit: Emit, more: Callable[[], list[Request]]) -> None:
+        from model.engine import request as engine
+        from model.generation import GenerationParams
+        from model.sampling import SamplingParams
+
+        by_id = {str(index): request for index, request in enumerate(requests)}
+        for key, request in by_id.items():
+            params = GenerationParams(max_tokens=request.num_out, sampling=SamplingParams(temperature=0.0))
+            self._engine.add(engine.Request(id=key, prompt_ids=request.ids, params=params))
+        while self._engine.has_work:
+            outputs = self._engine.step().outputs
+            emit([(by_id[output.request_id], token.token_id) for output in outputs for token in output.tokens])
+
+
+class Transformers:
+    """The model's forward in a loop, which is less work than its `generate`. Compiled: the decode step alone, with a
+    static cache, which is made once for each number of sequences."""
+
+    batches = True
+
+    def __init__(self, model: str, variant: str, threads: int, options: Sequence[str]) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(threads)
+        dtype, _, mode = variant.partition("-")
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+        self._decode = self._model.forward
+        if mode == "compiled":  # weights laid out for the kernel that is fastest: half a minute for each shape
+            import torch._inductor.config as inductor
+
+            inductor.freezing, inductor.max_autotune = True, True  # as an option of one compilation it has no effect
+            inductor.max_autotune_gemm_backends = "CPP,ATEN"
+            self._decode = torch.compile(self._model.forward, dynamic=False)
+        self._static: dict[tuple[int, int], Any] | None = {} if mode == "compiled" else None
+
+    def generate(self, requests: Sequence[Request], emit: Emit, more: Callable[[], list[Request]]) -> None:
+        import torch
+
+        num_out = requests[0].num_out
+        with torch.inference_mode():
+            ids = torch.tensor([request.ids for request in requests])
+            cache = self._new_cache(len(requests), ids.shape[1] + num_out)
+            logits = self._model(ids, past_key_values=cache, logits_to_keep=1).logits
+            for count in range(1, num_out + 1):
+                tokens = logits[:, -1].argmax(-1, keepdim=True)
+                emit(list(zip(requests, tokens[:, 0].tolist(), strict=True)))
+                if count < num_out:
+                    logits = self._decode(tokens, past_key_values=cache, logits_to_keep=1).logits
+
+    def _new_cache(self, num_sequences: int, length: int) -> Any:
+        from transformers import DynamicCache, StaticCache
+
+        if self._static is None:
+            return DynamicCache(config=self._model.config)
+        length = -(-length // STATIC_LENGTH) * STATIC_LENGTH
+        if (num_sequences, length) not in self._static:
+            cache = StaticCache(config=self._model.config, max_cache_len=length)
+            self._static[num_sequences, length] = cache
+        self._static[num_sequences, length].reset()
+        return self._static[num_sequences, length]
+
+
+class OpenVino:
+    """`ContinuousBatchingPipeline`; the hint is set for the unquantized weights, else the CPU's own choice counts."""
+
+    batches = False
+
+    def __init__(self, model: str, variant: str, threads: int, options: Sequence[str]) -> None:
+        import openvino_genai as genai
+
+        scheduler = genai.SchedulerConfig()
+        scheduler.cache_size = 1  # GiB, as ours
+        scheduler.enable_prefix_caching = False
+        properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
+        if variant != "int8":
+            properties["INFERENCE_PRECISION_HINT"] = {"float32": "f32", "bfloat16": "bf16"}[variant]
+        self._pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
+        self._num_requests = 0
+
+    def generate(self, requests: Sequence[Request], emit: Emit, more: Callable[[], list[Request]]) -> None:
+        import numpy as np
+        import openvino
+        import openvino_genai as genai
+
+        running: dict[Request, Any] = {}
+        num_left: dict[Request, int] = {}
+        while requests or running:
+            for request in requests:
+                config = genai.GenerationConfig(max_new_tokens=request.num_out, ignore_eos=True, do_sample=False)
+                prompt = openvino.Tensor(np.array([request.ids], dtype=np.int64))
+                self._num_requests += 1
+                running[request] = self._pipeline.add_request(self._num_requests, prompt, config)
+                num_left[request] = request.num_out
+            self._pipeline.step()
+            made = []
+            for request, handle in list(running.items()):
+                while handle.can_read():
+                    made += [(request, token) for output in handle.read().values() for token in output.generated_ids]
+                    num_left[request] -= 1
+                if not num_left[request]:
+                    del running[request]
+            emit(made)
+            requests = more()
+
+
+class CTranslate2:
+    """`Generator.generate_batch`, which calls back for every token."""
+
+    batches = True
+
+    def __init__(self, model: str, variant: str, threads: int, options: Sequence[str]) -> None:
+        import ctranslate2
+
+        self._generator = ctranslate2.Generator(model, compute_type=variant, intra_threads=threads, inter_threads=1)
+        self._words = json.loads((Path(model) / "vocabulary.json").read_text())
+
+    def generate(self, requests: Sequence[Request], emit: Emit, more: Callable[[], list[Request]]) -> None:
+        num_out = requests[0].num_out
+
+        def note(made: Any) -> bool:
+            emit([(requests[made.batch_id], made.token_id)])
+            return False  # go on
+
+        self._generator.generate_batch(
+            [[self._words[token_id] for token_id in request.ids] for request in requests],
+            max_length=num_out,
+            min_length=num_out,
+            include_prompt_in_result=False,
+            callback=note,
+        )
+
+
+ENGINES: dict[str, type] = {
+    "ours": Ours,
+    "transformers": Transformers,
+    "openvino": OpenVino,
+    "ctranslate2": CTranslate2,
+}
+
+
+def serve(engine: Engine, port: int) -> None:
+    """POST /generate with `prompt` and `max_tokens` streams as our service does; GET /ready."""
+    import fastapi
+    import uvicorn
+    from fastapi.responses import StreamingResponse
+
+    @asynccontextmanager
+    async def lifespan(_: fastapi.FastAPI) -> AsyncIterator[None]:
+        Thread(target=work, args=[asyncio.get_running_loop()], daemon=True).start()
+        yield
+
+    app = fastapi.FastAPI(lifespan=lifespan)
+    inbox: SimpleQueue[Request] = SimpleQueue()
+
+    def take(seconds: float) -> list[Request]:
+        """What has come, until nothing comes for so long."""
+        taken = []
+        try:
+            while True:
+                taken.append(inbox.get(timeout=seconds) if seconds else inbox.get_nowait())
+        except Empty:
+            return taken
+
+    def work(loop: asyncio.AbstractEventLoop) -> None:
+        def deliver(made: list[tuple[Request, int]]) -> None:
+            for request, token in made:
+                request.tokens.put_nowait(token)
+
+        while True:
+            requests = [inbox.get(), *take(QUIET_SECONDS if engine.batches else 0)]
+            engine.generate(requests, lambda made: loop.call_soon_threadsafe(deliver, made), lambda: take(0))
+
+    async def events(request: Request) -> AsyncIterator[str]:
+        for _ in range(request.num_out):
+            yield f'data: {{"token":{{"id":{await request.tokens.get()}}}}}\n\n'
+        yield "data: [DONE]\n\n"
+
+    @app.post("/generate")
+    async def generate(body: dict[str, Any]) -> StreamingResponse:
+        request = Request(body["prompt"], body["max_tokens"])
+        inbox.put(request)
+        return StreamingResponse(events(request), media_type="text/event-stream")
+
+    @app.get("/ready")
+    async def ready() -> None:
+        """The engine was loaded before the server."""
+
+    uvicorn.run(app, port=port, log_level="warning")
+
+
+def measure(engine: Engine, kind: str) -> dict[str, dict[int, float]]:
+    """Tokens a second, best of two after one that warms up: of prompts alone, and of ours at 1 and 8 streams."""
+    draw = random.Random(0)
+
+    def seconds(count: int, num_in: int, num_out: int) -> float:
+        requests = [Request([draw.randrange(1000, 50000) for _ in range(num_in)], num_out) for _ in range(count)]
+        start = time.perf_counter()
+        engine.generate(requests, lambda made: None, list)
+        return time.perf_counter() - start
+
+    def best(count: int, num_in: int, num_out: int) -> float:
+        seconds(count, num_in, min(num_out, 4))
+        return min(seconds(count, num_in, num_out) for _ in range(2))
+
+    found = {"prefill": {num_in: num_in / best(1, num_in, 1) for num_in in PREFILLS}}
+    if kind == "ours":
+        found["streams"] = {count: count * NUM_OUT / best(count, NUM_IN, NUM_OUT) for count in STREAMS}
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Of what this interpreter has."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["serve", "measure", "versions"])
+    parser.add_argument("kind", choices=list(ENGINES), nargs="?")
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--variant", default="float32")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--port", type=int, default=8000)
+    arguments, options = parser.parse_known_args()
+    if arguments.what == "versions":
+        sys.stdout.write(json.dumps(versions()) + "\n")
+        return
+    engine = ENGINES[arguments.kind](arguments.model, arguments.variant, arguments.threads, options)
+    if arguments.what == "serve":
+        serve(engine, arguments.port)
+    else:
+        sys.stdout.write(json.dumps(measure(engine, arguments.kind)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
