@@ -44,18 +44,18 @@ struct Product {
     void multiply(const Tiles& at) const {
         const Number *x = this->x + at.row * K, *w = this->w + at.output * K;
         __m512 sums[rows][tiles];
-        for (int tile = 0; tile < tiles; tile++) {
+        UNROLL for (int tile = 0; tile < tiles; tile++) {
             const __m512 first = b ? load(b + at.output + tile * WIDTH, at.kept(tile)) : _mm512_setzero_ps();
-            for (int row = 0; row < rows; row++) sums[row][tile] = first;
+            UNROLL for (int row = 0; row < rows; row++) sums[row][tile] = first;
         }
         for (long k = 0; k < K; k += Format::DEPTH) {
-            for (int tile = 0; tile < tiles; tile++) _mm_prefetch((const char*)(w + (tile * K + k) * WIDTH) + AHEAD, _MM_HINT_T0);
-            for (int row = 0; row < rows; row++)
-                for (int tile = 0; tile < tiles; tile++)
+            UNROLL for (int tile = 0; tile < tiles; tile++) _mm_prefetch((const char*)(w + (tile * K + k) * WIDTH) + AHEAD, _MM_HINT_T0);
+            UNROLL for (int row = 0; row < rows; row++)
+                UNROLL for (int tile = 0; tile < tiles; tile++)
                     sums[row][tile] = Format::multiply(sums[row][tile], x + row * K + k, w + (tile * K + k) * WIDTH);
         }
-        for (int row = 0; row < rows; row++)
-            for (int tile = 0; tile < tiles; tile++)
+        UNROLL for (int row = 0; row < rows; row++)
+            UNROLL for (int tile = 0; tile < tiles; tile++)
                 store(y + (at.row + row) * N + at.output + tile * WIDTH, sums[row][tile], at.kept(tile));
     }
 };

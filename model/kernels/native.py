@@ -15,7 +15,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+# Without -fno-tree-pre, GCC 12 keeps half of the int8 product's sums in memory: it then takes twice as long.
+FLAGS = ("-O3", "-march=native", "-fno-tree-pre", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("g++", "c++")
 FOLDER = Path(__file__).parent
 

@@ -89,17 +89,17 @@ struct Int8 : Quantized<Number> {
         const int8_t* x = this->x + at.row * K;
         const uint8_t* w = this->w + at.output * K;
         __m512i sums[rows][tiles];
-        for (int row = 0; row < rows; row++)
-            for (int tile = 0; tile < tiles; tile++) sums[row][tile] = _mm512_set1_epi32(this->sums[at.row + row]);
+        UNROLL for (int row = 0; row < rows; row++)
+            UNROLL for (int tile = 0; tile < tiles; tile++) sums[row][tile] = _mm512_set1_epi32(this->sums[at.row + row]);
         for (long k = 0; k < K; k += 4) {
-            for (int tile = 0; tile < tiles; tile++) _mm_prefetch((const char*)(w + (tile * K + k) * WIDTH) + AHEAD, _MM_HINT_T0);
-            for (int row = 0; row < rows; row++)
-                for (int tile = 0; tile < tiles; tile++)
+            UNROLL for (int tile = 0; tile < tiles; tile++) _mm_prefetch((const char*)(w + (tile * K + k) * WIDTH) + AHEAD, _MM_HINT_T0);
+            UNROLL for (int row = 0; row < rows; row++)
+                UNROLL for (int tile = 0; tile < tiles; tile++)
                     sums[row][tile] = multiply_bytes(
                         sums[row][tile], _mm512_loadu_si512(w + (tile * K + k) * WIDTH), x + row * K + k);
         }
-        for (int row = 0; row < rows; row++)
-            for (int tile = 0; tile < tiles; tile++) {
+        UNROLL for (int row = 0; row < rows; row++)
+            UNROLL for (int tile = 0; tile < tiles; tile++) {
                 const __m512 scale = load(scales + at.output + tile * WIDTH, at.kept(tile));
                 this->finish(at, row, tile, _mm512_mul_ps(_mm512_cvtepi32_ps(sums[row][tile]), scale));
             }
@@ -118,34 +118,34 @@ struct Int4 : Quantized<Number> {
         const uint8_t* w = this->w + at.output * K / 2;
         const __m512i low = _mm512_set1_epi8(15);
         __m512 totals[rows][tiles];
-        for (int row = 0; row < rows; row++)
-            for (int tile = 0; tile < tiles; tile++) totals[row][tile] = _mm512_setzero_ps();
+        UNROLL for (int row = 0; row < rows; row++)
+            UNROLL for (int tile = 0; tile < tiles; tile++) totals[row][tile] = _mm512_setzero_ps();
         for (long group = 0; group < num_groups; group++) {
             __m512i sums[rows][tiles];
-            for (int row = 0; row < rows; row++)
-                for (int tile = 0; tile < tiles; tile++)
+            UNROLL for (int row = 0; row < rows; row++)
+                UNROLL for (int tile = 0; tile < tiles; tile++)
                     sums[row][tile] = _mm512_set1_epi32(this->sums[(at.row + row) * num_groups + group]);
             for (int eight = 0; eight < GROUP; eight += 8)
-                for (int tile = 0; tile < tiles; tile++) {
+                UNROLL for (int tile = 0; tile < tiles; tile++) {
                     _mm_prefetch((const char*)(w + (tile * K + group * GROUP + eight) / 2 * WIDTH) + AHEAD, _MM_HINT_T0);
                     const __m512i both = _mm512_loadu_si512(w + (tile * K + group * GROUP + eight) / 2 * WIDTH);
                     const __m512i first = _mm512_and_si512(both, low);
                     const __m512i second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-                    for (int row = 0; row < rows; row++) {
+                    UNROLL for (int row = 0; row < rows; row++) {
                         const int8_t* four = x + row * K + group * GROUP + eight;
                         sums[row][tile] = multiply_bytes(sums[row][tile], first, four);
                         sums[row][tile] = multiply_bytes(sums[row][tile], second, four + 4);
                     }
                 }
-            for (int tile = 0; tile < tiles; tile++) {
+            UNROLL for (int tile = 0; tile < tiles; tile++) {
                 const long at_scale = ((at.output / WIDTH + tile) * num_groups + group) * WIDTH;
                 const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(scales + at_scale)));
-                for (int row = 0; row < rows; row++)
+                UNROLL for (int row = 0; row < rows; row++)
                     totals[row][tile] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[row][tile]), scale, totals[row][tile]);
             }
         }
-        for (int row = 0; row < rows; row++)
-            for (int tile = 0; tile < tiles; tile++) this->finish(at, row, tile, totals[row][tile]);
+        UNROLL for (int row = 0; row < rows; row++)
+            UNROLL for (int tile = 0; tile < tiles; tile++) this->finish(at, row, tile, totals[row][tile]);
     }
 };
 
