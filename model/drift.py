@@ -124,7 +124,9 @@ def report(errors: Sequence[StageError], perplexities: Sequence[Predicted], spee
         lines.append("no stage is further off than the rounding of its numbers")
     plain, fast = perplexities
     change = 100 * math.expm1(fast.nats_per_token - plain.nats_per_token)
-    lines.append(f"perplexity of {plain.num_tokens} tokens: {plain.perplexity:.3f} and {fast.perplexity:.3f} ({change:+.3f} %)")
+    lines.append(
+        f"perplexity of {plain.num_tokens} tokens: {plain.perplexity:.3f} and {fast.perplexity:.3f} ({change:+.3f} %)"
+    )
     for name, field in (("one stream", "decode"), ("one prompt", "prefill")):
         before, after = (getattr(speed, field) for speed in speeds)
         lines.append(f"{name}, tokens/s: {before:.1f} and {after:.1f} ({after / before:.2f} times)")

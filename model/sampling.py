@@ -125,9 +125,7 @@ def _columns(values: Mapping[int, float]) -> tuple[Tensor, Tensor]:
     return torch.tensor(list(values), dtype=torch.int64), torch.tensor(list(values.values()))
 
 
-def sample(
-    logits: Tensor, samplers: Sequence[Sampler], operations: Operations = PYTORCH
-) -> list[int | Exception]:
+def sample(logits: Tensor, samplers: Sequence[Sampler], operations: Operations = PYTORCH) -> list[int | Exception]:
     """logits (R, V), one sampler a row -> one token id a row, which its sampler has accepted.
 
     A row whose choice fails gives the exception; the others are chosen as if it were not there.

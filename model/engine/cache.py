@@ -218,9 +218,7 @@ def read_pages(shares: Sequence[Share], block_size: int, max_blocks: int | None 
     return PagedRead(torch.tensor(blocks), torch.tensor(first_row), torch.tensor(start), block_size)
 
 
-def plan_reads(
-    shares: Sequence[Share], window: int | None, block_size: int, device: torch.device
-) -> list[Read]:
+def plan_reads(shares: Sequence[Share], window: int | None, block_size: int, device: torch.device) -> list[Read]:
     """Streams of similar length together, prompts one by one. The shares are ordered so that such streams stand side
     by side."""
     reads: list[Read] = []

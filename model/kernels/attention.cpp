@@ -1,6 +1,6 @@
 // Attention of the new tokens of several sequences over keys and values that lie in blocks.
 //
-// q and z (N, H, D) of all new tokens in a row; keys and values (slots, Hkv, D) of one layer; blocks (S, max_blocks), the
+// q and z (N, H, D) of all new tokens in a row; keys and values (slots, Hkv, D) of one layer, slots some stride apart; blocks (S, max_blocks), the
 // blocks of each of the S sequences in order, `size` slots each. A token at position p sees the keys from
 // max(0, p - window + 1) up to p. All is computed in float32, in an order that depends on the token's position alone: the
 // result is the same, to the bit, whether a prompt is read at once, in parts or token by token, and whoever is beside it.
@@ -239,8 +239,10 @@ void attention(Arguments given, long part, long num_parts) {
                 if (item++ % num_parts == part) {
                     const long from = (first_row[s] * H + head * group) * D;
                     const int64_t* const own = blocks + s * max_blocks;
-                    const Reader<Number> reader = {{keys + head * D, own, size, Hkv * D}, {values + head * D, own, size, Hkv * D},
-                        q + from, z + from, start[s], group, H * D, D, window, given.number(14), memory};
+                    const Reader<Number> reader = {
+                        {keys + head * D, own, size, given.size(15)}, {values + head * D, own, size, given.size(16)},
+                        q + from, z + from, start[s], group, H * D, D, window, given.number(14), memory,
+                    };
                     reader.read(begin, std::min(begin + tile, num_new));
                 }
     }

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.kernels import native
 
-MAX_ARGUMENTS = 15  # as in run.cpp
+MAX_ARGUMENTS = 17  # as in run.cpp
 ALIGNMENT = 64
 CHUNK = 1 << 24  # bytes
 
@@ -28,13 +28,13 @@ _Call = ctypes.c_int64 * (2 + MAX_ARGUMENTS)
 
 
 @cache
-def runner() -> Callable[[Any, int], None] | None:
+def runner() -> Callable[[Any, int, int], None] | None:
     """`run` of run.cpp; None where it cannot be had."""
     library = native.load("run")
     if library is None:
         return None
     run = library.run
-    run.argtypes, run.restype = [ctypes.c_void_p, ctypes.c_long], None
+    run.argtypes, run.restype = [ctypes.c_void_p, ctypes.c_long, ctypes.c_long], None
     return run
 
 
@@ -46,7 +46,7 @@ def call(kernel: int, num_parts: int, *arguments: int) -> None:
         recording.calls.append(made)
     run = runner()
     assert run is not None, "who has a kernel can run it"
-    run(made, 1)
+    run(made, 1, torch.get_num_threads())
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -92,7 +92,7 @@ class Recording:
         """All calls again, on what their inputs hold now."""
         run = runner()
         assert run is not None
-        run(self._list, len(self.calls))
+        run(self._list, len(self.calls), torch.get_num_threads())
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize

@@ -33,7 +33,14 @@ class PackedLinear(nn.Module):
         x = _checked(x, self.packed.dtype, self.in_features)
         out = empty((*x.shape[:-1], self.out_features), x.dtype)
         pointers = (x.data_ptr(), self.packed.data_ptr(), _pointer(self.bias), out.data_ptr())
-        call(self._kernel, self.out_features // OUTPUTS, *pointers, math.prod(x.shape[:-1]), self.out_features, self.in_features)
+        call(
+            self._kernel,
+            self.out_features // OUTPUTS,
+            *pointers,
+            math.prod(x.shape[:-1]),
+            self.out_features,
+            self.in_features,
+        )
         return out
 
 
@@ -60,7 +67,16 @@ class PackedQuantizedLinear(nn.Module):
         call(self._quantize, rows, x.data_ptr(), *bytes_of_x, rows, K, self.group, -(1 << self.bits - 1))
         out = empty((*x.shape[:-1], self.out_features), x.dtype)
         weights = (self.packed.data_ptr(), self.scales.data_ptr(), _pointer(self.bias))
-        call(self._kernel, self.out_features // OUTPUTS, *bytes_of_x, *weights, out.data_ptr(), rows, self.out_features, K)
+        call(
+            self._kernel,
+            self.out_features // OUTPUTS,
+            *bytes_of_x,
+            *weights,
+            out.data_ptr(),
+            rows,
+            self.out_features,
+            K,
+        )
         return out
 
 

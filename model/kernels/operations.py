@@ -148,29 +148,29 @@ class NativeOperations(Operations):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask, *, scale: float) -> Tensor:
         if not self.reads_pages:
             return super().attend(q, k, v, mask, scale=scale)
-        B, S, Hkv, D = k.shape
-        N, token = q.shape[1], Hkv * D
-        is_paged = k.stride() == v.stride() and k.stride()[1:] == (token, D, 1) and k.stride(0) % token == 0
-        if not (is_paged or B == 1 and k.is_contiguous() and v.is_contiguous()):
-            k, v = k.contiguous(), v.contiguous()
+        (B, S, Hkv, D), N = k.shape, q.shape[1]
+        block_size = S if B == 1 else k.stride(0) // max(k.stride(1), 1)  # each row of the batch is one block
+        if any(x.stride()[2:] != (D, 1) or B > 1 and x.stride(0) != block_size * x.stride(1) for x in (k, v)):
+            k, v, block_size = k.contiguous(), v.contiguous(), S
+        keys, values = (x.as_strided((B * block_size, Hkv, D), x.stride()[1:]) for x in (k, v))
         read = PagedRead(
             blocks=torch.arange(B)[:, None],
             first_row=torch.arange(B + 1) * N,
             start=torch.full((B,), mask.start),
-            block_size=max(S, k.stride(0) // token),
+            block_size=block_size,
         )
-        return self.attend_pages(q.flatten(0, 1), k, v, read, mask.window, scale=scale).view(q.shape)
+        return self.attend_pages(q.flatten(0, 1), keys, values, read, mask.window, scale=scale).view(q.shape)
 
     def attend_pages(
         self, q: Tensor, keys: Tensor, values: Tensor, read: PagedRead, window: int | None, *, scale: float
     ) -> Tensor:
-        """q (N, H, D) of the new tokens, keys and values (..., Hkv, D) of one layer -> z (N, H, D)."""
+        """q (N, H, D) of the new tokens, keys and values (slots, Hkv, D) of one layer -> z (N, H, D)."""
         q = q.contiguous()
         out = empty(q.shape, q.dtype)
         tensors = (q, keys, values, out, read.blocks, read.first_row, read.start)
-        shape = (*read.blocks.shape, read.block_size, q.shape[1], *keys.shape[-2:])
-        pointers = (tensor.data_ptr() for tensor in tensors)
-        call(self._kernels["attention"], calls.MAX_PARTS, *pointers, *shape, window or 0, bits(scale))
+        shape = (*read.blocks.shape, read.block_size, q.shape[1], *keys.shape[1:])
+        pointers, strides = (tensor.data_ptr() for tensor in tensors), (keys.stride(0), values.stride(0))
+        call(self._kernels["attention"], calls.MAX_PARTS, *pointers, *shape, window or 0, bits(scale), *strides)
         return out
 
     def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -195,9 +195,7 @@ def _outer(x: Tensor, num_inner: int) -> tuple[Tensor, int]:
     in_a_row = strides[-1] == 1 or shape[-1] == 1
     if num_inner == 2:
         in_a_row = in_a_row and (strides[-2] == shape[-1] or shape[-2] == 1)
-    collapses = all(
-        shape[dim] == 1 or strides[dim] == shape[dim + 1] * strides[dim + 1] for dim in range(outer - 1)
-    )
+    collapses = all(shape[dim] == 1 or strides[dim] == shape[dim + 1] * strides[dim + 1] for dim in range(outer - 1))
     if in_a_row and collapses:
         return x, strides[outer - 1]
     x = x.contiguous()

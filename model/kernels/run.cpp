@@ -1,18 +1,35 @@
 // Runs a list of calls, one after the other. Each is divided into parts, which the threads take as they come: one that
 // the system has taken off its processor delays the others by the part that it holds, and by nothing else.
+//
+// The threads are kept. Between two lists they look for the next one and let others run in between (HTTP, text); after
+// some milliseconds they sleep. To wake a thread can take longer than a whole step, above all in a virtual machine.
 
 #include <immintrin.h>
-#include <omp.h>
 #include <sched.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
+#include <mutex>
+#include <thread>
 #include <vector>
 
 namespace {
 
-constexpr int MAX_ARGUMENTS = 15;
+constexpr int MAX_ARGUMENTS = 17;
 constexpr int PATIENCE = 2000;  // looks, before a thread that waits lets others run
+constexpr auto AWAKE = std::chrono::milliseconds(5);  // before a thread that has nothing to do sleeps
+
+// Looks until it `is_over`, or for `longest`.
+template <class IsOver>
+void wait_until(IsOver is_over, std::chrono::nanoseconds longest = std::chrono::nanoseconds::max()) {
+    for (int looks = 0; looks < PATIENCE; looks++) {
+        if (is_over()) return;
+        _mm_pause();
+    }
+    const auto begun = std::chrono::steady_clock::now();
+    while (!is_over() && std::chrono::steady_clock::now() - begun < longest) sched_yield();
+}
 
 struct Call {
     void (*kernel)(const int64_t* arguments, long part, long num_parts);
@@ -24,25 +41,71 @@ struct alignas(64) Progress {
     std::atomic<long> taken{0}, done{0};
 };
 
-void take_part(const Call& call, Progress& progress) {
-    while (progress.taken.load(std::memory_order_relaxed) < call.num_parts) {
-        const long part = progress.taken.fetch_add(1, std::memory_order_relaxed);
-        if (part >= call.num_parts) break;
-        call.kernel(call.arguments, part, call.num_parts);
-        progress.done.fetch_add(1, std::memory_order_release);
+struct List {
+    const Call* calls;
+    long count;
+    std::vector<Progress> progress;
+
+    void run() {
+        for (long index = 0; index < count; index++) {
+            const Call& call = calls[index];
+            Progress& at = progress[index];
+            while (at.taken.load(std::memory_order_relaxed) < call.num_parts) {
+                const long part = at.taken.fetch_add(1, std::memory_order_relaxed);
+                if (part >= call.num_parts) break;
+                call.kernel(call.arguments, part, call.num_parts);
+                at.done.fetch_add(1, std::memory_order_release);
+            }
+            wait_until([&] { return at.done.load(std::memory_order_acquire) == call.num_parts; });
+        }
     }
-    for (int looks = 0; progress.done.load(std::memory_order_acquire) < call.num_parts; looks++)
-        if (looks < PATIENCE)
-            _mm_pause();
-        else
-            sched_yield();
+};
+
+// Threads beside the caller's that help with one list at a time. They end with the process.
+struct Helpers {
+    std::mutex in_use;
+    long count = 0;
+    List* list = nullptr;             // the one to help with
+    std::atomic<uint32_t> number{0};  // of the list; it grows with each
+    std::atomic<long> wanted{0}, inside{0};
+
+    void start(long total) {
+        for (; count < total; count++) std::thread(&Helpers::help, this, count).detach();
+    }
+
+    void help(long own) {
+        for (uint32_t seen = 0;;) {
+            wait_until([&] { return number.load(std::memory_order_acquire) != seen; }, AWAKE);
+            number.wait(seen, std::memory_order_acquire);
+            seen = number.load(std::memory_order_acquire);
+            inside.fetch_add(1);
+            if (own < wanted.load()) list->run();
+            inside.fetch_sub(1);
+        }
+    }
+
+    void run(List& given, long num_threads) {
+        start(num_threads - 1);
+        list = &given;
+        wanted.store(num_threads - 1);
+        number.fetch_add(1, std::memory_order_release);
+        number.notify_all();
+        given.run();
+        wanted.store(0);  // who has not begun by now has nothing left to do
+        wait_until([&] { return inside.load() == 0; });
+    }
+};
+
+Helpers& helpers() {
+    static Helpers* all = new Helpers;  // never destroyed: its threads look at it until the process has ended
+    return *all;
 }
 
 }  // namespace
 
-extern "C" void run(const Call* calls, long count) {
+extern "C" void run(const Call* calls, long count, long num_threads) {
     if (count == 1 && calls->num_parts == 1) return calls->kernel(calls->arguments, 0, 1);
-    std::vector<Progress> progress(count);
-#pragma omp parallel
-    for (long index = 0; index < count; index++) take_part(calls[index], progress[index]);
+    List list{calls, count, std::vector<Progress>(count)};
+    std::unique_lock lock(helpers().in_use, std::try_to_lock);  // who comes meanwhile computes alone
+    lock.owns_lock() && num_threads > 1 ? helpers().run(list, num_threads) : list.run();
 }
