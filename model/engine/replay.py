@@ -14,12 +14,14 @@ from model.transformer import Transformer
 class RecordedStep:
     """One pass of `model` over N streams, and the tensors that it reads its inputs from."""
 
-    def __init__(self, model: Transformer, cache: PagedCache, shares: Sequence[Share], memory: Memory) -> None:
+    def __init__(
+        self, model: Transformer, cache: PagedCache, shares: Sequence[Share], memory: Memory, *, watched: bool
+    ) -> None:
         num_blocks = min(-(-model.config.max_positions // cache.block_size), cache.num_blocks)
         self._context = PagedContext(cache, shares, (), num_blocks)
         self._ids = torch.tensor([newest_tokens(shares)])
         self._recording = Recording(memory)
-        with self._recording.record():
+        with self._recording.record(watched=watched):
             self.logits: Tensor = model(self._ids, context=self._context)[0]
         self.is_whole = self._recording.is_whole
 
@@ -48,7 +50,7 @@ class StreamSteps:
         step = self._steps.get(len(shares))
         if step is not None:
             return step.run(shares)
-        step = RecordedStep(self._model, self._cache, shares, self._memory)
+        step = RecordedStep(self._model, self._cache, shares, self._memory, watched=not self._steps)
         if step.is_whole:
             self._steps[len(shares)] = step
         else:

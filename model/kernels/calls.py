@@ -7,7 +7,7 @@ the addresses that they read and write is kept. To run it again with other input
 import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
@@ -68,7 +68,7 @@ class Memory:
 
 
 class Recording:
-    """The calls of one pass. `is_whole` unless something was computed that is no call of a kernel."""
+    """The calls of one pass. `is_whole` unless it is seen that something was computed that is no call of a kernel."""
 
     def __init__(self, memory: Memory) -> None:
         self.calls: list[Any] = []
@@ -78,11 +78,11 @@ class Recording:
         self._list: Any = None
 
     @contextmanager
-    def record(self) -> Iterator[None]:
-        """What is called inside is kept."""
+    def record(self, *, watched: bool = True) -> Iterator[None]:
+        """What is called inside is kept. To be `watched` costs much time: once is enough for passes that do the same."""
         token = _recording.set(self)
         try:
-            with _Watch(self):
+            with _Watch(self) if watched else nullcontext():
                 yield
         finally:
             _recording.reset(token)
