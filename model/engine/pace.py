@@ -6,8 +6,7 @@ MAX_TOKENS = 1 << 20
 
 
 class Pace:
-    """Keeps steps within `max_stretch` times what they would take without prompts, where as many prompts enter as
-    streams run; where prompts outnumber the streams, these bear as much more.
+    """Keeps steps within `max_stretch` times what they would take without prompts.
 
     A step of x tokens takes a + b x seconds: a line through the steps so far, the older ones counting less.
     """
@@ -28,7 +27,7 @@ class Pace:
             MEMORY * total + term for total, term in zip(sums, terms, strict=True)
         )
 
-    def limit(self, num_streams: int, num_prompts: int) -> int:
+    def limit(self, num_streams: int) -> int:
         """Tokens of prompts in the next step; at most twice as many as in the step before."""
         spread = self._weight * self._xx - self._x * self._x
         slope = (self._weight * self._xy - self._x * self._y) / spread if spread > 1e-6 * self._xx else 0.0
@@ -36,7 +35,6 @@ class Pace:
         bearable = 2.0 * self._limit
         if slope > 0:
             stream_seconds = (self._y - slope * self._x) / self._weight + slope * num_streams
-            stretch = (self._max_stretch - 1) * max(1.0, num_prompts / num_streams)
-            bearable = min(bearable, stretch * stream_seconds / slope)
+            bearable = min(bearable, (self._max_stretch - 1) * stream_seconds / slope)
         self._limit = int(min(max(bearable, MIN_TOKENS), MAX_TOKENS))
         return self._limit

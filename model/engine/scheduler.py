@@ -76,9 +76,9 @@ class Scheduler:
         shares = [Share(sequence, sequence.num_computed, 1) for sequence in streams if self._make_room(sequence)]
         budget = self._max_tokens - len(shares)
         prompts = [s for s in self.running if s.num_missing > 1]
-        if shares and (prompts or self.waiting):
-            num_entering = min(len(self.waiting), self._max_sequences - len(self.running))
-            budget = min(budget, self._pace.limit(len(shares), len(prompts) + num_entering))
+        num_entering = min(len(self.waiting), self._max_sequences - len(self.running))
+        if 0 < len(prompts) + num_entering < len(shares):  # else fewer are held up than get on
+            budget = min(budget, self._pace.limit(len(shares)))
         for sequence in prompts:
             budget -= self._share(sequence, budget, shares)
         for sequence in list(self.waiting):

@@ -16,25 +16,35 @@
 namespace {
 
 constexpr long TILE = 32;        // rows, heads of new tokens, that read keys together
+constexpr long AHEAD = 8;        // keys that are fetched while one is read
 constexpr long FEW = 4;          // rows that do not turn them
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
-// The head of the keys or values of one sequence: row `index` is that of its token at this position.
+// Some heads of the keys or values of one sequence: row `index` is that of its token at this position.
 template <class Number>
 struct Rows {
     const Number* pool;
     const int64_t* blocks;
-    long size, stride;
+    long size, stride, width;  // width: numbers of a row that are read
 
     const Number* operator[](long index) const { return pool + (blocks[index / size] * size + index % size) * stride; }
 
     template <class Visit>
     void visit(long begin, long end, Visit each) const {
         while (begin < end) {
-            const Number* row = (*this)[begin];
-            for (const long next = std::min(end, (begin / size + 1) * size); begin < next; begin++, row += stride)
+            const long next = std::min(end, (begin / size + 1) * size);
+            const Number *row = (*this)[begin], *const following = next < end ? (*this)[next] : row;
+            for (; begin < next; begin++, row += stride) {
+                prefetch(begin + AHEAD < next ? row + AHEAD * stride : following + (begin + AHEAD - next) * stride);
                 each(begin, row);
+            }
         }
+    }
+
+    // The processor itself finds neither the next block nor, where few heads are read, the next row.
+    void prefetch(const Number* row) const {
+        const char *const from = (const char*)row, *const to = (const char*)(row + width);
+        for (const char* line = from; line < to; line += 64) _mm_prefetch(line, _MM_HINT_T0);
     }
 };
 
@@ -96,53 +106,80 @@ void multiply_keys(const float* q, const float* turned, long D, __m512* sums) {
     }
 }
 
-// What the new tokens [begin, end) of one sequence, for the query heads of one head of keys, attend to.
+// What new tokens of one sequence attend to, in the query heads of one or several heads of keys.
 template <class Number>
 struct Reader {
     Rows<Number> keys, values;
-    const Number* q;  // of the sequence's first new token and the group's first head
+    const Number* q;  // of the sequence's first new token and the first head
     Number* z;
-    long start, group, token_stride, D, window;  // start: the position of the first new token
+    long start, heads, group, token_stride, D, window;  // start: the position of the first new token
     float scale;
     std::vector<float>& memory;
 
     long first(long token) const { return window ? std::max(0L, start + token - window + 1) : 0; }
+    long end_of(long token) const { return start + token + 1; }
 
+    // The tokens [begin, end). A row is one of them in one query head: those of a head of keys stand together.
     void read(long begin, long end) const {
-        const long rows = (end - begin) * group, first_key = first(begin), last_key = start + end;
+        const long of_head = (end - begin) * group, rows = heads * of_head;
+        const long first_key = first(begin), last_key = start + end;
         const long padded = (last_key - first_key + WIDTH - 1) / WIDTH * WIDTH + WIDTH;
         memory.resize(rows * (padded + 2 * D) + WIDTH * D);
         float *const scores = memory.data(), *const queries = scores + rows * padded;
         float *const sums = queries + rows * D, *const turned = sums + rows * D;
+        const auto token_of = [&](long row) { return begin + row % of_head / group; };
+        const auto place_of = [&](long row) {
+            return token_of(row) * token_stride + (row / of_head * group + row % group) * D;
+        };
         for (long row = 0; row < rows; row++)
-            for (long d = 0; d < D; d += WIDTH)
-                store(queries + row * D + d, load(q + (begin + row / group) * token_stride + row % group * D + d));
-        if (rows < FEW)
-            score_few(queries, scores, rows, first_key, last_key, padded);
+            for (long d = 0; d < D; d += WIDTH) store(queries + row * D + d, load(q + place_of(row) + d));
+        if (of_head < FEW)
+            score_few(queries, scores, of_head, first_key, last_key, padded);
         else
             score_many(queries, scores, turned, rows, first_key, last_key, padded);
         for (long row = 0; row < rows; row++) {
-            const long token = begin + row / group, own = first(token) - first_key, num_keys = start + token + 1 - first(token);
-            float* const of_row = scores + row * padded + own;
-            for (long i = num_keys; i < (num_keys + WIDTH - 1) / WIDTH * WIDTH; i++) of_row[i] = NONE;
-            softmax(of_row, (num_keys + WIDTH - 1) / WIDTH * WIDTH);
+            const long own = first(token_of(row)), num_keys = end_of(token_of(row)) - own;
+            const long whole = (num_keys + WIDTH - 1) / WIDTH * WIDTH;
+            float* const of_row = scores + row * padded + own - first_key;
+            std::fill(of_row + num_keys, of_row + whole, NONE);
+            softmax(of_row, whole);
         }
         std::fill(sums, sums + rows * D, 0.0f);
-        add_values(scores, sums, begin, end, first_key, padded);
+        if (of_head < FEW)
+            add_few(scores, sums, begin, of_head, first_key, last_key, padded);
+        else
+            add_values(scores, sums, begin, end, first_key, padded);
         for (long row = 0; row < rows; row++)
-            for (long d = 0; d < D; d += WIDTH)
-                store(z + (begin + row / group) * token_stride + row % group * D + d, load(sums + row * D + d));
+            for (long d = 0; d < D; d += WIDTH) store(z + place_of(row) + d, load(sums + row * D + d));
     }
 
-    void score_few(const float* queries, float* scores, long rows, long first_key, long last_key, long padded) const {
+    void score_few(const float* queries, float* scores, long of_head, long first_key, long last_key,
+                   long padded) const {
         keys.visit(first_key, last_key, [&](long key, const Number* k) {
-            for (long row = 0; row < rows; row++) {
+            for (long row = 0; row < heads * of_head; row++) {
+                const Number* const of_row = k + row / of_head * D;
                 __m512 products = _mm512_setzero_ps();
                 for (long d = 0; d < D; d += WIDTH)
-                    products = _mm512_fmadd_ps(load(queries + row * D + d), load(k + d), products);
+                    products = _mm512_fmadd_ps(load(queries + row * D + d), load(of_row + d), products);
                 scores[row * padded + key - first_key] = scale * _mm512_reduce_add_ps(products);
             }
         });
+    }
+
+    void add_few(const float* weights, float* sums, long begin, long of_head, long first_key, long last_key,
+                 long padded) const {
+        values.visit(first_key, last_key, [&](long key, const Number* v) {
+            for (long row = 0; row < heads * of_head; row++) {
+                const long token = begin + row % of_head / group;
+                if (key >= first(token) && key < end_of(token))
+                    add(weights[row * padded + key - first_key], v + row / of_head * D, sums + row * D);
+            }
+        });
+    }
+
+    void add(float weight, const Number* v, float* sums) const {
+        for (long d = 0; d < D; d += WIDTH)
+            store(sums + d, _mm512_fmadd_ps(_mm512_set1_ps(weight), load(v + d), load(sums + d)));
     }
 
     void score_many(const float* queries, float* scores, float* turned, long rows, long first_key, long last_key,
@@ -173,22 +210,20 @@ struct Reader {
         for (long row = 0; row < rows; row += FEW) {
             const long count = std::min(FEW, rows - row);
             const long first_token = begin + row / group, last_token = begin + (row + count - 1) / group;
-            const long common_begin = first(last_token), common_end = start + first_token + 1;
+            const long common_begin = first(last_token), common_end = end_of(first_token);
             const auto add_alone = [&](long key_begin, long key_end, long of) {
                 values.visit(key_begin, key_end, [&](long key, const Number* v) {
-                    const __m512 weight = _mm512_set1_ps(weights[of * padded + key - first_key]);
-                    for (long d = 0; d < D; d += WIDTH)
-                        store(sums + of * D + d, _mm512_fmadd_ps(weight, load(v + d), load(sums + of * D + d)));
+                    add(weights[of * padded + key - first_key], v, sums + of * D);
                 });
             };
             const bool is_common = count == FEW && common_begin < common_end;
             for (long of = row; of < row + count; of++) {
                 const long token = begin + of / group;
-                add_alone(first(token), is_common ? common_begin : start + token + 1, of);
+                add_alone(first(token), is_common ? common_begin : end_of(token), of);
             }
             if (is_common) {
                 add_common(weights + row * padded - first_key, sums + row * D, common_begin, common_end, padded);
-                for (long of = row; of < row + count; of++) add_alone(common_end, start + begin + of / group + 1, of);
+                for (long of = row; of < row + count; of++) add_alone(common_end, end_of(begin + of / group), of);
             }
         }
     }
@@ -229,19 +264,27 @@ void attention(Arguments given, long part, long num_parts) {
     const int64_t *blocks = given.array<int64_t>(4), *first_row = given.array<int64_t>(5), *start = given.array<int64_t>(6);
     const long num_sequences = given.size(7), max_blocks = given.size(8), size = given.size(9), H = given.size(10);
     const long Hkv = given.size(11), D = given.size(12), window = given.size(13), group = H / Hkv;
-    const long tile = std::max(1L, TILE / group);
+    const long tile = std::max(1L, TILE / group), few_heads = std::clamp(num_sequences * Hkv / 4, 1L, Hkv);
+    const auto heads_of = [&](long num_new) { return num_new * group < FEW ? few_heads : 1; };
+    long num_items = 0;
+    for (long s = 0; s < num_sequences; s++) {
+        const long num_new = first_row[s + 1] - first_row[s], heads = heads_of(num_new);
+        num_items += (Hkv + heads - 1) / heads * ((num_new + tile - 1) / tile);
+    }
     static thread_local std::vector<float> memory;
     long item = 0;
     for (long s = 0; s < num_sequences; s++) {
-        const long num_new = first_row[s + 1] - first_row[s];
-        for (long head = 0; head < Hkv; head++)
-            for (long begin = 0; begin < num_new; begin += tile)
-                if (item++ % num_parts == part) {
-                    const long from = (first_row[s] * H + head * group) * D;
+        const long num_new = first_row[s + 1] - first_row[s], heads = heads_of(num_new);
+        for (long head = 0; head < Hkv; head += heads)
+            for (long begin = 0; begin < num_new; begin += tile, item++)
+                if (item >= num_items * part / num_parts && item < num_items * (part + 1) / num_parts) {
+                    const long from = (first_row[s] * H + head * group) * D, count = std::min(heads, Hkv - head);
                     const int64_t* const own = blocks + s * max_blocks;
                     const Reader<Number> reader = {
-                        {keys + head * D, own, size, given.size(15)}, {values + head * D, own, size, given.size(16)},
-                        q + from, z + from, start[s], group, H * D, D, window, given.number(14), memory,
+                        {keys + head * D, own, size, given.size(15), count * D},
+                        {values + head * D, own, size, given.size(16), count * D},
+                        q + from, z + from, start[s], count, group, H * D, D, window,
+                        given.number(14), memory,
                     };
                     reader.read(begin, std::min(begin + tile, num_new));
                 }
