@@ -10,6 +10,7 @@ from torch import Tensor
 
 from model.attention import CausalMask, fused_attention
 from model.config import Activation
+from model.summary import Summary, summarize
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -62,6 +63,9 @@ class Operations:
         """x (N, size) -> the largest number of each row, NaN where any is NaN, and where it first stands, each (N,)."""
         found = x.max(dim=-1)
         return found.values, found.indices
+
+    def summarize(self, x: Tensor) -> Summary:
+        return summarize(x)
 
 
 PYTORCH = Operations()

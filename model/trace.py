@@ -3,7 +3,6 @@
 What an answer will hold follows from the prompt's length alone (`Selection.shape`), before anything is computed.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -11,7 +10,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from model.operations import PYTORCH, Operations
 from model.stages import Recorder, Stage, Tap
+from model.summary import Summary
 from model.transformer import read_out
 
 Detail = Literal["none", "summary", "values"]
@@ -58,29 +59,18 @@ class Selection:
                 tensor = tensor.index_select(axis, torch.tensor(indices, device=tensor.device))
         return tensor
 
-    def keep(self, stage: Stage, tensor: Tensor, sizes: Mapping[str, int]) -> "StageTrace":
-        """What an answer needs of a stage, as it is computed."""
+    def keep(
+        self, stage: Stage, tensor: Tensor, sizes: Mapping[str, int], operations: Operations = PYTORCH
+    ) -> "StageTrace":
+        """What an answer needs of a stage, as it is computed; the network's `operations` may be faster at it."""
         tensor = self.take(stage, tensor, sizes)
         return StageTrace(
             stage,
             tuple(tensor.shape),
             tensor.dtype,
-            None if self.detail == "none" else summarize(tensor),
+            None if self.detail == "none" else operations.summarize(tensor),
             tensor if self.detail == "values" else None,
         )
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Of the finite numbers of a stage; `std` is the population's, `non_finite` counts what was left out (masked
-    scores are -inf). All are None where no number is finite."""
-
-    min: float | None
-    max: float | None
-    mean: float | None
-    std: float | None
-    l2: float | None
-    non_finite: int
 
 
 @dataclass(frozen=True)
@@ -113,7 +103,8 @@ def trace(
     device: torch.device | str = "cpu",
 ) -> Trace:
     """Run `network` once over `ids` and keep the selected stages; `sizes` are its dims for this many tokens."""
-    recorder = Recorder(selection.stages, lambda stage, tensor: selection.keep(stage, tensor, sizes))
+    operations = getattr(network, "operations", PYTORCH)
+    recorder = Recorder(selection.stages, lambda stage, tensor: selection.keep(stage, tensor, sizes, operations))
     logits = network(torch.tensor([list(ids)], device=device), tap=recorder)
     loss = read_out(logits, targets, recorder)
     return Trace([recorder.kept[stage.name] for stage in selection.stages], logits[0], loss[0])
@@ -134,19 +125,3 @@ def predict(logits: Tensor, top_k: int) -> list[Predictions]:
     top = logits.topk(top_k, dim=-1)
     chances = probabilities.gather(-1, top.indices)
     return list(map(Predictions, top.indices.tolist(), top.values.tolist(), chances.tolist()))
-
-
-def summarize(tensor: Tensor) -> Summary:
-    """The summary of a tensor of any shape, computed in at least float32."""
-    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32)).flatten()
-    low, high = (bound.item() for bound in wide.aminmax())
-    if not (math.isfinite(low) and math.isfinite(high)):
-        wide = wide[wide.isfinite()]
-        if wide.numel() == 0:
-            return Summary(None, None, None, None, None, tensor.numel())
-        low, high = (bound.item() for bound in wide.aminmax())
-    mean = wide.mean().item()
-    # Norms are several times faster than torch.var_mean, and centred before they are squared.
-    deviation = torch.linalg.vector_norm(wide - mean).item()
-    root = math.sqrt(wide.numel())
-    return Summary(low, high, mean, deviation / root, math.hypot(deviation, mean * root), tensor.numel() - wide.numel())

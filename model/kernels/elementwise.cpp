@@ -180,6 +180,55 @@ void largest(Arguments given, long part, long num_parts) {
     });
 }
 
+// Of a part of x (count): of all 16 lanes, a few thousand numbers at a time, so that float32 sums stay exact enough.
+template <class Number, class Visit>
+void each_stretch(const Number* x, long count, long part, long num_parts, Visit visit) {
+    constexpr long STRETCH = 256 * WIDTH;
+    const long begin = count * part / num_parts, end = count * (part + 1) / num_parts;
+    for (long from = begin; from < end; from += STRETCH) visit(x + from, std::min(STRETCH, end - from));
+}
+
+__mmask16 finite_of(__m512 value, __mmask16 which) {
+    return _mm512_mask_cmp_ps_mask(which, _mm512_abs_ps(value), _mm512_set1_ps(INFINITY), _CMP_LT_OQ);
+}
+
+// x (count) -> of each part's finite numbers the least, the largest, the sum, and how many they are: (num_parts, 4)
+template <class Number>
+void bounds(Arguments given, long part, long num_parts) {
+    __m512 least = _mm512_set1_ps(INFINITY), most = _mm512_set1_ps(-INFINITY);
+    double total = 0, num_finite = 0;
+    each_stretch(given.array<Number>(0), given.size(2), part, num_parts, [&](const Number* x, long size) {
+        __m512 sum = _mm512_setzero_ps();
+        each_vector(size, [&](long i, __mmask16 which) {
+            const __m512 value = load(x + i, which);
+            const __mmask16 finite = finite_of(value, which);
+            least = _mm512_mask_min_ps(least, finite, least, value);
+            most = _mm512_mask_max_ps(most, finite, most, value);
+            sum = _mm512_mask_add_ps(sum, finite, sum, value);
+            num_finite += _mm_popcnt_u32(finite);
+        });
+        total += _mm512_reduce_add_ps(sum);
+    });
+    const double found[] = {_mm512_reduce_min_ps(least), _mm512_reduce_max_ps(most), total, num_finite};
+    std::memcpy(given.array<double>(1) + 4 * part, found, sizeof found);
+}
+
+// x (count) -> of each part the sum of the squared differences of its finite numbers from the mean: (num_parts)
+template <class Number>
+void deviation(Arguments given, long part, long num_parts) {
+    const __m512 mean = _mm512_set1_ps(given.number(3));
+    double total = 0;
+    each_stretch(given.array<Number>(0), given.size(2), part, num_parts, [&](const Number* x, long size) {
+        __m512 sum = _mm512_setzero_ps();
+        each_vector(size, [&](long i, __mmask16 which) {
+            const __m512 value = load(x + i, which), centred = _mm512_sub_ps(value, mean);
+            sum = _mm512_mask3_fmadd_ps(centred, centred, sum, finite_of(value, which));
+        });
+        total += _mm512_reduce_add_ps(sum);
+    });
+    given.array<double>(1)[part] = total;
+}
+
 }  // namespace
 
 KERNEL(rotation_float32) { rotation(given, part, num_parts); }
@@ -191,6 +240,8 @@ KERNEL(rotation_float32) { rotation(given, part, num_parts); }
     KERNEL(norm_##dtype) { norm<Number>(given, part, num_parts); }                                      \
     KERNEL(rotate_##dtype) { rotate<Number>(given, part, num_parts); }                                  \
     KERNEL(largest_##dtype) { largest<Number>(given, part, num_parts); }                                    \
+    KERNEL(bounds_##dtype) { bounds<Number>(given, part, num_parts); }                                      \
+    KERNEL(deviation_##dtype) { deviation<Number>(given, part, num_parts); }                                \
     KERNEL(silu_##dtype) { activate<Number, silu>(given, part, num_parts); }                            \
     KERNEL(gelu_tanh_##dtype) { activate<Number, gelu_tanh>(given, part, num_parts); }                  \
     KERNEL(relu_##dtype) { activate<Number, relu>(given, part, num_parts); }

@@ -4,6 +4,8 @@ All is computed in float32 and rounded once. No bit of a token's result depends 
 how a prompt is divided into passes.
 """
 
+import ctypes
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +17,13 @@ from model.kernels import calls, native
 from model.kernels.calls import bits, call, empty
 from model.kernels.linear import pack_linears
 from model.operations import Operations, Rotation
+from model.summary import Summary, summary_of
 from model.transformer import Transformer
 
 WIDTH = 16  # numbers of a vector: as in kernel.h
 PART = 2048  # numbers for which another thread is worth its while
-NAMES = ("take_rows", "write_rows", "add", "norm", "rotate", "largest", "silu", "gelu_tanh", "relu")
+PART_OF_SUMMARY = 1 << 15
+NAMES = ("take_rows", "write_rows", "add", "norm", "rotate", "largest", "bounds", "deviation", "silu", "gelu_tanh", "relu")
 
 
 @dataclass(frozen=True)
@@ -56,13 +60,14 @@ def operations_for(config: ModelConfig, dtype: torch.dtype, device: torch.device
     if config.d_head % WIDTH == 0:
         kernels["attention"] = native.kernel("attention", "attention", dtype)
     found = {name: kernel for name, kernel in kernels.items() if kernel is not None}
-    return NativeOperations(found) if len(found) == len(kernels) else None
+    return NativeOperations(dtype, found) if len(found) == len(kernels) else None
 
 
 class NativeOperations(Operations):
     """By kernels, whose addresses these are; what has none is left to PyTorch."""
 
-    def __init__(self, kernels: dict[str, int]) -> None:
+    def __init__(self, dtype: torch.dtype, kernels: dict[str, int]) -> None:
+        self._dtype = dtype
         self._kernels = kernels
         self.reads_pages = "attention" in kernels
 
@@ -144,6 +149,22 @@ class NativeOperations(Operations):
         values, indices = empty((N,), torch.float32), empty((N,), torch.int64)
         call(self._kernels["largest"], N, x.data_ptr(), values.data_ptr(), indices.data_ptr(), N, size)
         return values, indices
+
+    def summarize(self, x: Tensor) -> Summary:
+        if x.dtype != self._dtype or x.numel() == 0:
+            return super().summarize(x)
+        x, count = x.contiguous(), x.numel()
+        num_parts = max(1, min(count // PART_OF_SUMMARY, calls.MAX_PARTS))
+        found = (ctypes.c_double * (4 * num_parts))()  # of each part: least, largest, sum, how many
+        pointers = (x.data_ptr(), ctypes.addressof(found))
+        call(self._kernels["bounds"], num_parts, *pointers, count)
+        num_finite = int(sum(found[3::4]))
+        if num_finite == 0:
+            return Summary(None, None, None, None, None, count)
+        low, high, mean = min(found[0::4]), max(found[1::4]), math.fsum(found[2::4]) / num_finite
+        call(self._kernels["deviation"], num_parts, *pointers, count, bits(mean))
+        deviation = math.sqrt(math.fsum(found[:num_parts]))
+        return summary_of(low, high, mean, deviation, num_finite, count)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask, *, scale: float) -> Tensor:
         if not self.reads_pages:

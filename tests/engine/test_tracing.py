@@ -15,7 +15,8 @@ from model.engine.engine import Engine
 from model.engine.request import Request
 from model.engine.tracing import StepTrace, TraceParams
 from model.stages import Stage, select, sizes_of, stages_of
-from model.trace import Predictions, Selection, Trace, predict, summarize, trace
+from model.summary import summarize
+from model.trace import Predictions, Selection, Trace, predict, trace
 from model.transformer import Transformer
 from tests.engine.driving import Drive, Result, alone, ask, assert_each_is_as_alone, new_engine, prompt, run
 from tests.tiny import CONFIGS, ROUNDING, build, every_config, exact
