@@ -54,7 +54,7 @@ class Budget:
 async def answer_pass(
     request: Request,
     state: State,
-    job: Callable[[float], bytes],
+    job: Callable[[float], bytes | memoryview],
     *,
     num_tokens: int,
     budget: Budget,
@@ -74,10 +74,10 @@ async def answer_pass(
     return Response(content, media_type=SAFETENSORS if as_safetensors else "application/json")
 
 
-async def _run(state: State, job: Callable[[float], bytes], num_tokens: int) -> bytes:
+async def _run(state: State, job: Callable[[float], bytes | memoryview], num_tokens: int) -> bytes | memoryview:
     arrived = time.perf_counter()
 
-    def timed() -> tuple[bytes, float, float]:
+    def timed() -> tuple[bytes | memoryview, float, float]:
         began = time.perf_counter()
         content = job(began - arrived)
         return content, began - arrived, time.perf_counter() - began

@@ -47,7 +47,7 @@ def use_kernels(model: Transformer) -> bool:
     if operations is not None:
         for module in model.modules():
             if hasattr(module, "operations"):
-                module.operations = operations
+                setattr(module, "operations", operations)  # noqa: B010 (a module's attributes are tensors, to mypy)
     return pack_linears(model) > 0 and operations is not None
 
 

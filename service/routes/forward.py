@@ -215,7 +215,7 @@ def working_bytes(plan: Plan) -> int:
     return 3 * itemsize * num_values
 
 
-def run(plan: Plan, waited: float) -> bytes:
+def run(plan: Plan, waited: float) -> bytes | memoryview:
     """The pass and its answer, encoded. On the network's thread."""
     start = time.perf_counter()
     subject = plan.subject

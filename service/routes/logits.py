@@ -65,7 +65,7 @@ def find_rows(body: LogitsRequest, num_tokens: int) -> list[int]:
 
 def run(
     checkpoint: Checkpoint, ids: list[int], rows: list[int], body: LogitsRequest, as_safetensors: bool, waited: float
-) -> bytes:
+) -> bytes | memoryview:
     """The pass and its answer, encoded. On the network's thread."""
     start = time.perf_counter()
     with torch.inference_mode():
