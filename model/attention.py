@@ -4,7 +4,6 @@ Dims: B batch, T new tokens, S keys (cached and new), H/Hkv heads, D head size. 
 """
 
 import math
-from collections.abc import Callable
 from functools import cached_property
 from typing import Protocol
 
@@ -55,21 +54,36 @@ class CausalMask:
         return visible if self.window is None else visible & (keys > queries - self.window)
 
 
-Fused = Callable[..., Tensor]
-"""As `fused_attention`: (q, k, v, mask, *, scale) -> z."""
+class AttentionOperations(Protocol):
+    """Who computes attention: PyTorch, or kernels."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask, *, scale: float) -> Tensor: ...
+    def spell_out(
+        self, q: Tensor, k: Tensor, mask: CausalMask | None, *, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, probe: Probe, *, scale: float, fused: Fused | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: CausalMask | None,
+    probe: Probe,
+    *,
+    scale: float,
+    operations: AttentionOperations | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale + mask) v, each query head with its group's key and value head.
 
-    q (B, T, H, D), k and v (B, S, Hkv, D) -> z (B, T, H, D). Without a mask every query sees every key. `fused` computes
-    what is not spelled out, by default `fused_attention`.
+    q (B, T, H, D), k and v (B, S, Hkv, D) -> z (B, T, H, D). Without a mask every query sees every key. Without
+    `operations` it is computed by PyTorch.
     """
-    z = (fused or fused_attention)(q, k, v, mask, scale=scale)
+    if operations is None or mask is None:
+        z = fused_attention(q, k, v, mask, scale=scale)
+    else:
+        z = operations.attend(q, k, v, mask, scale=scale)
     if probe.wants("scores", "attn_scores", "pattern"):
-        edited = spell_out(q, k, mask, probe, scale=scale)
+        edited = show_attention(q, k, mask, probe, scale=scale, operations=operations)
         if edited is not None:
             z = mix(edited, v)
     return probe("z", z)
@@ -103,23 +117,48 @@ def folded_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *,
     return z.reshape(B, H, T, D).transpose(1, 2)
 
 
-def spell_out(q: Tensor, k: Tensor, mask: CausalMask | None, probe: Probe, *, scale: float) -> Tensor | None:
+def show_attention(
+    q: Tensor,
+    k: Tensor,
+    mask: CausalMask | None,
+    probe: Probe,
+    *,
+    scale: float,
+    operations: AttentionOperations | None = None,
+) -> Tensor | None:
     """Offers what the fused kernel skips: `scores`, `attn_scores` and `pattern`, each (B, H, T, S).
 
     Gives the pattern where the tap changed any of them, else None.
     """
+    spell = spell_out if operations is None else operations.spell_out
+    computed_scores, masked, pattern = spell(q, k, mask, scale=scale)
+    scores = probe("scores", computed_scores)
+    if scores is not computed_scores:
+        masked = mask_scores(scores, mask)
+    shown_masked = probe("attn_scores", masked)
+    if scores is not computed_scores or shown_masked is not masked:
+        pattern = softmax(shown_masked, q.dtype)
+    shown_pattern = probe("pattern", pattern)
+    is_unchanged = scores is computed_scores and shown_masked is masked and shown_pattern is pattern
+    return None if is_unchanged else shown_pattern
+
+
+def spell_out(q: Tensor, k: Tensor, mask: CausalMask | None, *, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, masked scores and their softmax, each (B, H, T, S)."""
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     # Scaled first: in float16 the product of what is not yet scaled can overflow.
-    computed_scores = (q * scale) @ k.mT
-    scores = probe("scores", computed_scores)
-    computed_masked = scores if mask is None else scores.masked_fill(~mask.visible, -math.inf)
-    masked = probe("attn_scores", computed_masked)
-    wide = torch.promote_types(masked.dtype, torch.float32)
-    computed_pattern = masked.softmax(dim=-1, dtype=wide).to(q.dtype)
-    pattern = probe("pattern", computed_pattern)
-    is_unchanged = scores is computed_scores and masked is computed_masked and pattern is computed_pattern
-    return None if is_unchanged else pattern
+    scores = (q * scale) @ k.mT
+    masked = mask_scores(scores, mask)
+    return scores, masked, softmax(masked, q.dtype)
+
+
+def mask_scores(scores: Tensor, mask: CausalMask | None) -> Tensor:
+    return scores if mask is None else scores.masked_fill(~mask.visible, -math.inf)
+
+
+def softmax(scores: Tensor, dtype: torch.dtype) -> Tensor:
+    return scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(dtype)
 
 
 def mix(pattern: Tensor, v: Tensor) -> Tensor:
@@ -171,7 +210,7 @@ class DenseContext:
         cache: KVCache | None,
         num_new: int,
         device: torch.device,
-        fused: Fused = fused_attention,
+        operations: AttentionOperations | None = None,
     ) -> None:
         start = cache.length if cache is not None else 0
         if start + num_new > config.max_positions:
@@ -180,7 +219,7 @@ class DenseContext:
         self._config = config
         self._cache = cache
         self._num_new = num_new
-        self._fused = fused
+        self._operations = operations
         windows = {config.window_of(layer) for layer in range(config.num_layers)}
         self._masks = {window: CausalMask(start, num_new, window, device) for window in windows}
 
@@ -188,7 +227,7 @@ class DenseContext:
         if self._cache is not None:
             k, v = self._cache.append(layer, k, v)
         mask = self._masks[self._config.window_of(layer)]
-        return attend(q, k, v, mask, probe, scale=self._config.d_head**-0.5, fused=self._fused)
+        return attend(q, k, v, mask, probe, scale=self._config.d_head**-0.5, operations=self._operations)
 
     def finish(self) -> None:
         if self._cache is not None:

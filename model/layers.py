@@ -40,12 +40,12 @@ class Norm(nn.Module):
 
     def _spell_out(self, x: Tensor, probe: Probe) -> Tensor | None:
         """Offers `scale` and `normalized`; gives `normalized` where the tap changed either of them."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # the sum of squares needs the range
-        if self.bias is not None:
-            wide = wide - wide.mean(-1, keepdim=True)
-        computed_scale = (wide.square().mean(-1, keepdim=True) + self.eps).sqrt()  # (..., 1)
-        scale = probe("scale", computed_scale)
-        computed = (wide / scale).to(x.dtype)
+        centred = self.bias is not None
+        computed_scale, computed = self.operations.normalize(x, self.eps, centred=centred)
+        scale = probe("scale", computed_scale)  # (..., 1)
+        if scale is not computed_scale:
+            wide = x.to(scale.dtype)
+            computed = ((wide - wide.mean(-1, keepdim=True) if centred else wide) / scale).to(x.dtype)
         normalized = probe("normalized", computed)
         return None if scale is computed_scale and normalized is computed else normalized
 

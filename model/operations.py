@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention import CausalMask, fused_attention
+from model.attention import CausalMask, fused_attention, spell_out
 from model.config import Activation
 from model.summary import Summary, summarize
 
@@ -38,6 +38,14 @@ class Operations:
             return F.rms_norm(x, weight.shape, weight, eps)
         return F.layer_norm(x, weight.shape, weight, bias, eps)
 
+    def normalize(self, x: Tensor, eps: float, *, centred: bool) -> tuple[Tensor, Tensor]:
+        """What a norm divides each row by (..., 1), at least float32, and the rows after that."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # the sum of squares needs the range
+        if centred:
+            wide = wide - wide.mean(-1, keepdim=True)
+        scale = (wide.square().mean(-1, keepdim=True) + eps).sqrt()
+        return scale, (wide / scale).to(x.dtype)
+
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Rotation:
         """positions (N,), frequencies (D/2,) or (N, D/2), in radians a position -> what `rotate` takes."""
         angles = positions[:, None] * frequencies
@@ -63,6 +71,12 @@ class Operations:
         """x (N, size) -> the largest number of each row, NaN where any is NaN, and where it first stands, each (N,)."""
         found = x.max(dim=-1)
         return found.values, found.indices
+
+    def spell_out(
+        self, q: Tensor, k: Tensor, mask: CausalMask | None, *, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What `attend` skips, each (B, H, N, S): scores, masked scores, and their softmax."""
+        return spell_out(q, k, mask, scale=scale)
 
     def summarize(self, x: Tensor) -> Summary:
         return summarize(x)

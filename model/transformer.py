@@ -89,7 +89,7 @@ class Transformer(nn.Module):
         Raises `ValueError` when the positions pass `max_positions`.
         """
         if context is None:
-            context = DenseContext(self.config, cache, ids.shape[1], ids.device, self.operations.attend)
+            context = DenseContext(self.config, cache, ids.shape[1], ids.device, self.operations)
         probe = Probe(tap)
 
         x = self._embed(ids, context.positions, probe)  # (B, T, C)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.attention import CausalMask, DenseContext, attend, folded_attention, fused_attention, mix, spell_out
+from model.attention import CausalMask, DenseContext, attend, folded_attention, fused_attention, mix, show_attention
 from model.stages import PATTERN, Editor, Probe, Recorder, Stage
 from tests.tiny import CONFIGS, ROUNDING
 
@@ -123,7 +123,7 @@ def test_fused_and_spelled_out_attention_are_the_formula(
     expected = formula(q, k, v, brute_force(start, num_new, window))
     assert_equal_but_for_rounding(fused_attention(q, k, v, mask, scale=SCALE), expected)
     recorder = Recorder([Stage(name, PATTERN) for name in STAGES])
-    assert spell_out(q, k, mask, Probe(recorder), scale=SCALE) is None
+    assert show_attention(q, k, mask, Probe(recorder), scale=SCALE) is None
     assert list(recorder.kept) == list(STAGES)
     assert_equal_but_for_rounding(mix(recorder.kept["pattern"], v), expected)
 

@@ -153,6 +153,40 @@ struct Reader {
             for (long d = 0; d < D; d += WIDTH) store(z + place_of(row) + d, load(sums + row * D + d));
     }
 
+    // The same rows, spelled out: scores with all S keys, masked ones, and their softmax, each (H, N, S).
+    void show(long begin, long end, long N, long S, Number* of_scores, Number* of_masked, Number* of_pattern) const {
+        const long rows = (end - begin) * group, padded = (S + WIDTH - 1) / WIDTH * WIDTH + WIDTH;
+        memory.resize(rows * (padded + D) + padded + WIDTH * D);
+        float *const scores = memory.data(), *const queries = scores + rows * padded;
+        float *const line = queries + rows * D, *const turned = line + padded;
+        for (long row = 0; row < rows; row++)
+            for (long d = 0; d < D; d += WIDTH)
+                store(queries + row * D + d, load(q + (begin + row / group) * token_stride + row % group * D + d));
+        if (rows < FEW)
+            score_few(queries, scores, rows, 0, S, padded);
+        else
+            score_many(queries, scores, turned, rows, 0, S, padded);
+        for (long row = 0; row < rows; row++) {
+            const long token = begin + row / group, own = first(token), num_keys = end_of(token) - own;
+            const long to = (row % group * N + token) * S, whole = (num_keys + WIDTH - 1) / WIDTH * WIDTH;
+            float* const of_row = scores + row * padded;
+            write(of_row, of_scores + to, S);
+            std::fill(line, line + S, NONE);
+            std::copy(of_row + own, of_row + own + num_keys, line + own);
+            write(line, of_masked + to, S);
+            std::fill(of_row + own + num_keys, of_row + own + whole, NONE);
+            softmax(of_row + own, whole);
+            std::fill(line, line + S, 0.0f);
+            std::copy(of_row + own, of_row + own + num_keys, line + own);
+            write(line, of_pattern + to, S);
+        }
+    }
+
+    static void write(const float* from, Number* to, long count) {
+        for (long i = 0; i < count; i += WIDTH)
+            store(to + i, load(from + i, first_of(count - i)), first_of(count - i));
+    }
+
     void score_few(const float* queries, float* scores, long of_head, long first_key, long last_key,
                    long padded) const {
         keys.visit(first_key, last_key, [&](long key, const Number* k) {
@@ -291,9 +325,30 @@ void attention(Arguments given, long part, long num_parts) {
     }
 }
 
+// Of one sequence with N new tokens, the first at position `start`, and S keys in a row.
+template <class Number>
+void spell_out(Arguments given, long part, long num_parts) {
+    const Number *q = given.array<Number>(0), *keys = given.array<Number>(1);
+    const long N = given.size(6), start = given.size(7), S = given.size(8), H = given.size(9), Hkv = given.size(10);
+    const long D = given.size(11), group = H / Hkv, tile = std::max(1L, TILE / group), num_tiles = (N + tile - 1) / tile;
+    static thread_local std::vector<float> memory;
+    for (long item = Hkv * num_tiles * part / num_parts; item < Hkv * num_tiles * (part + 1) / num_parts; item++) {
+        const long head = item / num_tiles, begin = item % num_tiles * tile, to = head * group * N * S;
+        const Rows<Number> of_head = {keys + head * D, given.array<int64_t>(2), S, Hkv * D, D};
+        const Reader<Number> reader = {
+            of_head, of_head, q + head * group * D, nullptr, start, 1, group, H * D, D, given.size(12),
+            given.number(13), memory,
+        };
+        reader.show(begin, std::min(begin + tile, N), N, S, given.array<Number>(3) + to, given.array<Number>(4) + to,
+                    given.array<Number>(5) + to);
+    }
+}
+
 }  // namespace
 
+KERNEL(spell_out_float32) { spell_out<float>(given, part, num_parts); }
 KERNEL(attention_float32) { attention<float>(given, part, num_parts); }
 #ifdef __AVX512BF16__
+KERNEL(spell_out_bfloat16) { spell_out<BFloat16>(given, part, num_parts); }
 KERNEL(attention_bfloat16) { attention<BFloat16>(given, part, num_parts); }
 #endif

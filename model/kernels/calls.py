@@ -55,6 +55,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype) if recording is None else recording.take(shape, dtype)
 
 
+def pointer(tensor: Tensor | None) -> int:
+    """The address of a tensor as the argument of a kernel; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def bits(number: float) -> int:
     """A number as the argument of a kernel."""
     return int(struct.unpack("q", struct.pack("d", number))[0])

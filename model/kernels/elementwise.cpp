@@ -63,17 +63,19 @@ void add(Arguments given, long part, long num_parts) {
     });
 }
 
-// x: `outer` times `inner` rows of `size` -> out, all rows in a row. LayerNorm where there is a bias, else RMSNorm.
+// x: `outer` times `inner` rows of `size` -> out, all rows in a row: less its mean where it is `centred` (LayerNorm, else
+// RMSNorm), over its scale, times weight, plus bias, where there are these. `scales` of the rows, where they are wanted.
 template <class Number>
 void norm(Arguments given, long part, long num_parts) {
     const Number *x = given.array<Number>(0), *weight = given.array<Number>(1), *bias = given.array<Number>(2);
     const long inner = given.size(5), outer_stride = given.size(6), inner_stride = given.size(7), size = given.size(8);
     const float eps = given.number(9);
+    float* const scales = given.array<float>(11);
     each_row(given.size(4) * inner, part, num_parts, [&](long row) {
         const Number* from = x + row / inner * outer_stride + row % inner * inner_stride;
         Number* to = given.array<Number>(3) + row * size;
         __m512 shift = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
-        if (bias) {
+        if (given.size(10)) {
             each_vector(size, [&](long i, __mmask16 which) { shift = _mm512_add_ps(shift, load(from + i, which)); });
             shift = _mm512_set1_ps(_mm512_reduce_add_ps(shift) / size);
         }
@@ -81,10 +83,12 @@ void norm(Arguments given, long part, long num_parts) {
             const __m512 centred = _mm512_maskz_sub_ps(which, load(from + i, which), shift);
             squares = _mm512_fmadd_ps(centred, centred, squares);
         });
-        const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / size + eps));
+        const float scale = std::sqrt(_mm512_reduce_add_ps(squares) / size + eps);
+        if (scales) scales[row] = scale;
+        const __m512 factor = _mm512_set1_ps(1.0f / scale);
         each_vector(size, [&](long i, __mmask16 which) {
             __m512 value = _mm512_mul_ps(_mm512_sub_ps(load(from + i, which), shift), factor);
-            value = _mm512_mul_ps(value, load(weight + i, which));
+            if (weight) value = _mm512_mul_ps(value, load(weight + i, which));
             if (bias) value = _mm512_add_ps(value, load(bias + i, which));
             store(to + i, value, which);
         });
@@ -180,53 +184,64 @@ void largest(Arguments given, long part, long num_parts) {
     });
 }
 
-// Of a part of x (count): of all 16 lanes, a few thousand numbers at a time, so that float32 sums stay exact enough.
-template <class Number, class Visit>
-void each_stretch(const Number* x, long count, long part, long num_parts, Visit visit) {
-    constexpr long STRETCH = 256 * WIDTH;
-    const long begin = count * part / num_parts, end = count * (part + 1) / num_parts;
-    for (long from = begin; from < end; from += STRETCH) visit(x + from, std::min(STRETCH, end - from));
-}
-
 __mmask16 finite_of(__m512 value, __mmask16 which) {
     return _mm512_mask_cmp_ps_mask(which, _mm512_abs_ps(value), _mm512_set1_ps(INFINITY), _CMP_LT_OQ);
 }
 
-// x (count) -> of each part's finite numbers the least, the largest, the sum, and how many they are: (num_parts, 4)
+struct Moments {
+    double least = INFINITY, largest = -INFINITY, count = 0, mean = 0, deviation = 0;  // the latter: sum of squares
+
+    // Those of both together (Chan, Golub and LeVeque 1983).
+    void add(const Moments& other) {
+        if (other.count == 0) return;
+        const double total = count + other.count, apart = other.mean - mean;
+        deviation += other.deviation + apart * apart * count * other.count / total;
+        mean += apart * other.count / total;
+        count = total;
+        least = std::min(least, other.least);
+        largest = std::max(largest, other.largest);
+    }
+};
+
+// Of the finite ones of a few thousand numbers, which stay in the cache: their mean, then the differences from it.
 template <class Number>
-void bounds(Arguments given, long part, long num_parts) {
-    __m512 least = _mm512_set1_ps(INFINITY), most = _mm512_set1_ps(-INFINITY);
-    double total = 0, num_finite = 0;
-    each_stretch(given.array<Number>(0), given.size(2), part, num_parts, [&](const Number* x, long size) {
-        __m512 sum = _mm512_setzero_ps();
-        each_vector(size, [&](long i, __mmask16 which) {
-            const __m512 value = load(x + i, which);
-            const __mmask16 finite = finite_of(value, which);
-            least = _mm512_mask_min_ps(least, finite, least, value);
-            most = _mm512_mask_max_ps(most, finite, most, value);
-            sum = _mm512_mask_add_ps(sum, finite, sum, value);
-            num_finite += _mm_popcnt_u32(finite);
-        });
-        total += _mm512_reduce_add_ps(sum);
+Moments moments_of(const Number* x, long size) {
+    __m512 least = _mm512_set1_ps(INFINITY), most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+    long count = 0;
+    each_vector(size, [&](long i, __mmask16 which) {
+        const __m512 value = load(x + i, which);
+        const __mmask16 finite = finite_of(value, which);
+        least = _mm512_mask_min_ps(least, finite, least, value);
+        most = _mm512_mask_max_ps(most, finite, most, value);
+        sum = _mm512_mask_add_ps(sum, finite, sum, value);
+        count += _mm_popcnt_u32(finite);
     });
-    const double found[] = {_mm512_reduce_min_ps(least), _mm512_reduce_max_ps(most), total, num_finite};
-    std::memcpy(given.array<double>(1) + 4 * part, found, sizeof found);
+    if (count == 0) return {};
+    const float mean = _mm512_reduce_add_ps(sum) / count;
+    __m512 squares = _mm512_setzero_ps(), rest = _mm512_setzero_ps();
+    each_vector(size, [&](long i, __mmask16 which) {
+        const __m512 value = load(x + i, which), centred = _mm512_sub_ps(value, _mm512_set1_ps(mean));
+        const __mmask16 finite = finite_of(value, which);
+        squares = _mm512_mask3_fmadd_ps(centred, centred, squares, finite);
+        rest = _mm512_mask_add_ps(rest, finite, rest, centred);  // what the rounding of the mean left
+    });
+    const double left = static_cast<double>(_mm512_reduce_add_ps(rest)) / count;
+    return {_mm512_reduce_min_ps(least), _mm512_reduce_max_ps(most), static_cast<double>(count), mean + left,
+            _mm512_reduce_add_ps(squares) - left * left * count};
 }
 
-// x (count) -> of each part the sum of the squared differences of its finite numbers from the mean: (num_parts)
+// x (N, size) -> Moments of each part (num_parts, 5)
 template <class Number>
-void deviation(Arguments given, long part, long num_parts) {
-    const __m512 mean = _mm512_set1_ps(given.number(3));
-    double total = 0;
-    each_stretch(given.array<Number>(0), given.size(2), part, num_parts, [&](const Number* x, long size) {
-        __m512 sum = _mm512_setzero_ps();
-        each_vector(size, [&](long i, __mmask16 which) {
-            const __m512 value = load(x + i, which), centred = _mm512_sub_ps(value, mean);
-            sum = _mm512_mask3_fmadd_ps(centred, centred, sum, finite_of(value, which));
-        });
-        total += _mm512_reduce_add_ps(sum);
-    });
-    given.array<double>(1)[part] = total;
+void moments(Arguments given, long part, long num_parts) {
+    constexpr long STRETCH = 256 * WIDTH;
+    const long count = given.size(2), size = given.size(4);
+    const Rows<Number> x = {given.array<Number>(0), given.size(3), size};
+    Moments all;
+    for (long next, i = count * part / num_parts, end = count * (part + 1) / num_parts; i < end; i = next) {
+        next = std::min({i + STRETCH, (i / size + 1) * size, end});
+        all.add(moments_of(x[i / size] + i % size, next - i));
+    }
+    given.array<Moments>(1)[part] = all;
 }
 
 }  // namespace
@@ -240,8 +255,7 @@ KERNEL(rotation_float32) { rotation(given, part, num_parts); }
     KERNEL(norm_##dtype) { norm<Number>(given, part, num_parts); }                                      \
     KERNEL(rotate_##dtype) { rotate<Number>(given, part, num_parts); }                                  \
     KERNEL(largest_##dtype) { largest<Number>(given, part, num_parts); }                                    \
-    KERNEL(bounds_##dtype) { bounds<Number>(given, part, num_parts); }                                      \
-    KERNEL(deviation_##dtype) { deviation<Number>(given, part, num_parts); }                                \
+    KERNEL(moments_##dtype) { moments<Number>(given, part, num_parts); }                                    \
     KERNEL(silu_##dtype) { activate<Number, silu>(given, part, num_parts); }                            \
     KERNEL(gelu_tanh_##dtype) { activate<Number, gelu_tanh>(given, part, num_parts); }                  \
     KERNEL(relu_##dtype) { activate<Number, relu>(given, part, num_parts); }

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.kernels import native
-from model.kernels.calls import call, empty
+from model.kernels.calls import call, empty, pointer
 from model.quantization import Quantized, QuantizedLinear
 
 TILE = 16  # outputs: as in the kernels
@@ -32,7 +32,7 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = _checked(x, self.packed.dtype, self.in_features)
         out = empty((*x.shape[:-1], self.out_features), x.dtype)
-        pointers = (x.data_ptr(), self.packed.data_ptr(), _pointer(self.bias), out.data_ptr())
+        pointers = (x.data_ptr(), self.packed.data_ptr(), pointer(self.bias), out.data_ptr())
         call(
             self._kernel,
             self.out_features // OUTPUTS,
@@ -66,7 +66,7 @@ class PackedQuantizedLinear(nn.Module):
         bytes_of_x = (rounded.data_ptr(), scales.data_ptr(), sums.data_ptr())
         call(self._quantize, rows, x.data_ptr(), *bytes_of_x, rows, K, self.group, -(1 << self.bits - 1))
         out = empty((*x.shape[:-1], self.out_features), x.dtype)
-        weights = (self.packed.data_ptr(), self.scales.data_ptr(), _pointer(self.bias))
+        weights = (self.packed.data_ptr(), self.scales.data_ptr(), pointer(self.bias))
         call(
             self._kernel,
             self.out_features // OUTPUTS,
@@ -132,7 +132,3 @@ def _checked(x: Tensor, dtype: torch.dtype, size: int) -> Tensor:
     if x.dtype != dtype or x.shape[-1] != size:
         raise ValueError(f"{x.dtype} {tuple(x.shape)} for a packed layer of {dtype}, {size}")
     return x.contiguous()
-
-
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

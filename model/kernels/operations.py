@@ -14,7 +14,7 @@ from torch import Tensor
 from model.attention import CausalMask
 from model.config import Activation, ModelConfig
 from model.kernels import calls, native
-from model.kernels.calls import bits, call, empty
+from model.kernels.calls import bits, call, empty, pointer
 from model.kernels.linear import pack_linears
 from model.operations import Operations, Rotation
 from model.summary import Summary, summary_of
@@ -23,7 +23,7 @@ from model.transformer import Transformer
 WIDTH = 16  # numbers of a vector: as in kernel.h
 PART = 2048  # numbers for which another thread is worth its while
 PART_OF_SUMMARY = 1 << 15
-NAMES = ("take_rows", "write_rows", "add", "norm", "rotate", "largest", "bounds", "deviation", "silu", "gelu_tanh", "relu")
+NAMES = ("take_rows", "write_rows", "add", "norm", "rotate", "largest", "moments", "silu", "gelu_tanh", "relu")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ def operations_for(config: ModelConfig, dtype: torch.dtype, device: torch.device
     kernels = {name: native.kernel("elementwise", name, dtype) for name in NAMES}
     kernels["rotation"] = native.kernel("elementwise", "rotation", torch.float32)
     if config.d_head % WIDTH == 0:
-        kernels["attention"] = native.kernel("attention", "attention", dtype)
+        for name in ("attention", "spell_out"):
+            kernels[name] = native.kernel("attention", name, dtype)
     found = {name: kernel for name, kernel in kernels.items() if kernel is not None}
     return NativeOperations(dtype, found) if len(found) == len(kernels) else None
 
@@ -85,6 +86,22 @@ class NativeOperations(Operations):
         return out
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return self._norm(x, weight, bias, eps, centred=bias is not None)
+
+    def normalize(self, x: Tensor, eps: float, *, centred: bool) -> tuple[Tensor, Tensor]:
+        scales = empty((*x.shape[:-1], 1), torch.float32)
+        return scales, self._norm(x, None, None, eps, centred=centred, scales=scales)
+
+    def _norm(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        centred: bool,
+        scales: Tensor | None = None,
+    ) -> Tensor:
         out = empty(x.shape, x.dtype)
         inner = x.shape[-2] if x.dim() > 1 else 1
         x, outer_stride = _outer(x, 2)
@@ -92,8 +109,8 @@ class NativeOperations(Operations):
             self._kernels["norm"],
             _parts(out),
             x.data_ptr(),
-            weight.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
+            pointer(weight),
+            pointer(bias),
             out.data_ptr(),
             out[..., 0].numel() // inner if inner else 0,
             inner,
@@ -101,6 +118,8 @@ class NativeOperations(Operations):
             x.stride(-2) if x.dim() > 1 else 0,
             x.shape[-1],
             bits(eps),
+            centred,
+            pointer(scales),
         )
         return out
 
@@ -135,7 +154,7 @@ class NativeOperations(Operations):
             _parts(out),
             pre.data_ptr(),
             stride,
-            0 if gate is None else gate.data_ptr(),
+            pointer(gate),
             gate_stride,
             out.data_ptr(),
             out.numel() // size,
@@ -153,18 +172,22 @@ class NativeOperations(Operations):
     def summarize(self, x: Tensor) -> Summary:
         if x.dtype != self._dtype or x.numel() == 0:
             return super().summarize(x)
-        x, count = x.contiguous(), x.numel()
+        count = x.numel()
+        x, stride, size = _rows(x)
         num_parts = max(1, min(count // PART_OF_SUMMARY, calls.MAX_PARTS))
-        found = (ctypes.c_double * (4 * num_parts))()  # of each part: least, largest, sum, how many
-        pointers = (x.data_ptr(), ctypes.addressof(found))
-        call(self._kernels["bounds"], num_parts, *pointers, count)
-        num_finite = int(sum(found[3::4]))
+        found = (ctypes.c_double * (5 * num_parts))()  # of each part: least, largest, how many, mean, sum of squares
+        call(self._kernels["moments"], num_parts, x.data_ptr(), ctypes.addressof(found), count, stride, size)
+        low, high, num_finite, mean, squares = found[:5]
+        for part in range(1, num_parts):  # joined as in elementwise.cpp
+            other_low, other_high, other_count, other_mean, other_squares = found[5 * part : 5 * part + 5]
+            total, apart = num_finite + other_count, other_mean - mean
+            if other_count > 0:
+                squares += other_squares + apart * apart * num_finite * other_count / total
+                mean += apart * other_count / total
+                low, high, num_finite = min(low, other_low), max(high, other_high), total
         if num_finite == 0:
             return Summary(None, None, None, None, None, count)
-        low, high, mean = min(found[0::4]), max(found[1::4]), math.fsum(found[2::4]) / num_finite
-        call(self._kernels["deviation"], num_parts, *pointers, count, bits(mean))
-        deviation = math.sqrt(math.fsum(found[:num_parts]))
-        return summary_of(low, high, mean, deviation, num_finite, count)
+        return summary_of(low, high, mean, math.sqrt(max(0.0, squares)), int(num_finite), count)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask, *, scale: float) -> Tensor:
         if not self.reads_pages:
@@ -181,6 +204,20 @@ class NativeOperations(Operations):
             block_size=block_size,
         )
         return self.attend_pages(q.flatten(0, 1), keys, values, read, mask.window, scale=scale).view(q.shape)
+
+    def spell_out(
+        self, q: Tensor, k: Tensor, mask: CausalMask | None, *, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.reads_pages or mask is None:
+            return super().spell_out(q, k, mask, scale=scale)
+        (B, N, H, D), S = q.shape, k.shape[1]
+        q, k, blocks = q.contiguous(), k.contiguous(), torch.zeros(1, dtype=torch.int64)
+        found = [empty((B, H, N, S), q.dtype) for _ in range(3)]
+        for row in range(B):
+            pointers = (tensor.data_ptr() for tensor in (q[row], k[row], blocks, *(stage[row] for stage in found)))
+            shape = (N, mask.start, S, H, k.shape[2], D, mask.window or 0)
+            call(self._kernels["spell_out"], calls.MAX_PARTS, *pointers, *shape, bits(scale))
+        return found[0], found[1], found[2]
 
     def attend_pages(
         self, q: Tensor, keys: Tensor, values: Tensor, read: PagedRead, window: int | None, *, scale: float
@@ -200,6 +237,18 @@ class NativeOperations(Operations):
         N, size = slots.shape[0], keys.shape[1] * keys.shape[2]
         pointers = (keys.data_ptr(), values.data_ptr(), slots.data_ptr())
         call(self._kernels["write_rows"], _parts(k), k.data_ptr(), k_stride, v.data_ptr(), v_stride, *pointers, N, size)
+
+
+def _rows(x: Tensor) -> tuple[Tensor, int, int]:
+    """x as rows some stride apart, and how long these are. A copy where x is not so."""
+    size, inner = 1, 0
+    while inner < x.dim() and (x.shape[-inner - 1] == 1 or x.stride(-inner - 1) == size):
+        inner += 1
+        size *= x.shape[-inner]
+    if inner == x.dim():
+        return x, 0, size
+    x, stride = _outer(x, inner) if inner in (1, 2) else (x.contiguous(), 0)
+    return (x, stride, size) if stride else (x, 0, x.numel())
 
 
 def _parts(tensor: Tensor) -> int:

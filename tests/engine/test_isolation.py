@@ -162,7 +162,7 @@ def test_what_looking_in_cannot_compute_ends_its_own_request(monkeypatch: pytest
     def fail(*arguments: Any, **options: Any) -> None:
         raise Broken("too many keys")
 
-    monkeypatch.setattr(cache, "spell_out", fail)
+    monkeypatch.setattr(cache, "show_attention", fail)
     selection = Selection(stages=stages_of(CONFIGS["llama"]))
     model, faulty = exact("llama"), ask("faulty", prompt(9), trace=TraceParams(selection=selection))
     assert_ended_with(fail_among_neighbours(model, faulty), Broken, "too many keys")
