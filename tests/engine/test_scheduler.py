@@ -309,17 +309,28 @@ class TestPace:
         assert all(after <= 2 * before for before, after in pairwise(entered))
         assert self.COST(num_streams + entered[-1]) == pytest.approx(2 * self.COST(num_streams), rel=0.02)
 
-    @pytest.mark.parametrize("num_prompts", [3, 6])
-    def test_where_prompts_outnumber_the_streams_these_bear_as_much_more(self, num_prompts: int) -> None:
+    @pytest.mark.parametrize(("num_streams", "num_prompts"), [(1, 1), (1, 6), (2, 2)])
+    def test_prompts_that_are_as_many_as_the_streams_are_not_held_back(
+        self, num_streams: int, num_prompts: int
+    ) -> None:
         play = Play(max_tokens=2000, max_sequences=4, cost=self.COST, num_blocks=4000)
-        play.add([1], 200)
+        for order in range(num_streams):
+            play.add([order], 200)
         for _ in range(4):
             play.step()
         for order in range(num_prompts):
             play.add([order] * 3000, 1)
-        entered = [sum(share.num_new for share in play.step()) - 1 for _ in range(8)]
-        num_places = min(num_prompts, 3)
-        assert self.COST(1 + entered[-1]) == pytest.approx((1 + num_places) * self.COST(1), rel=0.02)
+        assert sum(share.num_new for share in play.step()) == 2000
+
+    def test_those_that_find_no_place_do_not_count(self) -> None:
+        play = Play(max_tokens=2000, max_sequences=3, cost=self.COST, num_blocks=4000)
+        for order in range(2):
+            play.add([order], 200)
+        for _ in range(4):
+            play.step()
+        for order in range(5):
+            play.add([order] * 3000, 1)
+        assert sum(share.num_new for share in play.step()) <= 2 + 2 * MIN_TOKENS
 
     def test_however_long_a_prompt_waits_for_a_place_the_streams_go_on(self) -> None:
         """All steps are alike then: they teach nothing, and no number grows without end."""
