@@ -75,7 +75,7 @@ def predict_texts(model: Transformer, tokenizer: Tokenizer, texts: Sequence[str]
 
 @torch.inference_mode()
 def predict_ids(model: Transformer, sequences: Sequence[Sequence[int]]) -> Predicted:
-    """Score every token of every sequence but its first, in windows of the model's context that move on by half of it."""
+    """Score every token of every sequence but its first, in windows of the context that move on by half of it."""
     length, device = model.config.max_positions, model.embed.weight.device
     nats, num_tokens = 0.0, 0
     for sequence in sequences:

@@ -1,8 +1,8 @@
 """Weights of 8 or 4 bits: symmetric, rounded to nearest, calibrated by nothing but the weights.
 
-int8 has one scale an output (a row of the matrix), int4 one for each group of 32 inputs of an output, with the scale that
-leaves the smallest squared error of the group. Norms, biases and the tables of embeddings stay as they are, and so does a
-layer whose inputs are no whole groups; the head is of 8 bits at least, since an error there falls on every logit.
+int8 has one scale an output (a row of the matrix), int4 one for each group of 32 inputs of an output: of those tried, the
+one that leaves the smallest squared error. Norms, biases and the tables of embeddings stay as they are. In int4 the head
+is int8, since an error there falls on every logit, and so is a layer whose inputs are no whole groups.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ class Quantized:
     group: int | None
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        values = self.values.float().unflatten(1, (self.scales.shape[1], -1))
-        return (values * self.scales[:, :, None]).flatten(1).to(dtype)
+        groups = self.values.float().view(*self.scales.shape, -1)
+        return (groups * self.scales[:, :, None]).flatten(1).to(dtype)
 
 
 def quantize_int8(weight: Tensor) -> Quantized:
@@ -43,7 +43,8 @@ def quantize_int8(weight: Tensor) -> Quantized:
 
 def quantize_int4(weight: Tensor) -> Quantized:
     """weight (N, K), one scale of either sign for each group: the largest number may be the -8 that has no opposite."""
-    parts = [_quantize_groups(rows.float().unflatten(1, (-1, GROUP))) for rows in weight.split(_rows_in_cache(weight))]
+    num_rows = max(1, CACHED_NUMBERS // weight.shape[1])
+    parts = [_quantize_groups(rows.float().view(len(rows), -1, GROUP)) for rows in torch.split(weight, num_rows)]
     values, scales = (torch.cat(part) for part in zip(*parts, strict=True))
     return Quantized(values, scales, 4, GROUP)
 
@@ -62,10 +63,6 @@ def _quantize_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 def _round(groups: Tensor, scales: Tensor) -> Tensor:
     return (groups * torch.where(scales == 0, 0, 1 / scales)).round_().clamp_(-8, 7)
-
-
-def _rows_in_cache(weight: Tensor) -> int:
-    return max(1, CACHED_NUMBERS // weight.shape[1])
 
 
 class QuantizedLinear(nn.Module):

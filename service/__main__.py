@@ -98,6 +98,7 @@ def main() -> None:
         app,
         host=settings.host,
         port=settings.port,
+        http="h11",  # httptools, where it is installed, answers HTTP/1.0 in chunks, which that does not know
         log_config=None,
         log_level="warning" if settings.log_level == "info" else settings.log_level,  # ours says what happens
         access_log=False,

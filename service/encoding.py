@@ -16,7 +16,13 @@ from model.checkpoint import DTYPES
 from service.errors import invalid
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}
+SAFETENSORS = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+}
 # Bytes that a number takes at most in JSON, with its comma and, where it is alone in its row, its brackets. bfloat16
 # and float16 are written as float32.
 JSON_BYTES = {torch.float64: 27, torch.float32: 19, torch.bfloat16: 19, torch.float16: 19}

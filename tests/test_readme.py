@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ EXAMPLES = re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S)
 REQUESTS = [example for example in EXAMPLES if "curl " in example]
 COMMANDS = [example for example in EXAMPLES if example.startswith(".venv/bin/forwardscope")]
 QUICK_START = [example for example in EXAMPLES if example.startswith("python3 -m venv")]
+REPORTS = [example for example in EXAMPLES if example.startswith(".venv/bin/python -m model.drift")]
 DOCKER = [example for example in EXAMPLES if example.startswith("docker ")]
 
 
@@ -87,8 +89,19 @@ def test_the_image_is_built_and_serves(example: str) -> None:
         subprocess.run([docker, "stop", container], check=True)
 
 
+@pytest.mark.parametrize("example", REPORTS)
+def test_every_report_is_printed(example: str) -> None:
+    options = example.split()[1:]
+    made = subprocess.run([sys.executable, *options], capture_output=True, text=True, cwd=ROOT)
+    assert made.returncode == 0, made.stderr
+    stages = re.findall(r"^(\S+) +(\d\.\d\de[-+]\d\d)", README, re.M)
+    assert len(stages) > 3
+    assert all(re.search(f"^{re.escape(name)} ", made.stdout, re.M) for name, _ in stages)
+
+
 def test_every_example_is_run_by_some_test() -> None:
-    assert sorted(REQUESTS + COMMANDS + QUICK_START + DOCKER) == sorted(EXAMPLES)
+    assert sorted(REQUESTS + COMMANDS + QUICK_START + DOCKER + REPORTS) == sorted(EXAMPLES)
+    assert len(REPORTS) == 1
     assert len(QUICK_START) == len(DOCKER) == 2
     assert {route for route in ("/forward", "/logits", "/generate") if any(route in block for block in REQUESTS)} == {
         "/forward",

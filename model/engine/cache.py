@@ -189,9 +189,7 @@ class PagedContext:
         blocks = torch.tensor(share.sequence.blocks, device=self._cache.device)
         keys, values = (pool[None, : share.start + share.num_new] for pool in self._cache.gather(layer, blocks))
         mask = CausalMask(share.start, share.num_new, self._windows[layer], self._cache.device)
-        edited = show_attention(
-            q[:, tap.tokens], keys, mask, probe, scale=self._scale, operations=self._cache.native
-        )
+        edited = show_attention(q[:, tap.tokens], keys, mask, probe, scale=self._scale, operations=self._cache.native)
         if edited is not None:
             z[:, tap.tokens] = mix(edited, values)
         tap.seconds = before + time.perf_counter() - begun  # what its calls took is a part of it

@@ -74,7 +74,9 @@ class StepTracer:
             heads=selection.heads,
         )
         sizes = sizes_of(config, share.num_new) | {"key": share.start + share.num_new}
-        self._recorder = Recorder(of_step.stages, lambda stage, tensor: _copy(of_step.keep(stage, tensor, sizes, model.operations)))
+        self._recorder = Recorder(
+            of_step.stages, lambda stage, tensor: _copy(of_step.keep(stage, tensor, sizes, model.operations))
+        )
         lens = params.logit_lens is not None and share.is_last
         self._lens = Recorder(residuals(model) if lens else (), lambda stage, tensor: tensor[:, -1:].clone())
 

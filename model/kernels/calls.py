@@ -84,7 +84,7 @@ class Recording:
 
     @contextmanager
     def record(self, *, watched: bool = True) -> Iterator[None]:
-        """What is called inside is kept. To be `watched` costs much time: once is enough for passes that do the same."""
+        """What is called inside is kept. To be `watched` takes long: once is enough for passes that do the same."""
         token = _recording.set(self)
         try:
             with _Watch(self) if watched else nullcontext():
@@ -112,11 +112,11 @@ class Recording:
         return self._memory.chunks[chunk][taken : taken + size].view(dtype).view(shape)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes whether PyTorch computes anything during a recording: all that it may make are views."""
 
     def __init__(self, recording: Recording) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,7 +1,7 @@
 """Linear layers by our own kernels (`linear.cpp`, `quantized.cpp`), with weights laid out for them.
 
-For few tokens they read the weights about as fast as the memory gives them, for many they keep the CPU's multipliers busy
-(figures in tests/benchmarks/README.md). No bit of a token's result depends on how many others are in the step.
+For few tokens they read the weights about as fast as the memory gives them, for many they keep the CPU's multipliers
+busy (figures in tests/benchmarks/README.md). No bit of a token's result depends on how many others are in the step.
 """
 
 import math
@@ -117,7 +117,7 @@ def pack_quantized(quantized: Quantized) -> tuple[Tensor, Tensor]:
     values = quantized.values + (1 << quantized.bits - 1)  # unsigned
     if quantized.bits == 8:
         return _tiles(values.to(torch.uint8), 4), quantized.scales.flatten().contiguous()
-    fours = _tiles(values.to(torch.uint8), 4).unflatten(1, (-1, 2))  # (tiles, K / 8, 2, 16, 4)
+    fours = _tiles(values.to(torch.uint8), 4).view(-1, values.shape[1] // 8, 2, TILE, 4)
     halves = fours[:, :, 0] | fours[:, :, 1] << 4
     return halves.contiguous(), _tiles(quantized.scales.half(), 1)
 

@@ -1,4 +1,4 @@
-"""Compiles the C++ files of this folder for the CPU at hand, once, and loads them. Knows nothing of what they compute."""
+"""Compiles the C++ files of this folder for the CPU at hand, once, and loads them: whatever they compute."""
 
 import ctypes
 import hashlib

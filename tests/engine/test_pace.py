@@ -13,9 +13,7 @@ from model.engine.pace import MIN_TOKENS, Pace
 Cost = Callable[[int], float]  # seconds of a step of so many tokens
 
 
-def limits(
-    pace: Pace, cost: Cost, *, num_streams: int = 4, num_steps: int = 30, num_before: int = 3
-) -> list[int]:
+def limits(pace: Pace, cost: Cost, *, num_streams: int = 4, num_steps: int = 30, num_before: int = 3) -> list[int]:
     """How many tokens of prompts enter in each step, beside streams that ran some steps without any."""
     for _ in range(num_before):
         pace.observe(num_streams, cost(num_streams))
