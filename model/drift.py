@@ -63,7 +63,7 @@ def stage_errors(reference: Transformer, other: Transformer, ids: Sequence[int])
 def _stages(model: Transformer, ids: Sequence[int]) -> Mapping[str, Tensor]:
     recorder = Recorder(stages_of(model.config))
     logits = model(torch.tensor([list(ids)]), tap=recorder)
-    read_out(logits, [*ids[1:], None], recorder)
+    read_out(logits, [*ids[1:], None], recorder, model.operations)
     return {stage.name: recorder.kept[stage.name] for stage in stages_of(model.config)}
 
 

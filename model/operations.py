@@ -72,6 +72,11 @@ class Operations:
         found = x.max(dim=-1)
         return found.values, found.indices
 
+    def distribution(self, logits: Tensor, *, wants_probabilities: bool) -> tuple[Tensor | None, Tensor]:
+        """logits (..., V) -> their softmax where wanted, and ln of the sum of e^logits (...), at least float32."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return wide.softmax(-1) if wants_probabilities else None, wide.logsumexp(-1)
+
     def spell_out(
         self, q: Tensor, k: Tensor, mask: CausalMask | None, *, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:

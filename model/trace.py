@@ -106,7 +106,7 @@ def trace(
     operations = getattr(network, "operations", PYTORCH)
     recorder = Recorder(selection.stages, lambda stage, tensor: selection.keep(stage, tensor, sizes, operations))
     logits = network(torch.tensor([list(ids)], device=device), tap=recorder)
-    loss = read_out(logits, targets, recorder)
+    loss = read_out(logits, targets, recorder, operations)
     return Trace([recorder.kept[stage.name] for stage in selection.stages], logits[0], loss[0])
 
 

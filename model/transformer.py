@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import Context, DenseContext, KVCache
@@ -175,16 +174,17 @@ def count_parameters(model: Transformer) -> ParameterCount:
     return ParameterCount(components, sum(components.values()), sum(network.values()))
 
 
-def read_out(logits: Tensor, targets: Sequence[int | None], tap: Tap | None = None) -> Tensor:
+def read_out(
+    logits: Tensor, targets: Sequence[int | None], tap: Tap | None = None, operations: Operations = PYTORCH
+) -> Tensor:
     """logits (1, T, V) and a target for each position -> loss (1, T) in nats, NaN where there is no target.
 
     loss = -ln softmax(logits)[target]; also offers the stages `probabilities` and `loss`.
     """
     probe = Probe(tap)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if probe.wants("probabilities"):
-        probe("probabilities", wide.softmax(dim=-1))
-    ignored = -100
-    wanted = torch.tensor([[ignored if t is None else t for t in targets]], device=logits.device)
-    loss = F.cross_entropy(wide.flatten(0, 1), wanted.flatten(), ignore_index=ignored, reduction="none").view_as(wanted)
-    return probe("loss", loss.masked_fill(wanted == ignored, torch.nan))
+    probabilities, log_totals = operations.distribution(logits, wants_probabilities=probe.wants("probabilities"))
+    if probabilities is not None:
+        probe("probabilities", probabilities)
+    wanted = torch.tensor([[-1 if target is None else target for target in targets]], device=logits.device)
+    chosen = logits.gather(-1, wanted.clamp(min=0)[..., None])[..., 0].to(log_totals.dtype)
+    return probe("loss", (log_totals - chosen).masked_fill(wanted < 0, torch.nan))

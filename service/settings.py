@@ -58,7 +58,7 @@ class Settings(BaseSettings):
         None, ge=1, description="tokens of a step, prompts are divided; default: 512, on CUDA 2048"
     )
     max_step_stretch: float = Field(
-        2.0, gt=1, description="how many times as long prompts may make a step that others stream in"
+        2.0, gt=1, description="how many times as long prompts may make a step while more stream than enter"
     )
     max_waiting_requests: int = Field(1024, ge=0, description="requests that wait; beyond: 429")
     max_waiting_tokens: int = Field(1 << 20, ge=1, description="tokens of waiting prompts; beyond: 429")

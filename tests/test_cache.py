@@ -69,7 +69,7 @@ def test_a_rotary_offset_wrong_by_one_would_be_seen(name: str) -> None:
     model(ids[:, :20], cache)
     rotary = model.rotary
     assert rotary is not None
-    model.rotary = lambda positions, dtype: rotary(positions - 1, dtype)
+    model.rotary = lambda positions, *others: rotary(positions - 1, *others)
     assert (model(ids[:, 20:], cache) - expected[:, 20:]).abs().max() > 1e-2
 
 

@@ -261,6 +261,62 @@ class TestOperations:
         assert values.isnan().tolist() == [False, False, True, False, False, False]
         assert values[[0, 1, 3, 4]].tolist() == [9, 9, -torch.inf, torch.inf]
 
+    @pytest.mark.parametrize("centred", [True, False])
+    def test_what_a_norm_divides_by(self, dtype: torch.dtype, centred: bool) -> None:
+        operations = native_operations(dtype)
+        x = 3 + torch.randn(2, 5, 33, generator=torch.Generator().manual_seed(0)).to(dtype)
+        exact_scale, exact = PYTORCH.normalize(x.double(), 1e-5, centred=centred)
+        scale, normalized = operations.normalize(x, 1e-5, centred=centred)
+        torch.testing.assert_close(scale.double(), exact_scale, atol=0, rtol=2**-21)
+        self.check(normalized, exact, dtype)
+
+    @pytest.mark.parametrize("wanted", [True, False])
+    def test_distributions(self, dtype: torch.dtype, wanted: bool) -> None:
+        operations = native_operations(dtype)
+        logits = 9 * torch.randn(1, 4, 5003, generator=torch.Generator().manual_seed(0)).to(dtype)
+        logits[0, 1, 7] = -torch.inf
+        logits[0, 2, 5002] = torch.nan
+        probabilities, log_totals = operations.distribution(logits, wants_probabilities=wanted)
+        exact, exact_totals = PYTORCH.distribution(logits.double(), wants_probabilities=True)
+        assert log_totals[0, 2].isnan()
+        torch.testing.assert_close(log_totals.double(), exact_totals, atol=2e-6, rtol=2e-6, equal_nan=True)
+        assert (probabilities is not None) == wanted
+        if probabilities is not None and exact is not None:
+            assert probabilities[0, 2].isnan().all()
+            torch.testing.assert_close(probabilities.double(), exact, atol=1e-12, rtol=1e-5, equal_nan=True)
+
+    def test_summaries(self, dtype: torch.dtype) -> None:
+        operations, generator = native_operations(dtype), torch.Generator().manual_seed(0)
+        large = torch.randn(100_003, generator=generator)
+        views = torch.randn(2, 9, 6, 70, generator=generator)
+        masked = views.masked_fill(views > 0.5, -torch.inf)
+        shifted = 3000 + torch.randn(40_000, generator=generator)
+        for x in (large[:1], large, masked, views[:, :, 2:4], views[..., :33], views.transpose(1, 3), shifted):
+            x = x.to(dtype)
+            found, exact = operations.summarize(x), PYTORCH.summarize(x.double())
+            assert (found.min, found.max, found.non_finite) == (exact.min, exact.max, exact.non_finite)
+            assert found.mean == pytest.approx(exact.mean, abs=1e-6, rel=1e-6)
+            assert found.std == pytest.approx(exact.std, abs=1e-6, rel=1e-5)
+            assert found.l2 == pytest.approx(exact.l2, rel=1e-6)
+        nothing = operations.summarize(torch.tensor([torch.nan, torch.inf], dtype=dtype))
+        assert nothing == PYTORCH.summarize(torch.tensor([torch.nan, torch.inf]))
+
+    @pytest.mark.parametrize("window", [None, 3])
+    @pytest.mark.parametrize("num_new", [1, 5, 40])
+    def test_scores_and_pattern(self, dtype: torch.dtype, num_new: int, window: int | None) -> None:
+        operations, S = native_operations(dtype), num_new + 4
+        heads = torch.randn(2, S, 6, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+        q, k, v = heads[:, 4:, :4], heads[:, :, 4:5].repeat(1, 1, 2, 1), heads[:, :, 4:]
+        mask = CausalMask(4, num_new, window, q.device)
+        found = operations.spell_out(q, k, mask, scale=0.3)
+        exact = PYTORCH.spell_out(q.double(), k.double(), mask, scale=0.3)
+        for ours, theirs in zip(found, exact, strict=True):
+            tolerance = 2**-18 + 2 * ROUNDING[dtype]
+            torch.testing.assert_close(ours.double(), theirs, atol=tolerance, rtol=tolerance)
+        mixed = operations.attend(q, k, v, mask, scale=0.3)
+        again = found[2].double() @ v.double().transpose(1, 2).repeat_interleave(2, dim=1)
+        torch.testing.assert_close(mixed.double(), again.transpose(1, 2), atol=0.02, rtol=4 * ROUNDING[dtype])
+
     @pytest.mark.parametrize("window", [None, 3])
     def test_attention_of_rows_of_equal_length(self, dtype: torch.dtype, window: int | None) -> None:
         operations = native_operations(dtype)

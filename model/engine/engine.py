@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 class EngineConfig:
     """`cache_bytes` of memory hold keys and values, in blocks of `block_size` tokens.
 
-    At most `max_sequences` run at a time, and a step computes at most `max_step_tokens` tokens. Prompts make a step
-    that others stream in at most `max_stretch` times as long as it would be without them. `use_kernels`: attention by
-    kernels made for the paged cache, where the device or the network has them.
+    At most `max_sequences` run at a time, and a step computes at most `max_step_tokens` tokens. Prompts that are
+    fewer than the streams make a step at most `max_stretch` times as long as it would be without them. `use_kernels`:
+    attention by kernels made for the paged cache, where the device or the network has them.
     """
 
     cache_bytes: int = 1 << 30

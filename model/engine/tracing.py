@@ -93,7 +93,7 @@ class StepTracer:
         the step shows nothing."""
         predictions = []
         if self.needs_logits:
-            read_out(logits[None], targets, self._recorder)
+            read_out(logits[None], targets, self._recorder, self._model.operations)
             predictions = predict(logits[self._rows], self._params.top_k) if self._params.top_k else []
         stages = [trace for stage in self._params.selection.stages if (trace := self._recorder.kept.get(stage.name))]
         guesses = self._guesses(targets[-1])

@@ -160,6 +160,30 @@ void activate(Arguments given, long part, long num_parts) {
     });
 }
 
+// x (N, size) -> ln of the sum of e^x of each row (N), and e^x over that sum (N, size) where it is wanted; float32
+template <class Number>
+void distribution(Arguments given, long part, long num_parts) {
+    const long size = given.size(4);
+    each_row(given.size(3), part, num_parts, [&](long row) {
+        const Number* x = given.array<Number>(0) + row * size;
+        float* const probabilities = given.array<float>(1) ? given.array<float>(1) + row * size : nullptr;
+        __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+        each_vector(size, [&](long i, __mmask16 which) { most = _mm512_mask_max_ps(most, which, most, load(x + i, which)); });
+        const float shift = _mm512_reduce_max_ps(most);
+        each_vector(size, [&](long i, __mmask16 which) {
+            const __m512 value = exponential(_mm512_sub_ps(load(x + i, which), _mm512_set1_ps(shift)));
+            sum = _mm512_mask_add_ps(sum, which, sum, value);
+            if (probabilities) store(probabilities + i, value, which);
+        });
+        const float total = _mm512_reduce_add_ps(sum);
+        given.array<float>(2)[row] = shift + std::log(total);
+        if (probabilities)
+            each_vector(size, [&](long i, __mmask16 which) {
+                store(probabilities + i, _mm512_div_ps(load(probabilities + i, which), _mm512_set1_ps(total)), which);
+            });
+    });
+}
+
 // x (N, size) -> the largest number of each row and where it first stands; NaN where any is NaN
 template <class Number>
 void largest(Arguments given, long part, long num_parts) {
@@ -255,6 +279,7 @@ KERNEL(rotation_float32) { rotation(given, part, num_parts); }
     KERNEL(norm_##dtype) { norm<Number>(given, part, num_parts); }                                      \
     KERNEL(rotate_##dtype) { rotate<Number>(given, part, num_parts); }                                  \
     KERNEL(largest_##dtype) { largest<Number>(given, part, num_parts); }                                    \
+    KERNEL(distribution_##dtype) { distribution<Number>(given, part, num_parts); }                          \
     KERNEL(moments_##dtype) { moments<Number>(given, part, num_parts); }                                    \
     KERNEL(silu_##dtype) { activate<Number, silu>(given, part, num_parts); }                            \
     KERNEL(gelu_tanh_##dtype) { activate<Number, gelu_tanh>(given, part, num_parts); }                  \

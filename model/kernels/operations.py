@@ -23,7 +23,19 @@ from model.transformer import Transformer
 WIDTH = 16  # numbers of a vector: as in kernel.h
 PART = 2048  # numbers for which another thread is worth its while
 PART_OF_SUMMARY = 1 << 15
-NAMES = ("take_rows", "write_rows", "add", "norm", "rotate", "largest", "moments", "silu", "gelu_tanh", "relu")
+NAMES = (
+    "take_rows",
+    "write_rows",
+    "add",
+    "norm",
+    "rotate",
+    "largest",
+    "moments",
+    "distribution",
+    "silu",
+    "gelu_tanh",
+    "relu",
+)
 
 
 @dataclass(frozen=True)
@@ -169,6 +181,15 @@ class NativeOperations(Operations):
         call(self._kernels["largest"], N, x.data_ptr(), values.data_ptr(), indices.data_ptr(), N, size)
         return values, indices
 
+    def distribution(self, logits: Tensor, *, wants_probabilities: bool) -> tuple[Tensor | None, Tensor]:
+        rows, size = logits.shape[:-1], logits.shape[-1]
+        logits = logits.contiguous()
+        probabilities = empty(logits.shape, torch.float32) if wants_probabilities else None
+        log_totals = empty(rows, torch.float32)
+        pointers = (logits.data_ptr(), pointer(probabilities), log_totals.data_ptr())
+        call(self._kernels["distribution"], rows.numel(), *pointers, rows.numel(), size)
+        return probabilities, log_totals
+
     def summarize(self, x: Tensor) -> Summary:
         if x.dtype != self._dtype or x.numel() == 0:
             return super().summarize(x)
@@ -194,7 +215,7 @@ class NativeOperations(Operations):
             return super().attend(q, k, v, mask, scale=scale)
         (B, S, Hkv, D), N = k.shape, q.shape[1]
         block_size = S if B == 1 else k.stride(0) // max(k.stride(1), 1)  # each row of the batch is one block
-        if any(x.stride()[2:] != (D, 1) or B > 1 and x.stride(0) != block_size * x.stride(1) for x in (k, v)):
+        if any(x.stride()[2:] != (D, 1) or (B > 1 and x.stride(0) != block_size * x.stride(1)) for x in (k, v)):
             k, v, block_size = k.contiguous(), v.contiguous(), S
         keys, values = (x.as_strided((B * block_size, Hkv, D), x.stride()[1:]) for x in (k, v))
         read = PagedRead(
