@@ -19,6 +19,7 @@ from service.state import State
 logger = logging.getLogger(__name__)
 
 
+SWITCH_SECONDS = 0.0005  # of Python's threads: in the default, 5 ms, the network could have made a token
 LAST_EVENTS_SECONDS = 10  # for answers that are written when nothing is computed any more
 
 
@@ -89,6 +90,8 @@ def main() -> None:
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in Settings.model_fields:
             logger.warning("%s is no setting, and changes nothing", name)
+
+    sys.setswitchinterval(SWITCH_SECONDS)
 
     def stop() -> None:
         server.should_exit = True

@@ -14,7 +14,7 @@ import model
 from model.checkpoint import Checkpoint, load_checkpoint
 from model.engine.engine import Engine, EngineConfig
 from model.kernels.operations import use_kernels
-from model.quantization import quantize_linears
+from model.quantization import QuantizedLinear, quantize_linears
 from service.errors import Failures, install_error_handlers
 from service.limits import ApiKey, BodyLimit
 from service.metrics import HttpMetrics
@@ -132,6 +132,8 @@ def load_model(settings: Settings) -> Checkpoint | None:
         logger.info("%d linear layers in %s", num_quantized, settings.quantize)
     if settings.kernels == "auto" and use_kernels(network):
         logger.info("computed by our own kernels")
+    if any(isinstance(module, QuantizedLinear) for module in network.modules()):
+        logger.warning("no kernel for %s weights here: they are smaller, but not faster", settings.quantize)
     logger.info(
         "serving %s: %s parameters, %s, %s, context %d",
         checkpoint.name,

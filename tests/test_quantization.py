@@ -1,5 +1,7 @@
 """Weights of 8 and 4 bits: what is kept of a matrix, which layers, and how well the network then predicts."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 from model.checkpoint import load_checkpoint
 from model.corpus import Corpus
 from model.drift import write_texts
+from model.kernels.linear import PackedQuantizedLinear
 from model.kernels.operations import use_kernels
 from model.perplexity import predict_ids
 from model.quantization import GROUP, QuantizedLinear, quantize_int4, quantize_int8, quantize_linears
@@ -95,8 +98,13 @@ def test_the_bundled_model_predicts_about_as_well(quantization: str, has_kernels
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_the_service_runs_on_it_and_says_so(quantization: str) -> None:
-    with running(model="bundled", quantize=quantization) as service:
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_the_service_runs_on_it_and_says_so(quantization: str, kernels: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with running(model="bundled", quantize=quantization, kernels=kernels) as service:
+        has_kernels = any(isinstance(layer, PackedQuantizedLinear) for layer in service.checkpoint.model.modules())
+        assert ("not faster" in caplog.text) == (not has_kernels)
+        assert kernels == "auto" or not has_kernels
         assert service.get("/model").json()["quantization"] == quantization
         answer = service.answer("/generate", prompt="Emma was", max_tokens=12, temperature=0)
         assert len(answer["tokens"]) == 12

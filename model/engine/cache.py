@@ -52,8 +52,8 @@ class PagedCache:
         shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.d_head)
         self.keys, self.values = (zeros(shape, dtype, device) for _ in range(2))
         self.kernel = find_kernel(config, dtype, device) if use_kernels else None
-        reads_pages = isinstance(operations, NativeOperations) and operations.reads_pages and use_kernels
-        self.native = operations if reads_pages and isinstance(operations, NativeOperations) else None
+        native = operations if isinstance(operations, NativeOperations) and use_kernels else None
+        self.native = native if native is not None and native.reads_pages else None
         self._gathered = [self.keys.new_empty(0, block_size * config.num_kv_heads * config.d_head) for _ in range(2)]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:

@@ -77,9 +77,8 @@ class Choice:
         """Go on by what a step computed. Raises what went wrong."""
         if made.error is not None:
             raise made.error
-        assert made.logits is not None
         params, tokens = self.request.params, []
-        if params.needs_prompt_logits and self.num_generated == 0:
+        if params.needs_prompt_logits and self.num_generated == 0 and made.logits is not None:
             self.note_prompt_logprobs(share, made.logits)
         if made.token_id is not None:
             if params.echo and self.num_generated == 0:

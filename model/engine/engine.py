@@ -200,10 +200,10 @@ class Engine:
         taps = {share: tap for share, choice in choices.items() if (tap := choice.tap(self._model, share)) is not None}
         all_rows = frozenset(share for share, choice in choices.items() if choice.needs_logits(share))
         result = self._runner.run(list(choices), taps, all_rows)
-        made = {share: Made(result.logits[result.rows[share]]) for share in choices}
+        made = {share: Made(result.logits[result.rows[share]] if share in all_rows else None) for share in choices}
         for share, tap in result.taps.items():
             made[share].error, made[share].trace_seconds = tap.error, tap.seconds
-        choosing = [share for share in choices if share.is_last and made[share].error is None]
+        choosing = [share for share in result.rows if share.is_last and made[share].error is None]  # in their order
         if choosing:
             logits, last = result.logits, [result.rows[share].stop - 1 for share in choosing]
             if last != list(range(len(logits))):

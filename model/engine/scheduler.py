@@ -13,7 +13,7 @@ from model.engine.pace import Pace
 from model.engine.sequence import Sequence
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Share:
     """The part of one step that is one sequence's: `num_new` tokens from `start` on."""
 

@@ -88,11 +88,12 @@ class StepTracer:
     def needs_logits(self) -> bool:
         return bool(self.positions) and self._params.needs_logits
 
-    def finish(self, logits: Tensor, targets: Items[int]) -> StepTrace | None:
+    def finish(self, logits: Tensor | None, targets: Items[int]) -> StepTrace | None:
         """logits (T, V) of the new positions where they are needed, the token that follows each of them; None where
         the step shows nothing."""
         predictions = []
         if self.needs_logits:
+            assert logits is not None
             read_out(logits[None], targets, self._recorder, self._model.operations)
             predictions = predict(logits[self._rows], self._params.top_k) if self._params.top_k else []
         stages = [trace for stage in self._params.selection.stages if (trace := self._recorder.kept.get(stage.name))]

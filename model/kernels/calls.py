@@ -49,6 +49,10 @@ def call(kernel: int, num_parts: int, *arguments: int) -> None:
     run(made, 1, torch.get_num_threads())
 
 
+def is_recording() -> bool:
+    return _recording.get() is not None
+
+
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Memory for what a kernel writes; in a recording, it stays the recording's."""
     recording = _recording.get()

@@ -56,16 +56,20 @@ def use_kernels(model: Transformer) -> bool:
     """Have a network compute by kernels what they can, for good; whether there are any for it here."""
     weight = model.embed.weight
     operations = operations_for(model.config, weight.dtype, weight.device)
-    if operations is not None:
-        for module in model.modules():
-            if hasattr(module, "operations"):
-                setattr(module, "operations", operations)  # noqa: B010 (a module's attributes are tensors, to mypy)
-    return pack_linears(model) > 0 and operations is not None
+    if operations is None:
+        return False
+    for module in model.modules():
+        if hasattr(module, "operations"):
+            setattr(module, "operations", operations)  # noqa: B010 (a module's attributes are tensors, to mypy)
+    pack_linears(model)
+    return True
 
 
 def operations_for(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> "NativeOperations | None":
     """Those of this dtype, where the CPU has what they need and a compiler made them."""
-    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or calls.runner() is None:
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    if calls.runner() is None or native.load("elementwise") is None:  # the first that fails says why, and no other
         return None
     kernels = {name: native.kernel("elementwise", name, dtype) for name in NAMES}
     kernels["rotation"] = native.kernel("elementwise", "rotation", torch.float32)
@@ -85,6 +89,10 @@ class NativeOperations(Operations):
         self.reads_pages = "attention" in kernels
 
     def embed(self, table: Tensor, index: Tensor) -> Tensor:
+        if not calls.is_recording() and index.numel():  # what is recorded has run before, on ids that were checked
+            low, high = torch.aminmax(index)
+            if low < 0 or high >= len(table):
+                raise IndexError(f"index {int(low if low < 0 else high)} is out of range; there are {len(table)} rows")
         out = empty((*index.shape, table.shape[1]), table.dtype)
         index = index.contiguous()
         kernel = self._kernels["take_rows"]

@@ -31,7 +31,7 @@ import torch
 from safetensors.torch import save_file
 
 from model.checkpoint import DTYPES, load_checkpoint
-from model.kernels.linear import pack_linears
+from model.kernels.operations import use_kernels
 from model.transformer import Transformer
 from tests.benchmarks.client import Timed, generate, percentile, summarize
 
@@ -177,7 +177,7 @@ def main() -> None:
             write_random_checkpoint(directory)
         model = load_checkpoint(str(directory), dtype=arguments.dtype).model
         if arguments.kernels == "auto":
-            pack_linears(model)
+            use_kernels(model)
         prompts = Prompts(model.config.vocab_size)
         with serving(directory, arguments.dtype, arguments.threads, "--kernels", arguments.kernels, *options) as port:
             asyncio.run(streams(port, prompts, 2))

@@ -40,7 +40,7 @@ class Running:
         self._socket.bind(("127.0.0.1", 0))
         self._socket.listen(1024)
         self.address: tuple[str, int] = self._socket.getsockname()
-        config = uvicorn.Config(self.app, log_config=None, access_log=False, timeout_graceful_shutdown=5)
+        config = uvicorn.Config(self.app, http="h11", log_config=None, access_log=False, timeout_graceful_shutdown=5)
         self._server = uvicorn.Server(config)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="service")
