@@ -3,6 +3,7 @@
 import logging
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,13 @@ from model.operations import PYTORCH
 from model.quantization import QuantizedLinear, quantize_int4, quantize_int8
 from model.sampling import SamplingParams
 from model.stages import Editor, Recorder, stages_of
+from model.transformer import Transformer
 from service.app import BUNDLED
 from tests.service.running import running
+from tests.tiny import CONFIGS
 
 DTYPES = [torch.float32, torch.bfloat16]
+DTYPES_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SOURCE = Path(native.__file__).with_name("linear.cpp")
 SHAPES = [(768, 96, True), (5003, 64, False), (17, 32, True), (1, 64, True), (33, 2048, False), (32, 32, True)]
 NUM_ROWS = (1, 2, 5, 6, 7, 11, 12, 13, 25, 40)
@@ -504,6 +508,28 @@ class TestEngine:
         assert token_bytes
         assert generated(small, *range(8)) == alone
         assert small.stats().num_preemptions > 0
+
+    @pytest.mark.parametrize("first", [1, 3])
+    def test_every_family_is_recorded_and_replayed_steps_are_the_steps(
+        self, dtype: str, first: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """However many streams the first recorded step has."""
+        for name, config in CONFIGS.items():
+            model = Transformer(replace(config, d_head=16))
+            model.initialize(torch.Generator().manual_seed(0), std=0.2)
+            model = model.to(DTYPES_BY_NAME[dtype]).requires_grad_(False)
+            if not use_kernels(model):
+                pytest.skip(f"this machine has no AVX-512 for {dtype}, or no C++ compiler")
+            engines = [Engine(model, None, EngineConfig(cache_bytes=1 << 22, block_size=4)) for _ in range(2)]
+            monkeypatch.setattr(engines[1]._runner._stream_steps, "_can_record", False)
+            found = [
+                [generated(engine, *seeds, num_out=12) for seeds in (range(first), range(3), range(1))]
+                for engine in engines
+            ]
+            assert found[0] == found[1], name
+            can_be = config.positions != "sinusoidal" and config.activation != "gelu"
+            is_dynamic = config.rope_scaling is not None and config.rope_scaling.kind == "dynamic"
+            assert (engines[0]._runner._stream_steps._steps != {}) == (can_be and not is_dynamic), name
 
     def test_replayed_steps_are_the_steps(
         self, build: Callable[[int], Engine], monkeypatch: pytest.MonkeyPatch

@@ -50,7 +50,8 @@ class StreamSteps:
         step = self._steps.get(len(shares))
         if step is not None:
             return step.run(shares)
-        step = RecordedStep(self._model, self._cache, shares, self._memory, watched=not self._steps)
+        is_known = any(num_streams > 1 for num_streams in self._steps)  # what is a view for one may be a copy for two
+        step = RecordedStep(self._model, self._cache, shares, self._memory, watched=not is_known)
         if step.is_whole:
             self._steps[len(shares)] = step
         else:

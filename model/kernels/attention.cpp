@@ -1,6 +1,6 @@
 // Attention of the new tokens of several sequences over keys and values that lie in blocks.
 //
-// q and z (N, H, D) of all new tokens in a row; keys and values (slots, Hkv, D) of one layer, slots some stride apart; blocks (S, max_blocks), the
+// q and z (N, H, D) of all new tokens in a row, those of q some stride apart; keys and values (slots, Hkv, D) of one layer, slots some stride apart; blocks (S, max_blocks), the
 // blocks of each of the S sequences in order, `size` slots each. A token at position p sees the keys from
 // max(0, p - window + 1) up to p. All is computed in float32, in an order that depends on the token's position alone: the
 // result is the same, to the bit, whether a prompt is read at once, in parts or token by token, and whoever is beside it.
@@ -112,7 +112,7 @@ struct Reader {
     Rows<Number> keys, values;
     const Number* q;  // of the sequence's first new token and the first head
     Number* z;
-    long start, heads, group, token_stride, D, window;  // start: the position of the first new token
+    long start, heads, group, q_stride, H, D, window;  // start: the position of the first new token
     float scale;
     std::vector<float>& memory;
 
@@ -128,11 +128,10 @@ struct Reader {
         float *const scores = memory.data(), *const queries = scores + rows * padded;
         float *const sums = queries + rows * D, *const turned = sums + rows * D;
         const auto token_of = [&](long row) { return begin + row % of_head / group; };
-        const auto place_of = [&](long row) {
-            return token_of(row) * token_stride + (row / of_head * group + row % group) * D;
-        };
+        const auto head_of = [&](long row) { return row / of_head * group + row % group; };
         for (long row = 0; row < rows; row++)
-            for (long d = 0; d < D; d += WIDTH) store(queries + row * D + d, load(q + place_of(row) + d));
+            for (long d = 0; d < D; d += WIDTH)
+                store(queries + row * D + d, load(q + token_of(row) * q_stride + head_of(row) * D + d));
         if (of_head < FEW)
             score_few(queries, scores, of_head, first_key, last_key, padded);
         else
@@ -150,7 +149,8 @@ struct Reader {
         else
             add_values(scores, sums, begin, end, first_key, padded);
         for (long row = 0; row < rows; row++)
-            for (long d = 0; d < D; d += WIDTH) store(z + place_of(row) + d, load(sums + row * D + d));
+            for (long d = 0; d < D; d += WIDTH)
+                store(z + (token_of(row) * H + head_of(row)) * D + d, load(sums + row * D + d));
     }
 
     // The same rows, spelled out: scores with all S keys, masked ones, and their softmax, each (H, N, S).
@@ -161,7 +161,7 @@ struct Reader {
         float *const line = queries + rows * D, *const turned = line + padded;
         for (long row = 0; row < rows; row++)
             for (long d = 0; d < D; d += WIDTH)
-                store(queries + row * D + d, load(q + (begin + row / group) * token_stride + row % group * D + d));
+                store(queries + row * D + d, load(q + (begin + row / group) * q_stride + row % group * D + d));
         if (rows < FEW)
             score_few(queries, scores, rows, 0, S, padded);
         else
@@ -312,12 +312,13 @@ void attention(Arguments given, long part, long num_parts) {
         for (long head = 0; head < Hkv; head += heads)
             for (long begin = 0; begin < num_new; begin += tile, item++)
                 if (item >= num_items * part / num_parts && item < num_items * (part + 1) / num_parts) {
-                    const long from = (first_row[s] * H + head * group) * D, count = std::min(heads, Hkv - head);
+                    const long q_stride = given.size(17), count = std::min(heads, Hkv - head);
                     const int64_t* const own = blocks + s * max_blocks;
                     const Reader<Number> reader = {
                         {keys + head * D, own, size, given.size(15), count * D},
                         {values + head * D, own, size, given.size(16), count * D},
-                        q + from, z + from, start[s], count, group, H * D, D, window,
+                        q + first_row[s] * q_stride + head * group * D, z + (first_row[s] * H + head * group) * D,
+                        start[s], count, group, q_stride, H, D, window,
                         given.number(14), memory,
                     };
                     reader.read(begin, std::min(begin + tile, num_new));
@@ -336,8 +337,8 @@ void spell_out(Arguments given, long part, long num_parts) {
         const long head = item / num_tiles, begin = item % num_tiles * tile, to = head * group * N * S;
         const Rows<Number> of_head = {keys + head * D, given.array<int64_t>(2), S, Hkv * D, D};
         const Reader<Number> reader = {
-            of_head, of_head, q + head * group * D, nullptr, start, 1, group, H * D, D, given.size(12),
-            given.number(13), memory,
+            of_head, of_head, q + head * group * D, nullptr, start, 1, group, H * D, H, D,
+            given.size(12), given.number(13), memory,
         };
         reader.show(begin, std::min(begin + tile, N), N, S, given.array<Number>(3) + to, given.array<Number>(4) + to,
                     given.array<Number>(5) + to);

@@ -252,11 +252,11 @@ class NativeOperations(Operations):
         self, q: Tensor, keys: Tensor, values: Tensor, read: PagedRead, window: int | None, *, scale: float
     ) -> Tensor:
         """q (N, H, D) of the new tokens, keys and values (slots, Hkv, D) of one layer -> z (N, H, D)."""
-        q = q.contiguous()
         out = empty(q.shape, q.dtype)
+        q, q_stride = _outer(q, 2)
         tensors = (q, keys, values, out, read.blocks, read.first_row, read.start)
         shape = (*read.blocks.shape, read.block_size, q.shape[1], *keys.shape[1:])
-        pointers, strides = (tensor.data_ptr() for tensor in tensors), (keys.stride(0), values.stride(0))
+        pointers, strides = (tensor.data_ptr() for tensor in tensors), (keys.stride(0), values.stride(0), q_stride)
         call(self._kernels["attention"], calls.MAX_PARTS, *pointers, *shape, window or 0, bits(scale), *strides)
         return out
 

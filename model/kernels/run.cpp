@@ -16,7 +16,7 @@
 
 namespace {
 
-constexpr int MAX_ARGUMENTS = 17;
+constexpr int MAX_ARGUMENTS = 18;
 constexpr int PATIENCE = 2000;  // looks, before a thread that waits lets others run
 constexpr auto AWAKE = std::chrono::milliseconds(5);  // before a thread that has nothing to do sleeps
 
