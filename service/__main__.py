@@ -39,11 +39,11 @@ class DrainingServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
-            self._tasks.append(asyncio.create_task(self._announce()))
+            address = url_of(self.servers[0].sockets[0])  # now: a server that has ended has none
+            self._tasks.append(asyncio.create_task(self._announce(address)))
 
-    async def _announce(self) -> None:
+    async def _announce(self, address: str) -> None:
         """Where it listens, and what is there once it is ready."""
-        address = url_of(self.servers[0].sockets[0])
         logger.info("listening at %s", address)
         await self._state.loaded.wait()
         logger.info("ready: %s", address)
