@@ -137,7 +137,7 @@ class Probe:
 
     Without a tap it hands each tensor back. A tap may have a method `wants(name) -> bool`; a stage that it does not
     want is not offered to it, and where a fused kernel skips that stage, it is not computed. A tap that changes a stage
-    returns another tensor; it never writes into the one that it was given.
+    returns another tensor of that shape and dtype, else `ValueError`; it never writes into the one that it was given.
     """
 
     __slots__ = ("_prefix", "_tap", "_wants")
@@ -162,7 +162,15 @@ class Probe:
         if self._tap is None:
             return tensor
         full_name = self._prefix + name
-        return self._tap(full_name, tensor) if self._wants(full_name) else tensor
+        if not self._wants(full_name):
+            return tensor
+        edited = self._tap(full_name, tensor)
+        if edited.shape != tensor.shape or edited.dtype != tensor.dtype:  # what comes next trusts them
+            raise ValueError(
+                f"{full_name}: the tap returned {tuple(edited.shape)} {edited.dtype}, "
+                f"the stage is {tuple(tensor.shape)} {tensor.dtype}"
+            )
+        return edited
 
 
 class Recorder:
@@ -188,7 +196,7 @@ class Recorder:
 class Editor:
     """A tap that replaces stages: ablation, steering and patching are functions of the tensor.
 
-    `edits` maps a stage's full name to a function; what it returns must keep shape and dtype.
+    `edits` maps a stage's full name to a function.
     """
 
     def __init__(self, edits: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
@@ -198,13 +206,7 @@ class Editor:
         return name in self._edits
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        edited = self._edits[name](tensor)
-        if edited.shape != tensor.shape or edited.dtype != tensor.dtype:
-            raise ValueError(
-                f"{name}: the edit returned {tuple(edited.shape)} {edited.dtype}, "
-                f"the stage is {tuple(tensor.shape)} {tensor.dtype}"
-            )
-        return edited
+        return self._edits[name](tensor)
 
 
 class Chain:

@@ -33,18 +33,18 @@ class Progress:
     first_token: float | None = None
     last_token: float | None = None
     num_generated: int = 0
-    _last_of_choice: dict[int, float] = field(default_factory=dict)
+    _of_choice: dict[int, tuple[int, float]] = field(default_factory=dict)  # tokens of each, and when the last came
 
     def start(self, now: float) -> None:
         self.started = now
 
-    def note_token(self, choice: int, now: float) -> float | None:
-        """Seconds since the choice's token before; None for its first."""
-        self.num_generated += 1
-        self.first_token = self.first_token or now
-        before = self._last_of_choice.get(choice)
-        self._last_of_choice[choice] = self.last_token = now
-        return None if before is None else now - before
+    def note_tokens(self, choice: int, num_generated: int, now: float) -> tuple[int, float | None]:
+        """The choice has so many now: how many are new, and the seconds since those before; None for its first."""
+        num_before, before = self._of_choice.get(choice, (0, None))
+        self._of_choice[choice] = num_generated, now
+        self.num_generated += num_generated - num_before
+        self.first_token, self.last_token = self.first_token or now, now
+        return num_generated - num_before, None if before is None else now - before
 
     @property
     def queue_seconds(self) -> float:
@@ -70,7 +70,9 @@ class Metrics:
         for reason in get_args(FinishReason):  # 0 until the first, so that the first is an increase
             self.finished.labels(reason)
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "From request to first token")
-        self.inter_token = self._histogram("inter_token_latency_seconds", "Between two tokens of a continuation")
+        self.inter_token = self._histogram(
+            "inter_token_latency_seconds", "Between two tokens of a continuation, a step's evenly"
+        )
         self.request_seconds = self._histogram("e2e_request_latency_seconds", "From request to last token")
         self.queue_seconds = self._histogram("request_queue_time_seconds", "From request to its first step or pass")
         self.prefill_seconds = self._histogram("request_prefill_time_seconds", "From first step to first token")
@@ -96,10 +98,11 @@ class Metrics:
         """Tokens that a step made of a request, and its end; `now` is when the step ended."""
         if output.tokens:
             is_first_of_all = progress.first_token is None
-            self.generation_tokens.inc()  # those before the last one are the echoed prompt
-            waited = progress.note_token(output.choice, now)
+            num_new, waited = progress.note_tokens(output.choice, output.num_generated, now)
+            self.generation_tokens.inc(num_new)
             if waited is not None:
-                self.inter_token.observe(waited)
+                for _ in range(num_new):
+                    self.inter_token.observe(waited / num_new)
             if is_first_of_all:
                 self._note_first(progress, now)
         if output.end is not None:
@@ -148,6 +151,8 @@ class EngineCollector(Collector):
             ("num_preemptions", "Sequences that gave their blocks back to be computed again", stats.num_preemptions),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.num_prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found there", stats.num_prefix_hits),
+            ("spec_decode_num_draft_tokens", "Tokens guessed and computed", stats.num_drafted),
+            ("spec_decode_num_accepted_tokens", "Those of them that were right", stats.num_drafted_right),
         ):
             yield CounterMetricFamily(f"forwardscope_{name}", what, value)
 

@@ -44,6 +44,10 @@ class Settings(BaseSettings):
         "none",
         description="weights in int8 (a scale an output) or int4 (a scale for 32 inputs): faster, a little less exact",
     )
+    speculate: bool = Field(
+        True,
+        description="greedy requests guess what follows from their own text, where that saves time; it changes no bit",
+    )
     max_body_bytes: int = Field(4 * MIB, ge=1, description="largest request body")
     max_response_bytes: int = Field(256 * MIB, ge=1, description="largest answer; known before it is computed")
     max_pass_bytes: int = Field(

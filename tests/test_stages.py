@@ -411,7 +411,7 @@ class TestEditing:
         self, edit: Callable[[Tensor], Tensor]
     ) -> None:
         model = build(CONFIGS["llama"])
-        with pytest.raises(ValueError, match=r"blocks\.1\.mlp_out: the edit returned"):
+        with pytest.raises(ValueError, match=r"blocks\.1\.mlp_out: the tap returned"):
             model(random_ids(67, LENGTH), tap=Editor({"blocks.1.mlp_out": edit}))
 
     @every_config

@@ -141,11 +141,13 @@ class PagedContext:
         self._scale = config.d_head**-0.5
 
     def renew(self, shares: Sequence[Share]) -> None:
-        """The same for the next tokens of as many streams, in the same memory."""
+        """The same for the next tokens of as many streams, as many as these were, in the same memory."""
         places = torch.tensor(place(shares, self._cache.block_size))
         self.positions.copy_(places[0])
         self._slots.copy_(places[1])
-        self._paged_read.start.copy_(places[0])
+        first_row, start = bounds(shares)
+        self._paged_read.first_row.numpy()[:] = first_row
+        self._paged_read.start.numpy()[:] = start
         rows = self._paged_read.blocks.numpy()
         for row, share in enumerate(shares):
             rows[row, : len(share.sequence.blocks)] = share.sequence.blocks
@@ -213,9 +215,13 @@ def read_pages(shares: Sequence[Share], block_size: int, max_blocks: int | None 
     """What the kernel for all of them reads."""
     num_blocks = max_blocks or max(len(share.sequence.blocks) for share in shares)
     blocks = [[*share.sequence.blocks, *[0] * (num_blocks - len(share.sequence.blocks))] for share in shares]
-    first_row = [0, *accumulate(share.num_new for share in shares)]
-    start = [share.start for share in shares]
+    first_row, start = bounds(shares)
     return PagedRead(torch.tensor(blocks), torch.tensor(first_row), torch.tensor(start), block_size)
+
+
+def bounds(shares: Sequence[Share]) -> tuple[list[int], list[int]]:
+    """Where the rows of each begin, and where those of the last end; and the position of the first of each."""
+    return [0, *accumulate(share.num_new for share in shares)], [share.start for share in shares]
 
 
 def plan_reads(shares: Sequence[Share], window: int | None, block_size: int, device: torch.device) -> list[Read]:

@@ -1,7 +1,9 @@
 """One of the continuations of a request: its sequence, its sampler, its text, what it has shown."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -19,14 +21,26 @@ from model.transformer import Transformer
 
 @dataclass
 class Made:
-    """What a step computed for one sequence: logits (T, V) of the new tokens whose rows were wanted, and the next token
-    where all before it are computed; or what went wrong. `trace_seconds` is what looking in took."""
+    """What a step computed for one sequence: logits (T, V) of the new tokens whose rows were wanted, and the tokens
+    that follow where all before them are computed, with their `logprobs` where those were asked for; or what went
+    wrong. `trace_seconds` is what looking in took."""
 
     logits: Tensor | None = None
-    token_id: int | None = None
-    logprobs: TokenLogprobs | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     error: Exception | None = None
     trace_seconds: float = 0.0
+
+    def follow(self, chosen: Tokens[int | Exception], draft: Tokens[int]) -> None:
+        """Take the tokens that were chosen after the newest one and after each of a draft, as far as that is right.
+        What fails after a token of a draft is not taken: the next step meets it again."""
+        for index, token_id in enumerate(chosen):
+            if isinstance(token_id, Exception):
+                self.error = token_id if index == 0 else None
+                return
+            self.token_ids.append(token_id)
+            if index < len(draft) and token_id != draft[index]:
+                return
 
 
 class Choice:
@@ -44,6 +58,11 @@ class Choice:
         self.num_generated = 0
         self.has_started = False
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the second token on, where the prompt is echoed with them
+
+    @property
+    def can_be_guessed(self) -> bool:
+        """Whether what it chooses follows from its tokens alone, and each of its steps gives nothing else."""
+        return self.sampler.takes_largest and self.request.trace is None and self.request.tap is None
 
     def start(self) -> bool:
         """Whether this is its first step."""
@@ -80,12 +99,12 @@ class Choice:
         params, tokens = self.request.params, []
         if params.needs_prompt_logits and self.num_generated == 0 and made.logits is not None:
             self.note_prompt_logprobs(share, made.logits)
-        if made.token_id is not None:
-            if params.echo and self.num_generated == 0:
-                tokens += self.transcript.echo(self.prompt_logprobs)
-            tokens.append(self.transcript.push(made.token_id, made.logprobs))
-            self.sequence.tokens.append(made.token_id)
-            self.num_generated += 1
+        if made.token_ids and params.echo and self.num_generated == 0:
+            tokens += self.transcript.echo(self.prompt_logprobs)
+        for token_id, logprobs in zip_longest(made.token_ids, made.logprobs):
+            if self.transcript.end is None:
+                tokens.append(self.transcript.push(token_id, logprobs))
+                self.num_generated += 1
         trace = None
         if self.tracer is not None:
             begun, end_position = time.perf_counter(), share.start + share.num_new

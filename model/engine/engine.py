@@ -3,6 +3,7 @@
 import logging
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,12 +12,13 @@ import torch
 from model.engine.blocks import BlockPool
 from model.engine.cache import PagedCache
 from model.engine.choice import Choice, Made
+from model.engine.drafts import Drafter
 from model.engine.request import Output, Request, Step
-from model.engine.runner import Runner
+from model.engine.runner import Pass, Runner
 from model.engine.scheduler import Scheduler, Share
 from model.engine.sequence import Sequence
 from model.generation import End
-from model.sampling import sample, token_logprobs
+from model.sampling import Sampler, sample, token_logprobs
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
 
@@ -29,7 +31,8 @@ class EngineConfig:
 
     At most `max_sequences` run at a time, and a step computes at most `max_step_tokens` tokens. Prompts that are
     fewer than the streams make a step at most `max_stretch` times as long as it would be without them. `use_kernels`:
-    attention by kernels made for the paged cache, where the device or the network has them.
+    attention by kernels made for the paged cache, where the device or the network has them. `speculates`: greedy
+    sequences guess what follows from their own tokens, where that changes no bit of what they get.
     """
 
     cache_bytes: int = 1 << 30
@@ -38,6 +41,7 @@ class EngineConfig:
     max_step_tokens: int = 512
     max_stretch: float = 2.0
     use_kernels: bool = True
+    speculates: bool = True
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class Stats:
     num_preemptions: int
     num_prefix_queries: int
     num_prefix_hits: int
+    num_drafted: int
+    num_drafted_right: int
 
 
 class Engine:
@@ -117,6 +123,7 @@ class Engine:
             raise ValueError(f"id: {request.id!r} is running already")
         shares_prefix = request.tap is None and not request.params.needs_prompt_logits
         shown = None if request.trace is None else request.trace.selection.positions
+        max_length = len(request.prompt_ids) + request.params.max_tokens
         leader: Sequence | None = None
         for index in range(request.params.n):
             self._num_sequences += 1
@@ -129,6 +136,8 @@ class Engine:
             )
             leader = leader or sequence
             choice = Choice(request, index, sequence, self._tokenizer)
+            if choice.can_be_guessed:
+                sequence.drafter = Drafter(max_length)
             self._requests.setdefault(request.id, []).append(choice)
             self._choices[sequence] = choice
             self._scheduler.add(sequence)
@@ -151,7 +160,7 @@ class Engine:
     def step(self) -> Step:
         """Compute the next step. What goes wrong in one sequence ends that one alone, with an `error` output."""
         start = time.perf_counter()
-        shares = self._scheduler.schedule()
+        shares = self._scheduler.schedule(drafts=self.config.speculates and self._runner.replays)
         if not shares:
             return Step()
         choices = {share: self._choices[share.sequence] for share in shares}
@@ -160,8 +169,11 @@ class Engine:
         try:
             if self._scheduler.fresh_blocks and self._cache.reads_beyond:
                 self._cache.clear(self._scheduler.fresh_blocks)
-            made = self._compute(choices)
-            self._scheduler.complete(shares, time.perf_counter() - start)
+            result, made = self._compute(choices)
+            for share, of_share in made.items():
+                share.sequence.tokens.extend(of_share.token_ids)
+            seconds = None if result.was_recorded else time.perf_counter() - start
+            self._scheduler.complete(shares, seconds, replayed=result.was_replayed)
         except Exception as error:  # of the batch as a whole: nobody's numbers can be trusted
             logger.exception("a step of %d sequences failed", len(shares))
             made = {share: Made(error=error) for share in shares}
@@ -186,6 +198,8 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_prefix_queries=scheduler.num_prefix_queries,
             num_prefix_hits=scheduler.num_prefix_hits,
+            num_drafted=scheduler.num_drafted,
+            num_drafted_right=scheduler.num_drafted_right,
         )
 
     def check_integrity(self) -> None:
@@ -195,32 +209,46 @@ class Engine:
         assert scheduled == set(self._choices), "a sequence is lost, or there for nobody"
         assert {choice for choices in self._requests.values() for choice in choices} == set(self._choices.values())
 
-    def _compute(self, choices: Mapping[Share, Choice]) -> dict[Share, Made]:
-        """The step's forward pass, and the next token of every sequence whose tokens are all computed then."""
+    def _compute(self, choices: Mapping[Share, Choice]) -> tuple[Pass, dict[Share, Made]]:
+        """The step's forward pass, and what follows every sequence whose tokens are all computed then."""
         taps = {share: tap for share, choice in choices.items() if (tap := choice.tap(self._model, share)) is not None}
         all_rows = frozenset(share for share, choice in choices.items() if choice.needs_logits(share))
         result = self._runner.run(list(choices), taps, all_rows)
         made = {share: Made(result.logits[result.rows[share]] if share in all_rows else None) for share in choices}
         for share, tap in result.taps.items():
             made[share].error, made[share].trace_seconds = tap.error, tap.seconds
+        self._choose(result, choices, made)
+        return result, made
+
+    def _choose(self, result: Pass, choices: Mapping[Share, Choice], made: Mapping[Share, Made]) -> None:
+        """What follows each sequence whose tokens are all computed: after its newest token, and after its draft as far
+        as that is right."""
         choosing = [share for share in result.rows if share.is_last and made[share].error is None]  # in their order
-        if choosing:
-            logits, last = result.logits, [result.rows[share].stop - 1 for share in choosing]
-            if last != list(range(len(logits))):
-                logits = logits[torch.tensor(last, device=logits.device)]
-            chosen = sample(logits, [choices[share].sampler for share in choosing], self._model.operations)
-            for share, token_id in zip(choosing, chosen, strict=True):
-                if isinstance(token_id, Exception):
-                    made[share].error = token_id
-                else:
-                    made[share].token_id = token_id
-            num_tops = {share: choices[share].request.params.logprobs for share in choosing}
-            for num_top in {num for num in num_tops.values() if num is not None}:
-                rows = [row for row, share in enumerate(choosing) if num_tops[share] == num_top]
-                ids = [made[choosing[row]].token_id or 0 for row in rows]
-                for row, logprobs in zip(rows, token_logprobs(logits[rows], ids, num_top), strict=True):
-                    made[choosing[row]].logprobs = logprobs
-        return made
+        rows: list[int] = []
+        samplers: list[Sampler] = []
+        for share in choosing:
+            end, count = result.rows[share].stop, 1 + len(share.sequence.draft)
+            rows += range(end - count, end)
+            samplers += [choices[share].sampler] * count
+        if not rows:
+            return
+        logits = result.logits
+        if rows != list(range(len(logits))):
+            logits = logits[torch.tensor(rows, device=logits.device)]
+        chosen = sample(logits, samplers, self._model.operations)
+        shown: dict[int, list[tuple[int, Share, int]]] = defaultdict(list)  # by how many logprobs: row, whose, token
+        first = 0
+        for share in choosing:
+            draft = share.sequence.draft
+            made[share].follow(chosen[first : first + 1 + len(draft)], draft)
+            num_top = choices[share].request.params.logprobs
+            if num_top is not None:
+                shown[num_top] += [(row, share, token_id) for row, token_id in enumerate(made[share].token_ids, first)]
+            first += 1 + len(draft)
+        for num_top, places in shown.items():
+            own, ids = [row for row, _, _ in places], [token_id for _, _, token_id in places]
+            for (_, share, _), logprobs in zip(places, token_logprobs(logits[own], ids, num_top), strict=True):
+                made[share].logprobs.append(logprobs)
 
     def _advance(self, choice: Choice, share: Share, made: Made) -> Output | None:
         """What the step made of one sequence."""

@@ -16,11 +16,14 @@ from model.transformer import Transformer
 
 @dataclass(frozen=True)
 class Pass:
-    """What one forward pass gave: `logits` (R, V) and of each share the rows of it that are its own; and its tap."""
+    """What one forward pass gave: `logits` (R, V) and of each share the rows of it that are its own; and its tap. One
+    that `was_recorded` took longer than the next ones like it, which will be replayed."""
 
     logits: Tensor
     rows: Mapping[Share, slice]
     taps: Mapping[Share, SequenceTap]
+    was_recorded: bool
+    was_replayed: bool
 
 
 class Runner:
@@ -31,25 +34,35 @@ class Runner:
         self._cache = cache
         self._stream_steps = StreamSteps(model, cache)
 
+    @property
+    def replays(self) -> bool:
+        """Whether steps of streams are replayed. All is computed by our kernels then, so that no bit of a token's
+        logits depends on what is computed beside it."""
+        return self._stream_steps.num_recorded > 0
+
     def run(self, shares: Sequence[Share], taps: Mapping[Share, Tap], all_rows: frozenset[Share]) -> Pass:
-        """The logits of each share's last token where that is the sequence's last, of every token for `all_rows`."""
+        """The logits of each share's last token where that is the sequence's last, and of a draft after it; of every
+        token for `all_rows`."""
         ids: list[int] = []
         wanted: list[int] = []
         rows: dict[Share, slice] = {}
         sequence_taps: dict[Share, SequenceTap] = {}
         for share in in_reading_order(shares):
             tokens = slice(len(ids), len(ids) + share.num_new)
-            ids += share.sequence.tokens[share.start : share.start + share.num_new]
+            ids += share.new_tokens
             first_row = len(wanted)
             if share in all_rows:
                 wanted += range(tokens.start, tokens.stop)
             elif share.is_last:
-                wanted.append(tokens.stop - 1)
+                wanted += range(tokens.stop - 1 - len(share.sequence.draft), tokens.stop)
             rows[share] = slice(first_row, len(wanted))
             if share in taps:
                 sequence_taps[share] = SequenceTap(taps[share], share, tokens, rows[share])
         ordered = list(rows)
+        num_recorded = self._stream_steps.num_recorded
         logits = None if sequence_taps else self._stream_steps.run(ordered)
+        was_recorded = self._stream_steps.num_recorded > num_recorded
+        was_replayed = logits is not None and not was_recorded
         if logits is None:
             logits = self._model(
                 torch.tensor([ids], device=self._cache.device),
@@ -57,7 +70,7 @@ class Runner:
                 rows=wanted,
                 context=PagedContext(self._cache, ordered, list(sequence_taps.values())),
             )[0]
-        return Pass(logits, rows, sequence_taps)
+        return Pass(logits, rows, sequence_taps, was_recorded, was_replayed)
 
 
 def in_reading_order(shares: Sequence[Share]) -> list[Share]:

@@ -9,13 +9,14 @@ from bisect import insort
 from dataclasses import dataclass
 
 from model.engine.blocks import BlockPool
+from model.engine.drafts import MAX_DRAFT
 from model.engine.pace import Pace
 from model.engine.sequence import Sequence
 
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """The part of one step that is one sequence's: `num_new` tokens from `start` on."""
+    """The part of one step that is one sequence's: `num_new` tokens from `start` on, those of its draft included."""
 
     sequence: Sequence
     start: int
@@ -24,12 +25,18 @@ class Share:
     @property
     def is_last(self) -> bool:
         """No token is missing after it: the next one can be chosen."""
-        return self.start + self.num_new == len(self.sequence.tokens)
+        return self.start + self.num_new >= len(self.sequence.tokens)
 
     @property
     def is_stream(self) -> bool:
         """Only the newest token was missing."""
-        return self.num_new == 1 and self.is_last
+        return self.start + 1 == len(self.sequence.tokens)
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """Until what they lead to is known: then the sequence has other tokens after its own."""
+        known = self.sequence.tokens[self.start : self.start + self.num_new].tolist()
+        return known + self.sequence.draft if self.is_last else known
 
 
 class Scheduler:
@@ -47,6 +54,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prefix_queries = 0  # tokens looked up, as vLLM counts
         self.num_prefix_hits = 0
+        self.num_drafted = 0
+        self.num_drafted_right = 0
         self._max_sequences = max_sequences
         self._max_tokens = max_tokens
         self._pace = Pace(max_stretch)
@@ -64,8 +73,9 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
-    def schedule(self) -> list[Share]:
-        """The next step's shares, streams first; blocks for all of their tokens are the sequences' own.
+    def schedule(self, *, drafts: bool = False) -> list[Share]:
+        """The next step's shares, streams first; blocks for all of their tokens are the sequences' own. With `drafts`,
+        where streams are few and alone, their drafters add to them.
 
         `fresh_blocks` are those of them that hold what another sequence left, and will be read before they are full.
         """
@@ -88,23 +98,57 @@ class Scheduler:
                 if not self._admit(sequence):
                     break  # those behind it do not overtake it
                 budget -= self._share(sequence, budget, shares)
+        if drafts and len(shares) == len(streams) and not prompts:
+            return self._with_drafts(shares)
         return shares
 
-    def complete(self, shares: list[Share], seconds: float) -> None:
-        """The step was computed, and took this long."""
+    def complete(self, shares: list[Share], seconds: float | None, *, replayed: bool = False) -> None:
+        """The step was computed, or `replayed`, and took this long; None where others like it will not.
+
+        The tokens that it gave are the sequences' own by now: of a draft that differs from them nothing is kept.
+        """
         for share in shares:
             sequence = share.sequence
-            before, sequence.num_computed = sequence.num_computed, share.start + share.num_new
+            before = sequence.num_computed
+            sequence.num_computed = min(share.start + share.num_new, len(sequence.tokens) - 1)
+            if sequence.draft and sequence.drafter is not None:
+                num_right = sequence.num_computed - before - 1
+                sequence.drafter.observe(len(sequence.draft), num_right)
+                self.num_drafted += len(sequence.draft)
+                self.num_drafted_right += num_right
+                sequence.draft = []
+                num_blocks = self._blocks_for(len(sequence.tokens))
+                self.pool.release(sequence.blocks[num_blocks:])
+                del sequence.blocks[num_blocks:]
             if sequence.shares_prefix:
                 size = self.pool.block_size
                 for index in range(before // size, sequence.num_computed // size):
                     self.pool.register(sequence.blocks[index], sequence.block_hash(index, size))
-        self._pace.observe(sum(share.num_new for share in shares), seconds)
+        if seconds is not None:
+            self._pace.observe(sum(share.num_new for share in shares), seconds, replayed=replayed)
 
     def forget(self, shares: list[Share]) -> None:
         """The step failed: nobody is to find what the blocks of its sequences hold."""
         for share in shares:
             self.pool.forget(share.sequence.blocks)
+
+    def _with_drafts(self, streams: list[Share]) -> list[Share]:
+        """A draft for each that has one, as long as there is room for it in the step and in the cache."""
+        room, worth = min(MAX_DRAFT + 1, self._max_tokens) - len(streams), self._pace.worth(len(streams))
+        shares = []
+        for index, share in enumerate(streams):
+            sequence, fair = share.sequence, -(-room // (len(streams) - index))
+            if sequence.drafter is not None and fair > 0:
+                sequence.draft = sequence.drafter.draft(sequence.tokens, fair, worth)
+                num_tokens = len(sequence.tokens) + len(sequence.draft)
+                num_more = self._blocks_for(num_tokens) - len(sequence.blocks)
+                if num_more > self.pool.num_free:
+                    sequence.draft = []
+                else:
+                    self._extend(sequence, num_more)
+            room -= len(sequence.draft)
+            shares.append(Share(sequence, share.start, 1 + len(sequence.draft)))
+        return shares
 
     def _share(self, sequence: Sequence, budget: int, shares: list[Share]) -> int:
         num_new = min(sequence.num_missing, budget)
@@ -182,11 +226,8 @@ class Scheduler:
         assert not set(self.running) & set(self.waiting)
         for sequence in self.running:
             assert 0 <= sequence.num_computed <= len(sequence.tokens)
-            assert (
-                self._blocks_for(sequence.num_computed)
-                <= len(sequence.blocks)
-                <= self._blocks_for(len(sequence.tokens))
-            )
+            most = self._blocks_for(len(sequence.tokens) + len(sequence.draft))
+            assert self._blocks_for(sequence.num_computed) <= len(sequence.blocks) <= most
         for sequence in self.waiting:
             assert not sequence.blocks
             assert sequence.num_computed == 0

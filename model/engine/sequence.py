@@ -5,18 +5,23 @@ import sys
 from array import array
 from collections.abc import Sequence as Tokens
 
+from model.engine.drafts import Drafter
+
 
 class Sequence:
     """The tokens of a prompt and what was generated after it. `num_computed` of them are in `blocks`.
 
     `order` is its age: a smaller one came earlier. A sequence with a `leader` starts when the leader's prompt is
     computed, to share its blocks. Without `shares_prefix` it neither takes computed blocks of others nor offers any.
-    At most `max_cached` tokens are taken from others. One that `is_held` is in no step.
+    At most `max_cached` tokens are taken from others. One that `is_held` is in no step. A `drafter` guesses what
+    follows its tokens; during a step, `draft` are those guesses that the step computes with them.
     """
 
     __slots__ = (
         "_hashes",
         "blocks",
+        "draft",
+        "drafter",
         "is_held",
         "leader",
         "max_cached",
@@ -36,6 +41,7 @@ class Sequence:
         shares_prefix: bool = True,
         max_cached: int = sys.maxsize,
         leader: "Sequence | None" = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.order = order
         self.tokens = array("q", prompt)
@@ -47,6 +53,8 @@ class Sequence:
         self.max_cached = max_cached
         self.leader = leader
         self.is_held = False
+        self.drafter = drafter
+        self.draft: list[int] = []
         self._hashes: list[bytes] = []
 
     @property

@@ -75,6 +75,7 @@ def new_engine(
     max_step_tokens: int = 512,
     max_sequences: int = 8,
     max_stretch: float = 2.0,
+    speculates: bool = True,
 ) -> Engine:
     config = model.config
     token_bytes = 2 * config.num_layers * config.num_kv_heads * config.d_head * model.embed.weight.itemsize
@@ -87,6 +88,7 @@ def new_engine(
             max_step_tokens=max_step_tokens,
             max_sequences=min(max_sequences, max_step_tokens),
             max_stretch=max_stretch,
+            speculates=speculates,
         ),
     )
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.engine.pace import MIN_TOKENS, Pace
+from model.engine.pace import LEAST_WORTH, MIN_TOKENS, UNKNOWN_WORTH, Pace
 
 Cost = Callable[[int], float]  # seconds of a step of so many tokens
 
@@ -105,3 +105,28 @@ def test_one_slow_step_does_not_stop_the_prompts() -> None:
 def test_a_stretch_that_lets_no_prompt_in_is_refused(max_stretch: float) -> None:
     with pytest.raises(ValueError, match=f"max_stretch: {max_stretch}"):
         Pace(max_stretch)
+
+
+class TestWorth:
+    """How likely a guess must be right: what it costs, over what a step gives."""
+
+    def worth(self, cost: Cost, num_streams: int, sizes: tuple[int, ...] = (1, 2, 5, 9, 1, 3)) -> float:
+        pace = Pace(2.0)
+        for more in sizes:
+            pace.observe(num_streams + more - 1, cost(num_streams + more - 1), replayed=True)
+        pace.observe(512, 100.0)  # a step with a prompt says nothing of it
+        return pace.worth(num_streams)
+
+    @pytest.mark.parametrize("num_streams", [1, 4])
+    @pytest.mark.parametrize("per_token", [0.005, 0.02])
+    def test_it_is_what_a_token_costs_by_what_it_costs_now(self, per_token: float, num_streams: int) -> None:
+        cost = line(0.1, per_token)
+        expected = per_token / (cost(num_streams) / num_streams)
+        assert self.worth(cost, num_streams) == pytest.approx(expected)
+
+    def test_where_steps_are_as_long_as_they_have_tokens_nothing_is_worth_it(self) -> None:
+        assert self.worth(line(0.0, 0.1), 4) == pytest.approx(1.0)
+
+    def test_before_anything_is_known_and_where_tokens_cost_nothing_a_little_trust_is_enough(self) -> None:
+        assert Pace(2.0).worth(1) == self.worth(line(0.1, 0.01), 1, sizes=(1, 1, 1)) == UNKNOWN_WORTH
+        assert self.worth(line(0.1, 1e-6), 1) == LEAST_WORTH

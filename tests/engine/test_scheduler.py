@@ -6,6 +6,7 @@ which is used too early, too late or by two is seen.
 
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
@@ -14,11 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.engine.blocks import BlockPool
+from model.engine.drafts import MAX_DRAFT, Drafter
 from model.engine.pace import MIN_TOKENS
 from model.engine.scheduler import Scheduler, Share
 from model.engine.sequence import Sequence as Line
 
 Cost = Callable[[int], float]  # seconds of a step of so many tokens
+
+
+class Guesser(Drafter):
+    """Guesses as many tokens as it may, of which two in three are wrong."""
+
+    def draft(self, tokens: "array[int]", room: int, worth: float) -> list[int]:
+        assert 0 < worth <= 1
+        return [position % 3 for position in range(min(room, self.max_length - len(tokens) - 1))]
 
 
 class Play:
@@ -33,6 +43,7 @@ class Play:
         max_tokens: int = 64,
         max_stretch: float = 2.0,
         cost: Cost = lambda num_tokens: 0.001,
+        drafts: bool = False,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(
@@ -40,6 +51,7 @@ class Play:
         )
         self.max_tokens = max_tokens
         self.cost = cost
+        self.drafts = drafts
         self.lengths: dict[Line, int] = {}  # of each sequence that has not ended: its tokens at its end
         self.first_shares: dict[Line, int] = {}  # where each began, the first time
         self._slots: dict[int, int | None] = {}
@@ -58,7 +70,8 @@ class Play:
         self, prompt: Sequence[int], num_new: int = 4, *, shares_prefix: bool = True, leader: Line | None = None
     ) -> Line:
         self._num_lines += 1
-        line = Line(self._num_lines, prompt, shares_prefix=shares_prefix, leader=leader)
+        drafter = Guesser(len(prompt) + num_new) if self.drafts else None
+        line = Line(self._num_lines, prompt, shares_prefix=shares_prefix, leader=leader, drafter=drafter)
         self.scheduler.add(line)
         self.lengths[line] = len(prompt) + num_new
         self.scheduler.check_integrity()
@@ -72,7 +85,7 @@ class Play:
     def step(self, *, fails: bool = False) -> list[Share]:
         before, waiting = list(self.running), self.waiting
         streams = [line for line in before if line.num_missing == 1 and not line.is_held]
-        shares = self.scheduler.schedule()
+        shares = self.scheduler.schedule(drafts=self.drafts)
         self.scheduler.check_integrity()
         self._check(shares, before, waiting, streams)
         self._clear(self.scheduler.fresh_blocks)
@@ -81,15 +94,28 @@ class Play:
             self._fail(shares)
             return shares
         num_tokens = sum(share.num_new for share in shares)
-        last = [share.sequence for share in shares if share.is_last]
-        self.scheduler.complete(shares, self.cost(num_tokens))
+        last, replayed = [share for share in shares if share.is_last], all(share.is_stream for share in shares)
+        for share in last:
+            self._follow(share)
+        self.scheduler.complete(shares, self.cost(num_tokens), replayed=replayed)
         self.scheduler.check_integrity()
-        for line in last:
-            assert line.num_missing == 0
-            line.tokens.append((line.order * 7 + len(line.tokens)) % 3)
+        for line in (share.sequence for share in last):
+            assert line.num_missing == 1
+            assert line.draft == []
             if len(line.tokens) == self.lengths[line]:
                 self.remove(line)
         return shares
+
+    def _follow(self, share: Share) -> None:
+        """The tokens that follow, as many as the draft has right and one more."""
+        line = share.sequence
+        for guess in [*line.draft, None]:
+            position = len(line.tokens)
+            line.tokens.append((line.order * 7 + position) % 3)
+            if guess != line.tokens[-1]:
+                break
+            self._slots[self._slot(line, position)] = self._content(line, position)
+        assert len(line.tokens) <= self.lengths[line], "a draft goes beyond the end"
 
     def finish(self) -> int:
         """Steps until nothing is left: every sequence ended. Each token may be computed anew as often as a sequence
@@ -111,9 +137,13 @@ class Play:
             assert line in self.running
             assert not line.is_held
             assert share.start == line.num_computed
-            assert 0 < share.num_new <= line.num_missing
+            assert 0 < share.num_new <= line.num_missing + len(line.draft)
+            assert share.new_tokens == [*line.tokens, *line.draft][share.start : share.start + share.num_new]
             assert share.start + share.num_new <= len(line.blocks) * self.pool.block_size
-            assert share.is_last == (share.start + share.num_new == len(line.tokens))
+            assert share.is_last == (share.start + share.num_new == len(line.tokens) + len(line.draft))
+            if line.draft:
+                assert share.is_stream
+                assert len(shares) == len(streams), "a draft while prompts are computed"
         assert [line for line in streams if line not in preempted] == [share.sequence for share in shares][
             : len(streams) - len(set(streams) & set(preempted))
         ], "a stream waits, or is not first"
@@ -165,13 +195,15 @@ class Play:
         together, to the ends of their blocks: there must be nothing that another left."""
         for share in shares:
             for position in range(share.start, share.start + share.num_new):
-                self._slots[self._slot(share.sequence, position)] = self._content(share.sequence, position)
-        ends = {share.sequence: share.start + share.num_new for share in shares}
+                is_guess = position >= len(share.sequence.tokens)
+                content = None if is_guess else self._content(share.sequence, position)
+                self._slots[self._slot(share.sequence, position)] = content
+        ends = {share.sequence: share.start + share.num_new - len(share.sequence.draft) for share in shares}
         for line in self.running:
             for position in range(ends.get(line, line.num_computed)):
                 assert self._slots[self._slot(line, position)] == self._content(line, position)
         for share in shares:
-            if share.is_stream:
+            if share.is_stream and not self.drafts:
                 assert share.num_new == 1 == share.sequence.num_missing
                 block_end = -(-(share.start + 1) // self.pool.block_size) * self.pool.block_size
                 behind = [self._slot(share.sequence, position) for position in range(share.start + 1, block_end)]
@@ -207,6 +239,7 @@ EVENTS = st.lists(st.one_of(ADD, ADD, ADD, STEP, STEP, STEP, INTERFERE, INTERFER
     num_more_tokens=st.integers(0, 10),
     max_stretch=st.floats(1.1, 4),
     costs=st.lists(st.floats(0, 1), min_size=1, max_size=5),
+    drafts=st.booleans(),
 )
 @settings(max_examples=400, deadline=None)
 def test_whatever_comes_and_goes_every_sequence_gets_on(
@@ -217,6 +250,7 @@ def test_whatever_comes_and_goes_every_sequence_gets_on(
     num_more_tokens: int,
     max_stretch: float,
     costs: list[float],
+    drafts: bool,
 ) -> None:
     durations = iter(costs * 10_000)
     play = Play(
@@ -226,6 +260,7 @@ def test_whatever_comes_and_goes_every_sequence_gets_on(
         max_tokens=max_sequences + num_more_tokens,
         max_stretch=max_stretch,
         cost=lambda num_tokens: next(durations),
+        drafts=drafts,
     )
     for kind, *values in events:
         lines = list(play.lengths)
@@ -278,6 +313,16 @@ def test_the_oldest_prompts_take_the_budget_first_and_the_rest_of_it_is_not_lost
         play.add([token] * length, 1)
     steps = [[(share.sequence.order, share.num_new) for share in play.step()] for _ in range(3)]
     assert steps == [[(1, 6), (2, 4)], [(2, 5), (3, 5)], [(3, 4)]]
+
+
+def test_streams_share_what_room_there_is_for_drafts() -> None:
+    play = Play(max_sequences=20, drafts=True)
+    for order in range(14):
+        play.add([order], 300)
+        play.step()
+        counts = [share.num_new for share in play.step()]
+        assert sum(counts) == max(MAX_DRAFT + 1, order + 1)
+        assert max(counts) - min(counts) <= 1
 
 
 def test_no_more_sequences_run_than_may() -> None:
