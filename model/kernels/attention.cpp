@@ -1,9 +1,10 @@
 // Attention of the new tokens of several sequences over keys and values that lie in blocks.
 //
-// q and z (N, H, D) of all new tokens in a row, those of q some stride apart; keys and values (slots, Hkv, D) of one layer, slots some stride apart; blocks (S, max_blocks), the
-// blocks of each of the S sequences in order, `size` slots each. A token at position p sees the keys from
-// max(0, p - window + 1) up to p. All is computed in float32, in an order that depends on the token's position alone: the
-// result is the same, to the bit, whether a prompt is read at once, in parts or token by token, and whoever is beside it.
+// q and z (N, H, D) of all new tokens in a row, those of q some stride apart; keys and values (slots, Hkv, D) of one
+// layer, slots some stride apart; blocks (S, max_blocks), the blocks of each of the S sequences in order, `size` slots
+// each. A token at position p sees the keys from max(0, p - window + 1) up to p. All is computed in float32, in an order
+// that depends on the token's position alone: the result is the same, to the bit, whether a prompt is read at once, in
+// parts or token by token, and whoever is beside it.
 //
 // Few tokens read each key as it lies. Many turn 16 keys at a time, so that a vector holds 16 keys, and read them all.
 // Both add up the products of q and k in the same order: by lane d mod 16 first, then the lanes as a tree.
@@ -17,7 +18,8 @@ namespace {
 
 constexpr long TILE = 32;        // rows, heads of new tokens, that read keys together
 constexpr long AHEAD = 8;        // keys that are fetched while one is read
-constexpr long FEW = 4;          // rows that do not turn them
+constexpr long FEW = 4;          // rows that do not turn them; many add up values for so many rows at a time
+constexpr long TURNED = 8;       // rows that read turned keys at a time
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
 // Some heads of the keys or values of one sequence: row `index` is that of its token at this position.
@@ -90,19 +92,19 @@ void transpose(__m512 rows[WIDTH], float* to) {
 // Of `rows` rows of q, D apart, and 16 turned keys [D][16]: the products with each key, lanes `lane`, `lane + step`, ... of
 // the head added up.
 template <int rows, int lane = 0, int step = 1>
-void multiply_keys(const float* q, const float* turned, long D, __m512* sums) {
+[[gnu::always_inline]] inline void multiply_keys(const float* q, const float* turned, long D, __m512 (&sums)[rows]) {
     if constexpr (step == WIDTH) {
-        for (int row = 0; row < rows; row++) sums[row] = _mm512_setzero_ps();
+        UNROLL for (int row = 0; row < rows; row++) sums[row] = _mm512_setzero_ps();
         for (long d = lane; d < D; d += WIDTH) {
             const __m512 k = load(turned + d * WIDTH);
-            for (int row = 0; row < rows; row++)
+            UNROLL for (int row = 0; row < rows; row++)
                 sums[row] = _mm512_fmadd_ps(_mm512_set1_ps(q[row * D + d]), k, sums[row]);
         }
     } else {
         __m512 others[rows];
         multiply_keys<rows, lane, 2 * step>(q, turned, D, sums);
         multiply_keys<rows, lane + step, 2 * step>(q, turned, D, others);
-        for (int row = 0; row < rows; row++) sums[row] = _mm512_add_ps(sums[row], others[row]);
+        UNROLL for (int row = 0; row < rows; row++) sums[row] = _mm512_add_ps(sums[row], others[row]);
     }
 }
 
@@ -119,66 +121,73 @@ struct Reader {
     long first(long token) const { return window ? std::max(0L, start + token - window + 1) : 0; }
     long end_of(long token) const { return start + token + 1; }
 
-    // The tokens [begin, end). A row is one of them in one query head: those of a head of keys stand together.
-    void read(long begin, long end) const {
-        const long of_head = (end - begin) * group, rows = heads * of_head;
-        const long first_key = first(begin), last_key = start + end;
-        const long padded = (last_key - first_key + WIDTH - 1) / WIDTH * WIDTH + WIDTH;
-        memory.resize(rows * (padded + 2 * D) + WIDTH * D);
-        float *const scores = memory.data(), *const queries = scores + rows * padded;
-        float *const sums = queries + rows * D, *const turned = sums + rows * D;
-        const auto token_of = [&](long row) { return begin + row % of_head / group; };
-        const auto head_of = [&](long row) { return row / of_head * group + row % group; };
-        for (long row = 0; row < rows; row++)
-            for (long d = 0; d < D; d += WIDTH)
-                store(queries + row * D + d, load(q + token_of(row) * q_stride + head_of(row) * D + d));
-        if (of_head < FEW)
-            score_few(queries, scores, of_head, first_key, last_key, padded);
-        else
-            score_many(queries, scores, turned, rows, first_key, last_key, padded);
-        for (long row = 0; row < rows; row++) {
-            const long own = first(token_of(row)), num_keys = end_of(token_of(row)) - own;
-            const long whole = (num_keys + WIDTH - 1) / WIDTH * WIDTH;
-            float* const of_row = scores + row * padded + own - first_key;
-            std::fill(of_row + num_keys, of_row + whole, NONE);
-            softmax(of_row, whole);
-        }
-        std::fill(sums, sums + rows * D, 0.0f);
-        if (of_head < FEW)
-            add_few(scores, sums, begin, of_head, first_key, last_key, padded);
-        else
-            add_values(scores, sums, begin, end, first_key, padded);
-        for (long row = 0; row < rows; row++)
-            for (long d = 0; d < D; d += WIDTH)
-                store(z + (token_of(row) * H + head_of(row)) * D + d, load(sums + row * D + d));
+    // The tokens [begin, end) with the keys [first_key, last_key). A row is one of the tokens in one query head: those of
+    // a head of keys stand together.
+    struct Tile {
+        const Reader& of;
+        long begin, end, first_key, last_key;
+        long of_head = (end - begin) * of.group, rows = of.heads * of_head;
+        long padded = (last_key - first_key + WIDTH - 1) / WIDTH * WIDTH + WIDTH;  // numbers from row to row of scores
+
+        long token(long row) const { return begin + row % of_head / of.group; }
+        long head(long row) const { return row / of_head * of.group + row % of.group; }
+        bool is_few() const { return of_head < FEW; }
+    };
+
+    // Room for the scores of a tile, (rows, padded), and then for `more` numbers.
+    float* make_room(const Tile& tile, long more) const {
+        memory.resize(tile.rows * (tile.padded + D) + WIDTH * D + more);
+        return memory.data();
     }
 
-    // The same rows, spelled out: scores with all S keys, masked ones, and their softmax, each (H, N, S).
-    void show(long begin, long end, long N, long S, Number* of_scores, Number* of_masked, Number* of_pattern) const {
-        const long rows = (end - begin) * group, padded = (S + WIDTH - 1) / WIDTH * WIDTH + WIDTH;
-        memory.resize(rows * (padded + D) + padded + WIDTH * D);
-        float *const scores = memory.data(), *const queries = scores + rows * padded;
-        float *const line = queries + rows * D, *const turned = line + padded;
-        for (long row = 0; row < rows; row++)
+    // The scores, behind which it uses (rows + 16) D numbers.
+    void score(const Tile& tile, float* scores) const {
+        float *const queries = scores + tile.rows * tile.padded, *const turned = queries + tile.rows * D;
+        for (long row = 0; row < tile.rows; row++)
             for (long d = 0; d < D; d += WIDTH)
-                store(queries + row * D + d, load(q + (begin + row / group) * q_stride + row % group * D + d));
-        if (rows < FEW)
-            score_few(queries, scores, rows, 0, S, padded);
-        else
-            score_many(queries, scores, turned, rows, 0, S, padded);
-        for (long row = 0; row < rows; row++) {
-            const long token = begin + row / group, own = first(token), num_keys = end_of(token) - own;
-            const long to = (row % group * N + token) * S, whole = (num_keys + WIDTH - 1) / WIDTH * WIDTH;
-            float* const of_row = scores + row * padded;
+                store(queries + row * D + d, load(q + tile.token(row) * q_stride + tile.head(row) * D + d));
+        tile.is_few() ? score_few(tile, queries, scores) : score_many(tile, queries, scores, turned);
+    }
+
+    // Softmax of a row's scores with the keys that it sees.
+    void weigh(const Tile& tile, long row, float* of_row) const {
+        const long own = first(tile.token(row)), num_keys = end_of(tile.token(row)) - own;
+        const long whole = (num_keys + WIDTH - 1) / WIDTH * WIDTH;
+        float* const weights = of_row + own - tile.first_key;
+        std::fill(weights + num_keys, weights + whole, NONE);
+        softmax(weights, whole);
+    }
+
+    void read(long begin, long end) const {
+        const Tile tile = {*this, begin, end, first(begin), start + end};
+        float* const scores = make_room(tile, 0);
+        score(tile, scores);
+        for (long row = 0; row < tile.rows; row++) weigh(tile, row, scores + row * tile.padded);
+        float* const sums = scores + tile.rows * tile.padded;  // where the queries were
+        std::fill(sums, sums + tile.rows * D, 0.0f);
+        tile.is_few() ? add_few(tile, scores, sums) : add_many(tile, scores, sums);
+        for (long row = 0; row < tile.rows; row++)
+            for (long d = 0; d < D; d += WIDTH)
+                store(z + (tile.token(row) * H + tile.head(row)) * D + d, load(sums + row * D + d));
+    }
+
+    // The same tokens, spelled out: scores with all S keys, masked ones, and their softmax, each (H, N, S).
+    void show(long begin, long end, long N, long S, Number* of_scores, Number* of_masked, Number* of_pattern) const {
+        const Tile tile = {*this, begin, end, 0, S};
+        float *const scores = make_room(tile, S), *const line = scores + memory.size() - S;
+        const auto write_visible = [&](const float* from, long own, long num_keys, float others, Number* to) {
+            std::fill(line, line + S, others);
+            std::copy(from + own, from + own + num_keys, line + own);
+            write(line, to, S);
+        };
+        score(tile, scores);
+        for (long row = 0; row < tile.rows; row++) {
+            float* const of_row = scores + row * tile.padded;
+            const long to = (tile.head(row) * N + tile.token(row)) * S, own = first(tile.token(row));
             write(of_row, of_scores + to, S);
-            std::fill(line, line + S, NONE);
-            std::copy(of_row + own, of_row + own + num_keys, line + own);
-            write(line, of_masked + to, S);
-            std::fill(of_row + own + num_keys, of_row + own + whole, NONE);
-            softmax(of_row + own, whole);
-            std::fill(line, line + S, 0.0f);
-            std::copy(of_row + own, of_row + own + num_keys, line + own);
-            write(line, of_pattern + to, S);
+            write_visible(of_row, own, end_of(tile.token(row)) - own, NONE, of_masked + to);
+            weigh(tile, row, of_row);
+            write_visible(of_row, own, end_of(tile.token(row)) - own, 0.0f, of_pattern + to);
         }
     }
 
@@ -187,27 +196,27 @@ struct Reader {
             store(to + i, load(from + i, first_of(count - i)), first_of(count - i));
     }
 
-    void score_few(const float* queries, float* scores, long of_head, long first_key, long last_key,
-                   long padded) const {
-        keys.visit(first_key, last_key, [&](long key, const Number* k) {
-            for (long row = 0; row < heads * of_head; row++) {
-                const Number* const of_row = k + row / of_head * D;
+    // A few rows read each key as it lies.
+    void score_few(const Tile& tile, const float* queries, float* scores) const {
+        keys.visit(tile.first_key, tile.last_key, [&](long key, const Number* k) {
+            long left = tile.of_head;  // rows of the head at k
+            for (long row = 0; row < tile.rows; row++) {
                 __m512 products = _mm512_setzero_ps();
                 for (long d = 0; d < D; d += WIDTH)
-                    products = _mm512_fmadd_ps(load(queries + row * D + d), load(of_row + d), products);
-                scores[row * padded + key - first_key] = scale * _mm512_reduce_add_ps(products);
+                    products = _mm512_fmadd_ps(load(queries + row * D + d), load(k + d), products);
+                scores[row * tile.padded + key - tile.first_key] = scale * _mm512_reduce_add_ps(products);
+                if (--left == 0) left = tile.of_head, k += D;
             }
         });
     }
 
-    void add_few(const float* weights, float* sums, long begin, long of_head, long first_key, long last_key,
-                 long padded) const {
-        values.visit(first_key, last_key, [&](long key, const Number* v) {
-            for (long row = 0; row < heads * of_head; row++) {
-                const long token = begin + row % of_head / group;
-                if (key >= first(token) && key < end_of(token))
-                    add(weights[row * padded + key - first_key], v + row / of_head * D, sums + row * D);
-            }
+    void add_few(const Tile& tile, const float* weights, float* sums) const {
+        values.visit(tile.first_key, tile.last_key, [&](long key, const Number* v) {
+            for (long head = 0, row = 0; head < heads; head++, v += D)
+                for (long token = tile.begin; token < tile.end; token++, row += group)
+                    if (key >= first(token) && key < end_of(token))
+                        for (long of = row; of < row + group; of++)
+                            add(weights[of * tile.padded + key - tile.first_key], v, sums + of * D);
         });
     }
 
@@ -216,48 +225,45 @@ struct Reader {
             store(sums + d, _mm512_fmadd_ps(_mm512_set1_ps(weight), load(v + d), load(sums + d)));
     }
 
-    void score_many(const float* queries, float* scores, float* turned, long rows, long first_key, long last_key,
-                    long padded) const {
-        for (long key = first_key; key < last_key; key += WIDTH) {
+    void score_many(const Tile& tile, const float* queries, float* scores, float* turned) const {
+        for (long key = tile.first_key; key < tile.last_key; key += WIDTH) {
             for (long d = 0; d < D; d += WIDTH) {
                 __m512 part[WIDTH];
-                for (long i = 0; i < WIDTH; i++) part[i] = load(keys[std::min(key + i, last_key - 1)] + d);
+                for (long i = 0; i < WIDTH; i++) part[i] = load(keys[std::min(key + i, tile.last_key - 1)] + d);
                 transpose(part, turned + d * WIDTH);
             }
+            float* const of_key = scores + key - tile.first_key;
             long row = 0;
-            for (; row + FEW <= rows; row += FEW) score_rows<FEW>(queries, scores + key - first_key, turned, row, padded);
-            for (; row < rows; row++) score_rows<1>(queries, scores + key - first_key, turned, row, padded);
+            for (; row + TURNED <= tile.rows; row += TURNED) score_rows<TURNED>(tile, queries, of_key, turned, row);
+            for (; row < tile.rows; row++) score_rows<1>(tile, queries, of_key, turned, row);
         }
     }
 
     template <int count>
-    void score_rows(const float* queries, float* scores, const float* turned, long row, long padded) const {
+    void score_rows(const Tile& tile, const float* queries, float* scores, const float* turned, long row) const {
         __m512 products[count];
         multiply_keys<count>(queries + row * D, turned, D, products);
         for (int i = 0; i < count; i++)
-            store(scores + (row + i) * padded, _mm512_mul_ps(_mm512_set1_ps(scale), products[i]));
+            store(scores + (row + i) * tile.padded, _mm512_mul_ps(_mm512_set1_ps(scale), products[i]));
     }
 
     // Each row adds the values of its keys in order. Keys that all rows see are read once for FEW rows.
-    void add_values(const float* weights, float* sums, long begin, long end, long first_key, long padded) const {
-        const long rows = (end - begin) * group;
-        for (long row = 0; row < rows; row += FEW) {
-            const long count = std::min(FEW, rows - row);
-            const long first_token = begin + row / group, last_token = begin + (row + count - 1) / group;
-            const long common_begin = first(last_token), common_end = end_of(first_token);
+    void add_many(const Tile& tile, const float* weights, float* sums) const {
+        for (long row = 0; row < tile.rows; row += FEW) {
+            const long count = std::min(FEW, tile.rows - row);
+            const long common_begin = first(tile.token(row + count - 1)), common_end = end_of(tile.token(row));
             const auto add_alone = [&](long key_begin, long key_end, long of) {
                 values.visit(key_begin, key_end, [&](long key, const Number* v) {
-                    add(weights[of * padded + key - first_key], v, sums + of * D);
+                    add(weights[of * tile.padded + key - tile.first_key], v, sums + of * D);
                 });
             };
             const bool is_common = count == FEW && common_begin < common_end;
-            for (long of = row; of < row + count; of++) {
-                const long token = begin + of / group;
-                add_alone(first(token), is_common ? common_begin : end_of(token), of);
-            }
+            for (long of = row; of < row + count; of++)
+                add_alone(first(tile.token(of)), is_common ? common_begin : end_of(tile.token(of)), of);
             if (is_common) {
-                add_common(weights + row * padded - first_key, sums + row * D, common_begin, common_end, padded);
-                for (long of = row; of < row + count; of++) add_alone(common_end, end_of(begin + of / group), of);
+                const float* const of_rows = weights + row * tile.padded - tile.first_key;
+                add_common(of_rows, sums + row * D, common_begin, common_end, tile.padded);
+                for (long of = row; of < row + count; of++) add_alone(common_end, end_of(tile.token(of)), of);
             }
         }
     }
