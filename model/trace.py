@@ -53,6 +53,8 @@ class Selection:
         )
 
     def take(self, stage: Stage, tensor: Tensor, sizes: Mapping[str, int]) -> Tensor:
+        if self.positions is None and self.heads is None:
+            return tensor
         for axis, dim in enumerate(stage.dims):
             indices = self.indices(dim, sizes)
             if indices is not None:

@@ -21,8 +21,7 @@ from model.kernels import native
 MAX_ARGUMENTS = 18  # as in run.cpp
 ALIGNMENT = 64
 CHUNK = 1 << 24  # bytes
-
-MAX_PARTS = 32
+MAX_PARTS = 32  # of a call: many more than threads, so that one which is held up holds up little
 
 _Call = ctypes.c_int64 * (2 + MAX_ARGUMENTS)
 
@@ -50,6 +49,7 @@ def call(kernel: int, num_parts: int, *arguments: int) -> None:
 
 
 def is_recording() -> bool:
+    """Whether calls are kept to be made again, on other inputs, without the Python between them."""
     return _recording.get() is not None
 
 
@@ -109,14 +109,14 @@ class Recording:
         while chunk < len(self._memory.chunks) and taken + size > len(self._memory.chunks[chunk]):
             chunk, taken = chunk + 1, 0
         if chunk == len(self._memory.chunks):
-            was_whole = self.is_whole
+            was_whole = self.is_whole  # to make memory is seen as a computation, too
             self._memory.chunks.append(torch.empty(max(size, CHUNK), dtype=torch.uint8))
             self.is_whole = was_whole
         self._place = (chunk, taken + -(-size // ALIGNMENT) * ALIGNMENT)
         return self._memory.chunks[chunk][taken : taken + size].view(dtype).view(shape)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
     """Notes whether PyTorch computes anything during a recording: all that it may make are views."""
 
     def __init__(self, recording: Recording) -> None:

@@ -1,5 +1,6 @@
 // What stands between a network's products: rows of a table, sums, norms, rotary positions, activations, the way of
-// keys and values into the cache, and the largest of the logits. All is computed in float32 and rounded once; a part is some of the rows.
+// keys and values into the cache, and the largest of the logits. All is computed in float32 and rounded once; a part is
+// some of the rows.
 
 #include <cmath>
 
@@ -228,30 +229,47 @@ struct Moments {
 };
 
 // Of the finite ones of a few thousand numbers, which stay in the cache: their mean, then the differences from it.
+// Several sums at a time, since each addition takes some cycles; meanwhile the numbers behind them are fetched.
 template <class Number>
 Moments moments_of(const Number* x, long size) {
-    __m512 least = _mm512_set1_ps(INFINITY), most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+    constexpr int SUMS = 4;
+    __m512 least[SUMS], most[SUMS], sum[SUMS], squares[SUMS], rest[SUMS];
+    UNROLL for (int j = 0; j < SUMS; j++) {
+        least[j] = _mm512_set1_ps(INFINITY), most[j] = _mm512_set1_ps(-INFINITY);
+        sum[j] = squares[j] = rest[j] = _mm512_setzero_ps();
+    }
+    const auto each = [&](auto visit) {
+        for (long i = 0; i < size; i += SUMS * WIDTH)
+            UNROLL for (int j = 0; j < SUMS; j++) visit(j, x + i + j * WIDTH, first_of(size - i - j * WIDTH));
+    };
     long count = 0;
-    each_vector(size, [&](long i, __mmask16 which) {
-        const __m512 value = load(x + i, which);
+    each([&](int j, const Number* from, __mmask16 which) {
+        const __m512 value = load(from, which);
         const __mmask16 finite = finite_of(value, which);
-        least = _mm512_mask_min_ps(least, finite, least, value);
-        most = _mm512_mask_max_ps(most, finite, most, value);
-        sum = _mm512_mask_add_ps(sum, finite, sum, value);
+        least[j] = _mm512_mask_min_ps(least[j], finite, least[j], value);
+        most[j] = _mm512_mask_max_ps(most[j], finite, most[j], value);
+        sum[j] = _mm512_mask_add_ps(sum[j], finite, sum[j], value);
         count += _mm_popcnt_u32(finite);
     });
     if (count == 0) return {};
-    const float mean = _mm512_reduce_add_ps(sum) / count;
-    __m512 squares = _mm512_setzero_ps(), rest = _mm512_setzero_ps();
-    each_vector(size, [&](long i, __mmask16 which) {
-        const __m512 value = load(x + i, which), centred = _mm512_sub_ps(value, _mm512_set1_ps(mean));
+    const auto total = [](const __m512 (&sums)[SUMS]) {
+        return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3])));
+    };
+    const float mean = total(sum) / count;
+    each([&](int j, const Number* from, __mmask16 which) {
+        _mm_prefetch((const char*)(from + size), _MM_HINT_T0);
+        const __m512 value = load(from, which), centred = _mm512_sub_ps(value, _mm512_set1_ps(mean));
         const __mmask16 finite = finite_of(value, which);
-        squares = _mm512_mask3_fmadd_ps(centred, centred, squares, finite);
-        rest = _mm512_mask_add_ps(rest, finite, rest, centred);  // what the rounding of the mean left
+        squares[j] = _mm512_mask3_fmadd_ps(centred, centred, squares[j], finite);
+        rest[j] = _mm512_mask_add_ps(rest[j], finite, rest[j], centred);  // what the rounding of the mean left
     });
-    const double left = static_cast<double>(_mm512_reduce_add_ps(rest)) / count;
-    return {_mm512_reduce_min_ps(least), _mm512_reduce_max_ps(most), static_cast<double>(count), mean + left,
-            _mm512_reduce_add_ps(squares) - left * left * count};
+    UNROLL for (int j = 1; j < SUMS; j++) {
+        least[0] = _mm512_min_ps(least[0], least[j]);
+        most[0] = _mm512_max_ps(most[0], most[j]);
+    }
+    const double left = static_cast<double>(total(rest)) / count;
+    return {_mm512_reduce_min_ps(least[0]), _mm512_reduce_max_ps(most[0]), static_cast<double>(count), mean + left,
+            total(squares) - left * left * count};
 }
 
 // x (N, size) -> Moments of each part (num_parts, 5)
@@ -268,21 +286,28 @@ void moments(Arguments given, long part, long num_parts) {
     given.array<Moments>(1)[part] = all;
 }
 
+// Moments (count, 5): those of all together in place of the first.
+void join(Arguments given, long part, long num_parts) {
+    Moments* const moments = given.array<Moments>(0);
+    for (long index = 1; index < given.size(1); index++) moments->add(moments[index]);
+}
+
 }  // namespace
 
+KERNEL(join_float32) { join(given, part, num_parts); }
 KERNEL(rotation_float32) { rotation(given, part, num_parts); }
 
-#define KERNELS(Number, dtype)                                                                              \
-    KERNEL(take_rows_##dtype) { take_rows<Number>(given, part, num_parts); }                            \
-    KERNEL(write_rows_##dtype) { write_rows<Number>(given, part, num_parts); }                          \
-    KERNEL(add_##dtype) { add<Number>(given, part, num_parts); }                                        \
-    KERNEL(norm_##dtype) { norm<Number>(given, part, num_parts); }                                      \
-    KERNEL(rotate_##dtype) { rotate<Number>(given, part, num_parts); }                                  \
-    KERNEL(largest_##dtype) { largest<Number>(given, part, num_parts); }                                    \
-    KERNEL(distribution_##dtype) { distribution<Number>(given, part, num_parts); }                          \
-    KERNEL(moments_##dtype) { moments<Number>(given, part, num_parts); }                                    \
-    KERNEL(silu_##dtype) { activate<Number, silu>(given, part, num_parts); }                            \
-    KERNEL(gelu_tanh_##dtype) { activate<Number, gelu_tanh>(given, part, num_parts); }                  \
+#define KERNELS(Number, dtype)                                                                      \
+    KERNEL(take_rows_##dtype) { take_rows<Number>(given, part, num_parts); }                        \
+    KERNEL(write_rows_##dtype) { write_rows<Number>(given, part, num_parts); }                      \
+    KERNEL(add_##dtype) { add<Number>(given, part, num_parts); }                                    \
+    KERNEL(norm_##dtype) { norm<Number>(given, part, num_parts); }                                  \
+    KERNEL(rotate_##dtype) { rotate<Number>(given, part, num_parts); }                              \
+    KERNEL(largest_##dtype) { largest<Number>(given, part, num_parts); }                            \
+    KERNEL(distribution_##dtype) { distribution<Number>(given, part, num_parts); }                  \
+    KERNEL(moments_##dtype) { moments<Number>(given, part, num_parts); }                            \
+    KERNEL(silu_##dtype) { activate<Number, silu>(given, part, num_parts); }                        \
+    KERNEL(gelu_tanh_##dtype) { activate<Number, gelu_tanh>(given, part, num_parts); }              \
     KERNEL(relu_##dtype) { activate<Number, relu>(given, part, num_parts); }
 
 KERNELS(float, float32)

@@ -10,8 +10,6 @@
 
 namespace {
 
-constexpr int AHEAD = 2048;
-
 struct InFloat32 {
     using Number = float;
     static constexpr int DEPTH = 1;  // k's in a vector
@@ -49,7 +47,7 @@ struct Product {
             UNROLL for (int row = 0; row < rows; row++) sums[row][tile] = first;
         }
         for (long k = 0; k < K; k += Format::DEPTH) {
-            UNROLL for (int tile = 0; tile < tiles; tile++) _mm_prefetch((const char*)(w + (tile * K + k) * WIDTH) + AHEAD, _MM_HINT_T0);
+            UNROLL for (int tile = 0; tile < tiles; tile++) fetch_ahead(w + (tile * K + k) * WIDTH);
             UNROLL for (int row = 0; row < rows; row++)
                 UNROLL for (int tile = 0; tile < tiles; tile++)
                     sums[row][tile] = Format::multiply(sums[row][tile], x + row * K + k, w + (tile * K + k) * WIDTH);

@@ -22,7 +22,7 @@ from model.transformer import Transformer
 
 WIDTH = 16  # numbers of a vector: as in kernel.h
 PART = 2048  # numbers for which another thread is worth its while
-PART_OF_SUMMARY = 1 << 15
+PART_OF_SUMMARY = 1 << 17
 NAMES = (
     "take_rows",
     "write_rows",
@@ -72,7 +72,8 @@ def operations_for(config: ModelConfig, dtype: torch.dtype, device: torch.device
     if calls.runner() is None or native.load("elementwise") is None:  # the first that fails says why, and no other
         return None
     kernels = {name: native.kernel("elementwise", name, dtype) for name in NAMES}
-    kernels["rotation"] = native.kernel("elementwise", "rotation", torch.float32)
+    for name in ("rotation", "join"):
+        kernels[name] = native.kernel("elementwise", name, torch.float32)
     if config.d_head % WIDTH == 0:
         for name in ("attention", "spell_out"):
             kernels[name] = native.kernel("attention", name, dtype)
@@ -207,15 +208,11 @@ class NativeOperations(Operations):
         x, stride, size = _rows(x)
         num_parts = max(1, min(count // PART_OF_SUMMARY, calls.MAX_PARTS))
         found = (ctypes.c_double * (5 * num_parts))()  # of each part: least, largest, how many, mean, sum of squares
-        call(self._kernels["moments"], num_parts, x.data_ptr(), ctypes.addressof(found), count, stride, size)
+        address = ctypes.addressof(found)
+        call(self._kernels["moments"], num_parts, x.data_ptr(), address, count, stride, size)
+        if num_parts > 1:
+            call(self._kernels["join"], 1, address, num_parts)
         low, high, num_finite, mean, squares = found[:5]
-        for part in range(1, num_parts):  # joined as in elementwise.cpp
-            other_low, other_high, other_count, other_mean, other_squares = found[5 * part : 5 * part + 5]
-            total, apart = num_finite + other_count, other_mean - mean
-            if other_count > 0:
-                squares += other_squares + apart * apart * num_finite * other_count / total
-                mean += apart * other_count / total
-                low, high, num_finite = min(low, other_low), max(high, other_high), total
         if num_finite == 0:
             return Summary(None, None, None, None, None, count)
         return summary_of(low, high, mean, math.sqrt(max(0.0, squares)), int(num_finite), count)
@@ -272,12 +269,12 @@ class NativeOperations(Operations):
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int]:
     """x as rows some stride apart, and how long these are. A copy where x is not so."""
+    if x.is_contiguous():
+        return x, 0, x.numel()
     size, inner = 1, 0
     while inner < x.dim() and (x.shape[-inner - 1] == 1 or x.stride(-inner - 1) == size):
         inner += 1
         size *= x.shape[-inner]
-    if inner == x.dim():
-        return x, 0, size
     x, stride = _outer(x, inner) if inner in (1, 2) else (x.contiguous(), 0)
     return (x, stride, size) if stride else (x, 0, x.numel())
 

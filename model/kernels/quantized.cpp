@@ -16,8 +16,6 @@
 
 namespace {
 
-constexpr int AHEAD = 2048;
-
 constexpr int GROUP = 32;  // k's that share a scale in int4
 
 // x (M, K) -> bytes (M, K), scale (M) of each row, and the sum of the bytes of each `group` k's (M, K / group), times
@@ -92,7 +90,7 @@ struct Int8 : Quantized<Number> {
         UNROLL for (int row = 0; row < rows; row++)
             UNROLL for (int tile = 0; tile < tiles; tile++) sums[row][tile] = _mm512_set1_epi32(this->sums[at.row + row]);
         for (long k = 0; k < K; k += 4) {
-            UNROLL for (int tile = 0; tile < tiles; tile++) _mm_prefetch((const char*)(w + (tile * K + k) * WIDTH) + AHEAD, _MM_HINT_T0);
+            UNROLL for (int tile = 0; tile < tiles; tile++) fetch_ahead(w + (tile * K + k) * WIDTH);
             UNROLL for (int row = 0; row < rows; row++)
                 UNROLL for (int tile = 0; tile < tiles; tile++)
                     sums[row][tile] = multiply_bytes(
@@ -127,8 +125,9 @@ struct Int4 : Quantized<Number> {
                     sums[row][tile] = _mm512_set1_epi32(this->sums[(at.row + row) * num_groups + group]);
             for (int eight = 0; eight < GROUP; eight += 8)
                 UNROLL for (int tile = 0; tile < tiles; tile++) {
-                    _mm_prefetch((const char*)(w + (tile * K + group * GROUP + eight) / 2 * WIDTH) + AHEAD, _MM_HINT_T0);
-                    const __m512i both = _mm512_loadu_si512(w + (tile * K + group * GROUP + eight) / 2 * WIDTH);
+                    const uint8_t* const bytes = w + (tile * K + group * GROUP + eight) / 2 * WIDTH;
+                    fetch_ahead(bytes);
+                    const __m512i both = _mm512_loadu_si512(bytes);
                     const __m512i first = _mm512_and_si512(both, low);
                     const __m512i second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
                     UNROLL for (int row = 0; row < rows; row++) {
@@ -162,7 +161,7 @@ void linear(Arguments given, long part, long num_parts) {
 
 }  // namespace
 
-#define KERNELS(Number, dtype)                                                                          \
+#define KERNELS(Number, dtype)                                                                      \
     KERNEL(quantize_##dtype) { quantize<Number>(given, part, num_parts); }                          \
     KERNEL(linear_int8_##dtype) { linear<Int8, Number, float>(given, part, num_parts); }            \
     KERNEL(linear_int4_##dtype) { linear<Int4, Number, uint16_t>(given, part, num_parts); }

@@ -1,14 +1,12 @@
 // Runs a list of calls, one after the other. Each is divided into parts, which the threads take as they come: one that
 // the system has taken off its processor delays the others by the part that it holds, and by nothing else.
 //
-// The threads are kept. Between two lists they look for the next one and let others run in between (HTTP, text); after
-// some milliseconds they sleep. To wake a thread can take longer than a whole step, above all in a virtual machine.
+// The threads are kept. Between two lists they look for the next one for some microseconds, then they sleep.
 
 #include <immintrin.h>
 #include <sched.h>
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <mutex>
 #include <thread>
@@ -18,17 +16,21 @@ namespace {
 
 constexpr int MAX_ARGUMENTS = 18;
 constexpr int PATIENCE = 2000;  // looks, before a thread that waits lets others run
-constexpr auto AWAKE = std::chrono::milliseconds(5);  // before a thread that has nothing to do sleeps
 
-// Looks until it `is_over`, or for `longest`.
+// Whether it `is_over` before patience is.
 template <class IsOver>
-void wait_until(IsOver is_over, std::chrono::nanoseconds longest = std::chrono::nanoseconds::max()) {
+bool look(IsOver is_over) {
     for (int looks = 0; looks < PATIENCE; looks++) {
-        if (is_over()) return;
+        if (is_over()) return true;
         _mm_pause();
     }
-    const auto begun = std::chrono::steady_clock::now();
-    while (!is_over() && std::chrono::steady_clock::now() - begun < longest) sched_yield();
+    return false;
+}
+
+template <class IsOver>
+void wait_until(IsOver is_over) {
+    if (!look(is_over))
+        while (!is_over()) sched_yield();
 }
 
 struct Call {
@@ -75,8 +77,8 @@ struct Helpers {
 
     void help(long own) {
         for (uint32_t seen = 0;;) {
-            wait_until([&] { return number.load(std::memory_order_acquire) != seen; }, AWAKE);
-            number.wait(seen, std::memory_order_acquire);
+            if (!look([&] { return number.load(std::memory_order_acquire) != seen; }))
+                number.wait(seen, std::memory_order_acquire);
             seen = number.load(std::memory_order_acquire);
             inside.fetch_add(1);
             if (own < wanted.load()) list->run();

@@ -12,11 +12,11 @@ from model.engine.engine import Engine
 from model.engine.pace import Pace
 from model.engine.request import Request
 from model.engine.tracing import TraceParams
-from model.kernels.operations import use_kernels
 from model.stages import stages_of
 from model.trace import Selection
 from model.transformer import Transformer
 from tests.engine.driving import Drive, Result, ask, new_engine, prompt, run
+from tests.kernels.common import by_kernels
 from tests.tiny import CONFIGS, build
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -32,10 +32,7 @@ def network(name: str = "llama", dtype: str = "float32") -> Transformer:
     """A tiny one by our own kernels, whose heads are whole vectors; it repeats itself."""
     model = Transformer(replace(CONFIGS[name], d_head=16, max_positions=160))
     model.initialize(torch.Generator().manual_seed(0), std=0.1)
-    model = model.to(DTYPES[dtype]).requires_grad_(False)
-    if not use_kernels(model):
-        pytest.skip(f"this machine has no AVX-512 for {dtype}, or no C++ compiler")
-    return model
+    return by_kernels(model.to(DTYPES[dtype]).requires_grad_(False))
 
 
 def greedy(id: str, prompt_ids: Sequence[int], **params: Any) -> Request:

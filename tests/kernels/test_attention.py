@@ -1,0 +1,115 @@
+"""Attention over keys that lie in blocks: the formula, whoever else is read with it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from model.config import ModelConfig
+from model.kernels.operations import PagedRead, operations_for
+from tests.kernels.common import DTYPES, native_operations
+
+ATTENTION_SHAPES = [(4, 4, 16), (8, 2, 32), (6, 1, 64), (2, 2, 128), (3, 3, 80)]  # H, Hkv, D
+BLOCK_SIZE = 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("H", "Hkv", "D"), ATTENTION_SHAPES)
+class TestPagedAttention:
+    LENGTHS = (1, 3, 4, 17, 150, 16)
+
+    @pytest.fixture
+    def attend(self, dtype: torch.dtype, H: int, Hkv: int, D: int) -> Callable[..., torch.Tensor]:
+        """Attention of the last `num_new` tokens of some of the sequences, whose blocks lie in no order."""
+        operations = native_operations(dtype)
+        generator = torch.Generator().manual_seed(0)
+        num_blocks = sum(-(-n // BLOCK_SIZE) for n in self.LENGTHS)
+        order = iter(torch.randperm(num_blocks, generator=generator).tolist())
+        self.blocks = [[next(order) for _ in range(-(-n // BLOCK_SIZE))] for n in self.LENGTHS]
+        pool = (num_blocks * BLOCK_SIZE, Hkv, D)
+        self.keys, self.values = (torch.randn(pool, generator=generator).to(dtype) for _ in range(2))
+        self.queries = [torch.randn(n, H, D, generator=generator).to(dtype) for n in self.LENGTHS]
+
+        def run(
+            sequences: Sequence[int], num_new: int = 1, window: int | None = None, end: int | None = None
+        ) -> list[torch.Tensor]:
+            ends = [min(self.LENGTHS[s], end or self.LENGTHS[s]) for s in sequences]
+            counts = [min(num_new, length) for length in ends]
+            longest = max(len(self.blocks[s]) for s in sequences)
+            read = PagedRead(
+                blocks=torch.tensor([self.blocks[s] + [0] * (longest - len(self.blocks[s])) for s in sequences]),
+                first_row=torch.tensor([0, *counts]).cumsum(0),
+                start=torch.tensor([length - count for length, count in zip(ends, counts, strict=True)]),
+                block_size=BLOCK_SIZE,
+            )
+            shown = zip(sequences, ends, counts, strict=True)
+            q = torch.cat([self.queries[s][length - count : length] for s, length, count in shown])
+            z = operations.attend_pages(q, self.keys, self.values, read, window, scale=D**-0.5)
+            return list(z.split(counts))
+
+        return run
+
+    def slots(self, sequence: int) -> list[int]:
+        slots = [block * BLOCK_SIZE + place for block in self.blocks[sequence] for place in range(BLOCK_SIZE)]
+        return slots[: self.LENGTHS[sequence]]
+
+    @pytest.mark.parametrize("num_new", [1, 2, 7, 33, 150])
+    @pytest.mark.parametrize("window", [None, 1, 5, 100])
+    def test_it_is_what_the_formula_says(
+        self, attend: Any, dtype: torch.dtype, window: int | None, num_new: int
+    ) -> None:
+        found = attend(range(len(self.LENGTHS)), num_new, window)
+        for sequence, z in enumerate(found):
+            slots, num_shown = self.slots(sequence), len(z)
+            q = self.queries[sequence][-num_shown:].double()
+            k, v = self.keys[slots].double(), self.values[slots].double()
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # (S, H, D)
+            scores = torch.einsum("thd,shd->hts", q, k) * q.shape[2] ** -0.5
+            own, keys = torch.arange(len(slots) - num_shown, len(slots))[:, None], torch.arange(len(slots))
+            visible = (keys <= own) & (keys > own - (window or len(slots)))
+            exact = torch.einsum("hts,shd->thd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+            tolerance = 4e-6 if dtype == torch.float32 else 2**-8  # of sums in float32, rounded once
+            torch.testing.assert_close(z.double(), exact, atol=tolerance, rtol=tolerance)
+
+    @pytest.mark.parametrize("window", [None, 20])
+    def test_it_depends_neither_on_the_others_nor_on_how_a_prompt_is_divided(
+        self, attend: Any, window: int | None
+    ) -> None:
+        everything = attend(range(len(self.LENGTHS)), 150, window)
+        for sequence, whole in enumerate(everything):
+            assert torch.equal(attend([sequence], 150, window)[0], whole)
+        assert all(map(torch.equal, attend([3, 1], 150, window), [everything[3], everything[1]]))
+        for end, num_new in ((150, 1), (149, 1), (150, 3), (100, 40), (33, 2), (70, 70)):
+            part = attend([4], num_new, window, end)[0]
+            assert torch.equal(part, everything[4][end - num_new : end])
+
+    def test_what_is_no_number_stays_with_whose_it_is(self, attend: Any) -> None:
+        expected = attend(range(len(self.LENGTHS)), 50)
+        self.keys[self.slots(3)[2]] = torch.nan
+        self.values[self.slots(4)[120]] = torch.nan
+        beyond = [block * BLOCK_SIZE + 3 for block in (self.blocks[0][0], self.blocks[1][0])]  # of no sequence
+        self.keys[beyond] = self.values[beyond] = torch.nan
+        found = attend(range(len(self.LENGTHS)), 50)
+        assert found[3][2:].isnan().all()
+        assert torch.equal(found[3][:2], expected[3][:2])
+        assert found[4][20:].isnan().all()  # from its own token on, and not before
+        assert torch.equal(found[4][:20], expected[4][:20])
+        for other in (0, 1, 2, 5):
+            assert torch.equal(found[other], expected[other])
+
+    def test_scores_far_apart_leave_one_value(self, attend: Any) -> None:
+        slots = self.slots(4)
+        self.keys[slots] = 0
+        self.keys[slots[7]] = 200.0
+        self.queries[4][:] = 1.0
+        for num_new in (1, 40):
+            for found in attend([4], num_new)[0]:
+                group = found.shape[0] // self.values.shape[1]
+                assert torch.equal(found, self.values[slots[7]].repeat_interleave(group, dim=0))
+
+
+def test_heads_that_are_no_whole_vectors_are_left_to_pytorch() -> None:
+    config = ModelConfig(vocab_size=8, d_model=40, num_layers=1, num_heads=2, d_mlp=8)
+    operations = operations_for(config, torch.float32, torch.device("cpu"))
+    assert operations is None or not operations.reads_pages

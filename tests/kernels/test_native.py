@@ -1,0 +1,78 @@
+"""Compiled once and kept; without a compiler or the instructions, PyTorch's layers stay."""
+
+import logging
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.checkpoint import load_checkpoint
+from model.kernels import calls, native
+from model.kernels.linear import pack_linears
+from model.kernels.operations import use_kernels
+from service.app import BUNDLED
+from tests.kernels.common import NO_KERNELS
+
+SOURCE = Path(native.__file__).with_name("linear.cpp")
+
+
+class TestCompiling:
+    @pytest.fixture(autouse=True)
+    def cache_home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        if native.kernel("linear", "linear", torch.float32) is None:
+            pytest.skip(NO_KERNELS)
+        return tmp_path
+
+    def test_what_was_compiled_once_is_found_again(self, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        library = native.compile_source(SOURCE)
+        assert library.parent == cache_home / "forwardscope"
+        assert list(library.parent.iterdir()) == [library]
+        commands: list[Any] = []
+        run = subprocess.run
+        monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command) or run(command, **_))
+        assert native.compile_source(SOURCE) == library
+        assert all("-o" not in command for command in commands)
+
+    def test_another_source_is_another_library(self, tmp_path: Path) -> None:
+        changed = tmp_path / "linear.cpp"
+        changed.write_text(SOURCE.read_text() + "\n// changed\n")
+        assert native.compile_source(changed).name != native.compile_source(SOURCE).name
+
+    def test_a_cache_that_cannot_be_written_is_done_without(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
+        assert native.compile_source(SOURCE).exists()
+
+    def test_a_user_without_a_home_has_kernels_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def no_home() -> Path:
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", no_home)
+        assert native.compile_source(SOURCE).exists()
+
+    @pytest.mark.parametrize(
+        ("change", "why"),
+        [
+            (lambda patch: patch.setattr(native, "COMPILERS", ("no-such-compiler",)), "no C++ compiler"),
+            (lambda patch: patch.setattr(native, "FLAGS", ("-march=x86-64", *native.FLAGS[2:])), "no AVX-512"),
+        ],
+    )
+    def test_without_it_one_line_says_why_and_pytorchs_layers_stay(
+        self, change: Any, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = load_checkpoint(str(BUNDLED)).model
+        change(monkeypatch)
+        native.load.cache_clear()
+        calls.runner.cache_clear()
+        try:
+            with caplog.at_level(logging.INFO):
+                assert not use_kernels(model)
+            assert [why in record.message for record in caplog.records] == [True]
+            assert pack_linears(model) == 0
+            assert model(torch.zeros(1, 8, dtype=torch.int64)).shape == (1, 8, 4096)
+        finally:
+            native.load.cache_clear()
+            calls.runner.cache_clear()

@@ -1,0 +1,148 @@
+"""What stands between the products, each against PyTorch's in float64."""
+
+import pytest
+import torch
+
+from model.attention import CausalMask
+from model.config import Activation
+from model.operations import PYTORCH
+from tests.kernels.common import DTYPES, ROUNDING, native_operations
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestOperations:
+    """Each against PyTorch's in float64, to the rounding of the dtype."""
+
+    def check(self, found: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
+        assert found.dtype == dtype
+        tolerance = 8 * 2**-23 + ROUNDING[dtype]
+        torch.testing.assert_close(found.double(), exact, atol=tolerance, rtol=tolerance)
+
+    @pytest.mark.parametrize("size", [1, 15, 16, 33, 768])
+    @pytest.mark.parametrize("has_bias", [True, False])
+    def test_norm(self, dtype: torch.dtype, size: int, has_bias: bool) -> None:
+        operations = native_operations(dtype)
+        torch.manual_seed(0)
+        weight = torch.randn(size).to(dtype)
+        bias = torch.randn(size).to(dtype) if has_bias else None
+        wide = torch.randn(2, 5, 7, size + 3).to(dtype)
+        for x in (wide[0, 0, :, :size], wide[..., :size], wide[:, :, 2:4, :size], wide[0, 0, 0, :size]):
+            exact = PYTORCH.norm(x.double(), weight.double(), None if bias is None else bias.double(), 1e-5)
+            self.check(operations.norm(x, weight, bias, 1e-5), exact, dtype)
+
+    @pytest.mark.parametrize("d_head", [2, 16, 64, 72])
+    def test_rotary_positions(self, dtype: torch.dtype, d_head: int) -> None:
+        operations = native_operations(dtype)
+        torch.manual_seed(0)
+        positions = torch.tensor([0, 1, 17, 4000])
+        frequencies = 1 / 10000 ** (torch.arange(0, d_head, 2) / d_head)
+        qkv = torch.randn(2, 4, 6, d_head).to(dtype)
+        for x in (qkv[:, :, :3], qkv[:, :, 5:]):
+            angles = (positions[:, None] * frequencies).double()  # as float32 has them
+            ones = torch.ones_like(angles)
+            cos, sin = (torch.cat((turned, turned), -1)[:, None] for turned in (angles.cos(), angles.sin()))
+            exact = PYTORCH.rotate(x.double(), (1.25 * cos, 1.25 * sin))
+            self.check(operations.rotate(x, operations.rotation(positions, frequencies, 1.25, dtype)), exact, dtype)
+            own = frequencies * ones.float()  # each position with frequencies of its own
+            self.check(operations.rotate(x, operations.rotation(positions, own, 1.25, dtype)), exact, dtype)
+
+    @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+    def test_activations(self, dtype: torch.dtype, activation: Activation) -> None:
+        operations = native_operations(dtype)
+        both = torch.cat((torch.linspace(-120, 120, 401), torch.linspace(-5, 5, 401))).repeat(3, 1).to(dtype)
+        pre, linear = both[:, :401], both[:, 401:]
+        self.check(operations.activate(activation, pre), PYTORCH.activate(activation, pre.double()), dtype)
+        gated = PYTORCH.activate(activation, pre.double(), linear.double())
+        self.check(operations.activate(activation, pre, linear), gated, dtype)
+
+    def test_sums_and_rows(self, dtype: torch.dtype) -> None:
+        operations = native_operations(dtype)
+        a, b = (torch.randn(3, 4001).to(dtype) for _ in range(2))
+        assert torch.equal(operations.add(a, b), a + b)
+        assert torch.equal(operations.add(a.T, b.T), (a + b).T)
+        index = torch.tensor([[2, 0], [2, 1]])
+        assert torch.equal(operations.embed(a, index), a[index])
+        for wrong in (-1, 3):
+            with pytest.raises(IndexError, match=f"index {wrong} is out of range; there are 3 rows"):
+                operations.embed(a, torch.tensor([0, wrong]))
+
+    def test_the_largest_is_the_first_of_its_size(self, dtype: torch.dtype) -> None:
+        operations = native_operations(dtype)
+        x = torch.randn(6, 5003).to(dtype)
+        x[0, [77, 4, 5002]] = 9.0
+        x[1, 5002] = 9.0
+        x[2, 1] = torch.nan
+        x[3] = -torch.inf
+        x[4, 3] = torch.inf
+        values, indices = operations.largest(x)
+        other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16  # such as logits that a penalty changed
+        assert operations.largest(x[4:5].to(other))[1].tolist() == [3]
+        assert indices[[0, 1, 3, 4, 5]].tolist() == [4, 5002, 0, 3, x[5].argmax()]
+        assert values.isnan().tolist() == [False, False, True, False, False, False]
+        assert values[[0, 1, 3, 4]].tolist() == [9, 9, -torch.inf, torch.inf]
+
+    @pytest.mark.parametrize("centred", [True, False])
+    def test_what_a_norm_divides_by(self, dtype: torch.dtype, centred: bool) -> None:
+        operations = native_operations(dtype)
+        x = 3 + torch.randn(2, 5, 33, generator=torch.Generator().manual_seed(0)).to(dtype)
+        exact_scale, exact = PYTORCH.normalize(x.double(), 1e-5, centred=centred)
+        scale, normalized = operations.normalize(x, 1e-5, centred=centred)
+        torch.testing.assert_close(scale.double(), exact_scale, atol=0, rtol=2**-21)
+        self.check(normalized, exact, dtype)
+
+    @pytest.mark.parametrize("wanted", [True, False])
+    def test_distributions(self, dtype: torch.dtype, wanted: bool) -> None:
+        operations = native_operations(dtype)
+        logits = 9 * torch.randn(1, 4, 5003, generator=torch.Generator().manual_seed(0)).to(dtype)
+        logits[0, 1, 7] = -torch.inf
+        logits[0, 2, 5002] = torch.nan
+        probabilities, log_totals = operations.distribution(logits, wants_probabilities=wanted)
+        exact, exact_totals = PYTORCH.distribution(logits.double(), wants_probabilities=True)
+        assert log_totals[0, 2].isnan()
+        torch.testing.assert_close(log_totals.double(), exact_totals, atol=2e-6, rtol=2e-6, equal_nan=True)
+        assert (probabilities is not None) == wanted
+        if probabilities is not None and exact is not None:
+            assert probabilities[0, 2].isnan().all()
+            torch.testing.assert_close(probabilities.double(), exact, atol=1e-12, rtol=1e-5, equal_nan=True)
+
+    def test_summaries(self, dtype: torch.dtype) -> None:
+        operations, generator = native_operations(dtype), torch.Generator().manual_seed(0)
+        large = torch.randn(100_003, generator=generator)
+        views = torch.randn(2, 9, 6, 70, generator=generator)
+        masked = views.masked_fill(views > 0.5, -torch.inf)
+        shifted = 3000 + torch.randn(40_000, generator=generator)
+        for x in (large[:1], large, masked, views[:, :, 2:4], views[..., :33], views.transpose(1, 3), shifted):
+            x = x.to(dtype)
+            found, exact = operations.summarize(x), PYTORCH.summarize(x.double())
+            assert (found.min, found.max, found.non_finite) == (exact.min, exact.max, exact.non_finite)
+            assert found.mean == pytest.approx(exact.mean, abs=1e-6, rel=1e-6)
+            assert found.std == pytest.approx(exact.std, abs=1e-6, rel=1e-5)
+            assert found.l2 == pytest.approx(exact.l2, rel=1e-6)
+        nothing = operations.summarize(torch.tensor([torch.nan, torch.inf], dtype=dtype))
+        assert nothing == PYTORCH.summarize(torch.tensor([torch.nan, torch.inf]))
+
+    @pytest.mark.parametrize("window", [None, 3])
+    @pytest.mark.parametrize("num_new", [1, 5, 40])
+    def test_scores_and_pattern(self, dtype: torch.dtype, num_new: int, window: int | None) -> None:
+        operations, S = native_operations(dtype), num_new + 4
+        heads = torch.randn(2, S, 6, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+        q, k, v = heads[:, 4:, :4], heads[:, :, 4:5].repeat(1, 1, 2, 1), heads[:, :, 4:]
+        mask = CausalMask(4, num_new, window, q.device)
+        found = operations.spell_out(q, k, mask, scale=0.3)
+        exact = PYTORCH.spell_out(q.double(), k.double(), mask, scale=0.3)
+        for ours, theirs in zip(found, exact, strict=True):
+            tolerance = 2**-18 + 2 * ROUNDING[dtype]
+            torch.testing.assert_close(ours.double(), theirs, atol=tolerance, rtol=tolerance)
+        mixed = operations.attend(q, k, v, mask, scale=0.3)
+        again = found[2].double() @ v.double().transpose(1, 2).repeat_interleave(2, dim=1)
+        torch.testing.assert_close(mixed.double(), again.transpose(1, 2), atol=0.02, rtol=4 * ROUNDING[dtype])
+
+    @pytest.mark.parametrize("window", [None, 3])
+    def test_attention_of_rows_of_equal_length(self, dtype: torch.dtype, window: int | None) -> None:
+        operations = native_operations(dtype)
+        torch.manual_seed(0)
+        qkv = torch.randn(3, 9, 8, 16).to(dtype)
+        q, k, v = qkv[:, 4:, :4], qkv[:, :, 4:6], qkv[:, :, 6:]
+        mask = CausalMask(4, 5, window, q.device)
+        exact = PYTORCH.attend(q.double(), k.double(), v.double(), mask, scale=0.3)
+        self.check(operations.attend(q, k, v, mask, scale=0.3), exact, dtype)
