@@ -96,7 +96,7 @@ def build_engine(checkpoint: Checkpoint, settings: Settings) -> Engine:
         EngineConfig(
             cache_bytes=cache_bytes,
             max_sequences=settings.max_num_seqs,
-            max_step_tokens=settings.max_step_tokens or max(2048 if is_cuda else 512, settings.max_num_seqs),
+            max_step_tokens=settings.max_step_tokens or (2048 if is_cuda else 512) + settings.max_num_seqs,
             max_stretch=settings.max_step_stretch,
             speculates=settings.speculate,
             use_kernels=settings.kernels == "auto",

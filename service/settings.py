@@ -59,7 +59,7 @@ class Settings(BaseSettings):
     )
     max_num_seqs: int = Field(64, ge=1, description="sequences in a step; others wait")
     max_step_tokens: int | None = Field(
-        None, ge=1, description="tokens of a step, prompts are divided; default: 512, on CUDA 2048"
+        None, ge=1, description="tokens of a step, prompts are divided; default: 512, on CUDA 2048, and one a sequence"
     )
     max_step_stretch: float = Field(
         2.0, gt=1, description="how many times as long prompts may make a step while more stream than enter"

@@ -38,7 +38,7 @@ class EngineConfig:
     cache_bytes: int = 1 << 30
     block_size: int = 16
     max_sequences: int = 64
-    max_step_tokens: int = 512
+    max_step_tokens: int = 576
     max_stretch: float = 2.0
     use_kernels: bool = True
     speculates: bool = True

@@ -4,7 +4,8 @@ running streams feel while a long prompt enters.
     python -m tests.benchmarks.serve [--dtype bfloat16] [--kernels torch] [--threads 2] [--rounds 3] [--model DIRECTORY]
 
 Without `--model` it serves random weights of the 123.6M Llama shape of articles/001. Every prompt is different, the
-choice greedy. Figures are medians over alternating rounds.
+choice greedy; nothing is guessed (`--no-speculate`), since random weights repeat themselves. Figures are medians over
+alternating rounds. Other options go to the service.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import os
 import platform
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -95,6 +97,11 @@ def serving(directory: Path, dtype: str, threads: int, *options: str) -> Iterato
             process.terminate()
 
 
+def end_as_a_whole() -> None:
+    """On SIGTERM leave no server behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
 def is_ready(port: int) -> bool:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready") as response:
@@ -171,6 +178,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments, options = parser.parse_known_args()
     torch.set_num_threads(arguments.threads)
+    end_as_a_whole()
     with tempfile.TemporaryDirectory() as temporary:
         directory = arguments.model or Path(temporary)
         if arguments.model is None:
@@ -179,7 +187,8 @@ def main() -> None:
         if arguments.kernels == "auto":
             use_kernels(model)
         prompts = Prompts(model.config.vocab_size)
-        with serving(directory, arguments.dtype, arguments.threads, "--kernels", arguments.kernels, *options) as port:
+        options = ["--kernels", arguments.kernels, "--no-speculate", *options]
+        with serving(directory, arguments.dtype, arguments.threads, *options) as port:
             asyncio.run(streams(port, prompts, 2))
             bare_loop(model, prompts)
             bare: list[float] = []

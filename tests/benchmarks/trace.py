@@ -21,7 +21,6 @@ import os
 import platform
 import random
 import re
-import signal
 import statistics
 import sys
 import tempfile
@@ -39,7 +38,7 @@ from model.trace import Selection, trace
 from model.transformer import Transformer
 from service.app import load_model
 from service.settings import Settings
-from tests.benchmarks.serve import serving
+from tests.benchmarks.serve import end_as_a_whole, serving
 from tests.benchmarks.trace_peers import CHECKED, LIBRARIES, Measure, Skipped, interp_engine, library, posted
 
 ONLY = ("plain", "forward", *LIBRARIES, "interp_engine")
@@ -256,7 +255,7 @@ def main() -> None:
     parser.add_argument("--peer-python", default=sys.executable)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no server is left behind
+    end_as_a_whole()
     figures: dict[int, Figures] = {}
     ratios: dict[int, Figures] = {}
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
