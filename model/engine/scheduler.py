@@ -98,7 +98,7 @@ class Scheduler:
                 if not self._admit(sequence):
                     break  # those behind it do not overtake it
                 budget -= self._share(sequence, budget, shares)
-        if drafts and len(shares) == len(streams) and not prompts:
+        if drafts and all(share.is_stream for share in shares):
             return self._with_drafts(shares)
         return shares
 

@@ -143,7 +143,7 @@ class Play:
             assert share.is_last == (share.start + share.num_new == len(line.tokens) + len(line.draft))
             if line.draft:
                 assert share.is_stream
-                assert len(shares) == len(streams), "a draft while prompts are computed"
+                assert all(other.is_stream for other in shares), "a draft while prompts are computed"
         assert [line for line in streams if line not in preempted] == [share.sequence for share in shares][
             : len(streams) - len(set(streams) & set(preempted))
         ], "a stream waits, or is not first"
