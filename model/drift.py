@@ -87,7 +87,7 @@ class Speed:
 @torch.inference_mode()
 def measure_speed(model: Transformer, use_kernels: bool, num_in: int = 256, num_out: int = 64) -> Speed:
     num_in = min(num_in, model.config.max_positions - num_out)
-    engine = Engine(model, None, EngineConfig(cache_bytes=1 << 28, use_kernels=use_kernels))
+    engine = Engine(model, None, EngineConfig(cache_bytes=1 << 28, use_kernels=use_kernels, speculates=False))
     prefills, decodes = [], []
     for attempt in range(3):
         ids = torch.randint(model.config.vocab_size, (num_in,), generator=torch.Generator().manual_seed(attempt))

@@ -162,15 +162,15 @@ class Probe:
         if self._tap is None:
             return tensor
         full_name = self._prefix + name
-        if not self._wants(full_name):
-            return tensor
-        edited = self._tap(full_name, tensor)
-        if edited.shape != tensor.shape or edited.dtype != tensor.dtype:  # what comes next trusts them
-            raise ValueError(
-                f"{full_name}: the tap returned {tuple(edited.shape)} {edited.dtype}, "
-                f"the stage is {tuple(tensor.shape)} {tensor.dtype}"
-            )
-        return edited
+        return tapped(self._tap, full_name, tensor) if self._wants(full_name) else tensor
+
+
+def tapped(tap: Tap, name: str, tensor: Tensor) -> Tensor:
+    """What a tap makes of a stage. `ValueError` unless it is a tensor of that shape and dtype: kernels trust them."""
+    given = tap(name, tensor)
+    if not isinstance(given, Tensor) or given.shape != tensor.shape or given.dtype != tensor.dtype:
+        raise ValueError(f"{name}: the tap returned no {tensor.dtype} tensor of shape {tuple(tensor.shape)}")
+    return given
 
 
 class Recorder:

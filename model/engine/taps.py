@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from model.engine.scheduler import Share
-from model.stages import Probe, Tap
+from model.stages import Probe, Tap, tapped
 
 READ_OUT_STAGES = ("ln_final.", "logits")  # of those positions alone whose logits were asked for
 
@@ -38,10 +38,7 @@ class SequenceTap:
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         start = time.perf_counter()
         try:
-            given = self.tap(name, tensor)
-            if not isinstance(given, Tensor) or given.shape != tensor.shape or given.dtype != tensor.dtype:
-                raise ValueError(f"{name}: the tap returned no {tensor.dtype} tensor of shape {tuple(tensor.shape)}")
-            return given
+            return tapped(self.tap, name, tensor)
         except Exception as error:  # likewise
             self.error = error
             return tensor
