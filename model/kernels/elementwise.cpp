@@ -116,17 +116,19 @@ void rotate(Arguments given, long part, long num_parts) {
     const long heads = given.size(6), half = given.size(7) / 2, period = given.size(8);
     const Rows<Number> x = {given.array<Number>(0), given.size(1), heads * 2 * half};
     const Rows<Number> out = {given.array<Number>(2), x.size, x.size};
-    each_row(given.size(5) * heads, part, num_parts, [&](long item) {
-        const long row = item / heads, head = item % heads * 2 * half, angle = row % period * half;
-        const Number* from = x[row] + head;
-        Number* to = out[row] + head;
-        each_vector(half, [&](long i, __mmask16 which) {
-            const __m512 cosine = load(given.array<float>(3) + angle + i, which);
-            const __m512 sine = load(given.array<float>(4) + angle + i, which);
-            const __m512 first = load(from + i, which), second = load(from + half + i, which);
-            store(to + i, _mm512_fmsub_ps(first, cosine, _mm512_mul_ps(second, sine)), which);
-            store(to + half + i, _mm512_fmadd_ps(second, cosine, _mm512_mul_ps(first, sine)), which);
-        });
+    each_row(given.size(5), part, num_parts, [&](long row) {
+        const float* const cosines = given.array<float>(3) + row % period * half;
+        const float* const sines = given.array<float>(4) + row % period * half;
+        for (long head = 0; head < heads; head++) {
+            const Number* from = x[row] + head * 2 * half;
+            Number* to = out[row] + head * 2 * half;
+            each_vector(half, [&](long i, __mmask16 which) {
+                const __m512 cosine = load(cosines + i, which), sine = load(sines + i, which);
+                const __m512 first = load(from + i, which), second = load(from + half + i, which);
+                store(to + i, _mm512_fmsub_ps(first, cosine, _mm512_mul_ps(second, sine)), which);
+                store(to + half + i, _mm512_fmadd_ps(second, cosine, _mm512_mul_ps(first, sine)), which);
+            });
+        }
     });
 }
 
@@ -152,13 +154,17 @@ void activate(Arguments given, long part, long num_parts) {
     const long size = given.size(6), vectors = (size + WIDTH - 1) / WIDTH;
     const Rows<Number> pre = {given.array<Number>(0), given.size(1), size}, out = {given.array<Number>(4), size, size};
     const Rows<Number> linear = {given.array<Number>(2), given.size(3), size};
-    each_row(given.size(5) * vectors, part, num_parts, [&](long item) {
-        const long row = item / vectors, i = item % vectors * WIDTH;
-        const __mmask16 which = first_of(size - i);
-        __m512 value = activation(load(pre[row] + i, which));
-        if (linear.from) value = _mm512_mul_ps(value, load(linear[row] + i, which));
-        store(out[row] + i, value, which);
-    });
+    const long begin = given.size(5) * vectors * part / num_parts, end = given.size(5) * vectors * (part + 1) / num_parts;
+    for (long row = begin / vectors; row * vectors < end; row++) {  // some rows, the first and last of them in part
+        const long last = std::min(vectors, end - row * vectors);
+        for (long vector = std::max(0L, begin - row * vectors); vector < last; vector++) {
+            const long i = vector * WIDTH;
+            const __mmask16 which = first_of(size - i);
+            __m512 value = activation(load(pre[row] + i, which));
+            if (linear.from) value = _mm512_mul_ps(value, load(linear[row] + i, which));
+            store(out[row] + i, value, which);
+        }
+    }
 }
 
 // x (N, size) -> ln of the sum of e^x of each row (N), and e^x over that sum (N, size) where it is wanted; float32

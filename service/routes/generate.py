@@ -107,8 +107,8 @@ class Run:
         """Server-Sent Events: one a token, one a choice that says how it ended, `[DONE]`; or an `error` event."""
         try:
             async for output, trace in self.outputs():
-                for frame in self._frames(output, trace):
-                    yield frame
+                if frames := b"".join(self._frames(output, trace)):
+                    yield frames
                 of_choice = {"id": self.id, "choice": output.choice}
                 if output.error is not None:
                     yield event(of_choice | error_body(internal()), kind="error")
