@@ -38,7 +38,9 @@ struct Product {
     Number* y;
     long N, K;
 
-    template <int rows, int tiles>
+    long tile_bytes() const { return K * WIDTH * sizeof(Number); }
+
+    template <int rows, int tiles, bool of_next>
     void multiply(const Tiles& at) const {
         const Number *x = this->x + at.row * K, *w = this->w + at.output * K;
         __m512 sums[rows][tiles];
@@ -47,7 +49,7 @@ struct Product {
             UNROLL for (int row = 0; row < rows; row++) sums[row][tile] = first;
         }
         for (long k = 0; k < K; k += Format::DEPTH) {
-            UNROLL for (int tile = 0; tile < tiles; tile++) fetch_ahead(w + (tile * K + k) * WIDTH);
+            UNROLL for (int tile = 0; tile < tiles; tile++) at.fetch<of_next>(w, (tile * K + k) * WIDTH);
             UNROLL for (int row = 0; row < rows; row++)
                 UNROLL for (int tile = 0; tile < tiles; tile++)
                     sums[row][tile] = Format::multiply(sums[row][tile], x + row * K + k, w + (tile * K + k) * WIDTH);

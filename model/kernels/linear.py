@@ -15,7 +15,7 @@ from model.kernels.calls import call, empty, pointer
 from model.quantization import Quantized, QuantizedLinear
 
 TILE = 16  # outputs: as in the kernels
-OUTPUTS = 32  # of a part, at least
+OUTPUTS = 128  # of a part, at least: some tiles one after the other, so that the next can be fetched
 DEPTH = {torch.float32: 1, torch.bfloat16: 2}  # inputs of one output that lie side by side
 
 

@@ -81,7 +81,9 @@ struct Int8 : Quantized<Number> {
     static constexpr int ROWS = 12;
     const float* scales;
 
-    template <int rows, int tiles>
+    long tile_bytes() const { return this->K * WIDTH; }
+
+    template <int rows, int tiles, bool of_next>
     void multiply(const Tiles& at) const {
         const long K = this->K;
         const int8_t* x = this->x + at.row * K;
@@ -90,7 +92,7 @@ struct Int8 : Quantized<Number> {
         UNROLL for (int row = 0; row < rows; row++)
             UNROLL for (int tile = 0; tile < tiles; tile++) sums[row][tile] = _mm512_set1_epi32(this->sums[at.row + row]);
         for (long k = 0; k < K; k += 4) {
-            UNROLL for (int tile = 0; tile < tiles; tile++) fetch_ahead(w + (tile * K + k) * WIDTH);
+            UNROLL for (int tile = 0; tile < tiles; tile++) at.fetch<of_next>(w, (tile * K + k) * WIDTH);
             UNROLL for (int row = 0; row < rows; row++)
                 UNROLL for (int tile = 0; tile < tiles; tile++)
                     sums[row][tile] = multiply_bytes(
@@ -109,7 +111,9 @@ struct Int4 : Quantized<Number> {
     static constexpr int ROWS = 6;
     const uint16_t* scales;
 
-    template <int rows, int tiles>
+    long tile_bytes() const { return this->K * WIDTH / 2; }
+
+    template <int rows, int tiles, bool of_next>
     void multiply(const Tiles& at) const {
         const long K = this->K, num_groups = K / GROUP;
         const int8_t* x = this->x + at.row * K;
@@ -125,9 +129,9 @@ struct Int4 : Quantized<Number> {
                     sums[row][tile] = _mm512_set1_epi32(this->sums[(at.row + row) * num_groups + group]);
             for (int eight = 0; eight < GROUP; eight += 8)
                 UNROLL for (int tile = 0; tile < tiles; tile++) {
-                    const uint8_t* const bytes = w + (tile * K + group * GROUP + eight) / 2 * WIDTH;
-                    fetch_ahead(bytes);
-                    const __m512i both = _mm512_loadu_si512(bytes);
+                    const long offset = (tile * K + group * GROUP + eight) / 2 * WIDTH;
+                    at.fetch<of_next>(w, offset);
+                    const __m512i both = _mm512_loadu_si512(w + offset);
                     const __m512i first = _mm512_and_si512(both, low);
                     const __m512i second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
                     UNROLL for (int row = 0; row < rows; row++) {

@@ -4,18 +4,28 @@
 
 #include "kernel.h"
 
+constexpr int TILES = 2;
+
 // Bytes of a tile that are fetched while one is used: half a page, since the processor by itself stops at a page's end.
 constexpr long AHEAD = 2048;
 
-inline void fetch_ahead(const void* used) {
-    _mm_prefetch(static_cast<const char*>(used) + AHEAD, _MM_HINT_T0);
-}
+// Blocks of ROWS rows beside which it no longer matters how long the first waits for memory.
+constexpr long MANY_BLOCKS = 6;
 
 // Some rows, and one or two tiles of outputs, of which `num_outputs` exist.
 struct Tiles {
     long row, output, num_outputs;
+    long next;   // where the weights that are fetched begin, in bytes after these tiles' own
+    int slower;  // they are fetched at 1 / 2^slower of the pace at which the tiles' own are used
 
     __mmask16 kept(int tile) const { return first_of(num_outputs - tile * WIDTH); }
+
+    // While the weight `offset` after the first is used, another: of the next tiles, or of these.
+    template <bool of_next, class Weight>
+    void fetch(const Weight* first, long offset) const {
+        const char *const from = (const char*)first, *const used = (const char*)(first + offset);
+        _mm_prefetch(of_next ? from + next + ((used - from) >> slower) : used + AHEAD, _MM_HINT_T0);
+    }
 };
 
 // The first `num_rows` rows, at most `rows`. Their number is compiled in, so that the sums stay in registers.
@@ -23,18 +33,26 @@ template <int tiles, int rows, class Product>
 void multiply_rows(const Product& product, long num_rows, const Tiles& at) {
     if constexpr (rows > 1)
         if (num_rows < rows) return multiply_rows<tiles, rows - 1>(product, num_rows, at);
-    product.template multiply<rows, tiles>(at);
+    product.template multiply<rows, tiles, false>(at);
 }
 
-// All M rows and N outputs; each part has outputs of its own.
+// All M rows and N outputs; each part has outputs of its own. The first block of rows reads the weights of its tiles from
+// memory. While a few others use them again, memory would rest: so these fetch the next tiles, each a share of them.
 template <class Product>
 void multiply_all(const Product& product, long M, long N, long part, long num_parts) {
-    const long step = 2 * WIDTH, num_steps = (N + step - 1) / step;
+    constexpr long ROWS = Product::ROWS, step = TILES * WIDTH;
+    const long num_steps = (N + step - 1) / step, size = TILES * product.tile_bytes(), num_later = M / ROWS - 1;
+    int slower = 0;
+    while (2 << slower <= num_later) slower++;
+    const long num_fetching = num_later > 0 && num_later < MANY_BLOCKS ? 1 << slower : 0;
     for (long n = num_steps * part / num_parts * step; n < num_steps * (part + 1) / num_parts * step; n += step)
-        for (long m = 0; m < M; m += Product::ROWS) {
-            if (N - n > WIDTH)
-                multiply_rows<2, Product::ROWS>(product, M - m, {m, n, N - n});
+        for (long m = 0, block = 0; m < M; m += ROWS, block++) {
+            const Tiles at = {m, n, N - n, size + ((block - 1) * size >> slower), slower};
+            if (N - n <= WIDTH)
+                multiply_rows<1, ROWS>(product, M - m, at);
+            else if (block > 0 && block <= num_fetching)
+                product.template multiply<ROWS, TILES, true>(at);
             else
-                multiply_rows<1, Product::ROWS>(product, M - m, {m, n, N - n});
+                multiply_rows<TILES, ROWS>(product, M - m, at);
         }
 }
