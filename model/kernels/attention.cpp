@@ -4,10 +4,10 @@
 // layer, slots some stride apart; blocks (S, max_blocks), the blocks of each of the S sequences in order, `size` slots
 // each. A token at position p sees the keys from max(0, p - window + 1) up to p. All is computed in float32, in an order
 // that depends on the token's position alone: the result is the same, to the bit, whether a prompt is read at once, in
-// parts or token by token, and whoever is beside it.
+// parts or token by token, and whoever is beside it. Of bfloat16, pairs of products of q and k are added up together.
 //
 // Few tokens read each key as it lies. Many turn 16 keys at a time, so that a vector holds 16 keys, and read them all.
-// Both add up the products of q and k in the same order: by lane d mod 16 first, then the lanes as a tree.
+// Both add up the products of q and k in the same order: in each of 16 lanes first, then the lanes as a tree.
 
 #include <limits>
 #include <vector>
@@ -89,27 +89,44 @@ void transpose(__m512 rows[WIDTH], float* to) {
     }
 }
 
-// Of `rows` rows of q, D apart, and 16 turned keys [D][16]: the products with each key, lanes `lane`, `lane + step`, ... of
-// the head added up.
-template <int rows, int lane = 0, int step = 1>
-[[gnu::always_inline]] inline void multiply_keys(const float* q, const float* turned, long D, __m512 (&sums)[rows]) {
+// Products of q and k: of one number in each lane of 32 bits, or of the two bfloat16 numbers there.
+struct InFloat32 {
+    static constexpr long DEPTH = 1;
+    static __m512 take(const float* from, long) { return load(from); }
+    static __m512 multiply(__m512 sum, __m512 q, __m512 k) { return _mm512_fmadd_ps(q, k, sum); }
+};
+
+#ifdef __AVX512BF16__
+struct InBFloat16 {
+    static constexpr long DEPTH = 2;
+    static __m512 take(const BFloat16* from, long left) {  // heads are whole vectors of 16, not of 32
+        return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(left < 2 * WIDTH ? 0xffff : 0xffffffff, from));
+    }
+    static __m512 multiply(__m512 sum, __m512 q, __m512 k) { return _mm512_dpbf16_ps(sum, (__m512bh)q, (__m512bh)k); }
+};
+#endif
+
+// Of `rows` rows of q, `lanes` apart, and 16 turned keys [lanes][16]: the products with each key, those of every 16th lane
+// added up, then these sums as a tree.
+template <class Dot, int rows, int lane = 0, int step = 1>
+[[gnu::always_inline]] inline void multiply_keys(const float* q, const float* turned, long lanes, __m512 (&sums)[rows]) {
     if constexpr (step == WIDTH) {
         UNROLL for (int row = 0; row < rows; row++) sums[row] = _mm512_setzero_ps();
-        for (long d = lane; d < D; d += WIDTH) {
-            const __m512 k = load(turned + d * WIDTH);
+        for (long at = lane; at < lanes; at += WIDTH) {
+            const __m512 k = load(turned + at * WIDTH);
             UNROLL for (int row = 0; row < rows; row++)
-                sums[row] = _mm512_fmadd_ps(_mm512_set1_ps(q[row * D + d]), k, sums[row]);
+                sums[row] = Dot::multiply(sums[row], _mm512_set1_ps(q[row * lanes + at]), k);
         }
     } else {
         __m512 others[rows];
-        multiply_keys<rows, lane, 2 * step>(q, turned, D, sums);
-        multiply_keys<rows, lane + step, 2 * step>(q, turned, D, others);
+        multiply_keys<Dot, rows, lane, 2 * step>(q, turned, lanes, sums);
+        multiply_keys<Dot, rows, lane + step, 2 * step>(q, turned, lanes, others);
         UNROLL for (int row = 0; row < rows; row++) sums[row] = _mm512_add_ps(sums[row], others[row]);
     }
 }
 
 // What new tokens of one sequence attend to, in the query heads of one or several heads of keys.
-template <class Number>
+template <class Number, class Dot>
 struct Reader {
     Rows<Number> keys, values;
     const Number* q;  // of the sequence's first new token and the first head
@@ -120,6 +137,12 @@ struct Reader {
 
     long first(long token) const { return window ? std::max(0L, start + token - window + 1) : 0; }
     long end_of(long token) const { return start + token + 1; }
+    long lanes() const { return (D + Dot::DEPTH * WIDTH - 1) / (Dot::DEPTH * WIDTH) * WIDTH; }
+
+    // A vector of lanes of a row of q or k.
+    __m512 take(const Number* row, long lane) const {
+        return Dot::take(row + lane * Dot::DEPTH, D - lane * Dot::DEPTH);
+    }
 
     // The tokens [begin, end) with the keys [first_key, last_key). A row is one of the tokens in one query head: those of
     // a head of keys stand together.
@@ -144,8 +167,8 @@ struct Reader {
     void score(const Tile& tile, float* scores) const {
         float *const queries = scores + tile.rows * tile.padded, *const turned = queries + tile.rows * D;
         for (long row = 0; row < tile.rows; row++)
-            for (long d = 0; d < D; d += WIDTH)
-                store(queries + row * D + d, load(q + tile.token(row) * q_stride + tile.head(row) * D + d));
+            for (long lane = 0; lane < lanes(); lane += WIDTH)
+                store(queries + row * lanes() + lane, take(q + tile.token(row) * q_stride + tile.head(row) * D, lane));
         tile.is_few() ? score_few(tile, queries, scores) : score_many(tile, queries, scores, turned);
     }
 
@@ -202,8 +225,8 @@ struct Reader {
             long left = tile.of_head;  // rows of the head at k
             for (long row = 0; row < tile.rows; row++) {
                 __m512 products = _mm512_setzero_ps();
-                for (long d = 0; d < D; d += WIDTH)
-                    products = _mm512_fmadd_ps(load(queries + row * D + d), load(k + d), products);
+                for (long lane = 0; lane < lanes(); lane += WIDTH)
+                    products = Dot::multiply(products, load(queries + row * lanes() + lane), take(k, lane));
                 scores[row * tile.padded + key - tile.first_key] = scale * _mm512_reduce_add_ps(products);
                 if (--left == 0) left = tile.of_head, k += D;
             }
@@ -227,10 +250,10 @@ struct Reader {
 
     void score_many(const Tile& tile, const float* queries, float* scores, float* turned) const {
         for (long key = tile.first_key; key < tile.last_key; key += WIDTH) {
-            for (long d = 0; d < D; d += WIDTH) {
+            for (long lane = 0; lane < lanes(); lane += WIDTH) {
                 __m512 part[WIDTH];
-                for (long i = 0; i < WIDTH; i++) part[i] = load(keys[std::min(key + i, tile.last_key - 1)] + d);
-                transpose(part, turned + d * WIDTH);
+                for (long i = 0; i < WIDTH; i++) part[i] = take(keys[std::min(key + i, tile.last_key - 1)], lane);
+                transpose(part, turned + lane * WIDTH);
             }
             float* const of_key = scores + key - tile.first_key;
             long row = 0;
@@ -242,7 +265,7 @@ struct Reader {
     template <int count>
     void score_rows(const Tile& tile, const float* queries, float* scores, const float* turned, long row) const {
         __m512 products[count];
-        multiply_keys<count>(queries + row * D, turned, D, products);
+        multiply_keys<Dot, count>(queries + row * lanes(), turned, lanes(), products);
         for (int i = 0; i < count; i++)
             store(scores + (row + i) * tile.padded, _mm512_mul_ps(_mm512_set1_ps(scale), products[i]));
     }
@@ -297,7 +320,7 @@ struct Reader {
 };
 
 // Sequence s has the new tokens of rows first_row[s] up to first_row[s + 1], the first of them at position start[s].
-template <class Number>
+template <class Number, class Dot>
 void attention(Arguments given, long part, long num_parts) {
     const Number *q = given.array<Number>(0), *keys = given.array<Number>(1), *values = given.array<Number>(2);
     Number* z = given.array<Number>(3);
@@ -320,7 +343,7 @@ void attention(Arguments given, long part, long num_parts) {
                 if (item >= num_items * part / num_parts && item < num_items * (part + 1) / num_parts) {
                     const long q_stride = given.size(17), count = std::min(heads, Hkv - head);
                     const int64_t* const own = blocks + s * max_blocks;
-                    const Reader<Number> reader = {
+                    const Reader<Number, Dot> reader = {
                         {keys + head * D, own, size, given.size(15), count * D},
                         {values + head * D, own, size, given.size(16), count * D},
                         q + first_row[s] * q_stride + head * group * D, z + (first_row[s] * H + head * group) * D,
@@ -333,7 +356,7 @@ void attention(Arguments given, long part, long num_parts) {
 }
 
 // Of one sequence with N new tokens, the first at position `start`, and S keys in a row.
-template <class Number>
+template <class Number, class Dot>
 void spell_out(Arguments given, long part, long num_parts) {
     const Number *q = given.array<Number>(0), *keys = given.array<Number>(1);
     const long N = given.size(6), start = given.size(7), S = given.size(8), H = given.size(9), Hkv = given.size(10);
@@ -342,7 +365,7 @@ void spell_out(Arguments given, long part, long num_parts) {
     for (long item = Hkv * num_tiles * part / num_parts; item < Hkv * num_tiles * (part + 1) / num_parts; item++) {
         const long head = item / num_tiles, begin = item % num_tiles * tile, to = head * group * N * S;
         const Rows<Number> of_head = {keys + head * D, given.array<int64_t>(2), S, Hkv * D, D};
-        const Reader<Number> reader = {
+        const Reader<Number, Dot> reader = {
             of_head, of_head, q + head * group * D, nullptr, start, 1, group, H * D, H, D,
             given.size(12), given.number(13), memory,
         };
@@ -353,9 +376,9 @@ void spell_out(Arguments given, long part, long num_parts) {
 
 }  // namespace
 
-KERNEL(spell_out_float32) { spell_out<float>(given, part, num_parts); }
-KERNEL(attention_float32) { attention<float>(given, part, num_parts); }
+KERNEL(spell_out_float32) { spell_out<float, InFloat32>(given, part, num_parts); }
+KERNEL(attention_float32) { attention<float, InFloat32>(given, part, num_parts); }
 #ifdef __AVX512BF16__
-KERNEL(spell_out_bfloat16) { spell_out<BFloat16>(given, part, num_parts); }
-KERNEL(attention_bfloat16) { attention<BFloat16>(given, part, num_parts); }
+KERNEL(spell_out_bfloat16) { spell_out<BFloat16, InBFloat16>(given, part, num_parts); }
+KERNEL(attention_bfloat16) { attention<BFloat16, InBFloat16>(given, part, num_parts); }
 #endif
