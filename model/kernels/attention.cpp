@@ -2,9 +2,9 @@
 //
 // q and z (N, H, D) of all new tokens in a row, those of q some stride apart; keys and values (slots, Hkv, D) of one
 // layer, slots some stride apart; blocks (S, max_blocks), the blocks of each of the S sequences in order, `size` slots
-// each. A token at position p sees the keys from max(0, p - window + 1) up to p. All is computed in float32, in an order
-// that depends on the token's position alone: the result is the same, to the bit, whether a prompt is read at once, in
-// parts or token by token, and whoever is beside it. Of bfloat16, pairs of products of q and k are added up together.
+// each. A token at position p sees the keys from max(0, p - window + 1) up to p. All is added up in float32, in an
+// order that depends on the token's position alone: the result is the same, to the bit, whether a prompt is read at
+// once, in parts or token by token, and whoever is beside it.
 //
 // Few tokens read each key as it lies. Many turn 16 keys at a time, so that a vector holds 16 keys, and read them all.
 // Both add up the products of q and k in the same order: in each of 16 lanes first, then the lanes as a tree.
@@ -106,10 +106,11 @@ struct InBFloat16 {
 };
 #endif
 
-// Of `rows` rows of q, `lanes` apart, and 16 turned keys [lanes][16]: the products with each key, those of every 16th lane
-// added up, then these sums as a tree.
+// Of `rows` rows of q, `lanes` apart, and 16 turned keys [lanes][16]: the products with each key, those of every 16th
+// lane added up, then these sums as a tree.
 template <class Dot, int rows, int lane = 0, int step = 1>
-[[gnu::always_inline]] inline void multiply_keys(const float* q, const float* turned, long lanes, __m512 (&sums)[rows]) {
+[[gnu::always_inline]] inline void multiply_keys(
+    const float* q, const float* turned, long lanes, __m512 (&sums)[rows]) {
     if constexpr (step == WIDTH) {
         UNROLL for (int row = 0; row < rows; row++) sums[row] = _mm512_setzero_ps();
         for (long at = lane; at < lanes; at += WIDTH) {
@@ -144,8 +145,8 @@ struct Reader {
         return Dot::take(row + lane * Dot::DEPTH, D - lane * Dot::DEPTH);
     }
 
-    // The tokens [begin, end) with the keys [first_key, last_key). A row is one of the tokens in one query head: those of
-    // a head of keys stand together.
+    // The tokens [begin, end) with the keys [first_key, last_key). A row is one of the tokens in one query head: those
+    // of a head of keys stand together.
     struct Tile {
         const Reader& of;
         long begin, end, first_key, last_key;
@@ -324,7 +325,8 @@ template <class Number, class Dot>
 void attention(Arguments given, long part, long num_parts) {
     const Number *q = given.array<Number>(0), *keys = given.array<Number>(1), *values = given.array<Number>(2);
     Number* z = given.array<Number>(3);
-    const int64_t *blocks = given.array<int64_t>(4), *first_row = given.array<int64_t>(5), *start = given.array<int64_t>(6);
+    const int64_t *blocks = given.array<int64_t>(4), *first_row = given.array<int64_t>(5);
+    const int64_t* start = given.array<int64_t>(6);
     const long num_sequences = given.size(7), max_blocks = given.size(8), size = given.size(9), H = given.size(10);
     const long Hkv = given.size(11), D = given.size(12), window = given.size(13), group = H / Hkv;
     const long tile = std::max(1L, TILE / group), few_heads = std::clamp(num_sequences * Hkv / 4, 1L, Hkv);
@@ -360,7 +362,8 @@ template <class Number, class Dot>
 void spell_out(Arguments given, long part, long num_parts) {
     const Number *q = given.array<Number>(0), *keys = given.array<Number>(1);
     const long N = given.size(6), start = given.size(7), S = given.size(8), H = given.size(9), Hkv = given.size(10);
-    const long D = given.size(11), group = H / Hkv, tile = std::max(1L, TILE / group), num_tiles = (N + tile - 1) / tile;
+    const long D = given.size(11), group = H / Hkv;
+    const long tile = std::max(1L, TILE / group), num_tiles = (N + tile - 1) / tile;
     static thread_local std::vector<float> memory;
     for (long item = Hkv * num_tiles * part / num_parts; item < Hkv * num_tiles * (part + 1) / num_parts; item++) {
         const long head = item / num_tiles, begin = item % num_tiles * tile, to = head * group * N * S;

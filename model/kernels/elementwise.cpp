@@ -42,7 +42,8 @@ void take_rows(Arguments given, long part, long num_parts) {
 template <class Number>
 void write_rows(Arguments given, long part, long num_parts) {
     const long size = given.size(8);
-    const Rows<Number> k = {given.array<Number>(0), given.size(1), size}, v = {given.array<Number>(2), given.size(3), size};
+    const Rows<Number> k = {given.array<Number>(0), given.size(1), size};
+    const Rows<Number> v = {given.array<Number>(2), given.size(3), size};
     Number *const keys = given.array<Number>(4), *const values = given.array<Number>(5);
     const int64_t* slots = given.array<int64_t>(6);
     each_row(given.size(7), part, num_parts, [&](long row) {
@@ -64,8 +65,8 @@ void add(Arguments given, long part, long num_parts) {
     });
 }
 
-// x: `outer` times `inner` rows of `size` -> out, all rows in a row: less its mean where it is `centred` (LayerNorm, else
-// RMSNorm), over its scale, times weight, plus bias, where there are these. `scales` of the rows, where they are wanted.
+// x: `outer` times `inner` rows of `size` -> out, all rows in a row: less its mean where it is `centred` (LayerNorm,
+// else RMSNorm), over its scale, times weight, plus bias, where there are these. `scales` of the rows, where wanted.
 template <class Number>
 void norm(Arguments given, long part, long num_parts) {
     const Number *x = given.array<Number>(0), *weight = given.array<Number>(1), *bias = given.array<Number>(2);
@@ -154,7 +155,8 @@ void activate(Arguments given, long part, long num_parts) {
     const long size = given.size(6), vectors = (size + WIDTH - 1) / WIDTH;
     const Rows<Number> pre = {given.array<Number>(0), given.size(1), size}, out = {given.array<Number>(4), size, size};
     const Rows<Number> linear = {given.array<Number>(2), given.size(3), size};
-    const long begin = given.size(5) * vectors * part / num_parts, end = given.size(5) * vectors * (part + 1) / num_parts;
+    const long count = given.size(5) * vectors;
+    const long begin = count * part / num_parts, end = count * (part + 1) / num_parts;
     for (long row = begin / vectors; row * vectors < end; row++) {  // some rows, the first and last of them in part
         const long last = std::min(vectors, end - row * vectors);
         for (long vector = std::max(0L, begin - row * vectors); vector < last; vector++) {
@@ -175,7 +177,9 @@ void distribution(Arguments given, long part, long num_parts) {
         const Number* x = given.array<Number>(0) + row * size;
         float* const probabilities = given.array<float>(1) ? given.array<float>(1) + row * size : nullptr;
         __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
-        each_vector(size, [&](long i, __mmask16 which) { most = _mm512_mask_max_ps(most, which, most, load(x + i, which)); });
+        each_vector(size, [&](long i, __mmask16 which) {
+            most = _mm512_mask_max_ps(most, which, most, load(x + i, which));
+        });
         const float shift = _mm512_reduce_max_ps(most);
         each_vector(size, [&](long i, __mmask16 which) {
             const __m512 value = exponential(_mm512_sub_ps(load(x + i, which), _mm512_set1_ps(shift)));

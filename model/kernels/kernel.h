@@ -1,7 +1,8 @@
 // What all kernels share: their arguments, their part of the work, vectors of 16 numbers in float32.
 //
-// A kernel is a function of an array of 64-bit values (addresses, sizes, numbers) that does one of the parts into which one
-// operation is divided. `run` (in run.cpp) runs all parts of a list of such calls. No result depends on the division.
+// A kernel is a function of an array of 64-bit values (addresses, sizes, numbers) that does one of the parts into which
+// one operation is divided. `run` (in run.cpp) runs all parts of a list of such calls. No result depends on the
+// division.
 
 #pragma once
 
@@ -49,7 +50,9 @@ inline __m512 widen(__m256i numbers) {
 }
 inline __m512 load(const BFloat16* from) { return widen(_mm256_loadu_si256((const __m256i*)from)); }
 inline __m512 load(const BFloat16* from, __mmask16 which) { return widen(_mm256_maskz_loadu_epi16(which, from)); }
-inline void store(BFloat16* to, __m512 values) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(values)); }
+inline void store(BFloat16* to, __m512 values) {
+    _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(values));
+}
 inline void store(BFloat16* to, __m512 values, __mmask16 which) {
     _mm256_mask_storeu_epi16(to, which, (__m256i)_mm512_cvtneps_pbh(values));
 }

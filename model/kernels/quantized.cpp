@@ -1,8 +1,8 @@
 // y = x w^T + b with weights of 8 or 4 bits, by the CPU's products of bytes (VNNI).
 //
-// Each row of x is rounded to bytes in [-127, 127] with a scale of its own; sums of products of integers are exact, so a
-// row's result does not depend on the rows beside it. Weights are unsigned bytes: 128, or 8, is subtracted by way of the
-// sum of the row's bytes. Packed in tiles of 16 outputs:
+// Each row of x is rounded to bytes in [-127, 127] with a scale of its own; sums of products of integers are exact, so
+// a row's result does not depend on the rows beside it. Weights are unsigned bytes: 128, or 8, is subtracted by way of
+// the sum of the row's bytes. Packed in tiles of 16 outputs:
 //   int8: [N / 16][K / 4][16][4] bytes w + 128, one scale an output.
 //   int4: [N / 16][K / 32][4][16][4] bytes. Of the 32 k's of a group, byte [j][output][i] holds w + 8 of k = 8 j + i in
 //         its low half, of k = 8 j + 4 + i in its high half; one float16 scale a group and output.
@@ -90,7 +90,8 @@ struct Int8 : Quantized<Number> {
         const uint8_t* w = this->w + at.output * K;
         __m512i sums[rows][tiles];
         UNROLL for (int row = 0; row < rows; row++)
-            UNROLL for (int tile = 0; tile < tiles; tile++) sums[row][tile] = _mm512_set1_epi32(this->sums[at.row + row]);
+            UNROLL for (int tile = 0; tile < tiles; tile++)
+                sums[row][tile] = _mm512_set1_epi32(this->sums[at.row + row]);
         for (long k = 0; k < K; k += 4) {
             UNROLL for (int tile = 0; tile < tiles; tile++) at.fetch<of_next>(w, (tile * K + k) * WIDTH);
             UNROLL for (int row = 0; row < rows; row++)

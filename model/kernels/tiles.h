@@ -36,8 +36,8 @@ void multiply_rows(const Product& product, long num_rows, const Tiles& at) {
     product.template multiply<rows, tiles, false>(at);
 }
 
-// All M rows and N outputs; each part has outputs of its own. The first block of rows reads the weights of its tiles from
-// memory. While a few others use them again, memory would rest: so these fetch the next tiles, each a share of them.
+// All M rows and N outputs; each part has outputs of its own. The first block of rows reads the weights of its tiles
+// from memory. While a few others use them again, memory would rest: so these fetch the next tiles, each a share.
 template <class Product>
 void multiply_all(const Product& product, long M, long N, long part, long num_parts) {
     constexpr long ROWS = Product::ROWS, step = TILES * WIDTH;

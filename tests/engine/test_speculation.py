@@ -80,6 +80,24 @@ def test_it_takes_fewer_steps() -> None:
     assert counts[0] < 60
 
 
+def test_it_goes_on_beside_one_that_is_traced() -> None:
+    model = network()
+    others = [greedy(f"{seed}", [5 + seed] * 8) for seed in range(2)]
+    stats, results = [], []
+    for speculates in (True, False):
+        drive = Drive(new_engine(model, speculates=speculates))
+        drive.add(*others)
+        drive.step(3)  # one is recorded, else nothing is guessed
+        drive.add(ask("traced", prompt(9), max_tokens=60, **shown(model)))
+        found = drive.finish()
+        assert len(found["traced", 0].traces) == 60
+        results.append([found[request.id, 0] for request in others] + [found["traced", 0].ids])
+        stats.append(drive.engine.stats())
+    assert results[0] == results[1]
+    assert stats[0].num_drafted_right > 0
+    assert stats[1].num_drafted == 0
+
+
 def test_blocks_for_guesses_push_nobody_out() -> None:
     """Where a guess needs a block and none is free, it is not made."""
     requests = [greedy(f"{seed}", prompt(4, seed=seed) * 2, max_tokens=24) for seed in range(3)]
