@@ -259,7 +259,7 @@ class Run:
             group["lr"] = self.recipe.learning_rate(self.num_steps)
         loss = loss_of(self.model, inputs.to(self.device), targets.to(self.device))
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.losses.append(loss.detach())

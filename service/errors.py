@@ -104,7 +104,7 @@ class Failures:
 
         try:
             await self.app(scope, receive, send_and_note)
-        except Exception:
+        except Exception:  # a bug: the client gets a 500, unless its answer has begun
             if scope["type"] != "http" or has_begun:
                 raise
             logger.exception("%s %s failed", scope["method"], scope["path"])

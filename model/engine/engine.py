@@ -227,9 +227,9 @@ class Engine:
         rows: list[int] = []
         samplers: list[Sampler] = []
         for share in choosing:
-            end, count = result.rows[share].stop, 1 + len(share.sequence.draft)
-            rows += range(end - count, end)
-            samplers += [choices[share].sampler] * count
+            end = result.rows[share].stop
+            rows += range(end - share.num_choosing, end)
+            samplers += [choices[share].sampler] * share.num_choosing
         if not rows:
             return
         logits = result.logits
@@ -239,12 +239,11 @@ class Engine:
         shown: dict[int, list[tuple[int, Share, int]]] = defaultdict(list)  # by how many logprobs: row, whose, token
         first = 0
         for share in choosing:
-            draft = share.sequence.draft
-            made[share].follow(chosen[first : first + 1 + len(draft)], draft)
+            made[share].follow(chosen[first : first + share.num_choosing], share.sequence.draft)
             num_top = choices[share].request.params.logprobs
             if num_top is not None:
                 shown[num_top] += [(row, share, token_id) for row, token_id in enumerate(made[share].token_ids, first)]
-            first += 1 + len(draft)
+            first += share.num_choosing
         for num_top, places in shown.items():
             own, ids = [row for row, _, _ in places], [token_id for _, _, token_id in places]
             for (_, share, _), logprobs in zip(places, token_logprobs(logits[own], ids, num_top), strict=True):

@@ -41,8 +41,7 @@ class Runner:
         return self._stream_steps.num_recorded > 0
 
     def run(self, shares: Sequence[Share], taps: Mapping[Share, Tap], all_rows: frozenset[Share]) -> Pass:
-        """The logits of each share's last token where that is the sequence's last, and of a draft after it; of every
-        token for `all_rows`."""
+        """The logits of each share's tokens after which one is chosen; of every token for `all_rows`."""
         ids: list[int] = []
         wanted: list[int] = []
         rows: dict[Share, slice] = {}
@@ -53,8 +52,8 @@ class Runner:
             first_row = len(wanted)
             if share in all_rows:
                 wanted += range(tokens.start, tokens.stop)
-            elif share.is_last:
-                wanted += range(tokens.stop - 1 - len(share.sequence.draft), tokens.stop)
+            else:
+                wanted += range(tokens.stop - share.num_choosing, tokens.stop)
             rows[share] = slice(first_row, len(wanted))
             if share in taps:
                 sequence_taps[share] = SequenceTap(taps[share], share, tokens, rows[share])

@@ -1,4 +1,5 @@
-"""What the next step computes. One rule: computed tokens catch up with tokens, under a budget; nothing is a phase.
+"""What the next step computes. One rule: computed tokens catch up with tokens, under a budget; nothing is a phase. A
+draft is computed ahead, and forgotten as far as it was wrong.
 
 Streams come first, a token each; prompts share what is left of the budget, the oldest first, and where streams wait
 for the step they take no more than its pace allows. When the blocks run out, the youngest sequence gives its own back
@@ -31,6 +32,11 @@ class Share:
     def is_stream(self) -> bool:
         """Only the newest token was missing."""
         return self.start + 1 == len(self.sequence.tokens)
+
+    @property
+    def num_choosing(self) -> int:
+        """Of its last tokens, those after which a token is chosen: the newest one, and each of a draft."""
+        return 1 + len(self.sequence.draft) if self.is_last else 0
 
     @property
     def new_tokens(self) -> list[int]:

@@ -41,7 +41,6 @@ class Sequence:
         shares_prefix: bool = True,
         max_cached: int = sys.maxsize,
         leader: "Sequence | None" = None,
-        drafter: Drafter | None = None,
     ) -> None:
         self.order = order
         self.tokens = array("q", prompt)
@@ -53,7 +52,7 @@ class Sequence:
         self.max_cached = max_cached
         self.leader = leader
         self.is_held = False
-        self.drafter = drafter
+        self.drafter: Drafter | None = None
         self.draft: list[int] = []
         self._hashes: list[bytes] = []
 

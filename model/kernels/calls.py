@@ -120,7 +120,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
     """Notes whether PyTorch computes anything during a recording: all that it may make are views."""
 
     def __init__(self, recording: Recording) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self._recording = recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
