@@ -152,7 +152,8 @@ class Attention(nn.Module):
         rotation: Rotation | None,
         context: Context,
         probe: Probe,
-    ) -> Tensor:  # (B, T, C) -> (B, T, C)
+        rows: Tensor | None = None,
+    ) -> Tensor:  # (B, T, C) -> (B, T, C), or (B, R, C) of R rows
         heads = self.qkv(x).unflatten(-1, (-1, self.d_head))  # (B, T, H + 2 Hkv, D)
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
         q, k, v = probe("q", q), probe("k", k), probe("v", v)
@@ -161,7 +162,7 @@ class Attention(nn.Module):
         if rotation is not None:
             q, k = self.operations.rotate(q, rotation), self.operations.rotate(k, rotation)
             q, k = probe("rot_q", q), probe("rot_k", k)
-        z = context.attend(self.layer, q, k, v, probe)
+        z = context.attend(self.layer, q, k, v, probe, rows)
         out: Tensor = self.out(z.flatten(2))
         return out
 

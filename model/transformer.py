@@ -36,10 +36,12 @@ class Block(nn.Module):
         rotation: Rotation | None,
         context: Context,
         probe: Probe,
-    ) -> Tensor:  # (B, T, C) -> (B, T, C)
+        rows: Tensor | None = None,
+    ) -> Tensor:  # (B, T, C) -> (B, T, C), or (B, R, C) of R rows: the others give keys and values alone
         x = probe("resid_pre", x)
         inner = self.ln1(x, probe.at("ln1")) if self.pre_norm else x
-        x = self.operations.add(x, probe("attn_out", self.attn(inner, rotation, context, probe.at("attn"))))
+        attended = probe("attn_out", self.attn(inner, rotation, context, probe.at("attn"), rows))
+        x = self.operations.add(x if rows is None else x.index_select(1, rows), attended)
         x = probe("resid_mid", x)
         if not self.pre_norm:
             x = self.ln1(x, probe.at("ln1"))
@@ -55,9 +57,13 @@ def _table(num_rows: int, size: int) -> nn.Embedding:
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer assembled from a `ModelConfig`."""
+    """A decoder-only transformer assembled from a `ModelConfig`.
+
+    `rows_are_independent`: no bit of a token's result depends on which other tokens are computed beside it.
+    """
 
     operations: Operations = PYTORCH
+    rows_are_independent: bool = False
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -84,7 +90,8 @@ class Transformer(nn.Module):
 
         With a cache the new tokens start at its length, and it is longer by T afterwards; a `context` stands in for a
         cache where the tokens are those of several sequences. `rows` limits the logits to these R of the T positions:
-        (B, R, V); a tap then sees `ln_final` and `logits` for those alone.
+        (B, R, V); a tap then sees `ln_final` and `logits` for those alone. Without a tap, and where that changes no bit
+        of these, the last block computes no more of the others than their keys and values.
         Raises `ValueError` when the positions pass `max_positions`.
         """
         if context is None:
@@ -93,12 +100,15 @@ class Transformer(nn.Module):
 
         x = self._embed(ids, context.positions, probe)  # (B, T, C)
         rotation = None if self.rotary is None else self.rotary(context.positions, x.dtype, self.operations)
+        index = None if rows is None else torch.as_tensor(rows, dtype=torch.int64, device=x.device)
+        leaves_out = tap is None and self.rows_are_independent
         for layer, block in enumerate(self.blocks):
-            x = block(x, rotation, context, probe.at("blocks").at(str(layer)))
+            only = index if leaves_out and layer == self.config.num_layers - 1 else None
+            x = block(x, rotation, context, probe.at("blocks").at(str(layer)), only)
         context.finish()
 
-        if rows is not None:
-            x = x.index_select(1, torch.as_tensor(rows, dtype=torch.int64, device=x.device))
+        if index is not None and not leaves_out:
+            x = x.index_select(1, index)
         return probe("logits", self.decode(x, probe))
 
     def _embed(self, ids: Tensor, positions: Tensor, probe: Probe) -> Tensor:

@@ -152,7 +152,7 @@ class PagedContext:
         for row, share in enumerate(shares):
             rows[row, : len(share.sequence.blocks)] = share.sequence.blocks
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe, rows: Tensor | None = None) -> Tensor:
         self._cache.write(layer, self._slots, k[0], v[0])
         window = self._windows[layer]
         if self._cache.kernel is not None:
@@ -160,7 +160,10 @@ class PagedContext:
             z = self._varlen_read.attend(self._cache.kernel, q[0], keys, values, window, scale=self._scale)[None]
         elif self._cache.native is not None:
             keys, values = self._cache.keys[layer], self._cache.values[layer]
-            z = self._cache.native.attend_pages(q[0], keys, values, self._paged_read, window, scale=self._scale)[None]
+            read = self._paged_read if rows is None else self._paged_read.of_last(rows)
+            q = q if rows is None else q.index_select(1, rows)
+            z = self._cache.native.attend_pages(q[0], keys, values, read, window, scale=self._scale)[None]
+            rows = None
         else:
             z = torch.empty_like(q)
             for read in self._reads[window]:
@@ -170,7 +173,8 @@ class PagedContext:
                 self._show(layer, tap, q, z, probe.of(tap))
             except Exception as error:  # such as too little memory for the scores: the others do not need them
                 tap.error = error
-        return probe("z", z)
+        z = probe("z", z)
+        return z if rows is None else z.index_select(1, rows)
 
     def _read(self, layer: int, read: Read, q: Tensor, z: Tensor) -> None:
         if isinstance(read.blocks, slice):

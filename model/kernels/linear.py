@@ -80,6 +80,9 @@ class PackedQuantizedLinear(nn.Module):
         return out
 
 
+LINEARS = (nn.Linear, QuantizedLinear)
+
+
 def pack_linears(model: nn.Module) -> int:
     """Replace every linear layer that a kernel can compute, for good; how many they were. Their weights go, so that the
     model's parameters can no longer be counted."""

@@ -15,7 +15,7 @@ from model.attention import CausalMask
 from model.config import Activation, ModelConfig
 from model.kernels import calls, native
 from model.kernels.calls import bits, call, empty, pointer
-from model.kernels.linear import pack_linears
+from model.kernels.linear import LINEARS, pack_linears
 from model.operations import Operations, Rotation
 from model.summary import Summary, summary_of
 from model.transformer import Transformer
@@ -51,6 +51,12 @@ class PagedRead:
     start: Tensor
     block_size: int
 
+    def of_last(self, rows: Tensor) -> "PagedRead":
+        """The same for these rows alone, in order, which are the last ones of their sequences."""
+        first_row = torch.searchsorted(rows, self.first_row)
+        start = self.start + self.first_row.diff() - first_row.diff()
+        return PagedRead(self.blocks, first_row, start, self.block_size)
+
 
 def use_kernels(model: Transformer) -> bool:
     """Have a network compute by kernels what they can, for good; whether there are any for it here."""
@@ -62,6 +68,7 @@ def use_kernels(model: Transformer) -> bool:
         if hasattr(module, "operations"):
             setattr(module, "operations", operations)  # noqa: B010 (a module's attributes are tensors, to mypy)
     pack_linears(model)
+    model.rows_are_independent = not any(isinstance(module, LINEARS) for module in model.modules())
     return True
 
 

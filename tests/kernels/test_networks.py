@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from model.checkpoint import load_checkpoint
+from model.config import ModelConfig
 from model.engine.engine import Engine, EngineConfig
 from model.engine.replay import StreamSteps
 from model.engine.request import Request
@@ -53,6 +54,30 @@ def test_cached_and_traced_passes_are_the_plain_one_to_the_bit(dtype: str) -> No
     assert torch.equal(traced, plain)
     tolerance = 1e-4 if dtype == "float32" else 0.2  # edited norms and scores are spelled out
     torch.testing.assert_close(edited, plain, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_that_nobody_wants_are_left_out_of_the_last_block_and_change_no_bit(name: str, dtype: str) -> None:
+    model = of_whole_vectors(CONFIGS[name], dtype)
+    ids = torch.randint(67, (2, 30), generator=torch.Generator().manual_seed(0))
+    num_computed = []
+    for block in model.blocks:
+        block.mlp.register_forward_hook(lambda _, given, __: num_computed.append(given[0].shape[1]))
+    with torch.inference_mode():
+        plain = model(ids)
+        found = model(ids, rows=[29, 3])
+        traced = model(ids, rows=[29, 3], tap=lambda name, value: value)
+    assert num_computed == [30, 30, 30, 30, 30, 2, 30, 30, 30]
+    assert torch.equal(found, plain[:, [29, 3]])
+    assert torch.equal(traced, found)
+
+
+def of_whole_vectors(config: ModelConfig, dtype: str) -> Transformer:
+    """A network of the config, but with heads that our kernels can read."""
+    model = Transformer(replace(config, d_head=16))
+    model.initialize(torch.Generator().manual_seed(0), std=0.2)
+    return by_kernels(model.to(DTYPES_BY_NAME[dtype]).requires_grad_(False))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -116,9 +141,7 @@ class TestEngine:
     ) -> None:
         """However many streams the first recorded step has."""
         for name, config in CONFIGS.items():
-            model = Transformer(replace(config, d_head=16))
-            model.initialize(torch.Generator().manual_seed(0), std=0.2)
-            model = by_kernels(model.to(DTYPES_BY_NAME[dtype]).requires_grad_(False))
+            model = of_whole_vectors(config, dtype)
             engines = [Engine(model, None, EngineConfig(cache_bytes=1 << 22, block_size=4)) for _ in range(2)]
             monkeypatch.setattr(engines[1]._runner._stream_steps, "_can_record", False)
             found = [
