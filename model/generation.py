@@ -86,6 +86,8 @@ class StopStrings:
 
     def push(self, piece: str) -> tuple[str, str | None]:
         """(text that may go out, the stop string that was found)."""
+        if not self._stops:
+            return piece, None
         text = self._held + piece
         found = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stops if stop in text]
         if found:

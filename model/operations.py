@@ -20,6 +20,8 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines."""
+Largest = tuple[Tensor, Tensor]
+"""The largest number of each row, NaN where any is NaN, and where it first stands."""
 
 
 class Operations:
@@ -67,8 +69,8 @@ class Operations:
         """softmax(q k^T scale + mask) v: q (B, N, H, D), k and v (B, S, Hkv, D) -> z (B, N, H, D)."""
         return fused_attention(q, k, v, mask, scale=scale)
 
-    def largest(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (N, size) -> the largest number of each row, NaN where any is NaN, and where it first stands, each (N,)."""
+    def largest(self, x: Tensor) -> Largest:
+        """x (N, size) -> two tensors (N,)."""
         found = x.max(dim=-1)
         return found.values, found.indices
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from model.operations import PYTORCH, Operations
+from model.operations import PYTORCH, Largest, Operations
 
 Processor = Callable[[Sequence[int], Tensor], Tensor]
 """(tokens so far, logits (V,)) -> logits (V,), before everything else that changes logits."""
@@ -79,18 +79,15 @@ class Sampler:
         self._has_penalties = bool(
             params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         )
+        is_changed = self._has_penalties or len(params.logit_bias) > 0 or len(params.processors) > 0
+        self.takes_largest = params.temperature == 0 and not is_changed
+        """Whether it chooses the largest of the logits as they are."""
         self._places: dict[int, int] = {}  # of tokens in `_counted`
         self._counted = torch.zeros(2, 64, dtype=torch.int64)
         if self._has_penalties:
             self._places = {token_id: place for place, token_id in enumerate(dict.fromkeys(prompt_ids))}
             ids = torch.tensor(list(self._places), dtype=torch.int64)
             self._counted = torch.cat((torch.stack((ids, torch.zeros_like(ids))), self._counted), dim=1)
-
-    @property
-    def takes_largest(self) -> bool:
-        """Whether it chooses the largest of the logits as they are."""
-        is_changed = self._has_penalties or len(self.bias[0]) or self.params.processors
-        return self.params.temperature == 0 and not is_changed
 
     @property
     def counted(self) -> Tensor:
@@ -125,16 +122,19 @@ def _columns(values: Mapping[int, float]) -> tuple[Tensor, Tensor]:
     return torch.tensor(list(values), dtype=torch.int64), torch.tensor(list(values.values()))
 
 
-def sample(logits: Tensor, samplers: Sequence[Sampler], operations: Operations = PYTORCH) -> list[int | Exception]:
+def sample(
+    logits: Tensor, samplers: Sequence[Sampler], operations: Operations = PYTORCH, largest: Largest | None = None
+) -> list[int | Exception]:
     """logits (R, V), one sampler a row -> one token id a row, which its sampler has accepted.
 
-    A row whose choice fails gives the exception; the others are chosen as if it were not there.
+    `largest` is that of each row, where it is known. A row whose choice fails gives the exception; the others are
+    chosen as if it were not there.
     """
     logits = logits.detach()
     failures: dict[int, Exception] = {}
     if not all(sampler.takes_largest for sampler in samplers):
-        logits = _process(logits.float(), samplers, failures)
-    best, indices = operations.largest(logits)
+        logits, largest = _process(logits.float(), samplers, failures), None
+    best, indices = largest or operations.largest(logits)
     choices = indices.tolist()
     are_numbers = [math.isfinite(value) for value in best.tolist()]  # the largest of numbers with a NaN is NaN
     drawn = [

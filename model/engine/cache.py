@@ -142,13 +142,11 @@ class PagedContext:
 
     def renew(self, shares: Sequence[Share]) -> None:
         """The same for the next tokens of as many streams, as many as these were, in the same memory."""
-        places = torch.tensor(place(shares, self._cache.block_size))
-        self.positions.copy_(places[0])
-        self._slots.copy_(places[1])
-        first_row, start = bounds(shares)
-        self._paged_read.first_row.numpy()[:] = first_row
-        self._paged_read.start.numpy()[:] = start
-        rows = self._paged_read.blocks.numpy()
+        pages = self._paged_read
+        tensors = (self.positions, self._slots, pages.first_row, pages.start)
+        for tensor, numbers in zip(tensors, (*place(shares, pages.block_size), *bounds(shares)), strict=True):
+            tensor.numpy()[:] = numbers
+        rows = pages.blocks.numpy()
         for row, share in enumerate(shares):
             rows[row, : len(share.sequence.blocks)] = share.sequence.blocks
 
@@ -160,10 +158,10 @@ class PagedContext:
             z = self._varlen_read.attend(self._cache.kernel, q[0], keys, values, window, scale=self._scale)[None]
         elif self._cache.native is not None:
             keys, values = self._cache.keys[layer], self._cache.values[layer]
-            read = self._paged_read if rows is None else self._paged_read.of_last(rows)
-            q = q if rows is None else q.index_select(1, rows)
-            z = self._cache.native.attend_pages(q[0], keys, values, read, window, scale=self._scale)[None]
-            rows = None
+            pages = self._paged_read
+            if rows is not None:
+                q, pages, rows = q.index_select(1, rows), pages.of_last(rows), None
+            z = self._cache.native.attend_pages(q[0], keys, values, pages, window, scale=self._scale)[None]
         else:
             z = torch.empty_like(q)
             for read in self._reads[window]:

@@ -224,18 +224,17 @@ class Engine:
         """What follows each sequence whose tokens are all computed: after its newest token, and after its draft as far
         as that is right."""
         choosing = [share for share in result.rows if share.is_last and made[share].error is None]  # in their order
-        rows: list[int] = []
         samplers: list[Sampler] = []
         for share in choosing:
-            end = result.rows[share].stop
-            rows += range(end - share.num_choosing, end)
             samplers += [choices[share].sampler] * share.num_choosing
-        if not rows:
+        if not samplers:
             return
-        logits = result.logits
-        if rows != list(range(len(logits))):
-            logits = logits[torch.tensor(rows, device=logits.device)]
-        chosen = sample(logits, samplers, self._model.operations)
+        logits, largest = result.logits, result.largest
+        if len(samplers) < len(logits):
+            ends = [(share.num_choosing, result.rows[share].stop) for share in choosing]
+            rows = [row for count, end in ends for row in range(end - count, end)]
+            logits, largest = logits[torch.tensor(rows, device=logits.device)], None
+        chosen = sample(logits, samplers, self._model.operations, largest)
         shown: dict[int, list[tuple[int, Share, int]]] = defaultdict(list)  # by how many logprobs: row, whose, token
         first = 0
         for share in choosing:

@@ -9,7 +9,11 @@ from torch import Tensor
 from model.engine.cache import PagedCache, PagedContext
 from model.engine.scheduler import Share
 from model.kernels.calls import Memory, Recording
+from model.operations import Largest
 from model.transformer import Transformer
+
+Found = tuple[Tensor, Largest]
+"""The logits (N, V) of N tokens, and the largest of each row."""
 
 
 class RecordedStep:
@@ -20,18 +24,20 @@ class RecordedStep:
     ) -> None:
         num_blocks = min(-(-model.config.max_positions // cache.block_size), cache.num_blocks)
         self._context = PagedContext(cache, shares, (), num_blocks)
-        self._ids = torch.tensor([new_tokens(shares)])
+        ids = torch.tensor([new_tokens(shares)])
+        self._ids = ids.numpy()
         self._recording = Recording(memory)
         with self._recording.record(watched=watched):
-            self.logits: Tensor = model(self._ids, context=self._context)[0]
+            logits = model(ids, context=self._context)[0]
+            self.found: Found = logits, model.operations.largest(logits)
         self.is_whole = self._recording.is_whole
 
-    def run(self, shares: Sequence[Share]) -> Tensor:
-        """The logits (N, V), valid until the next recorded step runs."""
+    def run(self, shares: Sequence[Share]) -> Found:
+        """What it gives for other shares, valid until the next recorded step runs."""
         self._context.renew(shares)
-        self._ids.copy_(torch.tensor([new_tokens(shares)]))
+        self._ids[0] = new_tokens(shares)
         self._recording.replay()
-        return self.logits
+        return self.found
 
 
 class StreamSteps:
@@ -48,8 +54,8 @@ class StreamSteps:
     def num_recorded(self) -> int:
         return len(self._steps)
 
-    def run(self, shares: Sequence[Share]) -> Tensor | None:
-        """The logits (N, V), valid until the next call; None where such a step must be computed as any other."""
+    def run(self, shares: Sequence[Share]) -> Found | None:
+        """What the step gives, valid until the next call; None where such a step must be computed as any other."""
         if not self._can_record or not all(share.is_stream for share in shares):
             return None
         size = len(shares), sum(share.num_new for share in shares)
@@ -63,7 +69,7 @@ class StreamSteps:
         else:
             self._can_record = False
             self._steps.clear()
-        return step.logits
+        return step.found
 
 
 def new_tokens(shares: Sequence[Share]) -> list[int]:

@@ -10,16 +10,19 @@ from model.engine.cache import PagedCache, PagedContext
 from model.engine.replay import StreamSteps
 from model.engine.scheduler import Share
 from model.engine.taps import BatchTap, SequenceTap
+from model.operations import Largest
 from model.stages import Tap
 from model.transformer import Transformer
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What one forward pass gave: `logits` (R, V) and of each share the rows of it that are its own; and its tap. One
-    that `was_recorded` took longer than the next ones like it, which will be replayed."""
+    """What one forward pass gave: `logits` (R, V) and of each share the rows of it that are its own; and its tap. Also
+    the `largest` of each row and where it is, where the pass found that out. One that `was_recorded` took longer than
+    the next ones like it, which will be replayed."""
 
     logits: Tensor
+    largest: Largest | None
     rows: Mapping[Share, slice]
     taps: Mapping[Share, SequenceTap]
     was_recorded: bool
@@ -42,34 +45,34 @@ class Runner:
 
     def run(self, shares: Sequence[Share], taps: Mapping[Share, Tap], all_rows: frozenset[Share]) -> Pass:
         """The logits of each share's tokens after which one is chosen; of every token for `all_rows`."""
+        ordered = in_reading_order(shares)
+        rows: dict[Share, slice] = {}
+        first_row = 0
+        for share in ordered:
+            end_row = first_row + (share.num_new if share in all_rows else share.num_choosing)
+            rows[share] = slice(first_row, end_row)
+            first_row = end_row
+        num_recorded = self._stream_steps.num_recorded
+        found = None if taps else self._stream_steps.run(ordered)
+        if found is not None:
+            was_recorded = self._stream_steps.num_recorded > num_recorded
+            return Pass(*found, rows, {}, was_recorded, was_replayed=not was_recorded)
         ids: list[int] = []
         wanted: list[int] = []
-        rows: dict[Share, slice] = {}
         sequence_taps: dict[Share, SequenceTap] = {}
-        for share in in_reading_order(shares):
-            tokens = slice(len(ids), len(ids) + share.num_new)
+        for share in ordered:
+            tokens, of_share = slice(len(ids), len(ids) + share.num_new), rows[share]
             ids += share.new_tokens
-            first_row = len(wanted)
-            if share in all_rows:
-                wanted += range(tokens.start, tokens.stop)
-            else:
-                wanted += range(tokens.stop - share.num_choosing, tokens.stop)
-            rows[share] = slice(first_row, len(wanted))
+            wanted += range(tokens.stop - (of_share.stop - of_share.start), tokens.stop)
             if share in taps:
-                sequence_taps[share] = SequenceTap(taps[share], share, tokens, rows[share])
-        ordered = list(rows)
-        num_recorded = self._stream_steps.num_recorded
-        logits = None if sequence_taps else self._stream_steps.run(ordered)
-        was_recorded = self._stream_steps.num_recorded > num_recorded
-        was_replayed = logits is not None and not was_recorded
-        if logits is None:
-            logits = self._model(
-                torch.tensor([ids], device=self._cache.device),
-                tap=BatchTap(list(sequence_taps.values())) if sequence_taps else None,
-                rows=wanted,
-                context=PagedContext(self._cache, ordered, list(sequence_taps.values())),
-            )[0]
-        return Pass(logits, rows, sequence_taps, was_recorded, was_replayed)
+                sequence_taps[share] = SequenceTap(taps[share], share, tokens, of_share)
+        logits = self._model(
+            torch.tensor([ids], device=self._cache.device),
+            tap=BatchTap(list(sequence_taps.values())) if sequence_taps else None,
+            rows=wanted,
+            context=PagedContext(self._cache, ordered, list(sequence_taps.values())),
+        )[0]
+        return Pass(logits, None, rows, sequence_taps, was_recorded=False, was_replayed=False)
 
 
 def in_reading_order(shares: Sequence[Share]) -> list[Share]:

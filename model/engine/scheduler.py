@@ -7,7 +7,6 @@ and is computed again later. No torch here.
 """
 
 from bisect import insort
-from dataclasses import dataclass
 
 from model.engine.blocks import BlockPool
 from model.engine.drafts import MAX_DRAFT
@@ -15,34 +14,33 @@ from model.engine.pace import Pace
 from model.engine.sequence import Sequence
 
 
-@dataclass(frozen=True, eq=False)
 class Share:
-    """The part of one step that is one sequence's: `num_new` tokens from `start` on, those of its draft included."""
+    """The part of one step that is one sequence's: `num_new` tokens that it has from `start` on, and its draft.
 
-    sequence: Sequence
-    start: int
-    num_new: int
+    `num_choosing`: of its last tokens, those after which a token is chosen: the newest one, and each of the draft. None
+    where tokens are missing after it.
+    """
+
+    __slots__ = ("new_tokens", "num_choosing", "num_new", "sequence", "start")
+
+    def __init__(self, sequence: Sequence, num_new: int) -> None:
+        self.sequence = sequence
+        self.start = sequence.num_computed
+        end, draft = self.start + num_new, sequence.draft
+        is_last = end == len(sequence.tokens)
+        self.new_tokens = sequence.tokens[self.start : end].tolist() + (draft if is_last else [])
+        self.num_new = len(self.new_tokens)
+        self.num_choosing = 1 + len(draft) if is_last else 0
 
     @property
     def is_last(self) -> bool:
         """No token is missing after it: the next one can be chosen."""
-        return self.start + self.num_new >= len(self.sequence.tokens)
+        return self.num_choosing > 0
 
     @property
     def is_stream(self) -> bool:
         """Only the newest token was missing."""
-        return self.start + 1 == len(self.sequence.tokens)
-
-    @property
-    def num_choosing(self) -> int:
-        """Of its last tokens, those after which a token is chosen: the newest one, and each of a draft."""
-        return 1 + len(self.sequence.draft) if self.is_last else 0
-
-    @property
-    def new_tokens(self) -> list[int]:
-        """Until what they lead to is known: then the sequence has other tokens after its own."""
-        known = self.sequence.tokens[self.start : self.start + self.num_new].tolist()
-        return known + self.sequence.draft if self.is_last else known
+        return self.num_choosing == self.num_new
 
 
 class Scheduler:
@@ -89,7 +87,7 @@ class Scheduler:
         for sequence in [s for s in self.running if s.is_held]:
             self._preempt(sequence)  # it keeps nobody from running
         streams = [s for s in self.running if s.num_missing == 1]
-        shares = [Share(sequence, sequence.num_computed, 1) for sequence in streams if self._make_room(sequence)]
+        shares = [Share(sequence, 1) for sequence in streams if self._make_room(sequence)]
         budget = self._max_tokens - len(shares)
         prompts = [s for s in self.running if s.num_missing > 1]
         num_entering = min(len(self.waiting), self._max_sequences - len(self.running))
@@ -153,14 +151,14 @@ class Scheduler:
                 else:
                     self._extend(sequence, num_more)
             room -= len(sequence.draft)
-            shares.append(Share(sequence, share.start, 1 + len(sequence.draft)))
+            shares.append(Share(sequence, 1) if sequence.draft else share)
         return shares
 
     def _share(self, sequence: Sequence, budget: int, shares: list[Share]) -> int:
         num_new = min(sequence.num_missing, budget)
         if num_new <= 0:
             return 0
-        shares.append(Share(sequence, sequence.num_computed, num_new))
+        shares.append(Share(sequence, num_new))
         return num_new
 
     def _is_led(self, sequence: Sequence) -> bool:

@@ -16,7 +16,7 @@ from model.config import Activation, ModelConfig
 from model.kernels import calls, native
 from model.kernels.calls import bits, call, empty, pointer
 from model.kernels.linear import LINEARS, pack_linears
-from model.operations import Operations, Rotation
+from model.operations import Largest, Operations, Rotation
 from model.summary import Summary, summary_of
 from model.transformer import Transformer
 
@@ -190,7 +190,7 @@ class NativeOperations(Operations):
         )
         return out
 
-    def largest(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def largest(self, x: Tensor) -> Largest:
         if x.dtype != self._dtype:  # such as logits that penalties changed
             return super().largest(x)
         N, size = x.shape
