@@ -2,9 +2,9 @@
 //
 // q and z (N, H, D) of all new tokens in a row, those of q some stride apart; keys and values (slots, Hkv, D) of one
 // layer, slots some stride apart; blocks (S, max_blocks), the blocks of each of the S sequences in order, `size` slots
-// each. A token at position p sees the keys from max(0, p - window + 1) up to p. All is added up in float32, in an
-// order that depends on the token's position alone: the result is the same, to the bit, whether a prompt is read at
-// once, in parts or token by token, and whoever is beside it.
+// each. A token at position p sees the keys from max(0, p - window + 1) up to p. All is added up in float32 (weights of
+// bfloat16 values are rounded to it before), in an order that depends on the token's position alone: the result is the
+// same, to the bit, whether a prompt is read at once, in parts or token by token, and whoever is beside it.
 //
 // Few tokens read each key as it lies. Many turn 16 keys at a time, so that a vector holds 16 keys, and read them all.
 // Both add up the products of q and k in the same order: in each of 16 lanes first, then the lanes as a tree.
@@ -28,23 +28,41 @@ struct Rows {
     const Number* pool;
     const int64_t* blocks;
     long size, stride, width;  // width: numbers of a row that are read
+    const Number* zeros;       // a row of them
 
     const Number* operator[](long index) const { return pool + (blocks[index / size] * size + index % size) * stride; }
 
-    template <class Visit>
+    // What is read for the first time is fetched before.
+    template <bool fetches, class Visit>
     void visit(long begin, long end, Visit each) const {
         while (begin < end) {
             const long next = std::min(end, (begin / size + 1) * size);
             const Number *row = (*this)[begin], *const following = next < end ? (*this)[next] : row;
             for (; begin < next; begin++, row += stride) {
-                prefetch(begin + AHEAD < next ? row + AHEAD * stride : following + (begin + AHEAD - next) * stride);
+                if (fetches) prefetch(row, following, begin - next);
                 each(begin, row);
             }
         }
     }
 
+    // The same by pairs, an even index and the odd one after it, each with its row; zeros for one out of the range.
+    template <bool fetches, class Visit>
+    void visit_pairs(long begin, long end, Visit each) const {
+        if (begin % 2 && begin < end) each(begin - 1, zeros, (*this)[begin]), begin++;
+        while (begin < end) {
+            const long next = std::min(end, (begin / size + 1) * size);
+            const Number *row = (*this)[begin], *const following = next < end ? (*this)[next] : row;
+            for (; begin + 1 < next; begin += 2, row += 2 * stride) {
+                if (fetches) prefetch(row, following, begin - next), prefetch(row + stride, following, begin + 1 - next);
+                each(begin, row, row + stride);
+            }
+            if (begin < next) each(begin, row, next < end ? following : zeros), begin += 2;
+        }
+    }
+
     // The processor itself finds neither the next block nor, where few heads are read, the next row.
-    void prefetch(const Number* row) const {
+    void prefetch(const Number* row, const Number* following, long from_next) const {
+        row = from_next + AHEAD < 0 ? row + AHEAD * stride : following + (from_next + AHEAD) * stride;
         const char *const from = (const char*)row, *const to = (const char*)(row + width);
         for (const char* line = from; line < to; line += 64) _mm_prefetch(line, _MM_HINT_T0);
     }
@@ -90,8 +108,17 @@ void transpose(__m512 rows[WIDTH], float* to) {
 }
 
 // Products of q and k: of one number in each lane of 32 bits, or of the two bfloat16 numbers there.
+//
+// And sums of weights and values: of the weight and value of one key in each lane, or of an even key and the next.
 struct InFloat32 {
     static constexpr long DEPTH = 1;
+    static void round(float*, long) {}
+    static __m512 weight(const float* weights, long key) { return _mm512_set1_ps(weights[key]); }
+    static __m512 value(const float* row, const float*, long d) { return load(row + d); }
+    template <bool fetches, class Visit>
+    static void visit(const Rows<float>& values, long begin, long end, Visit each) {
+        values.visit<fetches>(begin, end, [&](long key, const float* row) { each(key, row, row); });
+    }
     static __m512 take(const float* from, long) { return load(from); }
     static __m512 multiply(__m512 sum, __m512 q, __m512 k) { return _mm512_fmadd_ps(q, k, sum); }
 };
@@ -101,6 +128,25 @@ struct InBFloat16 {
     static constexpr long DEPTH = 2;
     static __m512 take(const BFloat16* from, long left) {  // heads are whole vectors of 16, not of 32
         return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(left < 2 * WIDTH ? 0xffff : 0xffffffff, from));
+    }
+    static void round(float* weights, long count) {
+        for (long i = 0; i < count; i += WIDTH) store((BFloat16*)weights + i, load(weights + i));
+    }
+    static __m512 weight(const float* weights, long key) {
+        return _mm512_castsi512_ps(_mm512_set1_epi32(((const int32_t*)weights)[key / 2]));
+    }
+    static __m512 value(const BFloat16* even, const BFloat16* odd, long d) {
+        const __m256i low = _mm256_loadu_si256((const __m256i*)(even + d));
+        const __m512i both = _mm512_inserti64x4(
+            _mm512_castsi256_si512(low), _mm256_loadu_si256((const __m256i*)(odd + d)), 1);
+        const __m512i first = _mm512_setr_epi32(
+            0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006, 0x170007, 0x180008, 0x190009,
+            0x1a000a, 0x1b000b, 0x1c000c, 0x1d000d, 0x1e000e, 0x1f000f);
+        return _mm512_castsi512_ps(_mm512_permutexvar_epi16(first, both));
+    }
+    template <bool fetches, class Visit>
+    static void visit(const Rows<BFloat16>& values, long begin, long end, Visit each) {
+        values.visit_pairs<fetches>(begin, end, each);
     }
     static __m512 multiply(__m512 sum, __m512 q, __m512 k) { return _mm512_dpbf16_ps(sum, (__m512bh)q, (__m512bh)k); }
 };
@@ -153,6 +199,7 @@ struct Reader {
         long of_head = (end - begin) * of.group, rows = of.heads * of_head;
         long padded = (last_key - first_key + WIDTH - 1) / WIDTH * WIDTH + WIDTH;  // numbers from row to row of scores
 
+        long row(long token, long head) const { return head * of_head + (token - begin) * of.group; }
         long token(long row) const { return begin + row % of_head / of.group; }
         long head(long row) const { return row / of_head * of.group + row % of.group; }
         bool is_few() const { return of_head < FEW; }
@@ -182,11 +229,22 @@ struct Reader {
         softmax(weights, whole);
     }
 
+    // Its weights from the first key of the tile on, as sums take them: none for keys that it does not see.
+    void round(const Tile& tile, long row, float* of_row) const {
+        const long own = first(tile.token(row)) - tile.first_key, end = end_of(tile.token(row)) - tile.first_key;
+        if (own % Dot::DEPTH) of_row[own - 1] = 0.0f;
+        if (end % Dot::DEPTH) of_row[end] = 0.0f;
+        Dot::round(of_row, end + 1);
+    }
+
     void read(long begin, long end) const {
-        const Tile tile = {*this, begin, end, first(begin), start + end};
+        const Tile tile = {*this, begin, end, first(begin) / Dot::DEPTH * Dot::DEPTH, start + end};
         float* const scores = make_room(tile, 0);
         score(tile, scores);
-        for (long row = 0; row < tile.rows; row++) weigh(tile, row, scores + row * tile.padded);
+        for (long row = 0; row < tile.rows; row++) {
+            weigh(tile, row, scores + row * tile.padded);
+            round(tile, row, scores + row * tile.padded);
+        }
         float* const sums = scores + tile.rows * tile.padded;  // where the queries were
         std::fill(sums, sums + tile.rows * D, 0.0f);
         tile.is_few() ? add_few(tile, scores, sums) : add_many(tile, scores, sums);
@@ -222,7 +280,7 @@ struct Reader {
 
     // A few rows read each key as it lies.
     void score_few(const Tile& tile, const float* queries, float* scores) const {
-        keys.visit(tile.first_key, tile.last_key, [&](long key, const Number* k) {
+        keys.template visit<true>(tile.first_key, tile.last_key, [&](long key, const Number* k) {
             long left = tile.of_head;  // rows of the head at k
             for (long row = 0; row < tile.rows; row++) {
                 __m512 products = _mm512_setzero_ps();
@@ -235,25 +293,35 @@ struct Reader {
     }
 
     void add_few(const Tile& tile, const float* weights, float* sums) const {
-        values.visit(tile.first_key, tile.last_key, [&](long key, const Number* v) {
-            for (long head = 0, row = 0; head < heads; head++, v += D)
-                for (long token = tile.begin; token < tile.end; token++, row += group)
-                    if (key >= first(token) && key < end_of(token))
-                        for (long of = row; of < row + group; of++)
-                            add(weights[of * tile.padded + key - tile.first_key], v, sums + of * D);
+        Dot::template visit<true>(values, tile.first_key, tile.last_key, [&](long key, const Number* v, const Number* next) {
+            for (long token = tile.begin; token < tile.end; token++) {
+                const bool sees_own = sees(token, key), sees_next = Dot::DEPTH > 1 && sees(token, key + 1);
+                if (!sees_own && !sees_next) continue;
+                const Number *own = sees_own ? v : values.zeros, *others = sees_next ? next : values.zeros;
+                for (long head = 0; head < heads; head++, own += D, others += D)
+                    for (long row = tile.row(token, head), end = row + group; row < end; row++)
+                        add(weights + row * tile.padded, key - tile.first_key, own, others, sums + row * D);
+            }
         });
     }
 
-    void add(float weight, const Number* v, float* sums) const {
+    bool sees(long token, long key) const { return key >= first(token) && key < end_of(token); }
+
+    void add(const float* weights, long key, const Number* v, const Number* next, float* sums) const {
         for (long d = 0; d < D; d += WIDTH)
-            store(sums + d, _mm512_fmadd_ps(_mm512_set1_ps(weight), load(v + d), load(sums + d)));
+            store(sums + d, Dot::multiply(load(sums + d), Dot::weight(weights, key), Dot::value(v, next, d)));
     }
 
     void score_many(const Tile& tile, const float* queries, float* scores, float* turned) const {
         for (long key = tile.first_key; key < tile.last_key; key += WIDTH) {
+            const Number* k[WIDTH];
+            keys.template visit<false>(key, std::min(key + WIDTH, tile.last_key), [&](long of, const Number* row) {
+                k[of - key] = row;
+            });
+            for (long i = tile.last_key - key; i < WIDTH; i++) k[i] = k[i - 1];
             for (long lane = 0; lane < lanes(); lane += WIDTH) {
                 __m512 part[WIDTH];
-                for (long i = 0; i < WIDTH; i++) part[i] = take(keys[std::min(key + i, tile.last_key - 1)], lane);
+                for (long i = 0; i < WIDTH; i++) part[i] = take(k[i], lane);
                 transpose(part, turned + lane * WIDTH);
             }
             float* const of_key = scores + key - tile.first_key;
@@ -275,44 +343,44 @@ struct Reader {
     void add_many(const Tile& tile, const float* weights, float* sums) const {
         for (long row = 0; row < tile.rows; row += FEW) {
             const long count = std::min(FEW, tile.rows - row);
-            const long common_begin = first(tile.token(row + count - 1)), common_end = end_of(tile.token(row));
+            const long common_begin = (first(tile.token(row + count - 1)) + Dot::DEPTH - 1) / Dot::DEPTH * Dot::DEPTH;
+            const long common_end = end_of(tile.token(row)) / Dot::DEPTH * Dot::DEPTH;
             const auto add_alone = [&](long key_begin, long key_end, long of) {
-                values.visit(key_begin, key_end, [&](long key, const Number* v) {
-                    add(weights[of * tile.padded + key - tile.first_key], v, sums + of * D);
+                Dot::template visit<false>(values, key_begin, key_end, [&](long key, const Number* v, const Number* next) {
+                    add(weights + of * tile.padded, key - tile.first_key, v, next, sums + of * D);
                 });
             };
             const bool is_common = count == FEW && common_begin < common_end;
             for (long of = row; of < row + count; of++)
                 add_alone(first(tile.token(of)), is_common ? common_begin : end_of(tile.token(of)), of);
             if (is_common) {
-                const float* const of_rows = weights + row * tile.padded - tile.first_key;
-                add_common(of_rows, sums + row * D, common_begin, common_end, tile.padded);
+                add_common(tile, weights + row * tile.padded, sums + row * D, common_begin, common_end);
                 for (long of = row; of < row + count; of++) add_alone(common_end, end_of(tile.token(of)), of);
             }
         }
     }
 
-    void add_common(const float* weights, float* sums, long begin, long end, long padded) const {
+    void add_common(const Tile& tile, const float* weights, float* sums, long begin, long end) const {
         constexpr int PART = 4;  // vectors of a head at a time
         for (long d = 0; d < D; d += PART * WIDTH) {
             if (D - d < PART * WIDTH)
-                for (long i = d; i < D; i += WIDTH) add_part<1>(weights, sums + i, begin, end, padded, i);
+                for (long i = d; i < D; i += WIDTH) add_part<1>(tile, weights, sums + i, begin, end, i);
             else
-                add_part<PART>(weights, sums + d, begin, end, padded, d);
+                add_part<PART>(tile, weights, sums + d, begin, end, d);
         }
     }
 
     template <int part>
-    void add_part(const float* weights, float* sums, long begin, long end, long padded, long d) const {
+    void add_part(const Tile& tile, const float* weights, float* sums, long begin, long end, long d) const {
         __m512 total[FEW][part];
         for (int row = 0; row < FEW; row++)
             for (int i = 0; i < part; i++) total[row][i] = load(sums + row * D + i * WIDTH);
-        values.visit(begin, end, [&](long key, const Number* v) {
+        Dot::template visit<false>(values, begin, end, [&](long key, const Number* v, const Number* next) {
             __m512 value[part];
-            for (int i = 0; i < part; i++) value[i] = load(v + d + i * WIDTH);
+            for (int i = 0; i < part; i++) value[i] = Dot::value(v, next, d + i * WIDTH);
             for (int row = 0; row < FEW; row++) {
-                const __m512 weight = _mm512_set1_ps(weights[row * padded + key]);
-                for (int i = 0; i < part; i++) total[row][i] = _mm512_fmadd_ps(weight, value[i], total[row][i]);
+                const __m512 weight = Dot::weight(weights + row * tile.padded, key - tile.first_key);
+                for (int i = 0; i < part; i++) total[row][i] = Dot::multiply(total[row][i], weight, value[i]);
             }
         });
         for (int row = 0; row < FEW; row++)
@@ -337,6 +405,8 @@ void attention(Arguments given, long part, long num_parts) {
         num_items += (Hkv + heads - 1) / heads * ((num_new + tile - 1) / tile);
     }
     static thread_local std::vector<float> memory;
+    static thread_local std::vector<Number> zeros;
+    if ((long)zeros.size() < Hkv * D) zeros.resize(Hkv * D);
     long item = 0;
     for (long s = 0; s < num_sequences; s++) {
         const long num_new = first_row[s + 1] - first_row[s], heads = heads_of(num_new);
@@ -346,8 +416,8 @@ void attention(Arguments given, long part, long num_parts) {
                     const long q_stride = given.size(17), count = std::min(heads, Hkv - head);
                     const int64_t* const own = blocks + s * max_blocks;
                     const Reader<Number, Dot> reader = {
-                        {keys + head * D, own, size, given.size(15), count * D},
-                        {values + head * D, own, size, given.size(16), count * D},
+                        {keys + head * D, own, size, given.size(15), count * D, zeros.data()},
+                        {values + head * D, own, size, given.size(16), count * D, zeros.data()},
                         q + first_row[s] * q_stride + head * group * D, z + (first_row[s] * H + head * group) * D,
                         start[s], count, group, q_stride, H, D, window,
                         given.number(14), memory,
@@ -367,7 +437,7 @@ void spell_out(Arguments given, long part, long num_parts) {
     static thread_local std::vector<float> memory;
     for (long item = Hkv * num_tiles * part / num_parts; item < Hkv * num_tiles * (part + 1) / num_parts; item++) {
         const long head = item / num_tiles, begin = item % num_tiles * tile, to = head * group * N * S;
-        const Rows<Number> of_head = {keys + head * D, given.array<int64_t>(2), S, Hkv * D, D};
+        const Rows<Number> of_head = {keys + head * D, given.array<int64_t>(2), S, Hkv * D, D, nullptr};
         const Reader<Number, Dot> reader = {
             of_head, of_head, q + head * group * D, nullptr, start, 1, group, H * D, H, D,
             given.size(12), given.number(13), memory,
