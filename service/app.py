@@ -12,6 +12,7 @@ from fastapi_offline import FastAPIOffline
 
 import model
 from model.checkpoint import Checkpoint, load_checkpoint
+from model.engine.cache import bytes_of_token
 from model.engine.engine import Engine, EngineConfig
 from model.kernels.operations import use_kernels
 from model.quantization import QuantizedLinear, quantize_linears
@@ -87,9 +88,16 @@ def fail(state: State, message: str, on_failure: Callable[[], None] | None) -> N
 
 def build_engine(checkpoint: Checkpoint, settings: Settings) -> Engine:
     """The engine that the settings ask for, with the defaults of the device."""
-    device = checkpoint.model.embed.weight.device
-    is_cuda = device.type == "cuda"
-    cache_bytes = settings.cache_bytes or (int(0.8 * torch.cuda.mem_get_info(device)[0]) if is_cuda else 1 << 30)
+    weight = checkpoint.model.embed.weight
+    is_cuda = weight.device.type == "cuda"
+    if settings.cache_bytes is not None:
+        cache_bytes = settings.cache_bytes
+    elif is_cuda:
+        cache_bytes = int(0.8 * torch.cuda.mem_get_info(weight.device)[0])
+    else:
+        config, size = checkpoint.model.config, EngineConfig.block_size
+        num_tokens = settings.max_num_seqs * -(-config.max_positions // size) * size
+        cache_bytes = min(1 << 30, num_tokens * bytes_of_token(config, weight.dtype))
     engine = Engine(
         checkpoint.model,
         checkpoint.tokenizer,

@@ -55,7 +55,10 @@ class Settings(BaseSettings):
     )
     max_pass_tokens: int = Field(2048, ge=1, description="longest prompt of /forward and /logits: streams wait for it")
     cache_bytes: int | None = Field(
-        None, ge=1, description="memory for keys and values; default: 1 GiB, on CUDA 80 % of what is free"
+        None,
+        ge=1,
+        description="memory for keys and values, taken at the start; default: what `--max-num-seqs` of the longest "
+        "sequences take, at most 1 GiB; on CUDA 80 % of what is free",
     )
     max_num_seqs: int = Field(64, ge=1, description="sequences in a step; others wait")
     max_step_tokens: int | None = Field(

@@ -4,8 +4,6 @@ Dims: N new tokens of all sequences of the step in a row, H/Hkv heads, D head si
 elsewhere (`blocks.py`).
 """
 
-import math
-import mmap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,7 +48,8 @@ class PagedCache:
         self.block_size = block_size
         self.device = device
         shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.d_head)
-        self.keys, self.values = (zeros(shape, dtype, device) for _ in range(2))
+        # Written at once: a step that is the first to write memory waits for the system to give it, page by page.
+        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         self.kernel = find_kernel(config, dtype, device) if use_kernels else None
         native = operations if isinstance(operations, NativeOperations) and use_kernels else None
         self.native = native if native is not None and native.reads_pages else None
@@ -90,11 +89,9 @@ class PagedCache:
             pool.view(len(pool), -1, self.block_size, *pool.shape[2:]).index_fill_(1, index, 0)
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As `torch.zeros`; on a CPU the system gives pages when they are first written, and none that never are."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+def bytes_of_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What the keys and values of one token take, in all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.d_head * dtype.itemsize
 
 
 @dataclass(frozen=True)

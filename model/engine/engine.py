@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from model.engine.blocks import BlockPool
-from model.engine.cache import PagedCache
+from model.engine.cache import PagedCache, bytes_of_token
 from model.engine.choice import Choice, Made
 from model.engine.drafts import Drafter
 from model.engine.request import Output, Request, Step
@@ -63,25 +63,27 @@ class Engine:
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
         weight = model.embed.weight
-        token_bytes = 2 * model.config.num_layers * model.config.num_kv_heads * model.config.d_head * weight.itemsize
-        num_blocks = config.cache_bytes // (token_bytes * config.block_size)
+        needed = bytes_of_token(model.config, weight.dtype) * config.block_size
+        num_blocks = config.cache_bytes // needed
         if num_blocks < 1:
-            needed = token_bytes * config.block_size
             raise ValueError(f"cache_bytes: {config.cache_bytes} hold no block of {config.block_size} tokens: {needed}")
         self.config = config
         self.num_cache_tokens = num_blocks * config.block_size
         self._model = model
         self._tokenizer = tokenizer
+        try:
+            self._cache = PagedCache(
+                model.config,
+                num_blocks,
+                config.block_size,
+                dtype=weight.dtype,
+                device=weight.device,
+                operations=model.operations,
+                use_kernels=config.use_kernels,
+            )
+        except RuntimeError as error:  # of memory, as torch says it
+            raise ValueError(f"cache_bytes: {config.cache_bytes} are more than there is memory for") from error
         self._pool = BlockPool(num_blocks, config.block_size)
-        self._cache = PagedCache(
-            model.config,
-            num_blocks,
-            config.block_size,
-            dtype=weight.dtype,
-            device=weight.device,
-            operations=model.operations,
-            use_kernels=config.use_kernels,
-        )
         self._runner = Runner(model, self._cache)
         self._scheduler = Scheduler(
             self._pool,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from model.config import ModelConfig
+from model.engine.cache import bytes_of_token
 from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Output, Request, Step
 from model.engine.tracing import StepTrace, TraceParams
@@ -77,13 +78,11 @@ def new_engine(
     max_stretch: float = 2.0,
     speculates: bool = True,
 ) -> Engine:
-    config = model.config
-    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.d_head * model.embed.weight.itemsize
     return Engine(
         model,
         tokenizer,
         EngineConfig(
-            cache_bytes=num_blocks * block_size * token_bytes,
+            cache_bytes=num_blocks * block_size * bytes_of_token(model.config, model.embed.weight.dtype),
             block_size=block_size,
             max_step_tokens=max_step_tokens,
             max_sequences=min(max_sequences, max_step_tokens),

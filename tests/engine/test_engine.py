@@ -5,8 +5,10 @@ drawn with a seed: a tiny network left to its likeliest token soon repeats itsel
 """
 
 import json
+import resource
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +36,13 @@ from tests.engine.driving import (
 )
 from tests.service.checkpoints import VOCAB_SIZE, write_tokenizer
 from tests.tiny import CONFIGS, build, every_config, exact
+
+
+def resident_bytes() -> int:
+    path = Path("/proc/self/statm")
+    if not path.exists():
+        pytest.skip("this system does not say what memory a process has")
+    return int(path.read_text().split()[1]) * resource.getpagesize()
 
 
 def mixed() -> list[Request]:
@@ -366,6 +375,13 @@ class TestRefusals:
         full_cache, full_context = ask("cache", [1] * 20, max_tokens=20), ask("context", [1] * 40, max_tokens=8)
         assert_each_is_as_alone(model, run(new_engine(model, num_blocks=10), full_cache), full_cache)
         assert_each_is_as_alone(model, run(new_engine(model, num_blocks=12), full_context), full_context)
+
+    def test_the_memory_of_the_cache_is_taken_when_the_engine_is_made(self) -> None:
+        """Not by the first step that uses it."""
+        before, num_bytes = resident_bytes(), 1 << 28
+        engine = Engine(exact("llama"), None, EngineConfig(cache_bytes=num_bytes))
+        assert resident_bytes() - before > 0.9 * num_bytes
+        assert not engine.has_work
 
     def test_a_cache_without_a_block_is_refused(self) -> None:
         with pytest.raises(ValueError, match="cache_bytes: 1000 hold no block of 16 tokens"):

@@ -232,6 +232,13 @@ class TestPlacesAndCache:
         assert len(service.answer("/generate", **BODY | {"max_tokens": room})["tokens"]) == room
         assert service.get("/model").json()["limits"]["cache_tokens"] == 2 * BLOCK
 
+    def test_unless_it_is_set_the_cache_has_room_for_the_longest_of_all_that_may_run(
+        self, tiny_directory: Path, start: Start
+    ) -> None:
+        described = start(model=str(tiny_directory), max_num_seqs=3).get("/model").json()
+        blocks = -(-described["config"]["max_positions"] // BLOCK)
+        assert described["limits"]["cache_tokens"] == 3 * blocks * BLOCK
+
     def test_the_cache_in_use_is_that_of_the_tokens_that_are_computed(self, endless: Path, start: Start) -> None:
         service = start(model=str(endless), cache_bytes=1000 * BLOCK_BYTES)
         connection = service.send("/generate", FOREVER | {"max_tokens": 9000, "stream": True})

@@ -100,6 +100,7 @@ class TestLoading:
         [
             ({"max_step_tokens": 8, "max_num_seqs": 64}, "8 a step is below the 64 sequences"),
             ({"cache_bytes": 100}, "cache_bytes: 100"),
+            ({"cache_bytes": 1 << 60}, "more than there is memory for"),
         ],
         ids=str,
     )
