@@ -48,6 +48,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import uvloop
 
 from model.checkpoint import load_checkpoint
 from tests.benchmarks.client import Dialect, Timed, generate, summarize
@@ -150,8 +151,8 @@ class Bench:
             found["ready_seconds"] = seconds
             found["agrees"] = self._count_agreeing(peer, port)
             for name in self._scenarios:
-                asyncio.run(self._drive(peer, port, *SCENARIOS[name][:2], WARM_UP))
-                timed = asyncio.run(self._drive(peer, port, *SCENARIOS[name]))
+                uvloop.run(self._drive(peer, port, *SCENARIOS[name][:2], WARM_UP))
+                timed = uvloop.run(self._drive(peer, port, *SCENARIOS[name]))
                 found[name] = {what: summarize(timed)[what] for what in ("tokens_per_second", "ttft_p50_ms")}
         return found
 
@@ -171,7 +172,7 @@ class Bench:
         return await generate(port, {"prompt": body["prompt"], **own, **greedy}, dialect=LLAMA)
 
     def _count_agreeing(self, peer: Peer, port: int) -> int:
-        ids = asyncio.run(self._generate(peer, port, self._check)).ids
+        ids = uvloop.run(self._generate(peer, port, self._check)).ids
         return next((n for n in range(NUM_AGREE) if ids[n : n + 1] != self._expected[n : n + 1]), NUM_AGREE)
 
     @contextmanager

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import uvloop
 from safetensors.torch import save_file
 
 from model.checkpoint import DTYPES, load_checkpoint
@@ -189,18 +190,18 @@ def main() -> None:
         prompts = Prompts(model.config.vocab_size)
         options = ["--kernels", arguments.kernels, "--no-speculate", *options]
         with serving(directory, arguments.dtype, arguments.threads, *options) as port:
-            asyncio.run(streams(port, prompts, 2))
+            uvloop.run(streams(port, prompts, 2))
             bare_loop(model, prompts)
             bare: list[float] = []
             found: dict[int, list[dict[str, float]]] = {count: [] for count in STREAMS}
             for _ in range(arguments.rounds):
                 bare.append(bare_loop(model, prompts))
                 for count in STREAMS:
-                    found[count].append(summarize(asyncio.run(streams(port, prompts, count))))
+                    found[count].append(summarize(uvloop.run(streams(port, prompts, count))))
             num_in = min(ENTERING, model.config.max_positions - 2)
             num_out = model.config.max_positions - NUM_IN
             entries = [
-                asyncio.run(entering(port, prompts, 4, num_in, min(num_out, 600))) for _ in range(arguments.rounds)
+                uvloop.run(entering(port, prompts, 4, num_in, min(num_out, 600))) for _ in range(arguments.rounds)
             ]
     report(arguments, bare, {count: median_of(rounds) for count, rounds in found.items()}, median_of(entries))
 
