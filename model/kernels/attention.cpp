@@ -19,7 +19,7 @@ namespace {
 constexpr long TILE = 32;        // rows, heads of new tokens, that read keys together
 constexpr long AHEAD = 8;        // keys that are fetched while one is read
 constexpr long FEW = 4;          // rows that do not turn them; many add up values for so many rows at a time
-constexpr long TURNED = 8;       // rows that read turned keys at a time
+constexpr long ROWS = 8;         // that read turned keys at a time
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
 // Some heads of the keys or values of one sequence: row `index` is that of its token at this position.
@@ -53,7 +53,7 @@ struct Rows {
             const long next = std::min(end, (begin / size + 1) * size);
             const Number *row = (*this)[begin], *const following = next < end ? (*this)[next] : row;
             for (; begin + 1 < next; begin += 2, row += 2 * stride) {
-                if (fetches) prefetch(row, following, begin - next), prefetch(row + stride, following, begin + 1 - next);
+                for (long i = 0; fetches && i < 2; i++) prefetch(row + i * stride, following, begin + i - next);
                 each(begin, row, row + stride);
             }
             if (begin < next) each(begin, row, next < end ? following : zeros), begin += 2;
@@ -68,19 +68,31 @@ struct Rows {
     }
 };
 
-// scores (padded to whole vectors with -inf) -> e^(score - max) / sum, in place
-void softmax(float* scores, long count) {
+// Numbers that stay from call to call, at whole lines of the processor's cache. What it held is lost when it grows.
+struct Room {
+    std::vector<float> numbers;
+
+    bool has(size_t size) const { return numbers.size() >= size + WIDTH; }
+
+    float* reach(size_t size) {
+        if (!has(size)) numbers.assign(size + WIDTH, 0.0f);
+        return (float*)(((uintptr_t)numbers.data() + 63) / 64 * 64);
+    }
+};
+
+// Of `count` scores (whole vectors, filled up with -inf): each e^(score - max) goes to `put`; gives their sum.
+template <class Put>
+float exponentials(const float* scores, long count, Put put) {
     __m512 largest = _mm512_set1_ps(NONE);
     for (long i = 0; i < count; i += WIDTH) largest = _mm512_max_ps(largest, load(scores + i));
     const __m512 shift = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
     __m512 sum = _mm512_setzero_ps();
     for (long i = 0; i < count; i += WIDTH) {
         const __m512 value = exponential(_mm512_sub_ps(load(scores + i), shift));
-        store(scores + i, value);
+        put(i, value);
         sum = _mm512_add_ps(sum, value);
     }
-    const __m512 total = _mm512_set1_ps(_mm512_reduce_add_ps(sum));
-    for (long i = 0; i < count; i += WIDTH) store(scores + i, _mm512_div_ps(load(scores + i), total));
+    return _mm512_reduce_add_ps(sum);
 }
 
 // 16 rows of 16 numbers -> their columns, `to` 16 apart
@@ -107,12 +119,12 @@ void transpose(__m512 rows[WIDTH], float* to) {
     }
 }
 
-// Products of q and k: of one number in each lane of 32 bits, or of the two bfloat16 numbers there.
-//
-// And sums of weights and values: of the weight and value of one key in each lane, or of an even key and the next.
+// Products in each lane of 32 bits: of float32 numbers, or of pairs of bfloat16 ones. Of q and k: of one number, or of
+// two that stand side by side. Of weights and values: of one key, or of an even one and the next; a row's weights stand
+// where its scores stood.
 struct InFloat32 {
     static constexpr long DEPTH = 1;
-    static void round(float*, long) {}
+    using Weight = float;
     static __m512 weight(const float* weights, long key) { return _mm512_set1_ps(weights[key]); }
     static __m512 value(const float* row, const float*, long d) { return load(row + d); }
     template <bool fetches, class Visit>
@@ -129,9 +141,7 @@ struct InBFloat16 {
     static __m512 take(const BFloat16* from, long left) {  // heads are whole vectors of 16, not of 32
         return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(left < 2 * WIDTH ? 0xffff : 0xffffffff, from));
     }
-    static void round(float* weights, long count) {
-        for (long i = 0; i < count; i += WIDTH) store((BFloat16*)weights + i, load(weights + i));
-    }
+    using Weight = BFloat16;
     static __m512 weight(const float* weights, long key) {
         return _mm512_castsi512_ps(_mm512_set1_epi32(((const int32_t*)weights)[key / 2]));
     }
@@ -172,6 +182,13 @@ template <class Dot, int rows, int lane = 0, int step = 1>
     }
 }
 
+// Keys of one head, turned: [key / 16][lane][key % 16] from the key `begin` on, a multiple of 16. Up to `end` they are
+// good for later tiles: all 16 of each group were there.
+struct Turned {
+    Room room;
+    long begin = 0, end = 0;
+};
+
 // What new tokens of one sequence attend to, in the query heads of one or several heads of keys.
 template <class Number, class Dot>
 struct Reader {
@@ -180,7 +197,8 @@ struct Reader {
     Number* z;
     long start, heads, group, q_stride, H, D, window;  // start: the position of the first new token
     float scale;
-    std::vector<float>& memory;
+    Room& memory;
+    Turned& turned;
 
     long first(long token) const { return window ? std::max(0L, start + token - window + 1) : 0; }
     long end_of(long token) const { return start + token + 1; }
@@ -205,58 +223,55 @@ struct Reader {
         bool is_few() const { return of_head < FEW; }
     };
 
-    // Room for the scores of a tile, (rows, padded), and then for `more` numbers.
+    // Room for the scores of a tile, (rows, padded), for (rows, D) numbers behind them, and then for `more`.
     float* make_room(const Tile& tile, long more) const {
-        memory.resize(tile.rows * (tile.padded + D) + WIDTH * D + more);
-        return memory.data();
+        return memory.reach(tile.rows * (tile.padded + D) + more);
     }
 
-    // The scores, behind which it uses (rows + 16) D numbers.
+    // The scores, behind which it uses (rows, D) numbers.
     void score(const Tile& tile, float* scores) const {
-        float *const queries = scores + tile.rows * tile.padded, *const turned = queries + tile.rows * D;
+        float* const queries = scores + tile.rows * tile.padded;
         for (long row = 0; row < tile.rows; row++)
             for (long lane = 0; lane < lanes(); lane += WIDTH)
                 store(queries + row * lanes() + lane, take(q + tile.token(row) * q_stride + tile.head(row) * D, lane));
-        tile.is_few() ? score_few(tile, queries, scores) : score_many(tile, queries, scores, turned);
+        const Reader copy = *this;  // whose members, to the compiler, no store changes
+        tile.is_few() ? copy.score_few(tile, queries, scores) : score_many(tile, queries, scores);
     }
 
-    // Softmax of a row's scores with the keys that it sees.
-    void weigh(const Tile& tile, long row, float* of_row) const {
-        const long own = first(tile.token(row)), num_keys = end_of(tile.token(row)) - own;
-        const long whole = (num_keys + WIDTH - 1) / WIDTH * WIDTH;
-        float* const weights = of_row + own - tile.first_key;
-        std::fill(weights + num_keys, weights + whole, NONE);
-        softmax(weights, whole);
-    }
-
-    // Its weights from the first key of the tile on, as sums take them: none for keys that it does not see.
-    void round(const Tile& tile, long row, float* of_row) const {
+    // The scores of a row -> their exponentials, in place, and of those that share a lane with them none; their sum.
+    template <class Weight>
+    float weigh(const Tile& tile, long row, float* scores) const {
         const long own = first(tile.token(row)) - tile.first_key, end = end_of(tile.token(row)) - tile.first_key;
-        if (own % Dot::DEPTH) of_row[own - 1] = 0.0f;
-        if (end % Dot::DEPTH) of_row[end] = 0.0f;
-        Dot::round(of_row, end + 1);
+        const long whole = (end - own + WIDTH - 1) / WIDTH * WIDTH;
+        Weight* const weights = (Weight*)scores;
+        std::fill(scores + end, scores + own + whole, NONE);
+        const float sum = exponentials(
+            scores + own, whole, [&](long i, __m512 value) { store(weights + own + i, value); });
+        if (own % Dot::DEPTH) weights[own - 1] = 0;
+        if (end % Dot::DEPTH) weights[end] = 0;
+        return sum;
     }
 
     void read(long begin, long end) const {
-        const Tile tile = {*this, begin, end, first(begin) / Dot::DEPTH * Dot::DEPTH, start + end};
-        float* const scores = make_room(tile, 0);
+        const long alignment = (end - begin) * group < FEW ? Dot::DEPTH : WIDTH;
+        const Tile tile = {*this, begin, end, first(begin) / alignment * alignment, start + end};
+        float *const scores = make_room(tile, tile.rows), *const totals = scores + tile.rows * (tile.padded + D);
         score(tile, scores);
-        for (long row = 0; row < tile.rows; row++) {
-            weigh(tile, row, scores + row * tile.padded);
-            round(tile, row, scores + row * tile.padded);
-        }
+        for (long row = 0; row < tile.rows; row++)
+            totals[row] = weigh<typename Dot::Weight>(tile, row, scores + row * tile.padded);
         float* const sums = scores + tile.rows * tile.padded;  // where the queries were
         std::fill(sums, sums + tile.rows * D, 0.0f);
         tile.is_few() ? add_few(tile, scores, sums) : add_many(tile, scores, sums);
         for (long row = 0; row < tile.rows; row++)
             for (long d = 0; d < D; d += WIDTH)
-                store(z + (tile.token(row) * H + tile.head(row)) * D + d, load(sums + row * D + d));
+                store(z + (tile.token(row) * H + tile.head(row)) * D + d,
+                      _mm512_div_ps(load(sums + row * D + d), _mm512_set1_ps(totals[row])));
     }
 
     // The same tokens, spelled out: scores with all S keys, masked ones, and their softmax, each (H, N, S).
     void show(long begin, long end, long N, long S, Number* of_scores, Number* of_masked, Number* of_pattern) const {
         const Tile tile = {*this, begin, end, 0, S};
-        float *const scores = make_room(tile, S), *const line = scores + memory.size() - S;
+        float *const scores = make_room(tile, S), *const line = scores + tile.rows * (tile.padded + D);
         const auto write_visible = [&](const float* from, long own, long num_keys, float others, Number* to) {
             std::fill(line, line + S, others);
             std::copy(from + own, from + own + num_keys, line + own);
@@ -268,7 +283,8 @@ struct Reader {
             const long to = (tile.head(row) * N + tile.token(row)) * S, own = first(tile.token(row));
             write(of_row, of_scores + to, S);
             write_visible(of_row, own, end_of(tile.token(row)) - own, NONE, of_masked + to);
-            weigh(tile, row, of_row);
+            const float sum = weigh<float>(tile, row, of_row);
+            for (long key = own; key < end_of(tile.token(row)); key++) of_row[key] /= sum;
             write_visible(of_row, own, end_of(tile.token(row)) - own, 0.0f, of_pattern + to);
         }
     }
@@ -293,7 +309,7 @@ struct Reader {
     }
 
     void add_few(const Tile& tile, const float* weights, float* sums) const {
-        Dot::template visit<true>(values, tile.first_key, tile.last_key, [&](long key, const Number* v, const Number* next) {
+        const auto add_pair = [&](long key, const Number* v, const Number* next) {
             for (long token = tile.begin; token < tile.end; token++) {
                 const bool sees_own = sees(token, key), sees_next = Dot::DEPTH > 1 && sees(token, key + 1);
                 if (!sees_own && !sees_next) continue;
@@ -302,7 +318,8 @@ struct Reader {
                     for (long row = tile.row(token, head), end = row + group; row < end; row++)
                         add(weights + row * tile.padded, key - tile.first_key, own, others, sums + row * D);
             }
-        });
+        };
+        Dot::template visit<true>(values, tile.first_key, tile.last_key, add_pair);
     }
 
     bool sees(long token, long key) const { return key >= first(token) && key < end_of(token); }
@@ -312,23 +329,37 @@ struct Reader {
             store(sums + d, Dot::multiply(load(sums + d), Dot::weight(weights, key), Dot::value(v, next, d)));
     }
 
-    void score_many(const Tile& tile, const float* queries, float* scores, float* turned) const {
+    void score_many(const Tile& tile, const float* queries, float* scores) const {
+        const float* const all = turn(tile.first_key, tile.last_key);
         for (long key = tile.first_key; key < tile.last_key; key += WIDTH) {
+            const float* const k = all + (key - turned.begin) * lanes();
+            float* const of_key = scores + key - tile.first_key;
+            long row = 0;
+            for (; row + ROWS <= tile.rows; row += ROWS) score_rows<ROWS>(tile, queries, of_key, k, row);
+            for (; row < tile.rows; row++) score_rows<1>(tile, queries, of_key, k, row);
+        }
+    }
+
+    // The turned keys up to `to`, of which those from `from` on are wanted; some are there from tiles before.
+    const float* turn(long from, long to) const {
+        if (from < turned.begin || from > turned.end) turned.begin = turned.end = from;
+        const size_t size = (to - turned.begin + WIDTH - 1) / WIDTH * WIDTH * lanes();
+        if (!turned.room.has(size)) turned.end = turned.begin;
+        float* const all = turned.room.reach(size);
+        for (long key = turned.end; key < to; key += WIDTH) {
             const Number* k[WIDTH];
-            keys.template visit<false>(key, std::min(key + WIDTH, tile.last_key), [&](long of, const Number* row) {
+            keys.template visit<false>(key, std::min(key + WIDTH, to), [&](long of, const Number* row) {
                 k[of - key] = row;
             });
-            for (long i = tile.last_key - key; i < WIDTH; i++) k[i] = k[i - 1];
+            for (long i = to - key; i < WIDTH; i++) k[i] = k[i - 1];
             for (long lane = 0; lane < lanes(); lane += WIDTH) {
                 __m512 part[WIDTH];
                 for (long i = 0; i < WIDTH; i++) part[i] = take(k[i], lane);
-                transpose(part, turned + lane * WIDTH);
+                transpose(part, all + (key - turned.begin) * lanes() + lane * WIDTH);
             }
-            float* const of_key = scores + key - tile.first_key;
-            long row = 0;
-            for (; row + TURNED <= tile.rows; row += TURNED) score_rows<TURNED>(tile, queries, of_key, turned, row);
-            for (; row < tile.rows; row++) score_rows<1>(tile, queries, of_key, turned, row);
         }
+        turned.end = std::max(turned.end, to / WIDTH * WIDTH);
+        return all;
     }
 
     template <int count>
@@ -346,9 +377,10 @@ struct Reader {
             const long common_begin = (first(tile.token(row + count - 1)) + Dot::DEPTH - 1) / Dot::DEPTH * Dot::DEPTH;
             const long common_end = end_of(tile.token(row)) / Dot::DEPTH * Dot::DEPTH;
             const auto add_alone = [&](long key_begin, long key_end, long of) {
-                Dot::template visit<false>(values, key_begin, key_end, [&](long key, const Number* v, const Number* next) {
+                const auto add_pair = [&](long key, const Number* v, const Number* next) {
                     add(weights + of * tile.padded, key - tile.first_key, v, next, sums + of * D);
-                });
+                };
+                Dot::template visit<false>(values, key_begin, key_end, add_pair);
             };
             const bool is_common = count == FEW && common_begin < common_end;
             for (long of = row; of < row + count; of++)
@@ -404,13 +436,15 @@ void attention(Arguments given, long part, long num_parts) {
         const long num_new = first_row[s + 1] - first_row[s], heads = heads_of(num_new);
         num_items += (Hkv + heads - 1) / heads * ((num_new + tile - 1) / tile);
     }
-    static thread_local std::vector<float> memory;
+    static thread_local Room memory;
+    static thread_local Turned turned;
     static thread_local std::vector<Number> zeros;
     if ((long)zeros.size() < Hkv * D) zeros.resize(Hkv * D);
     long item = 0;
     for (long s = 0; s < num_sequences; s++) {
         const long num_new = first_row[s + 1] - first_row[s], heads = heads_of(num_new);
-        for (long head = 0; head < Hkv; head += heads)
+        for (long head = 0; head < Hkv; head += heads) {
+            turned.begin = turned.end = 0;
             for (long begin = 0; begin < num_new; begin += tile, item++)
                 if (item >= num_items * part / num_parts && item < num_items * (part + 1) / num_parts) {
                     const long q_stride = given.size(17), count = std::min(heads, Hkv - head);
@@ -420,10 +454,11 @@ void attention(Arguments given, long part, long num_parts) {
                         {values + head * D, own, size, given.size(16), count * D, zeros.data()},
                         q + first_row[s] * q_stride + head * group * D, z + (first_row[s] * H + head * group) * D,
                         start[s], count, group, q_stride, H, D, window,
-                        given.number(14), memory,
+                        given.number(14), memory, turned,
                     };
                     reader.read(begin, std::min(begin + tile, num_new));
                 }
+        }
     }
 }
 
@@ -434,13 +469,16 @@ void spell_out(Arguments given, long part, long num_parts) {
     const long N = given.size(6), start = given.size(7), S = given.size(8), H = given.size(9), Hkv = given.size(10);
     const long D = given.size(11), group = H / Hkv;
     const long tile = std::max(1L, TILE / group), num_tiles = (N + tile - 1) / tile;
-    static thread_local std::vector<float> memory;
+    static thread_local Room memory;
+    static thread_local Turned turned;
+    turned.begin = turned.end = 0;
     for (long item = Hkv * num_tiles * part / num_parts; item < Hkv * num_tiles * (part + 1) / num_parts; item++) {
         const long head = item / num_tiles, begin = item % num_tiles * tile, to = head * group * N * S;
+        if (begin == 0) turned.begin = turned.end = 0;
         const Rows<Number> of_head = {keys + head * D, given.array<int64_t>(2), S, Hkv * D, D, nullptr};
         const Reader<Number, Dot> reader = {
             of_head, of_head, q + head * group * D, nullptr, start, 1, group, H * D, H, D,
-            given.size(12), given.number(13), memory,
+            given.size(12), given.number(13), memory, turned,
         };
         reader.show(begin, std::min(begin + tile, N), N, S, given.array<Number>(3) + to, given.array<Number>(4) + to,
                     given.array<Number>(5) + to);
