@@ -1,7 +1,8 @@
 """What a network computes between its linear layers, by PyTorch. `model/kernels/operations.py` has the same by our own
 kernels; a network uses the one that it was given."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,6 +23,19 @@ Rotation = tuple[Tensor, Tensor]
 """Cosines and sines."""
 Largest = tuple[Tensor, Tensor]
 """The largest number of each row, NaN where any is NaN, and where it first stands."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How to draw from one row of logits; `seed` and how many tokens were drawn with it before say with what noise."""
+
+    row: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    num_drawn: int
 
 
 class Operations:
@@ -73,6 +87,11 @@ class Operations:
         """x (N, size) -> two tensors (N,)."""
         found = x.max(dim=-1)
         return found.values, found.indices
+
+    def draw(self, logits: Tensor, draws: Sequence[Draw]) -> list[int] | None:
+        """logits (N, V), the largest of each row a number -> a token for each draw; None where only
+        `model.sampling` can say."""
+        return None
 
     def distribution(self, logits: Tensor, *, wants_probabilities: bool) -> tuple[Tensor | None, Tensor]:
         """logits (..., V) -> their softmax where wanted, and ln of the sum of e^logits (...), at least float32."""

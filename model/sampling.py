@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from model.operations import PYTORCH, Largest, Operations
+from model.operations import PYTORCH, Draw, Largest, Operations
 
 Processor = Callable[[Sequence[int], Tensor], Tensor]
 """(tokens so far, logits (V,)) -> logits (V,), before everything else that changes logits."""
@@ -71,16 +71,18 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
         self.params = params
+        self._seed = secrets.randbits(63) if params.seed is None else params.seed
+        self._num_drawn = 0
         self._generator = torch.Generator()
-        self._generator.manual_seed(secrets.randbits(63) if params.seed is None else params.seed)
+        self._generator.manual_seed(self._seed)
         self._tokens = list(prompt_ids) if params.processors else []
         self.bias = _columns(params.logit_bias)
         """Token ids (K,) and what is added to their logits (K,)."""
         self._has_penalties = bool(
             params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         )
-        is_changed = self._has_penalties or len(params.logit_bias) > 0 or len(params.processors) > 0
-        self.takes_largest = params.temperature == 0 and not is_changed
+        self.changes_logits = self._has_penalties or len(params.logit_bias) > 0 or len(params.processors) > 0
+        self.takes_largest = params.temperature == 0 and not self.changes_logits
         """Whether it chooses the largest of the logits as they are."""
         self._places: dict[int, int] = {}  # of tokens in `_counted`
         self._counted = torch.zeros(2, 64, dtype=torch.int64)
@@ -102,6 +104,12 @@ class Sampler:
                 raise ValueError(f"a processor returned {tuple(processed.shape)} for logits {tuple(logits.shape)}")
             logits = processed
         return logits
+
+    def draw(self, row: int) -> Draw:
+        """How the next token is drawn from the logits in this row."""
+        params, self._num_drawn = self.params, self._num_drawn + 1
+        temperature = min(max(params.temperature, TEMPERATURES[0]), TEMPERATURES[1])
+        return Draw(row, temperature, params.top_k, params.top_p, params.min_p, self._seed, self._num_drawn)
 
     def noise(self, vocab_size: int) -> Tensor:
         """The next (V,) uniform numbers of the request's own generator, in [0, 1)."""
@@ -132,7 +140,7 @@ def sample(
     """
     logits = logits.detach()
     failures: dict[int, Exception] = {}
-    if not all(sampler.takes_largest for sampler in samplers):
+    if any(sampler.changes_logits for sampler in samplers):
         logits, largest = _process(logits.float(), samplers, failures), None
     best, indices = largest or operations.largest(logits)
     choices = indices.tolist()
@@ -142,8 +150,11 @@ def sample(
         for row, sampler in enumerate(samplers)
         if sampler.params.temperature > 0 and are_numbers[row] and row not in failures
     ]
-    for row, token_id in zip(drawn, _draw(logits, samplers, drawn) if drawn else (), strict=True):
-        choices[row] = token_id
+    if drawn:
+        draws = [samplers[row].draw(row) for row in drawn]
+        tokens = operations.draw(logits, draws) or _draw(logits, samplers, draws)
+        for row, token_id in zip(drawn, tokens, strict=True):
+            choices[row] = token_id
     results: list[int | Exception] = []
     for row, sampler in enumerate(samplers):
         if row in failures or not are_numbers[row]:
@@ -194,27 +205,26 @@ def _repeated(values: list[int], times: list[int]) -> Tensor:
     return torch.repeat_interleave(torch.tensor(values), torch.tensor(times))
 
 
-def _draw(logits: Tensor, samplers: Sequence[Sampler], rows: Sequence[int]) -> list[int]:
-    """One token for each of these rows of `logits`, by its sampler's noise."""
-    params = [samplers[row].params for row in rows]
+def _draw(logits: Tensor, samplers: Sequence[Sampler], draws: Sequence[Draw]) -> list[int]:
+    """A token for each draw, by its sampler's noise."""
     device = logits.device
-    scaled = logits[torch.tensor(rows, device=device)]
-    temperatures = [min(max(p.temperature, TEMPERATURES[0]), TEMPERATURES[1]) for p in params]
+    scaled = logits[torch.tensor([draw.row for draw in draws], device=device)].float()
+    temperatures = torch.tensor([draw.temperature for draw in draws], device=device)[:, None]
     # Shifted before the division: a tiny temperature gives zeros and large negative numbers, never NaN.
-    scaled = (scaled - scaled.amax(-1, keepdim=True)) / torch.tensor(temperatures, device=device)[:, None]
+    scaled = (scaled - scaled.amax(-1, keepdim=True)) / temperatures
     probabilities = scaled.softmax(-1)
-    narrowed = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
+    narrowed = [i for i, draw in enumerate(draws) if draw.top_k > 0 or draw.top_p < 1 or draw.min_p > 0]
     if narrowed:
         index = torch.tensor(narrowed, device=device)
-        probabilities[index] = _narrow(probabilities[index], [params[i] for i in narrowed])
-    noise = torch.stack([samplers[row].noise(probabilities.shape[-1]) for row in rows]).to(device)
+        probabilities[index] = _narrow(probabilities[index], [draws[i] for i in narrowed])
+    noise = torch.stack([samplers[draw.row].noise(probabilities.shape[-1]) for draw in draws]).to(device)
     # The smallest of exponential variables E / p falls on each token with its p (Gumbel-max). Where rounding changes a
     # probability a little, as the size of the batch does, the choice mostly stays; by inversion, all that follow move.
     exponential = noise.clamp_(min=2**-25).log_().neg_()  # finite, and above 0 since no uniform number is 1
     return (probabilities / exponential).argmax(-1).tolist()
 
 
-def _narrow(probabilities: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def _narrow(probabilities: Tensor, params: Sequence[Draw]) -> Tensor:
     """Zero for what top-k, top-p and min-p cut off, each row by its own: (R, V), not normalized again.
 
     A row is cut by value, so that equally likely tokens stay or go together, whoever else is in the batch.

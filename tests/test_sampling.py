@@ -13,11 +13,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model import sampling
-from model.sampling import Sampler, SamplingParams, sample, token_logprobs
+from model.operations import PYTORCH, Operations
+from model.sampling import Sampler, SamplingParams, token_logprobs
+from tests.kernels.common import native_operations
 
 V = 12
 NUM_DRAWS = 4000
 PROMPT_IDS = (3, 5)
+
+
+drawing: list[Operations] = [PYTORCH]
+
+
+@pytest.fixture(autouse=True, scope="module", params=["pytorch", "kernels"])
+def who_draws(request: pytest.FixtureRequest) -> None:
+    """Every test with PyTorch's draws, then with our kernels', which have noise of their own."""
+    drawing[0] = PYTORCH if request.param == "pytorch" else native_operations(torch.float32)
+
+
+def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Exception]:
+    return sampling.sample(logits, samplers, drawing[0])
 
 
 def random_logits(seed: int) -> Tensor:
@@ -325,12 +340,12 @@ def test_to_look_at_the_likeliest_few_alone_cuts_as_to_sort_all_does(
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(num_values, (len(params), 40), generator=generator) / num_values * 6
     probabilities = logits.softmax(-1)
-    settings_of_rows = [SamplingParams(**each) for each in params]
+    draws = [sampler(**each).draw(row) for row, each in enumerate(params)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "FEW", few)
-        narrowed = sampling._narrow(probabilities, settings_of_rows)
+        narrowed = sampling._narrow(probabilities, draws)
         patch.setattr(sampling, "FEW", 40)
-        assert torch.equal(narrowed, sampling._narrow(probabilities, settings_of_rows))
+        assert torch.equal(narrowed, sampling._narrow(probabilities, draws))
 
 
 @pytest.mark.parametrize(
@@ -356,8 +371,10 @@ def test_equally_likely_tokens_are_kept_or_cut_together(params: dict[str, Any], 
     logits = torch.zeros(V)
     logits[[1, 4, 7]] = 3.0
     logits[2] = 5.0
-    narrowed = sampling._narrow(logits.softmax(0)[None], [SamplingParams(**params)])
+    narrowed = sampling._narrow(logits.softmax(0)[None], [sampler(**params).draw(0)])
     assert set(narrowed[0].nonzero()[:, 0].tolist()) == kept
+    choosers = [sampler(seed=seed, **params | {"temperature": 1.0}) for seed in range(2000)]
+    assert set(sample(logits.expand(2000, V), choosers)) == kept
 
 
 def test_a_draw_is_the_smallest_of_exponential_variables_over_the_probabilities() -> None:
@@ -376,11 +393,11 @@ def test_a_draw_is_the_smallest_of_exponential_variables_over_the_probabilities(
     rows = [[0.5] * 4, [0.9, 0.5, 0.5, 0.5], [0.95, 0.5, 0.5, 0.5]]
     extremes = [[0.0, 0.0, 1 - 2**-24, 0.5], [0.0, 1 - 2**-24, 0.0, 0.0]]
     samplers = [Fixed(row) for row in (*rows, *extremes)]
-    assert sample(logits.expand(len(samplers), 4), samplers) == [3, 3, 0, 3, 1]
-    assert sample(logits[None], [Fixed(rows[2], top_k=1)]) == [3]
+    assert sampling.sample(logits.expand(len(samplers), 4), samplers) == [3, 3, 0, 3, 1]
+    assert sampling.sample(logits[None], [Fixed(rows[2], top_k=1)]) == [3]
     for noise in (0.0, 1 - 2**-24):
         for params in ({}, {"top_k": 1}, {"top_p": 0.1}, {"temperature": 1e-30}):
-            [chosen] = sample(torch.tensor([[-torch.inf, 1.0, 3.0]]), [Fixed([noise] * 3, **params)])
+            [chosen] = sampling.sample(torch.tensor([[-torch.inf, 1.0, 3.0]]), [Fixed([noise] * 3, **params)])
             assert chosen in ({2} if params else {1, 2}), "what is cut off never comes"
 
 

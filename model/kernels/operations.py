@@ -6,7 +6,9 @@ how a prompt is divided into passes.
 
 import ctypes
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,10 +18,11 @@ from model.config import Activation, ModelConfig
 from model.kernels import calls, native
 from model.kernels.calls import bits, call, empty, pointer
 from model.kernels.linear import LINEARS, pack_linears
-from model.operations import Largest, Operations, Rotation
+from model.operations import Draw, Largest, Operations, Rotation
 from model.summary import Summary, summary_of
 from model.transformer import Transformer
 
+Key = TypeVar("Key")
 WIDTH = 16  # numbers of a vector: as in kernel.h
 PART = 2048  # numbers for which another thread is worth its while
 PART_OF_SUMMARY = 1 << 17
@@ -84,16 +87,19 @@ def operations_for(config: ModelConfig, dtype: torch.dtype, device: torch.device
     if config.d_head % WIDTH == 0:
         for name in ("attention", "spell_out"):
             kernels[name] = native.kernel("attention", name, dtype)
-    found = {name: kernel for name, kernel in kernels.items() if kernel is not None}
-    return NativeOperations(dtype, found) if len(found) == len(kernels) else None
+    draws = {each: native.kernel("sampling", "draw", each) for each in (torch.float32, torch.bfloat16)}
+    if None in kernels.values():
+        return None
+    return NativeOperations(dtype, _those_there(kernels), _those_there(draws))
 
 
 class NativeOperations(Operations):
     """By kernels, whose addresses these are; what has none is left to PyTorch."""
 
-    def __init__(self, dtype: torch.dtype, kernels: dict[str, int]) -> None:
+    def __init__(self, dtype: torch.dtype, kernels: dict[str, int], draws: dict[torch.dtype, int]) -> None:
         self._dtype = dtype
         self._kernels = kernels
+        self._draws = draws  # of logits as they are, and of those that were changed in float32
         self.reads_pages = "attention" in kernels
 
     def embed(self, table: Tensor, index: Tensor) -> Tensor:
@@ -199,6 +205,20 @@ class NativeOperations(Operations):
         call(self._kernels["largest"], N, x.data_ptr(), values.data_ptr(), indices.data_ptr(), N, size)
         return values, indices
 
+    def draw(self, logits: Tensor, draws: Sequence[Draw]) -> list[int] | None:
+        kernel = self._draws.get(logits.dtype)
+        if kernel is None:
+            return None
+        logits, size = logits.contiguous(), logits.shape[-1]
+        rows = torch.tensor([draw.row for draw in draws])
+        asked = [[draw.temperature, draw.top_k, draw.top_p, draw.min_p] for draw in draws]
+        wanted = torch.tensor(asked, dtype=torch.float64)
+        state = torch.tensor([[draw.seed, draw.num_drawn] for draw in draws])
+        chosen = empty(rows.shape, torch.int64)
+        pointers = (tensor.data_ptr() for tensor in (logits, rows, wanted, state, chosen))
+        call(kernel, len(draws), *pointers, len(draws), size)
+        return chosen.tolist()
+
     def distribution(self, logits: Tensor, *, wants_probabilities: bool) -> tuple[Tensor | None, Tensor]:
         rows, size = logits.shape[:-1], logits.shape[-1]
         logits = logits.contiguous()
@@ -272,6 +292,10 @@ class NativeOperations(Operations):
         N, size = slots.shape[0], keys.shape[1] * keys.shape[2]
         pointers = (keys.data_ptr(), values.data_ptr(), slots.data_ptr())
         call(self._kernels["write_rows"], _parts(k), k.data_ptr(), k_stride, v.data_ptr(), v_stride, *pointers, N, size)
+
+
+def _those_there(kernels: Mapping[Key, int | None]) -> dict[Key, int]:
+    return {key: kernel for key, kernel in kernels.items() if kernel is not None}
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int]:
