@@ -27,15 +27,14 @@ Largest = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Draw:
-    """How to draw from one row of logits; `seed` and how many tokens were drawn with it before say with what noise."""
+    """How to draw from one row of logits; the noise is that of `key`, of 64 bits."""
 
     row: int
     temperature: float
     top_k: int
     top_p: float
     min_p: float
-    seed: int
-    num_drawn: int
+    key: int
 
 
 class Operations:

@@ -1,7 +1,7 @@
 """Logits -> the next token, for many requests at once, each with its own parameters.
 
-Randomness belongs to the request: one generator each, never shared, so that no neighbour changes what it draws. The
-order is that of `transformers`: bias and penalties, temperature, top-k, top-p, min-p.
+Randomness belongs to the request: its noise follows from its seed and from how many tokens it has drawn, so that no
+neighbour changes it. The order is that of `transformers`: bias and penalties, temperature, top-k, top-p, min-p.
 """
 
 import math
@@ -17,6 +17,7 @@ from model.operations import PYTORCH, Draw, Largest, Operations
 Processor = Callable[[Sequence[int], Tensor], Tensor]
 """(tokens so far, logits (V,)) -> logits (V,), before everything else that changes logits."""
 
+BITS = (1 << 64) - 1
 FEW = 1024  # likeliest tokens that hold all that is kept, mostly: to find them is cheaper than to sort all
 # Beyond these only the likeliest tokens are left, or all are equally likely, anyway; and float32 has no room for more.
 TEMPERATURES = (1e-30, 1e30)
@@ -67,14 +68,12 @@ class SamplingParams:
 
 
 class Sampler:
-    """What one sequence's choices depend on beside its logits: its parameters, its tokens so far, its generator."""
+    """What one sequence's choices depend on beside its logits: its parameters, its tokens so far, its noise."""
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
         self.params = params
         self._seed = secrets.randbits(63) if params.seed is None else params.seed
         self._num_drawn = 0
-        self._generator = torch.Generator()
-        self._generator.manual_seed(self._seed)
         self._tokens = list(prompt_ids) if params.processors else []
         self.bias = _columns(params.logit_bias)
         """Token ids (K,) and what is added to their logits (K,)."""
@@ -109,11 +108,7 @@ class Sampler:
         """How the next token is drawn from the logits in this row."""
         params, self._num_drawn = self.params, self._num_drawn + 1
         temperature = min(max(params.temperature, TEMPERATURES[0]), TEMPERATURES[1])
-        return Draw(row, temperature, params.top_k, params.top_p, params.min_p, self._seed, self._num_drawn)
-
-    def noise(self, vocab_size: int) -> Tensor:
-        """The next (V,) uniform numbers of the request's own generator, in [0, 1)."""
-        return torch.rand(vocab_size, generator=self._generator)
+        return Draw(row, temperature, params.top_k, params.top_p, params.min_p, key_of(self._seed, self._num_drawn))
 
     def accept(self, token_id: int) -> None:
         if self.params.processors:
@@ -128,6 +123,39 @@ class Sampler:
 
 def _columns(values: Mapping[int, float]) -> tuple[Tensor, Tensor]:
     return torch.tensor(list(values), dtype=torch.int64), torch.tensor(list(values.values()))
+
+
+def key_of(seed: int, num_drawn: int) -> int:
+    """Of the noise of a request's next token: 64 bits of SplitMix64 (Steele et al. 2014), those of `num_drawn` in the
+    sequence of a mixed seed."""
+    return _mix(_mix(seed) + num_drawn * 0x9E3779B97F4A7C15 & BITS)
+
+
+def _mix(state: int) -> int:
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & BITS
+    state = (state ^ state >> 27) * 0x94D049BB133111EB & BITS
+    return state ^ state >> 31
+
+
+def uniforms(key: int, vocab_size: int, device: torch.device | None = None) -> Tensor:
+    """A number between 0 and 1 for each token (V,), neither of them: the upper 23 bits of the finalizer of MurmurHash3
+    (Appleby), twice, each time after another half of the key. The same on every device."""
+    words = torch.arange(vocab_size, dtype=torch.int32, device=device)
+    for half in (key & 0xFFFFFFFF, key >> 32):
+        words += _signed(half)
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            words ^= _shifted(words, shift)
+            words *= _signed(factor)
+        words ^= _shifted(words, 16)
+    return _shifted(words, 9).float().add_(0.5).mul_(2**-23)
+
+
+def _shifted(words: Tensor, count: int) -> Tensor:
+    return (words >> count).bitwise_and_((1 << 32 - count) - 1)  # else it is filled up with the sign
+
+
+def _signed(word: int) -> int:
+    return word - (word >> 31 << 32)
 
 
 def sample(
@@ -152,7 +180,7 @@ def sample(
     ]
     if drawn:
         draws = [samplers[row].draw(row) for row in drawn]
-        tokens = operations.draw(logits, draws) or _draw(logits, samplers, draws)
+        tokens = operations.draw(logits, draws) or _draw(logits, draws)
         for row, token_id in zip(drawn, tokens, strict=True):
             choices[row] = token_id
     results: list[int | Exception] = []
@@ -205,8 +233,8 @@ def _repeated(values: list[int], times: list[int]) -> Tensor:
     return torch.repeat_interleave(torch.tensor(values), torch.tensor(times))
 
 
-def _draw(logits: Tensor, samplers: Sequence[Sampler], draws: Sequence[Draw]) -> list[int]:
-    """A token for each draw, by its sampler's noise."""
+def _draw(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """A token for each draw."""
     device = logits.device
     scaled = logits[torch.tensor([draw.row for draw in draws], device=device)].float()
     temperatures = torch.tensor([draw.temperature for draw in draws], device=device)[:, None]
@@ -217,10 +245,10 @@ def _draw(logits: Tensor, samplers: Sequence[Sampler], draws: Sequence[Draw]) ->
     if narrowed:
         index = torch.tensor(narrowed, device=device)
         probabilities[index] = _narrow(probabilities[index], [draws[i] for i in narrowed])
-    noise = torch.stack([samplers[draw.row].noise(probabilities.shape[-1]) for draw in draws]).to(device)
+    noise = torch.stack([uniforms(draw.key, probabilities.shape[-1], device) for draw in draws])
     # The smallest of exponential variables E / p falls on each token with its p (Gumbel-max). Where rounding changes a
     # probability a little, as the size of the batch does, the choice mostly stays; by inversion, all that follow move.
-    exponential = noise.clamp_(min=2**-25).log_().neg_()  # finite, and above 0 since no uniform number is 1
+    exponential = noise.log_().neg_()
     return (probabilities / exponential).argmax(-1).tolist()
 
 

@@ -1,4 +1,4 @@
-"""Sampling: the distributions of `transformers`, the penalties of their formulas, and a generator of one's own."""
+"""Sampling: the distributions of `transformers`, the penalties of their formulas, and noise of one's own."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ drawing: list[Operations] = [PYTORCH]
 
 @pytest.fixture(autouse=True, scope="module", params=["pytorch", "kernels"])
 def who_draws(request: pytest.FixtureRequest) -> None:
-    """Every test with PyTorch's draws, then with our kernels', which have noise of their own."""
+    """Every test with PyTorch's draws, then with our kernels'."""
     drawing[0] = PYTORCH if request.param == "pytorch" else native_operations(torch.float32)
 
 
@@ -377,28 +377,52 @@ def test_equally_likely_tokens_are_kept_or_cut_together(params: dict[str, Any], 
     assert set(sample(logits.expand(2000, V), choosers)) == kept
 
 
-def test_a_draw_is_the_smallest_of_exponential_variables_over_the_probabilities() -> None:
-    """So that a little rounding of the probabilities mostly changes nothing; no number of the generator breaks it."""
+def test_a_draw_is_the_smallest_of_exponential_variables_over_the_probabilities(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that a little rounding of the probabilities mostly changes nothing; no uniform number breaks it."""
 
-    class Fixed(Sampler):
-        def __init__(self, uniforms: list[float], **params: Any) -> None:
-            super().__init__(SamplingParams(**params), ())
-            self._uniforms = torch.tensor(uniforms)
-
-        def noise(self, vocab_size: int) -> Tensor:
-            return self._uniforms
+    def drawn(logits: Tensor, noise: list[float], **params: Any) -> int | Exception:
+        monkeypatch.setattr(sampling, "uniforms", lambda key, vocab_size, device: torch.tensor(noise))
+        return sampling.sample(logits[None], [sampler(**params)])[0]
 
     logits = torch.tensor([0.1, 0.2, 0.0, 0.7]).log()
     # -ln u: 0.69 each; 0.105 for the first, whose 1.05 is above 0.69 / 0.7; 0.05 for the first, whose 0.5 is below
     rows = [[0.5] * 4, [0.9, 0.5, 0.5, 0.5], [0.95, 0.5, 0.5, 0.5]]
-    extremes = [[0.0, 0.0, 1 - 2**-24, 0.5], [0.0, 1 - 2**-24, 0.0, 0.0]]
-    samplers = [Fixed(row) for row in (*rows, *extremes)]
-    assert sampling.sample(logits.expand(len(samplers), 4), samplers) == [3, 3, 0, 3, 1]
-    assert sampling.sample(logits[None], [Fixed(rows[2], top_k=1)]) == [3]
-    for noise in (0.0, 1 - 2**-24):
+    least, most = 2**-24, 1 - 2**-24
+    extremes = [[least, least, most, 0.5], [least, most, least, least]]
+    assert [drawn(logits, row) for row in (*rows, *extremes)] == [3, 3, 0, 3, 1]
+    assert drawn(logits, rows[2], top_k=1) == 3
+    for noise in (least, most):
         for params in ({}, {"top_k": 1}, {"top_p": 0.1}, {"temperature": 1e-30}):
-            [chosen] = sampling.sample(torch.tensor([[-torch.inf, 1.0, 3.0]]), [Fixed([noise] * 3, **params)])
+            chosen = drawn(torch.tensor([-torch.inf, 1.0, 3.0]), [noise] * 3, **params)
             assert chosen in ({2} if params else {1, 2}), "what is cut off never comes"
+
+
+def test_a_seed_draws_the_same_tokens_with_pytorch_and_with_kernels() -> None:
+    logits = 3 * torch.randn(20, 1000, generator=torch.Generator().manual_seed(0))
+    for params in ({}, {"temperature": 0.5}, {"top_k": 40, "top_p": 0.9}):
+        choosers = [[sampler(seed=seed, **params) for seed in range(20)] for _ in range(2)]
+        for _ in range(5):
+            assert sample(logits, choosers[0]) == sampling.sample(logits, choosers[1])
+
+
+def test_keys_and_noise_are_spread_evenly() -> None:
+    seeds = (*range(100), *range(2**63 - 100, 2**63))
+    keys = {sampling.key_of(seed, num_drawn) for seed in seeds for num_drawn in range(100)}
+    assert len(keys) == 20_000
+    assert max(keys) < 2**64
+    noise = torch.stack([sampling.uniforms(sampling.key_of(seed, 1), 5000) for seed in range(200)]).double()
+    assert noise.min() > 0
+    assert noise.max() < 1
+    for dim in (0, 1):  # of one token in many draws, and of all tokens in one
+        count = noise.shape[dim]
+        assert (noise.mean(dim) - 0.5).abs().max() < 6 * (12 * count) ** -0.5
+        neighbours = (noise.narrow(dim, 1, count - 1) - 0.5) * (noise.narrow(dim, 0, count - 1) - 0.5)
+        assert neighbours.mean(dim).abs().max() < 6 / 12 * count**-0.5
+    counts = torch.histc(noise, bins=256, min=0, max=1)
+    mean = noise.numel() / 256
+    assert ((counts - mean) ** 2 / mean).sum() < 255 + 6 * (2 * 255) ** 0.5
 
 
 @pytest.mark.parametrize(

@@ -213,9 +213,9 @@ class NativeOperations(Operations):
         rows = torch.tensor([draw.row for draw in draws])
         asked = [[draw.temperature, draw.top_k, draw.top_p, draw.min_p] for draw in draws]
         wanted = torch.tensor(asked, dtype=torch.float64)
-        state = torch.tensor([[draw.seed, draw.num_drawn] for draw in draws])
+        keys = torch.tensor([draw.key for draw in draws], dtype=torch.uint64)
         chosen = empty(rows.shape, torch.int64)
-        pointers = (tensor.data_ptr() for tensor in (logits, rows, wanted, state, chosen))
+        pointers = (tensor.data_ptr() for tensor in (logits, rows, wanted, keys, chosen))
         call(kernel, len(draws), *pointers, len(draws), size)
         return chosen.tolist()
 

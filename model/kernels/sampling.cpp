@@ -1,9 +1,6 @@
 // Draws a token of each row of logits: temperature, then top-k, top-p and min-p, then the largest of z + g, where z are
 // the logits that are left and g is Gumbel noise of their own. So a token falls with its probability (Gumbel-max), and
-// the noise of one that cannot win is never made.
-//
-// The noise is Philox4x32-10 (Salmon et al. 2011): a function of the request's seed, of how many tokens it has drawn,
-// and of the token. It depends neither on the other rows nor on what was drawn before.
+// the noise of one that cannot win is never made: it is a function of the token and of a key.
 
 #include <cmath>
 #include <functional>
@@ -13,7 +10,6 @@
 
 namespace {
 
-constexpr long GROUP = 4 * WIDTH;      // tokens whose noise is made together
 constexpr float MOST_NOISE = 16.7f;    // -ln(-ln u) of the largest u
 constexpr float NONE = -INFINITY;
 constexpr int NUM_LIMITS = 5;
@@ -34,36 +30,19 @@ __m512 logarithm(__m512 x) {
     return _mm512_fmadd_ps(exponent, _mm512_set1_ps(0.693147181f), _mm512_add_ps(r, sum));
 }
 
-struct Philox {
-    uint64_t seed, num_drawn;
-
-    // 64 random words: lane j of word w is that of the token 64 group + 16 w + j.
-    void words(long group, __m512i (&word)[4]) const {
-        const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        word[0] = _mm512_add_epi32(_mm512_set1_epi32(group * WIDTH), lanes);
-        word[1] = _mm512_setzero_si512();
-        word[2] = _mm512_set1_epi32((int32_t)num_drawn);
-        word[3] = _mm512_set1_epi32((int32_t)(num_drawn >> 32));
-        uint32_t low = (uint32_t)seed, high = (uint32_t)(seed >> 32);
-        for (int round = 0; round < 10; round++, low += 0x9E3779B9, high += 0xBB67AE85) {
-            __m512i above[2], below[2];
-            multiply(word[0], 0xD2511F53, above[0], below[0]);
-            multiply(word[2], 0xCD9E8D57, above[1], below[1]);
-            word[0] = _mm512_xor_si512(_mm512_xor_si512(above[1], word[1]), _mm512_set1_epi32(low));
-            word[1] = below[1];
-            word[2] = _mm512_xor_si512(_mm512_xor_si512(above[0], word[3]), _mm512_set1_epi32(high));
-            word[3] = below[0];
-        }
+// Random words of some tokens: the finalizer of MurmurHash3 (Appleby), twice, each time after another half of the key.
+// As `uniforms` of model/sampling.py has them.
+__m512i words_of(__m512i tokens, uint64_t key) {
+    for (const uint32_t half : {(uint32_t)key, (uint32_t)(key >> 32)}) {
+        tokens = _mm512_add_epi32(tokens, _mm512_set1_epi32(half));
+        tokens = _mm512_xor_si512(tokens, _mm512_srli_epi32(tokens, 16));
+        tokens = _mm512_mullo_epi32(tokens, _mm512_set1_epi32(0x85ebca6b));
+        tokens = _mm512_xor_si512(tokens, _mm512_srli_epi32(tokens, 13));
+        tokens = _mm512_mullo_epi32(tokens, _mm512_set1_epi32(0xc2b2ae35));
+        tokens = _mm512_xor_si512(tokens, _mm512_srli_epi32(tokens, 16));
     }
-
-    // The upper and lower halves of 64-bit products.
-    static void multiply(__m512i a, uint32_t factor, __m512i& above, __m512i& below) {
-        const __m512i factors = _mm512_set1_epi32(factor), even = _mm512_mul_epu32(a, factors);
-        const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), factors);
-        above = _mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd);
-        below = _mm512_mask_mov_epi32(even, 0xaaaa, _mm512_slli_epi64(odd, 32));
-    }
-};
+    return tokens;
+}
 
 // -ln(-ln u) for u = (the word's upper 23 bits + 1/2) / 2^23, which is neither 0 nor 1
 __m512 gumbel(__m512i word) {
@@ -130,9 +109,9 @@ struct Cut {
 
 // Of logits (size) whose largest is a number: the token that is drawn.
 template <class Number>
-int64_t draw(const Number* logits, long size, const Cut& cut, const Philox& random) {
+int64_t draw(const Number* logits, long size, const Cut& cut, uint64_t key) {
     static thread_local std::vector<float> scaled, largest;
-    const long whole = (size + GROUP - 1) / GROUP * GROUP;
+    const long whole = (size + WIDTH - 1) / WIDTH * WIDTH;
     scaled.resize(whole);
     float* const z = scaled.data();
     __m512 top = _mm512_set1_ps(NONE);
@@ -141,47 +120,37 @@ int64_t draw(const Number* logits, long size, const Cut& cut, const Philox& rand
     const __m512 shift = _mm512_set1_ps(_mm512_reduce_max_ps(top));
     const __m512 factor = _mm512_set1_ps((float)cut.temperature);
     for (long i = 0; i < whole; i += WIDTH) {
-        const __m512 below = _mm512_sub_ps(load(logits + std::min(i, size), first_of(size - i)), shift);
+        const __m512 below = _mm512_sub_ps(load(logits + i, first_of(size - i)), shift);
         store(z + i, _mm512_mask_div_ps(_mm512_set1_ps(NONE), first_of(size - i), below, factor));
     }
     const __m512 least = _mm512_set1_ps(cut.is_none() ? NONE : cut.least(z, whole, largest));
     __m512 most = _mm512_set1_ps(NONE);
-    __m512i where = _mm512_setzero_si512();
-    for (long base = 0; base < whole; base += GROUP) {
-        __m512 value[4];
-        __mmask16 can_win[4], any = 0;
-        for (int w = 0; w < 4; w++) {
-            value[w] = load(z + base + w * WIDTH);
-            const __m512 at_most = _mm512_add_ps(value[w], _mm512_set1_ps(MOST_NOISE));
-            can_win[w] = _mm512_cmp_ps_mask(value[w], least, _CMP_GE_OQ);
-            can_win[w] = _mm512_mask_cmp_ps_mask(can_win[w], at_most, most, _CMP_GT_OQ);
-            any |= can_win[w];
-        }
-        if (!any) continue;
-        __m512i word[4];
-        random.words(base / GROUP, word);
-        for (int w = 0; w < 4; w++) {
-            const __m512 score = _mm512_add_ps(value[w], gumbel(word[w]));
-            const __mmask16 is_more = _mm512_mask_cmp_ps_mask(can_win[w], score, most, _CMP_GT_OQ);
-            most = _mm512_mask_mov_ps(most, is_more, score);
-            where = _mm512_mask_mov_epi32(where, is_more, _mm512_set1_epi32(base + w * WIDTH));
-        }
-    }
+    __m512i winners = _mm512_setzero_si512();
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    for (long i = 0; i < whole; i += WIDTH) {
+        const __m512 value = load(z + i), at_most = _mm512_add_ps(value, _mm512_set1_ps(MOST_NOISE));
+        const __mmask16 is_left = _mm512_cmp_ps_mask(value, least, _CMP_GE_OQ);
+        const __mmask16 can_win = _mm512_mask_cmp_ps_mask(is_left, at_most, most, _CMP_GT_OQ);
+        if (!can_win) continue;
+        const __m512i tokens = _mm512_add_epi32(_mm512_set1_epi32(i), lanes);
+        const __m512 score = _mm512_add_ps(value, gumbel(words_of(tokens, key)));
+        const __mmask16 is_more = _mm512_mask_cmp_ps_mask(can_win, score, most, _CMP_GT_OQ);
+        most = _mm512_mask_mov_ps(most, is_more, score);
+        winners = _mm512_mask_mov_epi32(winners, is_more, tokens);
+    }
     const __mmask16 equal = _mm512_cmp_ps_mask(most, _mm512_set1_ps(_mm512_reduce_max_ps(most)), _CMP_EQ_OQ);
-    return _mm512_mask_reduce_min_epi32(equal, _mm512_add_epi32(where, lanes));
+    return _mm512_mask_reduce_min_epi32(equal, winners);
 }
 
-// Logits (N, size), of which R rows (R) are drawn from, what each asks for (R, 4), seed and count of each (R, 2) -> (R)
+// Logits (N, size), of which R rows (R) are drawn from, what each asks for (R, 4), and its key (R) -> tokens (R)
 template <class Number>
 void draw_rows(Arguments given, long part, long num_parts) {
     const long count = given.size(5), size = given.size(6);
     for (long row = count * part / num_parts; row < count * (part + 1) / num_parts; row++) {
         const double* const asked = given.array<double>(2) + 4 * row;
-        const uint64_t* const state = given.array<uint64_t>(3) + 2 * row;
         const Number* const logits = given.array<Number>(0) + given.array<int64_t>(1)[row] * size;
         given.array<int64_t>(4)[row] =
-            draw(logits, size, Cut{asked[0], asked[1], asked[2], asked[3]}, Philox{state[0], state[1]});
+            draw(logits, size, Cut{asked[0], asked[1], asked[2], asked[3]}, given.array<uint64_t>(3)[row]);
     }
 }
 
