@@ -123,6 +123,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self._recording = recording
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler for it, which takes most of a second of the first request
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         storages = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}

@@ -275,11 +275,14 @@ class TestProcess:
         assert re.search(r"serving bundled: [\d,]+ parameters, cpu, bfloat16, context 512", log)
         assert "shutting down" in rest
 
-    def test_a_start_imports_no_compiler(self) -> None:
+    def test_neither_a_start_nor_a_request_imports_a_compiler(self) -> None:
         """It takes as long to import as all the rest."""
         code = (
             "import sys; from service.app import *; from service.settings import Settings;"
-            "settings = Settings(); build_engine(load_model(settings), settings);"
+            "from model.engine.request import Request; from model.generation import GenerationParams;"
+            "settings = Settings(); engine = build_engine(load_model(settings), settings);"
+            "engine.add(Request(id='', prompt_ids=[1, 2, 3], params=GenerationParams(max_tokens=5)));"
+            "assert sum(len(output.tokens) for _ in range(5) for output in engine.step().outputs) == 5;"
             "assert 'torch' in sys.modules; print([name for name in sys.modules if name == 'torch._dynamo'])"
         )
         found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
