@@ -48,8 +48,11 @@ class PagedCache:
         self.block_size = block_size
         self.device = device
         shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.d_head)
-        # Written at once: a step that is the first to write memory waits for the system to give it, page by page.
-        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        try:  # written at once: a step that is the first to write memory waits for the system to give it, page by page
+            self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        except RuntimeError as error:
+            size = num_blocks * block_size * bytes_of_token(config, dtype)
+            raise ValueError(f"cache_bytes: {size} are more than there is memory for") from error
         self.kernel = find_kernel(config, dtype, device) if use_kernels else None
         native = operations if isinstance(operations, NativeOperations) and use_kernels else None
         self.native = native if native is not None and native.reads_pages else None

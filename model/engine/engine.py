@@ -71,18 +71,15 @@ class Engine:
         self.num_cache_tokens = num_blocks * config.block_size
         self._model = model
         self._tokenizer = tokenizer
-        try:
-            self._cache = PagedCache(
-                model.config,
-                num_blocks,
-                config.block_size,
-                dtype=weight.dtype,
-                device=weight.device,
-                operations=model.operations,
-                use_kernels=config.use_kernels,
-            )
-        except RuntimeError as error:  # of memory, as torch says it
-            raise ValueError(f"cache_bytes: {config.cache_bytes} are more than there is memory for") from error
+        self._cache = PagedCache(
+            model.config,
+            num_blocks,
+            config.block_size,
+            dtype=weight.dtype,
+            device=weight.device,
+            operations=model.operations,
+            use_kernels=config.use_kernels,
+        )
         self._pool = BlockPool(num_blocks, config.block_size)
         self._runner = Runner(model, self._cache)
         self._scheduler = Scheduler(

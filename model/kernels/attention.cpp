@@ -75,7 +75,7 @@ struct Room {
     bool has(size_t size) const { return numbers.size() >= size + WIDTH; }
 
     float* reach(size_t size) {
-        if (!has(size)) numbers.assign(size + WIDTH, 0.0f);
+        if (!has(size)) numbers.assign(std::max(size + WIDTH, 2 * numbers.size()), 0.0f);
         return (float*)(((uintptr_t)numbers.data() + 63) / 64 * 64);
     }
 };

@@ -35,6 +35,7 @@ class TestDraw:
             for num_drawn in (1, 2, 2**32 + 1)
         ]
         found = native_operations(dtype).draw(logits, draws)
+        assert found == native_operations(dtype).draw(logits.float(), draws), "beside a row that penalties changed"
         for draw, token_id in zip(draws, found or [], strict=True):
             noise = gumbel(draw.key, 203)
             scores = [x / temperature + noise[i] for i, x in enumerate(logits[draw.row].tolist())]
