@@ -363,6 +363,7 @@ def test_to_look_at_the_likeliest_few_alone_cuts_as_to_sort_all_does(
         ({"min_p": 0.13}, {1, 2, 4, 7}),
         ({"top_k": 2, "top_p": 0.9}, {1, 2, 4, 7}),
         ({"top_k": 2, "top_p": 0.8}, {2}),
+        ({"top_k": 3, "top_p": 0.8}, {1, 2, 4, 7}),
     ],
     ids=str,
 )

@@ -3,17 +3,14 @@
 // the noise of one that cannot win is never made: it is a function of the token and of a key.
 
 #include <cmath>
-#include <functional>
 #include <vector>
 
 #include "kernel.h"
 
 namespace {
 
-constexpr float MOST_NOISE = 16.7f;    // -ln(-ln u) of the largest u
+constexpr float MOST_NOISE = 16.7f;  // -ln(-ln u) of the largest u
 constexpr float NONE = -INFINITY;
-constexpr int NUM_LIMITS = 5;
-constexpr float LIMITS[NUM_LIMITS] = {-2.0f, -4.0f, -8.0f, -16.0f, NONE};  // below the largest logit
 
 // ln x of a positive number, to the last bit or two (the polynomial is that of Cephes).
 __m512 logarithm(__m512 x) {
@@ -55,62 +52,64 @@ __m512 gumbel(__m512i word) {
 struct Cut {
     double temperature, top_k, top_p, min_p;
 
-    bool is_none() const { return top_k == 0 && top_p >= 1 && min_p <= 0; }
-
-    // The least z that is left, of `size` numbers up to 0, filled up with -inf to whole vectors.
-    float least(const float* z, long size, std::vector<float>& largest) const {
-        __m512 sums[NUM_LIMITS];
-        long counts[NUM_LIMITS] = {};
-        for (__m512& sum : sums) sum = _mm512_setzero_ps();
-        for (long i = 0; i < size; i += WIDTH) {
-            const __m512 value = load(z + i), mass = exponential(value);
-            for (int limit = 0; limit < NUM_LIMITS; limit++) {
-                const __mmask16 is_in = _mm512_cmp_ps_mask(value, _mm512_set1_ps(LIMITS[limit]), _CMP_GE_OQ);
-                counts[limit] += _mm_popcnt_u32(is_in);
-                sums[limit] = _mm512_mask_add_ps(sums[limit], is_in, sums[limit], mass);
-            }
+    // The least z that is left, of `size` numbers up to 0, filled up with -inf to whole vectors. As equal numbers stay or
+    // go together, it follows from how many are larger, and from their mass.
+    float least(const float* z, long size) const {
+        const float by_min_p = min_p > 0 ? std::log(min_p) : NONE;
+        if (top_k == 0 && top_p >= 1) return by_min_p;
+        static thread_local std::vector<float> masses;
+        masses.resize(size);
+        for (long i = 0; i < size; i += WIDTH) store(masses.data() + i, exponential(load(z + i)));
+        const auto above = [&](float limit) { return Above(z, masses.data(), size, limit); };
+        double all = above(NONE).mass;
+        float by_top_k = NONE, by_top_p = NONE;
+        if (top_k > 0) {
+            by_top_k = least_that([&](float value) { return above(value).count < top_k; });
+            const Above larger = above(by_top_k);  // those that are equal count as far as there is room for them
+            if (by_top_k > NONE) all = larger.mass + (top_k - larger.count) * std::exp((double)by_top_k);
         }
-        const double total = _mm512_reduce_add_ps(sums[NUM_LIMITS - 1]);
-        int limit = 0;
-        for (; limit < NUM_LIMITS - 1; limit++)
-            if (reaches(counts[limit], _mm512_reduce_add_ps(sums[limit]) / total, LIMITS[limit])) break;
-        largest.resize(counts[limit] + WIDTH);
-        long count = 0;
-        for (long i = 0; i < size; i += WIDTH) {
-            const __m512 value = load(z + i);
-            const __mmask16 is_in = _mm512_cmp_ps_mask(value, _mm512_set1_ps(LIMITS[limit]), _CMP_GE_OQ);
-            _mm512_mask_compressstoreu_ps(largest.data() + count, is_in, value);
-            count += _mm_popcnt_u32(is_in);
-        }
-        const auto begin = largest.begin();
-        if (top_k > 0 && top_k < count) {
-            count = (long)top_k;
-            std::nth_element(begin, begin + count - 1, largest.begin() + counts[limit], std::greater<float>());
-        }
-        std::sort(begin, begin + count, std::greater<float>());
-        double all = top_k > 0 ? 0 : total, before = 0;  // top-p counts the mass of what top-k leaves
-        for (long i = 0; top_k > 0 && i < count; i++) all += std::exp((double)largest[i]);
-        float least = largest[0];
-        for (long i = 0; i < count; i++) {
-            const double mass = std::exp((double)largest[i]);
-            if (i > 0 && (before / all >= top_p || mass < min_p)) break;
-            least = largest[i];
-            before += mass;
-        }
-        return least;
+        if (top_p < 1) by_top_p = least_that([&](float value) { return above(value).mass < top_p * all; });
+        return std::max({by_min_p, by_top_k, by_top_p});
     }
 
-    // Whether so many numbers, of so much of the mass, hold all that is left, and all that top-p counts.
-    bool reaches(long count, double mass, float limit) const {
-        if (top_k > 0) return count >= top_k;
-        return (top_p < 1 && mass >= top_p) || std::exp(limit) <= min_p;
+    // How many numbers are above a limit, and their mass.
+    struct Above {
+        long count = 0;
+        double mass;
+
+        Above(const float* z, const float* masses, long size, float limit) {
+            __m512 sum = _mm512_setzero_ps();
+            for (long i = 0; i < size; i += WIDTH) {
+                const __mmask16 is_above = _mm512_cmp_ps_mask(load(z + i), _mm512_set1_ps(limit), _CMP_GT_OQ);
+                count += _mm_popcnt_u32(is_above);
+                sum = _mm512_mask_add_ps(sum, is_above, sum, load(masses + i));
+            }
+            mass = _mm512_reduce_add_ps(sum);
+        }
+    };
+
+    // The least number up to 0 that is left, where 0 is and with each all that are larger: by halves of all floats.
+    template <class IsLeft>
+    static float least_that(IsLeft is_left) {
+        uint32_t left = 0, gone = 0x7f800001;  // 0, and beyond infinity: the bits of a float grow with its size
+        while (gone - left > 1) {
+            const uint32_t middle = left + (gone - left) / 2;
+            (is_left(negative(middle)) ? left : gone) = middle;
+        }
+        return negative(left);
+    }
+
+    static float negative(uint32_t bits) {
+        float size;
+        std::memcpy(&size, &bits, sizeof size);
+        return -size;
     }
 };
 
 // Of logits (size) whose largest is a number: the token that is drawn.
 template <class Number>
 int64_t draw(const Number* logits, long size, const Cut& cut, uint64_t key) {
-    static thread_local std::vector<float> scaled, largest;
+    static thread_local std::vector<float> scaled;
     const long whole = (size + WIDTH - 1) / WIDTH * WIDTH;
     scaled.resize(whole);
     float* const z = scaled.data();
@@ -123,7 +122,7 @@ int64_t draw(const Number* logits, long size, const Cut& cut, uint64_t key) {
         const __m512 below = _mm512_sub_ps(load(logits + i, first_of(size - i)), shift);
         store(z + i, _mm512_mask_div_ps(_mm512_set1_ps(NONE), first_of(size - i), below, factor));
     }
-    const __m512 least = _mm512_set1_ps(cut.is_none() ? NONE : cut.least(z, whole, largest));
+    const __m512 least = _mm512_set1_ps(cut.least(z, whole));
     __m512 most = _mm512_set1_ps(NONE);
     __m512i winners = _mm512_setzero_si512();
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
