@@ -21,12 +21,8 @@ class Context(Protocol):
     positions: Tensor
     """(T,) int64: of the new tokens, each in its own sequence."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe, rows: Tensor | None = None) -> Tensor:
-        """q (B, T, H, D), k and v (B, T, Hkv, D) of the new tokens -> z (B, T, H, D). Later passes find k and v.
-
-        With `rows` (R,), z (B, R, H, D) of these tokens alone; where the tokens are those of several sequences, these
-        are the last ones of each, in order.
-        """
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe) -> Tensor:
+        """q (B, T, H, D), k and v (B, T, Hkv, D) of the new tokens -> z (B, T, H, D). Later passes find k and v."""
 
     def finish(self) -> None:
         """The last layer has attended: the new tokens count as computed."""
@@ -227,12 +223,11 @@ class DenseContext:
         windows = {config.window_of(layer) for layer in range(config.num_layers)}
         self._masks = {window: CausalMask(start, num_new, window, device) for window in windows}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe, rows: Tensor | None = None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe) -> Tensor:
         if self._cache is not None:
             k, v = self._cache.append(layer, k, v)
         mask = self._masks[self._config.window_of(layer)]
-        z = attend(q, k, v, mask, probe, scale=self._config.d_head**-0.5, operations=self._operations)
-        return z if rows is None else z.index_select(1, rows)
+        return attend(q, k, v, mask, probe, scale=self._config.d_head**-0.5, operations=self._operations)
 
     def finish(self) -> None:
         if self._cache is not None:

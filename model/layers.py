@@ -162,7 +162,9 @@ class Attention(nn.Module):
         if rotation is not None:
             q, k = self.operations.rotate(q, rotation), self.operations.rotate(k, rotation)
             q, k = probe("rot_q", q), probe("rot_k", k)
-        z = context.attend(self.layer, q, k, v, probe, rows)
+        z = context.attend(self.layer, q, k, v, probe)
+        if rows is not None:
+            z = z.index_select(1, rows)
         out: Tensor = self.out(z.flatten(2))
         return out
 

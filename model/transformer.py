@@ -37,7 +37,7 @@ class Block(nn.Module):
         context: Context,
         probe: Probe,
         rows: Tensor | None = None,
-    ) -> Tensor:  # (B, T, C) -> (B, T, C), or (B, R, C) of R rows: the others give keys and values alone
+    ) -> Tensor:  # (B, T, C) -> (B, T, C), or (B, R, C) of these R rows: of the others nothing behind attention
         x = probe("resid_pre", x)
         inner = self.ln1(x, probe.at("ln1")) if self.pre_norm else x
         attended = probe("attn_out", self.attn(inner, rotation, context, probe.at("attn"), rows))
@@ -91,7 +91,7 @@ class Transformer(nn.Module):
         With a cache the new tokens start at its length, and it is longer by T afterwards; a `context` stands in for a
         cache where the tokens are those of several sequences. `rows` limits the logits to these R of the T positions:
         (B, R, V); a tap then sees `ln_final` and `logits` for those alone. Without a tap, and where that changes no bit
-        of these, the last block computes no more of the others than their keys and values.
+        of these, the last block computes nothing of the others behind its attention.
         Raises `ValueError` when the positions pass `max_positions`.
         """
         if context is None:

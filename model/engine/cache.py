@@ -150,7 +150,7 @@ class PagedContext:
         for row, share in enumerate(shares):
             rows[row, : len(share.sequence.blocks)] = share.sequence.blocks
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe, rows: Tensor | None = None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe) -> Tensor:
         self._cache.write(layer, self._slots, k[0], v[0])
         window = self._windows[layer]
         if self._cache.kernel is not None:
@@ -158,10 +158,7 @@ class PagedContext:
             z = self._varlen_read.attend(self._cache.kernel, q[0], keys, values, window, scale=self._scale)[None]
         elif self._cache.native is not None:
             keys, values = self._cache.keys[layer], self._cache.values[layer]
-            pages = self._paged_read
-            if rows is not None:
-                q, pages, rows = q.index_select(1, rows), pages.of_last(rows), None
-            z = self._cache.native.attend_pages(q[0], keys, values, pages, window, scale=self._scale)[None]
+            z = self._cache.native.attend_pages(q[0], keys, values, self._paged_read, window, scale=self._scale)[None]
         else:
             z = torch.empty_like(q)
             for read in self._reads[window]:
@@ -171,8 +168,7 @@ class PagedContext:
                 self._show(layer, tap, q, z, probe.of(tap))
             except Exception as error:  # such as too little memory for the scores: the others do not need them
                 tap.error = error
-        z = probe("z", z)
-        return z if rows is None else z.index_select(1, rows)
+        return probe("z", z)
 
     def _read(self, layer: int, read: Read, q: Tensor, z: Tensor) -> None:
         if isinstance(read.blocks, slice):

@@ -2,6 +2,7 @@
 streams and tokens, then replayed."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,8 +13,14 @@ from model.kernels.calls import Memory, Recording
 from model.operations import Largest
 from model.transformer import Transformer
 
-Found = tuple[Tensor, Largest]
-"""The logits (N, V) of N tokens, and the largest of each row."""
+
+@dataclass(frozen=True)
+class Found:
+    """The logits (N, V) of N tokens and the largest of each row; and whether a recorded step was replayed for them."""
+
+    logits: Tensor
+    largest: Largest
+    was_replayed: bool
 
 
 class RecordedStep:
@@ -29,7 +36,8 @@ class RecordedStep:
         self._recording = Recording(memory)
         with self._recording.record(watched=watched):
             logits = model(ids, context=self._context)[0]
-            self.found: Found = logits, model.operations.largest(logits)
+            self.found = Found(logits, model.operations.largest(logits), was_replayed=False)
+        self._again = replace(self.found, was_replayed=True)
         self.is_whole = self._recording.is_whole
 
     def run(self, shares: Sequence[Share]) -> Found:
@@ -37,7 +45,7 @@ class RecordedStep:
         self._context.renew(shares)
         self._ids[0] = new_tokens(shares)
         self._recording.replay()
-        return self.found
+        return self._again
 
 
 class StreamSteps:

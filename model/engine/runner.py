@@ -52,11 +52,9 @@ class Runner:
             end_row = first_row + (share.num_new if share in all_rows else share.num_choosing)
             rows[share] = slice(first_row, end_row)
             first_row = end_row
-        num_recorded = self._stream_steps.num_recorded
         found = None if taps else self._stream_steps.run(ordered)
         if found is not None:
-            was_recorded = self._stream_steps.num_recorded > num_recorded
-            return Pass(*found, rows, {}, was_recorded, was_replayed=not was_recorded)
+            return Pass(found.logits, found.largest, rows, {}, not found.was_replayed, found.was_replayed)
         ids: list[int] = []
         wanted: list[int] = []
         sequence_taps: dict[Share, SequenceTap] = {}

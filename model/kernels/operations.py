@@ -6,9 +6,8 @@ how a prompt is divided into passes.
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from model.operations import Draw, Largest, Operations, Rotation
 from model.summary import Summary, summary_of
 from model.transformer import Transformer
 
-Key = TypeVar("Key")
+DTYPES = (torch.float32, torch.bfloat16)
 WIDTH = 16  # numbers of a vector: as in kernel.h
 PART = 2048  # numbers for which another thread is worth its while
 PART_OF_SUMMARY = 1 << 17
@@ -54,12 +53,6 @@ class PagedRead:
     start: Tensor
     block_size: int
 
-    def of_last(self, rows: Tensor) -> "PagedRead":
-        """The same for these rows alone, in order, which are the last ones of their sequences."""
-        first_row = torch.searchsorted(rows, self.first_row)
-        start = self.start + self.first_row.diff() - first_row.diff()
-        return PagedRead(self.blocks, first_row, start, self.block_size)
-
 
 def use_kernels(model: Transformer) -> bool:
     """Have a network compute by kernels what they can, for good; whether there are any for it here."""
@@ -77,7 +70,7 @@ def use_kernels(model: Transformer) -> bool:
 
 def operations_for(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> "NativeOperations | None":
     """Those of this dtype, where the CPU has what they need and a compiler made them."""
-    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+    if device.type != "cpu" or dtype not in DTYPES:
         return None
     if calls.runner() is None or native.load("elementwise") is None:  # the first that fails says why, and no other
         return None
@@ -87,10 +80,9 @@ def operations_for(config: ModelConfig, dtype: torch.dtype, device: torch.device
     if config.d_head % WIDTH == 0:
         for name in ("attention", "spell_out"):
             kernels[name] = native.kernel("attention", name, dtype)
-    draws = {each: native.kernel("sampling", "draw", each) for each in (torch.float32, torch.bfloat16)}
-    if None in kernels.values():
-        return None
-    return NativeOperations(dtype, _those_there(kernels), _those_there(draws))
+    found = {name: kernel for name, kernel in kernels.items() if kernel is not None}
+    draws = {each: kernel for each in DTYPES if (kernel := native.kernel("sampling", "draw", each)) is not None}
+    return NativeOperations(dtype, found, draws) if len(found) == len(kernels) else None
 
 
 class NativeOperations(Operations):
@@ -292,10 +284,6 @@ class NativeOperations(Operations):
         N, size = slots.shape[0], keys.shape[1] * keys.shape[2]
         pointers = (keys.data_ptr(), values.data_ptr(), slots.data_ptr())
         call(self._kernels["write_rows"], _parts(k), k.data_ptr(), k_stride, v.data_ptr(), v_stride, *pointers, N, size)
-
-
-def _those_there(kernels: Mapping[Key, int | None]) -> dict[Key, int]:
-    return {key: kernel for key, kernel in kernels.items() if kernel is not None}
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int]:

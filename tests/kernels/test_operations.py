@@ -122,11 +122,11 @@ class TestOperations:
         assert nothing == PYTORCH.summarize(torch.tensor([torch.nan, torch.inf]))
 
     @pytest.mark.parametrize("window", [None, 3])
-    @pytest.mark.parametrize("num_new", [1, 5, 40])
+    @pytest.mark.parametrize("num_new", [1, 5, 40, 400])  # in the last, many tiles a thread share turned keys
     def test_scores_and_pattern(self, dtype: torch.dtype, num_new: int, window: int | None) -> None:
         operations, S = native_operations(dtype), num_new + 4
-        heads = torch.randn(2, S, 6, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
-        q, k, v = heads[:, 4:, :4], heads[:, :, 4:5].repeat(1, 1, 2, 1), heads[:, :, 4:]
+        heads = torch.randn(2, S, 24, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+        q, k, v = heads[:, 4:, :12], heads[:, :, 12:18], heads[:, :, 18:]
         mask = CausalMask(4, num_new, window, q.device)
         found = operations.spell_out(q, k, mask, scale=0.3)
         exact = PYTORCH.spell_out(q.double(), k.double(), mask, scale=0.3)
