@@ -103,8 +103,8 @@ class Operations:
         """What `attend` skips, each (B, H, N, S): scores, masked scores, and their softmax."""
         return spell_out(q, k, mask, scale=scale)
 
-    def summarize(self, x: Tensor) -> Summary:
-        return summarize(x)
+    def summarize(self, tensors: Sequence[Tensor]) -> list[Summary]:
+        return list(map(summarize, tensors))
 
 
 PYTORCH = Operations()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 Quantization = Literal["none", "int8", "int4"]
 GROUP = 32
 FACTORS = [0.73 + 0.03 * step for step in range(15)]  # scales of a group that are tried, over its largest number / 8
-CACHED_NUMBERS = 1 << 16  # that are worked on at a time: all passes over memory would take minutes
+CACHED_NUMBERS = 1 << 19  # worked on at a time: more would not stay in the caches, for fewer threads wait too often
 LANES = 4  # inputs that the kernels multiply at a time
 
 

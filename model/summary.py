@@ -1,14 +1,13 @@
 """What a summary says of a stage."""
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """Of the finite numbers of a stage; `std` is the population's, `non_finite` counts what was left out (masked
     scores are -inf). All are None where no number is finite."""
 
@@ -30,12 +29,7 @@ def summarize(tensor: Tensor) -> Summary:
             return Summary(None, None, None, None, None, tensor.numel())
         low, high = (bound.item() for bound in wide.aminmax())
     # Norms are several times faster than torch.var_mean, and centred before they are squared.
-    mean = wide.mean().item()
+    mean, root = wide.mean().item(), math.sqrt(wide.numel())
     deviation = torch.linalg.vector_norm(wide - mean).item()
-    return summary_of(low, high, mean, deviation, wide.numel(), tensor.numel())
-
-
-def summary_of(low: float, high: float, mean: float, deviation: float, num_finite: int, count: int) -> Summary:
-    """`deviation` is the root of the sum of squared differences from the mean."""
-    root = math.sqrt(num_finite)
-    return Summary(low, high, mean, deviation / root, math.hypot(deviation, mean * root), count - num_finite)
+    num_missing = tensor.numel() - wide.numel()
+    return Summary(low, high, mean, deviation / root, math.hypot(deviation, mean * root), num_missing)

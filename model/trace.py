@@ -16,6 +16,7 @@ from model.summary import Summary
 from model.transformer import read_out
 
 Detail = Literal["none", "summary", "values"]
+WAITING_BYTES = 1 << 22  # of stages that are summarized together: they are still in the processor's caches
 
 
 class Network(Protocol):
@@ -61,29 +62,48 @@ class Selection:
                 tensor = tensor.index_select(axis, torch.tensor(indices, device=tensor.device))
         return tensor
 
-    def keep(
-        self, stage: Stage, tensor: Tensor, sizes: Mapping[str, int], operations: Operations = PYTORCH
-    ) -> "StageTrace":
-        """What an answer needs of a stage, as it is computed; the network's `operations` may be faster at it."""
-        tensor = self.take(stage, tensor, sizes)
-        return StageTrace(
-            stage,
-            tuple(tensor.shape),
-            tensor.dtype,
-            None if self.detail == "none" else operations.summarize(tensor),
-            tensor if self.detail == "values" else None,
-        )
 
-
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StageTrace:
     """What was kept of one stage: `values` for detail "values", `summary` unless detail is "none"."""
 
     stage: Stage
     shape: tuple[int, ...]
     dtype: torch.dtype
-    summary: Summary | None
     values: Tensor | None
+    summary: Summary | None = None
+
+
+class Keeper:
+    """Keeps of each stage what an answer needs, as it is computed. `finish` once all are.
+
+    Stages are summarized some at a time, which takes less time for each; till then their memory is held.
+    """
+
+    def __init__(self, selection: Selection, sizes: Mapping[str, int], operations: Operations = PYTORCH) -> None:
+        self._selection = selection
+        self._sizes = sizes
+        self._operations = operations
+        self._waiting: list[tuple[StageTrace, Tensor]] = []
+        self._bytes = 0
+
+    def __call__(self, stage: Stage, tensor: Tensor) -> StageTrace:
+        tensor = self._selection.take(stage, tensor, self._sizes)
+        detail = self._selection.detail
+        kept = StageTrace(stage, tuple(tensor.shape), tensor.dtype, tensor if detail == "values" else None)
+        if detail != "none":
+            self._waiting.append((kept, tensor))
+            self._bytes += tensor.untyped_storage().nbytes()
+            if self._bytes > WAITING_BYTES:
+                self.finish()
+        return kept
+
+    def finish(self) -> None:
+        """Summarize those that wait."""
+        summaries = self._operations.summarize([tensor for _, tensor in self._waiting])
+        for (kept, _), summary in zip(self._waiting, summaries, strict=True):
+            kept.summary = summary
+        self._waiting, self._bytes = [], 0
 
 
 @dataclass(frozen=True)
@@ -106,9 +126,11 @@ def trace(
 ) -> Trace:
     """Run `network` once over `ids` and keep the selected stages; `sizes` are its dims for this many tokens."""
     operations = getattr(network, "operations", PYTORCH)
-    recorder = Recorder(selection.stages, lambda stage, tensor: selection.keep(stage, tensor, sizes, operations))
+    keeper = Keeper(selection, sizes, operations)
+    recorder = Recorder(selection.stages, keeper)
     logits = network(torch.tensor([list(ids)], device=device), tap=recorder)
     loss = read_out(logits, targets, recorder, operations)
+    keeper.finish()
     return Trace([recorder.kept[stage.name] for stage in selection.stages], logits[0], loss[0])
 
 

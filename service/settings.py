@@ -38,7 +38,7 @@ class Settings(BaseSettings):
     threads: int | None = Field(None, ge=1, description="CPU threads of the network; default: torch's choice")
     kernels: Literal["auto", "torch"] = Field(
         "auto",
-        description="auto: our own on a CPU with AVX-512 and a C++ compiler, where they are faster; torch: PyTorch's",
+        description="auto: our own on a CPU with AVX2 or AVX-512 and a C++ compiler; torch: PyTorch's",
     )
     quantize: Quantization = Field(
         "none",

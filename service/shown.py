@@ -1,7 +1,6 @@
 """What /forward and a traced /generate show alike: which stages, and how a stage and its predictions are answered."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any, Literal
 
 from torch import Tensor
@@ -35,7 +34,7 @@ def stage_answer(kept: StageTrace, values: Tensor | None, encoding: Encoding) ->
         "dtype": NAMES[kept.dtype if values is None else values.dtype],
     }
     if kept.summary is not None:
-        answer["summary"] = asdict(kept.summary)
+        answer["summary"] = kept.summary._asdict()
     if values is not None and encoding != "safetensors":
         answer["values"] = json_array(values) if encoding == "json" else base64_text(values)
     return answer

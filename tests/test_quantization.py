@@ -15,6 +15,7 @@ from model.perplexity import predict_ids
 from model.quantization import GROUP, QuantizedLinear, quantize_int4, quantize_int8, quantize_linears
 from service.app import BUNDLED
 from tests.conftest import shared
+from tests.kernels.common import NO_KERNELS
 from tests.service.running import running
 
 TOLERATED = {"int8": 0.005, "int4": 0.03}  # of the perplexity
@@ -91,7 +92,7 @@ def test_the_bundled_model_predicts_about_as_well(quantization: str, has_kernels
     quantized = load_checkpoint(str(BUNDLED), dtype="bfloat16").model
     quantize_linears(quantized, quantization)  # type: ignore[arg-type]
     if has_kernels and not use_kernels(quantized):
-        pytest.skip("this machine has no AVX-512 for it, or no C++ compiler")
+        pytest.skip(NO_KERNELS)
     before, after = (predict_ids(model, texts).perplexity for model in (reference.model, quantized))
     assert abs(after / before - 1) < TOLERATED[quantization]
     assert after != before

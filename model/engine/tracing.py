@@ -9,7 +9,7 @@ from torch import Tensor
 from model.engine.scheduler import Share
 from model.engine.taps import READ_OUT_STAGES
 from model.stages import READ_OUT, Chain, Recorder, Stage, Tap, sizes_of, stages_of
-from model.trace import Predictions, Selection, StageTrace, predict
+from model.trace import Keeper, Predictions, Selection, StageTrace, predict
 from model.transformer import Transformer, read_out
 
 
@@ -74,9 +74,8 @@ class StepTracer:
             heads=selection.heads,
         )
         sizes = sizes_of(config, share.num_new) | {"key": share.start + share.num_new}
-        self._recorder = Recorder(
-            of_step.stages, lambda stage, tensor: _copy(of_step.keep(stage, tensor, sizes, model.operations))
-        )
+        self._keeper = Keeper(of_step, sizes, model.operations)
+        self._recorder = Recorder(of_step.stages, self._keep)
         lens = params.logit_lens is not None and share.is_last
         self._lens = Recorder(residuals(model) if lens else (), lambda stage, tensor: tensor[:, -1:].clone())
 
@@ -96,9 +95,16 @@ class StepTracer:
             assert logits is not None
             read_out(logits[None], targets, self._recorder, self._model.operations)
             predictions = predict(logits[self._rows], self._params.top_k) if self._params.top_k else []
+        self._keeper.finish()
         stages = [trace for stage in self._params.selection.stages if (trace := self._recorder.kept.get(stage.name))]
         guesses = self._guesses(targets[-1])
         return StepTrace(self.positions, stages, predictions, guesses) if self.positions or guesses else None
+
+    def _keep(self, stage: Stage, tensor: Tensor) -> StageTrace:
+        kept = self._keeper(stage, tensor)
+        if kept.values is not None:  # of their own: rows of a whole step's tensor would keep all of it in memory
+            kept.values = kept.values.clone()
+        return kept
 
     def _guesses(self, chosen: int) -> list[LayerGuess] | None:
         if not self._lens.kept or self._params.logit_lens is None:
@@ -115,9 +121,3 @@ def residuals(model: Transformer) -> list[Stage]:
     name = "resid_post" if model.config.norm_placement == "pre" else "ln2.out"
     layers = {f"blocks.{layer}.{name}" for layer in range(model.config.num_layers)}
     return [stage for stage in stages_of(model.config) if stage.name in layers]
-
-
-def _copy(trace: StageTrace) -> StageTrace:
-    """Values of its own: rows of a whole step's tensor would keep all of it in memory."""
-    values = trace.values
-    return trace if values is None else StageTrace(trace.stage, trace.shape, trace.dtype, trace.summary, values.clone())

@@ -2,12 +2,14 @@
 //
 // q and z (N, H, D) of all new tokens in a row, those of q some stride apart; keys and values (slots, Hkv, D) of one
 // layer, slots some stride apart; blocks (S, max_blocks), the blocks of each of the S sequences in order, `size` slots
-// each. A token at position p sees the keys from max(0, p - window + 1) up to p. All is added up in float32 (weights of
-// bfloat16 values are rounded to it before), in an order that depends on the token's position alone: the result is the
-// same, to the bit, whether a prompt is read at once, in parts or token by token, and whoever is beside it.
+// each. A token at position p sees the keys from max(0, p - window + 1) up to p. All is added up in float32 (where the
+// CPU multiplies pairs of bfloat16, weights of such values are rounded to it before), in an order that depends on the
+// token's position alone: the result is the same, to the bit, whether a prompt is read at once, in parts or token by
+// token, and whoever is beside it.
 //
-// Few tokens read each key as it lies. Many turn 16 keys at a time, so that a vector holds 16 keys, and read them all.
-// Both add up the products of q and k in the same order: in each of 16 lanes first, then the lanes as a tree.
+// Few tokens read each key and value as it lies. Many turn 16 keys at a time, so that a vector holds 16 keys, lay the
+// values in a row, and read them all. Both add up the products of q and k in the same order: in each of 16 lanes first,
+// then the lanes as a tree.
 
 #include <limits>
 #include <vector>
@@ -16,10 +18,10 @@
 
 namespace {
 
-constexpr long TILE = 32;        // rows, heads of new tokens, that read keys together
-constexpr long AHEAD = 8;        // keys that are fetched while one is read
-constexpr long FEW = 4;          // rows that do not turn them; many add up values for so many rows at a time
-constexpr long ROWS = 8;         // that read turned keys at a time
+constexpr long TILE = 32;               // rows, heads of new tokens, that read keys together
+constexpr long AHEAD = 8;               // keys that are fetched while one is read
+constexpr long FEW = 4;                 // rows that do not turn them; many add up values for so many rows at a time
+constexpr long ROWS = IS_WIDE ? 8 : 4;  // that read turned keys at a time
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
 // Some heads of the keys or values of one sequence: row `index` is that of its token at this position.
@@ -83,69 +85,46 @@ struct Room {
 // Of `count` scores (whole vectors, filled up with -inf): each e^(score - max) goes to `put`; gives their sum.
 template <class Put>
 float exponentials(const float* scores, long count, Put put) {
-    __m512 largest = _mm512_set1_ps(NONE);
-    for (long i = 0; i < count; i += WIDTH) largest = _mm512_max_ps(largest, load(scores + i));
-    const __m512 shift = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
-    __m512 sum = _mm512_setzero_ps();
+    Floats largest = set(NONE);
+    for (long i = 0; i < count; i += WIDTH) largest = max(largest, load(scores + i));
+    const Floats shift = set(most_of(largest));
+    Floats sum = Floats{};
     for (long i = 0; i < count; i += WIDTH) {
-        const __m512 value = exponential(_mm512_sub_ps(load(scores + i), shift));
+        const Floats value = exponential(load(scores + i) - shift);
         put(i, value);
-        sum = _mm512_add_ps(sum, value);
+        sum = sum + value;
     }
-    return _mm512_reduce_add_ps(sum);
-}
-
-// 16 rows of 16 numbers -> their columns, `to` 16 apart
-void transpose(__m512 rows[WIDTH], float* to) {
-    __m512 other[WIDTH];
-    for (int i = 0; i < WIDTH; i += 2) {
-        other[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
-        other[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
-    }
-    for (int i = 0; i < WIDTH; i += 4)
-        for (int j = 0; j < 2; j++) {
-            const __m512d low = _mm512_castps_pd(other[i + j]), high = _mm512_castps_pd(other[i + j + 2]);
-            rows[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
-            rows[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
-        }
-    for (int i = 0; i < 4; i++)
-        for (int half = 0; half < 2; half++) {
-            other[8 * half + i] = _mm512_shuffle_f32x4(rows[8 * half + i], rows[8 * half + i + 4], 0x88);
-            other[8 * half + i + 4] = _mm512_shuffle_f32x4(rows[8 * half + i], rows[8 * half + i + 4], 0xdd);
-        }
-    for (int i = 0; i < 8; i++) {
-        store(to + i * WIDTH, _mm512_shuffle_f32x4(other[i], other[i + 8], 0x88));
-        store(to + (i + 8) * WIDTH, _mm512_shuffle_f32x4(other[i], other[i + 8], 0xdd));
-    }
+    return sum_of(sum);
 }
 
 // Products in each lane of 32 bits: of float32 numbers, or of pairs of bfloat16 ones. Of q and k: of one number, or of
 // two that stand side by side. Of weights and values: of one key, or of an even one and the next; a row's weights stand
 // where its scores stood.
+template <class Number>
 struct InFloat32 {
     static constexpr long DEPTH = 1;
     using Weight = float;
-    static __m512 weight(const float* weights, long key) { return _mm512_set1_ps(weights[key]); }
-    static __m512 value(const float* row, const float*, long d) { return load(row + d); }
+    static Floats weight(const float* weights, long key) { return set(weights[key]); }
+    static Floats value(const Number* row, const Number*, long d) { return load(row + d); }
     template <bool fetches, class Visit>
-    static void visit(const Rows<float>& values, long begin, long end, Visit each) {
-        values.visit<fetches>(begin, end, [&](long key, const float* row) { each(key, row, row); });
+    static void visit(const Rows<Number>& values, long begin, long end, Visit each) {
+        values.template visit<fetches>(begin, end, [&](long key, const Number* row) { each(key, row, row); });
     }
-    static __m512 take(const float* from, long) { return load(from); }
-    static __m512 multiply(__m512 sum, __m512 q, __m512 k) { return _mm512_fmadd_ps(q, k, sum); }
+    static Floats take(const Number* from, long) { return load(from); }
+    static Floats multiply(Floats sum, Floats q, Floats k) { return fma(q, k, sum); }
 };
 
 #ifdef __AVX512BF16__
 struct InBFloat16 {
     static constexpr long DEPTH = 2;
-    static __m512 take(const BFloat16* from, long left) {  // heads are whole vectors of 16, not of 32
+    static Floats take(const BFloat16* from, long left) {  // heads are whole vectors of 16, not of 32
         return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(left < 2 * WIDTH ? 0xffff : 0xffffffff, from));
     }
     using Weight = BFloat16;
-    static __m512 weight(const float* weights, long key) {
+    static Floats weight(const float* weights, long key) {
         return _mm512_castsi512_ps(_mm512_set1_epi32(((const int32_t*)weights)[key / 2]));
     }
-    static __m512 value(const BFloat16* even, const BFloat16* odd, long d) {
+    static Floats value(const BFloat16* even, const BFloat16* odd, long d) {
         const __m256i low = _mm256_loadu_si256((const __m256i*)(even + d));
         const __m512i both = _mm512_inserti64x4(
             _mm512_castsi256_si512(low), _mm256_loadu_si256((const __m256i*)(odd + d)), 1);
@@ -158,35 +137,46 @@ struct InBFloat16 {
     static void visit(const Rows<BFloat16>& values, long begin, long end, Visit each) {
         values.visit_pairs<fetches>(begin, end, each);
     }
-    static __m512 multiply(__m512 sum, __m512 q, __m512 k) { return _mm512_dpbf16_ps(sum, (__m512bh)q, (__m512bh)k); }
+    static Floats multiply(Floats sum, Floats q, Floats k) { return _mm512_dpbf16_ps(sum, (__m512bh)q, (__m512bh)k); }
 };
+#else
+using InBFloat16 = InFloat32<BFloat16>;
 #endif
 
 // Of `rows` rows of q, `lanes` apart, and 16 turned keys [lanes][16]: the products with each key, those of every 16th
 // lane added up, then these sums as a tree.
 template <class Dot, int rows, int lane = 0, int step = 1>
 [[gnu::always_inline]] inline void multiply_keys(
-    const float* q, const float* turned, long lanes, __m512 (&sums)[rows]) {
+    const float* q, const float* turned, long lanes, Floats (&sums)[rows]) {
     if constexpr (step == WIDTH) {
-        UNROLL for (int row = 0; row < rows; row++) sums[row] = _mm512_setzero_ps();
+        UNROLL for (int row = 0; row < rows; row++) sums[row] = Floats{};
         for (long at = lane; at < lanes; at += WIDTH) {
-            const __m512 k = load(turned + at * WIDTH);
+            const Floats k = load(turned + at * WIDTH);
             UNROLL for (int row = 0; row < rows; row++)
-                sums[row] = Dot::multiply(sums[row], _mm512_set1_ps(q[row * lanes + at]), k);
+                sums[row] = Dot::multiply(sums[row], set(q[row * lanes + at]), k);
         }
     } else {
-        __m512 others[rows];
+        Floats others[rows];
         multiply_keys<Dot, rows, lane, 2 * step>(q, turned, lanes, sums);
         multiply_keys<Dot, rows, lane + step, 2 * step>(q, turned, lanes, others);
-        UNROLL for (int row = 0; row < rows; row++) sums[row] = _mm512_add_ps(sums[row], others[row]);
+        UNROLL for (int row = 0; row < rows; row++) sums[row] = sums[row] + others[row];
     }
 }
 
-// Keys of one head, turned: [key / 16][lane][key % 16] from the key `begin` on, a multiple of 16. Up to `end` they are
-// good for later tiles: all 16 of each group were there.
-struct Turned {
+// Keys or values of one head as many rows read them, from the key `begin` on; up to `end` they are good for later
+// tiles.
+struct Prepared {
     Room room;
     long begin = 0, end = 0;
+
+    // Room for the keys up to `to`, of which those from `from` on are wanted (it never falls); those before `end` are
+    // there.
+    float* reach(long from, long to, long numbers_of_key) {
+        if (from > end) begin = end = from;
+        const size_t size = (to - begin + WIDTH - 1) / WIDTH * WIDTH * numbers_of_key;
+        if (!room.has(size)) end = begin;
+        return room.reach(size);
+    }
 };
 
 // What new tokens of one sequence attend to, in the query heads of one or several heads of keys.
@@ -198,14 +188,14 @@ struct Reader {
     long start, heads, group, q_stride, H, D, window;  // start: the position of the first new token
     float scale;
     Room& memory;
-    Turned& turned;
+    Prepared &turned, &spread;
 
     long first(long token) const { return window ? std::max(0L, start + token - window + 1) : 0; }
     long end_of(long token) const { return start + token + 1; }
     long lanes() const { return (D + Dot::DEPTH * WIDTH - 1) / (Dot::DEPTH * WIDTH) * WIDTH; }
 
     // A vector of lanes of a row of q or k.
-    __m512 take(const Number* row, long lane) const {
+    Floats take(const Number* row, long lane) const {
         return Dot::take(row + lane * Dot::DEPTH, D - lane * Dot::DEPTH);
     }
 
@@ -246,7 +236,7 @@ struct Reader {
         Weight* const weights = (Weight*)scores;
         std::fill(scores + end, scores + own + whole, NONE);
         const float sum = exponentials(
-            scores + own, whole, [&](long i, __m512 value) { store(weights + own + i, value); });
+            scores + own, whole, [&](long i, Floats value) { store(weights + own + i, value); });
         if (own % Dot::DEPTH) weights[own - 1] = 0;
         if (end % Dot::DEPTH) weights[end] = 0;
         return sum;
@@ -264,8 +254,7 @@ struct Reader {
         tile.is_few() ? add_few(tile, scores, sums) : add_many(tile, scores, sums);
         for (long row = 0; row < tile.rows; row++)
             for (long d = 0; d < D; d += WIDTH)
-                store(z + (tile.token(row) * H + tile.head(row)) * D + d,
-                      _mm512_div_ps(load(sums + row * D + d), _mm512_set1_ps(totals[row])));
+                store(z + (tile.token(row) * H + tile.head(row)) * D + d, load(sums + row * D + d) / set(totals[row]));
     }
 
     // The same tokens, spelled out: scores with all S keys, masked ones, and their softmax, each (H, N, S).
@@ -299,10 +288,10 @@ struct Reader {
         keys.template visit<true>(tile.first_key, tile.last_key, [&](long key, const Number* k) {
             long left = tile.of_head;  // rows of the head at k
             for (long row = 0; row < tile.rows; row++) {
-                __m512 products = _mm512_setzero_ps();
+                Floats products = Floats{};
                 for (long lane = 0; lane < lanes(); lane += WIDTH)
                     products = Dot::multiply(products, load(queries + row * lanes() + lane), take(k, lane));
-                scores[row * tile.padded + key - tile.first_key] = scale * _mm512_reduce_add_ps(products);
+                scores[row * tile.padded + key - tile.first_key] = scale * sum_of(products);
                 if (--left == 0) left = tile.of_head, k += D;
             }
         });
@@ -340,12 +329,9 @@ struct Reader {
         }
     }
 
-    // The turned keys up to `to`, of which those from `from` on are wanted; some are there from tiles before.
+    // Keys [key / 16][lane][key % 16], from a multiple of 16 on.
     const float* turn(long from, long to) const {
-        if (from < turned.begin || from > turned.end) turned.begin = turned.end = from;
-        const size_t size = (to - turned.begin + WIDTH - 1) / WIDTH * WIDTH * lanes();
-        if (!turned.room.has(size)) turned.end = turned.begin;
-        float* const all = turned.room.reach(size);
+        float* const all = turned.reach(from, to, lanes());
         for (long key = turned.end; key < to; key += WIDTH) {
             const Number* k[WIDTH];
             keys.template visit<false>(key, std::min(key + WIDTH, to), [&](long of, const Number* row) {
@@ -353,7 +339,7 @@ struct Reader {
             });
             for (long i = to - key; i < WIDTH; i++) k[i] = k[i - 1];
             for (long lane = 0; lane < lanes(); lane += WIDTH) {
-                __m512 part[WIDTH];
+                Floats part[WIDTH];
                 for (long i = 0; i < WIDTH; i++) part[i] = take(k[i], lane);
                 transpose(part, all + (key - turned.begin) * lanes() + lane * WIDTH);
             }
@@ -362,16 +348,28 @@ struct Reader {
         return all;
     }
 
+    // Values [key / DEPTH][D], as they are multiplied, from a multiple of DEPTH on.
+    const float* spread_values(long from, long to) const {
+        float* const all = spread.reach(from, to, D);
+        Dot::template visit<true>(values, spread.end, to, [&](long key, const Number* v, const Number* next) {
+            for (long d = 0; d < D; d += WIDTH)
+                store(all + (key - spread.begin) / Dot::DEPTH * D + d, Dot::value(v, next, d));
+        });
+        spread.end = std::max(spread.end, to / Dot::DEPTH * Dot::DEPTH);
+        return all;
+    }
+
     template <int count>
     void score_rows(const Tile& tile, const float* queries, float* scores, const float* turned, long row) const {
-        __m512 products[count];
+        Floats products[count];
         multiply_keys<Dot, count>(queries + row * lanes(), turned, lanes(), products);
         for (int i = 0; i < count; i++)
-            store(scores + (row + i) * tile.padded, _mm512_mul_ps(_mm512_set1_ps(scale), products[i]));
+            store(scores + (row + i) * tile.padded, set(scale) * products[i]);
     }
 
     // Each row adds the values of its keys in order. Keys that all rows see are read once for FEW rows.
     void add_many(const Tile& tile, const float* weights, float* sums) const {
+        const float* const all = spread_values(tile.first_key, tile.last_key);
         for (long row = 0; row < tile.rows; row += FEW) {
             const long count = std::min(FEW, tile.rows - row);
             const long common_begin = (first(tile.token(row + count - 1)) + Dot::DEPTH - 1) / Dot::DEPTH * Dot::DEPTH;
@@ -386,37 +384,38 @@ struct Reader {
             for (long of = row; of < row + count; of++)
                 add_alone(first(tile.token(of)), is_common ? common_begin : end_of(tile.token(of)), of);
             if (is_common) {
-                add_common(tile, weights + row * tile.padded, sums + row * D, common_begin, common_end);
+                add_common(tile, weights + row * tile.padded, all, sums + row * D, common_begin, common_end);
                 for (long of = row; of < row + count; of++) add_alone(common_end, end_of(tile.token(of)), of);
             }
         }
     }
 
-    void add_common(const Tile& tile, const float* weights, float* sums, long begin, long end) const {
-        constexpr int PART = 4;  // vectors of a head at a time
+    void add_common(
+        const Tile& tile, const float* weights, const float* all, float* sums, long begin, long end) const {
+        constexpr int PART = IS_WIDE ? 4 : 1;  // vectors of a head at a time
         for (long d = 0; d < D; d += PART * WIDTH) {
             if (D - d < PART * WIDTH)
-                for (long i = d; i < D; i += WIDTH) add_part<1>(tile, weights, sums + i, begin, end, i);
+                for (long i = d; i < D; i += WIDTH) add_part<1>(tile, weights, all + i, sums + i, begin, end);
             else
-                add_part<PART>(tile, weights, sums + d, begin, end, d);
+                add_part<PART>(tile, weights, all + d, sums + d, begin, end);
         }
     }
 
     template <int part>
-    void add_part(const Tile& tile, const float* weights, float* sums, long begin, long end, long d) const {
-        __m512 total[FEW][part];
-        for (int row = 0; row < FEW; row++)
-            for (int i = 0; i < part; i++) total[row][i] = load(sums + row * D + i * WIDTH);
-        Dot::template visit<false>(values, begin, end, [&](long key, const Number* v, const Number* next) {
-            __m512 value[part];
-            for (int i = 0; i < part; i++) value[i] = Dot::value(v, next, d + i * WIDTH);
-            for (int row = 0; row < FEW; row++) {
-                const __m512 weight = Dot::weight(weights + row * tile.padded, key - tile.first_key);
-                for (int i = 0; i < part; i++) total[row][i] = Dot::multiply(total[row][i], weight, value[i]);
+    void add_part(const Tile& tile, const float* weights, const float* all, float* sums, long begin, long end) const {
+        Floats total[FEW][part];
+        UNROLL for (int row = 0; row < FEW; row++)
+            UNROLL for (int i = 0; i < part; i++) total[row][i] = load(sums + row * D + i * WIDTH);
+        const long padded = tile.padded, first_key = tile.first_key, size = D;
+        const float* value = all + (begin - spread.begin) / Dot::DEPTH * size;
+        for (long key = begin; key < end; key += Dot::DEPTH, value += size)
+            UNROLL for (int row = 0; row < FEW; row++) {
+                const Floats weight = Dot::weight(weights + row * padded, key - first_key);
+                UNROLL for (int i = 0; i < part; i++)
+                    total[row][i] = Dot::multiply(total[row][i], weight, load(value + i * WIDTH));
             }
-        });
-        for (int row = 0; row < FEW; row++)
-            for (int i = 0; i < part; i++) store(sums + row * D + i * WIDTH, total[row][i]);
+        UNROLL for (int row = 0; row < FEW; row++)
+            UNROLL for (int i = 0; i < part; i++) store(sums + row * D + i * WIDTH, total[row][i]);
     }
 };
 
@@ -437,14 +436,14 @@ void attention(Arguments given, long part, long num_parts) {
         num_items += (Hkv + heads - 1) / heads * ((num_new + tile - 1) / tile);
     }
     static thread_local Room memory;
-    static thread_local Turned turned;
+    static thread_local Prepared turned, spread;
     static thread_local std::vector<Number> zeros;
     if ((long)zeros.size() < Hkv * D) zeros.resize(Hkv * D);
     long item = 0;
     for (long s = 0; s < num_sequences; s++) {
         const long num_new = first_row[s + 1] - first_row[s], heads = heads_of(num_new);
         for (long head = 0; head < Hkv; head += heads) {
-            turned.begin = turned.end = 0;
+            turned.begin = turned.end = spread.begin = spread.end = 0;
             for (long begin = 0; begin < num_new; begin += tile, item++)
                 if (item >= num_items * part / num_parts && item < num_items * (part + 1) / num_parts) {
                     const long q_stride = given.size(17), count = std::min(heads, Hkv - head);
@@ -454,7 +453,7 @@ void attention(Arguments given, long part, long num_parts) {
                         {values + head * D, own, size, given.size(16), count * D, zeros.data()},
                         q + first_row[s] * q_stride + head * group * D, z + (first_row[s] * H + head * group) * D,
                         start[s], count, group, q_stride, H, D, window,
-                        given.number(14), memory, turned,
+                        given.number(14), memory, turned, spread,
                     };
                     reader.read(begin, std::min(begin + tile, num_new));
                 }
@@ -470,7 +469,7 @@ void spell_out(Arguments given, long part, long num_parts) {
     const long D = given.size(11), group = H / Hkv;
     const long tile = std::max(1L, TILE / group), num_tiles = (N + tile - 1) / tile;
     static thread_local Room memory;
-    static thread_local Turned turned;
+    static thread_local Prepared turned, spread;
     turned.begin = turned.end = 0;
     for (long item = Hkv * num_tiles * part / num_parts; item < Hkv * num_tiles * (part + 1) / num_parts; item++) {
         const long head = item / num_tiles, begin = item % num_tiles * tile, to = head * group * N * S;
@@ -478,7 +477,7 @@ void spell_out(Arguments given, long part, long num_parts) {
         const Rows<Number> of_head = {keys + head * D, given.array<int64_t>(2), S, Hkv * D, D, nullptr};
         const Reader<Number, Dot> reader = {
             of_head, of_head, q + head * group * D, nullptr, start, 1, group, H * D, H, D,
-            given.size(12), given.number(13), memory, turned,
+            given.size(12), given.number(13), memory, turned, spread,
         };
         reader.show(begin, std::min(begin + tile, N), N, S, given.array<Number>(3) + to, given.array<Number>(4) + to,
                     given.array<Number>(5) + to);
@@ -487,9 +486,7 @@ void spell_out(Arguments given, long part, long num_parts) {
 
 }  // namespace
 
-KERNEL(spell_out_float32) { spell_out<float, InFloat32>(given, part, num_parts); }
-KERNEL(attention_float32) { attention<float, InFloat32>(given, part, num_parts); }
-#ifdef __AVX512BF16__
+KERNEL(spell_out_float32) { spell_out<float, InFloat32<float>>(given, part, num_parts); }
+KERNEL(attention_float32) { attention<float, InFloat32<float>>(given, part, num_parts); }
 KERNEL(spell_out_bfloat16) { spell_out<BFloat16, InBFloat16>(given, part, num_parts); }
 KERNEL(attention_bfloat16) { attention<BFloat16, InBFloat16>(given, part, num_parts); }
-#endif

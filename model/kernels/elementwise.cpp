@@ -60,8 +60,8 @@ void add(Arguments given, long part, long num_parts) {
     const long count = given.size(3), vectors = (count + WIDTH - 1) / WIDTH;
     each_row(vectors, part, num_parts, [&](long vector) {
         const long i = vector * WIDTH;
-        const __mmask16 which = first_of(count - i);
-        store(out + i, _mm512_add_ps(load(a + i, which), load(b + i, which)), which);
+        const Mask which = first_of(count - i);
+        store(out + i, load(a + i, which) + load(b + i, which), which);
     });
 }
 
@@ -76,22 +76,22 @@ void norm(Arguments given, long part, long num_parts) {
     each_row(given.size(4) * inner, part, num_parts, [&](long row) {
         const Number* from = x + row / inner * outer_stride + row % inner * inner_stride;
         Number* to = given.array<Number>(3) + row * size;
-        __m512 shift = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
+        Floats shift = Floats{}, squares = Floats{};
         if (given.size(10)) {
-            each_vector(size, [&](long i, __mmask16 which) { shift = _mm512_add_ps(shift, load(from + i, which)); });
-            shift = _mm512_set1_ps(_mm512_reduce_add_ps(shift) / size);
+            each_vector(size, [&](long i, Mask which) { shift = shift + load(from + i, which); });
+            shift = set(sum_of(shift) / size);
         }
-        each_vector(size, [&](long i, __mmask16 which) {
-            const __m512 centred = _mm512_maskz_sub_ps(which, load(from + i, which), shift);
-            squares = _mm512_fmadd_ps(centred, centred, squares);
+        each_vector(size, [&](long i, Mask which) {
+            const Floats centred = select(which, load(from + i, which) - shift, Floats{});
+            squares = fma(centred, centred, squares);
         });
-        const float scale = std::sqrt(_mm512_reduce_add_ps(squares) / size + eps);
+        const float scale = std::sqrt(sum_of(squares) / size + eps);
         if (scales) scales[row] = scale;
-        const __m512 factor = _mm512_set1_ps(1.0f / scale);
-        each_vector(size, [&](long i, __mmask16 which) {
-            __m512 value = _mm512_mul_ps(_mm512_sub_ps(load(from + i, which), shift), factor);
-            if (weight) value = _mm512_mul_ps(value, load(weight + i, which));
-            if (bias) value = _mm512_add_ps(value, load(bias + i, which));
+        const Floats factor = set(1.0f / scale);
+        each_vector(size, [&](long i, Mask which) {
+            Floats value = (load(from + i, which) - shift) * factor;
+            if (weight) value = value * load(weight + i, which);
+            if (bias) value = value + load(bias + i, which);
             store(to + i, value, which);
         });
     });
@@ -123,34 +123,34 @@ void rotate(Arguments given, long part, long num_parts) {
         for (long head = 0; head < heads; head++) {
             const Number* from = x[row] + head * 2 * half;
             Number* to = out[row] + head * 2 * half;
-            each_vector(half, [&](long i, __mmask16 which) {
-                const __m512 cosine = load(cosines + i, which), sine = load(sines + i, which);
-                const __m512 first = load(from + i, which), second = load(from + half + i, which);
-                store(to + i, _mm512_fmsub_ps(first, cosine, _mm512_mul_ps(second, sine)), which);
-                store(to + half + i, _mm512_fmadd_ps(second, cosine, _mm512_mul_ps(first, sine)), which);
+            each_vector(half, [&](long i, Mask which) {
+                const Floats cosine = load(cosines + i, which), sine = load(sines + i, which);
+                const Floats first = load(from + i, which), second = load(from + half + i, which);
+                store(to + i, fma(first, cosine, Floats{} - second * sine), which);
+                store(to + half + i, fma(second, cosine, first * sine), which);
             });
         }
     });
 }
 
-__m512 sigmoid(__m512 x) {
-    const __m512 one = _mm512_set1_ps(1.0f);
-    return _mm512_div_ps(one, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+Floats sigmoid(Floats x) {
+    const Floats one = set(1.0f);
+    return one / (one + exponential(Floats{} - x));
 }
 
-__m512 silu(__m512 x) { return _mm512_mul_ps(x, sigmoid(x)); }
+Floats silu(Floats x) { return x * sigmoid(x); }
 
 // x/2 (1 + tanh u) = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
-__m512 gelu_tanh(__m512 x) {
-    const __m512 cubed = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
-    const __m512 inner = _mm512_fmadd_ps(_mm512_set1_ps(0.044715f), cubed, x);
-    return _mm512_mul_ps(x, sigmoid(_mm512_mul_ps(_mm512_set1_ps(1.5957691216f), inner)));
+Floats gelu_tanh(Floats x) {
+    const Floats cubed = x * x * x;
+    const Floats inner = fma(set(0.044715f), cubed, x);
+    return x * sigmoid(set(1.5957691216f) * inner);
 }
 
-__m512 relu(__m512 x) { return _mm512_max_ps(_mm512_setzero_ps(), x); }  // NaN stays
+Floats relu(Floats x) { return max(Floats{}, x); }  // NaN stays
 
 // pre (N, size) -> out = activation(pre), times linear (N, size) where there is one
-template <class Number, __m512 (*activation)(__m512)>
+template <class Number, Floats (*activation)(Floats)>
 void activate(Arguments given, long part, long num_parts) {
     const long size = given.size(6), vectors = (size + WIDTH - 1) / WIDTH;
     const Rows<Number> pre = {given.array<Number>(0), given.size(1), size}, out = {given.array<Number>(4), size, size};
@@ -161,9 +161,9 @@ void activate(Arguments given, long part, long num_parts) {
         const long last = std::min(vectors, end - row * vectors);
         for (long vector = std::max(0L, begin - row * vectors); vector < last; vector++) {
             const long i = vector * WIDTH;
-            const __mmask16 which = first_of(size - i);
-            __m512 value = activation(load(pre[row] + i, which));
-            if (linear.from) value = _mm512_mul_ps(value, load(linear[row] + i, which));
+            const Mask which = first_of(size - i);
+            Floats value = activation(load(pre[row] + i, which));
+            if (linear.from) value = value * load(linear[row] + i, which);
             store(out[row] + i, value, which);
         }
     }
@@ -176,21 +176,21 @@ void distribution(Arguments given, long part, long num_parts) {
     each_row(given.size(3), part, num_parts, [&](long row) {
         const Number* x = given.array<Number>(0) + row * size;
         float* const probabilities = given.array<float>(1) ? given.array<float>(1) + row * size : nullptr;
-        __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
-        each_vector(size, [&](long i, __mmask16 which) {
-            most = _mm512_mask_max_ps(most, which, most, load(x + i, which));
+        Floats most = set(-INFINITY), sum = Floats{};
+        each_vector(size, [&](long i, Mask which) {
+            most = max(most, select(which, load(x + i, which), set(-INFINITY)));
         });
-        const float shift = _mm512_reduce_max_ps(most);
-        each_vector(size, [&](long i, __mmask16 which) {
-            const __m512 value = exponential(_mm512_sub_ps(load(x + i, which), _mm512_set1_ps(shift)));
-            sum = _mm512_mask_add_ps(sum, which, sum, value);
+        const float shift = most_of(most);
+        each_vector(size, [&](long i, Mask which) {
+            const Floats value = exponential(load(x + i, which) - set(shift));
+            sum = sum + select(which, value, Floats{});
             if (probabilities) store(probabilities + i, value, which);
         });
-        const float total = _mm512_reduce_add_ps(sum);
+        const float total = sum_of(sum);
         given.array<float>(2)[row] = shift + std::log(total);
         if (probabilities)
-            each_vector(size, [&](long i, __mmask16 which) {
-                store(probabilities + i, _mm512_div_ps(load(probabilities + i, which), _mm512_set1_ps(total)), which);
+            each_vector(size, [&](long i, Mask which) {
+                store(probabilities + i, load(probabilities + i, which) / set(total), which);
             });
     });
 }
@@ -201,26 +201,25 @@ void largest(Arguments given, long part, long num_parts) {
     const long size = given.size(4);
     each_row(given.size(3), part, num_parts, [&](long row) {
         const Number* x = given.array<Number>(0) + row * size;
-        __m512 most = _mm512_set1_ps(-INFINITY);
-        __m512i where = _mm512_setzero_si512();
-        __mmask16 unordered = 0;
-        each_vector(size, [&](long i, __mmask16 which) {
-            const __m512 value = load(x + i, which);
-            const __mmask16 is_more = _mm512_mask_cmp_ps_mask(which, value, most, _CMP_GT_OQ);
-            most = _mm512_mask_mov_ps(most, is_more, value);
-            where = _mm512_mask_mov_epi32(where, is_more, _mm512_set1_epi32(i));
-            unordered |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+        Floats most = set(-INFINITY);
+        Integers where = Integers{};
+        Mask unordered = {};
+        each_vector(size, [&](long i, Mask which) {
+            const Floats value = load(x + i, which);
+            const Mask is_larger = is_more(value, most) & which;
+            most = select(is_larger, value, most);
+            where = select(is_larger, set_integer(i), where);
+            unordered = unordered | is_nan(value);
         });
-        const float value = _mm512_reduce_max_ps(most);
-        const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        const __mmask16 equal = _mm512_cmp_ps_mask(most, _mm512_set1_ps(value), _CMP_EQ_OQ);
-        given.array<float>(1)[row] = unordered ? NAN : value;
-        given.array<int64_t>(2)[row] = _mm512_mask_reduce_min_epi32(equal, _mm512_add_epi32(where, lanes));
+        const float value = most_of(most);
+        const Integers found = select(is_equal(most, set(value)), where + lanes(), set_integer(size));
+        given.array<float>(1)[row] = count_of(unordered) ? NAN : value;
+        given.array<int64_t>(2)[row] = least_of(found);
     });
 }
 
-__mmask16 finite_of(__m512 value, __mmask16 which) {
-    return _mm512_mask_cmp_ps_mask(which, _mm512_abs_ps(value), _mm512_set1_ps(INFINITY), _CMP_LT_OQ);
+Mask finite_of(Floats value, Mask which) {
+    return is_more(set(INFINITY), abs(value)) & which;
 }
 
 struct Moments {
@@ -243,68 +242,92 @@ struct Moments {
 template <class Number>
 Moments moments_of(const Number* x, long size) {
     constexpr int SUMS = 4;
-    __m512 least[SUMS], most[SUMS], sum[SUMS], squares[SUMS], rest[SUMS];
+    Floats least[SUMS], most[SUMS], sum[SUMS], squares[SUMS], rest[SUMS];
     UNROLL for (int j = 0; j < SUMS; j++) {
-        least[j] = _mm512_set1_ps(INFINITY), most[j] = _mm512_set1_ps(-INFINITY);
-        sum[j] = squares[j] = rest[j] = _mm512_setzero_ps();
+        least[j] = set(INFINITY), most[j] = set(-INFINITY);
+        sum[j] = squares[j] = rest[j] = Floats{};
     }
     const auto each = [&](auto visit) {
         for (long i = 0; i < size; i += SUMS * WIDTH)
             UNROLL for (int j = 0; j < SUMS; j++) visit(j, x + i + j * WIDTH, first_of(size - i - j * WIDTH));
     };
     long count = 0;
-    each([&](int j, const Number* from, __mmask16 which) {
-        const __m512 value = load(from, which);
-        const __mmask16 finite = finite_of(value, which);
-        least[j] = _mm512_mask_min_ps(least[j], finite, least[j], value);
-        most[j] = _mm512_mask_max_ps(most[j], finite, most[j], value);
-        sum[j] = _mm512_mask_add_ps(sum[j], finite, sum[j], value);
-        count += _mm_popcnt_u32(finite);
+    each([&](int j, const Number* from, Mask which) {
+        const Floats value = load(from, which);
+        const Mask finite = finite_of(value, which);
+        least[j] = min(least[j], select(finite, value, set(INFINITY)));
+        most[j] = max(most[j], select(finite, value, set(-INFINITY)));
+        sum[j] = sum[j] + select(finite, value, Floats{});
+        count += count_of(finite);
     });
     if (count == 0) return {};
-    const auto total = [](const __m512 (&sums)[SUMS]) {
-        return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3])));
+    const auto total = [](const Floats (&sums)[SUMS]) {
+        return sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
     };
     const float mean = total(sum) / count;
-    each([&](int j, const Number* from, __mmask16 which) {
+    each([&](int j, const Number* from, Mask which) {
         _mm_prefetch((const char*)(from + size), _MM_HINT_T0);
-        const __m512 value = load(from, which), centred = _mm512_sub_ps(value, _mm512_set1_ps(mean));
-        const __mmask16 finite = finite_of(value, which);
-        squares[j] = _mm512_mask3_fmadd_ps(centred, centred, squares[j], finite);
-        rest[j] = _mm512_mask_add_ps(rest[j], finite, rest[j], centred);  // what the rounding of the mean left
+        const Floats value = load(from, which);
+        const Floats centred = select(finite_of(value, which), value - set(mean), Floats{});
+        squares[j] = fma(centred, centred, squares[j]);
+        rest[j] = rest[j] + centred;  // what the rounding of the mean left
     });
     UNROLL for (int j = 1; j < SUMS; j++) {
-        least[0] = _mm512_min_ps(least[0], least[j]);
-        most[0] = _mm512_max_ps(most[0], most[j]);
+        least[0] = min(least[0], least[j]);
+        most[0] = max(most[0], most[j]);
     }
     const double left = static_cast<double>(total(rest)) / count;
-    return {_mm512_reduce_min_ps(least[0]), _mm512_reduce_max_ps(most[0]), static_cast<double>(count), mean + left,
+    return {least_of(least[0]), most_of(most[0]), static_cast<double>(count), mean + left,
             total(squares) - left * left * count};
 }
 
-// x (N, size) -> Moments of each part (num_parts, 5)
+// Some numbers of a dtype: where they lie, how many, in rows of a size and a stride apart.
+struct Layout {
+    int64_t address, count, stride, size;
+
+    static constexpr long PIECE = 1 << 14;
+    long num_pieces() const { return (count + PIECE - 1) / PIECE; }
+};
+
+// Layouts (N) -> Moments of all their pieces, one after the other
 template <class Number>
 void moments(Arguments given, long part, long num_parts) {
     constexpr long STRETCH = 256 * WIDTH;
-    const long count = given.size(2), size = given.size(4);
-    const Rows<Number> x = {given.array<Number>(0), given.size(3), size};
-    Moments all;
-    for (long next, i = count * part / num_parts, end = count * (part + 1) / num_parts; i < end; i = next) {
-        next = std::min({i + STRETCH, (i / size + 1) * size, end});
-        all.add(moments_of(x[i / size] + i % size, next - i));
+    const Layout* const layouts = given.array<Layout>(0);
+    long total = 0, index = 0;
+    for (long n = 0; n < given.size(2); n++) total += layouts[n].num_pieces();
+    for (long n = 0; n < given.size(2); n++) {
+        const Layout& at = layouts[n];
+        const Rows<Number> x = {(Number*)at.address, at.stride, at.size};
+        for (long begin = 0; begin < at.count; begin += Layout::PIECE, index++) {
+            if (index < total * part / num_parts || index >= total * (part + 1) / num_parts) continue;
+            Moments& all = given.array<Moments>(1)[index] = {};
+            for (long next, i = begin, end = std::min(begin + Layout::PIECE, at.count); i < end; i = next) {
+                next = std::min({i + STRETCH, (i / at.size + 1) * at.size, end});
+                all.add(moments_of(x[i / at.size] + i % at.size, next - i));
+            }
+        }
     }
-    given.array<Moments>(1)[part] = all;
 }
 
-// Moments (count, 5): those of all together in place of the first.
-void join(Arguments given, long part, long num_parts) {
-    Moments* const moments = given.array<Moments>(0);
-    for (long index = 1; index < given.size(1); index++) moments->add(moments[index]);
+// Layouts (N), Moments of their pieces -> of each its least and largest number, mean, standard deviation, norm, and how
+// many are not finite (N, 6)
+void summaries(Arguments given) {
+    const Layout* const layouts = given.array<Layout>(0);
+    const Moments* piece = given.array<Moments>(1);
+    for (long n = 0; n < given.size(3); n++) {
+        Moments all;
+        for (const Moments* const end = piece + layouts[n].num_pieces(); piece < end; piece++) all.add(*piece);
+        const double squares = std::max(0.0, all.deviation);
+        const double found[] = {all.least, all.largest, all.mean, std::sqrt(squares / all.count),
+                                std::sqrt(squares + all.count * all.mean * all.mean), layouts[n].count - all.count};
+        std::memcpy(given.array<double>(2) + 6 * n, found, sizeof found);
+    }
 }
 
 }  // namespace
 
-KERNEL(join_float32) { join(given, part, num_parts); }
+KERNEL(summaries_float32) { summaries(given); }
 KERNEL(rotation_float32) { rotation(given, part, num_parts); }
 
 #define KERNELS(Number, dtype)                                                                      \
@@ -321,6 +344,4 @@ KERNEL(rotation_float32) { rotation(given, part, num_parts); }
     KERNEL(relu_##dtype) { activate<Number, relu>(given, part, num_parts); }
 
 KERNELS(float, float32)
-#ifdef __AVX512BF16__
 KERNELS(BFloat16, bfloat16)
-#endif

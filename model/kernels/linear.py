@@ -16,6 +16,7 @@ from model.quantization import Quantized, QuantizedLinear
 
 TILE = 16  # outputs: as in the kernels
 OUTPUTS = 128  # of a part, at least: some tiles one after the other, so that the next can be fetched
+WIDENED = 16384  # numbers, for which another thread is worth its while
 DEPTH = {torch.float32: 1, torch.bfloat16: 2}  # inputs of one output that lie side by side
 
 
@@ -28,10 +29,14 @@ class PackedLinear(nn.Module):
         self.packed = pack(linear.weight.detach())
         self.bias = None if linear.bias is None else linear.bias.detach().contiguous()
         self._kernel = kernel
+        self._widen = native.kernel("linear", "widen", linear.weight.dtype)  # where the kernel reads x in float32
 
     def forward(self, x: Tensor) -> Tensor:
         x = _checked(x, self.packed.dtype, self.in_features)
         out = empty((*x.shape[:-1], self.out_features), x.dtype)
+        if self._widen is not None:
+            narrow, x = x, empty(x.shape, torch.float32)
+            call(self._widen, x.numel() // WIDENED, narrow.data_ptr(), x.data_ptr(), x.numel())
         pointers = (x.data_ptr(), self.packed.data_ptr(), pointer(self.bias), out.data_ptr())
         call(
             self._kernel,

@@ -1,10 +1,12 @@
-"""Compiles the C++ files of this folder for the CPU at hand, once, and loads them: whatever they compute."""
+"""Compiles the C++ files of this folder for the CPU at hand, once, and loads them: whatever they compute. `CXXFLAGS` of
+the environment come after its own flags (`-mno-avx512f`: for AVX2)."""
 
 import ctypes
 import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -44,16 +46,17 @@ def compile_source(source: Path) -> Path:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise OSError("there is no C++ compiler")
+    flags = [*FLAGS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
     version = subprocess.run([compiler, "-v"], capture_output=True, text=True).stderr
     headers = [header.read_text() for header in sorted(FOLDER.glob("*.h"))]
-    about = (source.read_text(), *headers, version, *FLAGS, cpu())
+    about = (source.read_text(), *headers, version, *flags, cpu())
     key = hashlib.sha256("\0".join(about).encode()).hexdigest()[:16]
     library = cache_directory() / f"{source.stem}-{key}.so"
     if library.exists():
         return library
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
         unfinished = Path(directory) / library.name
-        command = [compiler, *FLAGS, f"-I{FOLDER}", str(source), "-o", str(unfinished)]
+        command = [compiler, *flags, f"-I{FOLDER}", str(source), "-o", str(unfinished)]
         made = subprocess.run(command, capture_output=True, text=True)
         if made.returncode != 0:
             lines = made.stderr.splitlines()

@@ -4,9 +4,8 @@ All is computed in float32 and rounded once. No bit of a token's result depends 
 how a prompt is divided into passes.
 """
 
-import ctypes
-import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,13 +17,13 @@ from model.kernels import calls, native
 from model.kernels.calls import bits, call, empty, pointer
 from model.kernels.linear import LINEARS, pack_linears
 from model.operations import Draw, Largest, Operations, Rotation
-from model.summary import Summary, summary_of
+from model.summary import Summary, summarize
 from model.transformer import Transformer
 
 DTYPES = (torch.float32, torch.bfloat16)
 WIDTH = 16  # numbers of a vector: as in kernel.h
 PART = 2048  # numbers for which another thread is worth its while
-PART_OF_SUMMARY = 1 << 17
+PIECE = 1 << 14  # numbers of a stage whose summary is made by one thread: as in elementwise.cpp
 NAMES = (
     "take_rows",
     "write_rows",
@@ -32,7 +31,6 @@ NAMES = (
     "norm",
     "rotate",
     "largest",
-    "moments",
     "distribution",
     "silu",
     "gelu_tanh",
@@ -75,23 +73,31 @@ def operations_for(config: ModelConfig, dtype: torch.dtype, device: torch.device
     if calls.runner() is None or native.load("elementwise") is None:  # the first that fails says why, and no other
         return None
     kernels = {name: native.kernel("elementwise", name, dtype) for name in NAMES}
-    for name in ("rotation", "join"):
+    for name in ("rotation", "summaries"):
         kernels[name] = native.kernel("elementwise", name, torch.float32)
     if config.d_head % WIDTH == 0:
         for name in ("attention", "spell_out"):
             kernels[name] = native.kernel("attention", name, dtype)
     found = {name: kernel for name, kernel in kernels.items() if kernel is not None}
     draws = {each: kernel for each in DTYPES if (kernel := native.kernel("sampling", "draw", each)) is not None}
-    return NativeOperations(dtype, found, draws) if len(found) == len(kernels) else None
+    moments = {each: kernel for each in DTYPES if (kernel := native.kernel("elementwise", "moments", each)) is not None}
+    return NativeOperations(dtype, found, draws, moments) if len(found) == len(kernels) else None
 
 
 class NativeOperations(Operations):
     """By kernels, whose addresses these are; what has none is left to PyTorch."""
 
-    def __init__(self, dtype: torch.dtype, kernels: dict[str, int], draws: dict[torch.dtype, int]) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        kernels: dict[str, int],
+        draws: dict[torch.dtype, int],
+        moments: dict[torch.dtype, int],
+    ) -> None:
         self._dtype = dtype
         self._kernels = kernels
         self._draws = draws  # of logits as they are, and of those that were changed in float32
+        self._moments = moments  # of most stages, and of those that are float32 whatever the others are
         self.reads_pages = "attention" in kernels
 
     def embed(self, table: Tensor, index: Tensor) -> Tensor:
@@ -220,21 +226,31 @@ class NativeOperations(Operations):
         call(self._kernels["distribution"], rows.numel(), *pointers, rows.numel(), size)
         return probabilities, log_totals
 
-    def summarize(self, x: Tensor) -> Summary:
-        if x.dtype != self._dtype or x.numel() == 0:
-            return super().summarize(x)
-        count = x.numel()
-        x, stride, size = _rows(x)
-        num_parts = max(1, min(count // PART_OF_SUMMARY, calls.MAX_PARTS))
-        found = (ctypes.c_double * (5 * num_parts))()  # of each part: least, largest, how many, mean, sum of squares
-        address = ctypes.addressof(found)
-        call(self._kernels["moments"], num_parts, x.data_ptr(), address, count, stride, size)
-        if num_parts > 1:
-            call(self._kernels["join"], 1, address, num_parts)
-        low, high, num_finite, mean, squares = found[:5]
-        if num_finite == 0:
-            return Summary(None, None, None, None, None, count)
-        return summary_of(low, high, mean, math.sqrt(max(0.0, squares)), int(num_finite), count)
+    def summarize(self, tensors: Sequence[Tensor]) -> list[Summary]:
+        found: dict[int, Summary] = {}
+        for dtype, kernel in self._moments.items():
+            if chosen := [index for index, x in enumerate(tensors) if x.dtype == dtype]:
+                found |= zip(chosen, self._summaries(kernel, [tensors[index] for index in chosen]), strict=True)
+        return [found[index] if index in found else summarize(x) for index, x in enumerate(tensors)]
+
+    def _summaries(self, kernel: int, tensors: list[Tensor]) -> Iterator[Summary]:
+        layouts = [_rows(x) for x in tensors]  # they hold the copies until the kernel has read them
+        table = array("q")
+        num_pieces = 0
+        for x, stride, size in layouts:
+            count = x.numel()
+            table.extend((x.data_ptr(), count, stride, size))
+            num_pieces += -(-count // PIECE)
+        pieces, found = array("d", bytes(8 * 5 * num_pieces)), array("d", bytes(8 * 6 * len(tensors)))
+        addresses = [each.buffer_info()[0] for each in (table, pieces, found)]
+        call(kernel, num_pieces, *addresses[:2], len(tensors))
+        call(self._kernels["summaries"], 1, *addresses, len(tensors))
+        for index in range(0, len(found), 6):
+            low, high, mean, std, l2, num_missing = found[index : index + 6]
+            if low <= high:
+                yield Summary(low, high, mean, std, l2, int(num_missing))
+            else:  # no number is finite
+                yield Summary(None, None, None, None, None, int(num_missing))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask, *, scale: float) -> Tensor:
         if not self.reads_pages:

@@ -1,4 +1,4 @@
-// y = x w^T + b with weights of 8 or 4 bits, by the CPU's products of bytes (VNNI).
+// y = x w^T + b with weights of 8 or 4 bits, by products of bytes, which VNNI adds up at once.
 //
 // Each row of x is rounded to bytes in [-127, 127] with a scale of its own; sums of products of integers are exact, so
 // a row's result does not depend on the rows beside it. Weights are unsigned bytes: 128, or 8, is subtracted by way of
@@ -11,8 +11,6 @@
 
 #include "kernel.h"
 #include "tiles.h"
-
-#ifdef __AVX512VNNI__
 
 namespace {
 
@@ -28,20 +26,19 @@ void quantize(Arguments given, long part, long num_parts) {
         const Number* from = x + row * K;
         int8_t* to = given.array<int8_t>(1) + row * K;
         int32_t* sums = given.array<int32_t>(3) + row * (K / group);
-        __m512 largest = _mm512_setzero_ps();
-        __mmask16 unordered = 0;
+        Floats largest = Floats{};
+        Mask unordered = {};
         for (long k = 0; k < K; k += WIDTH) {
-            const __m512 value = load(from + k, first_of(K - k));
-            largest = _mm512_max_ps(largest, _mm512_abs_ps(value));
-            unordered |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+            const Floats value = load(from + k, first_of(K - k));
+            largest = max(largest, abs(value));
+            unordered = unordered | is_nan(value);
         }
-        const float most = unordered ? NAN : _mm512_reduce_max_ps(largest);
+        const float most = count_of(unordered) ? NAN : most_of(largest);
         given.array<float>(2)[row] = most / 127;
-        const __m512 factor = _mm512_set1_ps(most > 0 ? 127 / most : 0);
+        const Floats factor = set(most > 0 ? 127 / most : 0);
         for (long k = 0; k < K; k += WIDTH) {
-            const __mmask16 which = first_of(K - k);
-            const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(load(from + k, which), factor));
-            _mm_mask_storeu_epi8(to + k, which, _mm512_cvtsepi32_epi8(rounded));
+            const Mask which = first_of(K - k);
+            store_bytes(to + k, to_integers(load(from + k, which) * factor), which);
         }
         for (long k = 0; k < K; k += group) {
             int32_t sum = 0;
@@ -51,10 +48,11 @@ void quantize(Arguments given, long part, long num_parts) {
     }
 }
 
-__m512i multiply_bytes(__m512i sum, __m512i w, const int8_t* x) {
-    int32_t four;
+// The same four bytes of x for each output.
+Integers load_four(const int8_t* x) {
+    uint32_t four;
     std::memcpy(&four, x, sizeof four);
-    return _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(four));
+    return set_integer(four);
 }
 
 template <class Number>
@@ -68,17 +66,17 @@ struct Quantized {
     long N, K;
 
     // The sums of one row and tile, in units of the weight's scale.
-    void finish(const Tiles& at, int row, int tile, __m512 sum) const {
+    void finish(const Tiles& at, int row, int tile, Floats sum) const {
         const long n = at.output + tile * WIDTH;
-        sum = _mm512_mul_ps(sum, _mm512_set1_ps(x_scales[at.row + row]));
-        if (b) sum = _mm512_add_ps(sum, load(b + n, at.kept(tile)));
+        sum = sum * set(x_scales[at.row + row]);
+        if (b) sum = sum + load(b + n, at.kept(tile));
         store(y + (at.row + row) * N + n, sum, at.kept(tile));
     }
 };
 
 template <class Number>
 struct Int8 : Quantized<Number> {
-    static constexpr int ROWS = 12;
+    static constexpr int ROWS = IS_WIDE ? 12 : 4;
     const float* scales;
 
     long tile_bytes() const { return this->K * WIDTH; }
@@ -88,28 +86,28 @@ struct Int8 : Quantized<Number> {
         const long K = this->K;
         const int8_t* x = this->x + at.row * K;
         const uint8_t* w = this->w + at.output * K;
-        __m512i sums[rows][tiles];
+        Integers sums[rows][tiles];
         UNROLL for (int row = 0; row < rows; row++)
             UNROLL for (int tile = 0; tile < tiles; tile++)
-                sums[row][tile] = _mm512_set1_epi32(this->sums[at.row + row]);
+                sums[row][tile] = set_integer(this->sums[at.row + row]);
         for (long k = 0; k < K; k += 4) {
             UNROLL for (int tile = 0; tile < tiles; tile++) at.fetch<of_next>(w, (tile * K + k) * WIDTH);
             UNROLL for (int row = 0; row < rows; row++)
                 UNROLL for (int tile = 0; tile < tiles; tile++)
-                    sums[row][tile] = multiply_bytes(
-                        sums[row][tile], _mm512_loadu_si512(w + (tile * K + k) * WIDTH), x + row * K + k);
+                    sums[row][tile] = add_products(
+                        sums[row][tile], load_integers(w + (tile * K + k) * WIDTH), load_four(x + row * K + k));
         }
         UNROLL for (int row = 0; row < rows; row++)
             UNROLL for (int tile = 0; tile < tiles; tile++) {
-                const __m512 scale = load(scales + at.output + tile * WIDTH, at.kept(tile));
-                this->finish(at, row, tile, _mm512_mul_ps(_mm512_cvtepi32_ps(sums[row][tile]), scale));
+                const Floats scale = load(scales + at.output + tile * WIDTH, at.kept(tile));
+                this->finish(at, row, tile, to_floats(sums[row][tile]) * scale);
             }
     }
 };
 
 template <class Number>
 struct Int4 : Quantized<Number> {
-    static constexpr int ROWS = 6;
+    static constexpr int ROWS = IS_WIDE ? 6 : 2;
     const uint16_t* scales;
 
     long tile_bytes() const { return this->K * WIDTH / 2; }
@@ -119,33 +117,33 @@ struct Int4 : Quantized<Number> {
         const long K = this->K, num_groups = K / GROUP;
         const int8_t* x = this->x + at.row * K;
         const uint8_t* w = this->w + at.output * K / 2;
-        const __m512i low = _mm512_set1_epi8(15);
-        __m512 totals[rows][tiles];
+        const Integers low = set_integer(0x0f0f0f0f);
+        Floats totals[rows][tiles];
         UNROLL for (int row = 0; row < rows; row++)
-            UNROLL for (int tile = 0; tile < tiles; tile++) totals[row][tile] = _mm512_setzero_ps();
+            UNROLL for (int tile = 0; tile < tiles; tile++) totals[row][tile] = Floats{};
         for (long group = 0; group < num_groups; group++) {
-            __m512i sums[rows][tiles];
+            Integers sums[rows][tiles];
             UNROLL for (int row = 0; row < rows; row++)
                 UNROLL for (int tile = 0; tile < tiles; tile++)
-                    sums[row][tile] = _mm512_set1_epi32(this->sums[(at.row + row) * num_groups + group]);
+                    sums[row][tile] = set_integer(this->sums[(at.row + row) * num_groups + group]);
             for (int eight = 0; eight < GROUP; eight += 8)
                 UNROLL for (int tile = 0; tile < tiles; tile++) {
                     const long offset = (tile * K + group * GROUP + eight) / 2 * WIDTH;
                     at.fetch<of_next>(w, offset);
-                    const __m512i both = _mm512_loadu_si512(w + offset);
-                    const __m512i first = _mm512_and_si512(both, low);
-                    const __m512i second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+                    const Integers both = load_integers(w + offset);
+                    const Integers first = both & low;
+                    const Integers second = both >> 4 & low;
                     UNROLL for (int row = 0; row < rows; row++) {
                         const int8_t* four = x + row * K + group * GROUP + eight;
-                        sums[row][tile] = multiply_bytes(sums[row][tile], first, four);
-                        sums[row][tile] = multiply_bytes(sums[row][tile], second, four + 4);
+                        sums[row][tile] = add_products(sums[row][tile], first, load_four(four));
+                        sums[row][tile] = add_products(sums[row][tile], second, load_four(four + 4));
                     }
                 }
             UNROLL for (int tile = 0; tile < tiles; tile++) {
                 const long at_scale = ((at.output / WIDTH + tile) * num_groups + group) * WIDTH;
-                const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(scales + at_scale)));
+                const Floats scale = load_float16(scales + at_scale);
                 UNROLL for (int row = 0; row < rows; row++)
-                    totals[row][tile] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[row][tile]), scale, totals[row][tile]);
+                    totals[row][tile] = fma(to_floats(sums[row][tile]), scale, totals[row][tile]);
             }
         }
         UNROLL for (int row = 0; row < rows; row++)
@@ -172,8 +170,4 @@ void linear(Arguments given, long part, long num_parts) {
     KERNEL(linear_int4_##dtype) { linear<Int4, Number, uint16_t>(given, part, num_parts); }
 
 KERNELS(float, float32)
-#ifdef __AVX512BF16__
 KERNELS(BFloat16, bfloat16)
-#endif
-
-#endif  // without VNNI there is no kernel here

@@ -12,40 +12,40 @@ namespace {
 constexpr float MOST_NOISE = 16.7f;  // -ln(-ln u) of the largest u
 constexpr float NONE = -INFINITY;
 
-// ln x of a positive number, to the last bit or two (the polynomial is that of Cephes).
-__m512 logarithm(__m512 x) {
-    __m512 exponent = _mm512_getexp_ps(x), mantissa = _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero);
-    const __mmask16 is_large = _mm512_cmp_ps_mask(mantissa, _mm512_set1_ps(1.41421356f), _CMP_GT_OQ);
-    mantissa = _mm512_mask_mul_ps(mantissa, is_large, mantissa, _mm512_set1_ps(0.5f));
-    exponent = _mm512_mask_add_ps(exponent, is_large, exponent, _mm512_set1_ps(1.0f));
-    const __m512 r = _mm512_sub_ps(mantissa, _mm512_set1_ps(1.0f)), square = _mm512_mul_ps(r, r);
-    __m512 sum = _mm512_set1_ps(7.0376836292e-2f);
+// ln x of a normal positive number, to the last bit or two (the polynomial is that of Cephes).
+Floats logarithm(Floats x) {
+    constexpr uint32_t ONE = 0x3f800000, LEAST = 0x3f3504f3;  // the bits of 1, and of the least mantissa, sqrt(1/2)
+    const Integers bits = as_bits(x) + set_integer(ONE - LEAST);
+    const Floats exponent = to_floats(bits >> 23) - set(127.0f);
+    const Floats mantissa = as_floats((bits & set_integer(0x7fffff)) + set_integer(LEAST));
+    const Floats r = mantissa - set(1.0f), square = r * r;
+    Floats sum = set(7.0376836292e-2f);
     for (const float factor : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f,
                                -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f})
-        sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(factor));
-    sum = _mm512_fmadd_ps(_mm512_mul_ps(sum, r), square, _mm512_mul_ps(square, _mm512_set1_ps(-0.5f)));
-    return _mm512_fmadd_ps(exponent, _mm512_set1_ps(0.693147181f), _mm512_add_ps(r, sum));
+        sum = fma(sum, r, set(factor));
+    sum = fma(sum * r, square, square * set(-0.5f));
+    return fma(exponent, set(0.693147181f), r + sum);
 }
 
 // Random words of some tokens: the finalizer of MurmurHash3 (Appleby), twice, each time after another half of the key.
 // As `uniforms` of model/sampling.py has them.
-__m512i words_of(__m512i tokens, uint64_t key) {
+Integers words_of(Integers tokens, uint64_t key) {
     for (const uint32_t half : {(uint32_t)key, (uint32_t)(key >> 32)}) {
-        tokens = _mm512_add_epi32(tokens, _mm512_set1_epi32(half));
-        tokens = _mm512_xor_si512(tokens, _mm512_srli_epi32(tokens, 16));
-        tokens = _mm512_mullo_epi32(tokens, _mm512_set1_epi32(0x85ebca6b));
-        tokens = _mm512_xor_si512(tokens, _mm512_srli_epi32(tokens, 13));
-        tokens = _mm512_mullo_epi32(tokens, _mm512_set1_epi32(0xc2b2ae35));
-        tokens = _mm512_xor_si512(tokens, _mm512_srli_epi32(tokens, 16));
+        tokens = tokens + set_integer(half);
+        tokens = tokens ^ (tokens >> 16);
+        tokens = tokens * set_integer(0x85ebca6b);
+        tokens = tokens ^ (tokens >> 13);
+        tokens = tokens * set_integer(0xc2b2ae35);
+        tokens = tokens ^ (tokens >> 16);
     }
     return tokens;
 }
 
 // -ln(-ln u) for u = (the word's upper 23 bits + 1/2) / 2^23, which is neither 0 nor 1
-__m512 gumbel(__m512i word) {
-    const __m512 bits = _mm512_add_ps(_mm512_cvtepi32_ps(_mm512_srli_epi32(word, 9)), _mm512_set1_ps(0.5f));
-    const __m512 exponential = logarithm(_mm512_mul_ps(bits, _mm512_set1_ps(0x1p-23f)));
-    return _mm512_sub_ps(_mm512_setzero_ps(), logarithm(_mm512_sub_ps(_mm512_setzero_ps(), exponential)));
+Floats gumbel(Integers word) {
+    const Floats bits = to_floats(word >> 9) + set(0.5f);
+    const Floats exponential = logarithm(bits * set(0x1p-23f));
+    return Floats{} - logarithm(Floats{} - exponential);
 }
 
 // What a request asks for; as doubles, in this order.
@@ -78,13 +78,13 @@ struct Cut {
         double mass;
 
         Above(const float* z, const float* masses, long size, float limit) {
-            __m512 sum = _mm512_setzero_ps();
+            Floats sum = Floats{};
             for (long i = 0; i < size; i += WIDTH) {
-                const __mmask16 is_above = _mm512_cmp_ps_mask(load(z + i), _mm512_set1_ps(limit), _CMP_GT_OQ);
-                count += _mm_popcnt_u32(is_above);
-                sum = _mm512_mask_add_ps(sum, is_above, sum, load(masses + i));
+                const Mask is_above = is_more(load(z + i), set(limit));
+                count += count_of(is_above);
+                sum = sum + select(is_above, load(masses + i), Floats{});
             }
-            mass = _mm512_reduce_add_ps(sum);
+            mass = sum_of(sum);
         }
     };
 
@@ -113,32 +113,29 @@ int64_t draw(const Number* logits, long size, const Cut& cut, uint64_t key) {
     const long whole = (size + WIDTH - 1) / WIDTH * WIDTH;
     scaled.resize(whole);
     float* const z = scaled.data();
-    __m512 top = _mm512_set1_ps(NONE);
+    Floats top = set(NONE);
     for (long i = 0; i < size; i += WIDTH)
-        top = _mm512_mask_max_ps(top, first_of(size - i), top, load(logits + i, first_of(size - i)));
-    const __m512 shift = _mm512_set1_ps(_mm512_reduce_max_ps(top));
-    const __m512 factor = _mm512_set1_ps((float)cut.temperature);
+        top = max(top, select(first_of(size - i), load(logits + i, first_of(size - i)), set(NONE)));
+    const Floats shift = set(most_of(top));
+    const Floats factor = set((float)cut.temperature);
     for (long i = 0; i < whole; i += WIDTH) {
-        const __m512 below = _mm512_sub_ps(load(logits + i, first_of(size - i)), shift);
-        store(z + i, _mm512_mask_div_ps(_mm512_set1_ps(NONE), first_of(size - i), below, factor));
+        const Floats below = load(logits + i, first_of(size - i)) - shift;
+        store(z + i, select(first_of(size - i), below / factor, set(NONE)));
     }
-    const __m512 least = _mm512_set1_ps(cut.least(z, whole));
-    __m512 most = _mm512_set1_ps(NONE);
-    __m512i winners = _mm512_setzero_si512();
-    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const Floats least = set(cut.least(z, whole));
+    Floats most = set(NONE);
+    Integers winners = Integers{};
     for (long i = 0; i < whole; i += WIDTH) {
-        const __m512 value = load(z + i), at_most = _mm512_add_ps(value, _mm512_set1_ps(MOST_NOISE));
-        const __mmask16 is_left = _mm512_cmp_ps_mask(value, least, _CMP_GE_OQ);
-        const __mmask16 can_win = _mm512_mask_cmp_ps_mask(is_left, at_most, most, _CMP_GT_OQ);
-        if (!can_win) continue;
-        const __m512i tokens = _mm512_add_epi32(_mm512_set1_epi32(i), lanes);
-        const __m512 score = _mm512_add_ps(value, gumbel(words_of(tokens, key)));
-        const __mmask16 is_more = _mm512_mask_cmp_ps_mask(can_win, score, most, _CMP_GT_OQ);
-        most = _mm512_mask_mov_ps(most, is_more, score);
-        winners = _mm512_mask_mov_epi32(winners, is_more, tokens);
+        const Floats value = load(z + i), at_most = value + set(MOST_NOISE);
+        const Mask can_win = is_at_least(value, least) & is_more(at_most, most);
+        if (count_of(can_win) == 0) continue;
+        const Integers tokens = set_integer(i) + lanes();
+        const Floats score = value + gumbel(words_of(tokens, key));
+        const Mask wins = is_more(score, most) & can_win;
+        most = select(wins, score, most);
+        winners = select(wins, tokens, winners);
     }
-    const __mmask16 equal = _mm512_cmp_ps_mask(most, _mm512_set1_ps(_mm512_reduce_max_ps(most)), _CMP_EQ_OQ);
-    return _mm512_mask_reduce_min_epi32(equal, winners);
+    return least_of(select(is_equal(most, set(most_of(most))), winners, set_integer(size)));
 }
 
 // Logits (N, size), of which R rows (R) are drawn from, what each asks for (R, 4), and its key (R) -> tokens (R)
@@ -156,6 +153,4 @@ void draw_rows(Arguments given, long part, long num_parts) {
 }  // namespace
 
 KERNEL(draw_float32) { draw_rows<float>(given, part, num_parts); }
-#ifdef __AVX512BF16__
 KERNEL(draw_bfloat16) { draw_rows<BFloat16>(given, part, num_parts); }
-#endif

@@ -4,7 +4,7 @@
 
 #include "kernel.h"
 
-constexpr int TILES = 2;
+constexpr int TILES = IS_WIDE ? 2 : 1;  // at a time
 
 // Bytes of a tile that are fetched while one is used: half a page, since the processor by itself stops at a page's end.
 constexpr long AHEAD = 2048;
@@ -18,7 +18,7 @@ struct Tiles {
     long next;   // where the weights that are fetched begin, in bytes after these tiles' own
     int slower;  // they are fetched at 1 / 2^slower of the pace at which the tiles' own are used
 
-    __mmask16 kept(int tile) const { return first_of(num_outputs - tile * WIDTH); }
+    Mask kept(int tile) const { return first_of(num_outputs - tile * WIDTH); }
 
     // While the weight `offset` after the first is used, another: of the next tiles, or of these.
     template <bool of_next, class Weight>

@@ -1,5 +1,9 @@
 """What the tests of the kernels share: dtypes, and kernels of the machine at hand, without which they skip."""
 
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,13 +11,37 @@ import torch
 from torch import nn
 
 from model.config import ModelConfig
+from model.kernels import calls, native
 from model.kernels.linear import pack_linears
 from model.kernels.operations import NativeOperations, operations_for, use_kernels
 from model.transformer import Transformer
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROUNDING = {torch.float32: 2**-23, torch.bfloat16: 2**-8}  # of one number
-NO_KERNELS = "this machine has no AVX-512 for it, or no C++ compiler"
+CXXFLAGS = {
+    "AVX2": "-mno-avx512f",
+    "AVX512-BF16": f"-include {shlex.quote(str(Path(__file__).with_name('bfloat16_pairs.h')))}",
+}
+NO_KERNELS = "this machine has neither AVX-512 nor AVX2, or no C++ compiler"
+
+
+@contextmanager
+def compiled_for(instructions: str) -> Iterator[None]:
+    """Kernels for other instructions than the CPU's own; skips where they cannot be run, or are its own."""
+    if "avx512f" not in native.cpu().split():
+        pytest.skip("this machine has no AVX-512")
+    if instructions == "AVX512-BF16" and "avx512_bf16" in native.cpu().split():
+        pytest.skip("this machine's own AVX512-BF16 is tested")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXXFLAGS", CXXFLAGS[instructions])
+        forget_kernels()
+        yield
+    forget_kernels()
+
+
+def forget_kernels() -> None:
+    native.load.cache_clear()
+    calls.runner.cache_clear()
 
 
 def by_kernels(model: Transformer) -> Transformer:

@@ -11,6 +11,8 @@ from model.kernels.linear import PackedLinear, PackedQuantizedLinear, pack_linea
 from model.quantization import QuantizedLinear, quantize_int4, quantize_int8
 from tests.kernels.common import DTYPES, ROUNDING, packed_of
 
+pytestmark = pytest.mark.usefixtures("instructions")
+
 SHAPES = [(768, 96, True), (5003, 64, False), (17, 32, True), (1, 64, True), (33, 2048, False), (32, 32, True)]
 NUM_ROWS = (1, 2, 5, 6, 7, 11, 12, 13, 25, 40)
 

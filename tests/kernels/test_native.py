@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from model.checkpoint import load_checkpoint
-from model.kernels import calls, native
+from model.kernels import native
 from model.kernels.linear import pack_linears
 from model.kernels.operations import use_kernels
+from model.quantization import Quantization, quantize_linears
 from service.app import BUNDLED
-from tests.kernels.common import NO_KERNELS
+from tests.kernels.common import NO_KERNELS, by_kernels, compiled_for, forget_kernels
 
 SOURCE = Path(native.__file__).with_name("linear.cpp")
 
@@ -57,7 +58,7 @@ class TestCompiling:
         ("change", "why"),
         [
             (lambda patch: patch.setattr(native, "COMPILERS", ("no-such-compiler",)), "no C++ compiler"),
-            (lambda patch: patch.setattr(native, "FLAGS", ("-march=x86-64", *native.FLAGS[2:])), "no AVX-512"),
+            (lambda patch: patch.setenv("CXXFLAGS", "-march=x86-64"), "neither AVX-512 nor AVX2"),
         ],
     )
     def test_without_it_one_line_says_why_and_pytorchs_layers_stay(
@@ -65,8 +66,7 @@ class TestCompiling:
     ) -> None:
         model = load_checkpoint(str(BUNDLED)).model
         change(monkeypatch)
-        native.load.cache_clear()
-        calls.runner.cache_clear()
+        forget_kernels()
         try:
             with caplog.at_level(logging.INFO):
                 assert not use_kernels(model)
@@ -74,5 +74,19 @@ class TestCompiling:
             assert pack_linears(model) == 0
             assert model(torch.zeros(1, 8, dtype=torch.int64)).shape == (1, 8, 4096)
         finally:
-            native.load.cache_clear()
-            calls.runner.cache_clear()
+            forget_kernels()
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_the_width_of_the_vectors_changes_no_bit(quantization: Quantization) -> None:
+    ids = torch.arange(100, 165)[None]
+
+    def logits() -> torch.Tensor:
+        model = load_checkpoint(str(BUNDLED), dtype="float32").model
+        quantize_linears(model, quantization)
+        return by_kernels(model)(ids)
+
+    with torch.inference_mode():
+        wide = logits()
+        with compiled_for("AVX2"):
+            assert torch.equal(logits(), wide)

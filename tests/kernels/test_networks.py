@@ -24,6 +24,8 @@ from tests.kernels.common import by_kernels
 from tests.service.running import running
 from tests.tiny import CONFIGS
 
+pytestmark = pytest.mark.usefixtures("instructions")
+
 DTYPES_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

@@ -8,6 +8,8 @@ from model.config import Activation
 from model.operations import PYTORCH
 from tests.kernels.common import DTYPES, ROUNDING, native_operations
 
+pytestmark = pytest.mark.usefixtures("instructions")
+
 
 @pytest.mark.parametrize("dtype", DTYPES)
 class TestOperations:
@@ -113,13 +115,21 @@ class TestOperations:
         shifted = 3000 + torch.randn(40_000, generator=generator)
         for x in (large[:1], large, masked, views[:, :, 2:4], views[..., :33], views.transpose(1, 3), shifted):
             x = x.to(dtype)
-            found, exact = operations.summarize(x), PYTORCH.summarize(x.double())
+            (found,), (exact,) = operations.summarize([x]), PYTORCH.summarize([x.double()])
             assert (found.min, found.max, found.non_finite) == (exact.min, exact.max, exact.non_finite)
             assert found.mean == pytest.approx(exact.mean, abs=1e-6, rel=1e-6)
             assert found.std == pytest.approx(exact.std, abs=1e-6, rel=1e-5)
             assert found.l2 == pytest.approx(exact.l2, rel=1e-6)
-        nothing = operations.summarize(torch.tensor([torch.nan, torch.inf], dtype=dtype))
-        assert nothing == PYTORCH.summarize(torch.tensor([torch.nan, torch.inf]))
+        nothing = torch.tensor([torch.nan, torch.inf], dtype=dtype)
+        assert operations.summarize([nothing]) == PYTORCH.summarize([nothing])
+
+    def test_each_of_many_summaries_is_the_one_it_has_alone(self, dtype: torch.dtype) -> None:
+        operations, generator = native_operations(dtype), torch.Generator().manual_seed(0)
+        sizes = (1, 5, 16_384, 16_385, 70_001, 3, 4 * 16_384)
+        dtypes = (dtype, torch.float32, torch.float64, dtype)
+        tensors = [torch.randn(size, generator=generator).to(each) for size in sizes for each in dtypes]
+        assert operations.summarize(tensors) == [operations.summarize([x])[0] for x in tensors]
+        assert operations.summarize([]) == []
 
     @pytest.mark.parametrize("window", [None, 3])
     @pytest.mark.parametrize("num_new", [1, 5, 40, 400])  # in the last, many tiles a thread share turned keys

@@ -11,6 +11,8 @@ from model import sampling
 from model.operations import Draw
 from tests.kernels.common import DTYPES, native_operations
 
+pytestmark = pytest.mark.usefixtures("instructions")
+
 
 def gumbel(key: int, size: int) -> list[float]:
     """What `sampling.cpp` calls noise, from the numbers that PyTorch's draws use."""

@@ -511,7 +511,13 @@ def raw_traces(content: bytes) -> list[bytes]:
 
 class TestFailures:
     @pytest.mark.parametrize(
-        "broken", ["model.trace.Selection.keep", "model.engine.tracing.predict", "service.routes.generate.trace_answer"]
+        "broken",
+        [
+            "model.trace.Keeper.__call__",
+            "model.trace.Keeper.finish",
+            "model.engine.tracing.predict",
+            "service.routes.generate.trace_answer",
+        ],
     )
     def test_a_trace_that_fails_ends_its_own_request_with_an_error_and_no_other(
         self, tiny: Running, monkeypatch: pytest.MonkeyPatch, errors_logged: list[str], broken: str

@@ -25,8 +25,8 @@ NUM_CLIENTS = 200
 NUM_LEAVING = NUM_CLIENTS // 3
 NUM_ROUNDS = 3
 # Python's blocks of memory in use come and go by 300 a round. Of one stream that stays behind with its request they are
-# 40, so two rounds of leaving clients would leave 5000 of them, and one small object of each admitted request 1200.
-MAX_GROWTH = 1000
+# 40, so a round of leaving clients would leave 2500 of them, and one small object of each admitted request 600.
+MAX_GROWTH = 500
 COMMON = [(7 * index) % 250 + 20 for index in range(40)]  # what many prompts begin with
 STAGES = ["*.resid_post", "*.pattern"]
 TRACE = {"stages": STAGES, "detail": "values", "encoding": "base64", "logit_lens": True}
@@ -203,4 +203,5 @@ def test_every_round_of_many_clients_is_answered_right_and_leaves_nothing_behind
         blocks_in_use.append(sys.getallocatedblocks())
     assert crowded.metric("num_preemptions_total") > NUM_ROUNDS
     assert crowded.metric("prefix_cache_hits_total") > 1000
-    assert blocks_in_use[-1] - blocks_in_use[0] < MAX_GROWTH, blocks_in_use
+    # The first rounds fill what is kept for shapes of steps.
+    assert blocks_in_use[-1] - blocks_in_use[-2] < MAX_GROWTH, blocks_in_use

@@ -4,6 +4,7 @@ import pytest
 
 from model.engine.pace import Pace
 from model.kernels import calls
+from tests.kernels.common import NO_KERNELS
 from tests.service.running import running
 
 BODY = {"prompt": "to be or not to be or not to be or", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
@@ -11,7 +12,7 @@ BODY = {"prompt": "to be or not to be or not to be or", "max_tokens": 60, "tempe
 
 def test_answers_and_counts_are_the_same_and_the_guesses_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     if calls.runner() is None:
-        pytest.skip("this machine has no AVX-512, or no C++ compiler")
+        pytest.skip(NO_KERNELS)
     monkeypatch.setattr(Pace, "worth", lambda self, num_streams: 0.05)  # however busy the machine is
     found, guesses = [], []
     for speculate in (True, False):
