@@ -5,6 +5,7 @@
 // So every weight is read once, in a row, for up to ROWS rows of x. Sums are float32, over k in order, whatever M is: a
 // row's result does not depend on the rows beside it.
 
+#include "amx.h"
 #include "kernel.h"
 #include "tiles.h"
 
@@ -56,17 +57,16 @@ struct Product {
     Number* y;
     long N, K;
 
-    long tile_bytes() const { return K * WIDTH * sizeof(Number); }
+    long row_bytes() const { return K * sizeof(*x); }
+    long tile_bytes() const { return K * WIDTH * sizeof(*w); }
 
     template <int rows, int tiles, bool of_next>
     void multiply(const Tiles& at) const {
         const auto* const x = this->x + at.row * K;
         const Number* const w = this->w + at.output * K;
         Floats sums[rows][tiles];
-        UNROLL for (int tile = 0; tile < tiles; tile++) {
-            const Floats first = b ? load(b + at.output + tile * WIDTH, at.kept(tile)) : Floats{};
-            UNROLL for (int row = 0; row < rows; row++) sums[row][tile] = first;
-        }
+        UNROLL for (int row = 0; row < rows; row++)
+            UNROLL for (int tile = 0; tile < tiles; tile++) sums[row][tile] = Floats{};
         for (long k = 0; k < K; k += Format::DEPTH) {
             UNROLL for (int tile = 0; tile < tiles; tile++) at.fetch<of_next>(w, (tile * K + k) * WIDTH);
             UNROLL for (int step = 0; step < Format::STEPS; step++)
@@ -77,8 +77,13 @@ struct Product {
                             Format::weight(w + (tile * K + k) * WIDTH, step));
         }
         UNROLL for (int row = 0; row < rows; row++)
-            UNROLL for (int tile = 0; tile < tiles; tile++)
-                store(y + (at.row + row) * N + at.output + tile * WIDTH, sums[row][tile], at.kept(tile));
+            UNROLL for (int tile = 0; tile < tiles; tile++) finish(at, row, tile, sums[row][tile]);
+    }
+
+    void finish(const Tiles& at, int row, int tile, Floats sum) const {
+        const long n = at.output + tile * WIDTH;
+        if (b) sum = sum + load(b + n, at.kept(tile));
+        store(y + (at.row + row) * N + n, sum, at.kept(tile));
     }
 };
 
@@ -89,7 +94,12 @@ void linear(Arguments given, long part, long num_parts) {
         given.array<typename Format::Input>(0), given.array<Number>(1), given.array<Number>(2), given.array<Number>(3),
         N, K,
     };
-    multiply_all(product, M, N, part, num_parts);
+#ifdef HAS_AMX
+    if constexpr (std::is_same_v<Number, BFloat16>)
+        if (ByMatrixUnit<Product<Format>>::can_multiply(product))
+            return multiply_all(ByMatrixUnit<Product<Format>>{product}, M, N, part, num_parts);
+#endif
+    multiply_all(ByVectors<Product<Format>>{product}, M, N, part, num_parts);
 }
 
 }  // namespace

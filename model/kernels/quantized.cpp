@@ -9,6 +9,7 @@
 
 #include <cmath>
 
+#include "amx.h"
 #include "kernel.h"
 #include "tiles.h"
 
@@ -79,6 +80,7 @@ struct Int8 : Quantized<Number> {
     static constexpr int ROWS = IS_WIDE ? 12 : 4;
     const float* scales;
 
+    long row_bytes() const { return this->K; }
     long tile_bytes() const { return this->K * WIDTH; }
 
     template <int rows, int tiles, bool of_next>
@@ -89,7 +91,7 @@ struct Int8 : Quantized<Number> {
         Integers sums[rows][tiles];
         UNROLL for (int row = 0; row < rows; row++)
             UNROLL for (int tile = 0; tile < tiles; tile++)
-                sums[row][tile] = set_integer(this->sums[at.row + row]);
+                sums[row][tile] = Integers{};
         for (long k = 0; k < K; k += 4) {
             UNROLL for (int tile = 0; tile < tiles; tile++) at.fetch<of_next>(w, (tile * K + k) * WIDTH);
             UNROLL for (int row = 0; row < rows; row++)
@@ -98,10 +100,13 @@ struct Int8 : Quantized<Number> {
                         sums[row][tile], load_integers(w + (tile * K + k) * WIDTH), load_four(x + row * K + k));
         }
         UNROLL for (int row = 0; row < rows; row++)
-            UNROLL for (int tile = 0; tile < tiles; tile++) {
-                const Floats scale = load(scales + at.output + tile * WIDTH, at.kept(tile));
-                this->finish(at, row, tile, to_floats(sums[row][tile]) * scale);
-            }
+            UNROLL for (int tile = 0; tile < tiles; tile++) finish(at, row, tile, sums[row][tile]);
+    }
+
+    void finish(const Tiles& at, int row, int tile, Integers sum) const {
+        const Floats scale = load(scales + at.output + tile * WIDTH, at.kept(tile));
+        sum = sum + set_integer(this->sums[at.row + row]);
+        Quantized<Number>::finish(at, row, tile, to_floats(sum) * scale);
     }
 };
 
@@ -159,7 +164,12 @@ void linear(Arguments given, long part, long num_parts) {
          given.array<Number>(5), given.array<Number>(6), N, K},
         given.array<Scale>(4),
     };
-    multiply_all(product, M, N, part, num_parts);
+#ifdef HAS_AMX
+    if constexpr (std::is_same_v<Product<Number>, Int8<Number>>)
+        if (ByMatrixUnit<Int8<Number>>::can_multiply(product))
+            return multiply_all(ByMatrixUnit<Int8<Number>>{product}, M, N, part, num_parts);
+#endif
+    multiply_all(ByVectors<Product<Number>>{product}, M, N, part, num_parts);
 }
 
 }  // namespace

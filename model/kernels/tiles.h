@@ -28,13 +28,17 @@ struct Tiles {
     }
 };
 
-// The first `num_rows` rows, at most `rows`. Their number is compiled in, so that the sums stay in registers.
-template <int tiles, int rows, class Product>
-void multiply_rows(const Product& product, long num_rows, const Tiles& at) {
-    if constexpr (rows > 1)
-        if (num_rows < rows) return multiply_rows<tiles, rows - 1>(product, num_rows, at);
-    product.template multiply<rows, tiles, false>(at);
-}
+// A product whose sums stay in registers, since the number of rows is compiled in.
+template <class Product>
+struct ByVectors : Product {
+    // The first `num_rows` rows, at most ROWS.
+    template <int tiles, bool of_next, int rows = Product::ROWS>
+    void multiply_block(long num_rows, const Tiles& at) const {
+        if constexpr (rows > 1 && !of_next)
+            if (num_rows < rows) return multiply_block<tiles, of_next, rows - 1>(num_rows, at);
+        this->template multiply<rows, tiles, of_next>(at);
+    }
+};
 
 // All M rows and N outputs; each part has outputs of its own. The first block of rows reads the weights of its tiles
 // from memory. While a few others use them again, memory would rest: so these fetch the next tiles, each a share.
@@ -48,11 +52,12 @@ void multiply_all(const Product& product, long M, long N, long part, long num_pa
     for (long n = num_steps * part / num_parts * step; n < num_steps * (part + 1) / num_parts * step; n += step)
         for (long m = 0, block = 0; m < M; m += ROWS, block++) {
             const Tiles at = {m, n, N - n, size + ((block - 1) * size >> slower), slower};
+            const long num_rows = std::min(M - m, ROWS);
             if (N - n <= WIDTH)
-                multiply_rows<1, ROWS>(product, M - m, at);
+                product.template multiply_block<1, false>(num_rows, at);
             else if (block > 0 && block <= num_fetching)
-                product.template multiply<ROWS, TILES, true>(at);
+                product.template multiply_block<TILES, true>(num_rows, at);
             else
-                multiply_rows<TILES, ROWS>(product, M - m, at);
+                product.template multiply_block<TILES, false>(num_rows, at);
         }
 }
