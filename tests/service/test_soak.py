@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 from typing import Any
 
 import httpx
@@ -203,5 +203,5 @@ def test_every_round_of_many_clients_is_answered_right_and_leaves_nothing_behind
         blocks_in_use.append(sys.getallocatedblocks())
     assert crowded.metric("num_preemptions_total") > NUM_ROUNDS
     assert crowded.metric("prefix_cache_hits_total") > 1000
-    # The first rounds fill what is kept for shapes of steps.
-    assert blocks_in_use[-1] - blocks_in_use[-2] < MAX_GROWTH, blocks_in_use
+    # What is kept for shapes of steps, or by other tests' threads, grows in one round or another; what leaks, in each.
+    assert min(after - before for before, after in pairwise(blocks_in_use)) < MAX_GROWTH, blocks_in_use
