@@ -46,6 +46,55 @@ class Shape {
     long rows = 0;
 };
 
+// x by one or two tiles of weights -> sums (rows, tiles * 16) of 32 bits, `to_stride` bytes from row to row. x has 32
+// rows, or (not `is_high`) 16, of `steps` times 64 bytes, `x_stride` bytes from row to row, as many as the shape says. A
+// tile has 16 lines for each step, `w_line` bytes from line to line; `w_tile` bytes from tile to tile. `each` is called
+// before a step with its number.
+template <bool of_bytes, int tiles, bool is_high, class Each>
+inline void multiply_tiles(
+    const void* x, long x_stride, const void* w, long w_line, long w_tile, long steps, void* to, long to_stride,
+    Each each) {
+#define MULTIPLY(sum, x, w)             \
+    {                                   \
+        if constexpr (of_bytes)         \
+            _tile_dpbsud(sum, x, w);    \
+        else                            \
+            _tile_dpbf16ps(sum, x, w);  \
+    }
+
+    const char *low = (const char*)x, *high = low + WIDTH * x_stride;
+    const char *first = (const char*)w, *second = first + w_tile;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (long step = 0; step < steps; step++) {
+        each(step);
+        _tile_loadd(6, first, w_line);
+        _tile_loadd(4, low, x_stride);
+        MULTIPLY(0, 4, 6)
+        if constexpr (is_high) {
+            _tile_loadd(5, high, x_stride);
+            MULTIPLY(2, 5, 6)
+        }
+        if constexpr (tiles == 2) {
+            _tile_loadd(7, second, w_line);
+            MULTIPLY(1, 4, 7)
+            if constexpr (is_high) MULTIPLY(3, 5, 7)
+        }
+        low += LINE, high += LINE, first += WIDTH * w_line, second += WIDTH * w_line;
+    }
+#undef MULTIPLY
+    char *const of_low = (char*)to, *const of_high = of_low + WIDTH * to_stride;
+    _tile_stored(0, of_low, to_stride);
+    if constexpr (tiles == 2) _tile_stored(1, of_low + LINE, to_stride);
+    if constexpr (is_high) {
+        _tile_stored(2, of_high, to_stride);
+        if constexpr (tiles == 2) _tile_stored(3, of_high + LINE, to_stride);
+    }
+}
+
+// A product with packed weights.
 template <class Product>
 struct ByMatrixUnit : Product {
     static constexpr int ROWS = 2 * WIDTH;
@@ -56,56 +105,26 @@ struct ByMatrixUnit : Product {
 
     template <int tiles, bool of_next>
     void multiply_block(long num_rows, const Tiles& at) const {
-        alignas(LINE) std::conditional_t<OF_BYTES, Integers, Floats> sums[ROWS][TILES];
         shape.set(num_rows);
-        num_rows > WIDTH ? multiply<tiles, of_next, true>(at, sums) : multiply<tiles, of_next, false>(at, sums);
-        for (long row = 0; row < num_rows; row++)
-            UNROLL for (int tile = 0; tile < tiles; tile++) this->finish(at, row, tile, sums[row][tile]);
+        num_rows > WIDTH ? multiply<tiles, of_next, true>(num_rows, at) : multiply<tiles, of_next, false>(num_rows, at);
     }
 
    private:
-#define MULTIPLY(sum, x, w)             \
-    if constexpr (OF_BYTES)             \
-        _tile_dpbsud(sum, x, w);        \
-    else                                \
-        _tile_dpbf16ps(sum, x, w)
-
     template <int tiles, bool of_next, bool is_high>
-    void multiply(const Tiles& at, void* to) const {
+    void multiply(long num_rows, const Tiles& at) const {
+        alignas(LINE) std::conditional_t<OF_BYTES, Integers, Floats> sums[ROWS][tiles];
         const long row_bytes = this->row_bytes(), tile_bytes = this->tile_bytes();
-        const char *const x = (const char*)this->x + at.row * row_bytes, *const high = x + WIDTH * row_bytes;
-        const char *const w = (const char*)this->w + at.output / WIDTH * tile_bytes, *const second = w + tile_bytes;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (long k = 0; k < row_bytes; k += LINE) {
+        const char *const x = (const char*)this->x, *const w = (const char*)this->w + at.output / WIDTH * tile_bytes;
+        const auto fetch = [&](long step) {
             UNROLL for (int tile = 0; tile < tiles; tile++)
                 UNROLL for (int line = 0; line < WIDTH; line++)
-                    at.fetch<of_next>(w, tile * tile_bytes + k * WIDTH + line * LINE);
-            _tile_loadd(6, w + k * WIDTH, LINE);
-            _tile_loadd(4, x + k, row_bytes);
-            MULTIPLY(0, 4, 6);
-            if constexpr (is_high) {
-                _tile_loadd(5, high + k, row_bytes);
-                MULTIPLY(2, 5, 6);
-            }
-            if constexpr (tiles == 2) {
-                _tile_loadd(7, second + k * WIDTH, LINE);
-                MULTIPLY(1, 4, 7);
-                if constexpr (is_high) MULTIPLY(3, 5, 7);
-            }
-        }
-        char *const low = (char*)to, *const low_second = low + LINE;
-        char *const upper = low + WIDTH * TILES * LINE, *const upper_second = upper + LINE;
-        _tile_stored(0, low, TILES * LINE);
-        if constexpr (tiles == 2) _tile_stored(1, low_second, TILES * LINE);
-        if constexpr (is_high) {
-            _tile_stored(2, upper, TILES * LINE);
-            if constexpr (tiles == 2) _tile_stored(3, upper_second, TILES * LINE);
-        }
+                    at.fetch<of_next>(w, tile * tile_bytes + (step * WIDTH + line) * LINE);
+        };
+        multiply_tiles<OF_BYTES, tiles, is_high>(
+            x + at.row * row_bytes, row_bytes, w, LINE, tile_bytes, row_bytes / LINE, sums, tiles * LINE, fetch);
+        for (long row = 0; row < num_rows; row++)
+            UNROLL for (int tile = 0; tile < tiles; tile++) this->finish(at, row, tile, sums[row][tile]);
     }
-#undef MULTIPLY
 };
 
 #endif

@@ -14,6 +14,7 @@
 #include <limits>
 #include <vector>
 
+#include "amx.h"
 #include "kernel.h"
 
 namespace {
@@ -64,7 +65,10 @@ struct Rows {
 
     // The processor itself finds neither the next block nor, where few heads are read, the next row.
     void prefetch(const Number* row, const Number* following, long from_next) const {
-        row = from_next + AHEAD < 0 ? row + AHEAD * stride : following + (from_next + AHEAD) * stride;
+        fetch(from_next + AHEAD < 0 ? row + AHEAD * stride : following + (from_next + AHEAD) * stride);
+    }
+
+    void fetch(const Number* row) const {
         const char *const from = (const char*)row, *const to = (const char*)(row + width);
         for (const char* line = from; line < to; line += 64) _mm_prefetch(line, _MM_HINT_T0);
     }
@@ -99,10 +103,10 @@ float exponentials(const float* scores, long count, Put put) {
 
 // Products in each lane of 32 bits: of float32 numbers, or of pairs of bfloat16 ones. Of q and k: of one number, or of
 // two that stand side by side. Of weights and values: of one key, or of an even one and the next; a row's weights stand
-// where its scores stood.
+// where its scores stood. Keys are multiplied by CHUNKs of the sequence.
 template <class Number>
 struct InFloat32 {
-    static constexpr long DEPTH = 1;
+    static constexpr long DEPTH = 1, CHUNK = 1;
     using Weight = float;
     static Floats weight(const float* weights, long key) { return set(weights[key]); }
     static Floats value(const Number* row, const Number*, long d) { return load(row + d); }
@@ -116,7 +120,7 @@ struct InFloat32 {
 
 #ifdef __AVX512BF16__
 struct InBFloat16 {
-    static constexpr long DEPTH = 2;
+    static constexpr long DEPTH = 2, CHUNK = 2;
     static Floats take(const BFloat16* from, long left) {  // heads are whole vectors of 16, not of 32
         return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(left < 2 * WIDTH ? 0xffff : 0xffffffff, from));
     }
@@ -143,6 +147,17 @@ struct InBFloat16 {
 using InBFloat16 = InFloat32<BFloat16>;
 #endif
 
+// By the matrix unit: 16 pairs at a time, the even and the odd ones of which are added up apart.
+struct InMatrices : InBFloat16 {
+    static constexpr long CHUNK = 32;
+#ifdef HAS_AMX
+    static bool are_finite(Floats pairs) {
+        const __m512i exponent = _mm512_set1_epi16(0x7f80), bits = _mm512_and_si512((__m512i)pairs, exponent);
+        return _mm512_cmpeq_epi16_mask(bits, exponent) == 0;
+    }
+#endif
+};
+
 // Of `rows` rows of q, `lanes` apart, and 16 turned keys [lanes][16]: the products with each key, those of every 16th
 // lane added up, then these sums as a tree.
 template <class Dot, int rows, int lane = 0, int step = 1>
@@ -168,12 +183,13 @@ template <class Dot, int rows, int lane = 0, int step = 1>
 struct Prepared {
     Room room;
     long begin = 0, end = 0;
+    bool is_finite = true;  // all that is there
 
     // Room for the keys up to `to`, of which those from `from` on are wanted (it never falls); those before `end` are
     // there.
     float* reach(long from, long to, long numbers_of_key) {
         if (from > end) begin = end = from;
-        const size_t size = (to - begin + WIDTH - 1) / WIDTH * WIDTH * numbers_of_key;
+        const size_t size = (to - begin + TILE - 1) / TILE * TILE * numbers_of_key;
         if (!room.has(size)) end = begin;
         return room.reach(size);
     }
@@ -182,6 +198,7 @@ struct Prepared {
 // What new tokens of one sequence attend to, in the query heads of one or several heads of keys.
 template <class Number, class Dot>
 struct Reader {
+    static constexpr bool IN_MATRICES = std::is_same_v<Dot, InMatrices>;
     Rows<Number> keys, values;
     const Number* q;  // of the sequence's first new token and the first head
     Number* z;
@@ -224,6 +241,9 @@ struct Reader {
         for (long row = 0; row < tile.rows; row++)
             for (long lane = 0; lane < lanes(); lane += WIDTH)
                 store(queries + row * lanes() + lane, take(q + tile.token(row) * q_stride + tile.head(row) * D, lane));
+#ifdef HAS_AMX
+        if constexpr (IN_MATRICES) return score_in_matrices(tile, queries, scores);
+#endif
         const Reader copy = *this;  // whose members, to the compiler, no store changes
         tile.is_few() ? copy.score_few(tile, queries, scores) : score_many(tile, queries, scores);
     }
@@ -237,21 +257,27 @@ struct Reader {
         std::fill(scores + end, scores + own + whole, NONE);
         const float sum = exponentials(
             scores + own, whole, [&](long i, Floats value) { store(weights + own + i, value); });
-        if (own % Dot::DEPTH) weights[own - 1] = 0;
-        if (end % Dot::DEPTH) weights[end] = 0;
+        const long chunk = Dot::CHUNK, keys = tile.last_key - tile.first_key;  // of matrices, all rows read the same
+        std::fill(weights + (IN_MATRICES ? 0 : own / chunk * chunk), weights + own, 0);
+        std::fill(weights + end, weights + ((IN_MATRICES ? keys : end) + chunk - 1) / chunk * chunk, 0);
         return sum;
     }
 
     void read(long begin, long end) const {
-        const long alignment = (end - begin) * group < FEW ? Dot::DEPTH : WIDTH;
+        const long alignment = (end - begin) * group < FEW ? Dot::CHUNK : std::max<long>(WIDTH, Dot::CHUNK);
         const Tile tile = {*this, begin, end, first(begin) / alignment * alignment, start + end};
         float *const scores = make_room(tile, tile.rows), *const totals = scores + tile.rows * (tile.padded + D);
         score(tile, scores);
         for (long row = 0; row < tile.rows; row++)
             totals[row] = weigh<typename Dot::Weight>(tile, row, scores + row * tile.padded);
         float* const sums = scores + tile.rows * tile.padded;  // where the queries were
-        std::fill(sums, sums + tile.rows * D, 0.0f);
-        tile.is_few() ? add_few(tile, scores, sums) : add_many(tile, scores, sums);
+#ifdef HAS_AMX
+        if constexpr (IN_MATRICES) add_in_matrices(tile, scores, sums);
+#endif
+        if constexpr (!IN_MATRICES) {
+            std::fill(sums, sums + tile.rows * D, 0.0f);
+            tile.is_few() ? add_few(tile, scores, sums) : add_many(tile, scores, sums);
+        }
         for (long row = 0; row < tile.rows; row++)
             for (long d = 0; d < D; d += WIDTH)
                 store(z + (tile.token(row) * H + tile.head(row)) * D + d, load(sums + row * D + d) / set(totals[row]));
@@ -311,6 +337,116 @@ struct Reader {
         Dot::template visit<true>(values, tile.first_key, tile.last_key, add_pair);
     }
 
+#ifdef HAS_AMX
+    void score_in_matrices(const Tile& tile, const float* queries, float* scores) const {
+        if (tile.is_few()) return score_few_in_matrices(tile, queries, scores);
+        const float* const all = turn(tile.first_key, tile.last_key);
+        Shape shape;
+        for (long row = 0; row < tile.rows; row += 2 * WIDTH) {
+            const long num_rows = std::min(tile.rows - row, 2L * WIDTH);
+            shape.set(num_rows);
+            for (long key = tile.first_key; key < tile.last_key; key += 2 * WIDTH) {
+                float* const to = scores + row * tile.padded + key - tile.first_key;
+                const long tiles = tile.last_key - key > WIDTH ? 2 : 1;
+                multiply_block(
+                    num_rows, tiles, queries + row * lanes(), lanes() * 4, all + (key - turned.begin) * lanes(), LINE,
+                    lanes() * LINE, lanes() / WIDTH, to, tile.padded * 4);
+                for (long of = 0; of < num_rows; of++)
+                    for (long i = 0; i < tiles * WIDTH; i += WIDTH) {
+                        float* const vector = to + of * tile.padded + i;
+                        store(vector, set(scale) * load(vector));
+                    }
+            }
+        }
+    }
+
+    // Keys as they lie, 16 at a time, by turned queries: a product adds up the same numbers in the same order.
+    void score_few_in_matrices(const Tile& tile, const float* queries, float* scores) const {
+        const long size = lanes() * WIDTH;  // of a head's queries [lane][row]
+        static thread_local Room room;
+        float *const turned = room.reach(heads * size + WIDTH * lanes()), *const copy = turned + heads * size;
+        std::fill(turned, turned + heads * size, 0.0f);
+        for (long row = 0; row < tile.rows; row++)
+            for (long lane = 0; lane < lanes(); lane++)
+                turned[row / tile.of_head * size + lane * WIDTH + row % tile.of_head] = queries[row * lanes() + lane];
+        Shape shape;
+        shape.set(WIDTH);
+        for (long key = tile.first_key; key < tile.last_key; key += WIDTH) {
+            const long count = std::min<long>(tile.last_key - key, WIDTH);
+            const Number* rows[WIDTH];
+            keys.template visit<false>(key, key + count, [&](long of, const Number* row) {
+                rows[of - key] = row;
+            });
+            keys.template visit<false>(
+                std::min(key + WIDTH, tile.last_key), std::min(key + 2 * WIDTH, tile.last_key),
+                [&](long, const Number* row) { keys.fetch(row); });
+            const bool is_whole = count == WIDTH && keys.size % WIDTH == 0;  // so that they lie in one block
+            for (long head = 0; head < heads; head++) {
+                for (long i = 0; i < count && !is_whole; i++)
+                    std::memcpy(copy + i * lanes(), rows[i] + head * D, D * sizeof(Number));
+                const void* const x = is_whole ? (const void*)(rows[0] + head * D) : copy;
+                alignas(LINE) float found[WIDTH][WIDTH];
+                multiply_tiles<false, 1, false>(
+                    x, is_whole ? keys.stride * sizeof(Number) : lanes() * 4, turned + head * size, LINE, 0,
+                    lanes() / WIDTH, found, LINE, [](long) {});
+                for (long row = 0; row < tile.of_head; row++) {
+                    float* const to = scores + (head * tile.of_head + row) * tile.padded + key - tile.first_key;
+                    for (long i = 0; i < count; i++) to[i] = scale * found[i][row];
+                }
+            }
+        }
+    }
+
+    void add_in_matrices(const Tile& tile, const float* weights, float* sums) const {
+        Shape shape;
+        for (long head = 0; head < heads; head++) {
+            const Rows<Number> own = {
+                values.pool + head * D, values.blocks, values.size, values.stride, D, values.zeros,
+            };
+            if (heads > 1) spread.begin = spread.end = 0;
+            const float* const all = spread_values(own, tile.first_key, tile.last_key);
+            const long end = (head + 1) * tile.of_head;
+            for (long row = head * tile.of_head; row < end; row += 2 * WIDTH) {
+                const long num_rows = std::min(end - row, 2L * WIDTH);
+                if (spread.is_finite)
+                    add_rows(tile, row, num_rows, all, tile.first_key, tile.last_key, weights, sums, shape);
+                for (long of = row; of < row + num_rows && !spread.is_finite; of++) {
+                    // Not even with a weight of 0 may a row read what it does not see.
+                    const long from = first(tile.token(of)), to = end_of(tile.token(of));
+                    spread.begin = spread.end = from / Dot::CHUNK * Dot::CHUNK;
+                    const float* const seen = spread_values(own, from, to);
+                    add_rows(tile, of, 1, seen, spread.begin, to, weights, sums, shape);
+                    spread.is_finite = false;
+                }
+            }
+            if (!spread.is_finite) spread.begin = spread.end = 0;
+        }
+    }
+
+    void add_rows(
+        const Tile& tile, long row, long num_rows, const float* all, long begin, long end, const float* weights,
+        float* sums, Shape& shape) const {
+        shape.set(num_rows);
+        const auto* const x = (const typename Dot::Weight*)(weights + row * tile.padded) + begin - tile.first_key;
+        for (long d = 0; d < D; d += 2 * WIDTH)
+            multiply_block(
+                num_rows, 2, x, tile.padded * 4, all + (begin - spread.begin) / 2 * D + d, D * 4, LINE,
+                (end - begin + Dot::CHUNK - 1) / Dot::CHUNK, sums + row * D + d, D * 4);
+    }
+
+    static void multiply_block(
+        long num_rows, long tiles, const void* x, long x_stride, const void* w, long w_line, long w_tile, long steps,
+        void* to, long to_stride) {
+        const auto none = [](long) {};
+        if (num_rows > WIDTH)
+            tiles == 2 ? multiply_tiles<false, 2, true>(x, x_stride, w, w_line, w_tile, steps, to, to_stride, none)
+                       : multiply_tiles<false, 1, true>(x, x_stride, w, w_line, w_tile, steps, to, to_stride, none);
+        else
+            tiles == 2 ? multiply_tiles<false, 2, false>(x, x_stride, w, w_line, w_tile, steps, to, to_stride, none)
+                       : multiply_tiles<false, 1, false>(x, x_stride, w, w_line, w_tile, steps, to, to_stride, none);
+    }
+#endif
+
     bool sees(long token, long key) const { return key >= first(token) && key < end_of(token); }
 
     void add(const float* weights, long key, const Number* v, const Number* next, float* sums) const {
@@ -348,16 +484,26 @@ struct Reader {
         return all;
     }
 
-    // Values [key / DEPTH][D], as they are multiplied, from a multiple of DEPTH on.
-    const float* spread_values(long from, long to) const {
-        float* const all = spread.reach(from, to, D);
-        Dot::template visit<true>(values, spread.end, to, [&](long key, const Number* v, const Number* next) {
-            for (long d = 0; d < D; d += WIDTH)
-                store(all + (key - spread.begin) / Dot::DEPTH * D + d, Dot::value(v, next, d));
-        });
+    // Values [key / DEPTH][D], as they are multiplied, from a multiple of DEPTH on, filled up with zeros to a chunk.
+    const float* spread_values(const Rows<Number>& values, long from, long to) const {
+        float* const all = spread.reach(from / Dot::CHUNK * Dot::CHUNK, to, D);
+        const auto line = [&](long key) { return all + (key - spread.begin) / Dot::DEPTH * D; };
+        if (spread.begin == spread.end) spread.is_finite = true;
+        std::fill(line(spread.end), line(std::max(spread.end, from / Dot::DEPTH * Dot::DEPTH)), 0.0f);
+        Dot::template visit<true>(
+            values, std::max(spread.end, from), to, [&](long key, const Number* v, const Number* next) {
+                for (long d = 0; d < D; d += WIDTH) {
+                    const Floats value = Dot::value(v, next, d);
+                    store(line(key) + d, value);
+                    if constexpr (IN_MATRICES) spread.is_finite &= Dot::are_finite(value);
+                }
+            });
+        const long filled = (to + Dot::DEPTH - 1) / Dot::DEPTH * Dot::DEPTH;
+        std::fill(line(filled), line((to + Dot::CHUNK - 1) / Dot::CHUNK * Dot::CHUNK), 0.0f);
         spread.end = std::max(spread.end, to / Dot::DEPTH * Dot::DEPTH);
         return all;
     }
+
 
     template <int count>
     void score_rows(const Tile& tile, const float* queries, float* scores, const float* turned, long row) const {
@@ -369,7 +515,7 @@ struct Reader {
 
     // Each row adds the values of its keys in order. Keys that all rows see are read once for FEW rows.
     void add_many(const Tile& tile, const float* weights, float* sums) const {
-        const float* const all = spread_values(tile.first_key, tile.last_key);
+        const float* const all = spread_values(values, tile.first_key, tile.last_key);
         for (long row = 0; row < tile.rows; row += FEW) {
             const long count = std::min(FEW, tile.rows - row);
             const long common_begin = (first(tile.token(row + count - 1)) + Dot::DEPTH - 1) / Dot::DEPTH * Dot::DEPTH;
@@ -488,5 +634,19 @@ void spell_out(Arguments given, long part, long num_parts) {
 
 KERNEL(spell_out_float32) { spell_out<float, InFloat32<float>>(given, part, num_parts); }
 KERNEL(attention_float32) { attention<float, InFloat32<float>>(given, part, num_parts); }
-KERNEL(spell_out_bfloat16) { spell_out<BFloat16, InBFloat16>(given, part, num_parts); }
-KERNEL(attention_bfloat16) { attention<BFloat16, InBFloat16>(given, part, num_parts); }
+
+#ifndef HAS_AMX
+inline bool is_amx_allowed() { return false; }
+#endif
+
+KERNEL(spell_out_bfloat16) {
+    const bool in_matrices = given.size(11) % InMatrices::CHUNK == 0 && is_amx_allowed();
+    in_matrices ? spell_out<BFloat16, InMatrices>(given, part, num_parts)
+                : spell_out<BFloat16, InBFloat16>(given, part, num_parts);
+}
+
+KERNEL(attention_bfloat16) {
+    const bool in_matrices = given.size(12) % InMatrices::CHUNK == 0 && is_amx_allowed();
+    in_matrices ? attention<BFloat16, InMatrices>(given, part, num_parts)
+                : attention<BFloat16, InBFloat16>(given, part, num_parts);
+}
