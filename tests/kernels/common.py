@@ -18,9 +18,10 @@ from model.transformer import Transformer
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROUNDING = {torch.float32: 2**-23, torch.bfloat16: 2**-8}  # of one number
-CXXFLAGS = {
-    "AVX2": "-mno-avx512f",
-    "AVX512-BF16": f"-include {shlex.quote(str(Path(__file__).with_name('bfloat16_pairs.h')))}",
+INSTRUCTIONS = ("AVX2", "AVX512-BF16", "AMX")  # that kernels are compiled for, beside the CPU's own
+EMULATED = {
+    "avx512_bf16": f"-include {shlex.quote(str(Path(__file__).with_name('bfloat16_pairs.h')))}",
+    "amx_bf16": f"-include {shlex.quote(str(Path(__file__).with_name('matrix_unit.h')))}",
 }
 NO_KERNELS = "this machine has neither AVX-512 nor AVX2, or no C++ compiler"
 
@@ -28,12 +29,26 @@ NO_KERNELS = "this machine has neither AVX-512 nor AVX2, or no C++ compiler"
 @contextmanager
 def compiled_for(instructions: str) -> Iterator[None]:
     """Kernels for other instructions than the CPU's own; skips where they cannot be run, or are its own."""
-    if "avx512f" not in native.cpu().split():
+    found = native.cpu().split()
+    if "avx512f" not in found:
         pytest.skip("this machine has no AVX-512")
-    if instructions == "AVX512-BF16" and "avx512_bf16" in native.cpu().split():
-        pytest.skip("this machine's own AVX512-BF16 is tested")
+    if instructions == "AVX2":
+        flags = "-mno-avx512f"
+    elif instructions == "AVX512-BF16" and "amx_bf16" in found:
+        flags = "-mno-amx-tile"
+    else:
+        wanted = ("avx512_bf16", "amx_bf16") if instructions == "AMX" else ("avx512_bf16",)
+        if wanted[-1] in found:
+            pytest.skip(f"this machine's own {instructions} is tested")
+        flags = " ".join(EMULATED[name] for name in wanted if name not in found)
+    with compiled_with(flags):
+        yield
+
+
+@contextmanager
+def compiled_with(flags: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXXFLAGS", CXXFLAGS[instructions])
+        patch.setenv("CXXFLAGS", flags)
         forget_kernels()
         yield
     forget_kernels()

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kernels.common import CXXFLAGS, compiled_for
+from tests.kernels.common import INSTRUCTIONS, compiled_for
 
 
-@pytest.fixture(scope="module", params=["own", *CXXFLAGS])
+@pytest.fixture(scope="module", params=["own", *INSTRUCTIONS])
 def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param == "own":
         yield

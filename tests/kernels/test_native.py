@@ -14,7 +14,7 @@ from model.kernels.linear import pack_linears
 from model.kernels.operations import use_kernels
 from model.quantization import Quantization, quantize_linears
 from service.app import BUNDLED
-from tests.kernels.common import NO_KERNELS, by_kernels, compiled_for, forget_kernels
+from tests.kernels.common import EMULATED, NO_KERNELS, by_kernels, compiled_for, compiled_with, forget_kernels
 
 SOURCE = Path(native.__file__).with_name("linear.cpp")
 
@@ -90,3 +90,22 @@ def test_the_width_of_the_vectors_changes_no_bit(quantization: Quantization) -> 
         wide = logits()
         with compiled_for("AVX2"):
             assert torch.equal(logits(), wide)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_the_matrix_unit_adds_up_as_the_one_that_stands_in_for_it(quantization: Quantization) -> None:
+    if "amx_bf16" not in native.cpu().split():
+        pytest.skip("this machine has no AMX")
+    ids = torch.arange(100, 165)[None]
+
+    def logits() -> torch.Tensor:
+        model = load_checkpoint(str(BUNDLED), dtype="bfloat16").model
+        quantize_linears(model, quantization)
+        return by_kernels(model)(ids)
+
+    with torch.inference_mode():
+        own = logits()
+        with compiled_with(EMULATED["amx_bf16"]):
+            assert torch.equal(logits(), own)
+        with compiled_for("AVX512-BF16"):
+            assert not torch.equal(logits(), own)  # so it was the matrix unit
