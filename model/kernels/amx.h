@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "tiles.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__)
@@ -10,8 +12,6 @@
 
 #include <sys/syscall.h>
 #include <unistd.h>
-
-#include <type_traits>
 
 constexpr long LINE = 64;  // bytes of a row
 
@@ -38,7 +38,7 @@ class Shape {
             uint16_t row_bytes[16] = {LINE, LINE, LINE, LINE, LINE, LINE, LINE, LINE};
             uint8_t rows[16];
         } shape = {.rows = {low, low, high, high, low, high, WIDTH, WIDTH}};
-        asm volatile("" ::: "memory");  // GCC does not know that all of it is read
+        asm volatile("" ::"r"(&shape) : "memory");  // GCC does not know that all of it is read
         _tile_loadconfig(&shape);
     }
 
@@ -62,6 +62,7 @@ inline void multiply_tiles(
             _tile_dpbf16ps(sum, x, w);  \
     }
 
+    asm volatile("" ::: "memory");  // nor that x and w are
     const char *low = (const char*)x, *high = low + WIDTH * x_stride;
     const char *first = (const char*)w, *second = first + w_tile;
     _tile_zero(0);
@@ -126,5 +127,9 @@ struct ByMatrixUnit : Product {
             UNROLL for (int tile = 0; tile < tiles; tile++) this->finish(at, row, tile, sums[row][tile]);
     }
 };
+
+#else
+
+inline bool is_amx_allowed() { return false; }
 
 #endif

@@ -9,7 +9,7 @@
 //
 // Few tokens read each key and value as it lies. Many turn 16 keys at a time, so that a vector holds 16 keys, lay the
 // values in a row, and read them all. Both add up the products of q and k in the same order: in each of 16 lanes first,
-// then the lanes as a tree.
+// then the lanes as a tree. The matrix unit, where there is one, has its own order, the same for few and many.
 
 #include <limits>
 #include <vector>
@@ -634,10 +634,6 @@ void spell_out(Arguments given, long part, long num_parts) {
 
 KERNEL(spell_out_float32) { spell_out<float, InFloat32<float>>(given, part, num_parts); }
 KERNEL(attention_float32) { attention<float, InFloat32<float>>(given, part, num_parts); }
-
-#ifndef HAS_AMX
-inline bool is_amx_allowed() { return false; }
-#endif
 
 KERNEL(spell_out_bfloat16) {
     const bool in_matrices = given.size(11) % InMatrices::CHUNK == 0 && is_amx_allowed();

@@ -2,8 +2,9 @@
 //
 // x (M, K), y (M, N), b (N). w is packed: tiles of 16 outputs, within a tile one vector of 16 outputs for each k in
 // float32, for each pair of k in bfloat16: [N / 16][K][16], [N / 16][K / 2][16][2]; the last tile is filled with zeros.
-// So every weight is read once, in a row, for up to ROWS rows of x. Sums are float32, over k in order, whatever M is: a
-// row's result does not depend on the rows beside it.
+// So every weight is read once, in a row, for up to ROWS rows of x. Sums are float32, over k in order (the matrix unit's,
+// 16 pairs at a time, the even k's apart from the odd ones), whatever M is: a row's result does not depend on the rows
+// beside it.
 
 #include "amx.h"
 #include "kernel.h"

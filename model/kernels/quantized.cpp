@@ -1,4 +1,4 @@
-// y = x w^T + b with weights of 8 or 4 bits, by products of bytes, which VNNI adds up at once.
+// y = x w^T + b with weights of 8 or 4 bits, by products of bytes, which VNNI adds up at once, and AMX those of a tile.
 //
 // Each row of x is rounded to bytes in [-127, 127] with a scale of its own; sums of products of integers are exact, so
 // a row's result does not depend on the rows beside it. Weights are unsigned bytes: 128, or 8, is subtracted by way of
