@@ -19,9 +19,10 @@ optimum-intel asks for an older transformers (and for the torchvision that was b
     export PATH=$PWD/peers/bin:$PATH
     pip download --no-deps --no-binary llama-cpp-python llama-cpp-python && tar xf llama_cpp_python-*.tar.gz
     cd llama_cpp_python-*/vendor/llama.cpp
-    cmake -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF    # CXX=clang++ for AMX
+    cmake -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF
     cmake --build build --target llama-server llama-bench llama-quantize    # --llama-cpp build/bin
 
+On a CPU with AMX, what GCC 12 makes of llama.cpp ends with an illegal instruction: CC=clang CXX=clang++ before cmake.
 llama.cpp and OpenVINO keep their own defaults (such as keys and values of 16 and 8 bits). What has no server of its own
 stands behind peer_servers.py. bfloat16 of OpenVINO is its precision hint on float32 weights.
 """
