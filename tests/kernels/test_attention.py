@@ -13,24 +13,30 @@ from tests.kernels.common import DTYPES, native_operations
 
 pytestmark = pytest.mark.usefixtures("instructions")
 
-ATTENTION_SHAPES = [(4, 4, 16), (8, 2, 32), (6, 1, 64), (2, 2, 128), (3, 3, 80)]  # H, Hkv, D
-BLOCK_SIZE = 4
+ATTENTION_SHAPES = [  # H, Hkv, D, tokens of a block
+    (4, 4, 16, 4),
+    (8, 2, 32, 4),
+    (6, 1, 64, 16),
+    (2, 2, 128, 32),
+    (3, 3, 80, 4),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("H", "Hkv", "D"), ATTENTION_SHAPES)
+@pytest.mark.parametrize(("H", "Hkv", "D", "size"), ATTENTION_SHAPES)
 class TestPagedAttention:
     LENGTHS = (1, 3, 4, 17, 150, 16)
 
     @pytest.fixture
-    def attend(self, dtype: torch.dtype, H: int, Hkv: int, D: int) -> Callable[..., torch.Tensor]:
+    def attend(self, dtype: torch.dtype, H: int, Hkv: int, D: int, size: int) -> Callable[..., torch.Tensor]:
         """Attention of the last `num_new` tokens of some of the sequences, whose blocks lie in no order."""
         operations = native_operations(dtype)
+        self.size = size
         generator = torch.Generator().manual_seed(0)
-        num_blocks = sum(-(-n // BLOCK_SIZE) for n in self.LENGTHS)
+        num_blocks = sum(-(-n // size) for n in self.LENGTHS)
         order = iter(torch.randperm(num_blocks, generator=generator).tolist())
-        self.blocks = [[next(order) for _ in range(-(-n // BLOCK_SIZE))] for n in self.LENGTHS]
-        pool = (num_blocks * BLOCK_SIZE, Hkv, D)
+        self.blocks = [[next(order) for _ in range(-(-n // size))] for n in self.LENGTHS]
+        pool = (num_blocks * size, Hkv, D)
         self.keys, self.values = (torch.randn(pool, generator=generator).to(dtype) for _ in range(2))
         self.queries = [torch.randn(n, H, D, generator=generator).to(dtype) for n in self.LENGTHS]
 
@@ -44,7 +50,7 @@ class TestPagedAttention:
                 blocks=torch.tensor([self.blocks[s] + [0] * (longest - len(self.blocks[s])) for s in sequences]),
                 first_row=torch.tensor([0, *counts]).cumsum(0),
                 start=torch.tensor([length - count for length, count in zip(ends, counts, strict=True)]),
-                block_size=BLOCK_SIZE,
+                block_size=size,
             )
             shown = zip(sequences, ends, counts, strict=True)
             q = torch.cat([self.queries[s][length - count : length] for s, length, count in shown])
@@ -54,7 +60,7 @@ class TestPagedAttention:
         return run
 
     def slots(self, sequence: int) -> list[int]:
-        slots = [block * BLOCK_SIZE + place for block in self.blocks[sequence] for place in range(BLOCK_SIZE)]
+        slots = [block * self.size + place for block in self.blocks[sequence] for place in range(self.size)]
         return slots[: self.LENGTHS[sequence]]
 
     @pytest.mark.parametrize("num_new", [1, 2, 7, 33, 150])
@@ -91,7 +97,7 @@ class TestPagedAttention:
         expected = attend(range(len(self.LENGTHS)), 50)
         self.keys[self.slots(3)[2]] = torch.nan
         self.values[self.slots(4)[120]] = torch.nan
-        beyond = [block * BLOCK_SIZE + 3 for block in (self.blocks[0][0], self.blocks[1][0])]  # of no sequence
+        beyond = [block * self.size + 3 for block in (self.blocks[0][0], self.blocks[1][0])]  # of no sequence
         self.keys[beyond] = self.values[beyond] = torch.nan
         found = attend(range(len(self.LENGTHS)), 50)
         assert found[3][2:].isnan().all()
