@@ -151,9 +151,12 @@ using InBFloat16 = InFloat32<BFloat16>;
 struct InMatrices : InBFloat16 {
     static constexpr long CHUNK = 32;
 #ifdef HAS_AMX
-    static bool are_finite(Floats pairs) {
-        const __m512i exponent = _mm512_set1_epi16(0x7f80), bits = _mm512_and_si512((__m512i)pairs, exponent);
-        return _mm512_cmpeq_epi16_mask(bits, exponent) == 0;
+    // The bits of the largest numbers of both, without their signs; and whether all of such are finite.
+    static Integers largest(Integers most, Floats pairs) {
+        return (Integers)_mm512_max_epu16((__m512i)most, (__m512i)(as_bits(pairs) & set_integer(0x7fff7fff)));
+    }
+    static bool are_finite(Integers most) {
+        return !_mm512_cmpge_epu16_mask((__m512i)most, _mm512_set1_epi16(0x7f80));
     }
 #endif
 };
@@ -399,38 +402,29 @@ struct Reader {
 
     void add_in_matrices(const Tile& tile, const float* weights, float* sums) const {
         Shape shape;
-        for (long head = 0; head < heads; head++) {
-            const Rows<Number> own = {
-                values.pool + head * D, values.blocks, values.size, values.stride, D, values.zeros,
-            };
-            if (heads > 1) spread.begin = spread.end = 0;
-            const float* const all = spread_values(own, tile.first_key, tile.last_key);
-            const long end = (head + 1) * tile.of_head;
-            for (long row = head * tile.of_head; row < end; row += 2 * WIDTH) {
-                const long num_rows = std::min(end - row, 2L * WIDTH);
-                if (spread.is_finite)
-                    add_rows(tile, row, num_rows, all, tile.first_key, tile.last_key, weights, sums, shape);
-                for (long of = row; of < row + num_rows && !spread.is_finite; of++) {
-                    // Not even with a weight of 0 may a row read what it does not see.
-                    const long from = first(tile.token(of)), to = end_of(tile.token(of));
-                    spread.begin = spread.end = from / Dot::CHUNK * Dot::CHUNK;
-                    const float* const seen = spread_values(own, from, to);
-                    add_rows(tile, of, 1, seen, spread.begin, to, weights, sums, shape);
-                    spread.is_finite = false;
-                }
-            }
-            if (!spread.is_finite) spread.begin = spread.end = 0;
+        const float* const all = spread_values(tile.first_key, tile.last_key);
+        for (long head = 0; head < heads && spread.is_finite; head++)
+            for (long row = head * tile.of_head, end = row + tile.of_head; row < end; row += 2 * WIDTH)
+                add_rows(tile, row, std::min(end - row, 2L * WIDTH), all, tile.last_key, weights, sums, shape);
+        if (spread.is_finite) return;
+        for (long row = 0; row < tile.rows; row++) {  // not even with a weight of 0 may it read what it does not see
+            const long from = first(tile.token(row)), end = end_of(tile.token(row));
+            spread.begin = spread.end = from / Dot::CHUNK * Dot::CHUNK;
+            add_rows(tile, row, 1, spread_values(from, end), end, weights, sums, shape);
         }
+        spread.begin = spread.end = 0;
     }
 
     void add_rows(
-        const Tile& tile, long row, long num_rows, const float* all, long begin, long end, const float* weights,
-        float* sums, Shape& shape) const {
+        const Tile& tile, long row, long num_rows, const float* all, long end, const float* weights, float* sums,
+        Shape& shape) const {
         shape.set(num_rows);
+        const long begin = std::max(spread.begin, tile.first_key), width = heads * D, head = row / tile.of_head;
+        const float* const w = all + (begin - spread.begin) / Dot::DEPTH * width + head * D;
         const auto* const x = (const typename Dot::Weight*)(weights + row * tile.padded) + begin - tile.first_key;
         for (long d = 0; d < D; d += 2 * WIDTH)
             multiply_block(
-                num_rows, 2, x, tile.padded * 4, all + (begin - spread.begin) / 2 * D + d, D * 4, LINE,
+                num_rows, 2, x, tile.padded * 4, w + d, width * 4, LINE,
                 (end - begin + Dot::CHUNK - 1) / Dot::CHUNK, sums + row * D + d, D * 4);
     }
 
@@ -484,20 +478,28 @@ struct Reader {
         return all;
     }
 
-    // Values [key / DEPTH][D], as they are multiplied, from a multiple of DEPTH on, filled up with zeros to a chunk.
-    const float* spread_values(const Rows<Number>& values, long from, long to) const {
-        float* const all = spread.reach(from / Dot::CHUNK * Dot::CHUNK, to, D);
-        const auto line = [&](long key) { return all + (key - spread.begin) / Dot::DEPTH * D; };
+    // Values [key / DEPTH][heads][D], as they are multiplied, from a multiple of DEPTH on, filled up with zeros to a chunk.
+    const float* spread_values(long from, long to) const {
+        const long size = heads * D;
+        float* const all = spread.reach(from / Dot::CHUNK * Dot::CHUNK, to, size);
+        const long begin = spread.begin;
+        const auto line = [&](long key) { return all + (key - begin) / Dot::DEPTH * size; };
+        Integers most = {};
         if (spread.begin == spread.end) spread.is_finite = true;
         std::fill(line(spread.end), line(std::max(spread.end, from / Dot::DEPTH * Dot::DEPTH)), 0.0f);
         Dot::template visit<true>(
             values, std::max(spread.end, from), to, [&](long key, const Number* v, const Number* next) {
-                for (long d = 0; d < D; d += WIDTH) {
+                for (long d = 0; d < size; d += WIDTH) {
                     const Floats value = Dot::value(v, next, d);
                     store(line(key) + d, value);
-                    if constexpr (IN_MATRICES) spread.is_finite &= Dot::are_finite(value);
+#ifdef HAS_AMX
+                    if constexpr (IN_MATRICES) most = Dot::largest(most, value);
+#endif
                 }
             });
+#ifdef HAS_AMX
+        if constexpr (IN_MATRICES) spread.is_finite &= Dot::are_finite(most);
+#endif
         const long filled = (to + Dot::DEPTH - 1) / Dot::DEPTH * Dot::DEPTH;
         std::fill(line(filled), line((to + Dot::CHUNK - 1) / Dot::CHUNK * Dot::CHUNK), 0.0f);
         spread.end = std::max(spread.end, to / Dot::DEPTH * Dot::DEPTH);
@@ -515,7 +517,7 @@ struct Reader {
 
     // Each row adds the values of its keys in order. Keys that all rows see are read once for FEW rows.
     void add_many(const Tile& tile, const float* weights, float* sums) const {
-        const float* const all = spread_values(values, tile.first_key, tile.last_key);
+        const float* const all = spread_values(tile.first_key, tile.last_key);
         for (long row = 0; row < tile.rows; row += FEW) {
             const long count = std::min(FEW, tile.rows - row);
             const long common_begin = (first(tile.token(row + count - 1)) + Dot::DEPTH - 1) / Dot::DEPTH * Dot::DEPTH;
