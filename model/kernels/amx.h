@@ -133,3 +133,14 @@ struct ByMatrixUnit : Product {
 inline bool is_amx_allowed() { return false; }
 
 #endif
+
+// All rows and outputs of a product, by the matrix unit where it can be.
+template <bool is_packed_for_amx, class Product>
+void multiply_by_best(const Product& product, long M, long N, long part, long num_parts) {
+#ifdef HAS_AMX
+    if constexpr (is_packed_for_amx)
+        if (ByMatrixUnit<Product>::can_multiply(product))
+            return multiply_all(ByMatrixUnit<Product>{product}, M, N, part, num_parts);
+#endif
+    multiply_all(ByVectors<Product>{product}, M, N, part, num_parts);
+}

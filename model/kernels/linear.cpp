@@ -95,12 +95,7 @@ void linear(Arguments given, long part, long num_parts) {
         given.array<typename Format::Input>(0), given.array<Number>(1), given.array<Number>(2), given.array<Number>(3),
         N, K,
     };
-#ifdef HAS_AMX
-    if constexpr (std::is_same_v<Number, BFloat16>)
-        if (ByMatrixUnit<Product<Format>>::can_multiply(product))
-            return multiply_all(ByMatrixUnit<Product<Format>>{product}, M, N, part, num_parts);
-#endif
-    multiply_all(ByVectors<Product<Format>>{product}, M, N, part, num_parts);
+    multiply_by_best<std::is_same_v<Number, BFloat16>>(product, M, N, part, num_parts);
 }
 
 }  // namespace

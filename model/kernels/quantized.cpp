@@ -164,12 +164,7 @@ void linear(Arguments given, long part, long num_parts) {
          given.array<Number>(5), given.array<Number>(6), N, K},
         given.array<Scale>(4),
     };
-#ifdef HAS_AMX
-    if constexpr (std::is_same_v<Product<Number>, Int8<Number>>)
-        if (ByMatrixUnit<Int8<Number>>::can_multiply(product))
-            return multiply_all(ByMatrixUnit<Int8<Number>>{product}, M, N, part, num_parts);
-#endif
-    multiply_all(ByVectors<Product<Number>>{product}, M, N, part, num_parts);
+    multiply_by_best<std::is_same_v<Product<Number>, Int8<Number>>>(product, M, N, part, num_parts);
 }
 
 }  // namespace

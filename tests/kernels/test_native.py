@@ -77,35 +77,26 @@ class TestCompiling:
             forget_kernels()
 
 
+@torch.inference_mode()
+def logits(dtype: str, quantization: Quantization) -> torch.Tensor:
+    model = load_checkpoint(str(BUNDLED), dtype=dtype).model
+    quantize_linears(model, quantization)
+    return by_kernels(model)(torch.arange(100, 165)[None])
+
+
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_the_width_of_the_vectors_changes_no_bit(quantization: Quantization) -> None:
-    ids = torch.arange(100, 165)[None]
-
-    def logits() -> torch.Tensor:
-        model = load_checkpoint(str(BUNDLED), dtype="float32").model
-        quantize_linears(model, quantization)
-        return by_kernels(model)(ids)
-
-    with torch.inference_mode():
-        wide = logits()
-        with compiled_for("AVX2"):
-            assert torch.equal(logits(), wide)
+    wide = logits("float32", quantization)
+    with compiled_for("AVX2"):
+        assert torch.equal(logits("float32", quantization), wide)
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_the_matrix_unit_adds_up_as_the_one_that_stands_in_for_it(quantization: Quantization) -> None:
     if "amx_bf16" not in native.cpu().split():
         pytest.skip("this machine has no AMX")
-    ids = torch.arange(100, 165)[None]
-
-    def logits() -> torch.Tensor:
-        model = load_checkpoint(str(BUNDLED), dtype="bfloat16").model
-        quantize_linears(model, quantization)
-        return by_kernels(model)(ids)
-
-    with torch.inference_mode():
-        own = logits()
-        with compiled_with(EMULATED["amx_bf16"]):
-            assert torch.equal(logits(), own)
-        with compiled_for("AVX512-BF16"):
-            assert not torch.equal(logits(), own)  # so it was the matrix unit
+    own = logits("bfloat16", quantization)
+    with compiled_with(EMULATED["amx_bf16"]):
+        assert torch.equal(logits("bfloat16", quantization), own)
+    with compiled_for("AVX512-BF16"):
+        assert not torch.equal(logits("bfloat16", quantization), own)  # so it was the matrix unit
