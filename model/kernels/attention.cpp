@@ -412,7 +412,6 @@ struct Reader {
             spread.begin = spread.end = from / Dot::CHUNK * Dot::CHUNK;
             add_rows(tile, row, 1, spread_values(from, end), end, weights, sums, shape);
         }
-        spread.begin = spread.end = 0;
     }
 
     void add_rows(
