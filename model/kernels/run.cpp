@@ -1,12 +1,14 @@
 // Runs a list of calls, one after the other. Each is divided into parts, which the threads take as they come: one that
 // the system has taken off its processor delays the others by the part that it holds, and by nothing else.
 //
-// The threads are kept. Between two lists they look for the next one for some microseconds, then they sleep.
+// The threads are kept. Between two lists they look for the next one for some milliseconds, then they sleep: to wake one
+// takes longer than many a call, in a virtual machine above all.
 
 #include <immintrin.h>
 #include <sched.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <mutex>
 #include <thread>
@@ -15,22 +17,23 @@
 namespace {
 
 constexpr int MAX_ARGUMENTS = 18;
-constexpr int PATIENCE = 2000;  // looks, before a thread that waits lets others run
+using Clock = std::chrono::steady_clock;
 
-// Whether it `is_over` before patience is.
+constexpr int LOOKS = 2000;                    // before a thread that waits lets others run between its looks
+constexpr std::chrono::milliseconds AWAKE{5};  // before it sleeps, where nothing is computed
+
+// Looks whether it `is_over` until it is, or until then; whether it is.
 template <class IsOver>
-bool look(IsOver is_over) {
-    for (int looks = 0; looks < PATIENCE; looks++) {
+bool look(IsOver is_over, Clock::time_point end = Clock::time_point::max()) {
+    for (int looks = 0; looks < LOOKS; looks++) {
         if (is_over()) return true;
         _mm_pause();
     }
-    return false;
-}
-
-template <class IsOver>
-void wait_until(IsOver is_over) {
-    if (!look(is_over))
-        while (!is_over()) sched_yield();
+    while (!is_over()) {
+        if (Clock::now() > end) return false;
+        sched_yield();
+    }
+    return true;
 }
 
 struct Call {
@@ -58,7 +61,7 @@ struct List {
                 call.kernel(call.arguments, part, call.num_parts);
                 at.done.fetch_add(1, std::memory_order_release);
             }
-            wait_until([&] { return at.done.load(std::memory_order_acquire) == call.num_parts; });
+            look([&] { return at.done.load(std::memory_order_acquire) == call.num_parts; });
         }
     }
 };
@@ -77,8 +80,8 @@ struct Helpers {
 
     void help(long own) {
         for (uint32_t seen = 0;;) {
-            if (!look([&] { return number.load(std::memory_order_acquire) != seen; }))
-                number.wait(seen, std::memory_order_acquire);
+            const auto is_new = [&] { return number.load(std::memory_order_acquire) != seen; };
+            if (!look(is_new, Clock::now() + AWAKE)) number.wait(seen, std::memory_order_acquire);
             seen = number.load(std::memory_order_acquire);
             inside.fetch_add(1);
             if (own < wanted.load()) list->run();
@@ -94,7 +97,7 @@ struct Helpers {
         number.notify_all();
         given.run();
         wanted.store(0);  // who has not begun by now has nothing left to do
-        wait_until([&] { return inside.load() == 0; });
+        look([&] { return inside.load() == 0; });
     }
 };
 
