@@ -289,27 +289,28 @@ struct Reader {
     // The same tokens, spelled out: scores with all S keys, masked ones, and their softmax, each (H, N, S).
     void show(long begin, long end, long N, long S, Number* of_scores, Number* of_masked, Number* of_pattern) const {
         const Tile tile = {*this, begin, end, 0, S};
-        float *const scores = make_room(tile, S), *const line = scores + tile.rows * (tile.padded + D);
-        const auto write_visible = [&](const float* from, long own, long num_keys, float others, Number* to) {
-            std::fill(line, line + S, others);
-            std::copy(from + own, from + own + num_keys, line + own);
-            write(line, to, S);
-        };
+        float* const scores = make_room(tile, 0);
         score(tile, scores);
         for (long row = 0; row < tile.rows; row++) {
             float* const of_row = scores + row * tile.padded;
-            const long to = (tile.head(row) * N + tile.token(row)) * S, own = first(tile.token(row));
-            write(of_row, of_scores + to, S);
-            write_visible(of_row, own, end_of(tile.token(row)) - own, NONE, of_masked + to);
+            const long own = first(tile.token(row)), end_own = end_of(tile.token(row));
+            const long to = (tile.head(row) * N + tile.token(row)) * S;
+            const auto visible = [&](Floats value, long i, float others) {
+                return select(first_of(own - i), set(others), select(first_of(end_own - i), value, set(others)));
+            };
+            for (long i = 0; i < S; i += WIDTH) {
+                const Floats value = load(of_row + i);
+                write(of_scores + to, i, S, value);
+                write(of_masked + to, i, S, visible(value, i, NONE));
+            }
             const float sum = weigh<float>(tile, row, of_row);
-            for (long key = own; key < end_of(tile.token(row)); key++) of_row[key] /= sum;
-            write_visible(of_row, own, end_of(tile.token(row)) - own, 0.0f, of_pattern + to);
+            for (long i = 0; i < S; i += WIDTH)
+                write(of_pattern + to, i, S, visible(load(of_row + i) / set(sum), i, 0.0f));
         }
     }
 
-    static void write(const float* from, Number* to, long count) {
-        for (long i = 0; i < count; i += WIDTH)
-            store(to + i, load(from + i, first_of(count - i)), first_of(count - i));
+    static void write(Number* to, long i, long size, Floats value) {
+        i + WIDTH <= size ? store(to + i, value) : store(to + i, value, first_of(size - i));
     }
 
     // A few rows read each key as it lies.

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.kernels import native
+from model.kernels.memory import kept
 
 MAX_ARGUMENTS = 18  # as in run.cpp
 ALIGNMENT = 64
@@ -56,7 +57,7 @@ def is_recording() -> bool:
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Memory for what a kernel writes; in a recording, it stays the recording's."""
     recording = _recording.get()
-    return torch.empty(shape, dtype=dtype) if recording is None else recording.take(shape, dtype)
+    return kept.empty(shape, dtype) if recording is None else recording.take(shape, dtype)
 
 
 def pointer(tensor: Tensor | None) -> int:

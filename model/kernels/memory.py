@@ -1,0 +1,54 @@
+"""Memory of large tensors, kept for the next ones.
+
+What a pass frees, the C library gives back to the system where it is large; and from the system new memory comes a page
+at a time, as it is written, which takes several times as long as the writing.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+LARGE = 1 << 22  # bytes: what is smaller, the C library keeps
+MAX_IDLE = 1 << 28  # bytes that are kept for tensors to come
+
+
+class Kept:
+    """Blocks of memory that no tensor uses any more, the oldest first. Any thread may free a tensor."""
+
+    def __init__(self) -> None:
+        self._idle: deque[Tensor] = deque()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """As `torch.empty`, on the CPU. Its memory comes back when no tensor shares it any more."""
+        size = math.prod(shape) * dtype.itemsize
+        if size < LARGE:
+            return torch.empty(shape, dtype=dtype)
+        block = self._take(size)
+        lent = block.numpy()[:size]  # alive as long as the tensor's memory
+        finalize(lent, self._give_back, block).atexit = False
+        return torch.from_numpy(lent).view(dtype).view(shape)
+
+    @property
+    def num_idle_bytes(self) -> int:
+        return sum(block.nbytes for block in list(self._idle))
+
+    def _take(self, size: int) -> Tensor:
+        """An idle block of at least so many bytes and at most twice as many, or a new one."""
+        for _ in range(len(self._idle)):
+            block = self._idle.popleft()
+            if size <= block.nbytes <= 2 * size:
+                return block
+            self._idle.append(block)
+        return torch.empty(size, dtype=torch.uint8)
+
+    def _give_back(self, block: Tensor) -> None:
+        self._idle.append(block)
+        while self.num_idle_bytes > MAX_IDLE:
+            self._idle.popleft()
+
+
+kept = Kept()
