@@ -31,23 +31,19 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size)) if kind == "layer" else None
 
     def forward(self, x: Tensor, probe: Probe) -> Tensor:  # (..., size) -> (..., size)
-        out = self.operations.norm(x, self.weight, self.bias, self.eps)
-        if probe.wants("scale", "normalized"):
-            edited = self._spell_out(x, probe)
-            if edited is not None:
-                out = edited * self.weight if self.bias is None else edited * self.weight + self.bias
+        given = (x, self.weight, self.bias, self.eps)
+        if not probe.wants("scale", "normalized"):
+            return probe("out", self.operations.norm(*given))
+        computed_scale, computed, out = self.operations.spell_out_norm(*given)
+        scale = probe("scale", computed_scale)  # (..., 1)
+        normalized = probe("normalized", computed if scale is computed_scale else self._divide(x, scale))
+        if scale is not computed_scale or normalized is not computed:
+            out = normalized * self.weight if self.bias is None else normalized * self.weight + self.bias
         return probe("out", out)
 
-    def _spell_out(self, x: Tensor, probe: Probe) -> Tensor | None:
-        """Offers `scale` and `normalized`; gives `normalized` where the tap changed either of them."""
-        centred = self.bias is not None
-        computed_scale, computed = self.operations.normalize(x, self.eps, centred=centred)
-        scale = probe("scale", computed_scale)  # (..., 1)
-        if scale is not computed_scale:
-            wide = x.to(scale.dtype)
-            computed = ((wide - wide.mean(-1, keepdim=True) if centred else wide) / scale).to(x.dtype)
-        normalized = probe("normalized", computed)
-        return None if scale is computed_scale and normalized is computed else normalized
+    def _divide(self, x: Tensor, scale: Tensor) -> Tensor:
+        wide = x.to(scale.dtype)
+        return ((wide if self.bias is None else wide - wide.mean(-1, keepdim=True)) / scale).to(x.dtype)
 
 
 def rotary_frequencies(d_head: int, theta: float, scaling: RopeScaling | None) -> Tensor:

@@ -53,13 +53,15 @@ class Operations:
             return F.rms_norm(x, weight.shape, weight, eps)
         return F.layer_norm(x, weight.shape, weight, bias, eps)
 
-    def normalize(self, x: Tensor, eps: float, *, centred: bool) -> tuple[Tensor, Tensor]:
-        """What a norm divides each row by (..., 1), at least float32, and the rows after that."""
+    def spell_out_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What `norm` divides each row by (..., 1), at least float32, the rows after that, and its result."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))  # the sum of squares needs the range
-        if centred:
+        if bias is not None:
             wide = wide - wide.mean(-1, keepdim=True)
         scale = (wide.square().mean(-1, keepdim=True) + eps).sqrt()
-        return scale, (wide / scale).to(x.dtype)
+        return scale, (wide / scale).to(x.dtype), self.norm(x, weight, bias, eps)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Rotation:
         """positions (N,), frequencies (D/2,) or (N, D/2), in radians a position -> what `rotate` takes."""

@@ -66,13 +66,15 @@ void add(Arguments given, long part, long num_parts) {
 }
 
 // x: `outer` times `inner` rows of `size` -> out, all rows in a row: less its mean where it is `centred` (LayerNorm,
-// else RMSNorm), over its scale, times weight, plus bias, where there are these. `scales` of the rows, where wanted.
+// else RMSNorm), over its scale, times weight, plus bias where there is one. `scales` of the rows and what is before the
+// weight, `normalized`, where they are wanted.
 template <class Number>
 void norm(Arguments given, long part, long num_parts) {
     const Number *x = given.array<Number>(0), *weight = given.array<Number>(1), *bias = given.array<Number>(2);
     const long inner = given.size(5), outer_stride = given.size(6), inner_stride = given.size(7), size = given.size(8);
     const float eps = given.number(9);
     float* const scales = given.array<float>(11);
+    Number* const normalized = given.array<Number>(12);
     each_row(given.size(4) * inner, part, num_parts, [&](long row) {
         const Number* from = x + row / inner * outer_stride + row % inner * inner_stride;
         Number* to = given.array<Number>(3) + row * size;
@@ -90,7 +92,8 @@ void norm(Arguments given, long part, long num_parts) {
         const Floats factor = set(1.0f / scale);
         each_vector(size, [&](long i, Mask which) {
             Floats value = (load(from + i, which) - shift) * factor;
-            if (weight) value = value * load(weight + i, which);
+            if (normalized) store(normalized + row * size + i, value, which);
+            value = value * load(weight + i, which);
             if (bias) value = value + load(bias + i, which);
             store(to + i, value, which);
         });

@@ -118,30 +118,35 @@ class NativeOperations(Operations):
         return out
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        return self._norm(x, weight, bias, eps, centred=bias is not None)
+        out = empty(x.shape, x.dtype)
+        self._norm(x, weight, bias, eps, out)
+        return out
 
-    def normalize(self, x: Tensor, eps: float, *, centred: bool) -> tuple[Tensor, Tensor]:
+    def spell_out_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         scales = empty((*x.shape[:-1], 1), torch.float32)
-        return scales, self._norm(x, None, None, eps, centred=centred, scales=scales)
+        normalized, out = empty(x.shape, x.dtype), empty(x.shape, x.dtype)
+        self._norm(x, weight, bias, eps, out, scales, normalized)
+        return scales, normalized, out
 
     def _norm(
         self,
         x: Tensor,
-        weight: Tensor | None,
+        weight: Tensor,
         bias: Tensor | None,
         eps: float,
-        *,
-        centred: bool,
+        out: Tensor,
         scales: Tensor | None = None,
-    ) -> Tensor:
-        out = empty(x.shape, x.dtype)
+        normalized: Tensor | None = None,
+    ) -> None:
         inner = x.shape[-2] if x.dim() > 1 else 1
         x, outer_stride = _outer(x, 2)
         call(
             self._kernels["norm"],
             _parts(out),
             x.data_ptr(),
-            pointer(weight),
+            weight.data_ptr(),
             pointer(bias),
             out.data_ptr(),
             out[..., 0].numel() // inner if inner else 0,
@@ -150,10 +155,10 @@ class NativeOperations(Operations):
             x.stride(-2) if x.dim() > 1 else 0,
             x.shape[-1],
             bits(eps),
-            centred,
+            bias is not None,
             pointer(scales),
+            pointer(normalized),
         )
-        return out
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Rotation:
         if frequencies.dim() > 1:  # each position has its own

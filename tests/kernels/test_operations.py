@@ -83,14 +83,18 @@ class TestOperations:
         assert values.isnan().tolist() == [False, False, True, False, False, False]
         assert values[[0, 1, 3, 4]].tolist() == [9, 9, -torch.inf, torch.inf]
 
-    @pytest.mark.parametrize("centred", [True, False])
-    def test_what_a_norm_divides_by(self, dtype: torch.dtype, centred: bool) -> None:
+    @pytest.mark.parametrize("has_bias", [True, False])
+    def test_a_norm_spelled_out(self, dtype: torch.dtype, has_bias: bool) -> None:
         operations = native_operations(dtype)
-        x = 3 + torch.randn(2, 5, 33, generator=torch.Generator().manual_seed(0)).to(dtype)
-        exact_scale, exact = PYTORCH.normalize(x.double(), 1e-5, centred=centred)
-        scale, normalized = operations.normalize(x, 1e-5, centred=centred)
-        torch.testing.assert_close(scale.double(), exact_scale, atol=0, rtol=2**-21)
-        self.check(normalized, exact, dtype)
+        generator = torch.Generator().manual_seed(0)
+        x = 3 + torch.randn(2, 5, 33, generator=generator).to(dtype)
+        weight, bias = torch.randn(2, 33, generator=generator).to(dtype)
+        parameters = (weight, bias if has_bias else None)
+        exact = PYTORCH.spell_out_norm(x.double(), *(p if p is None else p.double() for p in parameters), 1e-5)
+        scale, normalized, out = operations.spell_out_norm(x, *parameters, 1e-5)
+        torch.testing.assert_close(scale.double(), exact[0], atol=0, rtol=2**-21)
+        self.check(normalized, exact[1], dtype)
+        assert torch.equal(out, operations.norm(x, *parameters, 1e-5))
 
     @pytest.mark.parametrize("wanted", [True, False])
     def test_distributions(self, dtype: torch.dtype, wanted: bool) -> None:
