@@ -1,8 +1,9 @@
 """Weights of 8 or 4 bits: symmetric, rounded to nearest, calibrated by nothing but the weights.
 
 int8 has one scale an output (a row of the matrix), int4 one for each group of 32 inputs of an output: its numbers are
-rounded by some scales, the least squares give each of these roundings a better one, and the best of those is taken. Norms, biases and the tables of embeddings stay as they are. In int4 the
-head is int8, since an error there falls on every logit, and so is a layer whose inputs are no whole groups.
+rounded by some scales, least squares give each of these roundings a better scale, and the one that leaves the smallest
+error is taken. Norms, biases and the tables of embeddings stay as they are. In int4 the head is int8, since an error
+there falls on every logit, and so is a layer whose inputs are no whole groups.
 """
 
 from dataclasses import dataclass

@@ -26,7 +26,6 @@ from typing import Any, Protocol
 QUIET_SECONDS = 0.01  # without another request, then those that came together are a batch
 STATIC_LENGTH = 256  # a static cache has a multiple of it, so that lengths which differ a little share one
 PREFILLS = (512, 1500)
-STREAMS, NUM_IN, NUM_OUT = (1, 8), 16, 128  # in process, as over HTTP
 PACKAGES = ("torch", "transformers", "openvino", "openvino-genai", "optimum-intel", "ctranslate2")
 
 
@@ -63,6 +62,7 @@ class Ours:
         settings = CliApp.run(Settings, cli_args=["--model", model, "--threads", str(threads), *options])
         checkpoint = load_model(settings)
         assert checkpoint is not None
+        self.config = checkpoint.model.config
         self._engine = build_engine(checkpoint, settings)
 
     def generate(self, requests: Sequence[Request], emit: Emit, more: Callable[[], list[Request]]) -> None:
@@ -256,25 +256,17 @@ def serve(engine: Engine, port: int) -> None:
     uvicorn.run(app, port=port, log_level="warning")
 
 
-def measure(engine: Engine, kind: str) -> dict[str, dict[int, float]]:
-    """Tokens a second, after a short one that warms up: of prompts alone, best of two, and of ours at 1 and 8 streams,
-    once, as over HTTP."""
+def prefills(engine: Engine) -> dict[int, float]:
+    """Tokens a second of one prompt of so many, the best of two after one that warms up."""
     draw = random.Random(0)
 
-    def seconds(count: int, num_in: int, num_out: int) -> float:
-        requests = [Request([draw.randrange(1000, 50000) for _ in range(num_in)], num_out) for _ in range(count)]
+    def seconds(num_in: int) -> float:
+        request = Request([draw.randrange(1000, 50000) for _ in range(num_in)], 1)
         start = time.perf_counter()
-        engine.generate(requests, lambda made: None, list)
+        engine.generate([request], lambda made: None, list)
         return time.perf_counter() - start
 
-    def best(times: int, count: int, num_in: int, num_out: int) -> float:
-        seconds(count, num_in, min(num_out, 4))
-        return min(seconds(count, num_in, num_out) for _ in range(times))
-
-    found = {"prefill": {num_in: num_in / best(2, 1, num_in, 1) for num_in in PREFILLS}}
-    if kind == "ours":
-        found["streams"] = {count: count * NUM_OUT / best(1, count, NUM_IN, NUM_OUT) for count in STREAMS}
-    return found
+    return {num_in: num_in / min([seconds(num_in) for _ in range(3)][1:]) for num_in in PREFILLS}
 
 
 def versions() -> dict[str, str]:
@@ -304,7 +296,7 @@ def main() -> None:
     if arguments.what == "serve":
         serve(engine, arguments.port)
     else:
-        sys.stdout.write(json.dumps(measure(engine, arguments.kind)) + "\n")
+        sys.stdout.write(json.dumps({"prefill": prefills(engine)}) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@
 
 Every round starts, drives over HTTP and stops one server after the other: greedy, past any end of sequence, every
 prompt different and no prompt cache, so that figures differ by what the servers do. A peer that is missing is reported.
-Prompts alone are measured in process, and our engine also at 1 and 8 streams. Ours guesses tokens only where its name
-says so (`guessing`): random weights repeat themselves, so that guesses are right far more often than in text. `agrees`:
-of 16 greedy tokens, those before the first that differs from our float32 network's. Percentages are shares of the time
-that the machine's own limits allow, measured in the same run: weights of each decode step read once at the bandwidth of
-memory, or the multiplications of all its sequences at the rate of the dtype; then those of the prompts. Of int8 and
-int4 weights that is the rate of int8. Keys and values are not counted, so long contexts have lower shares.
+Prompts alone are measured in process. Ours guesses tokens only where its name says so (`guessing`): random weights
+repeat themselves, so that guesses are right far more often than in text. `agrees`: of 16 greedy tokens, those before
+the first that differs from our float32 network's. Percentages are shares of the time that the machine's own limits
+allow, measured in the same run: weights of each decode step read once at the bandwidth of memory, or the
+multiplications of all its sequences at the rate of the dtype; then those of the prompts. Of int8 and int4 weights that
+is the rate of int8. Keys and values are not counted, so long contexts have lower shares.
 
 Peers are optional. transformers comes with the extra `dev`; the others best have an environment of their own, since
 optimum-intel asks for an older transformers (and for the torchvision that was built with the same torch):
@@ -365,10 +365,6 @@ def figures(peer: Peer, rounds: list[dict[str, Any]], machine: dict[str, float])
         if (speed := summary(rounds, "prefill", str(num_in))) is not None:
             limit = num_in / prompt_seconds(peer, machine, num_in)
             found[f"prefill_{num_in}"] = {**speed, "share": speed["median"] / limit}
-    for name, streams in (("S1", "1"), ("S2", "8")):
-        if (speed := summary(rounds, "streams", streams)) is not None:
-            over = {"http_over_in_process": found[name]["median"] / speed["median"]} if name in found else {}
-            found[f"in_process_{streams}"] = speed | over
     return found
 
 
@@ -436,11 +432,6 @@ def run(arguments: argparse.Namespace, bench: Bench) -> None:
     write_table(rows + [row(name, found, arguments.scenarios) for name, found in peers.items()])
     for name, reason in missing.items():
         sys.stdout.write(f"{name}: missing: {reason}\n")
-    for name, found in peers.items():
-        for streams in ("1", "8"):
-            if own := found.get(f"in_process_{streams}"):
-                share = f", over HTTP {own['http_over_in_process']:.2f} of it" if "http_over_in_process" in own else ""
-                sys.stdout.write(f"{name} in process, {streams} streams: {own['median']:.1f} tokens/s{share}\n")
     result = {
         "benchmark": "peers",
         "cpu": cpu_model(),

@@ -1,5 +1,5 @@
-"""The service over HTTP: latency and throughput at 1, 8 and 32 streams, beside the bare model's own loop; and what
-running streams feel while a long prompt enters.
+"""The service over HTTP: latency and throughput at 1, 8 and 32 streams, by turns with the same engine in this process; and
+what running streams feel while a long prompt enters.
 
     python -m tests.benchmarks.serve [--dtype bfloat16] [--kernels torch] [--threads 2] [--rounds 3] [--model DIRECTORY]
 
@@ -33,10 +33,9 @@ import torch
 import uvloop
 from safetensors.torch import save_file
 
-from model.checkpoint import DTYPES, load_checkpoint
-from model.kernels.operations import use_kernels
-from model.transformer import Transformer
+from model.checkpoint import DTYPES
 from tests.benchmarks.client import Timed, generate, percentile, summarize
+from tests.benchmarks.peer_servers import Ours, Request
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_IN, NUM_OUT = 16, 128
@@ -80,9 +79,9 @@ def write_random_checkpoint(directory: Path) -> None:
 
 
 @contextmanager
-def serving(directory: Path, dtype: str, threads: int, *options: str) -> Iterator[int]:
+def serving(directory: Path, threads: int, *options: str) -> Iterator[int]:
     """The service in a process of its own; yields its port when it is ready."""
-    command = [sys.executable, "-m", "service", "--model", str(directory), "--dtype", dtype, "--port", "0"]
+    command = [sys.executable, "-m", "service", "--model", str(directory), "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         [*command, "--threads", str(threads), *options], stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment
@@ -154,16 +153,12 @@ async def entering(port: int, prompts: Prompts, count: int, num_in: int, num_out
     }
 
 
-@torch.inference_mode()
-def bare_loop(model: Transformer, prompts: Prompts) -> float:
-    """Tokens a second of the model alone: no engine, no text, no HTTP."""
-    ids = torch.tensor([prompts.body(NUM_IN, 1)["prompt"]])
-    cache = model.new_cache(NUM_IN + NUM_OUT)
+def in_process(engine: Ours, prompts: Prompts, count: int) -> float:
+    """Tokens a second of the same engine without HTTP, JSON and another process."""
+    requests = [Request(prompts.body(NUM_IN, NUM_OUT)["prompt"], NUM_OUT) for _ in range(count)]
     start = time.perf_counter()
-    for _ in range(NUM_OUT):
-        ids = model(ids, cache, rows=[ids.shape[1] - 1])[:, -1].argmax(-1, keepdim=True)
-        ids.tolist()
-    return NUM_OUT / (time.perf_counter() - start)
+    engine.generate(requests, lambda made: None, list)
+    return count * NUM_OUT / (time.perf_counter() - start)
 
 
 def median_of(rounds: list[dict[str, float]]) -> dict[str, float]:
@@ -184,31 +179,28 @@ def main() -> None:
         directory = arguments.model or Path(temporary)
         if arguments.model is None:
             write_random_checkpoint(directory)
-        model = load_checkpoint(str(directory), dtype=arguments.dtype).model
-        if arguments.kernels == "auto":
-            use_kernels(model)
-        prompts = Prompts(model.config.vocab_size)
-        options = ["--kernels", arguments.kernels, "--no-speculate", *options]
-        with serving(directory, arguments.dtype, arguments.threads, *options) as port:
-            uvloop.run(streams(port, prompts, 2))
-            bare_loop(model, prompts)
-            bare: list[float] = []
+        options = ["--dtype", arguments.dtype, "--kernels", arguments.kernels, "--no-speculate", *options]
+        engine = Ours(str(directory), "", arguments.threads, options)
+        prompts = Prompts(engine.config.vocab_size)
+        with serving(directory, arguments.threads, *options) as port:
             found: dict[int, list[dict[str, float]]] = {count: [] for count in STREAMS}
-            for _ in range(arguments.rounds):
-                bare.append(bare_loop(model, prompts))
-                for count in STREAMS:
-                    found[count].append(summarize(uvloop.run(streams(port, prompts, count))))
-            num_in = min(ENTERING, model.config.max_positions - 2)
-            num_out = model.config.max_positions - NUM_IN
+            for count, rounds in found.items():
+                uvloop.run(streams(port, prompts, count))
+                in_process(engine, prompts, count)
+                for _ in range(arguments.rounds):
+                    own = in_process(engine, prompts, count)
+                    of_service = summarize(uvloop.run(streams(port, prompts, count)))
+                    over = of_service["tokens_per_second"] / own
+                    rounds.append({**of_service, "in_process": own, "over_in_process": over})
+            num_in = min(ENTERING, engine.config.max_positions - 2)
+            num_out = engine.config.max_positions - NUM_IN
             entries = [
                 uvloop.run(entering(port, prompts, 4, num_in, min(num_out, 600))) for _ in range(arguments.rounds)
             ]
-    report(arguments, bare, {count: median_of(rounds) for count, rounds in found.items()}, median_of(entries))
+    report(arguments, {count: median_of(rounds) for count, rounds in found.items()}, median_of(entries))
 
 
-def report(
-    arguments: argparse.Namespace, bare: list[float], by_count: dict[int, dict[str, float]], entry: dict[str, float]
-) -> None:
+def report(arguments: argparse.Namespace, by_count: dict[int, dict[str, float]], entry: dict[str, float]) -> None:
     one = by_count[1]["tokens_per_second"]
     result = {
         "benchmark": "serve",
@@ -219,8 +211,6 @@ def report(
         "rounds": arguments.rounds,
         "torch": torch.__version__,
         "machine": platform.machine(),
-        "bare_tokens_per_second": round(statistics.median(bare), 2),
-        "one_stream_over_bare": round(one / statistics.median(bare), 3),
         "eight_streams_over_one": round(by_count[8]["tokens_per_second"] / one, 2),
         "streams": by_count,
         "entering": entry,
@@ -228,8 +218,8 @@ def report(
     columns = list(by_count[1])
     sys.stdout.write("  ".join(["streams", *columns]) + "\n")
     for count, figures in by_count.items():
-        sys.stdout.write("  ".join([f"{count:7}", *(f"{figures[name]:{len(name)}.1f}" for name in columns)]) + "\n")
-    sys.stdout.write(f"bare loop: {statistics.median(bare):.1f} tokens/s; entering: {entry}\n")
+        sys.stdout.write("  ".join([f"{count:7}", *(f"{figures[name]:{len(name)}.2f}" for name in columns)]) + "\n")
+    sys.stdout.write(f"entering: {entry}\n")
     sys.stdout.write(json.dumps(result) + "\n")
 
 
