@@ -26,6 +26,7 @@ from service.settings import Settings
 from service.state import State
 
 logger = logging.getLogger(__name__)
+CPU_MAX = Path("/sys/fs/cgroup/cpu.max")  # microseconds, or "max", and of how many
 BUNDLED = Path(model.__file__).parent / "bundled"
 DESCRIPTION = """A see-through inference server: every number of every stage of the forward pass.
 
@@ -64,9 +65,8 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None)
 async def load(state: State, on_failure: Callable[[], None] | None) -> None:
     """Load the checkpoint, then be ready; the worked examples answer meanwhile."""
     try:
-        threads = state.settings.threads
-        if threads is not None:  # a setting of the thread that runs the network
-            await state.worker.run(lambda: torch.set_num_threads(threads))
+        threads = num_threads(state.settings)  # a setting of the thread that runs the network
+        await state.worker.run(lambda: torch.set_num_threads(threads))
         state.checkpoint = await state.worker.run_apart(lambda: load_model(state.settings))
         if state.checkpoint is not None:
             checkpoint = state.checkpoint
@@ -78,6 +78,16 @@ async def load(state: State, on_failure: Callable[[], None] | None) -> None:
         fail(state, f"{error}", on_failure)
         return
     state.loaded.set()
+
+
+def num_threads(settings: Settings) -> int:
+    """Those that the settings ask for, else torch's choice, but no more than the processors' time that a container may
+    take (cgroup v2): more would be stopped in the midst of what the others wait for."""
+    if settings.threads is not None:
+        return settings.threads
+    quota, _, period = CPU_MAX.read_text().partition(" ") if CPU_MAX.exists() else ("max", "", "")
+    chosen = torch.get_num_threads()
+    return chosen if quota == "max" else max(1, min(chosen, int(quota) // int(period)))
 
 
 def fail(state: State, message: str, on_failure: Callable[[], None] | None) -> None:

@@ -35,7 +35,11 @@ class Settings(BaseSettings):
     )
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 for any free one")
-    threads: int | None = Field(None, ge=1, description="CPU threads of the network; default: torch's choice")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads of the network; default: torch's choice, within a container's limit of CPUs",
+    )
     kernels: Literal["auto", "torch"] = Field(
         "auto",
         description="auto: our own on a CPU with AVX2 or AVX-512 and a C++ compiler; torch: PyTorch's",

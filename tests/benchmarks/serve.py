@@ -1,5 +1,5 @@
-"""The service over HTTP: latency and throughput at 1, 8 and 32 streams, by turns with the same engine in this process; and
-what running streams feel while a long prompt enters.
+"""The service over HTTP: latency and throughput at 1, 8 and 32 streams, by turns with the same engine in this process;
+and what running streams feel while a long prompt enters.
 
     python -m tests.benchmarks.serve [--dtype bfloat16] [--kernels torch] [--threads 2] [--rounds 3] [--model DIRECTORY]
 

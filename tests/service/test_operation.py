@@ -19,7 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from model.generation import Transcript
 from service.__main__ import main
-from service.app import load, load_model
+from service import app
+from service.app import load, load_model, num_threads
 from service.settings import Settings
 from service.state import State
 from tests.service.checkpoints import write_checkpoint
@@ -287,6 +288,27 @@ class TestProcess:
         )
         found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
         assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("limit", "asked", "expected"),
+    [
+        (None, None, 8),
+        ("max 100000\n", None, 8),
+        ("1600000 100000\n", None, 8),
+        ("250000 100000\n", None, 2),
+        ("50000 100000\n", None, 1),
+        ("250000 100000\n", 5, 5),
+    ],
+)
+def test_threads_are_no_more_than_the_processors_that_a_container_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, asked: int | None, expected: int
+) -> None:
+    if limit is not None:
+        (tmp_path / "cpu.max").write_text(limit)
+    monkeypatch.setattr(app, "CPU_MAX", tmp_path / "cpu.max")
+    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
+    assert num_threads(Settings(threads=asked)) == expected
 
 
 def test_the_page_of_examples_loads_nothing_from_elsewhere(empty: Running) -> None:
