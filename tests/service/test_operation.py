@@ -18,8 +18,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from model.generation import Transcript
-from service.__main__ import main
 from service import app
+from service.__main__ import main
 from service.app import load, load_model, num_threads
 from service.settings import Settings
 from service.state import State
