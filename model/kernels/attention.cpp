@@ -609,12 +609,12 @@ void attention(Arguments given, long part, long num_parts) {
     }
 }
 
-// Of one sequence with N new tokens, the first at position `start`, and S keys in a row.
+// Of one sequence with N new tokens, the first at position `start`, and S keys; tokens some stride apart.
 template <class Number, class Dot>
 void spell_out(Arguments given, long part, long num_parts) {
     const Number *q = given.array<Number>(0), *keys = given.array<Number>(1);
     const long N = given.size(6), start = given.size(7), S = given.size(8), H = given.size(9), Hkv = given.size(10);
-    const long D = given.size(11), group = H / Hkv;
+    const long D = given.size(11), q_stride = given.size(14), k_stride = given.size(15), group = H / Hkv;
     const long tile = std::max(1L, TILE / group), num_tiles = (N + tile - 1) / tile;
     static thread_local Room memory;
     static thread_local Prepared turned, spread;
@@ -622,9 +622,9 @@ void spell_out(Arguments given, long part, long num_parts) {
     for (long item = Hkv * num_tiles * part / num_parts; item < Hkv * num_tiles * (part + 1) / num_parts; item++) {
         const long head = item / num_tiles, begin = item % num_tiles * tile, to = head * group * N * S;
         if (begin == 0) turned.begin = turned.end = 0;
-        const Rows<Number> of_head = {keys + head * D, given.array<int64_t>(2), S, Hkv * D, D, nullptr};
+        const Rows<Number> of_head = {keys + head * D, given.array<int64_t>(2), S, k_stride, D, nullptr};
         const Reader<Number, Dot> reader = {
-            of_head, of_head, q + head * group * D, nullptr, start, 1, group, H * D, H, D,
+            of_head, of_head, q + head * group * D, nullptr, start, 1, group, q_stride, H, D,
             given.size(12), given.number(13), memory, turned, spread,
         };
         reader.show(begin, std::min(begin + tile, N), N, S, given.array<Number>(3) + to, given.array<Number>(4) + to,

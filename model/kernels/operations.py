@@ -279,12 +279,13 @@ class NativeOperations(Operations):
         if not self.reads_pages or mask is None:
             return super().spell_out(q, k, mask, scale=scale)
         (B, N, H, D), S = q.shape, k.shape[1]
-        q, k, blocks = q.contiguous(), k.contiguous(), torch.zeros(1, dtype=torch.int64)
+        blocks = torch.zeros(1, dtype=torch.int64)
         found = [empty((B, H, N, S), q.dtype) for _ in range(3)]
         for row in range(B):
-            pointers = (tensor.data_ptr() for tensor in (q[row], k[row], blocks, *(stage[row] for stage in found)))
-            shape = (N, mask.start, S, H, k.shape[2], D, mask.window or 0)
-            call(self._kernels["spell_out"], calls.MAX_PARTS, *pointers, *shape, bits(scale))
+            (own_q, q_stride), (own_k, k_stride) = _outer(q[row], 2), _outer(k[row], 2)
+            pointers = (tensor.data_ptr() for tensor in (own_q, own_k, blocks, *(stage[row] for stage in found)))
+            shape = (N, mask.start, S, H, k.shape[2], D, mask.window or 0, bits(scale), q_stride, k_stride)
+            call(self._kernels["spell_out"], calls.MAX_PARTS, *pointers, *shape)
         return found[0], found[1], found[2]
 
     def attend_pages(
