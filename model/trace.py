@@ -93,7 +93,7 @@ class Keeper:
         kept = StageTrace(stage, tuple(tensor.shape), tensor.dtype, tensor if detail == "values" else None)
         if detail != "none":
             self._waiting.append((kept, tensor))
-            self._bytes += tensor.nbytes
+            self._bytes += tensor.untyped_storage().nbytes()
             if self._bytes > WAITING_BYTES:
                 self.finish()
         return kept
