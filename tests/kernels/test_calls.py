@@ -1,5 +1,6 @@
 """Recorded calls run again on what their inputs hold; what is no call of a kernel is noticed."""
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -45,3 +46,12 @@ class TestRecording:
             assert recording.is_whole
             assert [bool((tensor == 2).all()) for tensor in tensors] == [True] * 4
         assert [len(chunk) for chunk in memory.chunks] == [256, 256, 800, 256]
+
+
+def test_threads_that_wait_for_work_sleep_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    ones = torch.ones(1 << 16)
+    native_operations(torch.float32).add(ones, ones)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.25
