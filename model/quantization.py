@@ -17,6 +17,7 @@ Quantization = Literal["none", "int8", "int4"]
 GROUP = 32
 FACTORS = (0.76, 0.84, 0.92, 1.0, 1.12)  # scales that a group is rounded by, over its largest number over -8
 CACHED_NUMBERS = 1 << 20  # worked on at a time: more would not stay in the caches, for fewer threads wait too often
+LARGEST = torch.finfo(torch.float16).max  # that a scale of a group can be
 LANES = 4  # inputs that the kernels multiply at a time
 
 
@@ -58,7 +59,7 @@ def _quantize_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
         rounded = _round(groups, largest * factor)
         products = (groups * rounded).sum(2, keepdim=True)
         squares = rounded.square_().sum(2, keepdim=True)
-        fitted = (products / squares.clamp(min=1)).half().float()  # as it is kept
+        fitted = (products / squares.clamp(min=1)).clamp(-LARGEST, LARGEST).half().float()  # as it is kept
         error = (fitted * squares - 2 * products) * fitted  # and the squares of the numbers themselves
         scales = torch.where(error < best, fitted, scales)
         best = torch.minimum(error, best)

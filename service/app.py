@@ -85,9 +85,10 @@ def num_threads(settings: Settings) -> int:
     take (cgroup v2): more would be stopped in the midst of what the others wait for."""
     if settings.threads is not None:
         return settings.threads
-    quota, _, period = CPU_MAX.read_text().partition(" ") if CPU_MAX.exists() else ("max", "", "")
     chosen = torch.get_num_threads()
-    return chosen if quota == "max" else max(1, min(chosen, int(quota) // int(period)))
+    quota, _, period = CPU_MAX.read_text().strip().partition(" ") if CPU_MAX.exists() else ("max", "", "")
+    is_limited = quota.isdigit() and period.isdigit()
+    return max(1, min(chosen, int(quota) // int(period))) if is_limited else chosen
 
 
 def fail(state: State, message: str, on_failure: Callable[[], None] | None) -> None:

@@ -5,7 +5,6 @@ at a time, as it is written, which takes several times as long as the writing.
 """
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from weakref import finalize
 
@@ -17,10 +16,10 @@ MAX_IDLE = 1 << 28  # bytes that are kept for tensors to come
 
 
 class Kept:
-    """Blocks of memory that no tensor uses any more, the oldest first. Any thread may free a tensor."""
+    """Blocks of memory that no tensor uses any more, by address, the oldest first. Any thread may free a tensor."""
 
     def __init__(self) -> None:
-        self._idle: deque[Tensor] = deque()
+        self._idle: dict[int, Tensor] = {}
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """As `torch.empty`, on the CPU. Its memory comes back when no tensor shares it any more."""
@@ -34,21 +33,23 @@ class Kept:
 
     @property
     def num_idle_bytes(self) -> int:
-        return sum(block.nbytes for block in list(self._idle))
+        return sum(block.nbytes for block in list(self._idle.values()))
 
     def _take(self, size: int) -> Tensor:
         """An idle block of at least so many bytes and at most twice as many, or a new one."""
-        for _ in range(len(self._idle)):
-            block = self._idle.popleft()
-            if size <= block.nbytes <= 2 * size:
+        for block in list(self._idle.values()):
+            if size <= block.nbytes <= 2 * size and self._idle.pop(block.data_ptr(), None) is not None:
                 return block
-            self._idle.append(block)
         return torch.empty(size, dtype=torch.uint8)
 
     def _give_back(self, block: Tensor) -> None:
-        self._idle.append(block)
-        while self.num_idle_bytes > MAX_IDLE:
-            self._idle.popleft()
+        if block.nbytes > MAX_IDLE:
+            return
+        self._idle[block.data_ptr()] = block
+        for oldest in list(self._idle.values()):
+            if self.num_idle_bytes <= MAX_IDLE:
+                break
+            self._idle.pop(oldest.data_ptr(), None)
 
 
 kept = Kept()

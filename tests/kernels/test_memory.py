@@ -46,4 +46,6 @@ def test_what_lies_idle_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     freeing.start()
     freeing.join()
     assert kept.num_idle_bytes == 3 * LARGE
+    kept.empty((4 * NUMBERS,), torch.float32)  # more than is kept: it leaves the others alone
+    assert kept.num_idle_bytes == 3 * LARGE
     assert {kept.empty((NUMBERS,), torch.float32).data_ptr()} < set(addresses)

@@ -295,6 +295,7 @@ class TestProcess:
     [
         (None, None, 8),
         ("max 100000\n", None, 8),
+        ("", None, 8),
         ("1600000 100000\n", None, 8),
         ("250000 100000\n", None, 2),
         ("50000 100000\n", None, 1),
