@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from model.attention import Context
 from model.config import ModelConfig, NormKind, RopeScaling
-from model.operations import PYTORCH, Operations, Rotation
+from model.operations import PYTORCH, Operations, Rotation, before_scale
 from model.stages import Probe
 
 
@@ -36,14 +36,12 @@ class Norm(nn.Module):
             return probe("out", self.operations.norm(*given))
         computed_scale, computed, out = self.operations.spell_out_norm(*given)
         scale = probe("scale", computed_scale)  # (..., 1)
-        normalized = probe("normalized", computed if scale is computed_scale else self._divide(x, scale))
+        if scale is not computed_scale:
+            computed = (before_scale(x, self.bias) / scale).to(x.dtype)
+        normalized = probe("normalized", computed)
         if scale is not computed_scale or normalized is not computed:
             out = normalized * self.weight if self.bias is None else normalized * self.weight + self.bias
         return probe("out", out)
-
-    def _divide(self, x: Tensor, scale: Tensor) -> Tensor:
-        wide = x.to(scale.dtype)
-        return ((wide if self.bias is None else wide - wide.mean(-1, keepdim=True)) / scale).to(x.dtype)
 
 
 def rotary_frequencies(d_head: int, theta: float, scaling: RopeScaling | None) -> Tensor:

@@ -37,6 +37,13 @@ class Draw:
     key: int
 
 
+def before_scale(x: Tensor, bias: Tensor | None) -> Tensor:
+    """What a norm divides by its scale: x, less the mean of each row where there is a bias; at least float32, since the
+    sum of squares needs the range."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide if bias is None else wide - wide.mean(-1, keepdim=True)
+
+
 class Operations:
     """By PyTorch, for any dtype and device. Dims: N tokens, H heads, D head size."""
 
@@ -57,9 +64,7 @@ class Operations:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What `norm` divides each row by (..., 1), at least float32, the rows after that, and its result."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # the sum of squares needs the range
-        if bias is not None:
-            wide = wide - wide.mean(-1, keepdim=True)
+        wide = before_scale(x, bias)
         scale = (wide.square().mean(-1, keepdim=True) + eps).sqrt()
         return scale, (wide / scale).to(x.dtype), self.norm(x, weight, bias, eps)
 

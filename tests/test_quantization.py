@@ -51,6 +51,12 @@ def test_int4_leaves_a_smaller_error_than_the_largest_number_alone_would_give() 
     assert error.sum() < 0.95 * plain_error.sum()
 
 
+def test_the_scale_of_a_group_of_4_bits_is_one_that_can_be_kept() -> None:
+    weight = torch.zeros(1, GROUP)
+    weight[0, 5] = 5.3e5
+    assert quantize_int4(weight).scales.half().isfinite().all()
+
+
 def test_groups_do_not_depend_on_how_many_rows_are_worked_on_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = quantize_int4(matrix())
     monkeypatch.setattr("model.quantization.CACHED_NUMBERS", 100)

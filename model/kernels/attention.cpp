@@ -506,7 +506,6 @@ struct Reader {
         return all;
     }
 
-
     template <int count>
     void score_rows(const Tile& tile, const float* queries, float* scores, const float* turned, long row) const {
         Floats products[count];

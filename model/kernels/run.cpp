@@ -16,13 +16,13 @@
 
 namespace {
 
-constexpr int MAX_ARGUMENTS = 18;
 using Clock = std::chrono::steady_clock;
 
+constexpr int MAX_ARGUMENTS = 18;
 constexpr int LOOKS = 2000;                    // before a thread that waits lets others run between its looks
 constexpr std::chrono::milliseconds AWAKE{5};  // before it sleeps, where nothing is computed
 
-// Looks whether it `is_over` until it is, or until then; whether it is.
+// Looks whether it `is_over` until it is, or until the `end`; whether it is.
 template <class IsOver>
 bool look(IsOver is_over, Clock::time_point end = Clock::time_point::max()) {
     for (int looks = 0; looks < LOOKS; looks++) {

@@ -165,14 +165,11 @@ class Subjects:
         if "plain" in arguments.only:
             self.measures |= in_process(checkpoint.model)
         if "forward" in arguments.only:
-            options = (
-                "--dtype",
-                "float32",
-                "--kernels",
-                arguments.kernels,
-                "--max-response-bytes",
-                str(MAX_RESPONSE_BYTES),
-            )
+            options = [
+                "--dtype=float32",
+                f"--kernels={arguments.kernels}",
+                f"--max-response-bytes={MAX_RESPONSE_BYTES}",
+            ]
             self.measures |= forward(stack.enter_context(serving(directory, arguments.threads, *options)))
         where = (arguments.peer_python, directory, arguments.threads)
         for name in (name for name in ONLY[2:] if name in arguments.only):
