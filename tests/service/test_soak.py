@@ -23,7 +23,7 @@ from tests.service.test_generate_trace import BLOCK_BYTES, check_steps, from_eve
 
 NUM_CLIENTS = 200
 NUM_LEAVING = NUM_CLIENTS // 3
-NUM_ROUNDS = 3
+NUM_ROUNDS = 6
 # Python's blocks of memory in use come and go by 300 a round. Of one stream that stays behind with its request they are
 # 40, so a round of leaving clients would leave 2500 of them, and one small object of each admitted request 600.
 MAX_GROWTH = 500
