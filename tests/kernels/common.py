@@ -1,5 +1,6 @@
 """What the tests of the kernels share: dtypes, and kernels of the machine at hand, without which they skip."""
 
+import hashlib
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +20,20 @@ from model.transformer import Transformer
 DTYPES = [torch.float32, torch.bfloat16]
 ROUNDING = {torch.float32: 2**-23, torch.bfloat16: 2**-8}  # of one number
 INSTRUCTIONS = ("AVX2", "AVX512-BF16", "AMX")  # that kernels are compiled for, beside the CPU's own
-EMULATED = {
-    "avx512_bf16": f"-include {shlex.quote(str(Path(__file__).with_name('bfloat16_pairs.h')))}",
-    "amx_bf16": f"-include {shlex.quote(str(Path(__file__).with_name('matrix_unit.h')))}",
-}
+
+
+def including(header: str) -> str:
+    """Compiler flags that put a header of this folder before a kernel's source.
+
+    Compiled libraries are kept under a hash of their flags, so the flags also hold a hash of the header's content: a
+    library that was compiled with an older header is not used again.
+    """
+    path = Path(__file__).with_name(header)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return f"-include {shlex.quote(str(path))} -DHASH_OF_{path.stem}=0x{digest}"
+
+
+EMULATED = {"avx512_bf16": including("bfloat16_pairs.h"), "amx_bf16": including("matrix_unit.h")}
 NO_KERNELS = "this machine has neither AVX-512 nor AVX2, or no C++ compiler"
 
 

@@ -1,10 +1,12 @@
-// Intel's matrix unit (AMX) for a CPU that has AVX-512 without it, so that the kernels' code for it is tested there, too.
-// Of bfloat16, the even products are added up apart from the odd ones, as it does.
+// Emulates Intel's matrix unit (AMX) on a CPU that has AVX-512 but no AMX, so that the kernels' AMX code is tested there
+// too. As in the real unit, even and odd products of bfloat16 numbers are summed separately.
+//
+// Only the intrinsics are replaced, and the request for permission to use the unit is skipped (AMX_IS_EMULATED). System
+// calls stay as they are: the standard library puts waiting threads to sleep with one.
 
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
-#include <unistd.h>
 
 struct MatrixUnit {
     struct {
@@ -70,7 +72,7 @@ static thread_local MatrixUnit matrix_unit;
 #define _tile_zero(tile) memset(matrix_unit.tiles[tile], 0, 1024)
 #define _tile_dpbf16ps(sum, x, w) matrix_unit.multiply_pairs(sum, x, w)
 #define _tile_dpbsud(sum, x, w) matrix_unit.multiply_bytes(sum, x, w)
-#define syscall(...) 0
+#define AMX_IS_EMULATED
 #ifndef __AMX_TILE__
 #define __AMX_TILE__ 1
 #define __AMX_BF16__ 1

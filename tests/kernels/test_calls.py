@@ -48,7 +48,9 @@ class TestRecording:
         assert [len(chunk) for chunk in memory.chunks] == [256, 256, 800, 256]
 
 
-def test_threads_that_wait_for_work_sleep_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("instructions")
+def test_idle_threads_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with emulated instructions: an emulation that replaced system calls would keep waiting threads awake."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     ones = torch.ones(1 << 16)
     native_operations(torch.float32).add(ones, ones)

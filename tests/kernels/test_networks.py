@@ -13,7 +13,7 @@ from model.engine.engine import Engine, EngineConfig
 from model.engine.replay import StreamSteps
 from model.engine.request import Request
 from model.generation import GenerationParams
-from model.kernels import calls
+from model.kernels import native
 from model.kernels.linear import PackedLinear
 from model.sampling import SamplingParams, token_logprobs
 from model.stages import Editor, Recorder, stages_of
@@ -103,7 +103,7 @@ def test_the_service_runs_on_either_kernels_and_tells_the_same_of_the_model() ->
     for kernels in ("auto", "torch"):
         with running(model="bundled", dtype="float32", kernels=kernels) as service:
             is_packed = isinstance(service.checkpoint.model.head, PackedLinear)
-            assert is_packed == (kernels == "auto" and calls.runner() is not None)
+            assert is_packed == (kernels == "auto" and native.load("elementwise") is not None)
             text = service.answer("/generate", prompt="the cat sat on", max_tokens=20, temperature=0)["text"]
             answers.append((text, service.get("/model").json()["parameters"]))
     assert answers[0] == answers[1]
