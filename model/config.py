@@ -4,6 +4,9 @@ It knows nothing of checkpoints or families; `model/families/` translates a `con
 """
 
 import dataclasses
+import reprlib
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -13,24 +16,82 @@ Positions = Literal["rotary", "learned", "sinusoidal"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ScalingKind = Literal["linear", "dynamic", "llama3", "yarn"]
 
+# The largest value that each size may have. Each limit is several times the largest value of any published model, and
+# small enough that a product of sizes stays far below 2^63.
+MAX_SIZES: Mapping[str, int] = {
+    "vocab_size": 1 << 24,
+    "d_model": 1 << 18,
+    "num_layers": 1 << 10,
+    "num_heads": 1 << 12,
+    "num_kv_heads": 1 << 12,
+    "d_head": 1 << 16,
+    "d_mlp": 1 << 20,
+    "max_positions": 1 << 27,
+    "window": 1 << 27,
+}
+# The range of each floating-point field. Inside it the frequencies and norms of float32 stay finite.
+RANGES: Mapping[str, tuple[float, float]] = {
+    "norm_eps": (1e-30, 1.0),
+    "rope_theta": (1.001, 1e18),
+    "rope_scaling.factor": (1.0, 1e6),
+    "rope_scaling.low_freq_factor": (1e-6, 1e6),
+    "rope_scaling.high_freq_factor": (1e-6, 1e6),
+    "rope_scaling.beta_fast": (1e-6, 1e6),
+    "rope_scaling.beta_slow": (1e-6, 1e6),
+    "rope_scaling.attention_factor": (1e-6, 1e6),
+}
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
+_SHORT.maxdict = 12
+
+
+class InvalidField(ValueError):
+    """A field of a config has a value that cannot be used: `field` is its name, `why` says what is allowed."""
+
+    def __init__(self, field: str, why: str) -> None:
+        super().__init__(f"{field}: {why}")
+        self.field = field
+        self.why = why
+
+
+def short_repr(value: object) -> str:
+    """`repr(value)` for an error message, shortened: a value from a file may be of any size."""
+    if type(value) is int and abs(value) >= 10**40:
+        return f"an integer of {value.bit_length()} bits"  # Python refuses to print more than 4,300 digits
+    return _SHORT.repr(value)
+
+
+def is_finite_number(value: object) -> bool:
+    """Whether `value` is an int or a float, neither infinite nor NaN nor an int too large for a float."""
+    return isinstance(value, (int, float)) and type(value) is not bool and abs(value) <= sys.float_info.max
+
 
 def _require(condition: bool, field: str, why: str) -> None:
     if not condition:
-        raise ValueError(f"{field}: {why}")
+        raise InvalidField(field, why)
 
 
 def _require_choice(field: str, value: object, choices: object) -> None:
-    _require(value in get_args(choices), field, f"{value!r} is not one of {', '.join(map(repr, get_args(choices)))}")
+    known = ", ".join(map(repr, get_args(choices)))
+    _require(value in get_args(choices), field, f"{short_repr(value)} is not one of {known}")
+
+
+def _require_size(field: str, value: int) -> None:
+    _require(value >= 1, field, f"{short_repr(value)} must be at least 1")
+    _require(value <= MAX_SIZES[field], field, f"{short_repr(value)} must be at most {MAX_SIZES[field]}")
 
 
 def _require_numbers(config: Any, prefix: str = "") -> None:
-    """What comes from a file may be a string or a boolean where a number belongs."""
+    """A value from a file may have another type than the field. Floats must also be finite and in their range."""
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+        name, value = prefix + field.name, getattr(config, field.name)
         if field.type in (int, bool):
-            _require(type(value) is field.type, prefix + field.name, f"{value!r} is no {field.type.__name__}")
+            _require(type(value) is field.type, name, f"{short_repr(value)} is no {field.type.__name__}")
         elif field.type is float:
-            _require(type(value) in (int, float), prefix + field.name, f"{value!r} is no number")
+            _require(is_finite_number(value), name, f"{short_repr(value)} is no finite number")
+            low, high = RANGES[name]
+            _require(low <= value <= high, name, f"{value} must be from {low:g} to {high:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,19 +115,21 @@ class RopeScaling:
     def __post_init__(self) -> None:
         _require_numbers(self, "rope_scaling.")
         _require_choice("rope_scaling.kind", self.kind, ScalingKind)
-        _require(self.factor >= 1, "rope_scaling.factor", f"{self.factor} is below 1")
-        _require(self.original_max_positions >= 1, "rope_scaling.original_max_positions", "must be at least 1")
         _require(
-            self.high_freq_factor > self.low_freq_factor > 0,
+            1 <= self.original_max_positions <= MAX_SIZES["max_positions"],
+            "rope_scaling.original_max_positions",
+            f"{short_repr(self.original_max_positions)} must be from 1 to {MAX_SIZES['max_positions']}",
+        )
+        _require(
+            self.high_freq_factor > self.low_freq_factor,
             "rope_scaling.high_freq_factor",
-            f"{self.high_freq_factor} must be above low_freq_factor {self.low_freq_factor}, which must be positive",
+            f"{self.high_freq_factor} must be above low_freq_factor {self.low_freq_factor}",
         )
         _require(
-            self.beta_fast >= self.beta_slow > 0,
+            self.beta_fast >= self.beta_slow,
             "rope_scaling.beta_fast",
-            f"{self.beta_fast} must not be below beta_slow {self.beta_slow}, which must be positive",
+            f"{self.beta_fast} must not be below beta_slow {self.beta_slow}",
         )
-        _require(self.attention_factor > 0, "rope_scaling.attention_factor", "must be positive")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +137,8 @@ class ModelConfig:
     """Modern by default (pre-norm, RMSNorm, gated SiLU, rotary, tied head, no biases); classical by argument.
 
     The block of Vaswani et al. 2017 is `norm_placement="post", norm="layer", positions="sinusoidal",
-    gated=False, activation="relu"`. Raises `ValueError` naming the field that is wrong, and why.
+    gated=False, activation="relu"`. Raises `InvalidField` (a `ValueError`) for a value that is not allowed; sizes have
+    the limits of `MAX_SIZES`, and floating-point fields those of `RANGES`.
     """
 
     vocab_size: int
@@ -104,7 +168,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _require_numbers(self)
         for field in ("vocab_size", "d_model", "num_layers", "num_heads", "d_mlp", "max_positions"):
-            _require(getattr(self, field) >= 1, field, f"{getattr(self, field)} must be at least 1")
+            _require_size(field, getattr(self, field))
         if self.num_kv_heads == 0:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         if self.d_head == 0:
@@ -114,13 +178,13 @@ class ModelConfig:
                 f"{self.num_heads} does not divide d_model {self.d_model}; give d_head",
             )
             object.__setattr__(self, "d_head", self.d_model // self.num_heads)
-        _require(self.d_head >= 1, "d_head", f"{self.d_head} must be at least 1")
+        _require_size("d_head", self.d_head)
+        _require_size("num_kv_heads", self.num_kv_heads)
         _require(
-            self.num_kv_heads >= 1 and self.num_heads % self.num_kv_heads == 0,
+            self.num_heads % self.num_kv_heads == 0,
             "num_kv_heads",
             f"{self.num_kv_heads} does not divide num_heads {self.num_heads}",
         )
-        _require(self.norm_eps > 0, "norm_eps", f"{self.norm_eps} must be positive")
         _require_choice("norm", self.norm, NormKind)
         _require_choice("norm_placement", self.norm_placement, Placement)
         _require_choice("positions", self.positions, Positions)
@@ -131,18 +195,15 @@ class ModelConfig:
     def _check_positions(self) -> None:
         if self.positions == "rotary":
             _require(self.d_head % 2 == 0, "d_head", f"{self.d_head} is odd; rotary positions turn pairs")
-            _require(self.rope_theta > 1, "rope_theta", f"{self.rope_theta} must be above 1")
         else:
             _require(self.rope_scaling is None, "rope_scaling", f"has no meaning with {self.positions} positions")
         if self.rope_scaling is not None and self.rope_scaling.kind == "dynamic":
             _require(self.d_head > 2, "d_head", "must be above 2 with dynamic rope scaling")
 
     def _check_window(self) -> None:
-        _require(
-            self.window is None or (type(self.window) is int and self.window >= 1),
-            "window",
-            f"{self.window!r} must be an integer of at least 1",
-        )
+        if self.window is not None:
+            _require(type(self.window) is int, "window", f"{short_repr(self.window)} is no int")
+            _require_size("window", self.window)
         if self.windowed_layers is not None:
             _require(self.window is not None, "windowed_layers", "has no meaning without window")
             _require(

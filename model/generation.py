@@ -3,14 +3,61 @@
 It knows nothing of the network or of other sequences.
 """
 
+from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from model.sampling import SamplingParams, TokenLogprobs
+from model.sampling import LARGEST_INT, SamplingParams, TokenLogprobs, check_int
 from model.tokenizer import Detokenizer, Tokenizer
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+MAX_CHOICES = 1 << 14
+
+
+class StopIndex:
+    """A request's stop strings, sorted for binary search. Read-only, so that all sequences of the request share it.
+
+    Each entry is a stop string, cut at the first place where any stop string ends inside it: no text gets further
+    without a match. So there is a match exactly where the text reaches the end of an entry, and no entry is a prefix of
+    another one.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._entries: list[str] = []
+        self._lengths: dict[str, int] = {}  # of the longest stop string that ends where the entry does
+        self._max_length = max(map(len, stops))
+        self._head_length = min(2, *map(len, stops))
+        # A quick test for most positions: no stop string begins with what is not here.
+        self._heads = {stop[:length] for stop in stops for length in range(1, self._head_length + 1)}
+        for stop in sorted(set(stops), key=len):  # those that others contain come first
+            begin, contained = self.find(stop)
+            end = len(stop) if contained is None else begin + len(contained)
+            entry = stop[:end]
+            if entry not in self._lengths:
+                insort(self._entries, entry)
+                self._lengths[entry] = end if contained is None or end == len(stop) else len(contained)
+
+    def find(self, text: str) -> tuple[int, str | None]:
+        """(index, stop string): where the stop string begins that ends first, the longest of those that end there.
+
+        Without one, (index, None): where the longest suffix begins that more text can complete to a stop string.
+        """
+        entries = self._entries
+        for begin in range(len(text)):
+            if text[begin : begin + self._head_length] not in self._heads:
+                continue
+            rest = text[begin : begin + self._max_length]
+            place = bisect_right(entries, rest)
+            # As no entry is a prefix of another one, only the entry right before `rest` can be a prefix of `rest`.
+            if place > 0 and rest.startswith(entry := entries[place - 1]):
+                end = begin + len(entry)
+                begin = end - self._lengths[entry]
+                return begin, text[begin:end]
+            if place < len(entries) and entries[place].startswith(rest):
+                return begin, None
+        return len(text), None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +76,17 @@ class GenerationParams:
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     echo: bool = False
+    stop_index: StopIndex | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens: {self.max_tokens} must be at least 1")
-        if self.n < 1:
-            raise ValueError(f"n: {self.n} must be at least 1")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise ValueError(f"logprobs: {self.logprobs} must not be negative")
+        check_int("max_tokens", self.max_tokens, 1, LARGEST_INT)
+        check_int("n", self.n, 1, MAX_CHOICES)
+        if self.logprobs is not None:
+            check_int("logprobs", self.logprobs, 0, LARGEST_INT)
         if any(not stop for stop in self.stop):
             raise ValueError("stop: an empty string stops everything")
+        # Built here, in the thread that makes the request, so that no step of the engine waits for it.
+        object.__setattr__(self, "stop_index", StopIndex(self.stop) if self.stop else None)
 
     def check(self, max_positions: int, num_prompt: int, *, has_text: bool) -> None:
         """Raises `ValueError` naming the field that does not fit this context and prompt."""
@@ -78,34 +126,30 @@ class End:
 
 
 class StopStrings:
-    """Text in pieces -> text that is certain to stand before any stop string, wherever tokens divide it."""
+    """Finds stop strings in text that comes in pieces, and lets text out once no stop string can begin in it.
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
-        self._held = ""
+    Each position of the text is ruled out only once as the beginning of a stop string, by a binary search.
+    """
+
+    def __init__(self, index: StopIndex | None) -> None:
+        self._index = index
+        self._held = ""  # a suffix of the text, with which a stop string may begin
 
     def push(self, piece: str) -> tuple[str, str | None]:
-        """(text that may go out, the stop string that was found)."""
-        if not self._stops:
+        """(text that may go out, the stop string that was found).
+
+        The stop string that ends first is found, and of those that end at the same place the longest one.
+        """
+        if self._index is None:
             return piece, None
         text = self._held + piece
-        found = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stops if stop in text]
-        if found:
-            _, start, stop = min(found)  # the first to end is found first, however the pieces divide the text
-            self._held = ""
-            return text[:start], stop
-        num_held = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held], None
+        end, stop = self._index.find(text)
+        self._held = text[end:] if stop is None else ""
+        return text[:end], stop
 
     def flush(self) -> str:
         held, self._held = self._held, ""
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` begin `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class Transcript:
@@ -116,7 +160,7 @@ class Transcript:
         self._prompt_ids = prompt_ids
         context = () if params.echo else prompt_ids
         self._detokenizer = Detokenizer(tokenizer, context) if tokenizer is not None else None
-        self._stops = StopStrings(params.stop)
+        self._stops = StopStrings(params.stop_index)
         self._num_generated = 0
         self.end: End | None = None
 

@@ -8,6 +8,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -21,11 +22,37 @@ BITS = (1 << 64) - 1
 FEW = 1024  # likeliest tokens that hold all that is kept, mostly: to find them is cheaper than to sort all
 # Beyond these only the likeliest tokens are left, or all are equally likely, anyway; and float32 has no room for more.
 TEMPERATURES = (1e-30, 1e30)
+LARGEST_INT = 2**31 - 1  # far above any vocabulary, and exact in every type that kernels and PyTorch convert it to
+
+
+def check_int(name: str, value: object, low: int, high: int) -> None:
+    """Raise `ValueError("name: ...")` unless `value` is an int from `low` to `high`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name}: {shortened(value)} must be an integer between {low} and {high}")
+
+
+def check_number(name: str, value: object, low: float, high: float) -> None:
+    """Raise `ValueError("name: ...")` unless `value` is an int or a float from `low` to `high`."""
+    if not _is_number(value) or not low <= value <= high:
+        limits = f"of at least {low}" if math.isinf(high) else f"between {low} and {high}"
+        raise ValueError(f"{name}: {shortened(value)} must be a number {limits}")
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def shortened(value: object) -> str:
+    """A value for an error message: a long integer by its size, other long values by their first characters."""
+    if isinstance(value, int) and abs(value) >= 10**30:  # Python refuses to print more than 4,300 digits
+        return f"about {'-' if value < 0 else ''}10^{math.log10(abs(value)):.0f}"
+    text = str(value) if isinstance(value, (int, float)) else repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to choose a token. Raises `ValueError` naming the field that is out of range.
+    """How to choose a token. Raises `ValueError` with the field and its allowed range if a value is out of range.
 
     `temperature` 0 is exact argmax. `top_k` 0 keeps all; `top_p` keeps the likeliest tokens that reach this mass;
     `min_p` those at least this share as likely as the likeliest. `repetition_penalty` (Keskar et al. 2019) counts
@@ -45,22 +72,21 @@ class SamplingParams:
     processors: Sequence[Processor] = ()
 
     def __post_init__(self) -> None:
-        ranges = {
-            "temperature": (self.temperature >= 0, "must not be negative"),
-            "top_k": (self.top_k >= 0, "must not be negative"),
-            "top_p": (0 < self.top_p <= 1, "must be above 0 and at most 1"),
-            "min_p": (0 <= self.min_p <= 1, "must be between 0 and 1"),
-            "repetition_penalty": (0.01 <= self.repetition_penalty <= 100, "must be between 0.01 and 100"),
-            "presence_penalty": (abs(self.presence_penalty) <= 2, "must be between -2 and 2"),
-            "frequency_penalty": (abs(self.frequency_penalty) <= 2, "must be between -2 and 2"),
-            "seed": (self.seed is None or 0 <= self.seed < 2**63, "must be between 0 and 2^63 - 1"),
-        }
-        for name, (is_valid, why) in ranges.items():
-            if not is_valid:
-                raise ValueError(f"{name}: {getattr(self, name)} {why}")
+        check_number("temperature", self.temperature, 0, math.inf)
+        check_int("top_k", self.top_k, 0, LARGEST_INT)
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: {shortened(self.top_p)} must be a number above 0 and at most 1")
+        check_number("min_p", self.min_p, 0, 1)
+        check_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        check_number("presence_penalty", self.presence_penalty, -2, 2)
+        check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        if self.seed is not None:
+            check_int("seed", self.seed, 0, 2**63 - 1)
         for token_id, bias in self.logit_bias.items():
-            if not abs(bias) <= 100:
-                raise ValueError(f"logit_bias: {bias} for {token_id} must be between -100 and 100")
+            check_int("logit_bias", token_id, 0, LARGEST_INT)
+            if not _is_number(bias) or not -100 <= bias <= 100:
+                why = f"{shortened(bias)} for token {token_id} must be a number between -100 and 100"
+                raise ValueError(f"logit_bias: {why}")
 
     def numbered(self, index: int) -> "SamplingParams":
         """Those of the request's continuation `index`: its seed is `index` further."""
@@ -107,7 +133,8 @@ class Sampler:
     def draw(self, row: int) -> Draw:
         """How the next token is drawn from the logits in this row."""
         params, self._num_drawn = self.params, self._num_drawn + 1
-        temperature = min(max(params.temperature, TEMPERATURES[0]), TEMPERATURES[1])
+        # As a float: PyTorch would take a temperature of 2**64 for an integer, and has no integer that large.
+        temperature = float(min(max(params.temperature, TEMPERATURES[0]), TEMPERATURES[1]))
         return Draw(row, temperature, params.top_k, params.top_p, params.min_p, key_of(self._seed, self._num_drawn))
 
     def accept(self, token_id: int) -> None:
@@ -173,16 +200,19 @@ def sample(
     best, indices = largest or operations.largest(logits)
     choices = indices.tolist()
     are_numbers = [math.isfinite(value) for value in best.tolist()]  # the largest of numbers with a NaN is NaN
-    drawn = [
-        row
-        for row, sampler in enumerate(samplers)
-        if sampler.params.temperature > 0 and are_numbers[row] and row not in failures
-    ]
-    if drawn:
-        draws = [samplers[row].draw(row) for row in drawn]
-        tokens = operations.draw(logits, draws) or _draw(logits, draws)
-        for row, token_id in zip(drawn, tokens, strict=True):
-            choices[row] = token_id
+    draws: list[Draw] = []
+    for row, sampler in enumerate(samplers):
+        if sampler.params.temperature > 0 and are_numbers[row] and row not in failures:
+            try:
+                draws.append(sampler.draw(row))
+            except Exception as error:
+                failures[row] = error
+    if draws:
+        for draw, token_id in zip(draws, _draw_each(logits, draws, operations), strict=True):
+            if isinstance(token_id, Exception):
+                failures[draw.row] = token_id
+            else:
+                choices[draw.row] = token_id
     results: list[int | Exception] = []
     for row, sampler in enumerate(samplers):
         if row in failures or not are_numbers[row]:
@@ -193,8 +223,24 @@ def sample(
     return results
 
 
+def _draw_each(logits: Tensor, draws: Sequence[Draw], operations: Operations) -> Sequence[int | Exception]:
+    """A token for each draw, or the exception of a draw that also fails without the others."""
+    try:
+        return operations.draw(logits, draws) or _draw(logits, draws)
+    except Exception as error:
+        if len(draws) == 1:
+            return [error]
+    alone = [_draw_each(logits, [draw], operations)[0] for draw in draws]
+    good = [draw for draw, token_id in zip(draws, alone, strict=True) if not isinstance(token_id, Exception)]
+    if not 0 < len(good) < len(draws):
+        return alone
+    # Again as one batch, so that rounding is as it would be without those that fail.
+    again = iter(_draw_each(logits, good, operations))
+    return [token_id if isinstance(token_id, Exception) else next(again) for token_id in alone]
+
+
 def _process(logits: Tensor, samplers: Sequence[Sampler], failures: dict[int, Exception]) -> Tensor:
-    """What requests' own processors, biases and penalties make of the logits; a row that fails goes to `failures`."""
+    """Apply processors, biases and penalties; a row where that fails goes to `failures`."""
     for row, sampler in enumerate(samplers):
         if sampler.params.processors:
             try:
@@ -202,34 +248,44 @@ def _process(logits: Tensor, samplers: Sequence[Sampler], failures: dict[int, Ex
                 logits = logits.index_copy(0, torch.tensor([row], device=logits.device), processed.float()[None])
             except Exception as error:  # the request's own code: it ends with it, alone
                 failures[row] = error
-    return _adjust(logits, samplers)
+    rows = [row for row in range(len(samplers)) if row not in failures]
+    try:
+        return _adjust(logits, samplers, rows)
+    except Exception:  # find the rows that also fail alone, and leave them out
+        for row in rows:
+            try:
+                _adjust(logits, samplers, [row])
+            except Exception as error:
+                failures[row] = error
+        return _adjust(logits, samplers, [row for row in rows if row not in failures])
 
 
-def _adjust(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
-    """Biases and penalties, at the tokens that they concern alone."""
+def _adjust(logits: Tensor, samplers: Sequence[Sampler], rows: Sequence[int]) -> Tensor:
+    """The logits (R, V) with the biases and penalties of these rows."""
     device = logits.device
-    biased = [row for row, sampler in enumerate(samplers) if len(sampler.bias[0])]
-    penalized = [row for row, sampler in enumerate(samplers) if sampler.counted.shape[1]]
+    biased = [row for row in rows if len(samplers[row].bias[0])]
+    penalized = [row for row in rows if samplers[row].counted.shape[1]]
     if biased or penalized:
         logits = logits.clone()
     if biased:
-        rows = _repeated(biased, [len(samplers[row].bias[0]) for row in biased]).to(device)
+        index = _repeated(biased, [len(samplers[row].bias[0]) for row in biased]).to(device)
         ids = torch.cat([samplers[row].bias[0] for row in biased]).to(device)
-        logits[rows, ids] += torch.cat([samplers[row].bias[1] for row in biased]).to(device)
+        logits[index, ids] += torch.cat([samplers[row].bias[1] for row in biased]).to(device)
     if penalized:
-        rows = _repeated(penalized, [samplers[row].counted.shape[1] for row in penalized]).to(device)
+        times = [samplers[row].counted.shape[1] for row in penalized]
+        index = _repeated(penalized, times).to(device)
         ids, counts = torch.cat([samplers[row].counted for row in penalized], dim=1).to(device)
         repetition, presence, frequency = (
-            torch.tensor([getattr(sampler.params, name) for sampler in samplers], device=device)[rows]
+            _repeated([getattr(samplers[row].params, name) for row in penalized], times).to(device)
             for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
         )
-        found = logits[rows, ids]
+        found = logits[index, ids]
         found = torch.where(found > 0, found / repetition, found * repetition)
-        logits[rows, ids] = found - presence * (counts > 0) - frequency * counts
+        logits[index, ids] = found - presence * (counts > 0) - frequency * counts
     return logits
 
 
-def _repeated(values: list[int], times: list[int]) -> Tensor:
+def _repeated(values: list[int] | list[float], times: list[int]) -> Tensor:
     return torch.repeat_interleave(torch.tensor(values), torch.tensor(times))
 
 

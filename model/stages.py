@@ -5,14 +5,16 @@ before anything is computed. This file knows nothing of the network's maths.
 """
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.globs import Names
 
 Tap = Callable[[str, Tensor], Tensor]
 """Called with a stage's name and value as it is computed; the pass goes on with what it returns."""
@@ -114,22 +116,45 @@ def sizes_of(config: Widths, num_positions: int) -> dict[str, int]:
     }
 
 
+class UnknownStage(ValueError):
+    """The glob at `index` of those given matches no stage."""
+
+    def __init__(self, index: int, message: str) -> None:
+        super().__init__(message)
+        self.index = index
+
+
 def select(stages: Iterable[Stage], patterns: Sequence[str]) -> list[Stage]:
     """The stages whose name matches any glob, in firing order; TransformerLens's `hook_` in a glob is dropped.
 
-    Raises `ValueError` naming the first pattern that matches nothing, with the nearest names.
+    Raises `UnknownStage`, a `ValueError`, naming the first pattern that matches nothing, with the nearest names.
     """
     stages = list(stages)
-    selected: set[str] = set()
-    for pattern in patterns:
+    names = _names(tuple(stage.name for stage in stages))
+    selected = 0
+    for index, pattern in enumerate(patterns):
         glob = pattern.replace("hook_", "")
-        matched = {stage.name for stage in stages if fnmatchcase(stage.name, glob)}
+        matched = names.match(glob)
         if not matched:
-            near = difflib.get_close_matches(glob, [stage.name for stage in stages], n=3, cutoff=0.4)
+            near = _nearest(glob, [stage.name for stage in stages])
             hint = f"; near it: {', '.join(near)}" if near else ""
-            raise ValueError(f"{pattern!r} matches no stage{hint}. GET /model lists them.")
+            raise UnknownStage(index, f"{pattern!r} matches no stage{hint}. GET /model lists them.")
         selected |= matched
-    return [stage for stage in stages if stage.name in selected]
+    return [stages[index] for index in names.indices(selected)]
+
+
+@lru_cache(maxsize=8)
+def _names(names: tuple[str, ...]) -> Names:
+    """The index of a network's stages, which takes longer to build than most globs take to match."""
+    return Names(names)
+
+
+def _nearest(glob: str, names: Sequence[str]) -> list[str]:
+    """Up to three names like this glob, of its own layer or else of the first: all layers have the same stages."""
+    layer = re.search(r"\.\d+\.", glob)
+    of_layer = layer[0] if layer and any(layer[0] in name for name in names) else ".0."
+    candidates = [name for name in names if of_layer in name or not re.search(r"\.\d+\.", name)]
+    return difflib.get_close_matches(glob, candidates, n=3, cutoff=0.4)
 
 
 class Probe:

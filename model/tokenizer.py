@@ -2,17 +2,25 @@
 
 import codecs
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
+from model.checkpoint_files import CheckpointError, read_regular
+
+MAX_FILE_BYTES = 128 << 20  # published files have up to 35 MB
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not UTF-8
 
 
 class Tokenizer:
-    """A `tokenizer.json` as it was published: its own normalizer, special tokens and post-processor."""
+    """A `tokenizer.json` as it was published: its own normalizer, special tokens and post-processor.
+
+    `max_bytes_per_token` is the largest number of UTF-8 bytes of a text that one token can stand for, so that a text of
+    more than `n * max_bytes_per_token` bytes has more than `n` tokens. None where there is no such number.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         backend.no_truncation()  # a prompt is never clipped
@@ -24,11 +32,13 @@ class Tokenizer:
         self._special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
-        decoder = json.loads(backend.to_str())["decoder"]
+        state = json.loads(backend.to_str())
+        self.max_bytes_per_token = max_bytes_per_token(backend, state)
+        decoder = state["decoder"]
         self.is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
         byte_names = (f"<0x{byte:02X}>" for byte in range(256)) if "ByteFallback" in json.dumps(decoder) else ()
         self._byte_ids = frozenset(vocabulary[name] for name in byte_names if name in vocabulary)
-        self._anchor = self._find_anchor()
+        self._anchor = self._find_anchor(sorted(vocabulary.values()))
         self._anchor_text = self.decode(self._anchor)
         self.token_text = lru_cache(maxsize=1 << 16)(self._token_text)
 
@@ -38,9 +48,15 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: Path) -> "Tokenizer":
+        """Raises `ValueError` naming the file where it is none that the library can use."""
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
-        except Exception as error:  # the library raises bare Exception
+            return cls(tokenizers.Tokenizer.from_buffer(read_regular(path, max_bytes=MAX_FILE_BYTES)))
+        except CheckpointError:
+            raise
+        except BaseException as error:
+            # The library raises bare Exception, and for some files a PanicException, which is none.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ValueError(f"{path}: not a readable tokenizer.json: {error}") from error
 
     def save(self, path: Path) -> None:
@@ -82,9 +98,9 @@ class Tokenizer:
         except KeyError:  # an added token is written as it is
             return token.encode()
 
-    def _find_anchor(self) -> list[int]:
-        """A token that is text by itself, to stand before others."""
-        for token_id in (*self.encode("a", add_special_tokens=False), *range(self.vocab_size)):
+    def _find_anchor(self, ids: Sequence[int]) -> list[int]:
+        """A token that is text by itself, to stand before others; `ids` are all that there are."""
+        for token_id in (*self.encode("a", add_special_tokens=False), *ids):
             if self.has_text(token_id) and not self.is_byte(token_id) and self.decode([token_id]).isalpha():
                 return [token_id]
         return []
@@ -98,6 +114,75 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF = _byte_alphabet()
+
+
+def max_bytes_per_token(backend: tokenizers.Tokenizer, state: Mapping[str, Any]) -> int | None:
+    """The largest number of UTF-8 bytes of a text that one token can stand for; None where nothing bounds it.
+
+    `state` is the content of the `tokenizer.json`. A text is normalized, split, and each piece spelled with tokens. So
+    a bound holds where no step drops or shortens anything: then a token stands for no more bytes than its own
+    spelling has. What is not known here to keep the whole text has no bound.
+    """
+    model, vocabulary = state["model"], backend.get_vocab(with_added_tokens=False)
+    pre_tokenizers = _parts(state["pre_tokenizer"], "pretokenizers")
+    keeps_text = (
+        model["type"] == "BPE"
+        and not model.get("continuing_subword_prefix")
+        and not model.get("end_of_word_suffix")
+        and len(set(vocabulary.values())) == len(vocabulary)  # merges are by id: two spellings of one id are mixed up
+        and all(map(_never_shortens, _parts(state["normalizer"], "normalizers")))
+        and all(map(_drops_nothing, pre_tokenizers))
+        and all(map(_keeps_the_tokens, _parts(state["post_processor"], "processors")))
+        # With lstrip or rstrip, a token takes any number of spaces with it.
+        and not any(token["lstrip"] or token["rstrip"] for token in state["added_tokens"])
+    )
+    if not keeps_text:
+        return None
+    # Every character must have a token, or the model drops it, or joins many of them into one unknown token.
+    kinds = {part["type"] for part in pre_tokenizers}
+    if "ByteLevel" in kinds and "Metaspace" not in kinds and vocabulary.keys() >= BYTE_OF.keys():
+        lengths = [len(token) for token in vocabulary]  # each character stands for one byte
+    elif model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
+        lengths = [len(token.encode()) for token in vocabulary]
+    else:
+        return None
+    for token in state["added_tokens"]:
+        spelling = token["content"]
+        if token["normalized"] and backend.normalizer is not None:  # then it is looked for in the normalized text
+            spelling = backend.normalizer.normalize_str(spelling)
+        lengths.append(len(spelling.encode()))
+    return max(lengths)
+
+
+def _parts(part: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
+    """The steps of a sequence of sequences, which has its own steps under `key`; of None, none."""
+    if part is None:
+        return []
+    return [step for inner in part[key] for step in _parts(inner, key)] if part["type"] == "Sequence" else [part]
+
+
+def _never_shortens(normalizer: Mapping[str, Any]) -> bool:
+    """Whether no text has fewer bytes after this normalizer. Unicode normal forms, for example, compose letters."""
+    if normalizer["type"] == "Replace":
+        old, new = normalizer["pattern"].get("String", ""), normalizer["content"]
+        return 0 < len(old.encode()) <= len(new.encode())
+    return bool(normalizer["type"] == "Prepend")
+
+
+def _drops_nothing(pre_tokenizer: Mapping[str, Any]) -> bool:
+    """Whether this pre-tokenizer splits and spells without leaving anything out; `Whitespace` leaves out spaces."""
+    if pre_tokenizer["type"] in ("Split", "Punctuation"):
+        return bool(pre_tokenizer["behavior"] != "Removed")
+    return pre_tokenizer["type"] in ("ByteLevel", "Metaspace", "Digits")
+
+
+def _keeps_the_tokens(post_processor: Mapping[str, Any]) -> bool:
+    """Whether this post-processor gives all the tokens of a text; a template may leave them out."""
+    if post_processor["type"] == "TemplateProcessing":
+        return any(piece.get("Sequence", {}).get("id") == "A" for piece in post_processor["single"])
+    return post_processor["type"] in ("ByteLevel", "RobertaProcessing", "BertProcessing")
+
+
 # A UTF-8 character has four bytes at most, and a token one at least.
 LONGEST_CHARACTER = 4
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from model.config import ModelConfig, RopeScaling
-from model.layers import Norm, sinusoidal_positions
+from model.config import MAX_SIZES, RANGES, ModelConfig, RopeScaling
+from model.layers import Norm, rotary_frequencies, sinusoidal_positions
 from model.stages import Probe, Recorder, norm_stages
 from model.transformer import Block, Transformer, count_parameters
 
@@ -57,9 +57,9 @@ def test_an_invalid_field_is_refused_by_its_name(field: str, options: dict[str, 
         ("factor", {"factor": float("nan")}),
         ("original_max_positions", {"original_max_positions": 0}),
         ("high_freq_factor", {"low_freq_factor": 4.0}),
-        ("high_freq_factor", {"low_freq_factor": 0.0}),
+        ("low_freq_factor", {"low_freq_factor": 0.0}),
         ("beta_fast", {"beta_fast": 0.5}),
-        ("beta_fast", {"beta_slow": 0.0}),
+        ("beta_slow", {"beta_slow": 0.0}),
         ("attention_factor", {"attention_factor": 0.0}),
     ],
     ids=str,
@@ -67,6 +67,47 @@ def test_an_invalid_field_is_refused_by_its_name(field: str, options: dict[str, 
 def test_an_invalid_field_of_a_rope_scaling_is_refused_by_its_name(field: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"^rope_scaling\.{field}: ."):
         RopeScaling(**SCALING | options)
+
+
+@pytest.mark.parametrize("value", [10**9, 2**63, 10**30, 10**5000], ids=["1e9", "2^63", "1e30", "1e5000"])
+@pytest.mark.parametrize("field", MAX_SIZES)
+def test_a_size_beyond_any_published_model_is_refused_with_its_limit(field: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"^{field}: .* must be at most {MAX_SIZES[field]}$") as error:
+        ModelConfig(**TINY | {"d_head": 4} | {field: value})
+    assert len(str(error.value)) < 100
+
+
+def test_the_largest_sizes_are_taken() -> None:
+    sizes = dict(MAX_SIZES)
+    assert ModelConfig(**sizes).max_positions == sizes["max_positions"]
+
+
+NOT_FINITE = [float("inf"), float("-inf"), float("nan"), 10**400, -(10**400)]
+
+
+@pytest.mark.parametrize("value", NOT_FINITE, ids=["inf", "-inf", "nan", "1e400", "-1e400"])
+@pytest.mark.parametrize("field", RANGES)
+def test_a_number_that_no_finite_float_holds_is_refused_by_its_name(field: str, value: float) -> None:
+    place, _, name = field.rpartition(".")
+    build = RopeScaling if place else ModelConfig
+    with pytest.raises(ValueError, match=rf"^{field}: .* is no finite number$"):
+        build(**(SCALING if place else TINY) | {name: value})
+
+
+FACTORS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+@pytest.mark.parametrize("d_head", [2, 64, MAX_SIZES["d_head"]])
+@pytest.mark.parametrize("theta", RANGES["rope_theta"])
+@pytest.mark.parametrize("length", [1, MAX_SIZES["max_positions"]])
+def test_rotary_frequencies_are_finite_at_the_limits_of_every_range(
+    kind: Any, d_head: int, theta: float, length: int
+) -> None:
+    lows, highs = ({name: RANGES[f"rope_scaling.{name}"][end] for name in FACTORS} for end in (0, 1))
+    for factors in (lows | {"high_freq_factor": 1.0}, highs | {"low_freq_factor": 1.0}):
+        scaling = RopeScaling(kind=kind, original_max_positions=length, **factors)
+        assert rotary_frequencies(d_head, theta, scaling).isfinite().all()
 
 
 def test_a_config_cannot_be_changed() -> None:

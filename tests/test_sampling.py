@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model import sampling
-from model.operations import PYTORCH, Operations
+from model.operations import PYTORCH, Draw, Operations
 from model.sampling import Sampler, SamplingParams, token_logprobs
 from tests.kernels.common import native_operations
 
@@ -447,6 +447,152 @@ def test_keys_and_noise_are_spread_evenly() -> None:
 def test_a_parameter_out_of_range_is_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: "):
         SamplingParams(**wrong)
+
+
+ALMOST_ANY: list[Any] = [
+    *(sign * size for sign in (1, -1) for size in (10**309, 10**5000, 2**64, 2**63, 2**63 - 1, 2**31, 2**31 - 1, 2, 1)),
+    *(sign * size for sign in (1.0, -1.0) for size in (math.inf, 1e308, 2.5, 1e-320, 0.0)),
+    *(0, math.nan, True, "1", [1]),
+]
+ALLOWED = {
+    "temperature": "a number of at least 0",
+    "top_k": "an integer between 0 and 2147483647",
+    "top_p": "a number above 0 and at most 1",
+    "min_p": "a number between 0 and 1",
+    "repetition_penalty": "a number between 0.01 and 100",
+    "presence_penalty": "a number between -2 and 2",
+    "frequency_penalty": "a number between -2 and 2",
+    "seed": "an integer between 0 and 9223372036854775807",
+    "logit_bias": "a number between -100 and 100",
+}
+
+
+def refusal_of(params: dict[str, Any]) -> str | None:
+    """What the error says, where there is one."""
+    try:
+        SamplingParams(**params)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("value", ALMOST_ANY, ids=sampling.shortened)
+@pytest.mark.parametrize("name", ALLOWED)
+def test_any_value_works_or_is_refused_with_the_range_that_is_allowed(name: str, value: Any) -> None:
+    """Also beside a neighbour, where the values of both are in the same tensors."""
+    given_params: dict[str, Any] = {"seed": 1, name: {3: value} if name == "logit_bias" else value}
+    if (refusal := refusal_of(given_params)) is not None:
+        assert refusal.startswith(f"{name}: ")
+        assert refusal.endswith(f" must be {ALLOWED[name]}")
+        assert len(refusal) < 200
+        return
+    alone, *together = (sampler(PROMPT_IDS, **given_params) for _ in range(2))
+    together.append(sampler(PROMPT_IDS, seed=2, top_k=3, min_p=0.1, presence_penalty=0.5, logit_bias={1: 0.5}))
+    for step in range(3):
+        logits = torch.stack([random_logits(step), random_logits(10 + step)])
+        chosen = sample(logits, together)
+        assert all(isinstance(token_id, int) and 0 <= token_id < V for token_id in chosen), chosen
+        assert chosen[0] == choose(alone, logits[0])
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**31, 2**64, 10**309, 1.0, "1"], ids=sampling.shortened)
+def test_a_bias_is_of_a_token_id(token_id: Any) -> None:
+    with pytest.raises(ValueError, match=r"^logit_bias: .{1,40} must be an integer between 0 and 2147483647$"):
+        SamplingParams(logit_bias={token_id: 1.0})
+
+
+class Broken(Exception):
+    """Raised by the sampler that fails."""
+
+
+def with_failing_draw(chooser: Sampler) -> Sampler:
+    def draw(row: int) -> None:
+        raise Broken
+
+    chooser.draw = draw  # type: ignore[assignment, method-assign]
+    return chooser
+
+
+def with_unpackable_top_k(chooser: Sampler) -> Sampler:
+    """As if such a number had not been refused: no tensor can hold it."""
+    object.__setattr__(chooser.params, "top_k", 10**309)
+    return chooser
+
+
+def with_bias_beyond_the_vocabulary(chooser: Sampler) -> Sampler:
+    chooser.bias = (torch.tensor([V + 5]), torch.tensor([1.0]))
+    chooser.changes_logits = True
+    return chooser
+
+
+@pytest.mark.parametrize(
+    ("fail", "expected"),
+    [
+        (with_failing_draw, Broken),
+        (with_unpackable_top_k, OverflowError),
+        (with_bias_beyond_the_vocabulary, IndexError),
+    ],
+)
+@pytest.mark.parametrize("failing_rows", [(1,), (0, 3), (0, 1, 2, 3)], ids=str)
+def test_a_row_that_cannot_be_drawn_fails_alone(
+    fail: Callable[[Sampler], Sampler], expected: type[Exception], failing_rows: tuple[int, ...]
+) -> None:
+    each: list[dict[str, Any]] = [
+        {"top_k": 5, "presence_penalty": 0.5},
+        {"temperature": 0.7, "logit_bias": {2: 1.0}},
+        {"temperature": 0.0},
+        {"top_p": 0.8, "min_p": 0.01},
+    ]
+    prompts: list[dict[str, Any]] = [params | {"seed": row} for row, params in enumerate(each)]
+    good_rows = [row for row in range(4) if row not in failing_rows]
+    without = [sampler(**prompts[row]) for row in good_rows]
+    together = [sampler(**params) for params in prompts]
+    for row in failing_rows:
+        together[row] = fail(sampler(seed=row, temperature=1.5))
+    for step in range(5):
+        logits = torch.stack([random_logits(10 * step + row) for row in range(4)])
+        chosen = sample(logits, together)
+        assert [type(chosen[row]) for row in failing_rows] == [expected] * len(failing_rows)
+        if good_rows:
+            assert [chosen[row] for row in good_rows] == sample(logits[good_rows], without)
+
+
+def test_a_row_whose_computation_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {sampling.key_of(1, num_drawn) for num_drawn in range(1, 6)}
+
+    def failing(compute: Callable[[Tensor, Sequence[Draw]], Any]) -> Callable[[Tensor, Sequence[Draw]], Any]:
+        def run(logits: Tensor, draws: Sequence[Draw]) -> Any:
+            if any(draw.key in keys for draw in draws):
+                raise Broken
+            return compute(logits, draws)
+
+        return run
+
+    without, together = [sampler(seed=seed) for seed in (0, 2)], [sampler(seed=seed) for seed in (0, 1, 2)]
+    for step in range(5):
+        logits = torch.stack([random_logits(10 * step + row) for row in range(3)])
+        expected = sample(logits[[0, 2]], without)
+        with monkeypatch.context() as patch:
+            patch.setattr(sampling, "_draw", failing(sampling._draw))
+            patch.setattr(drawing[0], "draw", failing(drawing[0].draw), raising=False)
+            first, error, last = sample(logits, together)
+        assert isinstance(error, Broken)
+        assert [first, last] == expected
+
+
+def test_what_fails_only_together_is_drawn_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as for lack of memory."""
+    compute = drawing[0].draw
+
+    def draw(logits: Tensor, draws: Sequence[Draw]) -> list[int] | None:
+        if len(draws) > 1:
+            raise Broken
+        return compute(logits, draws)
+
+    logits = torch.stack([random_logits(row) for row in range(3)])
+    expected = sample(logits, [sampler(seed=seed) for seed in range(3)])
+    monkeypatch.setattr(drawing[0], "draw", draw)
+    assert sample(logits, [sampler(seed=seed) for seed in range(3)]) == expected
 
 
 def test_logprobs_are_a_log_softmax_of_the_unchanged_logits() -> None:

@@ -1,15 +1,20 @@
 """The stages: what is recorded is what the catalogue names and the network computed, and reading changes nothing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from model.attention import CausalMask, attend
 from model.config import ModelConfig
-from model.stages import PATTERN, Chain, Editor, Probe, Recorder, Stage, select, sizes_of, stages_of
+from model.globs import Names
+from model.stages import PATTERN, Chain, Editor, Probe, Recorder, Stage, UnknownStage, select, sizes_of, stages_of
 from model.transformer import Transformer, read_out
 from tests.tiny import BOTH_DTYPES, CONFIGS, ROUNDING, build, every_config, exact, random_ids, record
 
@@ -284,6 +289,7 @@ def test_a_recorder_holds_what_keep_makes_of_a_stage() -> None:
 
 class TestSelection:
     STAGES = stages_of(CONFIGS["qwen3"])
+    DEEP = stages_of(replace(CONFIGS["llama"], num_layers=126))
 
     @pytest.mark.parametrize(
         ("glob", "names"),
@@ -326,6 +332,72 @@ class TestSelection:
     def test_the_error_names_what_is_near(self) -> None:
         with pytest.raises(ValueError, match=r"near it: .*blocks\.0\.resid_pre"):
             select(self.STAGES, ["blocks.0.residual_pre"])
+
+    @pytest.mark.parametrize(("named", "layer"), [(1, 1), (2, 2), (9, 0)])
+    def test_the_names_that_are_near_are_of_the_layer_that_was_named(self, named: int, layer: int) -> None:
+        with pytest.raises(ValueError, match="matches no stage") as error:
+            select(self.STAGES, [f"blocks.{named}.residual_pre"])
+        near = str(error.value).split("near it: ")[1].removesuffix(". GET /model lists them.").split(", ")
+        assert near[0] == f"blocks.{layer}.resid_pre"
+        assert all(name.startswith(f"blocks.{layer}.") for name in near)
+
+    def test_the_names_that_are_near_are_looked_for_in_one_layer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """To compare a glob with the names of all 126 layers takes as long as several steps of other requests."""
+        compared: list[str] = []
+
+        def find(glob: str, names: Iterable[str], **_: Any) -> list[str]:
+            compared.extend(names)
+            return []
+
+        monkeypatch.setattr("difflib.get_close_matches", find)
+        for glob in ("blocks.100.residual_pre", "nothing", "blocks.999.nothing"):
+            compared.clear()
+            with pytest.raises(ValueError, match="matches no stage"):
+                select(self.DEEP, [glob])
+            assert len(compared) < 50
+
+    @pytest.mark.parametrize("index", [0, 1, 3])
+    def test_the_error_says_which_glob_it_is(self, index: int) -> None:
+        globs = ["embed", "*", "blocks.0.*", "logits"]
+        globs[index] = "nothing"
+        with pytest.raises(UnknownStage) as error:
+            select(self.STAGES, globs)
+        assert error.value.index == index
+
+    # Globs that match something make work: one that matches nothing ends the request.
+    @settings(max_examples=300, deadline=None)
+    @given(
+        name=st.sampled_from([stage.name for stage in STAGES]),
+        spellings=st.lists(st.sampled_from(["{}", "?", "*", "*{}", "{}*", "[{}]", "[!*]", "[a-z]", "[!{}]", "[]{}]"])),
+    )
+    def test_a_glob_chooses_what_fnmatch_does(self, name: str, spellings: list[str]) -> None:
+        spelled = [spelling.format(character) for spelling, character in zip(spellings, name, strict=False)]
+        glob = "".join(spelled) + name[len(spelled) :]
+        expected = [stage for stage in self.STAGES if fnmatchcase(stage.name, glob)]
+        if expected:
+            assert select(self.STAGES, [glob]) == expected
+        else:
+            with pytest.raises(ValueError, match="matches no stage"):
+                select(self.STAGES, [glob])
+
+
+CHARACTERS = "ab.-]![^0\\&~|*?z"  # those that mean something in a glob or in a regular expression, and some others
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    names=st.lists(st.text(CHARACTERS, max_size=6), max_size=8, unique=True),
+    glob=st.text(CHARACTERS + "éā", max_size=10),
+)
+@example(names=["-", "a", "b", "]", "!"], glob="[]-a]")
+@example(names=["-", "a", "b", "c"], glob="[c-a-]")
+@example(names=["[!", "[", "a"], glob="[!")
+@example(names=["a" * 30, "a" * 29 + "b"], glob="*a" * 30)
+@example(names=["a" * 30, "a" * 29 + "b"], glob="*?" * 15 + "*b")
+@example(names=["", "a"], glob="**")
+def test_globs_follow_the_rules_of_fnmatch(names: list[str], glob: str) -> None:
+    index = Names(names)
+    assert list(index.indices(index.match(glob))) == [i for i, name in enumerate(names) if fnmatchcase(name, glob)]
 
 
 def uneven(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from model.engine.runner import Pass, Runner
 from model.engine.scheduler import Scheduler, Share
 from model.engine.sequence import Sequence
 from model.generation import End
-from model.sampling import Sampler, sample, token_logprobs
+from model.sampling import Sampler, sample, shortened, token_logprobs
 from model.tokenizer import Tokenizer
 from model.transformer import Transformer
 
@@ -108,7 +108,9 @@ class Engine:
         for field, ids in (("prompt", request.prompt_ids), ("logit_bias", request.params.sampling.logit_bias)):
             for token_id in ids:
                 if not 0 <= token_id < config.vocab_size:
-                    raise ValueError(f"{field}: {token_id} is no token id; the vocabulary has {config.vocab_size}")
+                    raise ValueError(
+                        f"{field}: {shortened(token_id)} is no token id; the vocabulary has {config.vocab_size}"
+                    )
         if num_prompt + request.params.max_tokens > self.num_cache_tokens:
             raise ValueError(
                 f"max_tokens: {request.params.max_tokens} after a prompt of {num_prompt} pass the cache of "
@@ -132,6 +134,7 @@ class Engine:
                 shares_prefix=shares_prefix,
                 max_cached=min(shown or (), default=sys.maxsize),
                 leader=leader,
+                cache_salt=request.cache_salt,
             )
             leader = leader or sequence
             choice = Choice(request, index, sequence, self._tokenizer)

@@ -12,7 +12,9 @@ from model.stages import Tap
 class Request:
     """One prompt and what to make of it. `trace` shows its steps; `tap` reads or edits them, for code in the process.
 
-    An edited sequence neither shares its keys and values nor takes those of others.
+    An edited sequence neither shares its keys and values nor takes those of others. Two requests share the keys and
+    values of a common prefix only if their `cache_salt` is the same. The time to the first token shows whether a prefix
+    was computed before, so users who must not learn of each other's prompts need different salts.
     """
 
     id: str
@@ -20,6 +22,7 @@ class Request:
     params: GenerationParams
     trace: TraceParams | None = None
     tap: Tap | None = None
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True)

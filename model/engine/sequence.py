@@ -13,12 +13,14 @@ class Sequence:
 
     `order` is its age: a smaller one came earlier. A sequence with a `leader` starts when the leader's prompt is
     computed, to share its blocks. Without `shares_prefix` it neither takes computed blocks of others nor offers any.
-    At most `max_cached` tokens are taken from others. One that `is_held` is in no step. A `drafter` guesses what
-    follows its tokens; during a step, `draft` are those guesses that the step computes with them.
+    At most `max_cached` tokens are taken from others. Sequences with different values of `cache_salt` never share
+    blocks. One that `is_held` is in no step. A `drafter` guesses what follows its tokens; during a step, `draft` are
+    those guesses that the step computes with them.
     """
 
     __slots__ = (
         "_hashes",
+        "_root",
         "blocks",
         "draft",
         "drafter",
@@ -41,6 +43,7 @@ class Sequence:
         shares_prefix: bool = True,
         max_cached: int = sys.maxsize,
         leader: "Sequence | None" = None,
+        cache_salt: str | None = None,
     ) -> None:
         self.order = order
         self.tokens = array("q", prompt)
@@ -55,6 +58,7 @@ class Sequence:
         self.drafter: Drafter | None = None
         self.draft: list[int] = []
         self._hashes: list[bytes] = []
+        self._root = b"" if cache_salt is None else salt_hash(cache_salt)
 
     @property
     def num_missing(self) -> int:
@@ -62,10 +66,19 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     def block_hash(self, index: int, block_size: int) -> bytes:
-        """Of the tokens up to the end of a full block: equal hashes, equal keys and values."""
+        """Hash of the salt and of all tokens up to the end of a full block: equal hashes, equal keys and values."""
         while len(self._hashes) <= index:
             start = len(self._hashes) * block_size
-            before = self._hashes[-1] if self._hashes else b""
+            before = self._hashes[-1] if self._hashes else self._root
             content = self.tokens[start : start + block_size].tobytes()
             self._hashes.append(hashlib.sha256(before + content).digest())
         return self._hashes[index]
+
+
+def salt_hash(cache_salt: str) -> bytes:
+    """The hash from which the block hashes of a salted sequence start.
+
+    It is computed by another function than the block hashes. With the same function, somebody could choose a salt that
+    has the hash of another sequence's block, and then be given the blocks that follow it.
+    """
+    return hashlib.blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=32, person=b"cache_salt").digest()

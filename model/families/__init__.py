@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from model.config import ModelConfig
+from model.config import ModelConfig, short_repr
 from model.families import gpt2, llama, mistral, qwen2, qwen3
 from model.families.family import Family
 
@@ -19,9 +19,10 @@ def translate(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
 
     Raises `ValueError` naming the architecture or key that is not implemented.
     """
-    family = FAMILIES.get(str(config.get("model_type")))
+    model_type = config.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise ValueError(
-            f"config.json: model_type {config.get('model_type')!r} is not implemented; known: {', '.join(FAMILIES)}"
+            f"config.json: model_type {short_repr(model_type)} is not implemented; known: {', '.join(FAMILIES)}"
         )
     return family, family.translate(config)

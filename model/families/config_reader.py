@@ -3,11 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
+from model.config import is_finite_number, short_repr
+
 
 class ConfigReader:
     """Reads a `config.json` and remembers which keys were read; one left unread at the end is one nobody understood.
 
-    Every method raises `ValueError` naming the key.
+    `place` is the name of the key that holds this object inside of the file, empty for the file itself. Every method
+    raises `ValueError` naming the key.
     """
 
     # Keys that do not change what an inference pass computes, in every family.
@@ -90,8 +93,9 @@ class ConfigReader:
         "quantization_config": None,
     }
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], place: str = "") -> None:
         self._config = config
+        self._prefix = f"config.json: {place}." if place else "config.json: "
         self._unread = {key for key, value in config.items() if value is not None} - self.HARMLESS
 
     def has(self, key: str) -> bool:
@@ -107,14 +111,28 @@ class ConfigReader:
     def need(self, key: str) -> Any:
         value = self.take(key)
         if value is None:
-            raise ValueError(f"config.json: {key} is missing")
+            raise ValueError(f"{self._prefix}{key} is missing")
         return value
+
+    def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int) -> int:
+        """The key's value, an integer from `low` to `high`; without a `default` the key must be there."""
+        value = self.need(key) if default is None else self.take(key, default)
+        if type(value) is not int or not low <= value <= high:
+            raise ValueError(f"{self._prefix}{key} = {short_repr(value)} is no integer from {low} to {high}")
+        return value
+
+    def number(self, key: str) -> float | None:
+        """The key's value, a finite number of at least zero; None where it is missing or null."""
+        value = self.take(key)
+        if value is not None and not (is_finite_number(value) and value >= 0):
+            raise ValueError(f"{self._prefix}{key} = {short_repr(value)} is no finite number of at least 0")
+        return None if value is None else float(value)
 
     def expect(self, key: str, value: Any) -> None:
         """The key may be missing, null or this value; anything else changes the computation and is not implemented."""
         found = self.take(key, value)
         if found != value:
-            raise ValueError(f"config.json: {key} = {found!r} is not implemented (only {value!r})")
+            raise ValueError(f"{self._prefix}{key} = {short_repr(found)} is not implemented (only {value!r})")
 
     def ignore(self, *keys: str) -> None:
         """Keys of this family that do not change what an inference pass computes."""
@@ -123,8 +141,8 @@ class ConfigReader:
     def choice(self, key: str, names: Mapping[str, Any], default: str) -> Any:
         """The key's value, translated."""
         found = self.take(key, default)
-        if found not in names:
-            raise ValueError(f"config.json: {key} = {found!r} is not implemented; known: {', '.join(names)}")
+        if not isinstance(found, str) or found not in names:
+            raise ValueError(f"{self._prefix}{key} = {short_repr(found)} is not implemented; known: {', '.join(names)}")
         return names[found]
 
     def finish(self) -> None:
@@ -132,6 +150,12 @@ class ConfigReader:
             self.expect(key, value)
         if self._unread:
             raise ValueError(
-                f"config.json: {', '.join(sorted(self._unread))}: not known for this family; if it changes the "
-                "computation it is not implemented"
+                f"{self._prefix}{_listed(self._unread)}: not known for this family; if it changes the computation it "
+                "is not implemented"
             )
+
+
+def _listed(keys: set[str], limit: int = 20) -> str:
+    """Keys for an error message of one line: a file may hold any number of them, of any length."""
+    named = [key if key.isprintable() and len(key) <= 100 else short_repr(key) for key in sorted(keys)[:limit]]
+    return ", ".join(named) + (f" and {len(keys) - limit} more" if len(keys) > limit else "")

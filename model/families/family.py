@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from model.config import ModelConfig
+from model.config import InvalidField, ModelConfig, short_repr
 from model.families.config_reader import ConfigReader
 
 
@@ -37,13 +37,15 @@ class Family:
     """One family of checkpoints.
 
     `tensors` maps each of our parameters to its source, `{i}` being the layer; one that a config leaves out (a bias,
-    the head of a tied model) is not looked for. `surplus` are globs of tensors that hold no weights.
+    the head of a tied model) is not looked for. `surplus` are globs of tensors that hold no weights. `keys` maps fields
+    of `ModelConfig` to their keys in `config.json`, for error messages.
     """
 
     model_type: str
     architecture: str
     read: Callable[[ConfigReader], ModelConfig]
     tensors: Mapping[str, Source]
+    keys: Mapping[str, str]
     optional_prefix: str = ""  # some checkpoints write every name without it
     surplus: tuple[str, ...] = ()
 
@@ -51,11 +53,14 @@ class Family:
         architectures = config.get("architectures") or [self.architecture]
         if architectures != [self.architecture]:
             raise ValueError(
-                f"config.json: architectures {architectures} is not implemented for model_type "
+                f"config.json: architectures {short_repr(architectures)} is not implemented for model_type "
                 f"{self.model_type!r} (only {self.architecture})"
             )
         reader = ConfigReader(config)
-        model_config = self.read(reader)
+        try:
+            model_config = self.read(reader)
+        except InvalidField as error:
+            raise ValueError(f"config.json: {self.keys.get(error.field, error.field)}: {error.why}") from None
         reader.finish()
         return model_config
 

@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al. 2019): learned positions, LayerNorm, plain GELU, biases; matrices are stored (in, out)."""
 
-from model.config import ModelConfig
+from model.config import MAX_SIZES, ModelConfig
 from model.families.config_reader import ConfigReader
 from model.families.family import Family, rows, transposed
 
@@ -13,6 +13,16 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 
+KEYS = {
+    "d_model": "n_embd",
+    "num_layers": "n_layer",
+    "num_heads": "n_head",
+    "d_mlp": "n_inner",
+    "max_positions": "n_positions",
+    "norm_eps": "layer_norm_epsilon",
+    "tied_head": "tie_word_embeddings",
+}
+
 
 def read(config: ConfigReader) -> ModelConfig:
     config.expect("scale_attn_weights", True)
@@ -20,7 +30,7 @@ def read(config: ConfigReader) -> ModelConfig:
     config.expect("reorder_and_upcast_attn", False)
     config.ignore("n_ctx", "summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout")
     config.ignore("summary_proj_to_labels", "n_special", "predict_special_tokens", "output_past", "_num_labels")
-    d_model = config.need("n_embd")
+    d_model = config.integer("n_embd", high=MAX_SIZES["d_model"])
     return ModelConfig(
         vocab_size=config.need("vocab_size"),
         d_model=d_model,
@@ -44,6 +54,7 @@ FAMILY = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     read=read,
+    keys=KEYS,
     optional_prefix="transformer.",
     surplus=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),  # causal masks of old versions
     tensors={

@@ -5,7 +5,7 @@ Mistral and Qwen name their keys and tensors after it, so they build on what sta
 
 from typing import Any
 
-from model.config import ModelConfig
+from model.config import MAX_SIZES, ModelConfig
 from model.families.config_reader import ConfigReader
 from model.families.family import Family, rows
 from model.families.rope import rope_of
@@ -48,6 +48,21 @@ TENSORS = {
     "ln_final.weight": rows("model.norm.weight"),
     "head.weight": rows("lm_head.weight"),
 }
+KEYS = {
+    "d_model": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "d_head": "head_dim",
+    "d_mlp": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "qkv_bias": "attention_bias",
+    "attention_out_bias": "attention_bias",
+    "window": "sliding_window",
+    "windowed_layers": "layer_types",
+    "tied_head": "tie_word_embeddings",
+}
 SURPLUS = ("model.layers.*.self_attn.rotary_emb.inv_freq",)  # computed, stored by old versions
 
 
@@ -56,7 +71,8 @@ def read_common(config: ConfigReader, *, default_d_head: int = 0, **options: Any
     config.expect("rope_interleaved", False)
     config.expect("use_mrope", False)
     config.ignore("is_llama_config", "transformers.js_config", "max_sequence_length")
-    theta, scaling, max_positions = rope_of(config, config.need("max_position_embeddings"))
+    length = config.integer("max_position_embeddings", high=MAX_SIZES["max_positions"])
+    theta, scaling, max_positions = rope_of(config, length)
     num_heads = config.need("num_attention_heads")
     return ModelConfig(
         vocab_size=config.need("vocab_size"),
@@ -86,4 +102,6 @@ def read(config: ConfigReader) -> ModelConfig:
     )
 
 
-FAMILY = Family(model_type="llama", architecture="LlamaForCausalLM", read=read, tensors=TENSORS, surplus=SURPLUS)
+FAMILY = Family(
+    model_type="llama", architecture="LlamaForCausalLM", read=read, tensors=TENSORS, keys=KEYS, surplus=SURPLUS
+)

@@ -17,5 +17,6 @@ FAMILY = Family(
     architecture="MistralForCausalLM",
     read=read,
     tensors=llama.TENSORS,
+    keys=llama.KEYS,
     surplus=llama.SURPLUS,
 )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from model.config import ModelConfig
+from model.config import MAX_SIZES, ModelConfig, short_repr
 from model.families import llama
 from model.families.config_reader import ConfigReader
 from model.families.family import Family
@@ -10,17 +10,19 @@ from model.families.family import Family
 
 def read_windows(config: ConfigReader) -> dict[str, Any]:
     """`window` and `windowed_layers` from `layer_types`, or from the older `max_window_layers`."""
-    num_layers = config.need("num_hidden_layers")
+    num_layers = config.integer("num_hidden_layers", high=MAX_SIZES["num_layers"])
     window = config.take("sliding_window") if config.take("use_sliding_window", False) else None
     config.ignore("sliding_window")
-    first_windowed = config.take("max_window_layers", 28)
+    first_windowed = config.integer("max_window_layers", 28, low=0, high=MAX_SIZES["num_layers"])
     kinds = config.take("layer_types") or [
         "sliding_attention" if window is not None and layer >= first_windowed else "full_attention"
         for layer in range(num_layers)
     ]
-    unknown = set(kinds) - {"sliding_attention", "full_attention"}
+    if not isinstance(kinds, list):
+        raise ValueError(f"config.json: layer_types = {short_repr(kinds)} is not a list")
+    unknown = [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]
     if unknown:
-        raise ValueError(f"config.json: layer_types {sorted(unknown)} is not implemented")
+        raise ValueError(f"config.json: layer_types {short_repr(unknown)} is not implemented")
     windowed = tuple(kind == "sliding_attention" for kind in kinds)
     if any(windowed) and window is None:
         raise ValueError("config.json: layer_types asks for sliding_attention, but there is no sliding_window")
@@ -39,5 +41,6 @@ FAMILY = Family(
     architecture="Qwen2ForCausalLM",
     read=read,
     tensors=llama.TENSORS,
+    keys=llama.KEYS,
     surplus=llama.SURPLUS,
 )

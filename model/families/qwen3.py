@@ -27,5 +27,6 @@ FAMILY = Family(
         "blocks.{i}.attn.q_norm.weight": rows("model.layers.{i}.self_attn.q_norm.weight"),
         "blocks.{i}.attn.k_norm.weight": rows("model.layers.{i}.self_attn.k_norm.weight"),
     },
+    keys=llama.KEYS,
     surplus=llama.SURPLUS,
 )

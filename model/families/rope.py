@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from model.config import RopeScaling
+from model.config import MAX_SIZES, RopeScaling, short_repr
 from model.families.config_reader import ConfigReader
 
 
@@ -15,14 +15,15 @@ def rope_of(reader: ConfigReader, max_position_embeddings: int) -> tuple[float, 
     their checkpoints state the length trained on.
     """
     theta = reader.take("rope_theta", 10000.0)
-    parameters = reader.take("rope_parameters") or reader.take("rope_scaling") or {}
+    place = "rope_parameters" if reader.take("rope_parameters") else "rope_scaling"
+    parameters = reader.take(place) or {}
     again = reader.take("rope_scaling")  # said again beside rope_parameters
     if again and _one_spelling(again, theta) != _one_spelling(parameters, theta):
         raise ValueError("config.json: rope_scaling and rope_parameters differ")
     reader.expect("partial_rotary_factor", 1.0)
     if not isinstance(parameters, dict):
-        raise ValueError(f"config.json: rope_scaling = {parameters!r} is not an object")
-    scaling = ConfigReader(parameters)
+        raise ValueError(f"config.json: {place} = {short_repr(parameters)} is not an object")
+    scaling = ConfigReader(parameters, place)
     kind = scaling.take("rope_type") or scaling.take("type", "default")
     scaling.ignore("type", "finetuned")
     theta = scaling.take("rope_theta", theta)
@@ -32,14 +33,17 @@ def rope_of(reader: ConfigReader, max_position_embeddings: int) -> tuple[float, 
         scaling.finish()
         return theta, None, max_position_embeddings
 
-    original = reader.take("original_max_position_embeddings") or scaling.take("original_max_position_embeddings")
+    places = (reader, scaling)
+    stated = next((each for each in places if each.take("original_max_position_embeddings")), None)
+    original = max_position_embeddings
+    if stated is not None:
+        original = stated.integer("original_max_position_embeddings", high=MAX_SIZES["max_positions"])
     scaling.ignore("original_max_position_embeddings")
-    original = original or max_position_embeddings
-    factor = scaling.take("factor")
+    factor = scaling.number("factor")
     if kind == "yarn" and factor is None:
         factor = max_position_embeddings / original
     if factor is None:
-        raise ValueError("config.json: rope_scaling.factor is missing")
+        raise ValueError(f"config.json: {place}.factor is missing")
     options: dict[str, Any] = {}
     if kind == "llama3":
         options = {key: scaling.need(key) for key in ("low_freq_factor", "high_freq_factor")}
@@ -52,17 +56,15 @@ def rope_of(reader: ConfigReader, max_position_embeddings: int) -> tuple[float, 
         }
     elif kind not in ("linear", "dynamic"):
         raise ValueError(
-            f"config.json: rope_scaling type {kind!r} is not implemented; known: linear, dynamic, llama3, yarn"
+            f"config.json: rope_scaling type {short_repr(kind)} is not implemented; known: linear, dynamic, llama3, "
+            "yarn"
         )
     if kind == "dynamic":  # counts from max_position_embeddings whatever else is stated, as transformers does
         original = max_position_embeddings
     scaling.finish()
+    rope_scaling = RopeScaling(kind=kind, factor=factor, original_max_positions=original, **options)
     stretched = int(original * factor) if kind in ("dynamic", "yarn") else 0
-    return (
-        theta,
-        RopeScaling(kind=kind, factor=factor, original_max_positions=original, **options),
-        max(max_position_embeddings, stretched),
-    )
+    return theta, rope_scaling, max(max_position_embeddings, stretched)
 
 
 def _one_spelling(parameters: Any, theta: float) -> Any:
@@ -77,8 +79,8 @@ def _yarn_attention_factor(scaling: ConfigReader, factor: float) -> float:
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    stated = scaling.take("attention_factor")
-    numerator, denominator = scaling.take("mscale"), scaling.take("mscale_all_dim")
+    stated = scaling.number("attention_factor")
+    numerator, denominator = scaling.number("mscale"), scaling.number("mscale_all_dim")
     if stated is not None:
-        return float(stated)
+        return stated
     return mscale(numerator) / mscale(denominator) if numerator and denominator else mscale(1.0)

@@ -1,6 +1,12 @@
 """Compiles the C++ files of this folder for the CPU at hand, once, and loads them: whatever they compute. `CXXFLAGS` of
-the environment come after its own flags (`-mno-avx512f`: for AVX2)."""
+the environment come after its own flags (`-mno-avx512f`: for AVX2).
 
+Libraries are kept in a cache folder. Where that cannot be written, they are compiled into a temporary folder, which is
+removed as soon as the library is loaded. A process that is killed while it compiles leaves a folder behind; a later
+start removes that folder.
+"""
+
+import atexit
 import ctypes
 import hashlib
 import logging
@@ -8,8 +14,11 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
+import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +31,8 @@ logger = logging.getLogger(__name__)
 FLAGS = ("-O3", "-march=native", "-fno-tree-pre", "-ffp-contract=off", "-std=c++20", "-pthread", "-shared", "-fPIC")
 COMPILERS = ("g++", "c++")
 FOLDER = Path(__file__).parent
+COMPILING = "forwardscope-compiling-"  # how the names of the folders begin in which a process compiles
+STALE_SECONDS = 3600.0  # far longer than a compiler takes: the process that made an older folder has ended
 
 
 @cache
@@ -29,7 +40,12 @@ def load(name: str) -> ctypes.CDLL | None:
     """The library of `name`.cpp; None, and one line of log that says why, where it cannot be had here."""
     source = FOLDER / f"{name}.cpp"
     try:
-        return ctypes.CDLL(str(compile_source(source)))
+        library = compile_source(source)
+        try:
+            return ctypes.CDLL(str(library))
+        finally:
+            if library.parent.name.startswith(COMPILING):
+                shutil.rmtree(library.parent, ignore_errors=True)  # a loaded library does not need its file
     except OSError as error:
         logger.info("PyTorch's kernels instead of %s: %s", source.name, error)
         return None
@@ -42,7 +58,11 @@ def kernel(library: str, name: str, dtype: torch.dtype) -> int | None:
 
 
 def compile_source(source: Path) -> Path:
-    """The library; kept, and found again by the same compiler for the same CPU. Raises `OSError` where that fails."""
+    """The compiled library. Raises `OSError` where there is no compiler, or it fails.
+
+    It is in the cache, where the same compiler on the same CPU finds it again; or, where no cache can be written, alone
+    in a temporary folder, which is removed when the process ends.
+    """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise OSError("there is no C++ compiler")
@@ -51,30 +71,55 @@ def compile_source(source: Path) -> Path:
     headers = [header.read_text() for header in sorted(FOLDER.glob("*.h"))]
     about = (source.read_text(), *headers, version, *flags, cpu())
     key = hashlib.sha256("\0".join(about).encode()).hexdigest()[:16]
-    library = cache_directory() / f"{source.stem}-{key}.so"
-    if library.exists():
-        return library
-    with tempfile.TemporaryDirectory(dir=library.parent) as directory:
-        unfinished = Path(directory) / library.name
-        command = [compiler, *flags, f"-I{FOLDER}", str(source), "-o", str(unfinished)]
-        made = subprocess.run(command, capture_output=True, text=True)
-        if made.returncode != 0:
-            lines = made.stderr.splitlines()
-            raise OSError(next((line for line in lines if "error" in line), f"{compiler} failed"))
-        unfinished.replace(library)
-    return library
+    name = f"{source.stem}-{key}.so"
+    cached = cache_directory()
+    if cached is not None and (cached / name).exists():
+        return cached / name
+    directory = Path(tempfile.mkdtemp(prefix=COMPILING, dir=cached))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    unfinished = directory / name
+    command = [compiler, *flags, f"-I{FOLDER}", str(source), "-o", str(unfinished)]
+    # The compiler's own temporary files are in the folder too, so none of them is left behind either.
+    made = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TMPDIR": str(directory)})
+    if made.returncode != 0:
+        shutil.rmtree(directory, ignore_errors=True)
+        lines = made.stderr.splitlines()
+        raise OSError(next((line for line in lines if "error" in line), f"{compiler} failed"))
+    if cached is None:
+        return unfinished
+    unfinished.replace(cached / name)
+    shutil.rmtree(directory, ignore_errors=True)
+    return cached / name
 
 
-def cache_directory() -> Path:
-    """`$XDG_CACHE_HOME/forwardscope`; where that cannot be written, a new temporary folder."""
+def cache_directory() -> Path | None:
+    """`$XDG_CACHE_HOME/forwardscope`; None where that cannot be written.
+
+    Removes what processes that were killed left in it, or else in the temporary folder.
+    """
+    directory = None
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         directory = Path(home) / "forwardscope"
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
     except (OSError, RuntimeError):  # the latter where the user has no home
-        return Path(tempfile.mkdtemp(prefix="forwardscope-"))
+        directory = None
+    if directory is None:
+        remove_stale(Path(tempfile.gettempdir()), f"{COMPILING}*")
+    else:
+        remove_stale(directory, "*")  # libraries are files: only processes that compile make folders here
     return directory
+
+
+def remove_stale(place: Path, pattern: str) -> None:
+    """Remove the folders that match and whose process must have ended while it compiled."""
+    oldest = time.time() - STALE_SECONDS
+    for path in place.glob(pattern):
+        with suppress(OSError):  # another user's folder, or another process removes it too
+            found = path.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_mtime < oldest:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def cpu() -> str:

@@ -120,6 +120,59 @@ def test_what_was_generated_is_a_prefix_too(name: str) -> None:
     assert_each_is_as_alone(model, results, first, second)
 
 
+class TestCacheSalt:
+    """The time to the first token shows whether a prompt was computed before; a salt hides that from other users."""
+
+    @pytest.mark.parametrize("is_running", [False, True], ids=["that has ended", "that runs"])
+    @pytest.mark.parametrize(
+        ("first", "second", "num_cached"),
+        [
+            ("alice", "alice", 16),
+            ("alice", "bob", 0),
+            ("alice", None, 0),
+            (None, "alice", 0),
+            (None, None, 16),
+            ("", None, 0),
+            ("", "", 16),
+            ("\ud800", "\ud800", 16),
+        ],
+    )
+    def test_a_prefix_is_shared_only_with_requests_of_the_same_salt(
+        self, first: str | None, second: str | None, num_cached: int, is_running: bool
+    ) -> None:
+        model = exact("llama")
+        requests = [
+            replace(ask(f"{index}", prompt(19), max_tokens=9), cache_salt=salt)
+            for index, salt in enumerate((first, second))
+        ]
+        drive = Drive(new_engine(model))
+        drive.add(requests[0])
+        drive.step(4)
+        if not is_running:
+            drive.finish()
+        drive.add(requests[1])
+        results = drive.finish()
+        assert results["1", 0].num_cached == num_cached
+        assert drive.engine.stats().num_prefix_hits == num_cached
+        assert_each_is_as_alone(model, results, *requests)
+
+    def test_the_choices_of_one_request_share_its_prompt(self) -> None:
+        model = exact("llama")
+        request = replace(ask("many", prompt(19), n=3), cache_salt="alice")
+        results = run(new_engine(model), request)
+        assert [results["many", choice].num_cached for choice in range(3)] == [0, 16, 16]
+        assert_each_is_as_alone(model, results, request)
+
+    def test_what_was_generated_is_shared_with_the_same_salt_alone(self) -> None:
+        drive = Drive(new_engine(exact("llama")))
+        first = replace(ask("first", prompt(6), max_tokens=15), cache_salt="alice")
+        drive.add(first)
+        again = [*first.prompt_ids, *drive.finish()["first", 0].ids]
+        for salt, num_cached in (("bob", 0), ("alice", 20), (None, 0)):
+            drive.add(replace(ask(f"{salt}", again), cache_salt=salt))
+            assert drive.finish()[f"{salt}", 0].num_cached == num_cached
+
+
 @every_config
 @pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 6, "max_sequences": 3}], ids=["whole", "in chunks"])
 def test_choices_share_their_prompt_and_each_is_a_request_with_the_next_seed(name: str, limits: dict[str, Any]) -> None:

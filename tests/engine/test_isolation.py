@@ -1,21 +1,26 @@
 """One sequence's failure is its own: it ends with an error, and its neighbours get the tokens that they get alone."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from model.checkpoint import load_checkpoint
 from model.engine import cache
 from model.engine.request import Request
 from model.engine.scheduler import Share
 from model.engine.tracing import TraceParams
 from model.generation import End
+from model.operations import Draw
+from model.sampling import Sampler, shortened
 from model.stages import Editor, Tap, stages_of
 from model.trace import Selection
 from model.transformer import Transformer
+from service.app import BUNDLED
 from tests.engine.driving import (
     Drive,
     Result,
@@ -27,6 +32,7 @@ from tests.engine.driving import (
     prompt,
     run,
 )
+from tests.kernels.common import by_kernels
 from tests.tiny import CONFIGS, build, every_config, exact
 
 
@@ -57,6 +63,10 @@ def assert_ended_with(result: Result, error: type[Exception], match: str) -> Non
     assert result.end == End("error")
     assert isinstance(result.error, error)
     assert match in str(result.error)
+
+
+def bundled_by_kernels() -> Transformer:
+    return by_kernels(load_checkpoint(str(BUNDLED), dtype="float32").model)
 
 
 class Broken(Exception):
@@ -288,6 +298,100 @@ class TestProcessors:
         for choice, end in enumerate(ends):
             if end == End("length"):
                 assert_equal(results["many", choice], alone(model, plain, choice))
+
+
+class TestDraws:
+    """The draws of a step are computed together; one that fails ends its own request."""
+
+    SEED = 4  # of the request whose draws fail
+
+    @pytest.fixture(params=[lambda: exact("llama"), bundled_by_kernels], ids=["pytorch", "kernels"])
+    def model(self, request: pytest.FixtureRequest) -> Transformer:
+        model: Transformer = request.param()
+        return model
+
+    def fail_third_draw(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        draw, num_drawn = Sampler.draw, 0
+
+        def failing(sampler: Sampler, row: int) -> Draw:
+            nonlocal num_drawn
+            num_drawn += sampler.params.seed == self.SEED
+            if sampler.params.seed == self.SEED and num_drawn == 3:
+                raise Broken("the third draw")
+            return draw(sampler, row)
+
+        monkeypatch.setattr(Sampler, "draw", failing)
+
+    def test_a_draw_that_fails_ends_its_own_request_and_changes_no_bit_of_its_neighbours(
+        self, model: Transformer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        faulty = ask("faulty", prompt(9), seed=self.SEED, top_k=9)
+        expected = run(new_engine(model), *neighbours())
+        self.fail_third_draw(monkeypatch)
+        results = run(new_engine(model), faulty, *neighbours())
+        failed = results.pop(("faulty", 0))
+        assert_ended_with(failed, Broken, "the third draw")
+        assert len(failed.ids) == 2
+        assert {key: result.ids for key, result in results.items()} == {
+            key: result.ids for key, result in expected.items()
+        }
+        for key, result in results.items():
+            assert_equal(result, expected[key])
+            if model.rows_are_independent:
+                assert result.numbers == expected[key].numbers
+
+    def test_numbers_that_no_tensor_can_hold_end_their_own_request(self, model: Transformer) -> None:
+        """As if such a number had not been refused."""
+        faulty = ask("faulty", prompt(9), seed=None)
+        object.__setattr__(faulty.params.sampling, "top_k", 10**309)
+        expected = run(new_engine(model), *neighbours())
+        results = run(new_engine(model), faulty, *neighbours())
+        assert_ended_with(results.pop(("faulty", 0)), OverflowError, "")
+        for key, result in results.items():
+            assert_equal(result, expected[key])
+
+    def test_among_other_sequences_it_is_as_any_failure(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They join and end at other steps, and another request follows with the same prompt."""
+        self.fail_third_draw(monkeypatch)
+        faulty = ask("faulty", prompt(9), seed=self.SEED, temperature=0.9)
+        assert_ended_with(fail_among_neighbours(exact("llama"), faulty), Broken, "the third draw")
+
+
+class TestNumbers:
+    """What a request asks for is refused with the range that is allowed, or works."""
+
+    RANGES: ClassVar[dict[str, str]] = {
+        "max_tokens": "an integer between 1 and 2147483647",
+        "n": "an integer between 1 and 16384",
+        "logprobs": "an integer between 0 and 2147483647",
+    }
+    LARGE = (10**309, -(10**309), 10**5000, 2**64, 2**63, 2**31, 2**31 - 1)
+    OTHERS = (1, 2, 0, -1, 1.0, 2.5, 1e-320, math.nan, math.inf, -math.inf, True, "1", None)
+
+    @pytest.mark.parametrize("value", [*LARGE, *OTHERS], ids=shortened)
+    @pytest.mark.parametrize("name", RANGES)
+    def test_any_value_works_or_is_refused_with_the_range_that_is_allowed(self, name: str, value: Any) -> None:
+        drive = Drive(new_engine(exact("llama")))
+        complaint = complaint_about(drive, {name: value})
+        if complaint is None:
+            drive.add(*neighbours()[:2])
+            results = drive.finish()
+            assert all(result.error is None for result in results.values())
+            assert_each_is_as_alone(exact("llama"), results, *neighbours()[:2])
+        else:
+            assert complaint.startswith(f"{name}: ")
+            assert self.RANGES[name] in complaint or "pass the context of 48" in complaint
+            assert len(complaint) < 200
+            assert not drive.engine.has_work
+
+
+def complaint_about(drive: Drive, wrong: dict[str, Any]) -> str | None:
+    """What the error says where a request with these parameters is refused; else the request is added."""
+    try:
+        drive.add(ask("asked", prompt(9), **{"max_tokens": 4} | wrong))
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 class TestEditing:

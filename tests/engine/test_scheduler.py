@@ -5,6 +5,7 @@ It never sees a network here: see `playing.py`.
 
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -434,3 +435,26 @@ def test_an_import_of_torch_would_be_seen() -> None:
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert found.returncode != 0
     assert "import of torch halted" in found.stderr
+
+
+@given(
+    first=st.lists(st.integers(0, 2), min_size=4, max_size=4),
+    second=st.lists(st.integers(0, 2), min_size=4, max_size=4),
+    salts=st.tuples(*2 * [st.none() | st.sampled_from(["", "a", "b", "\x00"])]),
+)
+def test_block_hashes_are_equal_only_where_the_salts_and_all_tokens_are(
+    first: list[int], second: list[int], salts: tuple[str | None, str | None]
+) -> None:
+    one, other = Line(1, first, cache_salt=salts[0]), Line(2, second, cache_salt=salts[1])
+    for index in range(2):
+        end = 2 * (index + 1)
+        are_equal = salts[0] == salts[1] and first[:end] == second[:end]
+        assert (one.block_hash(index, 2) == other.block_hash(index, 2)) == are_equal
+        assert one.block_hash(index, 2) != other.block_hash(1 - index, 2)
+
+
+def test_no_salt_stands_for_a_block_of_tokens() -> None:
+    """Else a salt that is spelled as the first block of a prompt gives away the blocks behind it."""
+    prompt = [1, 2, 5, 6]
+    salt = array("q", prompt[:2]).tobytes().decode()
+    assert Line(1, prompt[2:], cache_salt=salt).block_hash(0, 2) != Line(2, prompt).block_hash(1, 2)
