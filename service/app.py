@@ -1,6 +1,7 @@
 """The application: routes, limits, errors, and the checkpoint that is loaded while `/health` already answers."""
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,7 +18,8 @@ from model.engine.engine import Engine, EngineConfig
 from model.kernels.operations import use_kernels
 from model.quantization import QuantizedLinear, quantize_linears
 from service.errors import Failures, install_error_handlers
-from service.limits import ApiKey, BodyLimit
+from service.gate import Gate
+from service.memory import trim_forever
 from service.metrics import HttpMetrics
 from service.openapi import errors
 from service.routes import forward, generate, health, logits, tokenize
@@ -40,9 +42,11 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        loading = asyncio.create_task(load(state, on_failure))
+        work = (load(state, on_failure), trim_forever(state.worker, state.buffers))
+        tasks = [asyncio.create_task(part) for part in work]
         yield
-        loading.cancel()
+        for task in tasks:
+            task.cancel()
         state.worker.close()
 
     app = FastAPIOffline(  # its pages load nothing from elsewhere
@@ -54,10 +58,16 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None)
         app.include_router(route.router, responses=errors())
     app.include_router(model_route.router)
     app.include_router(health.router)
+    app.add_middleware(
+        Gate,
+        routes=app.routes,
+        buffers=state.buffers,
+        api_key=None if settings.api_key is None else settings.api_key.get_secret_value(),
+        allowed_hosts=settings.host_names,
+        max_body_bytes=settings.max_body_bytes,
+        body_seconds=settings.body_timeout_seconds,
+    )
     app.add_middleware(Failures)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    if settings.api_key is not None:
-        app.add_middleware(ApiKey, key=settings.api_key.get_secret_value())
     app.add_middleware(HttpMetrics, metrics=state.metrics, paths=app.openapi()["paths"])
     return app
 
@@ -77,6 +87,8 @@ async def load(state: State, on_failure: Callable[[], None] | None) -> None:
         logger.error("cannot serve %s: %s", state.settings.model, error, exc_info=None if expected else error)
         fail(state, f"{error}", on_failure)
         return
+    gc.collect()
+    gc.freeze()  # else each full collection looks at all that was loaded, and stops every thread for 0.2 seconds
     state.loaded.set()
 
 

@@ -1,12 +1,12 @@
 """Every error answer has one form: `{"error": {"message", "type", "param", "code"}}`."""
 
+import json
 import logging
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 TYPES = {
     401: "authentication_error",
     404: "not_found_error",
+    408: "timeout_error",
     413: "too_large_error",
     429: "overloaded_error",
     500: "internal_error",
@@ -43,6 +44,10 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
 
+class ClientGone(Exception):
+    """The client closed its connection; whatever was to be computed for it is given up."""
+
+
 def invalid(param: str, message: str, code: str = "invalid_value") -> ApiError:
     """400: the field is well formed, but means nothing here."""
     return ApiError(400, f"{param}: {message}", param=param, code=code)
@@ -66,6 +71,10 @@ def _printable(text: str, limit: int = 1000) -> str:
     return short.encode("utf-8", "backslashreplace").decode()
 
 
+def error_bytes(error: ApiError) -> bytes:
+    return json.dumps(error_body(error)).encode()
+
+
 def error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error_body(error), error.status, headers=error.headers)
 
@@ -75,10 +84,9 @@ def install_error_handlers(app: FastAPI) -> None:
     async def _api_error(request: Request, error: ApiError) -> JSONResponse:
         return error_response(error)
 
-    @app.exception_handler(RequestValidationError)
-    async def _shape(request: Request, error: RequestValidationError) -> JSONResponse:
-        param, message, code = _describe(error, request.headers.get("content-type", ""))
-        return error_response(ApiError(422, message, param=param, code=code))
+    @app.exception_handler(ClientGone)
+    async def _client_gone(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=499)  # nobody reads it; it is what the metrics count
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
@@ -109,31 +117,3 @@ class Failures:
                 raise
             logger.exception("%s %s failed", scope["method"], scope["path"])
             await error_response(internal())(scope, receive, send)
-
-
-def _describe(error: RequestValidationError, content_type: str) -> tuple[str | None, str, str]:
-    """(param, message, code) of the field that is wrong; the alternatives of a union are joined into one message."""
-    problems = error.errors()
-    if problems[0]["type"] == "json_invalid":
-        return "body", f"body: not valid JSON: {problems[0]['ctx']['error']}", "json_invalid"
-    if problems[0]["loc"] == ("body",) and not _is_json(content_type):
-        return "body", "body: send JSON with the header 'Content-Type: application/json'", "content_type"
-    fields = [_field(problem["loc"]) for problem in problems]
-    # The deepest place is the most telling one: prompt.3 rather than "prompt is not a string".
-    deepest = max(range(len(fields)), key=lambda i: len(fields[i]))
-    same = [i for i in range(len(fields)) if fields[i] == fields[deepest]]
-    param = ".".join(map(str, fields[deepest])) or "body"
-    messages = dict.fromkeys(problems[i]["msg"].removeprefix("Value error, ") for i in same)
-    return param, f"{param}: {'; or '.join(messages)}", problems[deepest]["type"]
-
-
-def _is_json(content_type: str) -> bool:
-    kind = content_type.partition(";")[0].strip().lower()
-    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
-
-
-def _field(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Where in the body: a field (of a trace, its own), and indices in it. Words further in are a union's branches or a
-    client's own keys."""
-    num_names = 2 if loc[1:2] == ("trace",) else 1
-    return tuple(part for depth, part in enumerate(loc[1:]) if depth < num_names or isinstance(part, int))

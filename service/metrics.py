@@ -85,8 +85,16 @@ class Metrics:
         self.budget_refusals = self._counter("trace_refused_total", "Answers refused by the byte budget")
 
     def watch_requests(self, num_running: Callable[[], int], num_waiting: Callable[[], int]) -> None:
-        self._gauge("num_requests_running", "Requests in the steps, and passes that run").set_function(num_running)
-        self._gauge("num_requests_waiting", "Requests and passes that wait").set_function(num_waiting)
+        self._gauge(
+            "num_requests_running", "Requests in the steps, and passes and texts that are worked on"
+        ).set_function(num_running)
+        self._gauge("num_requests_waiting", "Requests, passes and texts that wait").set_function(num_waiting)
+
+    def watch_connections(self, num_connections: Callable[[], int]) -> None:
+        self._gauge("http_connections", "Open connections").set_function(num_connections)
+
+    def watch_buffers(self, num_bytes: Callable[[], int]) -> None:
+        self._gauge("buffered_bytes", "Bytes of request bodies and unread responses").set_function(num_bytes)
 
     def watch_ready(self, is_ready: Callable[[], bool]) -> None:
         self._gauge("ready", "1: takes requests; 0: loads, has failed, or shuts down").set_function(is_ready)

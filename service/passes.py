@@ -1,6 +1,7 @@
 """One pass on the network's thread, from the byte budget to the answer: what /forward and /logits share."""
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,10 +9,12 @@ from dataclasses import dataclass
 from fastapi import Request, Response
 
 from service.errors import ApiError
-from service.state import State
+from service.state import State, get_reservation
 from service.streaming import unless_disconnected
+from service.worker import timed_out
 
 SAFETENSORS = "application/x-safetensors"
+QUALITY = re.compile(r"0(\.\d{0,3})?|1(\.0{0,3})?")
 LOGITS_BYTES = 3 * 4  # of one logit: itself in float32, and what softmax and loss make of it
 # At most, in JSON:
 STAGE_BYTES = 512  # name, shape, dims and summary of a stage
@@ -20,7 +23,16 @@ ESCAPED_BYTES = 6  # one byte of a text, where it is a control character
 
 
 def wants_safetensors(request: Request) -> bool:
-    return SAFETENSORS in request.headers.get("accept", "")
+    """Whether the Accept header names safetensors, and does not prefer JSON (RFC 9110, section 12.5.1)."""
+    wanted = 0.0
+    json = 0.0
+    for entry in request.headers.get("accept", "").split(","):
+        kind, *parameters = (part.strip().lower() for part in entry.split(";"))
+        quality = next((part.removeprefix("q=") for part in parameters if part.startswith("q=")), "1")
+        weight = float(quality) if QUALITY.fullmatch(quality) else 0.0
+        wanted = max(wanted, weight if kind == SAFETENSORS else 0.0)
+        json = max(json, weight if kind == "application/json" else 0.0)
+    return wanted > 0 and wanted >= json
 
 
 def text_bytes(num_stages: int, num_tokens: int, longest_token_bytes: int, *, as_safetensors: bool) -> int:
@@ -68,9 +80,10 @@ async def answer_pass(
             f"prompt: has {num_tokens} tokens, one pass takes {limit}: shorten it, or start with more --max-pass-tokens"
         )
         raise ApiError(413, message, param="prompt", code="prompt_too_long")
+    reservation = get_reservation(request)
+    reservation.add(budget.response_bytes)
     content = await unless_disconnected(request, _run(state, job, num_tokens))
-    if content is None:
-        return Response(status_code=499)
+    reservation.count(len(content) - budget.response_bytes)
     return Response(content, media_type=SAFETENSORS if as_safetensors else "application/json")
 
 
@@ -87,8 +100,7 @@ async def _run(state: State, job: Callable[[float], bytes | memoryview], num_tok
         async with asyncio.timeout(state.settings.request_timeout_seconds):
             content, waited, seconds = await state.worker.run(timed)
     except TimeoutError:
-        message = f"no answer within {state.settings.request_timeout_seconds:g} seconds; try again later"
-        raise ApiError(503, message, code="timeout", headers={"Retry-After": "1"}) from None
+        raise timed_out(state.settings.request_timeout_seconds) from None
     metrics = state.metrics
     metrics.queue_seconds.observe(waited)
     metrics.trace_seconds.observe(seconds)

@@ -3,7 +3,7 @@ lone surrogate is an error, never ignored."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from model.quantization import Quantization
 
@@ -20,11 +20,28 @@ def _is_text(text: str) -> str:
     return text
 
 
+def _at_most(max_length: int) -> BeforeValidator:
+    """Checks a length before any of the items, whose errors would be one for each."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > max_length:
+            raise ValueError(f"has {len(value)} entries, the limit is {max_length}")
+        return value
+
+    return BeforeValidator(check)
+
+
 Text = Annotated[str, AfterValidator(_is_text)]
 Name = Annotated[Text, Field(max_length=200)]
 TokenId = Annotated[int, Field(ge=0)]
+Index = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Indices = Annotated[list[Index], Field(fail_fast=True, min_length=1)]
+Globs = Annotated[list[Name], Field(fail_fast=True, min_length=1, max_length=200), _at_most(200)]
+MAX_TOP_K = 2**31 - 1
+MAX_ENTRIES = 1024
 Prompt = Annotated[
-    Text | list[TokenId],
+    Text | TokenIds,
     Field(description="text, or token ids as they are"),
 ]
 Nested = Annotated[Any, Field(description="nested lists of numbers (null: not finite), or base64")]
@@ -63,20 +80,14 @@ class ForwardRequest(Request):
     model_config = example(prompt=PROMPT, stages=["blocks.0.attn.pattern", "*.resid_post"], detail="summary", top_k=3)
 
     prompt: Prompt
-    targets: list[TokenId | None] | None = Field(
+    targets: Annotated[list[TokenId | None], Field(fail_fast=True)] | None = Field(
         None, description="one a position; default: the prompt's own next tokens, null at the last"
     )
     model: Name | None = Field(None, description="the served model (default) or a worked example; see GET /models")
-    stages: list[Name] = Field(
-        ["*"], min_length=1, max_length=200, description="globs over the stage names of GET /model"
-    )
+    stages: Globs = Field(["*"], description="globs over the stage names of GET /model")
     detail: Literal["summary", "values", "none"] = "summary"
-    positions: list[Annotated[int, Field(ge=0)]] | None = Field(
-        None, min_length=1, description="rows to keep; default: all"
-    )
-    heads: list[Annotated[int, Field(ge=0)]] | None = Field(
-        None, min_length=1, description="heads to keep; of k and v, the key-value heads that these read"
-    )
+    positions: Indices | None = Field(None, description="rows to keep; default: all")
+    heads: Indices | None = Field(None, description="heads to keep; of k and v, the key-value heads that these read")
     top_k: int | None = Field(None, ge=0, description="predictions a position; default: 10, or the whole vocabulary")
     dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = Field(
         None, description="of the values; default: as computed. JSON lists write bfloat16 numbers exactly"
@@ -197,7 +208,7 @@ class LogitsRequest(Request):
     model_config = example(prompt=PROMPT, top_k=5, logprobs=True)
 
     prompt: Prompt
-    positions: Literal["last", "all"] | list[Annotated[int, Field(ge=0)]] = "last"
+    positions: Literal["last", "all"] | Annotated[list[Index], Field(fail_fast=True)] = "last"
     top_k: int | None = Field(None, ge=1, description="the likeliest tokens alone; default: the whole row")
     logprobs: bool = Field(False, description="also ln softmax of the logits")
 
@@ -223,14 +234,12 @@ class LogitsAnswer(Answer):
 class TraceRequest(Request):
     """What each token's event shows of the step that made it."""
 
-    stages: list[Name] | None = Field(
-        None, min_length=1, max_length=200, description="globs as in /forward; default: all, with logit_lens none"
-    )
+    stages: Globs | None = Field(None, description="globs as in /forward; default: all, with logit_lens none")
     detail: Literal["summary", "values", "none"] = "summary"
-    positions: list[Annotated[int, Field(ge=0)]] | None = Field(
-        None, min_length=1, description="of the sequence, each shown when it is computed; default: all that are new"
+    positions: Indices | None = Field(
+        None, description="of the sequence, each shown when it is computed; default: all that are new"
     )
-    heads: list[Annotated[int, Field(ge=0)]] | None = Field(None, min_length=1, description="as in /forward")
+    heads: Indices | None = Field(None, description="as in /forward")
     top_k: int | None = Field(
         None, ge=0, description="likeliest tokens: of each position (default 0) and each layer of the lens (default 5)"
     )
@@ -245,21 +254,30 @@ class GenerateRequest(Request):
     n: int = Field(1, ge=1, description="continuations; the seed of each is one more than that of the one before")
     max_tokens: int | None = Field(None, ge=1, description="default: 128, or what the context still holds")
     temperature: float | None = Field(None, ge=0, description="0 is exact argmax; default: the checkpoint's, else 1")
-    top_k: int | None = Field(None, ge=0, description="0 keeps all; default: the checkpoint's, else 0")
+    top_k: int | None = Field(None, ge=0, le=MAX_TOP_K, description="0 keeps all; default: the checkpoint's, else 0")
     top_p: float | None = Field(None, gt=0, le=1, description="default: the checkpoint's, else 1")
     min_p: float | None = Field(None, ge=0, le=1, description="default: the checkpoint's, else 0")
     repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="default: the checkpoint's, else 1")
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[Text, Annotated[float, Field(ge=-100, le=100)]] = Field(
-        {}, description="token id -> what is added to its logit"
+    logit_bias: Annotated[dict[Text, Annotated[float, Field(ge=-100, le=100)]], _at_most(MAX_ENTRIES)] = Field(
+        {}, max_length=MAX_ENTRIES, description="token id -> what is added to its logit"
     )
     seed: int | None = Field(None, ge=0, lt=2**63, description="default: a new one each time")
-    stop: Name | list[Name] = Field([], max_length=200, description="strings that end the text before themselves")
-    stop_token_ids: list[TokenId] = []
+    stop: Name | Annotated[list[Name], Field(fail_fast=True), _at_most(200)] = Field(
+        [], max_length=200, description="strings that end the text before themselves"
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), _at_most(MAX_ENTRIES)] = Field(
+        [], max_length=MAX_ENTRIES
+    )
     ignore_eos: bool = False
     logprobs: int | None = Field(None, ge=0, le=20, description="likeliest tokens to report beside the chosen one")
     echo: bool = Field(False, description="the prompt comes first")
+    cache_salt: Name | None = Field(
+        None,
+        description="cached prompts are shared only between requests with the same salt, so that response times tell "
+        "others nothing about them",
+    )
     stream: bool = Field(False, description="Server-Sent Events, one a token")
     trace: TraceRequest | None = Field(None, description="show the stages of the steps that generate")
 
@@ -368,7 +386,7 @@ class TokenizeAnswer(Answer):
 class DetokenizeRequest(Request):
     model_config = example(tokens=[3, 1, 2])
 
-    tokens: list[TokenId]
+    tokens: TokenIds
     skip_special_tokens: bool = True
 
 

@@ -1,8 +1,9 @@
 """The service's settings: environment variables `FORWARDSCOPE_*`, or the command line, which wins."""
 
-from typing import Literal
+from ipaddress import ip_address
+from typing import Literal, Self
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from model.quantization import Quantization
@@ -75,5 +76,48 @@ class Settings(BaseSettings):
     max_waiting_tokens: int = Field(1 << 20, ge=1, description="tokens of waiting prompts; beyond: 429")
     request_timeout_seconds: float = Field(600.0, gt=0, description="a generation that takes longer is cancelled")
     shutdown_grace_seconds: float = Field(30.0, ge=0, description="how long requests may finish on SIGTERM")
-    api_key: SecretStr | None = Field(None, description="asks for 'Authorization: Bearer <key>' on every POST")
+    max_buffered_bytes: int = Field(
+        1024 * MIB, ge=1, description="request bodies and unread responses of all clients together; beyond: 429"
+    )
+    max_connections: int = Field(
+        4096, ge=1, description="open connections; beyond: 429, health checks excepted. At most what the system allows"
+    )
+    header_timeout_seconds: float = Field(10.0, gt=0, description="for the headers of a request to arrive")
+    body_timeout_seconds: float = Field(60.0, gt=0, description="for the body of a request to arrive")
+    write_timeout_seconds: float = Field(30.0, gt=0, description="how long a client may read nothing of its response")
+    idle_timeout_seconds: float = Field(75.0, gt=0, description="how long a connection may wait for its next request")
+    allowed_hosts: str | None = Field(
+        None,
+        description="names in the Host header, divided by commas, or *; default: localhost where the service listens "
+        "on a loopback address, else *. Addresses are always allowed",
+    )
+    api_key: SecretStr | None = Field(
+        None, description="asks for 'Authorization: Bearer <key>' on all but health, metrics and docs"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged")
+
+    @model_validator(mode="after")
+    def _check_buffers(self) -> Self:
+        largest = self.max_response_bytes + self.max_body_bytes
+        if self.max_buffered_bytes < largest:
+            raise ValueError(
+                f"max_buffered_bytes: {self.max_buffered_bytes} hold no largest body and largest response: {largest}"
+            )
+        return self
+
+    @property
+    def host_names(self) -> frozenset[str]:
+        """The names in the Host header that are answered; "*" for all."""
+        if self.allowed_hosts is not None:
+            return frozenset(name.strip().lower() for name in self.allowed_hosts.split(","))
+        is_loopback = self.host == "localhost" or (is_address(self.host) and ip_address(self.host).is_loopback)
+        return frozenset({"localhost", self.host.lower()} if is_loopback else {"*"})
+
+
+def is_address(name: str) -> bool:
+    """Whether a host is an IP address."""
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True

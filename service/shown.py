@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from model.stages import Stage, select
+from model.stages import Stage, UnknownStage, select
 from model.trace import Predictions, StageTrace
 from service.encoding import NAMES, base64_text, json_array
 from service.errors import invalid
@@ -16,13 +16,10 @@ TextOf = Callable[[int], str | None]
 
 def select_stages(stages: Sequence[Stage], globs: Sequence[str], param: str) -> list[Stage]:
     """The stages that any glob matches, in firing order. 400 naming the first glob that matches none."""
-    chosen: set[str] = set()
-    for index, glob in enumerate(globs):
-        try:
-            chosen |= {stage.name for stage in select(stages, [glob])}
-        except ValueError as error:
-            raise invalid(f"{param}.{index}", str(error), "unknown_stage") from None
-    return [stage for stage in stages if stage.name in chosen]
+    try:
+        return select(stages, globs)
+    except UnknownStage as error:
+        raise invalid(f"{param}.{error.index}", str(error), "unknown_stage") from None
 
 
 def stage_answer(kept: StageTrace, values: Tensor | None, encoding: Encoding) -> dict[str, Any]:

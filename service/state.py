@@ -1,18 +1,24 @@
 """What the routes share: the loaded model, the worker, the metrics and the settings."""
 
 import asyncio
-from collections.abc import Sequence
-from typing import Annotated
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
 from model.checkpoint import Checkpoint
 from model.engine.engine import Engine
+from model.sampling import shortened
+from service.buffers import Buffers, Reservation
 from service.errors import ApiError, invalid
 from service.metrics import Metrics
-from service.schemas import PositionedToken
 from service.settings import Settings
-from service.worker import Limits, Worker, draining
+from service.streaming import unless_disconnected
+from service.worker import SHORT_TEXT, Limits, Worker, draining
+
+Result = TypeVar("Result")
+FEW_STRINGS = 16  # stop strings or stage globs, whose preparation takes about a millisecond
 
 
 class State:
@@ -21,6 +27,8 @@ class State:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.metrics = Metrics()
+        self.buffers = Buffers(settings.max_buffered_bytes)
+        self.metrics.watch_buffers(lambda: self.buffers.num_bytes)
         self.worker = Worker(
             self.metrics,
             Limits(
@@ -29,6 +37,7 @@ class State:
                 max_waiting_tokens=settings.max_waiting_tokens,
                 timeout_seconds=settings.request_timeout_seconds,
             ),
+            self.buffers,
         )
         self.checkpoint: Checkpoint | None = None
         self.engine: Engine | None = None
@@ -37,7 +46,10 @@ class State:
         self.metrics.watch_ready(lambda: self.loaded.is_set() and not self.worker.is_draining)
 
 
-def get_state(request: Request) -> State:
+# FastAPI runs dependencies on threads of its own, unless they are coroutines.
+
+
+async def get_state(request: Request) -> State:
     state: State = request.app.state.forwardscope
     return state
 
@@ -50,7 +62,7 @@ def check_ready(state: State) -> None:
         raise ApiError(503, "the model is loading; try again soon", code="loading", headers={"Retry-After": "1"})
 
 
-def get_checkpoint(state: Annotated[State, Depends(get_state)]) -> Checkpoint:
+def served_checkpoint(state: State) -> Checkpoint:
     """The served checkpoint; 503 while it loads, or where none is served."""
     check_ready(state)
     if state.checkpoint is None:
@@ -69,10 +81,22 @@ def get_engine(state: State) -> Engine:
 
 
 StateDep = Annotated[State, Depends(get_state)]
+
+
+async def get_checkpoint(state: StateDep) -> Checkpoint:
+    return served_checkpoint(state)
+
+
 CheckpointDep = Annotated[Checkpoint, Depends(get_checkpoint)]
 
 
-async def prompt_ids(state: State, checkpoint: Checkpoint, prompt: str | list[int]) -> list[int]:
+def get_reservation(request: Request) -> Reservation:
+    """What the request holds in memory, until its response is sent."""
+    reservation: Reservation = request.state.reservation
+    return reservation
+
+
+async def prompt_ids(request: Request, state: State, checkpoint: Checkpoint, prompt: str | list[int]) -> list[int]:
     """The prompt as token ids that the network knows. 400 where it is empty, unknown or longer than the context."""
     param, tokenizer = "prompt", checkpoint.tokenizer
     config = checkpoint.model.config
@@ -81,35 +105,53 @@ async def prompt_ids(state: State, checkpoint: Checkpoint, prompt: str | list[in
     elif tokenizer is None:
         raise invalid(param, "this checkpoint has no tokenizer.json; send a list of token ids", "no_tokenizer")
     else:
+        num_bytes = len(prompt.encode())
+        fewest = num_bytes / (tokenizer.max_bytes_per_token or num_bytes + 1)
+        if fewest > config.max_positions:
+            raise too_long(f"at least {math.ceil(fewest)}", config.max_positions)
         state.worker.check_room(0)  # before the work, not after it
-        ids = await state.worker.run_text(lambda: tokenizer.encode(prompt))
-    check_ids(ids, config.vocab_size, param)
+        job = state.worker.run_text(lambda: tokenizer.encode(prompt), num_bytes)
+        ids = await (job if num_bytes <= SHORT_TEXT else unless_disconnected(request, job))
     if not ids:
         raise invalid(param, "is empty; send at least one token", "empty")
     if len(ids) > config.max_positions:
-        raise invalid(param, f"has {len(ids)} tokens, the context holds {config.max_positions}", "context_length")
+        raise too_long(f"{len(ids)}", config.max_positions)
+    check_ids(ids, config.vocab_size, param)
     return ids
+
+
+async def prepare(state: State, num_strings: int, job: Callable[[], Result]) -> Result:
+    """The job's result; outside the event loop where it prepares many strings that the client sent."""
+    return await state.worker.run_body(job) if num_strings > FEW_STRINGS else job()
+
+
+def too_long(num_tokens: str, max_positions: int) -> ApiError:
+    return invalid("prompt", f"has {num_tokens} tokens, the context holds {max_positions}", "context_length")
 
 
 def check_ids(ids: Sequence[int | None], vocab_size: int, param: str) -> None:
     for index, token_id in enumerate(ids):
         if token_id is not None and not 0 <= token_id < vocab_size:
-            raise invalid(f"{param}.{index}", f"{token_id} is no token id; the vocabulary has {vocab_size}", "token_id")
+            why = f"{shortened(token_id)} is no token id; the vocabulary has {vocab_size}"
+            raise invalid(f"{param}.{index}", why, "token_id")
 
 
 def check_indices(indices: Sequence[int] | None, size: int, param: str, what: str) -> None:
     """400 where an index is out of range or there twice."""
     for place, index in enumerate(indices or ()):
         if index >= size:
-            raise invalid(f"{param}.{place}", f"{index} is out of range; there are {size} {what}", "out_of_range")
+            raise invalid(
+                f"{param}.{place}", f"{shortened(index)} is out of range; there are {size} {what}", "out_of_range"
+            )
     if indices is not None and len(set(indices)) != len(indices):
         raise invalid(param, "names the same one twice", "duplicate")
 
 
-def positioned(ids: Sequence[int], checkpoint: Checkpoint) -> list[PositionedToken]:
+def positioned(ids: Sequence[int], checkpoint: Checkpoint, start: int = 0) -> list[dict[str, Any]]:
+    """The tokens as they are answered; the first is at position `start`."""
     return [
-        PositionedToken(id=token_id, text=token_text(checkpoint, token_id), position=position)
-        for position, token_id in enumerate(ids)
+        {"id": token_id, "text": token_text(checkpoint, token_id), "position": position}
+        for position, token_id in enumerate(ids, start)
     ]
 
 

@@ -6,10 +6,12 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from model.engine.request import Output, Request
+from service.buffers import Buffers, Reservation
 from service.metrics import Progress
 
-# What a stream may hold for a client that does not read: beyond it the request is left out of the steps.
-MAX_UNREAD_BYTES = 8 << 20
+# What a stream may hold for a client that does not read: beyond it the request is left out of the steps. The smaller
+# limit holds where the unread bytes of all clients together have reached theirs.
+MAX_UNREAD_BYTES, FAIR_UNREAD_BYTES = 8 << 20, 1 << 16
 OUTPUT_BYTES = 1024  # of an output beside the values that it shows
 
 
@@ -23,13 +25,17 @@ class Control(Protocol):
 class Stream:
     """One admitted request: its outputs as they are computed, until each of its choices has its end."""
 
-    def __init__(self, worker: Control, request: Request, timeout_seconds: float) -> None:
-        self.progress = Progress(num_prompt=len(request.prompt_ids))
+    def __init__(
+        self, worker: Control, request: Request, progress: Progress, timeout_seconds: float, buffers: Buffers
+    ) -> None:
+        self.progress = progress
         self.request = request
         self._worker = worker
+        self._unread_of_all = Reservation(buffers)
         self._unread: deque[Output] = deque()
         self._unread_bytes = 0
         self._is_held = False
+        self._is_closed = False
         self._has_more = asyncio.Event()
         self.open = set(range(request.params.n))  # the choices that have not ended
         self._timer = asyncio.get_running_loop().call_later(timeout_seconds, self.cancel, "timeout")
@@ -46,13 +52,21 @@ class Stream:
             yield output
 
     def put(self, output: Output) -> None:
-        self._unread.append(output)
-        self._count(_size(output))
-        self._has_more.set()
+        if not self._is_closed:
+            self._unread.append(output)
+            self._count(_size(output))
+            self._has_more.set()
         if output.end is not None:
             self.open.remove(output.choice)
             if not self.open:
                 self._timer.cancel()
+
+    def close(self) -> None:
+        """Give up what has not ended, and forget what was not read."""
+        self.cancel()
+        self._unread.clear()
+        self._unread_of_all.release()
+        self._is_closed = True
 
     def cancel(self, reason: str | None = None) -> None:
         """End what has not ended; its blocks are free before the next step. Nothing where all has."""
@@ -61,7 +75,9 @@ class Stream:
 
     def _count(self, num_bytes: int) -> None:
         self._unread_bytes += num_bytes
-        is_full = self._unread_bytes > MAX_UNREAD_BYTES
+        self._unread_of_all.count(num_bytes)
+        limit = FAIR_UNREAD_BYTES if self._unread_of_all.is_full else MAX_UNREAD_BYTES
+        is_full = self._unread_bytes > limit
         if is_full != self._is_held and self.open:
             self._is_held = is_full
             self._worker.hold(self.request.id, is_full)

@@ -10,9 +10,11 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from service.encoding import to_json
+from service.errors import ClientGone
 
 Result = TypeVar("Result")
 DONE = b"data: [DONE]\n\n"
+COMMENT = b":\n\n"  # readers of a stream skip it
 
 
 def event(content: dict[str, Any], kind: str | None = None) -> bytes:
@@ -33,6 +35,7 @@ class EventStream(StreamingResponse):
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})["probe"] = COMMENT
         try:
             async with aclosing(self._frames):
                 await super().__call__(scope, receive, send)
@@ -40,8 +43,8 @@ class EventStream(StreamingResponse):
             self._on_close()
 
 
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """The work's result; None where the client went away first, and the work is cancelled."""
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The work's result. Where the client goes away first, the work is cancelled, and `ClientGone` is raised."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -50,7 +53,9 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
+        if not task.done():
+            raise ClientGone
+        return task.result()
     finally:
         task.cancel()
         watch.cancel()

@@ -145,3 +145,10 @@ def test_every_link_leads_to_a_file() -> None:
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if not link.startswith("http")]
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_every_test_that_the_security_page_names_is_there() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "security.md").read_text(encoding="utf-8")))
+    found = set(re.findall(r"def (test_\w+)", "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))))
+    assert len(named) > 25
+    assert named <= found, named - found

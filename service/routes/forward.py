@@ -14,9 +14,9 @@ from model.checkpoint import DTYPES, Checkpoint
 from model.stages import Stage, sizes_of, stages_of
 from model.trace import Network, Selection, StageTrace, Trace, predict, trace
 from model.worked_examples import WORKED_EXAMPLES, WorkedExample, worked_example
+from service.bodies import JsonRoute
 from service.encoding import cast, safetensors_bytes, to_json, value_bytes
 from service.errors import ApiError, invalid
-from service.limits import JsonRoute
 from service.openapi import BINARY, answers
 from service.passes import SAFETENSORS, Budget, answer_pass, text_bytes, wants_safetensors
 from service.published import published_answer, worked_example_answer
@@ -27,14 +27,16 @@ from service.state import (
     StateDep,
     check_ids,
     check_indices,
-    get_checkpoint,
     longest_token_bytes,
+    prepare,
     prompt_ids,
+    served_checkpoint,
     token_text,
 )
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
 DEFAULT_TOP_K = 10
+MAX_EXAMPLE_TEXT = 10_000  # characters, of which the examples hold a few words
 PUBLISHED_BYTES = 1 << 16  # all that an article prints, and what follows from it
 
 
@@ -80,7 +82,8 @@ class Plan:
 )
 async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Response:
     as_safetensors = wants_safetensors(request)
-    plan = make_plan(body, await find_subject(body, state), as_safetensors)
+    subject = await find_subject(body, request, state)
+    plan = await prepare(state, len(body.stages), lambda: make_plan(body, subject, as_safetensors))
     narrow = "stages, positions, heads, detail, top_k or the prompt"
     return await answer_pass(
         request,
@@ -121,15 +124,15 @@ def make_plan(body: ForwardRequest, subject: Subject, as_safetensors: bool) -> P
     )
 
 
-async def find_subject(body: ForwardRequest, state: State) -> Subject:
+async def find_subject(body: ForwardRequest, request: Request, state: State) -> Subject:
     name = body.model
     if name in WORKED_EXAMPLES and name is not None:
         return example_subject(worked_example(name), body.prompt)
-    checkpoint = get_checkpoint(state)
+    checkpoint = served_checkpoint(state)
     if name is not None and name != checkpoint.name:
         known = ", ".join([checkpoint.name, *WORKED_EXAMPLES])
         raise ApiError(404, f"model: {name!r} is not served; there are {known}", param="model", code="model_not_found")
-    return checkpoint_subject(checkpoint, await prompt_ids(state, checkpoint, body.prompt))
+    return checkpoint_subject(checkpoint, await prompt_ids(request, state, checkpoint, body.prompt))
 
 
 def checkpoint_subject(checkpoint: Checkpoint, ids: list[int]) -> Subject:
@@ -152,6 +155,8 @@ def example_subject(example: WorkedExample, prompt: str | list[int]) -> Subject:
         check_ids(prompt, len(example.vocabulary), "prompt")
         ids = prompt
     else:
+        if len(prompt) > MAX_EXAMPLE_TEXT:
+            raise invalid("prompt", f"is longer than {MAX_EXAMPLE_TEXT} characters", "context_length")
         try:
             ids = example.encode(prompt)
         except ValueError as error:

@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,12 @@ from model.engine.request import Output
 from model.engine.request import Request as EngineRequest
 from model.generation import GenerationParams, TokenOutput
 from model.sampling import SamplingParams
+from service.bodies import JsonRoute
+from service.buffers import Reservation
 from service.encoding import to_json
 from service.errors import error_body, internal, invalid
-from service.limits import JsonRoute
 from service.openapi import EVENT, answers
+from service.passes import Budget
 from service.schemas import GenerateAnswer, GenerateRequest
 from service.shown import TextOf
 from service.state import (
@@ -28,6 +31,8 @@ from service.state import (
     StateDep,
     check_ids,
     get_engine,
+    get_reservation,
+    prepare,
     prompt_ids,
     token_text,
 )
@@ -46,47 +51,73 @@ DEFAULT_MAX_TOKENS = 128
     responses=answers(GenerateAnswer, "text/event-stream", EVENT),
 )
 async def generate(body: GenerateRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
-    run = Run(body, state, checkpoint, await prompt_ids(state, checkpoint, body.prompt))
+    arrived = time.perf_counter()
+    ids = await prompt_ids(request, state, checkpoint, body.prompt)
+    stages = body.trace.stages if body.trace is not None else None
+    num_strings = len(stages or ()) + (len(body.stop) if isinstance(body.stop, list) else 0)
+    plan = await prepare(state, num_strings, lambda: make_plan(body, state, checkpoint, ids))
+    run = Run(plan, state, checkpoint, arrived, get_reservation(request))
     if body.stream:
         return EventStream(run.events(), on_close=run.close)
     try:
-        answer = await unless_disconnected(request, run.answer())
+        return Response(await unless_disconnected(request, run.answer()), media_type="application/json")
     finally:
         run.close()
-    return Response(status_code=499) if answer is None else Response(answer, media_type="application/json")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked request: nothing left in it can be wrong."""
+
+    request: EngineRequest
+    trace: TracePlan | None
+    budget: Budget
+    reserved_bytes: int  # before anything is computed; what a stream holds is counted as it grows
+
+
+def make_plan(body: GenerateRequest, state: State, checkpoint: Checkpoint, ids: list[int]) -> Plan:
+    """The request, checked against what it is to run on."""
+    settings, engine = state.settings, get_engine(state)
+    if body.n > settings.max_num_seqs:
+        raise invalid("n", f"{body.n} is more than the {settings.max_num_seqs} sequences that run at a time")
+    identity, trace = f"gen-{uuid.uuid4().hex}", None
+    with naming_the_field():
+        params = read_params(body, checkpoint, len(ids))
+        engine.check(EngineRequest(id=identity, prompt_ids=ids, params=params))
+    if body.trace is not None:
+        trace = plan_trace(body.trace, checkpoint, len(ids) + params.max_tokens - 1)
+    budget = budget_of(trace, params, checkpoint, len(ids), engine.config.max_step_tokens)
+    request = EngineRequest(
+        id=identity,
+        prompt_ids=ids,
+        params=params,
+        trace=None if trace is None else trace.params,
+        cache_salt=body.cache_salt,
+    )
+    return Plan(request, trace, budget, 0 if body.stream else budget.response_bytes)
 
 
 class Run:
-    """One request from its checked body to its last token. It is admitted when it is made, and must be closed."""
+    """One request from its plan to its last token. It is admitted when it is made, and must be closed."""
 
-    def __init__(self, body: GenerateRequest, state: State, checkpoint: Checkpoint, ids: list[int]) -> None:
-        self.id = f"gen-{uuid.uuid4().hex}"
+    def __init__(
+        self, plan: Plan, state: State, checkpoint: Checkpoint, arrived: float, reservation: Reservation
+    ) -> None:
+        self.id = plan.request.id
         self._state = state
         self._checkpoint = checkpoint
         self._text_of = partial(token_text, checkpoint)
-        self._plan: TracePlan | None = None
-        settings = state.settings
-        if body.n > settings.max_num_seqs:
-            raise invalid("n", f"{body.n} is more than the {settings.max_num_seqs} sequences that run at a time")
-        engine = get_engine(state)
-        with naming_the_field():
-            self._params = read_params(body, checkpoint, len(ids))
-            engine.check(EngineRequest(id=self.id, prompt_ids=ids, params=self._params))
-        if body.trace is not None:
-            self._plan = plan_trace(body.trace, checkpoint, len(ids) + self._params.max_tokens - 1)
-        budget_of(self._plan, self._params, checkpoint, len(ids), engine.config.max_step_tokens).check(state)
-        self._stream = state.worker.generate(
-            EngineRequest(
-                id=self.id,
-                prompt_ids=ids,
-                params=self._params,
-                trace=None if self._plan is None else self._plan.params,
-            )
-        )
+        self._plan = plan.trace
+        self._params = plan.request.params
+        plan.budget.check(state)
+        self._reservation = reservation
+        self._reserved = plan.reserved_bytes
+        reservation.add(self._reserved)
+        self._stream = state.worker.generate(plan.request, arrived)
 
     def close(self) -> None:
         """Give up what has not ended."""
-        self._stream.cancel()
+        self._stream.close()
 
     async def outputs(self) -> AsyncIterator[tuple[Output, orjson.Fragment | None]]:
         """What each step made of the request, and what it shows, as JSON; what failed is logged."""
@@ -99,7 +130,7 @@ class Run:
         trace, plan = output.trace, self._plan
         if trace is None or plan is None:
             return None
-        content = await self._state.worker.run_text(lambda: to_json(trace_answer(trace, plan, self._text_of)))
+        content = await self._state.worker.encode(lambda: to_json(trace_answer(trace, plan, self._text_of)))
         self._state.metrics.trace_bytes.inc(len(content))
         return orjson.Fragment(content)
 
@@ -151,7 +182,7 @@ class Run:
             }
             for choice in choices
         ]
-        return to_json(
+        content = to_json(
             {
                 "id": self.id,
                 "model": self._checkpoint.name,
@@ -160,6 +191,8 @@ class Run:
                 "timings": self._timings(),
             }
         )
+        self._reservation.count(len(content) - self._reserved)
+        return content
 
     def _logprobs(self, tokens: list[TokenOutput]) -> list[dict[str, Any]]:
         return [

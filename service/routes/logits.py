@@ -8,9 +8,9 @@ from fastapi import APIRouter, Request, Response
 from torch import Tensor
 
 from model.checkpoint import Checkpoint
+from service.bodies import JsonRoute
 from service.encoding import json_array, safetensors_bytes, to_json, value_bytes
 from service.errors import invalid
-from service.limits import JsonRoute
 from service.openapi import BINARY, answers
 from service.passes import LOGITS_BYTES, SAFETENSORS, Budget, answer_pass, text_bytes, wants_safetensors
 from service.schemas import LogitsAnswer, LogitsRequest
@@ -32,7 +32,7 @@ router = APIRouter(route_class=JsonRoute, tags=["inside"])
 )
 async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
     as_safetensors = wants_safetensors(request)
-    ids = await prompt_ids(state, checkpoint, body.prompt)
+    ids = await prompt_ids(request, state, checkpoint, body.prompt)
     rows = find_rows(body, len(ids))
     vocab_size = checkpoint.model.config.vocab_size
     if body.top_k is not None and body.top_k > vocab_size:
@@ -88,7 +88,7 @@ def run(
                     position["texts"] = [token_text(checkpoint, token_id) for token_id in numbers.tolist()]
     answer = {
         "model": checkpoint.name,
-        "tokens": [token.model_dump() for token in positioned(ids, checkpoint)],
+        "tokens": positioned(ids, checkpoint),
         "positions": positions,
         "timings": {"queue_seconds": waited, "forward_seconds": seconds},
     }

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
-import uvicorn
 
 from model.checkpoint import Checkpoint
 from service.app import create_app
+from service.server import listen, make_server
 from service.settings import Settings
 from service.state import State
 
@@ -34,14 +34,9 @@ class Running:
     def __init__(self, settings: Settings, on_failure: Callable[[], None] | None = None) -> None:
         self.app = create_app(settings, on_failure)
         self.state: State = self.app.state.forwardscope
-        # Bound and listening before it is served, so that nobody is refused. The protocol is named, since asyncio turns
-        # Nagle's algorithm off for sockets that say they are TCP, and 40 ms a request are lost without.
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._socket.bind(("127.0.0.1", 0))
-        self._socket.listen(1024)
-        self.address: tuple[str, int] = self._socket.getsockname()
-        config = uvicorn.Config(self.app, http="h11", log_config=None, access_log=False, timeout_graceful_shutdown=5)
-        self._server = uvicorn.Server(config)
+        self._sockets = listen("127.0.0.1", 0)  # before it is served, so that nobody is refused
+        self.address: tuple[str, int] = self._sockets[0].getsockname()
+        self._server = make_server(self.app)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="service")
         self._thread.start()
@@ -52,14 +47,15 @@ class Running:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        await self._server.serve(sockets=[self._socket])
+        await self._server.serve(sockets=self._sockets)
 
     def stop(self) -> None:
         self.client.close()
         self._server.should_exit = True
         self._thread.join(PATIENCE_SECONDS)
         assert not self._thread.is_alive(), "the service does not stop"
-        self._socket.close()
+        for listening in self._sockets:
+            listening.close()
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         return self.client.get(path, **options)
@@ -122,7 +118,7 @@ class Running:
     def send(self, path: str, body: dict[str, Any]) -> socket.socket:
         """A connection on which a POST was sent and nothing was read."""
         content = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection = socket.create_connection(self.address, timeout=PATIENCE_SECONDS)
         connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         return connection

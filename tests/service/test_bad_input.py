@@ -158,6 +158,10 @@ def generate_rows() -> Iterator[Bad]:
         yield from bad(field, -1, 1.5, 1.0, status=422)
     for field in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         yield from bad_numbers("/generate", field)
+    yield from bad("top_k", 2**31, 2**63, 10**309, status=422)
+    yield from bad("stop_token_ids", [1] * 1025, status=422)
+    yield from bad("logit_bias", {str(i): 1 for i in range(1025)}, status=422)
+    yield from bad("cache_salt", 1, "a" * 201, "\0", status=422)
     yield from bad("max_tokens", CONTEXT - 1, 2**63, 2**200, status=400)
     yield from bad("max_tokens", 0, status=422)
     yield from bad("temperature", -1e-9, status=422)
@@ -356,7 +360,7 @@ class TestBodyLimit:
         assert small.client.post("/tokenize", content=content, headers=JSON).status_code == 200
 
     def test_a_length_that_is_promised_is_refused_before_it_is_sent(self, small: Running) -> None:
-        head = f"POST /tokenize HTTP/1.1\r\nHost: test\r\nContent-Length: {10**12}\r\nExpect: 100-continue\r\n\r\n"
+        head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: {10**12}\r\nExpect: 100-continue\r\n\r\n"
         with socket.create_connection(small.address, timeout=PATIENCE_SECONDS) as connection:
             connection.sendall(head.encode())
             assert connection.recv(12) == b"HTTP/1.1 413"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from fastapi import Request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -301,7 +302,7 @@ class TestPredictionsAndLoss:
 
 def plan_of(body: ForwardRequest, state: State, as_safetensors: bool) -> Plan:
     """The plan of a request, made as the route makes it."""
-    return make_plan(body, asyncio.run(find_subject(body, state)), as_safetensors)
+    return make_plan(body, asyncio.run(find_subject(body, Request({"type": "http"}), state)), as_safetensors)
 
 
 class TestBudget:

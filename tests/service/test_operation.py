@@ -255,7 +255,8 @@ class TestProcess:
         with socket.create_server(("127.0.0.1", 0)) as taken, process("--port", str(taken.getsockname()[1])) as service:
             _, log = service.communicate(timeout=3 * PATIENCE_SECONDS)
         assert service.returncode == 1
-        assert "address already in use" in log
+        assert "Address already in use" in log
+        assert "Traceback" not in log
         assert "terminate called" not in log
         assert "Traceback" not in log
 

@@ -10,6 +10,7 @@ import pytest
 from fastapi import Request, Response
 from starlette.types import Message
 
+from service.buffers import Buffers, Reservation
 from service.passes import Budget, answer_pass
 from service.settings import Settings
 from tests.service.running import PATIENCE_SECONDS, Running, Start, wait_until
@@ -77,7 +78,8 @@ def test_of_passes_that_arrive_at_once_no_more_wait_than_may(start: Start, tiny_
         raise AssertionError
 
     async def at_once() -> list[Response | BaseException]:
-        request, budget = Request({"type": "http"}, never), Budget(0, 0, "")
+        scope = {"type": "http", "state": {"reservation": Reservation(Buffers(0))}}
+        request, budget = Request(scope, never), Budget(0, 0, "")
         passes = (
             answer_pass(request, service.state, lambda waited: b"", num_tokens=1, budget=budget, as_safetensors=False)
             for _ in range(20)

@@ -81,8 +81,8 @@ def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
     ledger = Ledger(Counter(), Counter())
     admit, put = Worker.generate, Stream.put
 
-    def note_admitted(worker: Worker, request: Request) -> Stream:
-        stream = admit(worker, request)
+    def note_admitted(worker: Worker, request: Request, arrived: float) -> Stream:
+        stream = admit(worker, request, arrived)
         ledger.admitted.update((request.id, choice) for choice in range(request.params.n))
         return stream
 
@@ -109,7 +109,7 @@ async def leave(client: httpx.AsyncClient, address: tuple[str, int], path: str, 
     way = chance.choice(["at once", "mid-stream", "later"])
     if way == "at once":
         content = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         _, writer = await asyncio.open_connection(*address)
         writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         await writer.drain()

@@ -1,18 +1,17 @@
 """Guesses through HTTP: the same events and counts, and Prometheus says how many were right."""
 
 import pytest
+import torch
 
 from model.engine.pace import Pace
-from model.kernels import calls
-from tests.kernels.common import NO_KERNELS
+from tests.kernels.common import native_operations
 from tests.service.running import running
 
 BODY = {"prompt": "to be or not to be or not to be or", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 
 
 def test_answers_and_counts_are_the_same_and_the_guesses_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    if calls.runner() is None:
-        pytest.skip(NO_KERNELS)
+    native_operations(torch.float32)  # without kernels nothing is guessed: skips there
     monkeypatch.setattr(Pace, "worth", lambda self, num_streams: 0.05)  # however busy the machine is
     found, guesses = [], []
     for speculate in (True, False):

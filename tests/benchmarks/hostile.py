@@ -1,0 +1,391 @@
+"""Hostile clients against a service in a process of its own: what each costs the others, and the memory that it takes.
+
+    python -m tests.benchmarks.hostile [--only NAME ...] [--model DIRECTORY]
+
+While each attack runs, another client asks for `/health` every 20 ms on a connection of its own. A line for each attack
+says how long that took (ms, median and 99th percentile), by how much the service's memory grew at most (MB), and what
+the attackers got. It gates nothing; the last line is JSON.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import http.client
+import json
+import multiprocessing
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.client import percentile
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+BODY_BYTES = 4 * MIB - 64
+PATIENCE_SECONDS = 120.0
+
+
+class Service:
+    """A service that was started for one attack."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+        self.process = process
+        self.port = port
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 26)
+
+    async def ask(
+        self,
+        path: str,
+        body: bytes = b"",
+        *,
+        method: str = "POST",
+        headers: str = "",
+        seconds: float = PATIENCE_SECONDS,
+    ) -> tuple[int | str, bytes]:
+        """The status and body of one request; a word for what went wrong instead of the status."""
+        try:
+            async with asyncio.timeout(seconds):
+                reader, writer = await self.connect()
+                try:
+                    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+                    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
+                    with contextlib.suppress(ConnectionError):
+                        writer.write(head.encode() + body)
+                        await writer.drain()
+                    answer = await reader.read()
+                    head_of_answer, _, content = answer.partition(b"\r\n\r\n")
+                    return (int(head_of_answer.split()[1]) if head_of_answer else "closed"), content
+                finally:
+                    writer.close()
+        except TimeoutError:
+            return "no answer", b""
+        except ConnectionError:
+            return "reset", b""
+
+    async def metric(self, name: str) -> float:
+        _, content = await self.ask("/metrics", method="GET")
+        for line in content.decode().splitlines():
+            if line.startswith(f"forwardscope_{name} "):
+                return float(line.rpartition(" ")[2])
+        return 0.0
+
+
+@contextlib.contextmanager
+def serving(model: str, *options: str, max_files: int | None = None) -> Iterator[Service]:
+    """A service that is ready."""
+    command = [sys.executable, "-m", "service", "--model", model, "--port", "0", *options]
+
+    def limit_files() -> None:
+        if max_files is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
+
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment, preexec_fn=limit_files
+    ) as process:
+        assert process.stderr is not None
+        log: list[str] = []
+        try:
+            port = None
+            for line in process.stderr:
+                log.append(line)
+                if found := re.search(r"ready: http://\S+:(\d+)", line):
+                    port = int(found[1])
+                    break
+            assert port is not None, "".join(log)
+            threading.Thread(target=lambda: log.extend(process.stderr or ()), daemon=True).start()
+            yield Service(process, port)
+        finally:
+            began = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+            seconds = time.monotonic() - began
+            troubles = [line for line in log if "Traceback" in line or " ERROR " in line]
+            if troubles or seconds > 5:
+                sys.stdout.write(f"  ended after {seconds:.1f} s; log: {troubles[:3]}\n")
+
+
+def watch(port: int, pid: int, stopped: Event, report: Connection) -> None:
+    """Ask for `/health` every 20 ms and look at the memory until `stopped`. In a process of its own, which no attack
+    slows down."""
+    seconds: list[float] = []
+    failures: Counter[str] = Counter()
+    before = most = memory(pid)
+    while not stopped.is_set():
+        began = time.perf_counter()
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        try:
+            connection.request("GET", "/health")
+            status = connection.getresponse().status
+            if status == 200:
+                seconds.append(time.perf_counter() - began)
+            else:
+                failures[str(status)] += 1
+        except OSError as error:
+            failures[type(error).__name__] += 1
+        finally:
+            connection.close()
+        most = max(most, memory(pid))
+        time.sleep(0.02)
+    report.send(
+        {
+            "health_ms_median": round(1000 * percentile(seconds, 50), 1) if seconds else None,
+            "health_ms_p99": round(1000 * percentile(seconds, 99), 1) if seconds else None,
+            "health_ms_most": round(1000 * max(seconds, default=0), 1),
+            "health_failed": dict(failures),
+            "memory_mb": round(most - before),
+        }
+    )
+
+
+def memory(pid: int) -> float:
+    """Resident MB of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize() / MIB
+
+
+@contextlib.contextmanager
+def watching(service: Service, found: dict[str, Any]) -> Iterator[None]:
+    """`found` gets the report at the end."""
+    context = multiprocessing.get_context("spawn")
+    stopped = context.Event()
+    receiver, sender = context.Pipe(duplex=False)
+    watcher = context.Process(target=watch, args=(service.port, service.process.pid, stopped, sender), daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        time.sleep(0.5)
+        stopped.set()
+        found |= receiver.recv()
+        watcher.join()
+
+
+def repeated(before: str, item: str, after: str) -> bytes:
+    """As many items as fit into a body."""
+    count = (BODY_BYTES - len(before) - len(after)) // (len(item) + 1)
+    return f"{before}{','.join([item] * count)}{after}".encode()
+
+
+BAD_BODIES: dict[str, tuple[str, bytes]] = {
+    "stop": ("/generate", repeated('{"prompt":[1],"stop":[', "1", "]}")),
+    "prompt": ("/generate", repeated('{"prompt":[', "-1", "]}")),
+    "targets": ("/forward", repeated('{"prompt":[1],"targets":[', "{}", "]}")),
+    "keys": ("/generate", ("{" + ",".join(f'"k{i}":1' for i in range(340_000)) + "}").encode()[:-1] + b"}"),
+    "bias": (
+        "/generate",
+        ('{"prompt":[1],"logit_bias":{' + ",".join(f'"a{i}":1' for i in range(290_000)) + "}}").encode(),
+    ),
+    "nested": ("/logits", b'{"prompt":' + b"[" * 2_000_000 + b"]" * 2_000_000 + b"}"),
+    "strings": ("/forward", repeated('{"prompt":[1],"stages":[', '"*a*a*"', "]}")),
+    "floats": ("/generate", repeated('{"prompt":[', "1.2345678901234567e-300", "]}")),
+    "digits": ("/generate", repeated('{"prompt":[', "9" * 4000, "]}")),
+    "escapes": ("/tokenize", b'{"text":"' + b"\\u0001" * 600_000 + b'"}'),
+}
+
+
+async def bad_bodies(service: Service) -> dict[str, Any]:
+    outcomes: Counter[str] = Counter()
+    for name, (path, body) in BAD_BODIES.items():
+        answers = await asyncio.gather(*(service.ask(path, body) for _ in range(50)))
+        outcomes.update(f"{name} {status}" for status, _ in answers)
+        assert all(len(content) < 10_000 for _, content in answers if name != "escapes")
+    return {"answers": dict(outcomes)}
+
+
+async def long_texts(service: Service) -> dict[str, Any]:
+    """200 long prompts, and a short one behind them."""
+    text = " ".join(random.Random(1).choices(["the", "cat", "sat", "over", "there", "42", "ünï"], k=200_000))[
+        : MIB - 99
+    ]
+    body = json.dumps({"prompt": text, "max_tokens": 1}, ensure_ascii=False).encode()
+    crowd = [asyncio.create_task(service.ask("/generate", body)) for _ in range(200)]
+    await asyncio.sleep(0.3)
+    began = time.perf_counter()
+    status, _ = await service.ask("/generate", b'{"prompt":"hi","max_tokens":1}')
+    short_seconds = time.perf_counter() - began
+    answers = Counter(status for status, _ in await asyncio.gather(*crowd))
+    return {"short_prompt_seconds": round(short_seconds, 3), "short_status": status, "answers": dict(answers)}
+
+
+async def long_tokenize(service: Service) -> dict[str, Any]:
+    chance = random.Random(2)
+    text = "".join(chr(chance.randrange(0x20, 0x2FF)) for _ in range(2_000_000)).encode()[: BODY_BYTES - 50]
+    body = json.dumps({"text": text.decode("utf-8", "ignore").replace('"', "'")}, ensure_ascii=False).encode()
+    began = time.perf_counter()
+    answers = await asyncio.gather(
+        *(service.ask("/tokenize", b'{"text":"' + b"word " * 800_000 + b'"}') for _ in range(4))
+    )
+    answers += await asyncio.gather(*(service.ask("/tokenize", body) for _ in range(4)))
+    sizes = [round(len(content) / MIB) for _, content in answers]
+    return {"seconds": round(time.perf_counter() - began, 1), "answers": [s for s, _ in answers], "response_mb": sizes}
+
+
+async def unread_responses(service: Service) -> dict[str, Any]:
+    body = json.dumps(
+        {"prompt": [5] * 350, "detail": "values", "top_k": 0, "stages": ["*.pattern", "*.scores"]}
+    ).encode()
+    head = f"POST /forward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    connections = []
+    for _ in range(40):
+        reader, writer = await asyncio.open_connection("127.0.0.1", service.port, limit=1)
+        writer.write(f"{head}\r\n\r\n".encode() + body)
+        connections.append((reader, writer))
+    peak, began = 0.0, time.monotonic()
+    while time.monotonic() < began + 40:
+        held = await service.metric("buffered_bytes")
+        peak = max(peak, held)
+        await asyncio.sleep(0.5)
+    after = memory(service.process.pid)
+    heads = await asyncio.gather(*(reader.read(12) for reader, _ in connections), return_exceptions=True)
+    statuses = Counter(head[9:].decode() if isinstance(head, bytes) else type(head).__name__ for head in heads)
+    for _, writer in connections:
+        writer.transport.abort()
+    return {
+        "buffered_mb_most": round(peak / MIB),
+        "buffered_mb_after_deadline": round(held / MIB),
+        "memory_mb_after_deadline": round(after),
+        "answers": dict(statuses),
+    }
+
+
+async def bodies_without_key(service: Service) -> dict[str, Any]:
+    """PUT requests whose bodies are sent except for the last byte."""
+    head = f"PUT /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {BODY_BYTES}\r\n\r\n".encode()
+
+    async def attack() -> str:
+        reader, writer = await service.connect()
+        try:
+            async with asyncio.timeout(30):
+                with contextlib.suppress(ConnectionError):
+                    writer.write(head + b"a" * (BODY_BYTES - 1))
+                    await writer.drain()
+                return (await reader.read(12))[9:].decode() or "closed"
+        except (TimeoutError, ConnectionError) as error:
+            return type(error).__name__
+        finally:
+            writer.transport.abort()
+
+    return {"answers": dict(Counter(await asyncio.gather(*(attack() for _ in range(300)))))}
+
+
+async def silent_connections(service: Service, count: int = 2000) -> dict[str, Any]:
+    connections = []
+    refused = 0
+    for _ in range(count):
+        try:
+            connections.append(await asyncio.open_connection("127.0.0.1", service.port))
+        except OSError:
+            refused += 1
+    open_at_once = await service.metric("http_connections")
+    began = time.monotonic()
+    ends = await asyncio.gather(*(reader.read() for reader, _ in connections), return_exceptions=True)
+    for _, writer in connections:
+        writer.transport.abort()
+    return {
+        "connected": len(connections),
+        "refused": refused,
+        "open_at_once": open_at_once,
+        "all_closed_after_seconds": round(time.monotonic() - began, 1),
+        "errors": dict(Counter(type(end).__name__ for end in ends if isinstance(end, BaseException))),
+    }
+
+
+async def one_byte_chunks(service: Service) -> dict[str, Any]:
+    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in b'{"prompt":"' + b"a" * 1_000_000)
+
+    async def attack() -> str:
+        reader, writer = await service.connect()
+        try:
+            with contextlib.suppress(ConnectionError):
+                writer.write(head + chunks)
+                await writer.drain()
+            return (await reader.read(12))[9:].decode() or "closed"
+        except ConnectionError:
+            return "reset"
+        finally:
+            writer.transport.abort()
+
+    return {"answers": dict(Counter(await asyncio.gather(*(attack() for _ in range(20)))))}
+
+
+async def many_clients(service: Service, count: int = 2000) -> dict[str, Any]:
+    """Three rounds of clients of which a third disconnects midway."""
+    rounds = []
+    for seed in range(3):
+        chance = random.Random(seed)
+
+        async def client(index: int, chance: random.Random = chance) -> str:
+            stream = chance.random() < 0.5
+            body = {"prompt": [index % 4000 + 1, 7], "max_tokens": 16, "ignore_eos": True, "stream": stream}
+            await asyncio.sleep(chance.random())
+            if index % 3:
+                status, content = await service.ask("/generate", json.dumps(body).encode())
+                whole = content.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") if stream else content.endswith(b"}")
+                return f"{status}" if whole or status == 429 else f"{status} cut"
+            with contextlib.suppress(TimeoutError):
+                await service.ask("/generate", json.dumps(body).encode(), seconds=chance.random())
+            return "left"
+
+        outcomes = Counter(await asyncio.gather(*(client(index) for index in range(count))))
+        await asyncio.sleep(2)
+        gauges = {name: await service.metric(name) for name in ("num_requests_running", "num_requests_waiting")}
+        gauges |= {name: await service.metric(name) for name in ("kv_cache_usage_perc", "buffered_bytes")}
+        rounds.append({"outcomes": dict(outcomes), "gauges": gauges})
+    return {"rounds": rounds}
+
+
+Attack = Callable[[Service], Coroutine[Any, Any, dict[str, Any]]]
+ATTACKS: dict[str, tuple[Attack, tuple[str, ...], int | None]] = {
+    "bad bodies": (bad_bodies, (), None),
+    "long texts": (long_texts, ("--request-timeout-seconds", "5"), None),
+    "long tokenize": (long_tokenize, (), None),
+    "unread responses": (unread_responses, (), None),
+    "bodies without key": (bodies_without_key, ("--api-key", "secret"), None),
+    "silent connections": (silent_connections, (), None),
+    "few files": (lambda service: silent_connections(service, 300), (), 256),
+    "one-byte chunks": (one_byte_chunks, (), None),
+    "many clients": (many_clients, (), None),
+}
+
+
+def attacked(service: Service, attack: Attack) -> dict[str, Any]:
+    short = b'{"prompt":[1,2],"max_tokens":8}'
+    asyncio.run(service.ask("/generate", short))
+    found: dict[str, Any] = {}
+    with watching(service, found):
+        found |= asyncio.run(attack(service))
+    found["afterwards"], _ = asyncio.run(service.ask("/generate", short))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=list(ATTACKS), default=list(ATTACKS))
+    parser.add_argument("--model", default="bundled")
+    arguments = parser.parse_args()
+    found = {}
+    for name in arguments.only:
+        attack, options, max_files = ATTACKS[name]
+        with serving(arguments.model, *options, max_files=max_files) as service:
+            found[name] = attacked(service, attack)
+        sys.stdout.write(f"{name}: {found[name]}" + "\n")
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""What the head of a request decides is decided before its body is read: host, path, method, key, size, encoding."""
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from service import gate
+from service.gate import BEGIN_PER_TURN, HEALTH_PATHS, PUBLIC_PREFIX, Turnstile
+from service.settings import Settings, is_address
+from tests.service.running import PATIENCE_SECONDS, Running, Start, wait_until
+from tests.service.test_bad_input import GOOD, JSON
+from tests.service.test_connections import connect, read_all, request
+
+MIB = 1 << 20
+
+
+def answer_to_head(service: Running, head: str) -> tuple[int, dict[str, Any]]:
+    """The status and body that a request gets whose body never comes."""
+    with connect(service) as connection:
+        connection.sendall(f"{head}\r\nHost: localhost\r\nContent-Length: {MIB}\r\n\r\n".encode())
+        content = bytearray()
+        while not content.endswith(b"}}"):
+            content += connection.recv(1 << 16)
+        return int(content.split()[1]), json.loads(content.partition(b"\r\n\r\n")[2])
+
+
+def send_forever(connection: socket.socket, content: bytes) -> None:
+    for _ in range(1_000_000):
+        connection.sendall(content)
+
+
+class TestBeforeTheBody:
+    @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "BREW"])
+    def test_an_unknown_path_is_refused_before_its_body_comes(self, tiny: Running, method: str) -> None:
+        status, answer = answer_to_head(tiny, f"{method} /nope HTTP/1.1")
+        assert (status, answer["error"]["code"]) == (404, "not_found")
+
+    @pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "GET"])
+    def test_another_method_is_refused_before_its_body_comes(self, tiny: Running, method: str) -> None:
+        status, answer = answer_to_head(tiny, f"{method} /generate HTTP/1.1")
+        assert (status, answer["error"]["code"]) == (405, "method_not_allowed")
+
+    @pytest.mark.parametrize("path", ["/generate", "/nope"])
+    @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
+    def test_a_request_without_the_key_is_refused_before_its_body_comes(
+        self, tiny_directory: Path, start: Start, path: str, method: str
+    ) -> None:
+        service = start(model=str(tiny_directory), api_key="k-1")
+        status, answer = answer_to_head(service, f"{method} {path} HTTP/1.1")
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+
+    def test_a_compressed_body_is_refused_before_it_comes(self, tiny: Running) -> None:
+        status, answer = answer_to_head(tiny, "POST /tokenize HTTP/1.1\r\nContent-Encoding: gzip")
+        assert (status, answer["error"]["code"]) == (415, "content_encoding")
+
+    def test_a_refused_body_is_dropped_and_the_connection_goes_on(self, tiny: Running) -> None:
+        with connect(tiny) as connection:
+            connection.sendall(request("/nope", {"text": "a" * MIB}) + request("/health", method="GET"))
+            answer = bytearray()
+            while answer.count(b"HTTP/1.1 ") < 2:
+                answer += connection.recv(1 << 16)
+        assert b"HTTP/1.1 404 " in answer
+        assert b"HTTP/1.1 200 " in answer
+
+    def test_an_endless_refused_body_ends_with_its_deadline(self, tiny_directory: Path, start: Start) -> None:
+        service = start(model=str(tiny_directory), header_timeout_seconds=0.3)
+        with connect(service) as connection:
+            connection.sendall(b"PUT /nope HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+            with pytest.raises(ConnectionError):
+                send_forever(connection, b"1000\r\n" + b"a" * 0x1000 + b"\r\n")
+
+    def test_bodies_that_together_exceed_the_memory_for_them_get_429(self, tiny_directory: Path, start: Start) -> None:
+        service = start(
+            model=str(tiny_directory), max_body_bytes=MIB, max_response_bytes=MIB, max_buffered_bytes=2 * MIB
+        )
+        head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: {MIB}\r\n\r\n".encode()
+        holding = [connect(service) for _ in range(2)]
+        for connection in holding:
+            connection.sendall(head + b"a" * (MIB - 1))
+        wait_until(lambda: service.metric("buffered_bytes") == 2 * (MIB - 1), "both are held")
+        response = service.post("/tokenize", {"text": "a" * 100_000})
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "buffers_full")
+        assert int(response.headers["retry-after"]) >= 1
+        for connection in holding:
+            connection.close()
+        wait_until(lambda: service.metric("buffered_bytes") == 0, "nothing is held")
+        assert service.post("/tokenize", {"text": "a" * 1000}).status_code == 200
+
+
+class TestApiKeyOnEveryRoute:
+    def test_every_route_asks_for_the_key_but_for_the_named_ones(self, tiny_directory: Path, start: Start) -> None:
+        service = start(model=str(tiny_directory), api_key="k-1")
+        found = set()
+        for route in walk(service.app.routes):
+            for method in sorted(getattr(route, "methods", None) or {"GET"}):
+                path = route.path.partition("{")[0]
+                response = service.client.request(method, path)
+                if response.status_code != 401:
+                    found.add(path)
+        documentation = {path for path in found if path.startswith((PUBLIC_PREFIX, "/docs", "/redoc", "/openapi.json"))}
+        assert found - documentation == HEALTH_PATHS
+        for path in ("/model", "/models"):
+            assert service.get(path).status_code == 401
+            assert service.get(path, headers={"Authorization": "Bearer k-1"}).status_code == 200
+
+
+def walk(routes: Any) -> list[Any]:
+    """All routes, those of included routers too."""
+    found = []
+    for route in routes:
+        router = getattr(route, "original_router", None)
+        found += [route] if router is None else walk(router.routes)
+    return found
+
+
+class TestHost:
+    @pytest.mark.parametrize(
+        "host", ["localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:8000", "[::1]:80", "10.0.0.9"]
+    )
+    def test_the_own_name_and_addresses_are_answered(self, tiny: Running, host: str) -> None:
+        assert tiny.get("/health", headers={"Host": host}).status_code == 200
+
+    @pytest.mark.parametrize(
+        "host", ["evil.example", "localhost.evil.example:8000", "127.0.0.1.evil.example", "localhost:80@evil.example"]
+    )
+    def test_a_name_of_another_host_is_refused(self, tiny: Running, host: str) -> None:
+        """A page of that name, whose address was changed to this one, could read every answer."""
+        for response in (
+            tiny.get("/model", headers={"Host": host}),
+            tiny.post("/tokenize", {"text": "a"}, headers={"Host": host}),
+        ):
+            assert (response.status_code, response.json()["error"]["code"]) == (400, "host_not_allowed")
+            assert "--allowed-hosts" in response.json()["error"]["message"]
+
+    def test_names_that_are_allowed_are_answered(self, tiny_directory: Path, start: Start) -> None:
+        service = start(model=str(tiny_directory), allowed_hosts="a.example, B.example")
+        names = ("a.example", "b.example", "c.example")
+        statuses = {name: service.get("/health", headers={"Host": name}).status_code for name in names}
+        assert statuses == {"a.example": 200, "b.example": 200, "c.example": 400}
+
+    def test_by_default_a_service_for_other_machines_answers_for_every_name(self) -> None:
+        assert "*" in Settings(host="0.0.0.0").host_names
+        assert "*" in Settings(host="::").host_names
+        assert Settings(host="127.0.0.1").host_names == {"localhost", "127.0.0.1"}
+        assert is_address("::1")
+
+
+class TestAccept:
+    BODY: ClassVar = {"prompt": [1, 2], "stages": ["embed"], "detail": "values"}
+
+    @pytest.mark.parametrize(
+        ("accept", "is_binary"),
+        [
+            ("application/x-safetensors", True),
+            ("Application/X-SafeTensors", True),
+            ("application/x-safetensors;q=0.5", True),
+            ("application/json;q=0.4, application/x-safetensors; Q=0.5", True),
+            ("application/x-safetensors;q=0", False),
+            ("application/x-safetensors; q=0.000", False),
+            ("application/json, application/x-safetensors;q=0.9", False),
+            ("application/x-safetensors;q=nonsense", False),
+            ("application/x-safetensors-2", False),
+            ("*/*", False),
+            ("", False),
+        ],
+    )
+    def test_the_weights_of_an_accept_header_decide(self, tiny: Running, accept: str, is_binary: bool) -> None:
+        response = tiny.post("/forward", self.BODY, headers={"Accept": accept})
+        assert response.status_code == 200
+        expected = "application/x-safetensors" if is_binary else "application/json"
+        assert response.headers["content-type"] == expected
+
+
+class TestHead:
+    @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/model", "/models"])
+    def test_head_gives_the_headers_of_get_and_no_body(self, tiny: Running, path: str) -> None:
+        with connect(tiny) as connection:
+            connection.sendall(request(path, method="HEAD", more="Connection: close\r\n"))
+            head, _, content = read_all(connection).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK")
+        assert content == b""
+        length = next(int(line.split()[1]) for line in head.lower().splitlines() if line.startswith(b"content-length"))
+        assert length > 0
+
+    def test_head_of_a_post_is_405(self, tiny: Running) -> None:
+        assert tiny.client.head("/generate").status_code == 405
+
+
+def test_an_error_shows_neither_paths_nor_what_others_sent(tiny: Running, tiny_directory: Path) -> None:
+    secret = "a prompt that nobody else may see"
+    assert tiny.post("/generate", {"prompt": secret[:20], "max_tokens": 1}).status_code == 200
+    bodies: list[tuple[str, Any]] = [(path, {**body, "nope": secret}) for path, body in GOOD.items()]
+    bodies += [
+        ("/forward", {"prompt": [1], "model": name}) for name in ("/etc/passwd", "../tiny", "http://a.example/x")
+    ]
+    bodies += [("/generate", {"prompt": [1], "temperature": secret}), ("/generate", {"prompt": secret * 1000})]
+    for path, body in bodies:
+        response = tiny.post(path, body)
+        assert 400 <= response.status_code < 500
+        for word in (secret, str(tiny_directory), "/work", ".py", "Traceback", "site-packages"):
+            assert word not in response.text, (path, body)
+
+
+def test_a_client_that_asks_for_permission_to_send_gets_it_only_if_its_head_is_good(tiny: Running) -> None:
+    body = json.dumps({"text": "a"}).encode()
+    with connect(tiny) as connection:
+        more = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nExpect: 100-continue\r\n\r\n"
+        connection.sendall(f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n{more}".encode())
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 100 ")
+        connection.sendall(body)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+    with connect(tiny) as connection:
+        connection.sendall(f"POST /nope HTTP/1.1\r\nHost: localhost\r\n{more}".encode())
+        assert read_all(connection).startswith(b"HTTP/1.1 404 ")
+
+
+def test_a_reset_while_a_body_is_sent_leaves_nothing_behind(tiny: Running) -> None:
+    for _ in range(20):
+        connection = connect(tiny)
+        connection.sendall(
+            b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n" + b"a" * 5000
+        )
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        connection.close()
+    wait_until(lambda: tiny.metric("buffered_bytes") == 0, "nothing is held")
+    assert (
+        tiny.client.post("/tokenize", content=b'{"text":"a"}', headers=JSON, timeout=PATIENCE_SECONDS).status_code
+        == 200
+    )
+
+
+class TestTurnstile:
+    def test_a_few_requests_begin_in_each_turn_of_the_loop_in_their_order(self) -> None:
+        async def arrive() -> list[list[int]]:
+            turnstile, turns = Turnstile(), [[]]
+            asyncio.get_running_loop().call_soon(lambda: None)
+
+            async def request(index: int) -> None:
+                await turnstile.enter()
+                turns[-1].append(index)
+
+            tasks = [asyncio.create_task(request(index)) for index in range(5 * BEGIN_PER_TURN)]
+            while not all(task.done() for task in tasks):
+                await asyncio.sleep(0)
+                turns.append([])
+            return turns
+
+        turns = asyncio.run(arrive())
+        assert max(len(turn) for turn in turns) == BEGIN_PER_TURN
+        assert [index for turn in turns for index in turn] == list(range(5 * BEGIN_PER_TURN))
+
+    def test_after_a_long_turn_only_one_begins(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gate, "LONG_TURN_SECONDS", 0.0)
+
+        async def arrive() -> int:
+            turnstile, entered, most = Turnstile(), [], 0
+
+            async def request() -> None:
+                await turnstile.enter()
+                entered.append(None)
+
+            tasks = [asyncio.create_task(request()) for _ in range(30)]
+            await asyncio.sleep(0)
+            while not all(task.done() for task in tasks):
+                before = len(entered)
+                await asyncio.sleep(0)
+                most = max(most, len(entered) - before)
+            return most
+
+        assert asyncio.run(arrive()) == 1
+
+    def test_one_that_is_cancelled_takes_no_place(self) -> None:
+        async def arrive() -> list[str]:
+            turnstile, entered = Turnstile(), []
+
+            async def request(name: str) -> None:
+                await turnstile.enter()
+                entered.append(name)
+
+            first = [asyncio.create_task(request("first")) for _ in range(BEGIN_PER_TURN)]
+            leaving = [asyncio.create_task(request("leaving")) for _ in range(50)]
+            last = asyncio.create_task(request("last"))
+            await asyncio.sleep(0)
+            for task in leaving:
+                task.cancel()
+            await asyncio.wait_for(last, PATIENCE_SECONDS)
+            await asyncio.gather(*first)
+            return entered
+
+        assert asyncio.run(arrive()) == ["first"] * BEGIN_PER_TURN + ["last"]
+
+    def test_it_is_passed_without_waiting_when_few_arrive(self) -> None:
+        async def arrive() -> bool:
+            turnstile = Turnstile()
+            for _ in range(3):
+                await asyncio.wait_for(turnstile.enter(), PATIENCE_SECONDS)
+                for _ in range(3):
+                    await asyncio.sleep(0)
+            return turnstile._is_turning
+
+        assert asyncio.run(arrive()) is False  # and nothing goes on when nobody comes
