@@ -170,6 +170,27 @@ class TestResponses:
             assert (response.status_code, response.json()["error"]["code"]) == (413, "response_too_large")
             assert f"narrow {field}" in response.json()["error"]["message"]
 
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            ("/generate", {"prompt": [1, 2], "max_tokens": 50, "logprobs": 20}),
+            ("/generate", {"prompt": [1, 2], "max_tokens": 50, "logprobs": 20, "stream": True}),
+            ("/generate", {"prompt": [1] * 50, "max_tokens": 1, "logprobs": 20, "echo": True}),
+            ("/generate", {"prompt": [1, 2], "max_tokens": 20, "logprobs": 2, "n": 20}),
+            ("/logits", {"prompt": [1] * 50, "positions": "all", "logprobs": True}),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "-".join(value),
+    )
+    def test_log_probabilities_that_would_take_too_much_are_refused_before_anything_runs(
+        self, tiny_directory: Path, start: Start, path: str, body: dict[str, Any]
+    ) -> None:
+        service = start(model=str(tiny_directory), max_response_bytes=100_000)
+        with service.blocked():
+            response = service.post(path, body)
+        assert (response.status_code, response.json()["error"]["code"]) == (413, "response_too_large")
+        few = {"logprobs": 0, "n": 1} if path == "/generate" else {"positions": "last"}
+        assert service.post(path, body | few).status_code == 200
+
     @pytest.mark.parametrize("text", ["a" * 3000, "\x01" * 3000, "\u20ac" * 1000, '"\\' * 1000, "the cat " * 300, ""])
     def test_no_answer_of_tokenize_is_larger_than_its_estimate(
         self, tiny: Running, monkeypatch: pytest.MonkeyPatch, text: str
