@@ -5,11 +5,10 @@ connections, about once a second, enforces them, so that no request pays for a t
 """
 
 import asyncio
-import fcntl
 import logging
 import select
 import struct
-import termios
+import sys
 import time
 from dataclasses import dataclass, replace
 from http import HTTPStatus
@@ -21,6 +20,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from service.errors import ApiError, error_bytes, error_response
 from service.gate import HEALTH_PATHS, closing
+
+if sys.platform == "linux":  # elsewhere only what this process holds is known
+    import fcntl
+    import termios
 
 logger = logging.getLogger(__name__)
 
@@ -313,10 +316,9 @@ class Connection(H11Protocol):
     def _look_for_the_client(self) -> None:
         """Notice a client that has closed the connection, although nothing is read from it now."""
         if self.flow.read_paused and not self._is_half_closed:
-            events = hang_ups(self.transport)
-            if events & (select.POLLHUP | select.POLLERR):
+            self._is_half_closed, is_gone = closed_directions(self.transport)
+            if is_gone:
                 self.transport.abort()
-            self._is_half_closed = bool(events & select.POLLRDHUP)
         if self._is_half_closed:
             self._probe()
 
@@ -366,19 +368,22 @@ class HttpState(h11.Connection):
 def queued_by_system(transport: asyncio.Transport) -> int:
     """Bytes that the system has taken, but the client has not."""
     connection = transport.get_extra_info("socket")
-    if connection.fileno() < 0:  # closed meanwhile
+    if sys.platform != "linux" or connection.fileno() < 0:  # the latter where it was closed meanwhile
         return 0
     return struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, b"\0" * 4))[0]  # type: ignore[no-any-return]
 
 
-def hang_ups(transport: asyncio.Transport) -> int:
-    """Which directions of a connection the client has closed, as events of `select.poll`."""
+def closed_directions(transport: asyncio.Transport) -> tuple[bool, bool]:
+    """(whether the client sends no more, whether the connection is gone), as far as the system tells."""
     connection = transport.get_extra_info("socket")
+    if sys.platform != "linux":
+        return False, False
     if connection.fileno() < 0:
-        return select.POLLHUP
+        return True, True
     poll = select.poll()
     poll.register(connection.fileno(), select.POLLRDHUP)
-    return sum(events for _, events in poll.poll(0))
+    events = sum(found for _, found in poll.poll(0))
+    return bool(events & select.POLLRDHUP), bool(events & (select.POLLHUP | select.POLLERR))
 
 
 def too_many_connections() -> ApiError:

@@ -6,6 +6,7 @@ a server under a mixed load would hold more and more, although it uses no more.
 
 import asyncio
 import ctypes
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -18,7 +19,7 @@ TRIM_BYTES = 64 << 20  # of bodies and responses since the last time; to trim ta
 
 def find_trim() -> Callable[[int], int] | None:
     """glibc's `malloc_trim`; None on other systems."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 async def trim_forever(worker: Worker, buffers: Buffers) -> None:

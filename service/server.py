@@ -3,8 +3,8 @@
 import asyncio
 import ipaddress
 import logging
-import resource
 import socket
+import sys
 from types import FrameType
 
 import uvicorn
@@ -13,6 +13,9 @@ from fastapi import FastAPI
 from service.connections import RESERVED, ConnectionLimits, Connections
 from service.settings import Settings
 from service.state import State
+
+if sys.platform != "win32":
+    import resource
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,8 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 def max_connections(settings: Settings) -> int:
     """What the settings ask for, within the open files that the system allows, which is raised as far as it can be."""
+    if sys.platform == "win32":
+        return settings.max_connections
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
