@@ -205,7 +205,7 @@ def sample(
         if sampler.params.temperature > 0 and are_numbers[row] and row not in failures:
             try:
                 draws.append(sampler.draw(row))
-            except Exception as error:
+            except Exception as error:  # the row ends with it; the others are drawn
                 failures[row] = error
     if draws:
         for draw, token_id in zip(draws, _draw_each(logits, draws, operations), strict=True):
@@ -227,7 +227,7 @@ def _draw_each(logits: Tensor, draws: Sequence[Draw], operations: Operations) ->
     """A token for each draw, or the exception of a draw that also fails without the others."""
     try:
         return operations.draw(logits, draws) or _draw(logits, draws)
-    except Exception as error:
+    except Exception as error:  # of one row, mostly: each is tried alone
         if len(draws) == 1:
             return [error]
     alone = [_draw_each(logits, [draw], operations)[0] for draw in draws]
@@ -255,7 +255,7 @@ def _process(logits: Tensor, samplers: Sequence[Sampler], failures: dict[int, Ex
         for row in rows:
             try:
                 _adjust(logits, samplers, [row])
-            except Exception as error:
+            except Exception as error:  # the row ends with it, alone
                 failures[row] = error
         return _adjust(logits, samplers, [row for row in rows if row not in failures])
 

@@ -4,6 +4,7 @@ values is counted before they are parsed, and lists end at their first error."""
 import codecs
 import difflib
 import json
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -27,7 +28,7 @@ class JsonRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
         assert self.body_field is not None, "a JSON route declares a body"
-        model: type[BaseModel] = self.body_field.field_info.annotation  # type: ignore[assignment]
+        model: type[BaseModel] = self.body_field.field_info.annotation  # type: ignore[assignment]  # a model, for a JSON body
 
         async def handle_json(request: Request) -> Response:
             content = await request.body()
@@ -108,8 +109,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         raise misshapen("body", f"an object has {len(pairs)} keys, the limit is {MAX_KEYS}", "too_many_keys")
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        key = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
         raise misshapen("body", f"the key {key[:100]!r} is there twice in one object", "duplicate_key")
     return found
 

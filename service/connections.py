@@ -7,7 +7,6 @@ connections, about once a second, enforces them, so that no request pays for a t
 import asyncio
 import logging
 import select
-import struct
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -180,7 +179,7 @@ class Connection(H11Protocol):
 
     # Called by the event loop
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
         self._all.opened(self)
         if self._all.is_reserved(self):
@@ -218,7 +217,7 @@ class Connection(H11Protocol):
             elif not self.flow.read_paused and not self.transport.is_closing():
                 self.transport.resume_reading()
 
-    def eof_received(self) -> bool:  # type: ignore[override]
+    def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's returns None
         """The client sends no more. It may have closed only its own direction, so a request that has arrived whole is
         answered; bytes that the client must overlook find out whether anybody is there."""
         if self.is_waiting or self._is_refused or self.cycle.more_body:
@@ -280,10 +279,10 @@ class Connection(H11Protocol):
         if self._is_refused:
             return
         if self._unsent and now > self._unsent_since + limits.write_seconds:
-            self._abort("took no byte of a response for %g seconds", limits.write_seconds)
+            self._abort("took no byte of a response for", limits.write_seconds)
         elif not self.is_waiting:
             if now > self.phase_began + limits.request_seconds:
-                self._abort("had a request of more than %g seconds", limits.request_seconds)
+                self._abort("had a request of more than", limits.request_seconds)
             else:
                 self._look_for_the_client()
         elif now > self.phase_began + self._waiting_seconds(limits) and not self.transport.is_closing():
@@ -310,7 +309,7 @@ class Connection(H11Protocol):
         self._unsent = unsent
 
     def _abort(self, what: str, seconds: float) -> None:
-        logger.info("closed a connection: its client " + what, seconds)  # noqa: G003
+        logger.info("closed a connection: its client %s %g seconds", what, seconds)
         self.transport.abort()
 
     def _look_for_the_client(self) -> None:
@@ -370,7 +369,7 @@ def queued_by_system(transport: asyncio.Transport) -> int:
     connection = transport.get_extra_info("socket")
     if sys.platform != "linux" or connection.fileno() < 0:  # the latter where it was closed meanwhile
         return 0
-    return struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, b"\0" * 4))[0]  # type: ignore[no-any-return]
+    return int.from_bytes(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, b"\0" * 4), sys.byteorder)
 
 
 def closed_directions(transport: asyncio.Transport) -> tuple[bool, bool]:
