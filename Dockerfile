@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# The service in an image: CPU by default, CUDA where TORCH_INDEX is an index of CUDA builds of torch.
+# An image of the service. It is for CPUs by default, and for CUDA if TORCH_INDEX is an index of CUDA builds of torch.
 ARG BASE=python:3.11.14-slim-bookworm
 
 FROM ${BASE} AS build
@@ -8,7 +8,7 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /build
 RUN python -m venv /opt/forwardscope
 ENV PATH=/opt/forwardscope/bin:$PATH
-# What the service needs changes seldom, so it is a layer of its own: torch from its index, then the rest.
+# The dependencies change rarely, so they are a layer of their own: torch from its index, then the others.
 COPY pyproject.toml ./
 RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
         > requirements.txt \
@@ -22,7 +22,7 @@ COPY service service
 RUN pip install --no-deps .
 
 FROM ${BASE}
-# The compiler makes the kernels of model/kernels for the CPU that the container runs on.
+# g++ compiles the kernels in model/ops/cpu/csrc for the CPU on which the container runs.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
@@ -30,7 +30,7 @@ RUN apt-get update \
 RUN useradd --uid 10001 --no-create-home --home-dir /cache forwardscope \
     && install --directory --owner=forwardscope --group=forwardscope /cache
 COPY --from=build /opt/forwardscope /opt/forwardscope
-# /cache keeps the compiled kernels and what a hub id downloads; nothing else is ever written.
+# /cache keeps the compiled kernels and the checkpoints that are downloaded from the hub. Nothing else is written.
 ENV PATH=/opt/forwardscope/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \

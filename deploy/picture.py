@@ -1,4 +1,4 @@
-"""The README's picture: two answers of a running service, drawn. Needs matplotlib.
+"""Draw the picture of the README from two answers of a running service. Needs matplotlib.
 
 python deploy/picture.py http://localhost:8000 deploy/picture.png
 """
@@ -23,15 +23,16 @@ def post(address: str, path: str, body: dict[str, Any]) -> Any:
         return json.load(answer)
 
 
-def shown(text: str) -> str:
+def label(text: str) -> str:
+    """The text of a token as a label: line breaks escaped, and a visible sign for a space."""
     return text.replace("\n", "\\n").strip(" ") or "\u2423"
 
 
 def draw_pattern(axes: Axes, address: str) -> None:
-    """Whom each token attends to."""
+    """Draw how much each token attends to each earlier one, in one head."""
     body = {"prompt": PROMPT, "stages": [STAGE], "heads": [HEAD], "detail": "values"}
     answer = post(address, "/forward", body)
-    texts = [shown(token["text"]) for token in answer["tokens"]]
+    texts = [label(token["text"]) for token in answer["tokens"]]
     axes.imshow(answer["stages"][0]["values"][0][0], cmap="Blues", vmin=0, vmax=1)
     axes.set_xticks(range(len(texts)), texts, rotation=50, ha="right")
     axes.set_yticks(range(len(texts)), texts)
@@ -39,21 +40,21 @@ def draw_pattern(axes: Axes, address: str) -> None:
 
 
 def draw_lens(axes: Axes, address: str) -> None:
-    """What every layer would have written, for each token that was."""
+    """Draw the most likely token after each layer, for each generated token."""
     trace = {"stages": ["*.resid_post"], "detail": "none", "logit_lens": True, "top_k": 1}
     body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "trace": trace}
     steps = [step["logit_lens"] for step in post(address, "/generate", body)["trace"]]
-    likeliest = [[layer["top"][0] for layer in step] for step in steps]
+    most_likely = [[layer["top"][0] for layer in step] for step in steps]
     num_layers = len(steps[0])
-    cells = [[step[layer]["probability"] for step in likeliest] for layer in range(num_layers)]
+    cells = [[step[layer]["probability"] for step in most_likely] for layer in range(num_layers)]
     axes.imshow(cells, cmap="Greens", vmin=0, vmax=1, aspect="auto", origin="lower")
-    for column, step in enumerate(likeliest):
+    for column, step in enumerate(most_likely):
         for layer, top in enumerate(step):
             colour = "white" if top["probability"] > 0.6 else "black"
-            axes.text(column, layer, shown(top["text"]), ha="center", va="center", fontsize=9, color=colour)
-    axes.set_xticks(range(len(steps)), [shown(step[-1]["text"]) for step in likeliest])
+            axes.text(column, layer, label(top["text"]), ha="center", va="center", fontsize=9, color=colour)
+    axes.set_xticks(range(len(steps)), [label(step[-1]["text"]) for step in most_likely])
     axes.set_yticks(range(num_layers), [f"layer {layer}" for layer in range(num_layers)])
-    axes.set_title("POST /generate with logit_lens: the likeliest token after each layer", fontsize=10)
+    axes.set_title("POST /generate with logit_lens: the most likely token after each layer", fontsize=10)
 
 
 def main(address: str, path: str) -> None:

@@ -1,1 +1,1 @@
-"""Decoder-only transformers that can be looked into: the network, its checkpoints and its generation."""
+"""A library for decoder-only transformers whose forward pass can be read and changed."""

@@ -1,14 +1,15 @@
-"""The shape of a decoder-only transformer: every choice that the network is built from, in one frozen dataclass.
+"""The architecture and sizes of a decoder-only transformer, as frozen dataclasses.
 
-It knows nothing of checkpoints or families; `model/families/` translates a `config.json` into it.
+This module knows nothing of checkpoints; `model/checkpoints/families/` translates a `config.json` into a `ModelConfig`.
 """
 
 import dataclasses
-import reprlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
+
+from model.errors import InvalidField, short_repr
 
 NormKind = Literal["rms", "layer"]
 Placement = Literal["pre", "post"]
@@ -16,8 +17,8 @@ Positions = Literal["rotary", "learned", "sinusoidal"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ScalingKind = Literal["linear", "dynamic", "llama3", "yarn"]
 
-# The largest value that each size may have. Each limit is several times the largest value of any published model, and
-# small enough that a product of sizes stays far below 2^63.
+# The largest allowed value of each size. Each limit is several times the largest value of any published model, and
+# small enough that the number of elements of each parameter stays far below 2^63.
 MAX_SIZES: Mapping[str, int] = {
     "vocab_size": 1 << 24,
     "d_model": 1 << 18,
@@ -29,7 +30,7 @@ MAX_SIZES: Mapping[str, int] = {
     "max_positions": 1 << 27,
     "window": 1 << 27,
 }
-# The range of each floating-point field. Inside it the frequencies and norms of float32 stay finite.
+# The allowed range of each floating-point field. Within it, rotary frequencies and norms in float32 are finite.
 RANGES: Mapping[str, tuple[float, float]] = {
     "norm_eps": (1e-30, 1.0),
     "rope_theta": (1.001, 1e18),
@@ -41,35 +42,16 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "rope_scaling.attention_factor": (1e-6, 1e6),
 }
 
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 100
-_SHORT.maxdict = 12
-
-
-class InvalidField(ValueError):
-    """A field of a config has a value that cannot be used: `field` is its name, `why` says what is allowed."""
-
-    def __init__(self, field: str, why: str) -> None:
-        super().__init__(f"{field}: {why}")
-        self.field = field
-        self.why = why
-
-
-def short_repr(value: object) -> str:
-    """`repr(value)` for an error message, shortened: a value from a file may be of any size."""
-    if type(value) is int and abs(value) >= 10**40:
-        return f"an integer of {value.bit_length()} bits"  # Python refuses to print more than 4,300 digits
-    return _SHORT.repr(value)
-
 
 def is_finite_number(value: object) -> bool:
-    """Whether `value` is an int or a float, neither infinite nor NaN nor an int too large for a float."""
+    """Whether `value` is an int or a float, and finite. False for bools and for ints too large for a float."""
     return isinstance(value, (int, float)) and type(value) is not bool and abs(value) <= sys.float_info.max
 
 
-def _require(condition: bool, field: str, why: str) -> None:
+def _require(condition: bool, field: str, reason: str) -> None:
+    """Raise `InvalidField` unless the condition holds."""
     if not condition:
-        raise InvalidField(field, why)
+        raise InvalidField(field, reason)
 
 
 def _require_choice(field: str, value: object, choices: object) -> None:
@@ -83,23 +65,27 @@ def _require_size(field: str, value: int) -> None:
 
 
 def _require_numbers(config: Any, prefix: str = "") -> None:
-    """A value from a file may have another type than the field. Floats must also be finite and in their range."""
+    """Check the types of all int, bool and float fields, and that floats are finite and within their ranges.
+
+    The dataclass does not check types itself, and a value from a file may have any type.
+    """
     for field in dataclasses.fields(config):
         name, value = prefix + field.name, getattr(config, field.name)
         if field.type in (int, bool):
-            _require(type(value) is field.type, name, f"{short_repr(value)} is no {field.type.__name__}")
+            _require(type(value) is field.type, name, f"{short_repr(value)} is not of type {field.type.__name__}")
         elif field.type is float:
-            _require(is_finite_number(value), name, f"{short_repr(value)} is no finite number")
+            _require(is_finite_number(value), name, f"{short_repr(value)} is not a finite number")
             low, high = RANGES[name]
-            _require(low <= value <= high, name, f"{value} must be from {low:g} to {high:g}")
+            _require(low <= value <= high, name, f"{value} must be between {low:g} and {high:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies stretch to positions beyond `original_max_positions`, the length trained on.
+    """How rotary frequencies are scaled for positions beyond `original_max_positions`, the training length.
 
-    `linear`: Chen et al. 2023 (arXiv:2306.15595). `dynamic`: NTK-aware, base grows with the position.
-    `llama3`: Llama 3.1. `yarn`: Peng et al. 2023 (arXiv:2309.00071).
+    `linear`: position interpolation (Chen et al. 2023, arXiv:2306.15595). `dynamic`: NTK-aware, the base of the
+    frequencies grows with the position, beyond the training length. `llama3`: as in Llama 3.1. `yarn`: Peng et al. 2023
+    (arXiv:2309.00071).
     """
 
     kind: ScalingKind
@@ -109,8 +95,9 @@ class RopeScaling:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: round the ramp's borders to whole dimensions
-    attention_factor: float = 1.0  # yarn: multiplies cos and sin
+    # yarn: round the first and the last pair of dims of the transition (`_yarn_ramp` in rotary.py) to whole pairs
+    truncate: bool = True
+    attention_factor: float = 1.0  # yarn: multiplies cosines and sines
 
     def __post_init__(self) -> None:
         _require_numbers(self, "rope_scaling.")
@@ -118,7 +105,7 @@ class RopeScaling:
         _require(
             1 <= self.original_max_positions <= MAX_SIZES["max_positions"],
             "rope_scaling.original_max_positions",
-            f"{short_repr(self.original_max_positions)} must be from 1 to {MAX_SIZES['max_positions']}",
+            f"{short_repr(self.original_max_positions)} must be between 1 and {MAX_SIZES['max_positions']}",
         )
         _require(
             self.high_freq_factor > self.low_freq_factor,
@@ -134,11 +121,12 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Modern by default (pre-norm, RMSNorm, gated SiLU, rotary, tied head, no biases); classical by argument.
+    """The architecture and sizes of one network.
 
-    The block of Vaswani et al. 2017 is `norm_placement="post", norm="layer", positions="sinusoidal",
-    gated=False, activation="relu"`. Raises `InvalidField` (a `ValueError`) for a value that is not allowed; sizes have
-    the limits of `MAX_SIZES`, and floating-point fields those of `RANGES`.
+    The defaults describe a modern decoder: pre-norm, RMSNorm, gated SiLU, rotary positions, a tied head and no biases.
+    The block of Vaswani et al. 2017 has `norm_placement="post", norm="layer", positions="sinusoidal", gated=False,
+    activation="relu"`. Raises `InvalidField` (a `ValueError`) for a value that is not allowed: `MAX_SIZES` limits the
+    sizes, and `RANGES` the floating-point fields.
     """
 
     vocab_size: int
@@ -147,7 +135,7 @@ class ModelConfig:
     num_heads: int
     d_mlp: int
     max_positions: int = 8192
-    num_kv_heads: int = 0  # 0: as many as num_heads
+    num_kv_heads: int = 0  # 0: equal to num_heads
     d_head: int = 0  # 0: d_model / num_heads
     norm: NormKind = "rms"
     norm_eps: float = 1e-6
@@ -161,8 +149,8 @@ class ModelConfig:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    window: int | None = None  # a query sees itself and the window - 1 tokens before it
-    windowed_layers: tuple[bool, ...] | None = None  # None: every layer, when there is a window
+    window: int | None = None  # each query attends to itself and the window - 1 tokens before it
+    windowed_layers: tuple[bool, ...] | None = None  # None: every layer, if `window` is set
     tied_head: bool = True
 
     def __post_init__(self) -> None:
@@ -175,7 +163,7 @@ class ModelConfig:
             _require(
                 self.d_model % self.num_heads == 0,
                 "num_heads",
-                f"{self.num_heads} does not divide d_model {self.d_model}; give d_head",
+                f"{self.num_heads} does not divide d_model {self.d_model}; set d_head",
             )
             object.__setattr__(self, "d_head", self.d_model // self.num_heads)
         _require_size("d_head", self.d_head)
@@ -194,18 +182,18 @@ class ModelConfig:
 
     def _check_positions(self) -> None:
         if self.positions == "rotary":
-            _require(self.d_head % 2 == 0, "d_head", f"{self.d_head} is odd; rotary positions turn pairs")
+            _require(self.d_head % 2 == 0, "d_head", f"{self.d_head} must be even for rotary positions")
         else:
-            _require(self.rope_scaling is None, "rope_scaling", f"has no meaning with {self.positions} positions")
+            _require(self.rope_scaling is None, "rope_scaling", f"needs rotary positions, not {self.positions}")
         if self.rope_scaling is not None and self.rope_scaling.kind == "dynamic":
-            _require(self.d_head > 2, "d_head", "must be above 2 with dynamic rope scaling")
+            _require(self.d_head > 2, "d_head", f"{self.d_head} must be above 2 with dynamic rope scaling")
 
     def _check_window(self) -> None:
         if self.window is not None:
-            _require(type(self.window) is int, "window", f"{short_repr(self.window)} is no int")
+            _require(type(self.window) is int, "window", f"{short_repr(self.window)} is not of type int")
             _require_size("window", self.window)
         if self.windowed_layers is not None:
-            _require(self.window is not None, "windowed_layers", "has no meaning without window")
+            _require(self.window is not None, "windowed_layers", "needs window to be set")
             _require(
                 len(self.windowed_layers) == self.num_layers,
                 "windowed_layers",
@@ -214,11 +202,11 @@ class ModelConfig:
 
     @property
     def has_final_norm(self) -> bool:
-        """Pre-norm never normalizes the residual stream itself, so it needs one norm after the last block."""
+        """Whether a norm follows the last block: with pre-norm, no block normalizes the residual stream itself."""
         return self.norm_placement == "pre"
 
     def window_of(self, layer: int) -> int | None:
-        """The attention window of one layer; None where it sees everything before it."""
+        """The attention window of one layer, or None if its queries attend to all earlier tokens."""
         if self.windowed_layers is not None and not self.windowed_layers[layer]:
             return None
         return self.window

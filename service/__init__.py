@@ -2,6 +2,6 @@
 
 import os
 
-# OpenMP's threads, which PyTorch uses where we have no kernel, otherwise look for work for milliseconds after each
-# call, on the processors that the kernels' own threads need. Read when torch is imported, so it must be here.
+# PyTorch uses OpenMP threads for operations without a kernel of ours. By default these threads spin for milliseconds
+# after each call, on the processors that our kernels' threads need. torch reads the variable when it is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -9,16 +9,22 @@ from pydantic import ValidationError
 from pydantic_settings import CliApp
 
 from service.app import create_app
-from service.server import listen, make_server
+from service.http.server import listen, make_server
 from service.settings import PREFIX, Settings
 
 logger = logging.getLogger(__name__)
 
-SWITCH_SECONDS = 0.0005  # of Python's threads: in the default, 5 ms, the network could have made a token
+# Seconds that a Python thread may run while another one waits. Python's default of 5 ms is long enough for the
+# network to generate a token.
+SWITCH_SECONDS = 0.0005
 
 
 def main() -> None:
-    """Serve until SIGINT or SIGTERM; exit 1 where model or port cannot be served, 2 where a setting is wrong."""
+    """Serve until SIGINT or SIGTERM.
+
+    Exit with 1 if the model cannot be loaded, the port cannot be opened or the engine fails, with 2 if a setting is
+    wrong.
+    """
     try:
         settings = CliApp.run(Settings, cli_args=sys.argv[1:])
     except ValidationError as error:
@@ -30,27 +36,25 @@ def main() -> None:
 
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in Settings.model_fields:
-            logger.warning("%s is no setting, and changes nothing", name)
+            logger.warning("%s is ignored: there is no such setting", name)
 
     sys.setswitchinterval(SWITCH_SECONDS)
 
     def stop() -> None:
-        server.should_exit = True
+        server.should_exit = True  # it is called while the server runs, so `server` is defined
 
     app = create_app(settings, on_failure=stop)
     state = app.state.forwardscope
     try:
         sockets = listen(settings.host, settings.port)
     except OSError as error:
-        logger.error("cannot listen at %s, port %d: %s", settings.host, settings.port, error)
+        logger.error("cannot listen on %s, port %d: %s", settings.host, settings.port, error)
         sys.exit(1)
     server = make_server(app)
-    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises SIGINT again when it has ended
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises SIGINT again after its shutdown
         server.run(sockets)
-    status = 0
-    if state.failure is not None:
-        status = 1
-    if state.worker.runs_apart:  # torch would abort a process that waits for nothing but is not done
+    status = 0 if state.failure is None else 1
+    if state.worker.has_detached_job:  # a normal exit while torch runs on that thread would abort the process
         logging.shutdown()
         os._exit(status)
     sys.exit(status)

@@ -1,8 +1,8 @@
-"""What Prometheus reads, under the names of vLLM. One registry an application; label values are routes, statuses and
-fixed words only.
+"""Prometheus metrics, under the names of vLLM where vLLM has them. Each application has its own registry.
 
-What is counted a step or a token is counted on the loop's thread, when it is handed out; the engine's own numbers are
-read when Prometheus asks.
+Label values are routes, methods, statuses and fixed words only, so that clients cannot create new ones. Metrics of
+steps and tokens are updated on the event loop's thread when the outputs are delivered. The engine's own counters are
+read when Prometheus asks for the metrics.
 """
 
 import time
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from model.engine.engine import Stats
 from model.engine.request import Output, Step
-from model.generation import FinishReason
+from model.text.transcript import FinishReason
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -25,30 +25,31 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 @dataclass
 class Progress:
-    """When what happened to one request, in seconds of `time.perf_counter`."""
+    """The times at which one request reached its milestones, in seconds of `time.perf_counter`."""
 
     num_prompt: int
     arrived: float = field(default_factory=time.perf_counter)
     started: float | None = None
     first_token: float | None = None
-    last_token: float | None = None
-    num_generated: int = 0
-    _of_choice: dict[int, tuple[int, float]] = field(default_factory=dict)  # tokens of each, and when the last came
+    # For each choice: its number of tokens so far, and the time of the last one.
+    _choices: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def start(self, now: float) -> None:
         self.started = now
 
     def note_tokens(self, choice: int, num_generated: int, now: float) -> tuple[int, float | None]:
-        """The choice has so many now: how many are new, and the seconds since those before; None for its first."""
-        num_before, before = self._of_choice.get(choice, (0, None))
-        self._of_choice[choice] = num_generated, now
-        self.num_generated += num_generated - num_before
-        self.first_token, self.last_token = self.first_token or now, now
+        """Record that a choice has `num_generated` tokens now.
+
+        Returns the number of new tokens, and the seconds since the tokens before them; None for the first tokens.
+        """
+        num_before, before = self._choices.get(choice, (0, None))
+        self._choices[choice] = num_generated, now
+        self.first_token = self.first_token or now
         return num_generated - num_before, None if before is None else now - before
 
     @property
     def queue_seconds(self) -> float:
-        """Until it started, or until now."""
+        """The time in the queue, until now if the request has not started."""
         return (self.started or time.perf_counter()) - self.arrived
 
     @property
@@ -57,69 +58,89 @@ class Progress:
 
 
 class Metrics:
-    """Counters and histograms of one application."""
+    """The metrics of one application."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.http_requests = self._counter("http_requests_total", "HTTP requests answered", "route", "method", "status")
-        self.http_seconds = self._histogram("http_request_duration_seconds", "From request to last byte", "route")
-        self.prompt_tokens = self._counter("prompt_tokens_total", "Tokens of prompts, of passes and generations")
-        self.generation_tokens = self._counter("generation_tokens_total", "Tokens generated")
-        self.finished = self._counter("request_success_total", "Continuations ended", "finished_reason")
-        for reason in get_args(FinishReason):  # 0 until the first, so that the first is an increase
-            self.finished.labels(reason)
-        self.time_to_first_token = self._histogram("time_to_first_token_seconds", "From request to first token")
-        self.inter_token = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens of a continuation, a step's evenly"
+        self.http_seconds = self._histogram(
+            "http_request_duration_seconds", "Time from request to last byte of the response", "route"
         )
-        self.request_seconds = self._histogram("e2e_request_latency_seconds", "From request to last token")
-        self.queue_seconds = self._histogram("request_queue_time_seconds", "From request to its first step or pass")
-        self.prefill_seconds = self._histogram("request_prefill_time_seconds", "From first step to first token")
-        self.decode_seconds = self._histogram("request_decode_time_seconds", "From first token to last")
-        self.step_tokens = self._histogram("iteration_tokens_total", "Tokens of a step", buckets=COUNTS)
-        self.step_sequences = self._histogram("iteration_sequences", "Sequences of a step", buckets=COUNTS)
-        self.step_seconds = self._histogram("iteration_seconds", "Time of a step")
-        self.trace_bytes = self._counter("trace_bytes_total", "Bytes of stages and logits answered")
-        self.trace_seconds = self._histogram("trace_seconds", "Time of a traced pass, or of the traces in a step")
-        self.budget_refusals = self._counter("trace_refused_total", "Answers refused by the byte budget")
+        self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of passes and generations")
+        self.generation_tokens = self._counter("generation_tokens_total", "Generated tokens")
+        self.finished = self._counter("request_success_total", "Continuations that ended", "finished_reason")
+        for reason in get_args(FinishReason):  # each begins at 0: for Prometheus, a new series at 1 is no increase
+            self.finished.labels(reason)
+        self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Time from request to first token")
+        self.inter_token = self._histogram(
+            "inter_token_latency_seconds",
+            "Time between two tokens of a continuation; the tokens of one step share its time evenly",
+        )
+        self.request_seconds = self._histogram(
+            "e2e_request_latency_seconds", "Time from request to last token of each continuation"
+        )
+        self.queue_seconds = self._histogram(
+            "request_queue_time_seconds", "Time from request to its first step or pass"
+        )
+        self.prefill_seconds = self._histogram("request_prefill_time_seconds", "Time from first step to first token")
+        self.decode_seconds = self._histogram(
+            "request_decode_time_seconds",
+            "Time from the first token of a request to the last of each continuation",
+        )
+        self.step_tokens = self._histogram("iteration_tokens_total", "Tokens per step", buckets=COUNTS)
+        self.step_sequences = self._histogram("iteration_sequences", "Sequences per step", buckets=COUNTS)
+        self.step_seconds = self._histogram("iteration_seconds", "Duration of a step")
+        self.trace_bytes = self._counter(
+            "trace_bytes_total", "Bytes of the answers of passes, and of traces in generations"
+        )
+        self.trace_seconds = self._histogram(
+            "trace_seconds",
+            "Duration of a pass of /forward or /logits with the encoding of its answer, or of the tracing in a step",
+        )
+        self.budget_refusals = self._counter(
+            "trace_refused_total", "Requests refused because their answer or pass would be too large"
+        )
 
     def watch_requests(self, num_running: Callable[[], int], num_waiting: Callable[[], int]) -> None:
-        self._gauge(
-            "num_requests_running", "Requests in the steps, and passes and texts that are worked on"
-        ).set_function(num_running)
-        self._gauge("num_requests_waiting", "Requests, passes and texts that wait").set_function(num_waiting)
+        running = self._gauge("num_requests_running", "Requests that have started, including passes and work on texts")
+        running.set_function(num_running)
+        waiting = self._gauge("num_requests_waiting", "Requests that wait, including passes and work on texts")
+        waiting.set_function(num_waiting)
 
     def watch_connections(self, num_connections: Callable[[], int]) -> None:
         self._gauge("http_connections", "Open connections").set_function(num_connections)
 
     def watch_buffers(self, num_bytes: Callable[[], int]) -> None:
-        self._gauge("buffered_bytes", "Bytes of request bodies and unread responses").set_function(num_bytes)
+        self._gauge("buffered_bytes", "Bytes held or reserved for request bodies and unread responses").set_function(
+            num_bytes
+        )
 
     def watch_ready(self, is_ready: Callable[[], bool]) -> None:
-        self._gauge("ready", "1: takes requests; 0: loads, has failed, or shuts down").set_function(is_ready)
+        ready = self._gauge("ready", "1 if the service takes requests; 0 while it loads or shuts down, or if it failed")
+        ready.set_function(is_ready)
 
-    def watch(self, stats: Callable[[], Stats]) -> None:
+    def watch_engine(self, stats: Callable[[], Stats]) -> None:
         self.registry.register(EngineCollector(stats))
 
-    def note(self, progress: Progress, output: Output, now: float) -> None:
-        """Tokens that a step made of a request, and its end; `now` is when the step ended."""
+    def note_output(self, progress: Progress, output: Output, now: float) -> None:
+        """Update the metrics of a request with the output of a step that ended at `now`."""
         if output.tokens:
-            is_first_of_all = progress.first_token is None
-            num_new, waited = progress.note_tokens(output.choice, output.num_generated, now)
+            is_first_output = progress.first_token is None
+            num_new, seconds = progress.note_tokens(output.choice, output.num_generated, now)
             self.generation_tokens.inc(num_new)
-            if waited is not None:
+            if seconds is not None:
                 for _ in range(num_new):
-                    self.inter_token.observe(waited / num_new)
-            if is_first_of_all:
-                self._note_first(progress, now)
+                    self.inter_token.observe(seconds / num_new)
+            if is_first_output:
+                self._note_first_token(progress, now)
         if output.end is not None:
             self.finished.labels(output.end.finish_reason).inc()
             if output.end.finish_reason in ("stop", "length"):
                 self.request_seconds.observe(now - progress.arrived)
                 self.decode_seconds.observe(now - (progress.first_token or now))
 
-    def _note_first(self, progress: Progress, now: float) -> None:
+    def _note_first_token(self, progress: Progress, now: float) -> None:
         self.prompt_tokens.inc(progress.num_prompt)
         self.time_to_first_token.observe(now - progress.arrived)
         self.queue_seconds.observe(progress.queue_seconds)
@@ -132,49 +153,57 @@ class Metrics:
         if step.trace_seconds:
             self.trace_seconds.observe(step.trace_seconds)
 
-    def _counter(self, name: str, what: str, *labels: str) -> Counter:
-        return Counter(f"forwardscope_{name}", _by(what, labels), labels, registry=self.registry)
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"forwardscope_{name}", _with_labels(text, labels), labels, registry=self.registry)
 
-    def _gauge(self, name: str, what: str) -> Gauge:
-        return Gauge(f"forwardscope_{name}", what, registry=self.registry)
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"forwardscope_{name}", text, registry=self.registry)
 
-    def _histogram(self, name: str, what: str, *labels: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-        return Histogram(f"forwardscope_{name}", _by(what, labels), labels, registry=self.registry, buckets=buckets)
+    def _histogram(self, name: str, text: str, *labels: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        text = _with_labels(text, labels)
+        return Histogram(f"forwardscope_{name}", text, labels, registry=self.registry, buckets=buckets)
 
 
-def _by(what: str, labels: tuple[str, ...]) -> str:
-    return f"{what}, by {', '.join(labels)}" if labels else what
+def _with_labels(text: str, labels: tuple[str, ...]) -> str:
+    return f"{text}, by {', '.join(labels)}" if labels else text
 
 
 class EngineCollector(Collector):
-    """The engine's own numbers, as they are when Prometheus asks."""
+    """The engine's own counters, read when Prometheus asks for the metrics."""
 
     def __init__(self, stats: Callable[[], Stats]) -> None:
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        yield GaugeMetricFamily("forwardscope_kv_cache_usage_perc", "Blocks in use, 1: all", stats.cache_usage)
-        for name, what, value in (
-            ("num_preemptions", "Sequences that gave their blocks back to be computed again", stats.num_preemptions),
+        yield GaugeMetricFamily(
+            "forwardscope_kv_cache_usage_perc", "Fraction of the cache blocks in use", stats.cache_usage
+        )
+        for name, text, value in (
+            ("num_preemptions", "Sequences whose blocks were freed, to be computed again later", stats.num_preemptions),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.num_prefix_queries),
-            ("prefix_cache_hits", "Prompt tokens found there", stats.num_prefix_hits),
-            ("spec_decode_num_draft_tokens", "Tokens guessed and computed", stats.num_drafted),
-            ("spec_decode_num_accepted_tokens", "Those of them that were right", stats.num_drafted_right),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.num_prefix_hits),
+            ("spec_decode_num_draft_tokens", "Drafted tokens that were computed", stats.num_drafted),
+            (
+                "spec_decode_num_accepted_tokens",
+                "Drafted tokens that the network chose itself",
+                stats.num_accepted,
+            ),
         ):
-            yield CounterMetricFamily(f"forwardscope_{name}", what, value)
+            yield CounterMetricFamily(f"forwardscope_{name}", text, value)
 
 
 class HttpMetrics:
-    """Counts every request by its route; a path that is none of the application's counts as `unmatched`."""
+    """ASGI middleware that counts every request by its route. A path that is not a route counts as `unmatched`."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: Mapping[str, Collection[str]]) -> None:
-        """`paths`: the methods of each, in lower case, as OpenAPI has them."""
+        """`paths` maps each path to its methods, in lower case as in OpenAPI."""
         self.app = app
         self.metrics = metrics
         self.paths = paths
         for path in (path for path, methods in paths.items() if "post" in methods):
-            for status in ("200", "429", "500", "503"):  # 0 until the first, as above
+            # Each series begins at 0: for Prometheus, a new series at 1 is no increase.
+            for status in ("200", "429", "500", "503"):
                 metrics.http_requests.labels(path, "POST", status)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -182,7 +211,7 @@ class HttpMetrics:
             await self.app(scope, receive, send)
             return
         start = time.perf_counter()
-        status = 499  # the client went away before an answer began
+        status = 499  # stays if the client disconnects before an answer begins
 
         async def send_and_note(message: Message) -> None:
             nonlocal status

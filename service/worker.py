@@ -1,7 +1,8 @@
-"""The threads: one that runs the network, three for texts and bodies, one that loads. Nothing else touches threads.
+"""The threads of the service beside the event loop: one runs the network, three handle texts and bodies, and one
+loads the checkpoint.
 
-On the network's thread the engine's steps and other passes (jobs) take turns, and get as much time as each other. What
-comes from asyncio is posted to it; what it makes goes back to asyncio's loop once a step.
+On the network's thread, steps of the engine and jobs (such as the pass of a POST /forward) alternate, and each side
+gets half of the time. The event loop posts functions to that thread, which sends its results back once per step.
 """
 
 import asyncio
@@ -17,35 +18,25 @@ from typing import Any, TypeVar
 
 from model.engine.engine import Engine
 from model.engine.request import Output, Request, Step
-from model.generation import End
-from service.buffers import Buffers
-from service.errors import ApiError
+from model.text.transcript import End
+from service.http.buffers import Buffers
+from service.http.errors import draining, queue_full, timed_out
 from service.metrics import Metrics, Progress
-from service.stream import Stream
+from service.request_stream import RequestStream
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
-SHORT_TEXT = 1 << 14  # bytes of a text whose work takes milliseconds; longer ones have a thread of their own
-BYTES_PER_TOKEN = 4  # of a text that waits to be tokenized, where its waiting is limited by tokens
-
-
-def draining() -> ApiError:
-    """503: the service is about to end."""
-    return ApiError(503, "the server is shutting down; send it to another one", code="draining")
-
-
-def queue_full(why: str) -> ApiError:
-    return ApiError(429, f"{why}; try again later", code="queue_full", headers={"Retry-After": "1"})
-
-
-def timed_out(seconds: float) -> ApiError:
-    message = f"no answer within {seconds:g} seconds; try again later"
-    return ApiError(503, message, code="timeout", headers={"Retry-After": "1"})
+SHORT_TEXT = 1 << 14  # bytes; a text up to this size takes milliseconds; longer texts share a second thread
+BYTES_PER_TOKEN = 4  # texts that wait or run may have `max_waiting_tokens` times this many bytes together
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How many requests run, how many wait and with how many prompt tokens, and how long each may take."""
+class WorkerLimits:
+    """The first `max_running` requests are always admitted.
+
+    Of the others, `max_waiting` may wait, with `max_waiting_tokens` prompt tokens together. Each request has
+    `timeout_seconds`.
+    """
 
     max_running: int
     max_waiting: int
@@ -54,60 +45,67 @@ class Limits:
 
 
 class Worker:
-    """Admits requests up to the limits, runs them, and hands out what they give. Called from the loop's thread."""
+    """Admits requests up to the limits, runs them, and delivers their outputs.
 
-    def __init__(self, metrics: Metrics, limits: Limits, buffers: Buffers) -> None:
+    Public methods are called on the event loop's thread.
+    """
+
+    def __init__(self, metrics: Metrics, limits: WorkerLimits, buffers: Buffers) -> None:
         self._metrics = metrics
         self._buffers = buffers
         self._metrics.watch_requests(lambda: self.num_running, lambda: self.num_waiting)
         self._limits = limits
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, RequestStream] = {}
         self._jobs_in_flight: set[Future[Any]] = set()
         self._on_failure: Callable[[], None] = lambda: None
         self._is_draining = False
         self._is_idle = asyncio.Event()
-        self._apart: threading.Thread | None = None
+        self._detached: threading.Thread | None = None
         self._text = ThreadPoolExecutor(max_workers=1, thread_name_prefix="text")
         self._long_text = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-text")
         self._bodies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
-        self._texts: set[Future[Any]] = set()
-        self._text_bytes = 0  # of all texts that wait or are worked on
-        # Of the network's thread:
+        self._executor_jobs: set[Future[Any]] = set()  # of the three executors
+        self._text_bytes = 0  # of the texts of these jobs
+        # Used on the network's thread:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._jobs: deque[Callable[[], bool]] = deque()
-        self._next_job = 0.0  # when the next may run
+        self._jobs: deque[Callable[[], bool]] = deque()  # each returns whether it ran; a cancelled one does not
+        self._next_job = 0.0  # when the next job may start
         self._engine: Engine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="network", daemon=True)
         self._thread.start()
 
-    # What the rest of the service calls
+    # Called by the rest of the service
 
     def serve(self, engine: Engine, on_failure: Callable[[], None]) -> None:
-        """The engine that `generate` runs on; `on_failure` is called where it breaks."""
+        """Start to run requests on `engine`. `on_failure` is called if the engine itself fails."""
         self._loop = asyncio.get_running_loop()
         self._on_failure = on_failure
-        self._metrics.watch(engine.stats)
+        self._metrics.watch_engine(engine.stats)
 
         def install() -> None:
             self._engine = engine
 
         self._inbox.put(install)
 
-    def generate(self, request: Request, arrived: float) -> Stream:
-        """Admit a request; the caller closes the stream. Its timeout counts from when it `arrived`, in seconds of
-        `time.perf_counter`. 429 where too many wait, 503 on shutdown."""
+    def admit(self, request: Request, arrived: float) -> RequestStream:
+        """Admit a request. The caller must close the returned stream.
+
+        The timeout counts from `arrived`, in seconds of `time.perf_counter`. Raises 429 if too many requests wait, and
+        503 on shutdown.
+        """
         self.check_room(request.params.n * len(request.prompt_ids))
         progress = Progress(num_prompt=len(request.prompt_ids), arrived=arrived)
         seconds_left = max(0.0, arrived + self._limits.timeout_seconds - time.perf_counter())
-        stream = self._streams[request.id] = Stream(self, request, progress, seconds_left, self._buffers)
+        stream = RequestStream(self, request, progress, seconds_left, self._buffers)
+        self._streams[request.id] = stream
         self._is_idle.clear()
         self._inbox.put(lambda: self._add(request))
         return stream
 
     async def run(self, job: Callable[[], Result]) -> Result:
-        """The job's result, computed on the network's thread between two steps of the engine."""
+        """Run a job on the network's thread, between two steps of the engine, and return its result."""
         future: Future[Result] = Future()
 
         def work() -> bool:
@@ -115,7 +113,7 @@ class Worker:
                 return False
             try:
                 future.set_result(job())
-            except Exception as error:  # whoever awaits the result gets it
+            except Exception as error:  # raised again where the result is awaited
                 future.set_exception(error)
             return True
 
@@ -129,35 +127,42 @@ class Worker:
             self._note_idle()
 
     async def run_text(self, job: Callable[[], Result], num_bytes: int) -> Result:
-        """The result of work on a text of so many bytes, which holds up neither the network nor shorter texts. It is
-        counted and cancelled as other jobs are: 429 where too much waits, 503 where it waits too long."""
+        """Run a job on a text of `num_bytes` bytes, without delaying the network or shorter texts.
+
+        Like other requests, the job is counted, limited and cancelled: raises 429 if too much waits, and 503 after the
+        timeout or on shutdown.
+        """
         limit = self._limits.max_waiting_tokens * BYTES_PER_TOKEN
         if num_bytes <= SHORT_TEXT:
-            return await self._run_in(self._text, job, num_bytes)
+            return await self._run_on(self._text, job, num_bytes)
         if self._text_bytes and self._text_bytes + num_bytes > limit:
-            raise queue_full(f"texts of {self._text_bytes} bytes are waiting already")
-        return await self._run_in(self._long_text, job, num_bytes)
+            raise queue_full(f"texts of {self._text_bytes} bytes are being handled already")
+        return await self._run_on(self._long_text, job, num_bytes)
 
     async def run_body(self, job: Callable[[], Result]) -> Result:
-        """Likewise the result of parsing a large body. How many bytes may wait, `Buffers` limits."""
-        return await self._run_in(self._bodies, job, 0)
+        """Run the parsing of a large request body or the check of many strings, with the timeout of `run_text`.
 
-    async def run_quietly(self, job: Callable[[], Result]) -> Result:
-        """Likewise the result of work that is nobody's request."""
+        `Buffers` limits the bytes of the bodies that wait.
+        """
+        return await self._run_on(self._bodies, job, 0)
+
+    async def run_maintenance(self, job: Callable[[], Result]) -> Result:
+        """Run a job that belongs to no request, on the thread of `run_body`. It is not counted or limited."""
         return await asyncio.get_running_loop().run_in_executor(self._bodies, job)
 
-    async def _run_in(self, lane: ThreadPoolExecutor, job: Callable[[], Result], num_bytes: int) -> Result:
+    async def _run_on(self, executor: ThreadPoolExecutor, job: Callable[[], Result], num_bytes: int) -> Result:
+        """Run a job on a text of `num_bytes` bytes on `executor`, with the limits of `run_text`."""
         if self._is_draining:
             raise draining()
-        if len(self._texts) >= self._limits.max_running + self._limits.max_waiting:
-            raise queue_full(f"{len(self._texts)} texts are waiting already")
-        future = lane.submit(job)
-        self._texts.add(future)
+        if len(self._executor_jobs) >= self._limits.max_running + self._limits.max_waiting:
+            raise queue_full(f"{len(self._executor_jobs)} texts and bodies are being handled already")
+        future = executor.submit(job)
+        self._executor_jobs.add(future)
         self._text_bytes += num_bytes
         self._is_idle.clear()
 
         def finish() -> None:
-            self._texts.discard(future)
+            self._executor_jobs.discard(future)
             self._text_bytes -= num_bytes
             self._note_idle()
 
@@ -169,80 +174,91 @@ class Worker:
         finally:
             if future.cancel() or future.done():
                 finish()
-            else:  # nobody waits for it any more, but it cannot be stopped: it counts until it ends
+            else:  # nothing waits for the job any more, but a running job cannot be stopped: it counts until it ends
                 loop = asyncio.get_running_loop()
                 future.add_done_callback(lambda _: loop.call_soon_threadsafe(finish))
 
-    async def encode(self, job: Callable[[], Result]) -> Result:
-        """The result of short work for a request that was admitted before."""
+    async def run_encoding(self, job: Callable[[], Result]) -> Result:
+        """Run a short job for a request that is already admitted. It is not counted again."""
         return await asyncio.get_running_loop().run_in_executor(self._text, job)
 
     async def _result_of(self, future: Future[Result]) -> Result:
+        """Wait for a job. Raises 503 if the shutdown has cancelled it."""
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self._is_draining and task is not None and not task.cancelling():  # the job was, not who awaits it
+            if self._is_draining and task is not None and not task.cancelling():  # `give_up` cancelled the job
                 raise draining() from None
             raise
 
-    async def run_apart(self, job: Callable[[], Result]) -> Result:
-        """The result of a job that may take minutes, on a thread that the process does not wait for when it ends."""
+    async def run_detached(self, job: Callable[[], Result]) -> Result:
+        """Run a job that may take minutes, on a daemon thread: the process can end while the job still runs."""
         result: Future[Result] = Future()
         result.set_running_or_notify_cancel()
 
         def work() -> None:
             try:
                 result.set_result(job())
-            except Exception as error:  # whoever awaits the result gets it
+            except Exception as error:  # raised again where the result is awaited
                 result.set_exception(error)
 
-        self._apart = threading.Thread(target=work, name="loading", daemon=True)
-        self._apart.start()
+        self._detached = threading.Thread(target=work, name="loading", daemon=True)
+        self._detached.start()
         return await asyncio.wrap_future(result)
 
     @property
-    def runs_apart(self) -> bool:
-        """Whether such a job still runs."""
-        return self._apart is not None and self._apart.is_alive()
+    def has_detached_job(self) -> bool:
+        """Whether a job of `run_detached` still runs."""
+        return self._detached is not None and self._detached.is_alive()
 
     def abort(self, request_id: str, reason: str | None) -> None:
+        """Cancel the choices of a request that have not ended; `reason` becomes their stop reason."""
         self._inbox.put(lambda: self._abort(request_id, reason))
 
-    def hold(self, request_id: str, is_held: bool) -> None:
-        self._inbox.put(lambda: self._engine.hold(request_id, is_held) if self._engine is not None else None)
+    def pause(self, request_id: str, paused: bool) -> None:
+        """Leave a request out of the steps, or let it continue."""
+        self._inbox.put(lambda: self._engine.pause(request_id, paused) if self._engine is not None else None)
 
     @property
     def is_draining(self) -> bool:
+        """Whether new requests are refused because the service shuts down."""
         return self._is_draining
 
     @property
     def num_running(self) -> int:
-        """Requests in the steps, and passes and texts that are worked on."""
-        return self._num_started + sum(text.running() for text in self._texts)
+        """The number of requests that have started, among them passes and work on texts."""
+        return self._num_network_started + sum(job.running() for job in self._executor_jobs)
 
     @property
     def num_waiting(self) -> int:
-        return self._num_admitted + len(self._texts) - self.num_running
+        """The number of admitted requests that have not started."""
+        return self._num_network_admitted + len(self._executor_jobs) - self.num_running
 
     @property
-    def _num_admitted(self) -> int:
-        """Requests and passes for the network's thread, whether they have started or not."""
+    def _num_network_admitted(self) -> int:
+        """The number of generations and passes, started or not. Work on texts is not among them."""
         return len(self._streams) + len(self._jobs_in_flight)
 
     @property
-    def _num_started(self) -> int:
+    def _num_network_started(self) -> int:
+        """The number of generations and passes that have started."""
         started = sum(stream.progress.started is not None for stream in self._streams.values())
         return started + sum(job.running() for job in self._jobs_in_flight)
 
     def check_room(self, num_tokens: int) -> None:
-        """429 where too many wait already, or with too many tokens; 503 on shutdown."""
+        """Raise 429 if a request with `num_tokens` prompt tokens may not wait, or 503 on shutdown.
+
+        The first `max_running` requests are always admitted.
+        Each choice of a waiting generation counts as one waiting request. Prompt tokens of waiting passes are not
+        counted.
+        """
         if self._is_draining:
             raise draining()
         limits = self._limits
-        if self._num_admitted < limits.max_running:
+        if self._num_network_admitted < limits.max_running:
             return
-        num_waiting = self._num_admitted - self._num_started
+        num_waiting = self._num_network_admitted - self._num_network_started
         waiting = [stream for stream in self._streams.values() if stream.progress.started is None]
         num_waiting_tokens = sum(stream.request.params.n * stream.progress.num_prompt for stream in waiting)
         num_waiting += sum(stream.request.params.n - 1 for stream in waiting)
@@ -252,7 +268,7 @@ class Worker:
             raise queue_full(f"prompts of {num_waiting_tokens} tokens are waiting already")
 
     async def drain(self, grace_seconds: float) -> None:
-        """Admit nothing more and wait for what runs; past the grace period it is cancelled."""
+        """Admit no more requests and wait for those that are admitted; after the grace period, cancel them."""
         self._is_draining = True
         self._note_idle()
         try:
@@ -261,16 +277,16 @@ class Worker:
             self.give_up()
 
     def give_up(self) -> None:
-        """Cancel all that runs and waits."""
+        """Cancel all requests."""
         if num_cancelled := self.num_running + self.num_waiting:
-            logger.warning("%d requests are cancelled: no more time is left", num_cancelled)
+            logger.warning("shutting down without further delay: %d requests are cancelled", num_cancelled)
         for stream in self._streams.values():
             stream.cancel("shutdown")
-        for job in (*self._jobs_in_flight, *self._texts):
+        for job in (*self._jobs_in_flight, *self._executor_jobs):
             job.cancel()
 
     def close(self) -> None:
-        """Wait for the step or job that runs, and drop what has not begun."""
+        """Wait for the step or job that runs, drop everything that has not started, and end the threads."""
 
         def end() -> None:
             self._is_closed = True
@@ -278,18 +294,19 @@ class Worker:
         for job in self._jobs_in_flight:
             job.cancel()
         self._inbox.put(end)
-        for lane in (self._text, self._long_text, self._bodies):
-            lane.shutdown(cancel_futures=True)
+        for executor in (self._text, self._long_text, self._bodies):
+            executor.shutdown(cancel_futures=True)
         self._thread.join()
 
-    # On the loop's thread, called by the network's
+    # Run on the event loop's thread; the network's thread posts these functions with `_call_back`
 
     def _deliver(self, step: Step, began: float, ended: float) -> None:
+        """Put the outputs of a step into their streams, and update the metrics."""
         for request_id in step.started:
             self._streams[request_id].progress.start(began)
         for output in step.outputs:
             stream = self._streams[output.request_id]
-            self._metrics.note(stream.progress, output, ended)
+            self._metrics.note_output(stream.progress, output, ended)
             stream.put(output)
             if not stream.open:
                 del self._streams[output.request_id]
@@ -298,7 +315,7 @@ class Worker:
         self._note_idle()
 
     def _fail(self, error: Exception) -> None:
-        """The engine itself has failed: all that it had ends with an error, and the service with it."""
+        """End all requests with an error, and then the service, because the engine itself has failed."""
         for request_id, stream in list(self._streams.items()):
             for choice in sorted(stream.open):
                 output = Output(request_id, choice, end=End("error"), error=error)
@@ -307,7 +324,7 @@ class Worker:
         self._on_failure()
 
     def _note_idle(self) -> None:
-        if not self._num_admitted and not self._texts:
+        if not self._num_network_admitted and not self._executor_jobs:
             self._is_idle.set()
 
     # On the network's thread
@@ -315,21 +332,23 @@ class Worker:
     def _work(self) -> None:
         while not self._is_closed:
             try:
-                self._turn()
-            except Exception as error:  # a bug: what goes wrong in one request or job never gets here
+                self._run_once()
+            except Exception as error:  # a bug: an error of one request or job is handled where it occurs
                 logger.exception("the engine failed")
                 self._engine = None
                 self._call_back(self._fail, error)
 
-    def _turn(self) -> None:
-        """What was posted, then a job if its time has come, then a step."""
-        self._take(wait=not self._jobs and not self._can_step)
+    def _run_once(self) -> None:
+        """Run the posted functions, then a job if it is due, then a step of the engine."""
+        self._run_posted(wait=not self._jobs and not self._can_step)
         if self._jobs and (not self._can_step or time.perf_counter() >= self._next_job):
             began = time.perf_counter()
-            while self._jobs and not self._jobs.popleft()():
-                pass  # it was cancelled
+            has_run = False
+            while self._jobs and not has_run:
+                run_job = self._jobs.popleft()
+                has_run = run_job()
             ended = time.perf_counter()
-            self._next_job = ended + (ended - began)  # the steps get as much time as the jobs
+            self._next_job = ended + (ended - began)  # steps get as much time as jobs
         if self._engine is not None and self._can_step and not self._is_closed:
             began = time.perf_counter()
             self._post_back(self._engine.step(), began)
@@ -338,8 +357,8 @@ class Worker:
     def _can_step(self) -> bool:
         return self._engine is not None and self._engine.can_step
 
-    def _take(self, *, wait: bool) -> None:
-        """Do what was posted."""
+    def _run_posted(self, *, wait: bool) -> None:
+        """Run all functions that the event loop has posted; if `wait`, wait for the first one."""
         try:
             self._inbox.get(block=wait)()
             while True:
@@ -348,11 +367,11 @@ class Worker:
             return
 
     def _add(self, request: Request) -> None:
-        if self._engine is None:  # it has failed, and every stream with it
+        if self._engine is None:  # it has failed, and all streams have ended
             return
         try:
             self._engine.add(request)
-        except Exception as error:  # a bug: it ends this request alone
+        except Exception as error:  # a bug, which ends only this request
             self._engine.abort(request.id)
             ends = [Output(request.id, choice, end=End("error"), error=error) for choice in range(request.params.n)]
             self._post_back(Step(outputs=ends), time.perf_counter())

@@ -1,4 +1,4 @@
-"""What the tests share: where the data beside a development checkout lies."""
+"""The path of the development data, which lies beside a development checkout."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
 def shared(relative: str) -> Path:
-    """A path below the development data; the calling test skips where there is none."""
+    """A path inside the development data. The calling test is skipped if the path does not exist."""
     path = SHARED / relative
     if not path.exists():
         pytest.skip(f"needs the development data shared/{relative}, which a plain checkout does not have")

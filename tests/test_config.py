@@ -1,4 +1,4 @@
-"""The config: what it refuses, what it fills in, and how many parameters a network of that shape has."""
+"""The config: invalid fields, default values, and the number of parameters of a network."""
 
 from dataclasses import FrozenInstanceError
 from typing import Any
@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from model.config import MAX_SIZES, RANGES, ModelConfig, RopeScaling
-from model.layers import Norm, rotary_frequencies, sinusoidal_positions
-from model.stages import Probe, Recorder, norm_stages
-from model.transformer import Block, Transformer, count_parameters
+from model.network.parameters import count_parameters
+from model.network.rotary import rotary_frequencies, sinusoidal_positions
+from model.network.transformer import Norm, Transformer
+from model.tracing.stages import norm_stages
+from model.tracing.tap import Probe, Recorder
 
 TINY: dict[str, Any] = {"vocab_size": 11, "d_model": 8, "num_layers": 2, "num_heads": 2, "d_mlp": 12}
 SCALING: dict[str, Any] = {"kind": "yarn", "factor": 2.0, "original_max_positions": 16}
@@ -44,7 +46,7 @@ SCALING: dict[str, Any] = {"kind": "yarn", "factor": 2.0, "original_max_position
     ],
     ids=str,
 )
-def test_an_invalid_field_is_refused_by_its_name(field: str, options: dict[str, Any]) -> None:
+def test_an_invalid_field_is_refused_and_named(field: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"^{field}: ."):
         ModelConfig(**TINY | options)
 
@@ -64,20 +66,20 @@ def test_an_invalid_field_is_refused_by_its_name(field: str, options: dict[str, 
     ],
     ids=str,
 )
-def test_an_invalid_field_of_a_rope_scaling_is_refused_by_its_name(field: str, options: dict[str, Any]) -> None:
+def test_an_invalid_field_of_a_rope_scaling_is_refused_and_named(field: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"^rope_scaling\.{field}: ."):
         RopeScaling(**SCALING | options)
 
 
 @pytest.mark.parametrize("value", [10**9, 2**63, 10**30, 10**5000], ids=["1e9", "2^63", "1e30", "1e5000"])
 @pytest.mark.parametrize("field", MAX_SIZES)
-def test_a_size_beyond_any_published_model_is_refused_with_its_limit(field: str, value: int) -> None:
+def test_a_size_beyond_its_limit_is_refused_and_the_limit_is_stated(field: str, value: int) -> None:
     with pytest.raises(ValueError, match=rf"^{field}: .* must be at most {MAX_SIZES[field]}$") as error:
         ModelConfig(**TINY | {"d_head": 4} | {field: value})
     assert len(str(error.value)) < 100
 
 
-def test_the_largest_sizes_are_taken() -> None:
+def test_the_largest_allowed_sizes_are_accepted() -> None:
     sizes = dict(MAX_SIZES)
     assert ModelConfig(**sizes).max_positions == sizes["max_positions"]
 
@@ -87,11 +89,11 @@ NOT_FINITE = [float("inf"), float("-inf"), float("nan"), 10**400, -(10**400)]
 
 @pytest.mark.parametrize("value", NOT_FINITE, ids=["inf", "-inf", "nan", "1e400", "-1e400"])
 @pytest.mark.parametrize("field", RANGES)
-def test_a_number_that_no_finite_float_holds_is_refused_by_its_name(field: str, value: float) -> None:
-    place, _, name = field.rpartition(".")
-    build = RopeScaling if place else ModelConfig
-    with pytest.raises(ValueError, match=rf"^{field}: .* is no finite number$"):
-        build(**(SCALING if place else TINY) | {name: value})
+def test_a_number_that_is_not_a_finite_float_is_refused_and_named(field: str, value: float) -> None:
+    prefix, _, name = field.rpartition(".")
+    build = RopeScaling if prefix else ModelConfig
+    with pytest.raises(ValueError, match=rf"^{field}: .* is not a finite number$"):
+        build(**(SCALING if prefix else TINY) | {name: value})
 
 
 FACTORS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
@@ -116,26 +118,17 @@ def test_a_config_cannot_be_changed() -> None:
         config.d_model = 16
 
 
-def test_what_is_left_open_follows_from_the_rest() -> None:
+def test_default_head_sizes_follow_from_the_other_fields() -> None:
     config = ModelConfig(**TINY)
     assert (config.num_kv_heads, config.d_head) == (2, 4)
     assert ModelConfig(**TINY | {"num_heads": 3, "d_head": 4}).num_kv_heads == 3
 
 
-def test_a_window_holds_in_the_layers_it_is_said_for() -> None:
+def test_a_window_applies_to_the_layers_that_the_config_selects() -> None:
     assert [ModelConfig(**TINY).window_of(layer) for layer in range(2)] == [None, None]
     assert [ModelConfig(**TINY, window=4).window_of(layer) for layer in range(2)] == [4, 4]
     mixed = ModelConfig(**TINY, window=4, windowed_layers=(False, True))
     assert [mixed.window_of(layer) for layer in range(2)] == [None, 4]
-
-
-def laid_out(config: ModelConfig) -> Transformer:
-    """The network with its shapes and no memory."""
-    with torch.device("meta"):
-        model = Transformer(config)
-    if config.tied_head:
-        model.head.weight = model.embed.weight
-    return model
 
 
 SMALL = {"vocab_size": 50257, "d_model": 768, "num_layers": 12, "num_heads": 12}
@@ -158,9 +151,8 @@ GPT2_SMALL = ModelConfig(
 class TestParameterCounts:
     """The exact counts of articles 001 and 002."""
 
-    def test_the_modern_decoder_counts_what_its_table_says(self) -> None:
-        model = laid_out(MODERN)
-        count = count_parameters(model)
+    def test_the_modern_decoder_has_the_counts_of_its_table(self) -> None:
+        count = count_parameters(MODERN)
         assert count.components == {
             "token_embedding": 38_597_376,
             "position_embedding": 0,
@@ -172,30 +164,28 @@ class TestParameterCounts:
         }
         assert 12 * (2_359_296 + 4_718_592 + 1_536) == 12 * 7_079_424 == 84_953_088
         assert (count.total, count.non_embedding) == (123_551_232, 84_953_856)
-        assert model.num_parameters() == 123_551_232
-        assert model.num_parameters(non_embedding=True) == 84_953_856
 
-    def test_one_block_counts_what_its_table_says(self) -> None:
+    def test_one_block_has_the_counts_of_its_table(self) -> None:
         with torch.device("meta"):
-            block = Block(MODERN, layer=0)
+            block = Transformer(MODERN).blocks[0]
         sizes = {name: sum(p.numel() for p in child.parameters()) for name, child in block.named_children()}
         assert sizes == {"ln1": 768, "attn": 2_359_296, "ln2": 768, "mlp": 4_718_592}
         assert sum(sizes.values()) == 7_079_424
 
     def test_an_untied_head_adds_one_embedding(self) -> None:
-        model = laid_out(ModelConfig(**SMALL, d_mlp=2048, tied_head=False))
-        assert model.num_parameters() == 162_148_608 == 123_551_232 + 38_597_376
-        assert model.num_parameters(non_embedding=True) == 84_953_856
-        assert count_parameters(model).components["head"] == 38_597_376
+        count = count_parameters(ModelConfig(**SMALL, d_mlp=2048, tied_head=False))
+        assert count.total == 162_148_608 == 123_551_232 + 38_597_376
+        assert count.non_embedding == 84_953_856
+        assert count.components["head"] == 38_597_376
 
     def test_gpt2_small_has_its_published_size(self) -> None:
-        count = count_parameters(laid_out(GPT2_SMALL))
+        count = count_parameters(GPT2_SMALL)
         assert count.total == 124_439_808
         assert count.components["position_embedding"] == 1024 * 768
         assert count.non_embedding == 124_439_808 - 38_597_376 - 1024 * 768
 
     def test_the_classical_block_has_no_final_norm_and_a_bias_in_each_norm(self) -> None:
-        count = count_parameters(laid_out(ModelConfig(**SMALL, d_mlp=3072, **CLASSICAL)))
+        count = count_parameters(ModelConfig(**SMALL, d_mlp=3072, **CLASSICAL))
         assert count.components["final_norm"] == 0
         assert count.components["block_norms"] == 12 * 4 * 768
         assert count.components["feed_forward"] == 12 * 2 * 768 * 3072
@@ -203,13 +193,13 @@ class TestParameterCounts:
     @pytest.mark.parametrize("tied_head", [True, False])
     def test_the_components_add_up_to_every_parameter_once(self, tied_head: bool) -> None:
         model = Transformer(ModelConfig(**TINY, qk_norm=True, qkv_bias=True, mlp_bias=True, tied_head=tied_head))
-        count = count_parameters(model)
+        count = count_parameters(model.config)
         assert sum(count.components.values()) == count.total == sum(p.numel() for p in model.parameters())
 
 
 class TestSmallExamplesOfArticle002:
     @pytest.mark.parametrize("traced", [False, True])
-    def test_the_layer_norm_example(self, traced: bool) -> None:
+    def test_layer_norm_gives_the_printed_numbers(self, traced: bool) -> None:
         norm = Norm(4, eps=1e-12, kind="layer")
         recorder = Recorder(norm_stages("ln") if traced else [])
         out = norm(torch.tensor([0.5, -0.3, 1.2, 0.8]), Probe(recorder).at("ln"))

@@ -1,6 +1,6 @@
-"""The deployment against the program: what alerts and board ask for is what the service tells, and files fit together.
+"""The files in `deploy/` fit together and fit the service: alerts and dashboard query metrics that the service exposes.
 
-Prometheus's own tool checks its files where it is there; nothing here starts a container.
+promtool, which comes with Prometheus, checks its files if it is installed. No container is started.
 """
 
 import json
@@ -21,8 +21,8 @@ from tests.service.running import running
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
-OF_PROMETHEUS = {"up", "ALERTS"}
-ITS_LABELS = {"job", "instance", "alertname", "alertstate"}
+PROMETHEUS_METRICS = {"up", "ALERTS"}
+PROMETHEUS_LABELS = {"job", "instance", "alertname", "alertstate"}
 
 
 def read(path: str) -> Any:
@@ -37,8 +37,8 @@ RULES: list[dict[str, Any]] = [rule for group in read("prometheus/alerts.yaml")[
 RULE_TESTS: list[dict[str, Any]] = read("prometheus/alerts_test.yaml")["tests"]
 SOURCES: list[dict[str, Any]] = read("grafana/provisioning/datasources/prometheus.yaml")["datasources"]
 PROVIDER: dict[str, Any] = read("grafana/provisioning/dashboards/forwardscope.yaml")["providers"][0]
-BOARD = read("grafana/dashboards/forwardscope.json")
-PANELS: list[dict[str, Any]] = BOARD["panels"]
+DASHBOARD = read("grafana/dashboards/forwardscope.json")
+PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
 TARGETS = [(panel["title"], target) for panel in PANELS for target in panel.get("targets", [])]
 QUERIES = {rule["alert"]: rule["expr"] for rule in RULES} | {
     f"{title}: {target['legendFormat']}": target["expr"] for title, target in TARGETS
@@ -47,7 +47,7 @@ QUERIES = {rule["alert"]: rule["expr"] for rule in RULES} | {
 
 @pytest.fixture(scope="module")
 def exposed() -> dict[str, set[str]]:
-    """Sample name -> its labels, of a service that has answered each kind of request once."""
+    """The labels of each sample name, from a service that has answered each kind of request once."""
     with running(model="bundled") as service:
         service.post("/generate", {"prompt": "the cat", "max_tokens": 2, "trace": {"stages": ["embed"]}})
         service.post("/forward", {"prompt": "the cat"})
@@ -60,7 +60,7 @@ def exposed() -> dict[str, set[str]]:
 
 
 def names_in(query: str) -> set[str]:
-    """The metrics of a query: the words that are no function, operator, label, range or text."""
+    """The metrics in a query: the words that are not functions, operators, labels, ranges or strings."""
     query = re.sub(r'"[^"]*"', "", query)
     query = re.sub(r"\b(by|without|on|ignoring)\s*\([^)]*\)", "", query)
     query = re.sub(r"\{[^}]*\}|\[[^]]*\]", "", query)
@@ -69,41 +69,41 @@ def names_in(query: str) -> set[str]:
 
 
 def labels_in(query: str) -> set[str]:
-    """The labels that a query selects or groups by."""
+    """The labels by which a query selects or groups."""
     query = re.sub(r'"[^"]*"', '""', query)
     grouped = re.findall(r"\bby\s*\(([^)]*)\)", query)
-    return set(re.findall(r"(\w+)\s*[=!]~?", query)) | {label.strip() for one in grouped for label in one.split(",")}
+    return set(re.findall(r"(\w+)\s*[=!]~?", query)) | {
+        label.strip() for group in grouped for label in group.split(",")
+    }
 
 
 @pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES)
-def test_every_metric_and_label_that_is_asked_for_is_one_that_the_service_tells(
-    query: str, exposed: dict[str, set[str]]
-) -> None:
+def test_every_metric_and_label_in_a_query_is_exposed_by_the_service(query: str, exposed: dict[str, set[str]]) -> None:
     names = names_in(query)
     assert names
     if any(name.startswith("process_") for name in names) and not Path("/proc/self").exists():
-        pytest.skip("needs /proc, from which the process's own metrics are read")
-    assert names <= exposed.keys() | OF_PROMETHEUS
-    assert labels_in(query) <= ITS_LABELS.union(*(exposed.get(name, set()) for name in names))
+        pytest.skip("needs /proc, the source of the metrics of the process")
+    assert names <= exposed.keys() | PROMETHEUS_METRICS
+    assert labels_in(query) <= PROMETHEUS_LABELS.union(*(exposed.get(name, set()) for name in names))
 
 
-def test_a_misspelled_metric_or_label_is_seen() -> None:
+def test_misspelled_metrics_and_labels_are_found_in_a_query() -> None:
     query = 'sum by (le, rout) (rate(forwardscop_x_total{a="b", status!~"5.."}[5m])) / up > 0 or vector(0)'
     assert names_in(query) == {"forwardscop_x_total", "up"}
     assert labels_in(query) == {"le", "rout", "a", "status"}
 
 
-def test_prometheus_scrapes_the_port_that_the_service_is_published_at() -> None:
+def test_prometheus_scrapes_the_published_port_of_the_service() -> None:
     assert [scrape["static_configs"][0]["targets"] for scrape in SCRAPES] == [["service:8000"]]
     assert SERVICES["service"]["ports"] == ["8000:8000"]
 
 
-def test_alerts_select_the_job_that_is_scraped() -> None:
+def test_queries_select_the_job_that_is_scraped() -> None:
     jobs = {job for query in QUERIES.values() for job in re.findall(r'job="([^"]*)"', query)}
     assert jobs == {scrape["job_name"] for scrape in SCRAPES}
 
 
-def test_metrics_are_read_without_a_key_wherever_the_path_is_the_default() -> None:
+def test_metrics_are_scraped_from_the_default_path_without_a_key() -> None:
     assert all("metrics_path" not in scrape and "authorization" not in scrape for scrape in SCRAPES)
     with running(model="none", api_key="secret") as service:
         assert service.get("/metrics").status_code == 200
@@ -121,19 +121,19 @@ def test_every_alert_says_what_happens_and_which_setting_to_change(rule: dict[st
     assert "for" in rule
 
 
-def test_every_alert_is_tested_to_fire_and_not_to() -> None:
-    fires, rests = set(), set()
+def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not() -> None:
+    firing, silent = set(), set()
     for case in (case for test in RULE_TESTS for case in test.get("alert_rule_test", [])):
-        (fires if case["exp_alerts"] else rests).add(case["alertname"])
-    assert fires == rests == {rule["alert"] for rule in RULES}
+        (firing if case["exp_alerts"] else silent).add(case["alertname"])
+    assert firing == silent == {rule["alert"] for rule in RULES}
 
 
-def test_the_readme_lists_the_alerts() -> None:
+def test_the_readme_of_deploy_lists_the_alerts_in_order() -> None:
     listed = re.findall(r"^\| `(Forwardscope\w+)` \|", (DEPLOY / "README.md").read_text(encoding="utf-8"), re.M)
     assert listed == [rule["alert"] for rule in RULES]
 
 
-def test_every_setting_that_is_named_exists() -> None:
+def test_every_setting_that_a_file_names_exists() -> None:
     settings = {f"FORWARDSCOPE_{name.upper()}" for name in Settings.model_fields}
     files = [path for path in DEPLOY.rglob("*") if path.suffix in (".yaml", ".json", ".md")]
     named = {name for path in files for name in re.findall(r"FORWARDSCOPE_[A-Z_]+", path.read_text(encoding="utf-8"))}
@@ -142,7 +142,7 @@ def test_every_setting_that_is_named_exists() -> None:
 
 
 def mounts() -> Iterator[tuple[str, str, str]]:
-    """(service, source, target) of what is mounted from the checkout."""
+    """Yield (service, source, target) of everything that is mounted from the checkout."""
     for name, service in SERVICES.items():
         for volume in service["volumes"]:
             source, target, *_ = volume.split(":")
@@ -150,7 +150,7 @@ def mounts() -> Iterator[tuple[str, str, str]]:
                 yield name, source, target
 
 
-def test_what_is_mounted_is_there_and_read_only() -> None:
+def test_mounted_files_exist_and_are_mounted_read_only() -> None:
     assert {name for name, _, _ in mounts()} == {"prometheus", "grafana"}
     for name, source, _ in mounts():
         assert any((DEPLOY / source).iterdir()), (name, source)
@@ -158,56 +158,56 @@ def test_what_is_mounted_is_there_and_read_only() -> None:
         assert all(volume.endswith(":ro") for volume in service["volumes"] if volume.startswith("."))
 
 
-def test_every_other_volume_is_declared() -> None:
+def test_every_named_volume_is_declared() -> None:
     volumes = {volume.split(":")[0] for service in SERVICES.values() for volume in service["volumes"]}
     assert {volume for volume in volumes if not volume.startswith(".")} == COMPOSE["volumes"].keys()
 
 
 def in_checkout(service: str, path: str) -> Path:
-    """The file of the checkout that a container has at a path."""
+    """The file or folder of the checkout that is mounted at a path in a container."""
     for name, source, target in mounts():
         if name == service and path.startswith(target):
             return DEPLOY / source / path.removeprefix(target).lstrip("/")
-    raise AssertionError(f"{service} has nothing at {path}")
+    raise AssertionError(f"nothing is mounted at {path} in {service}")
 
 
-def test_the_containers_find_what_they_are_told_to_read() -> None:
+def test_the_paths_in_the_configuration_of_a_container_are_mounted() -> None:
     (config,) = (argument for argument in SERVICES["prometheus"]["command"] if "config.file" in argument)
     assert in_checkout("prometheus", config.partition("=")[2]) == DEPLOY / "prometheus" / "prometheus.yaml"
     home = SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
-    board = DEPLOY / "grafana" / "dashboards" / "forwardscope.json"
-    assert in_checkout("grafana", home) == board
-    assert in_checkout("grafana", PROVIDER["options"]["path"]) == board.parent
+    dashboard = DEPLOY / "grafana" / "dashboards" / "forwardscope.json"
+    assert in_checkout("grafana", home) == dashboard
+    assert in_checkout("grafana", PROVIDER["options"]["path"]) == dashboard.parent
     for kind in ("datasources", "dashboards"):
         assert in_checkout("grafana", f"/etc/grafana/provisioning/{kind}").is_dir()
 
 
-def test_images_are_pinned_and_only_the_service_is_reached_from_elsewhere() -> None:
+def test_images_are_pinned_and_only_the_service_is_reachable_from_other_machines() -> None:
     for name, service in SERVICES.items():
         if name != "service":
             assert re.fullmatch(r"[\w/]+:v?\d+\.\d+\.\d+", service["image"])
             assert all(port.startswith("127.0.0.1:") for port in service["ports"])
 
 
-def test_a_container_is_not_killed_before_its_requests_had_their_grace_period() -> None:
+def test_a_container_is_not_killed_before_the_grace_period_of_its_requests_is_over() -> None:
     grace = Settings.model_fields["shutdown_grace_seconds"].default
-    assert int(SERVICES["service"]["stop_grace_period"].removesuffix("s")) > grace + 10  # and the last events
+    assert int(SERVICES["service"]["stop_grace_period"].removesuffix("s")) > grace + 10  # for the last events
 
 
-def test_the_board_reads_the_source_that_is_provisioned() -> None:
+def test_the_dashboard_reads_the_provisioned_data_source() -> None:
     (source,) = SOURCES
     assert source["url"] == "http://prometheus:9090"
     used = [target["datasource"] for _, target in TARGETS]
     used += [panel["datasource"] for panel in PANELS if panel["type"] != "row"]
-    assert all(one == {"type": source["type"], "uid": source["uid"]} for one in used)
+    assert all(used_source == {"type": source["type"], "uid": source["uid"]} for used_source in used)
 
 
-def test_the_source_states_how_often_prometheus_scrapes() -> None:
+def test_the_data_source_has_the_scrape_interval_of_prometheus() -> None:
     interval = read("prometheus/prometheus.yaml")["global"]["scrape_interval"]
     assert SOURCES[0]["jsonData"]["timeInterval"] == interval
 
 
-def test_panels_do_not_overlap_and_leave_no_hole() -> None:
+def test_panels_do_not_overlap_and_leave_no_gap() -> None:
     places = [panel["gridPos"] for panel in PANELS]
     for a, b in combinations(places, 2):
         apart = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
@@ -228,11 +228,11 @@ def test_every_panel_has_its_own_id_a_title_a_description_and_a_unit() -> None:
             assert len(set(legends)) == len(legends)
 
 
-def test_colors_are_given_to_series_that_are_there() -> None:
+def test_every_color_override_matches_a_series_of_its_panel() -> None:
     for panel in PANELS:
         legends = {target["legendFormat"] for target in panel.get("targets", [])}
         overrides = panel.get("fieldConfig", {}).get("overrides", [])
-        for matcher in (one["matcher"] for one in overrides):
+        for matcher in (override["matcher"] for override in overrides):
             assert matcher["options"] in legends or "{{status}}" in "".join(legends), panel["title"]
 
 
@@ -246,15 +246,15 @@ def promtool(*arguments: str) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_prometheus_takes_its_configuration() -> None:
+def test_prometheus_accepts_its_configuration() -> None:
     promtool("check", "config", "prometheus.yaml")
 
 
-def test_every_query_of_the_board_parses(tmp_path: Path) -> None:
+def test_every_query_of_the_dashboard_parses(tmp_path: Path) -> None:
     queries = [target["expr"].replace("$__rate_interval", "1m") for _, target in TARGETS]
     rules = [{"record": f"query_{index}", "expr": query} for index, query in enumerate(queries)]
     path = tmp_path / "rules.yaml"
-    path.write_text(yaml.safe_dump({"groups": [{"name": "board", "rules": rules}]}))
+    path.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
     promtool("check", "rules", str(path))
 
 

@@ -1,65 +1,157 @@
-"""The README against the program: every example runs against a live service, and the tables are the program's.
+"""The documentation compared with the program: every example runs, and every table, name and link is right.
 
-The two lines of the quick start are run by `.ci/run`, in fresh environments.
+`.ci/run` runs the two lines of the quick start, in fresh environments. To rewrite the tables of settings and metrics
+in docs/operations.md after a change:
+
+    python -m tests.test_readme
 """
 
+import ast
+import builtins
+import importlib.util
 import json
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+from pydantic_settings import CliApp
 
-from service.app import BUNDLED
+from model.checkpoints.load import BUNDLED
+from model.tracing.stages import stages_of
+from model.worked_examples import WORKED_EXAMPLES
+from service.http import schemas
 from service.settings import Settings
 from tests.service.running import Running, process, running
+from tests.tiny import CONFIGS
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S)
-REQUESTS = [example for example in EXAMPLES if "curl " in example]
-COMMANDS = [example for example in EXAMPLES if example.startswith(".venv/bin/forwardscope")]
-QUICK_START = [example for example in EXAMPLES if example.startswith("python3 -m venv")]
-REPORTS = [example for example in EXAMPLES if example.startswith(".venv/bin/python -m model.drift")]
-DOCKER = [example for example in EXAMPLES if example.startswith("docker ")]
+OPERATIONS = ROOT / "docs" / "operations.md"
+PATHS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "deploy/README.md", "tests/benchmarks/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    BUNDLED / "README.md",
+]
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
+README = PAGES["README.md"]
+GUIDES = ("CONTRIBUTING.md", "docs/architecture.md")  # the pages for developers, which name parts of the code
+MAX_WORDS = 900
+SETTINGS_HEADER = "| option | environment | default | what |\n|---|---|---|---|\n"
+METRICS_HEADER = "| metric | type | what |\n|---|---|---|\n"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A block of code on a page, and the block of output that follows it, if there is one."""
+
+    page: str
+    code: str
+    output: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.code.strip().splitlines()[0][:60]}"
+
+
+def find_examples(language: str) -> list[Example]:
+    block = re.compile(rf"^```{language}\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.M | re.S)
+    return [Example(page, *found) for page, text in PAGES.items() for found in block.findall(text)]
+
+
+EXAMPLES = find_examples("sh")
+PROGRAMS = find_examples("python")
+REQUESTS = [example for example in EXAMPLES if "curl " in example.code]
+SERVERS = [example for example in EXAMPLES if example.code.startswith(".venv/bin/forwardscope")]
+DOWNLOADS = [example for example in SERVERS if re.search(r"--model \w+/\w", example.code)]
+COMMANDS = [example for example in SERVERS if example not in DOWNLOADS]
+INSTALLATIONS = [example for example in EXAMPLES if "pip install" in example.code]
+QUICK_START = [
+    example for example in INSTALLATIONS if re.search(r"&& \S+/(forwardscope|python -m pytest)$", example.code)
+]
+REPORTS = [example for example in EXAMPLES if example.code.startswith(".venv/bin/python -m model.analysis.drift")]
+CHECKS = [example for example in EXAMPLES if example.code.startswith(".venv/bin/python -m pytest")]  # as .ci/run does
+DOCKER = [example for example in EXAMPLES if example.code.startswith("docker ")]
+PROMTOOL = [example for example in EXAMPLES if example.code.startswith("promtool ")]  # tests/test_deploy.py runs it
 
 
 @pytest.fixture(scope="module")
-def bundled():
+def bundled() -> Iterator[Running]:
     with running(model="bundled") as service:
         yield service
 
 
-def paste(service: Running, example: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    pasted = example.replace("http://localhost:8000", f"http://{service.address[0]}:{service.address[1]}").replace(
-        "curl ", "curl --fail-with-body "
-    )
+def at_service(code: str, service: Running) -> str:
+    """The code with the address of a service that the test has started."""
+    return code.replace("http://localhost:8000", f"http://{service.address[0]}:{service.address[1]}")
+
+
+def paste(service: Running, example: Example, directory: Path) -> subprocess.CompletedProcess[str]:
+    pasted = at_service(example.code, service).replace("curl ", "curl --fail-with-body ")
     return subprocess.run(["bash", "-e", "-c", pasted], capture_output=True, text=True, cwd=directory, timeout=60)
 
 
-@pytest.mark.parametrize("example", REQUESTS)
-def test_every_curl_example_works_as_pasted(bundled: Running, example: str, tmp_path: Path) -> None:
+# Examples
+
+
+@pytest.mark.parametrize("example", REQUESTS, ids=str)
+def test_every_curl_example_works_as_pasted(bundled: Running, example: Example, tmp_path: Path) -> None:
     result = paste(bundled, example, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "event: error" not in result.stdout
 
 
-def test_the_quick_start_answers_what_the_readme_shows(bundled: Running, tmp_path: Path) -> None:
-    """Ids and texts of the streamed example; numbers may differ in their last digits from machine to machine."""
+@pytest.mark.parametrize("example", PROGRAMS, ids=str)
+def test_every_python_example_prints_what_the_page_shows(bundled: Running, example: Example) -> None:
+    command = [sys.executable, "-W", "error", "-c", at_service(example.code, bundled)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert example.output is not None, "show what it prints"
+    assert_alike(result.stdout, example.output)
+
+
+def assert_alike(printed: str, shown: str) -> None:
+    """The same words and integers. Other numbers may differ a little, since CPUs round bfloat16 differently."""
+    number = r"-?\d+\.\d+|(?<=perplexity: )\d+"
+    assert re.sub(number, "0", printed) == re.sub(number, "0", shown), printed
+    for found, expected in zip(re.findall(number, printed), re.findall(number, shown), strict=True):
+        assert float(found) == pytest.approx(float(expected), abs=0.03, rel=0.05), printed
+
+
+def test_the_quick_start_streams_what_the_readme_shows(bundled: Running, tmp_path: Path) -> None:
+    """Ids and texts of the streamed example."""
     shown = re.findall(r'"token":\{"id":(\d+),.*?\},"text":"(.*?)"\}', README)
-    events = [line for line in paste(bundled, REQUESTS[0], tmp_path).stdout.splitlines() if '"token"' in line]
-    streamed = [json.loads(line.removeprefix("data: ")) for line in events]
+    streamed = [event for event in stream_of_the_readme(bundled, tmp_path) if "token" in event]
     assert len(shown) >= 3
     assert [(int(token_id), json.loads(f'"{text}"')) for token_id, text in shown] == [
         (event["token"]["id"], event["text"]) for event in streamed[: len(shown)]
     ]
 
 
-@pytest.mark.parametrize("example", COMMANDS)
-def test_every_command_that_serves_a_checkpoint_serves_it(example: str) -> None:
-    options = example.replace("/path/to/checkpoint", str(BUNDLED)).split()[1:]
+def test_the_quick_start_reads_the_pattern_that_the_readme_shows(bundled: Running, tmp_path: Path) -> None:
+    request = next(example for example in REQUESTS if example.page == "README.md" and "/forward" in example.code)
+    answer = json.loads(paste(bundled, request, tmp_path).stdout)
+    assert request.output is not None
+    rows = re.findall(r"\[(\d[\d., ]*)\]", request.output.partition('"values":')[2])
+    assert len(rows) == 2
+    for shown, found in zip(rows, answer["stages"][0]["values"][0][0], strict=False):
+        assert found == pytest.approx([float(number) for number in shown.split(",")], abs=0.03)
+
+
+def stream_of_the_readme(service: Running, directory: Path) -> list[dict[str, Any]]:
+    lines = paste(service, REQUESTS[0], directory).stdout.splitlines()
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize("example", COMMANDS, ids=str)
+def test_every_command_that_serves_a_checkpoint_serves_it(example: Example) -> None:
+    options = example.code.replace("/path/to/checkpoint", str(BUNDLED)).split()[1:]
     with process(*options) as service:
         assert service.stderr is not None
         log = []
@@ -70,13 +162,19 @@ def test_every_command_that_serves_a_checkpoint_serves_it(example: str) -> None:
         assert any("serving bundled" in line and "bfloat16" in line for line in log), log
 
 
+@pytest.mark.parametrize("example", DOWNLOADS, ids=str)
+def test_every_command_that_downloads_a_checkpoint_has_valid_settings(example: Example) -> None:
+    settings = CliApp.run(Settings, cli_args=example.code.split()[1:])
+    assert re.fullmatch(r"[\w-]+/[\w.-]+", settings.model)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("example", DOCKER[:1])
-def test_the_image_is_built_and_serves(example: str) -> None:
+@pytest.mark.parametrize("example", DOCKER[:1], ids=str)
+def test_the_image_is_built_and_serves(example: Example) -> None:
     docker = shutil.which("docker")
     if docker is None or subprocess.run([docker, "info"], capture_output=True).returncode != 0:
         pytest.skip("no Docker engine runs here")
-    build, run = example.splitlines()
+    build, run = example.code.splitlines()
     subprocess.run(build.split(), cwd=ROOT, check=True)
     command = run.replace("--rm", "--rm --detach --read-only").replace("8000:8000", "127.0.0.1::8000")
     container = subprocess.run(command.split(), capture_output=True, text=True, check=True).stdout.strip()
@@ -89,50 +187,219 @@ def test_the_image_is_built_and_serves(example: str) -> None:
         subprocess.run([docker, "stop", container], check=True)
 
 
-@pytest.mark.parametrize("example", REPORTS)
-def test_every_report_is_printed(example: str) -> None:
-    options = example.split()[1:]
-    made = subprocess.run([sys.executable, *options], capture_output=True, text=True, cwd=ROOT)
-    assert made.returncode == 0, made.stderr
-    stages = re.findall(r"^(\S+) +(\d\.\d\de[-+]\d\d)", README, re.M)
+@pytest.mark.parametrize("example", REPORTS, ids=str)
+def test_every_report_is_printed(example: Example) -> None:
+    options = example.code.split()[1:]
+    result = subprocess.run([sys.executable, *options], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert example.output is not None
+    stages = re.findall(r"^(\S+) +(\d\.\d\de[-+]\d\d)", example.output, re.M)
     assert len(stages) > 3
-    assert all(re.search(f"^{re.escape(name)} ", made.stdout, re.M) for name, _ in stages)
+    assert all(re.search(f"^{re.escape(name)} ", result.stdout, re.M) for name, _ in stages)
+
+
+@pytest.mark.parametrize("example", INSTALLATIONS, ids=str)
+def test_every_installation_names_an_extra_that_exists(example: Example) -> None:
+    extras = re.findall(r"'\.\[(\w+)\]'", example.code)
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert all(re.search(rf"^{extra} = \[$", project, re.M) for extra in extras)
 
 
 def test_every_example_is_run_by_some_test() -> None:
-    assert sorted(REQUESTS + COMMANDS + QUICK_START + DOCKER + REPORTS) == sorted(EXAMPLES)
-    assert len(REPORTS) == 1
-    assert len(QUICK_START) == len(DOCKER) == 2
-    assert {route for route in ("/forward", "/logits", "/generate") if any(route in block for block in REQUESTS)} == {
-        "/forward",
-        "/logits",
-        "/generate",
-    }
+    covered = {*REQUESTS, *SERVERS, *INSTALLATIONS, *REPORTS, *CHECKS, *DOCKER, *PROMTOOL}
+    assert set(EXAMPLES) == covered
+    assert len(QUICK_START) == 2
+    assert all(example.page == "README.md" for example in QUICK_START)
+    assert DOWNLOADS
+    assert REPORTS
+    assert PROGRAMS[0].page == "README.md"
+    routes = {route for route in ("/forward", "/logits", "/generate") if any(route in e.code for e in REQUESTS)}
+    assert routes == {"/forward", "/logits", "/generate"}
 
 
-def test_the_settings_table_is_the_settings() -> None:
+def test_every_module_that_is_run_exists_and_has_the_options_that_are_named() -> None:
+    """`python -m a.b --option`, wherever a page says it."""
+    commands = re.findall(r"python -m ([\w.]+)((?: [^`\n;]*)?)", "\n".join(PAGES.values()))
+    assert len({name for name, _ in commands}) > 9
+    for name, arguments in commands:
+        specification = importlib.util.find_spec(name)
+        assert specification is not None, name
+        if name.startswith(("model.", "tests.benchmarks.")):
+            assert specification.origin is not None
+            source = Path(specification.origin).read_text(encoding="utf-8")
+            for option in re.findall(r"--[a-z-]+", arguments):
+                defined = f'"{option}"' in source or option[2:].replace("-", "_") in source
+                assert defined, f"{name} {option}"
+
+
+# Tables
+
+
+def settings_table() -> str:
     rows = []
     for name, field in Settings.model_fields.items():
         default = "" if field.default is None else f"`{field.default}`"
         rows.append(
-            f"| `--{name.replace('_', '-')}` | `FORWARDSCOPE_{name.upper()}` | {default} | {field.description} |"
+            f"| `--{name.replace('_', '-')}` | `FORWARDSCOPE_{name.upper()}` | {default} | {field.description} |\n"
         )
-    assert table(rows) in README, "the table should be:\n" + table(rows)
+    return SETTINGS_HEADER + "".join(rows)
+
+
+def metrics_table(service: Running) -> str:
+    rows = []
+    for metric in service.state.metrics.registry.collect():
+        if metric.name.startswith("forwardscope_"):
+            name = metric.name + ("_total" if metric.type == "counter" else "")
+            rows.append(f"| `{name}` | {metric.type} | {metric.documentation} |\n")
+    assert len(rows) > 20
+    return METRICS_HEADER + "".join(rows)
+
+
+def tables_with(first_cell: str) -> list[list[list[str]]]:
+    """The rows of all tables, cell by cell, whose header begins with this cell."""
+    tables = re.findall(rf"^\| {re.escape(first_cell)} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", "\n".join(PAGES.values()), re.M)
+    return [[[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()] for rows in tables]
+
+
+def test_the_settings_table_is_the_settings() -> None:
+    """A row more, or one less, is another table."""
+    assert len(tables_with("option")) == 1
+    assert settings_table() + "\n" in PAGES["docs/operations.md"], "run: python -m tests.test_readme"
 
 
 def test_the_metrics_table_is_the_metrics(bundled: Running) -> None:
-    rows = []
-    for metric in bundled.state.metrics.registry.collect():
-        if metric.name.startswith("forwardscope_"):
-            name = metric.name + ("_total" if metric.type == "counter" else "")
-            rows.append(f"| `{name}` | {metric.type} | {metric.documentation} |")
-    assert len(rows) > 20
-    assert table(rows) in README, "the table should be:\n" + table(rows)
+    assert len(tables_with("metric")) == 1
+    assert metrics_table(bundled) + "\n" in PAGES["docs/operations.md"], "run: python -m tests.test_readme"
 
 
-def table(rows: list[str]) -> str:
-    """Below its header, up to its end: a row more, or one less, is another table."""
-    return "|---|\n" + "\n".join(rows) + "\n\n"
+@pytest.mark.parametrize(
+    ("field", "model"),
+    [
+        ("`POST /generate` field", schemas.GenerateRequest),
+        ("`trace` field", schemas.TraceRequest),
+        ("`POST /forward` field", schemas.ForwardRequest),
+        ("`POST /logits` field", schemas.LogitsRequest),
+        ("`POST /tokenize` field", schemas.TokenizeRequest),
+        ("`POST /detokenize` field", schemas.DetokenizeRequest),
+    ],
+)
+def test_the_table_of_an_endpoint_has_its_fields_and_their_defaults(field: str, model: type[BaseModel]) -> None:
+    (table,) = tables_with(field)
+    assert [row[:2] for row in table] == [[f"`{name}`", default_of(model, name)] for name in model.model_fields]
+
+
+def default_of(model: type[BaseModel], name: str) -> str:
+    default = model.model_fields[name].default
+    if default is PydanticUndefined:
+        return "required"
+    return "" if default is None else f"`{json.dumps(default)}`"
+
+
+def test_the_table_of_endpoints_is_the_api(bundled: Running) -> None:
+    (table,) = tables_with("endpoint")
+    listed = {name for row in table for name in re.findall(r"`((?:GET|POST) /\w+)`", row[0])}
+    paths = bundled.get("/openapi.json").json()["paths"]
+    assert listed == {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
+
+
+def test_the_table_of_stages_has_every_stage_and_its_dims() -> None:
+    (table,) = tables_with("stage")
+    found = {
+        (re.sub(r"^blocks\.\d+\.", "blocks.i.", stage.name), ", ".join(stage.dims))
+        for config in CONFIGS.values()
+        for stage in stages_of(config)
+    }
+    assert {(row[0].strip("`"), row[1]) for row in table} == found
+
+
+def test_the_table_of_worked_examples_has_each_with_its_prompt() -> None:
+    (table,) = tables_with("`model`")
+    prompts = {
+        name: " ".join(example.vocabulary[token_id] for token_id in example.prompt_ids)
+        for name, example in WORKED_EXAMPLES.items()
+    }
+    assert {row[0].strip("`"): row[1].strip("`") for row in table} == prompts
+    assert [row[2].rpartition("`articles/")[2].strip("`") for row in table] == [
+        example.source.removeprefix("articles/") for example in WORKED_EXAMPLES.values()
+    ]
+
+
+# Names and links
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.split()) <= MAX_WORDS
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_to_a_file_and_to_a_heading_in_it(page: str) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        if not link.startswith("http"):
+            path, _, heading = link.partition("#")
+            target = (ROOT / page).parent / path if path else ROOT / page
+            assert target.exists(), link
+            assert not heading or heading in anchors(target), link
+
+
+@cache
+def anchors(path: Path) -> frozenset[str]:
+    """The headings of a page as links name them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.M)
+    return frozenset(re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_and_folder_that_is_named_exists(page: str) -> None:
+    """A path may begin at the root of the checkout or in any folder of it. NAME stands for a name of the reader's."""
+    text = re.sub(r"\]\([^)]*\)", "", PAGES[page])  # links are tested above
+    named = set(re.findall(r"(?<![\w/.-])((?:[\w-]+/)*[\w-]+\.(?:py|cpp|h|yaml))\b", text))
+    named |= set(re.findall(r"`((?:[a-z_]+/)+)`", text))
+    known = paths_of_the_checkout()
+    missing = {path for path in named if not any(each.endswith(f"/{path.rstrip('/')}") for each in known)}
+    assert {path for path in missing if "NAME" not in path} <= {"llama.cpp", "ik_llama.cpp"}  # these are peers
+
+
+@cache
+def paths_of_the_checkout() -> frozenset[str]:
+    places = [ROOT / place for place in ("model", "service", "tests", "deploy", "docs")]
+    paths = [*places, *(path for place in places for path in place.rglob("*"))]
+    return frozenset(f"/{path.relative_to(ROOT).as_posix()}" for path in paths)
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_every_class_and_function_that_a_guide_names_exists(page: str) -> None:
+    """`CamelCase` and `snake_case`, alone, of an object, or called."""
+    code = set(
+        re.findall(r"`((?:[A-Za-z_]+\.)*(?:[A-Z][a-z]\w+|[a-z]+_[a-z_]+|[A-Z][A-Z_]{3,}))(?:\([^`]*\))?`", PAGES[page])
+    )
+    assert len(code) > 5
+    missing = {name for name in code if name.rpartition(".")[2] not in defined_names()}
+    assert not missing
+
+
+@cache
+def defined_names() -> frozenset[str]:
+    """Every class, function, method, argument, constant and field of the code, the macros of C++, and the stages."""
+    names = set()
+    for path in (path for place in ("model", "service", "tests") for path in (ROOT / place).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                names.add(node.name)
+            elif isinstance(node, ast.arg):
+                names.add(node.arg)
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.id if isinstance(node, ast.Name) else node.attr)
+    for path in (ROOT / "model").rglob("*.h"):
+        names |= set(re.findall(r"#define (\w+)", path.read_text(encoding="utf-8")))
+    names |= set(dir(builtins))
+    return frozenset(names | {stage.name.rpartition(".")[2] for stage in stages_of(CONFIGS["qwen3"])})
+
+
+def test_every_test_that_the_security_page_names_is_there() -> None:
+    named = set(re.findall(r"`(test_\w+)`", PAGES["docs/security.md"]))
+    found = set(re.findall(r"def (test_\w+)", "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))))
+    assert len(named) > 25
+    assert named <= found, named - found
 
 
 def test_the_model_page_answers_for_the_bundled_model(bundled: Running) -> None:
@@ -141,14 +408,17 @@ def test_the_model_page_answers_for_the_bundled_model(bundled: Running) -> None:
     assert answer["parameters"]["total"] == sum(answer["parameters"]["components"].values())
 
 
-def test_every_link_leads_to_a_file() -> None:
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if not link.startswith("http")]
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+def write_tables() -> None:
+    """Replace the tables of settings and metrics in docs/operations.md by those of the program."""
+    text = OPERATIONS.read_text(encoding="utf-8")
+    with running(model="bundled") as service:
+        tables = {SETTINGS_HEADER: settings_table(), METRICS_HEADER: metrics_table(service)}
+    for header, table in tables.items():
+        before, found, after = text.partition(header)
+        assert found, f"{OPERATIONS} has no table that begins with {header}"
+        text = before + table + re.sub(r"\A(\|.*\n)*", "", after)
+    OPERATIONS.write_text(text, encoding="utf-8")
 
 
-def test_every_test_that_the_security_page_names_is_there() -> None:
-    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "security.md").read_text(encoding="utf-8")))
-    found = set(re.findall(r"def (test_\w+)", "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))))
-    assert len(named) > 25
-    assert named <= found, named - found
+if __name__ == "__main__":
+    write_tables()

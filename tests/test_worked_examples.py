@@ -1,4 +1,4 @@
-"""The articles' networks: their numbers, their quirks, and the mistakes that comparing finds."""
+"""The worked examples: their numbers, their special features, and the mistakes that the comparison finds."""
 
 import json
 import math
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.stages import Editor, Recorder
-from model.transformer import read_out
+from model.tracing.predictions import compute_loss
+from model.tracing.tap import Editor, Recorder
 from model.worked_examples import WORKED_EXAMPLES, Published, WorkedExample, compare, worked_example
 from model.worked_examples.comparison import Slip, StageComparison
 from model.worked_examples.published import Printed, half_unit
@@ -26,7 +26,7 @@ ARTICLES = {
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """A second thread only waits on networks this small: on a busy machine the file takes ten times as long with it."""
+    """Use one thread: these networks are too small for two, and on a busy machine two take ten times as long."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -36,7 +36,7 @@ def _one_thread() -> Iterator[None]:
 def record(example: WorkedExample, ids: list[int], targets: list[int | None] | None = None) -> dict[str, Tensor]:
     recorder = Recorder(example.stages)
     logits = example(torch.tensor([ids]), tap=recorder)
-    read_out(logits, targets or [None] * len(ids), recorder)
+    compute_loss(logits, targets or [None] * len(ids), recorder)
     return recorder.kept
 
 
@@ -49,7 +49,7 @@ def slips_at(name: str, stage: str) -> dict[tuple[int, ...], Slip]:
 
 
 def altered(name: str, stage: str, index: tuple[int, ...], printed: str) -> WorkedExample:
-    """The same example whose article printed something else at one place."""
+    """The same example, but with another number printed at one place."""
     published = WORKED_EXAMPLES[name].published[stage]
 
     def walk(values: Printed, rest: tuple[int, ...]) -> Printed:
@@ -67,12 +67,12 @@ def altered(name: str, stage: str, index: tuple[int, ...], printed: str) -> Work
 # The printed numbers.
 
 
-def test_the_last_printed_digit_gives_the_rounding() -> None:
+def test_the_rounding_is_half_a_unit_of_the_last_printed_digit() -> None:
     assert [half_unit(printed) for printed in ("1.560", "-0.03", "2")] == pytest.approx([0.0005, 0.005, 0.5])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_printed_numbers_lie_in_the_shape_of_a_stage_of_the_network(name: str) -> None:
+def test_printed_numbers_have_the_shape_of_their_stage(name: str) -> None:
     example = worked_example(name)
     stages = {stage.name: stage for stage in example.stages}
     sizes = example.sizes(len(example.prompt_ids))
@@ -101,21 +101,21 @@ def test_a_tokens_journey_predicts_cat_with_the_printed_loss() -> None:
     assert results["loss"].agrees
 
 
-def test_a_tokens_journey_follows_from_its_own_roundings_but_for_one_number() -> None:
+def test_a_tokens_journey_has_exactly_one_slip() -> None:
     (slip,) = compare(worked_example("a-tokens-journey")).slips
     assert (slip.stage, slip.index, slip.printed) == ("blocks.0.attn_out", (0, 3, 1), "0.19")
     assert slip.from_printed == pytest.approx(0.12 * 0.1 + 0.19 * 0.7 + 0.24 * 0.2 + 0.24 * 0.1)
     assert compared("a-tokens-journey", "blocks.0.attn.z").max_difference < 0.04
 
 
-def test_a_number_half_way_between_two_roundings_agrees_with_the_printed_one() -> None:
-    for stage in ("q", "k", "v"):  # each has sums such as 0.15, printed 0.2
+def test_a_computed_number_half_way_between_two_roundings_agrees_with_the_printed_one() -> None:
+    for stage in ("q", "k", "v"):  # each has sums such as 0.15, printed as 0.2
         entry = compared("a-tokens-journey", f"blocks.0.attn.{stage}")
         assert entry.max_difference == pytest.approx(0.05)
         assert entry.agrees
 
 
-def test_the_completed_weights_of_ai_rocks_reproduce_the_stages_they_were_made_for() -> None:
+def test_the_completed_weights_of_ai_rocks_reproduce_the_printed_stages() -> None:
     for stage in ("blocks.0.ln1.out", "blocks.0.attn_out", "blocks.0.mlp_out"):
         assert compared("ai-rocks", stage).agrees, stage
         assert compared("ai-rocks", stage).from_previous is None, stage
@@ -126,26 +126,26 @@ def test_the_completed_weights_of_ai_rocks_reproduce_the_stages_they_were_made_f
 # The slips.
 
 
-def test_the_printed_values_of_ai_rocks_do_not_follow_from_its_weights_in_two_rows() -> None:
+def test_two_rows_of_the_printed_v_of_ai_rocks_do_not_follow_from_its_weights() -> None:
     found = {index: round(slip.from_printed, 4) for index, slip in slips_at("ai-rocks", "blocks.0.attn.v").items()}
     assert found == {(0, 1, 0, 0): 0.0277, (0, 1, 0, 1): -0.0350, (0, 2, 0, 0): 0.0629, (0, 2, 0, 1): -0.0228}
     assert not compared("ai-rocks", "blocks.0.attn.v").agrees
 
 
-def test_the_two_printed_y1_of_ai_rocks_contradict_each_other() -> None:
+def test_the_two_printed_versions_of_y1_of_ai_rocks_contradict_each_other() -> None:
     found = slips_at("ai-rocks", "blocks.0.resid_pre")
     assert found[0, 1, 0].printed == "-1.199"
     assert found[0, 1, 0].from_printed == -1.291
     assert {index[1] for index in found} == {1, 2}
 
 
-def test_the_second_norm_of_ai_rocks_divides_by_the_root_of_the_printed_variance() -> None:
+def test_the_second_norm_of_ai_rocks_is_recomputed_with_the_root_of_the_printed_variance() -> None:
     found = slips_at("ai-rocks", "blocks.0.ln2.normalized")
     assert found[0, 0, 0].from_printed == pytest.approx((1.410 - 0.0005) / math.sqrt(0.9905))
     assert found[0, 0, 0].printed == "1.414"
 
 
-def test_the_printed_y2_of_ai_rocks_contradicts_its_normalized_rows() -> None:
+def test_two_rows_of_the_printed_y2_of_ai_rocks_contradict_the_printed_normalized_rows() -> None:
     found = slips_at("ai-rocks", "blocks.0.ln2.out")
     assert {index[1] for index in found} == {1, 2}
     assert found[0, 1, 1].from_printed == pytest.approx(1.517)
@@ -158,7 +158,7 @@ def test_the_sums_of_ai_rocks_follow_from_the_printed_terms() -> None:
     assert slips_at("ai-rocks", "probabilities") == {}
 
 
-def test_the_probability_that_ai_rocks_quotes_for_its_prediction_is_not_the_one_it_prints() -> None:
+def test_the_probability_in_the_result_of_ai_rocks_differs_from_that_in_its_printed_stage() -> None:
     results = {result.name: result for result in compare(worked_example("ai-rocks")).results}
     assert results["prediction"].computed == "<EOS>"
     assert results["prediction"].agrees
@@ -167,7 +167,7 @@ def test_the_probability_that_ai_rocks_quotes_for_its_prediction_is_not_the_one_
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_large_change_of_one_printed_number_is_a_slip_at_that_place_and_undoing_it_is_not(name: str) -> None:
+def test_a_large_change_of_a_printed_number_makes_a_slip_at_that_place(name: str) -> None:
     original = compare(worked_example(name))
     known = {(slip.stage, slip.index) for slip in original.slips}
     for entry in original.stages:
@@ -182,8 +182,8 @@ def test_a_large_change_of_one_printed_number_is_a_slip_at_that_place_and_undoin
     assert compare(restored).slips == original.slips
 
 
-def test_the_rounding_of_printed_inputs_is_carried_and_no_more() -> None:
-    # resid_mid = resid_pre + attn_out, each printed with two decimals: 0.005 of its own and 0.005 of each term
+def test_a_printed_sum_may_differ_by_its_own_rounding_and_that_of_its_terms() -> None:
+    # resid_mid = resid_pre + attn_out, all with two decimals: 0.005 for the sum, and 0.005 for each term
     within = altered("a-tokens-journey", "blocks.0.resid_mid", (0, 3, 0), "-0.05")
     beyond = altered("a-tokens-journey", "blocks.0.resid_mid", (0, 3, 0), "-0.04")
     assert not any(slip.stage == "blocks.0.resid_mid" for slip in compare(within).slips)
@@ -192,14 +192,14 @@ def test_the_rounding_of_printed_inputs_is_carried_and_no_more() -> None:
     assert slip.allowed == pytest.approx(0.015)
 
 
-def test_printed_weights_carry_no_rounding() -> None:
+def test_printed_weights_are_exact() -> None:
     example = altered("a-tokens-journey", "blocks.0.resid_pre", (0, 0, 0), "0.4")
     (slip,) = (slip for slip in compare(example).slips if slip.stage == "blocks.0.resid_pre")
     assert slip.from_printed == pytest.approx(0.2 + 0.1)
     assert slip.allowed == pytest.approx(0.05)
 
 
-def test_comparing_works_where_the_caller_wants_no_gradients() -> None:
+def test_compare_works_in_inference_mode() -> None:
     with torch.inference_mode():
         (slip,) = compare(worked_example.__wrapped__("a-tokens-journey")).slips
     assert slip.allowed == pytest.approx(0.0105)
@@ -209,7 +209,7 @@ def test_comparing_works_where_the_caller_wants_no_gradients() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_recorded_stages_are_the_catalogue_in_name_order_and_shape(name: str) -> None:
+def test_recorded_stages_have_the_names_order_and_shapes_of_the_table(name: str) -> None:
     example = worked_example(name)
     for num_positions in range(1, example.max_positions + 1):
         ids = [(3 * position + 1) % len(example.vocabulary) for position in range(num_positions)]
@@ -224,12 +224,12 @@ def test_recorded_stages_are_the_catalogue_in_name_order_and_shape(name: str) ->
 def test_a_pass_without_a_tap_gives_the_same_logits(name: str) -> None:
     example = worked_example(name)
     plain = example(torch.tensor([example.prompt_ids]))
-    # the fused kernels sum in another order, in float64
+    # Fused attention sums in another order, in float64.
     torch.testing.assert_close(plain, record(example, example.prompt_ids)["logits"], rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_attention_is_a_mean_of_the_values_it_may_see(name: str) -> None:
+def test_z_is_the_mean_of_the_visible_values_weighted_by_the_pattern(name: str) -> None:
     example = worked_example(name)
     kept = record(example, example.prompt_ids)
     pattern = kept["blocks.0.attn.pattern"]
@@ -240,7 +240,7 @@ def test_attention_is_a_mean_of_the_values_it_may_see(name: str) -> None:
     assert bool((pattern.triu(1) == 0).all()) is is_causal
 
 
-def test_the_first_norm_of_a_tokens_journey_is_shown_and_read_by_nothing() -> None:
+def test_editing_the_first_norm_of_a_tokens_journey_does_not_change_the_logits() -> None:
     example = worked_example("a-tokens-journey")
     ids = torch.tensor([example.prompt_ids])
     edited = example(ids, tap=Editor({"blocks.0.ln1.out": torch.zeros_like}))
@@ -256,7 +256,7 @@ def test_the_residuals_of_ai_rocks_add_the_normalized_inputs() -> None:
     torch.testing.assert_close(kept["logits"], kept["resid_post"] @ worked_example("ai-rocks").E.mT)
 
 
-def test_the_one_residual_of_i_like_transformers_adds_the_two_sublayers() -> None:
+def test_the_only_residual_of_i_like_transformers_adds_the_outputs_of_both_sublayers() -> None:
     kept = record(worked_example("i-like-transformers"), [3, 4])
     total = kept["blocks.0.attn_out"] + kept["blocks.0.mlp_out"]
     torch.testing.assert_close(kept["blocks.0.resid_post"], total)
@@ -265,7 +265,7 @@ def test_the_one_residual_of_i_like_transformers_adds_the_two_sublayers() -> Non
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_words_become_the_ids_of_the_prompt_and_an_unknown_word_is_named(name: str) -> None:
+def test_words_are_encoded_to_the_ids_of_the_prompt_and_an_unknown_word_is_named(name: str) -> None:
     example = worked_example(name)
     words = [example.vocabulary[i] for i in example.prompt_ids]
     assert example.encode("  ".join(words)) == example.prompt_ids
@@ -275,8 +275,8 @@ def test_words_become_the_ids_of_the_prompt_and_an_unknown_word_is_named(name: s
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("num_positions", [0, 6])
-def test_a_prompt_that_the_position_table_does_not_hold_is_refused(name: str, num_positions: int) -> None:
-    with pytest.raises(ValueError, match=f"{num_positions} positions, {name} takes 1 to"):
+def test_a_prompt_with_too_few_or_too_many_positions_is_refused(name: str, num_positions: int) -> None:
+    with pytest.raises(ValueError, match=f"{num_positions} positions; {name} takes 1 to"):
         worked_example(name)(torch.zeros(1, num_positions, dtype=torch.int64))
 
 
@@ -287,7 +287,7 @@ def test_an_id_outside_the_vocabulary_is_refused(name: str) -> None:
             worked_example(name)(torch.tensor([[token_id]]))
 
 
-def test_an_unknown_example_is_answered_with_the_names() -> None:
+def test_the_error_for_an_unknown_example_lists_the_known_names() -> None:
     with pytest.raises(ValueError, match="ai-rocks, a-tokens-journey, i-like-transformers"):
         worked_example("gpt-5")
 
@@ -301,7 +301,7 @@ def facts(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_are_those_that_the_article_gives(name: str) -> None:
+def test_given_weights_are_those_of_the_article(name: str) -> None:
     example = worked_example(name)
     for key, values in facts(name)["given"].items():
         given = torch.tensor(values, dtype=torch.float64)
@@ -327,7 +327,7 @@ def test_prompt_words_and_targets_are_those_of_the_article(name: str) -> None:
     assert example.targets == targets
 
 
-# where the numbers of each entry of the development data stand: stage, and the part of it
+# For each entry of the development data: the stage of its numbers, and their index in the stage.
 ENTRIES: dict[str, dict[str, tuple[str, Any]]] = {
     "ai-rocks": {
         "y1 (as used for q, k, v)": ("blocks.0.ln1.out", 0),
@@ -372,7 +372,7 @@ ENTRIES: dict[str, dict[str, tuple[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_published_numbers_are_those_of_the_development_data(name: str) -> None:
+def test_published_numbers_equal_those_of_the_development_data(name: str) -> None:
     example, printed = worked_example(name), facts(name)["printed"]
     if name == "ai-rocks":
         # The data has -1.412 here. The article prints -1.414, twice, and its r2 follows from -1.414.
@@ -381,14 +381,14 @@ def test_published_numbers_are_those_of_the_development_data(name: str) -> None:
     assert printed.keys() == ENTRIES[name].keys()
     for key, (stage, part) in ENTRIES[name].items():
         numbers = example.published[stage].numbers()[part]
-        # what the article prints again with six decimals has four in the data
+        # The data has four decimals where the article prints a number a second time with six.
         torch.testing.assert_close(numbers, torch.tensor(printed[key], dtype=torch.float64), rtol=0, atol=5.1e-5)
     for key, value in results.items():
         assert example.published_results[key] == str(value)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_published_string_stands_in_the_article(name: str) -> None:
+def test_every_published_string_occurs_in_the_article(name: str) -> None:
     text = shared(ARTICLES[name]).read_text().replace("\N{MINUS SIGN}", "-")
     example = worked_example(name)
 
@@ -401,7 +401,7 @@ def test_every_published_string_stands_in_the_article(name: str) -> None:
     assert all(result in text for result in example.published_results.values())
 
 
-def test_the_matrices_of_ai_rocks_stand_in_the_article_in_their_order() -> None:
+def test_the_matrices_of_ai_rocks_occur_in_the_article_in_this_order() -> None:
     text = shared(ARTICLES["ai-rocks"]).read_text().replace("\N{MINUS SIGN}", "-")
     published = worked_example("ai-rocks").published
     for row in range(3):

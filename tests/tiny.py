@@ -1,7 +1,7 @@
-"""Tiny networks with healthy random weights, and tiny checkpoints written by `transformers`.
+"""Tiny networks with random weights that reveal errors, and tiny checkpoints written by `transformers`.
 
-Healthy: every matrix keeps its input's scale, no bias is zero and no gain is one, so that a swapped tensor, a missing
-bias or a shifted position moves the logits by far more than rounding. The epsilons are large for the same reason.
+Every matrix keeps the scale of its input, no bias is zero and no gain is one. A swapped tensor, a missing bias or a
+shifted position therefore changes the logits by far more than rounding. The epsilons are large for the same reason.
 """
 
 from pathlib import Path
@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig, RopeScaling
-from model.stages import Recorder, stages_of
-from model.transformer import Transformer
+from model.network.transformer import Transformer
+from model.tracing.stages import stages_of
+from model.tracing.tap import Recorder
 
 ROUNDING = {
-    # Sums in another order differ by some ulps of the largest term; values here are of the order of 1 to 10, and an ulp
-    # of float32 is 1e-6 at 10. A real difference does not shrink by nine digits with the dtype: rounding does.
+    # The tolerance of sums in another order: they differ by a few ulps of the largest term. Values here are about 1 to
+    # 10, and an ulp of float32 is 1e-6 at 10. From float32 to float64 a rounding error shrinks by nine digits; a real
+    # difference does not shrink.
     torch.float32: 1e-5,
     torch.float64: 1e-12,
 }
@@ -84,7 +86,7 @@ every_config = pytest.mark.parametrize("name", CONFIGS)
 
 @torch.no_grad()
 def randomize(model: nn.Module, seed: int = 0) -> None:
-    """Healthy weights for one of our networks or one of transformers'."""
+    """Set the weights that the module docstring describes, in one of our networks or in one of transformers."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -97,13 +99,14 @@ def randomize(model: nn.Module, seed: int = 0) -> None:
 
 
 def build(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Transformer:
+    """A network of this config with random weights that reveal errors."""
     model = Transformer(config)
     randomize(model, seed)
     return model.to(dtype).requires_grad_(False).eval()
 
 
 def exact(name: str) -> Transformer:
-    """The network of this config in float64, where rounding hides nothing."""
+    """The network of this config in float64, in which rounding hides no real difference."""
     return build(CONFIGS[name], dtype=torch.float64)
 
 
@@ -112,14 +115,14 @@ def random_ids(vocab_size: int, num_tokens: int, *, batch: int = 1, seed: int = 
 
 
 def record(model: Transformer, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The logits of a pass that records every stage, and the stages of the pass in the order in which they fired."""
+    """Run a pass that records every stage. Returns the logits, and the stages in the order in which they fired."""
     recorder = Recorder(stages_of(model.config))
     logits = model(ids, tap=recorder)
     return logits, recorder.kept
 
 
 def build_reference(config: Any, *, seed: int = 0) -> Any:
-    """The network of a transformers config, with healthy weights. Its attention is the written-out formula."""
+    """The network of a transformers config, with random weights that reveal errors and its "eager" attention."""
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -128,7 +131,7 @@ def build_reference(config: Any, *, seed: int = 0) -> Any:
 
 
 def write_reference(config: Any, directory: Path, *, seed: int = 0, **save: Any) -> Any:
-    """`build_reference`, saved to `directory` as transformers publishes a checkpoint."""
+    """Build a reference and save it to `directory` in the format of published checkpoints."""
     reference = build_reference(config, seed=seed)
     reference.save_pretrained(directory, **save)
     return reference

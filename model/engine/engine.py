@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, a step at a time. Synchronous; whoever owns it calls `step` until it is idle."""
+"""The engine: requests in, tokens out, step by step. It is synchronous: its owner calls `step` while there is work."""
 
 import logging
 import sys
@@ -6,21 +6,23 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
-from model.engine.blocks import BlockPool
+from model.engine.block_pool import BlockPool
 from model.engine.cache import PagedCache, bytes_of_token
-from model.engine.choice import Choice, Made
-from model.engine.drafts import Drafter
+from model.engine.continuation import Continuation, SequenceResult
+from model.engine.prompt_lookup import PromptLookup, accept_draft
 from model.engine.request import Output, Request, Step
-from model.engine.runner import Pass, Runner
-from model.engine.scheduler import Scheduler, Share
-from model.engine.sequence import Sequence
-from model.generation import End
-from model.sampling import Sampler, sample, shortened, token_logprobs
-from model.tokenizer import Tokenizer
-from model.transformer import Transformer
+from model.engine.runner import ForwardResult, Runner
+from model.engine.scheduler import ScheduledSequence, Scheduler
+from model.engine.sequence import SequenceState
+from model.errors import InvalidField, shortened
+from model.network.transformer import Transformer
+from model.text.sampling import Sampler, sample, token_logprobs
+from model.text.tokenizer import Tokenizer
+from model.text.transcript import End
 
 logger = logging.getLogger(__name__)
 
@@ -29,24 +31,23 @@ logger = logging.getLogger(__name__)
 class EngineConfig:
     """`cache_bytes` of memory hold keys and values, in blocks of `block_size` tokens.
 
-    At most `max_sequences` run at a time, and a step computes at most `max_step_tokens` tokens. Prompts that are
-    fewer than the streams make a step at most `max_stretch` times as long as it would be without them. `use_kernels`:
-    attention by kernels made for the paged cache, where the device or the network has them. `speculates`: greedy
-    sequences guess what follows from their own tokens, where that changes no bit of what they get.
+    At most `max_sequences` run at a time, and a step computes at most `max_step_tokens` tokens. If a step has fewer
+    prompts than decoding sequences, its prompt tokens are limited so that the step takes at most about `max_stretch`
+    times as long as without them. With `speculates`, greedy sequences draft tokens from their own text (prompt lookup),
+    if this changes no bit of their results.
     """
 
     cache_bytes: int = 1 << 30
     block_size: int = 16
     max_sequences: int = 64
-    max_step_tokens: int = 576
+    max_step_tokens: int = 576  # 512 of prompts, and one for each sequence
     max_stretch: float = 2.0
-    use_kernels: bool = True
     speculates: bool = True
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Where the engine stands: counts of sequences, the share of the cache in use, and what was counted so far."""
+    """The state of the engine: sequences now, the fraction of the cache in use, and counts since the start."""
 
     num_running: int
     num_waiting: int
@@ -55,7 +56,7 @@ class Stats:
     num_prefix_queries: int
     num_prefix_hits: int
     num_drafted: int
-    num_drafted_right: int
+    num_accepted: int
 
 
 class Engine:
@@ -66,7 +67,10 @@ class Engine:
         needed = bytes_of_token(model.config, weight.dtype) * config.block_size
         num_blocks = config.cache_bytes // needed
         if num_blocks < 1:
-            raise ValueError(f"cache_bytes: {config.cache_bytes} hold no block of {config.block_size} tokens: {needed}")
+            reason = (
+                f"{config.cache_bytes} bytes are too few: one block of {config.block_size} tokens takes {needed} bytes"
+            )
+            raise InvalidField("cache_bytes", reason)
         self.config = config
         self.num_cache_tokens = num_blocks * config.block_size
         self._model = model
@@ -77,8 +81,6 @@ class Engine:
             config.block_size,
             dtype=weight.dtype,
             device=weight.device,
-            operations=model.operations,
-            use_kernels=config.use_kernels,
         )
         self._pool = BlockPool(num_blocks, config.block_size)
         self._runner = Runner(model, self._cache)
@@ -88,110 +90,121 @@ class Engine:
             max_tokens=config.max_step_tokens,
             max_stretch=config.max_stretch,
         )
-        self._requests: dict[str, list[Choice]] = {}
-        self._choices: dict[Sequence, Choice] = {}
+        self._requests: dict[str, list[Continuation]] = {}
+        self._continuations: dict[SequenceState, Continuation] = {}
         self._num_sequences = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._choices)
+        return bool(self._continuations)
 
     @property
     def can_step(self) -> bool:
-        """Whether there is anything that is not held."""
-        return any(not sequence.is_held for sequence in self._choices)
+        """Whether any sequence is not paused."""
+        return any(not sequence.paused for sequence in self._continuations)
 
     def check(self, request: Request) -> None:
-        """Raises `ValueError` naming the field that does not fit the vocabulary, the context or the cache."""
+        """Raise `InvalidField` for a field that does not fit the vocabulary, the context or the cache."""
         config, num_prompt = self._model.config, len(request.prompt_ids)
         request.params.check(config.max_positions, num_prompt, has_text=self._tokenizer is not None)
         for field, ids in (("prompt", request.prompt_ids), ("logit_bias", request.params.sampling.logit_bias)):
             for token_id in ids:
                 if not 0 <= token_id < config.vocab_size:
-                    raise ValueError(
-                        f"{field}: {shortened(token_id)} is no token id; the vocabulary has {config.vocab_size}"
-                    )
+                    reason = f"{shortened(token_id)} is no token id; the vocabulary has {config.vocab_size}"
+                    raise InvalidField(field, reason)
         if num_prompt + request.params.max_tokens > self.num_cache_tokens:
-            raise ValueError(
-                f"max_tokens: {request.params.max_tokens} after a prompt of {num_prompt} pass the cache of "
+            reason = (
+                f"{request.params.max_tokens} after a prompt of {num_prompt} exceed the cache of "
                 f"{self.num_cache_tokens} tokens; ask for less, or start with more --cache-bytes"
             )
+            raise InvalidField("max_tokens", reason)
 
     def add(self, request: Request) -> None:
-        """Admit a request: it will end in exactly one output with an `end` for each choice. `ValueError` as `check`."""
+        """Admit a request. Each of its continuations will end in exactly one output with an `end`.
+
+        Raises `InvalidField` as `check` does.
+        """
         self.check(request)
         if request.id in self._requests:
-            raise ValueError(f"id: {request.id!r} is running already")
+            raise InvalidField("id", f"{request.id!r} is running already")
         shares_prefix = request.tap is None and not request.params.needs_prompt_logits
-        shown = None if request.trace is None else request.trace.selection.positions
+        traced_positions = None if request.trace is None else request.trace.selection.positions
         max_length = len(request.prompt_ids) + request.params.max_tokens
-        leader: Sequence | None = None
+        leader: SequenceState | None = None
         for index in range(request.params.n):
             self._num_sequences += 1
-            sequence = Sequence(
+            sequence = SequenceState(
                 self._num_sequences,
                 request.prompt_ids,
                 shares_prefix=shares_prefix,
-                max_cached=min(shown or (), default=sys.maxsize),
-                leader=leader,
+                # Traced positions must be computed by this sequence, so only tokens before them are taken from others.
+                max_cached=min(traced_positions or (), default=sys.maxsize),
+                prefix_leader=leader,
                 cache_salt=request.cache_salt,
             )
             leader = leader or sequence
-            choice = Choice(request, index, sequence, self._tokenizer)
-            if choice.can_be_guessed:
-                sequence.drafter = Drafter(max_length)
-            self._requests.setdefault(request.id, []).append(choice)
-            self._choices[sequence] = choice
+            continuation = Continuation(request, index, sequence, self._tokenizer)
+            if continuation.can_draft:
+                sequence.lookup = PromptLookup(max_length)
+            self._requests.setdefault(request.id, []).append(continuation)
+            self._continuations[sequence] = continuation
             self._scheduler.add(sequence)
 
     def abort(self, request_id: str, stop_reason: str | None = None) -> list[Output]:
-        """Give up what is left of a request; its blocks are free at once. Nothing where it has ended already."""
+        """Cancel the continuations of a request that have not ended. Their blocks are released at once."""
         outputs = []
-        for choice in list(self._requests.get(request_id, ())):
-            self._scheduler.remove(choice.sequence)
-            self._forget(choice)
-            outputs.append(choice.output(end=End("cancelled", stop_reason)))
+        for continuation in list(self._requests.get(request_id, ())):
+            self._scheduler.remove(continuation.sequence)
+            self._remove(continuation)
+            outputs.append(continuation.output(end=End("cancelled", stop_reason)))
         return outputs
 
-    def hold(self, request_id: str, is_held: bool) -> None:
-        """Leave a request out of the steps, or take it in again: for those whose output nobody fetches."""
-        for choice in self._requests.get(request_id, ()):
-            choice.sequence.is_held = is_held
+    def pause(self, request_id: str, paused: bool) -> None:
+        """Leave a request out of the steps, or let it continue: for clients that do not read their output."""
+        for continuation in self._requests.get(request_id, ()):
+            continuation.sequence.paused = paused
 
     @torch.inference_mode()
     def step(self) -> Step:
-        """Compute the next step. What goes wrong in one sequence ends that one alone, with an `error` output."""
+        """Compute the next step. An error in one sequence ends that sequence alone, with an `error` output."""
         start = time.perf_counter()
-        shares = self._scheduler.schedule(drafts=self.config.speculates and self._runner.replays)
-        if not shares:
+        plan = self._scheduler.schedule(drafts=self.config.speculates and self._runner.replays)
+        if not plan.sequences:
             return Step()
-        choices = {share: self._choices[share.sequence] for share in shares}
-        # A request's first choice leads the others, so its first step is the request's.
-        started = [choice.request.id for choice in choices.values() if choice.start() and choice.index == 0]
+        continuations = {scheduled: self._continuations[scheduled.sequence] for scheduled in plan.sequences}
+        started = []
+        for continuation in continuations.values():
+            is_first_step = continuation.mark_started()
+            # The first continuation is the prefix leader of the others, so its first step is that of the request.
+            if is_first_step and continuation.index == 0:
+                started.append(continuation.request.id)
         try:
-            if self._scheduler.fresh_blocks and self._cache.reads_beyond:
-                self._cache.clear(self._scheduler.fresh_blocks)
-            result, made = self._compute(choices)
-            for share, of_share in made.items():
-                share.sequence.tokens.extend(of_share.token_ids)
-            seconds = None if result.was_recorded else time.perf_counter() - start
-            self._scheduler.complete(shares, seconds, replayed=result.was_replayed)
-        except Exception as error:  # of the batch as a whole: nobody's numbers can be trusted
-            logger.exception("a step of %d sequences failed", len(shares))
-            made = {share: Made(error=error) for share in shares}
-            self._scheduler.forget(shares)
-        outputs = [self._advance(choice, share, made[share]) for share, choice in choices.items()]
+            if plan.unwritten_blocks and self._runner.reads_unwritten_slots:
+                self._cache.clear(plan.unwritten_blocks)
+            forward, results = self._compute(continuations)
+            for scheduled, result in results.items():
+                scheduled.sequence.tokens.extend(result.token_ids)
+            seconds = None if forward.was_recorded else time.perf_counter() - start
+            self._scheduler.complete(plan, seconds, replayed=forward.was_replayed)
+        except Exception as error:  # an error of the whole batch: no result can be trusted
+            logger.exception("a step of %d sequences failed", len(plan.sequences))
+            results = {scheduled: SequenceResult(error=error) for scheduled in plan.sequences}
+            self._scheduler.forget(plan)
+        outputs = [
+            self._advance(continuation, scheduled, results[scheduled])
+            for scheduled, continuation in continuations.items()
+        ]
         return Step(
             outputs=[output for output in outputs if output is not None],
             started=started,
-            num_sequences=len(shares),
-            num_tokens=sum(share.num_new for share in shares),
+            num_sequences=len(plan.sequences),
+            num_tokens=plan.num_tokens,
             seconds=time.perf_counter() - start,
-            trace_seconds=sum(part.trace_seconds for part in made.values()),
+            trace_seconds=sum(result.trace_seconds for result in results.values()),
         )
 
     def stats(self) -> Stats:
-        """Readable from another thread: each number is of some moment within the current step."""
+        """The state now. Another thread may call it; then the numbers may come from different moments of a step."""
         scheduler = self._scheduler
         return Stats(
             num_running=len(scheduler.running),
@@ -201,69 +214,107 @@ class Engine:
             num_prefix_queries=scheduler.num_prefix_queries,
             num_prefix_hits=scheduler.num_prefix_hits,
             num_drafted=scheduler.num_drafted,
-            num_drafted_right=scheduler.num_drafted_right,
+            num_accepted=scheduler.num_accepted,
         )
 
     def check_integrity(self) -> None:
-        """Scheduler, blocks and requests agree; call it between steps."""
+        """Check that scheduler, blocks and requests agree. Call it between steps."""
         self._scheduler.check_integrity()
         scheduled = {*self._scheduler.running, *self._scheduler.waiting}
-        assert scheduled == set(self._choices), "a sequence is lost, or there for nobody"
-        assert {choice for choices in self._requests.values() for choice in choices} == set(self._choices.values())
+        assert scheduled == set(self._continuations), "a sequence is lost, or belongs to no request"
+        assert {continuation for continuations in self._requests.values() for continuation in continuations} == set(
+            self._continuations.values()
+        )
 
-    def _compute(self, choices: Mapping[Share, Choice]) -> tuple[Pass, dict[Share, Made]]:
-        """The step's forward pass, and what follows every sequence whose tokens are all computed then."""
-        taps = {share: tap for share, choice in choices.items() if (tap := choice.tap(self._model, share)) is not None}
-        all_rows = frozenset(share for share, choice in choices.items() if choice.needs_logits(share))
-        result = self._runner.run(list(choices), taps, all_rows)
-        made = {share: Made(result.logits[result.rows[share]] if share in all_rows else None) for share in choices}
-        for share, tap in result.taps.items():
-            made[share].error, made[share].trace_seconds = tap.error, tap.seconds
-        self._choose(result, choices, made)
-        return result, made
+    def _compute(
+        self, continuations: Mapping[ScheduledSequence, Continuation]
+    ) -> tuple[ForwardResult, dict[ScheduledSequence, SequenceResult]]:
+        """Run the forward pass, and choose the next token of every sequence whose tokens are all computed."""
+        results, taps, all_rows = {}, {}, set()
+        for scheduled, continuation in continuations.items():
+            tracer = continuation.new_tracer(self._model, scheduled)
+            results[scheduled] = SequenceResult(tracer)
+            tap = continuation.tap(tracer)
+            if tap is not None:
+                taps[scheduled] = tap
+            if continuation.needs_all_logits(scheduled, tracer):
+                all_rows.add(scheduled)
+        forward = self._runner.run(list(continuations), taps, frozenset(all_rows))
+        for scheduled in all_rows:
+            results[scheduled].logits = forward.logits[forward.rows[scheduled]]
+        for scheduled, sequence_tap in forward.taps.items():
+            results[scheduled].error, results[scheduled].trace_seconds = sequence_tap.error, sequence_tap.seconds
+        self._choose_tokens(forward, continuations, results)
+        return forward, results
 
-    def _choose(self, result: Pass, choices: Mapping[Share, Choice], made: Mapping[Share, Made]) -> None:
-        """What follows each sequence whose tokens are all computed: after its newest token, and after its draft as far
-        as that is right."""
-        choosing = [share for share in result.rows if share.is_last and made[share].error is None]  # in their order
+    def _choose_tokens(
+        self,
+        forward: ForwardResult,
+        continuations: Mapping[ScheduledSequence, Continuation],
+        results: Mapping[ScheduledSequence, SequenceResult],
+    ) -> None:
+        """Choose the token that follows each sequence whose tokens are all computed, and those that follow a draft."""
+        choosing = [
+            each for each in forward.rows if each.reaches_newest_token and results[each].error is None
+        ]  # in row order
+        rows: list[int] = []  # of the logits, one for each choice
         samplers: list[Sampler] = []
-        for share in choosing:
-            samplers += [choices[share].sampler] * share.num_choosing
+        for scheduled in choosing:
+            end = forward.rows[scheduled].stop
+            rows += range(end - scheduled.num_sampled, end)
+            samplers += [continuations[scheduled].sampler] * scheduled.num_sampled
         if not samplers:
             return
-        logits, largest = result.logits, result.largest
-        if len(samplers) < len(logits):
-            ends = [(share.num_choosing, result.rows[share].stop) for share in choosing]
-            rows = [row for count, end in ends for row in range(end - count, end)]
-            logits, largest = logits[torch.tensor(rows, device=logits.device)], None
-        chosen = sample(logits, samplers, self._model.operations, largest)
-        shown: dict[int, list[tuple[int, Share, int]]] = defaultdict(list)  # by how many logprobs: row, whose, token
+        logits, argmax = forward.logits, forward.argmax
+        if len(rows) < len(logits):
+            logits, argmax = logits[torch.tensor(rows, device=logits.device)], None
+        chosen = sample(logits, samplers, self._model.backend.sampling, argmax)
+        first_rows: dict[ScheduledSequence, int] = {}
         first = 0
-        for share in choosing:
-            made[share].follow(chosen[first : first + share.num_choosing], share.sequence.draft)
-            num_top = choices[share].request.params.logprobs
-            if num_top is not None:
-                shown[num_top] += [(row, share, token_id) for row, token_id in enumerate(made[share].token_ids, first)]
-            first += share.num_choosing
-        for num_top, places in shown.items():
-            own, ids = [row for row, _, _ in places], [token_id for _, _, token_id in places]
-            for (_, share, _), logprobs in zip(places, token_logprobs(logits[own], ids, num_top), strict=True):
-                made[share].logprobs.append(logprobs)
+        for scheduled in choosing:
+            first_rows[scheduled] = first
+            end = first + scheduled.num_sampled
+            results[scheduled].token_ids, results[scheduled].error = accept_draft(chosen[first:end], scheduled.draft)
+            first = end
+        self._add_logprobs(logits, first_rows, continuations, results)
 
-    def _advance(self, choice: Choice, share: Share, made: Made) -> Output | None:
-        """What the step made of one sequence."""
+    def _add_logprobs(
+        self,
+        logits: torch.Tensor,
+        first_rows: Mapping[ScheduledSequence, int],
+        continuations: Mapping[ScheduledSequence, Continuation],
+        results: Mapping[ScheduledSequence, SequenceResult],
+    ) -> None:
+        """Compute the logprobs of the new tokens, in one call for all sequences with the same `logprobs` parameter."""
+        groups: dict[int, list[ScheduledSequence]] = defaultdict(list)
+        for scheduled in first_rows:
+            num_top = continuations[scheduled].request.params.logprobs
+            if num_top is not None:
+                groups[num_top].append(scheduled)
+        for num_top, sequences in groups.items():
+            counts = [len(results[scheduled].token_ids) for scheduled in sequences]
+            rows = [first_rows[each] + i for each, count in zip(sequences, counts, strict=True) for i in range(count)]
+            ids = [token_id for scheduled in sequences for token_id in results[scheduled].token_ids]
+            logprobs = iter(token_logprobs(logits[rows], ids, num_top))
+            for scheduled, count in zip(sequences, counts, strict=True):
+                results[scheduled].logprobs = list(islice(logprobs, count))
+
+    def _advance(
+        self, continuation: Continuation, scheduled: ScheduledSequence, result: SequenceResult
+    ) -> Output | None:
+        """Turn the result of one sequence into its output, and remove the continuation if it has ended."""
         try:
-            output = choice.advance(share, made)
-        except Exception as error:  # it ends with it; its neighbours go on
-            output = choice.output(end=End("error"), error=error)
+            output = continuation.advance(scheduled, result)
+        except Exception as error:  # this sequence ends with the error, and the others continue
+            output = continuation.output(end=End("error"), error=error)
         if output is not None and output.end is not None:
-            self._scheduler.remove(choice.sequence)
-            self._forget(choice)
+            self._scheduler.remove(continuation.sequence)
+            self._remove(continuation)
         return output
 
-    def _forget(self, choice: Choice) -> None:
-        del self._choices[choice.sequence]
-        choices = self._requests[choice.request.id]
-        choices.remove(choice)
-        if not choices:
-            del self._requests[choice.request.id]
+    def _remove(self, continuation: Continuation) -> None:
+        del self._continuations[continuation.sequence]
+        continuations = self._requests[continuation.request.id]
+        continuations.remove(continuation)
+        if not continuations:
+            del self._requests[continuation.request.id]

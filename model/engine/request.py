@@ -1,20 +1,21 @@
-"""What goes into the engine and what comes out of it: a request, and what each step makes of it."""
+"""What goes into the engine and what comes out of it: requests, and the output of each step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from model.engine.tracing import StepTrace, TraceParams
-from model.generation import End, GenerationParams, TokenOutput
-from model.stages import Tap
+from model.engine.step_tracer import StepTrace, TraceParams
+from model.text.transcript import End, GenerationParams, TokenOutput
+from model.tracing.tap import Tap
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt and what to make of it. `trace` shows its steps; `tap` reads or edits them, for code in the process.
+    """One prompt, and what to generate after it. `trace` reports stages of its steps. `tap` reads or changes
+    stages, for callers in the same process.
 
-    An edited sequence neither shares its keys and values nor takes those of others. Two requests share the keys and
-    values of a common prefix only if their `cache_salt` is the same. The time to the first token shows whether a prefix
-    was computed before, so users who must not learn of each other's prompts need different salts.
+    A sequence with a `tap` neither shares its keys and values nor takes those of others. Two requests share the keys
+    and values of a common prefix only if their `cache_salt` is the same. The time to the first token reveals whether a
+    prefix was computed before, so users who must not learn of each other's prompts need different salts.
     """
 
     id: str
@@ -27,11 +28,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Output:
-    """What one step made of one choice of a request: a token (the first with those of an echoed prompt before it), or
-    none, where a part of the prompt is shown or where it ends without one.
+    """What one step produced for one choice of a request.
 
-    `num_generated` counts the choice's tokens so far; `num_cached` tokens of the prompt were computed already, by
-    others.
+    `tokens` are the new tokens; the first output also has those of an echoed prompt. The list is empty if the output
+    reports only the trace of a part of the prompt, or only the end of the choice. `num_generated` counts the tokens of
+    the choice so far. `num_cached` tokens of the prompt had been computed by other sequences.
     """
 
     request_id: str
@@ -47,7 +48,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: `started` are the requests that had waited until it; `trace_seconds` are part of `seconds`."""
+    """The outputs of one step. `started`: the requests whose first step it was. `seconds` include `trace_seconds`."""
 
     outputs: list[Output] = field(default_factory=list)
     started: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""One step's forward pass: the new tokens of several sequences in a row through the network, once."""
+"""The forward pass of one step: the new tokens of all its sequences, concatenated, through the network once."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,73 +6,97 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.engine.cache import PagedCache, PagedContext
-from model.engine.replay import StreamSteps
-from model.engine.scheduler import Share
-from model.engine.taps import BatchTap, SequenceTap
-from model.operations import Largest
-from model.stages import Tap
-from model.transformer import Transformer
+from model.engine.attention.paged import PagedBackend
+from model.engine.attention.step_context import StepContext, choose_attention
+from model.engine.cache import PagedCache
+from model.engine.decode_graphs import DecodeGraphs
+from model.engine.scheduler import ScheduledSequence
+from model.network.transformer import Transformer
+from model.ops.interface import Argmax
+from model.tracing.stages import stages_of
+from model.tracing.tap import BatchTap, SequenceTap, Tap
 
 
 @dataclass(frozen=True)
-class Pass:
-    """What one forward pass gave: `logits` (R, V) and of each share the rows of it that are its own; and its tap. Also
-    the `largest` of each row and where it is, where the pass found that out. One that `was_recorded` took longer than
-    the next ones like it, which will be replayed."""
+class ForwardResult:
+    """The logits (R, V) of one pass, and for each sequence which `rows` of them it has, and its tap.
+
+    `argmax` is that of each row, if the pass computed it. A pass that `was_recorded` took longer than a replayed one.
+    """
 
     logits: Tensor
-    largest: Largest | None
-    rows: Mapping[Share, slice]
-    taps: Mapping[Share, SequenceTap]
+    argmax: Argmax | None
+    rows: Mapping[ScheduledSequence, slice]
+    taps: Mapping[ScheduledSequence, SequenceTap]
     was_recorded: bool
     was_replayed: bool
 
 
 class Runner:
-    """Runs `model` over the shares of a step, on its paged cache."""
+    """Runs `model` over the sequences of a step, on its paged cache."""
 
     def __init__(self, model: Transformer, cache: PagedCache) -> None:
         self._model = model
         self._cache = cache
-        self._stream_steps = StreamSteps(model, cache)
+        self._attention = choose_attention(cache, model.config, model.backend)
+        self._decode_graphs = DecodeGraphs(
+            model, self._attention if isinstance(self._attention, PagedBackend) else None
+        )
+        self._row_selected_stages = frozenset(
+            stage.name for stage in stages_of(model.config) if stage.has_selected_rows
+        )
+
+    @property
+    def reads_unwritten_slots(self) -> bool:
+        return self._attention.reads_unwritten_slots
 
     @property
     def replays(self) -> bool:
-        """Whether steps of streams are replayed. All is computed by our kernels then, so that no bit of a token's
-        logits depends on what is computed beside it."""
-        return self._stream_steps.num_recorded > 0
+        """Whether steps of decoding sequences are replayed.
 
-    def run(self, shares: Sequence[Share], taps: Mapping[Share, Tap], all_rows: frozenset[Share]) -> Pass:
-        """The logits of each share's tokens after which one is chosen; of every token for `all_rows`."""
-        ordered = in_reading_order(shares)
-        rows: dict[Share, slice] = {}
+        Then our kernels compute everything, so a token's logits are the same, bit for bit, whichever other tokens are
+        computed in the same step.
+        """
+        return self._decode_graphs.num_recorded > 0
+
+    def run(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        taps: Mapping[ScheduledSequence, Tap],
+        all_rows: frozenset[ScheduledSequence],
+    ) -> ForwardResult:
+        """The logits of those tokens after which a token is chosen; for sequences in `all_rows`, of all new tokens."""
+        ordered = in_attention_order(sequences)
+        rows: dict[ScheduledSequence, slice] = {}
         first_row = 0
-        for share in ordered:
-            end_row = first_row + (share.num_new if share in all_rows else share.num_choosing)
-            rows[share] = slice(first_row, end_row)
+        for scheduled in ordered:
+            end_row = first_row + (scheduled.num_new if scheduled in all_rows else scheduled.num_sampled)
+            rows[scheduled] = slice(first_row, end_row)
             first_row = end_row
-        found = None if taps else self._stream_steps.run(ordered)
-        if found is not None:
-            return Pass(found.logits, found.largest, rows, {}, not found.was_replayed, found.was_replayed)
+        decoded = None if taps else self._decode_graphs.run(ordered)
+        if decoded is not None:
+            replayed = decoded.was_replayed
+            return ForwardResult(decoded.logits, decoded.argmax, rows, {}, not replayed, replayed)
         ids: list[int] = []
-        wanted: list[int] = []
-        sequence_taps: dict[Share, SequenceTap] = {}
-        for share in ordered:
-            tokens, of_share = slice(len(ids), len(ids) + share.num_new), rows[share]
-            ids += share.new_tokens
-            wanted += range(tokens.stop - (of_share.stop - of_share.start), tokens.stop)
-            if share in taps:
-                sequence_taps[share] = SequenceTap(taps[share], share, tokens, of_share)
+        selected: list[int] = []
+        batch: dict[int, SequenceTap] = {}
+        for index, scheduled in enumerate(ordered):
+            tokens, own = slice(len(ids), len(ids) + scheduled.num_new), rows[scheduled]
+            ids += scheduled.new_tokens
+            selected += range(tokens.stop - (own.stop - own.start), tokens.stop)
+            if scheduled in taps:
+                batch[index] = SequenceTap(taps[scheduled], tokens, own)
+        attention = self._attention.prepare(ordered)
         logits = self._model(
             torch.tensor([ids], device=self._cache.device),
-            tap=BatchTap(list(sequence_taps.values())) if sequence_taps else None,
-            rows=wanted,
-            context=PagedContext(self._cache, ordered, list(sequence_taps.values())),
+            tap=BatchTap(batch, self._row_selected_stages) if batch else None,
+            rows=selected,
+            context=StepContext(attention, self._cache, ordered, self._model.backend.network),
         )[0]
-        return Pass(logits, None, rows, sequence_taps, was_recorded=False, was_replayed=False)
+        sequence_taps = {ordered[index]: tap for index, tap in batch.items()}
+        return ForwardResult(logits, None, rows, sequence_taps, was_recorded=False, was_replayed=False)
 
 
-def in_reading_order(shares: Sequence[Share]) -> list[Share]:
-    """Streams before prompts, the short ones first: those of similar length are read together."""
-    return sorted(shares, key=lambda share: (not share.is_stream, share.start))
+def in_attention_order(sequences: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
+    """Decoding sequences before prompts, short ones first: sequences of similar length are read together."""
+    return sorted(sequences, key=lambda scheduled: (not scheduled.is_decoding, scheduled.start))

@@ -1,189 +1,216 @@
-"""What the next step computes. One rule: computed tokens catch up with tokens, under a budget; nothing is a phase. A
-draft is computed ahead, and forgotten as far as it was wrong.
+"""Decide what the next step computes. This module must not import torch (tests/test_layout.py).
 
-Streams come first, a token each; prompts share what is left of the budget, the oldest first, and where streams wait
-for the step they take no more than its pace allows. When the blocks run out, the youngest sequence gives its own back
-and is computed again later. No torch here.
+There is one rule for prompts and decoding alike: a step computes tokens that are not computed yet, up to a token
+budget. Decoding sequences come first, with one token each. Prompts share the rest of the budget, the oldest first; if
+there are fewer prompts than decoding sequences, they take no more than `StepBudget` allows. If the cache runs out of
+blocks, the youngest sequence gives up its blocks and is computed again later.
 """
 
 from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from model.engine.blocks import BlockPool
-from model.engine.drafts import MAX_DRAFT
-from model.engine.pace import Pace
-from model.engine.sequence import Sequence
+from model.engine.block_pool import BlockPool
+from model.engine.prompt_lookup import MAX_DRAFT
+from model.engine.sequence import SequenceState
+from model.engine.step_budget import StepBudget
+from model.errors import InvalidField
 
 
-class Share:
-    """The part of one step that is one sequence's: `num_new` tokens that it has from `start` on, and its draft.
+class ScheduledSequence:
+    """What one sequence computes in one step: `new_tokens` from position `start` on.
 
-    `num_choosing`: of its last tokens, those after which a token is chosen: the newest one, and each of the draft. None
-    where tokens are missing after it.
+    The last `len(draft)` of them are drafted. `num_sampled` says how many tokens the step chooses: one after the newest
+    token of the sequence, and one after each drafted token; 0 if the step does not reach the newest token.
     """
 
-    __slots__ = ("new_tokens", "num_choosing", "num_new", "sequence", "start")
+    __slots__ = ("draft", "new_tokens", "num_new", "num_sampled", "sequence", "start")
 
-    def __init__(self, sequence: Sequence, num_new: int) -> None:
+    def __init__(self, sequence: SequenceState, num_new: int, draft: Sequence[int] = ()) -> None:
         self.sequence = sequence
+        self.draft = draft
         self.start = sequence.num_computed
-        end, draft = self.start + num_new, sequence.draft
-        is_last = end == len(sequence.tokens)
-        self.new_tokens = sequence.tokens[self.start : end].tolist() + (draft if is_last else [])
+        end = self.start + num_new
+        self.new_tokens = [*sequence.tokens[self.start : end], *draft]
         self.num_new = len(self.new_tokens)
-        self.num_choosing = 1 + len(draft) if is_last else 0
+        self.num_sampled = 1 + len(draft) if end == len(sequence.tokens) else 0
 
     @property
-    def is_last(self) -> bool:
-        """No token is missing after it: the next one can be chosen."""
-        return self.num_choosing > 0
+    def reaches_newest_token(self) -> bool:
+        """Whether all tokens of the sequence are computed after the step, so that the next one can be chosen."""
+        return self.num_sampled > 0
 
     @property
-    def is_stream(self) -> bool:
-        """Only the newest token was missing."""
-        return self.num_choosing == self.num_new
+    def is_decoding(self) -> bool:
+        """Whether only the newest token has to be computed (and a draft). Also true for the last token of a prompt."""
+        return self.num_sampled == self.num_new
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step. The blocks for all its tokens are allocated.
+
+    `unwritten_blocks` may still hold values of other sequences, and may be read before they are full. They are the last
+    new block of each sequence: all blocks before it are full before slots behind the newest token are read.
+    """
+
+    sequences: list[ScheduledSequence]
+    unwritten_blocks: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(scheduled.num_new for scheduled in self.sequences)
 
 
 class Scheduler:
-    """Sequences that wait, in order of arrival, and those that run. Nothing that was added is dropped."""
+    """The waiting sequences, in order of arrival, and the running ones. No sequence that was added is dropped."""
 
     def __init__(self, pool: BlockPool, *, max_sequences: int, max_tokens: int, max_stretch: float) -> None:
         if max_sequences < 1:
-            raise ValueError(f"max_sequences: {max_sequences} must be at least 1")
+            raise InvalidField("max_sequences", f"{max_sequences} must be at least 1")
         if max_tokens < max_sequences:
-            raise ValueError(f"max_tokens: {max_tokens} a step is below the {max_sequences} sequences that may run")
+            reason = f"{max_tokens} tokens per step are fewer than the {max_sequences} sequences that may run"
+            raise InvalidField("max_step_tokens", reason)
         self.pool = pool
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
-        self.fresh_blocks: list[int] = []
+        self.waiting: list[SequenceState] = []
+        self.running: list[SequenceState] = []
         self.num_preemptions = 0
-        self.num_prefix_queries = 0  # tokens looked up, as vLLM counts
+        self.num_prefix_queries = 0  # counted in tokens, as vLLM does
         self.num_prefix_hits = 0
         self.num_drafted = 0
-        self.num_drafted_right = 0
+        self.num_accepted = 0
         self._max_sequences = max_sequences
         self._max_tokens = max_tokens
-        self._pace = Pace(max_stretch)
+        self._budget = StepBudget(max_stretch)
+        self._unwritten_blocks: list[int] = []  # of the step that is being planned
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         if self._blocks_for(len(sequence.tokens)) > self.pool.num_blocks:
             raise ValueError(f"{len(sequence.tokens)} tokens do not fit into {self.pool.num_blocks} blocks")
         self.waiting.append(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
-        """It has ended, or was given up: its blocks are free at once."""
+    def remove(self, sequence: SequenceState) -> None:
+        """Remove a sequence that has ended or was cancelled. Its blocks are released at once."""
         if sequence in self.running:
             self.running.remove(sequence)
             self._release(sequence)
         else:
             self.waiting.remove(sequence)
 
-    def schedule(self, *, drafts: bool = False) -> list[Share]:
-        """The next step's shares, streams first; blocks for all of their tokens are the sequences' own. With `drafts`,
-        where streams are few and alone, their drafters add to them.
-
-        `fresh_blocks` are those of them that hold what another sequence left, and will be read before they are full.
-        """
-        self.fresh_blocks = []
-        for sequence in [s for s in self.running if s.is_held]:
-            self._preempt(sequence)  # it keeps nobody from running
-        streams = [s for s in self.running if s.num_missing == 1]
-        shares = [Share(sequence, 1) for sequence in streams if self._make_room(sequence)]
-        budget = self._max_tokens - len(shares)
+    def schedule(self, *, drafts: bool = False) -> StepPlan:
+        """Plan the next step, decoding sequences first. With `drafts`, decoding sequences add drafted tokens if no
+        prompt is in the step."""
+        self._unwritten_blocks = []
+        for sequence in [s for s in self.running if s.paused]:
+            self._preempt(sequence)  # other sequences can use its blocks and its place
+        decoding = [s for s in self.running if s.num_missing == 1]
+        planned = [ScheduledSequence(sequence, 1) for sequence in decoding if self._make_room(sequence)]
+        budget = self._max_tokens - len(planned)
         prompts = [s for s in self.running if s.num_missing > 1]
         num_entering = min(len(self.waiting), self._max_sequences - len(self.running))
-        if 0 < len(prompts) + num_entering < len(shares):  # else fewer are held up than get on
-            budget = min(budget, self._pace.limit(len(shares)))
+        # Prompts delay the decoding sequences: limit them if they are fewer.
+        if 0 < len(prompts) + num_entering < len(planned):
+            budget = min(budget, self._budget.max_prompt_tokens(len(planned)))
         for sequence in prompts:
-            budget -= self._share(sequence, budget, shares)
+            budget -= self._schedule_prompt(sequence, budget, planned)
         for sequence in list(self.waiting):
             if budget <= 0 or len(self.running) == self._max_sequences:
                 break
-            if not (sequence.is_held or self._is_led(sequence)):
+            if not (sequence.paused or self._waits_for_prefix(sequence)):
                 if not self._admit(sequence):
-                    break  # those behind it do not overtake it
-                budget -= self._share(sequence, budget, shares)
-        if drafts and all(share.is_stream for share in shares):
-            return self._with_drafts(shares)
-        return shares
+                    break  # later sequences do not overtake this one
+                budget -= self._schedule_prompt(sequence, budget, planned)
+        if drafts and all(each.is_decoding for each in planned):
+            planned = self._with_drafts(planned)
+        return StepPlan(planned, self._unwritten_blocks)
 
-    def complete(self, shares: list[Share], seconds: float | None, *, replayed: bool = False) -> None:
-        """The step was computed, or `replayed`, and took this long; None where others like it will not.
+    def complete(self, plan: StepPlan, seconds: float | None, *, replayed: bool = False) -> None:
+        """Account for a step that was computed, or `replayed`, in `seconds`.
 
-        The tokens that it gave are the sequences' own by now: of a draft that differs from them nothing is kept.
+        `seconds` is None if the step was recorded: its time is not counted, because later steps of its shape will be
+        replayed, which is faster (decode_graphs.py). The new tokens have been appended to the sequences. Drafted tokens
+        that differ from them do not count as computed.
         """
-        for share in shares:
-            sequence = share.sequence
+        for scheduled in plan.sequences:
+            sequence = scheduled.sequence
             before = sequence.num_computed
-            sequence.num_computed = min(share.start + share.num_new, len(sequence.tokens) - 1)
-            if sequence.draft and sequence.drafter is not None:
-                num_right = sequence.num_computed - before - 1
-                sequence.drafter.observe(len(sequence.draft), num_right)
-                self.num_drafted += len(sequence.draft)
-                self.num_drafted_right += num_right
-                sequence.draft = []
-                num_blocks = self._blocks_for(len(sequence.tokens))
-                self.pool.release(sequence.blocks[num_blocks:])
-                del sequence.blocks[num_blocks:]
+            sequence.num_computed = min(scheduled.start + scheduled.num_new, len(sequence.tokens) - 1)
+            if scheduled.draft:
+                self._account_for_draft(scheduled, num_right=sequence.num_computed - before - 1)
             if sequence.shares_prefix:
                 size = self.pool.block_size
                 for index in range(before // size, sequence.num_computed // size):
                     self.pool.register(sequence.blocks[index], sequence.block_hash(index, size))
         if seconds is not None:
-            self._pace.observe(sum(share.num_new for share in shares), seconds, replayed=replayed)
+            self._budget.observe(plan.num_tokens, seconds, replayed=replayed)
 
-    def forget(self, shares: list[Share]) -> None:
-        """The step failed: nobody is to find what the blocks of its sequences hold."""
-        for share in shares:
-            self.pool.forget(share.sequence.blocks)
+    def forget(self, plan: StepPlan) -> None:
+        """The step failed: make sure that nobody reuses the contents of its blocks."""
+        for scheduled in plan.sequences:
+            self.pool.forget(scheduled.sequence.blocks)
 
-    def _with_drafts(self, streams: list[Share]) -> list[Share]:
-        """A draft for each that has one, as long as there is room for it in the step and in the cache."""
-        room, worth = min(MAX_DRAFT + 1, self._max_tokens) - len(streams), self._pace.worth(len(streams))
-        shares = []
-        for index, share in enumerate(streams):
-            sequence, fair = share.sequence, -(-room // (len(streams) - index))
-            if sequence.drafter is not None and fair > 0:
-                sequence.draft = sequence.drafter.draft(sequence.tokens, fair, worth)
-                num_tokens = len(sequence.tokens) + len(sequence.draft)
-                num_more = self._blocks_for(num_tokens) - len(sequence.blocks)
+    def _account_for_draft(self, scheduled: ScheduledSequence, num_right: int) -> None:
+        """Count the accepted tokens, and release the blocks that only rejected tokens needed."""
+        sequence = scheduled.sequence
+        if sequence.lookup is not None:
+            sequence.lookup.observe(len(scheduled.draft), num_right)
+        self.num_drafted += len(scheduled.draft)
+        self.num_accepted += num_right
+        num_blocks = self._blocks_for(len(sequence.tokens))
+        self.pool.release(sequence.blocks[num_blocks:])
+        del sequence.blocks[num_blocks:]
+
+    def _with_drafts(self, decoding: list[ScheduledSequence]) -> list[ScheduledSequence]:
+        """Add drafts as long as there is room in the cache, and in a step of at most `MAX_DRAFT` + 1 tokens."""
+        room = min(MAX_DRAFT + 1, self._max_tokens) - len(decoding)
+        min_acceptance = self._budget.min_acceptance(len(decoding))
+        result = []
+        for index, scheduled in enumerate(decoding):
+            sequence, fair_share = scheduled.sequence, -(-room // (len(decoding) - index))
+            draft: list[int] = []
+            if sequence.lookup is not None and fair_share > 0:
+                draft = sequence.lookup.draft(sequence.tokens, fair_share, min_acceptance)
+                num_more = self._blocks_for(len(sequence.tokens) + len(draft)) - len(sequence.blocks)
                 if num_more > self.pool.num_free:
-                    sequence.draft = []
+                    draft = []
                 else:
                     self._extend(sequence, num_more)
-            room -= len(sequence.draft)
-            shares.append(Share(sequence, 1) if sequence.draft else share)
-        return shares
+            room -= len(draft)
+            result.append(ScheduledSequence(sequence, 1, draft) if draft else scheduled)
+        return result
 
-    def _share(self, sequence: Sequence, budget: int, shares: list[Share]) -> int:
+    def _schedule_prompt(self, sequence: SequenceState, budget: int, scheduled: list[ScheduledSequence]) -> int:
+        """Schedule as many missing tokens as the budget allows, and return their number."""
         num_new = min(sequence.num_missing, budget)
         if num_new <= 0:
             return 0
-        shares.append(Share(sequence, num_new))
+        scheduled.append(ScheduledSequence(sequence, num_new))
         return num_new
 
-    def _is_led(self, sequence: Sequence) -> bool:
-        """Whether its leader, which computes the same prompt, has still to finish that."""
-        leader = sequence.leader
+    def _waits_for_prefix(self, sequence: SequenceState) -> bool:
+        """Whether the sequence has to wait until its prefix leader has computed the prompt that both have."""
+        leader = sequence.prefix_leader
         if leader is None or leader.num_computed >= leader.num_prompt:
             return False
         return leader in self.running or leader in self.waiting
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence the blocks of all its tokens, those of computed prefixes first."""
+    def _admit(self, sequence: SequenceState) -> bool:
+        """Let a waiting sequence run if there are blocks for all its tokens. Computed prefixes are shared."""
         size = self.pool.block_size
-        found: list[int] = []
-        if sequence.shares_prefix:  # of the last token the logits are needed: it is always computed
+        shared: list[int] = []
+        if sequence.shares_prefix:
+            # The last token is always computed, because its logits are needed.
             num_full = min(len(sequence.tokens) - 1, sequence.max_cached) // size
-            found = self.pool.find(sequence.block_hash(index, size) for index in range(num_full))
-        num_more = self._blocks_for(len(sequence.tokens)) - len(found)
-        # One block is left for each that runs, else the next step preempts what this one admits.
-        if self.pool.num_free - self.pool.num_free_among(found) < num_more + len(self.running):
+            shared = self.pool.find(sequence.block_hash(index, size) for index in range(num_full))
+        num_more = self._blocks_for(len(sequence.tokens)) - len(shared)
+        # Leave a free block for each running sequence. Otherwise the next step may have to preempt this sequence.
+        if self.pool.num_free - self.pool.num_free_among(shared) < num_more + len(self.running):
             return False
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=lambda s: s.order)
-        self.pool.share(found)
-        sequence.blocks = found
-        sequence.num_computed = len(found) * size
+        self.pool.share(shared)
+        sequence.blocks = shared
+        sequence.num_computed = len(shared) * size
         self._extend(sequence, num_more)
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
@@ -191,9 +218,9 @@ class Scheduler:
             self.num_prefix_hits += sequence.num_computed
         return True
 
-    def _make_room(self, sequence: Sequence) -> bool:
-        """A block for the next token of a stream, from the youngest sequences where none is free."""
-        while sequence.blocks:  # none: it was preempted itself
+    def _make_room(self, sequence: SequenceState) -> bool:
+        """Provide a block for the next token of a decoding sequence; preempt the youngest sequences if none is free."""
+        while sequence.blocks:  # without blocks, the sequence itself was preempted
             num_more = self._blocks_for(len(sequence.tokens)) - len(sequence.blocks)
             if num_more <= self.pool.num_free:
                 self._extend(sequence, num_more)
@@ -201,36 +228,41 @@ class Scheduler:
             self._preempt(self.running[-1])
         return False
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: SequenceState) -> None:
+        """Take back the blocks of a running sequence. It waits, and will be computed again."""
         self.running.remove(sequence)
         self._release(sequence)
         sequence.num_computed = 0
         insort(self.waiting, sequence, key=lambda s: s.order)
         self.num_preemptions += 1
 
-    def _extend(self, sequence: Sequence, num_more: int) -> None:
+    def _extend(self, sequence: SequenceState, num_more: int) -> None:
         for _ in range(num_more):
             sequence.blocks.append(self.pool.allocate(sequence.blocks[-1] if sequence.blocks else None))
         if num_more:
-            self.fresh_blocks.append(sequence.blocks[-1])
+            self._unwritten_blocks.append(sequence.blocks[-1])
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: SequenceState) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.block_size)
 
-    def check_integrity(self) -> None:
-        """The pool is exact; who runs has blocks for what is computed, who waits has none; both are in order."""
+    def check_integrity(self, plan: StepPlan | None = None) -> None:
+        """Check that the block pool is consistent, that running sequences have their blocks and waiting ones none.
+
+        `plan` is the step that is being computed; None between steps.
+        """
+        num_drafted = {each.sequence: len(each.draft) for each in plan.sequences} if plan is not None else {}
         self.pool.check_integrity([sequence.blocks for sequence in self.running])
         assert len(self.running) <= self._max_sequences
         for queue in (self.running, self.waiting):
-            assert [s.order for s in queue] == sorted({s.order for s in queue}), "out of order, or there twice"
+            assert [s.order for s in queue] == sorted({s.order for s in queue}), "out of order, or listed twice"
         assert not set(self.running) & set(self.waiting)
         for sequence in self.running:
             assert 0 <= sequence.num_computed <= len(sequence.tokens)
-            most = self._blocks_for(len(sequence.tokens) + len(sequence.draft))
+            most = self._blocks_for(len(sequence.tokens) + num_drafted.get(sequence, 0))
             assert self._blocks_for(sequence.num_computed) <= len(sequence.blocks) <= most
         for sequence in self.waiting:
             assert not sequence.blocks

@@ -3,34 +3,33 @@
 import hashlib
 import sys
 from array import array
-from collections.abc import Sequence as Tokens
+from collections.abc import Sequence
 
-from model.engine.drafts import Drafter
+from model.engine.prompt_lookup import PromptLookup
 
 
-class Sequence:
-    """The tokens of a prompt and what was generated after it. `num_computed` of them are in `blocks`.
+class SequenceState:
+    """The tokens of a prompt and those generated after it. `num_computed` of them are in `blocks`.
 
-    `order` is its age: a smaller one came earlier. A sequence with a `leader` starts when the leader's prompt is
-    computed, to share its blocks. Without `shares_prefix` it neither takes computed blocks of others nor offers any.
-    At most `max_cached` tokens are taken from others. Sequences with different values of `cache_salt` never share
-    blocks. One that `is_held` is in no step. A `drafter` guesses what follows its tokens; during a step, `draft` are
-    those guesses that the step computes with them.
+    `order` is the order of arrival: a smaller number came earlier. A sequence with a `prefix_leader` starts when the
+    leader's prompt is computed, so that it can share the leader's blocks, or when the leader has ended. Without
+    `shares_prefix` a sequence neither uses computed blocks of others nor offers its own. At most `max_cached` tokens
+    are taken from others. Sequences with different values of `cache_salt` never share blocks. A `paused` sequence takes
+    part in no step. `lookup` drafts the tokens that may follow; without it nothing is drafted.
     """
 
     __slots__ = (
         "_hashes",
         "_root",
         "blocks",
-        "draft",
-        "drafter",
-        "is_held",
-        "leader",
+        "lookup",
         "max_cached",
         "num_cached",
         "num_computed",
         "num_prompt",
         "order",
+        "paused",
+        "prefix_leader",
         "shares_prefix",
         "tokens",
     )
@@ -38,35 +37,34 @@ class Sequence:
     def __init__(
         self,
         order: int,
-        prompt: Tokens[int],
+        prompt: Sequence[int],
         *,
         shares_prefix: bool = True,
         max_cached: int = sys.maxsize,
-        leader: "Sequence | None" = None,
+        prefix_leader: "SequenceState | None" = None,
         cache_salt: str | None = None,
     ) -> None:
         self.order = order
         self.tokens = array("q", prompt)
         self.num_prompt = len(prompt)
         self.num_computed = 0
-        self.num_cached: int | None = None  # tokens of the prompt that others had computed; None until it first runs
+        self.num_cached: int | None = None  # prompt tokens that others had computed; None until the sequence first runs
         self.blocks: list[int] = []
         self.shares_prefix = shares_prefix
         self.max_cached = max_cached
-        self.leader = leader
-        self.is_held = False
-        self.drafter: Drafter | None = None
-        self.draft: list[int] = []
+        self.prefix_leader = prefix_leader
+        self.paused = False
+        self.lookup: PromptLookup | None = None
         self._hashes: list[bytes] = []
-        self._root = b"" if cache_salt is None else salt_hash(cache_salt)
+        self._root = b"" if cache_salt is None else salt_hash(cache_salt)  # the hash before the first block
 
     @property
     def num_missing(self) -> int:
-        """Tokens that are not computed yet; 1 for a sequence that streams."""
+        """Tokens that are not computed yet; 1 for a decoding sequence."""
         return len(self.tokens) - self.num_computed
 
     def block_hash(self, index: int, block_size: int) -> bytes:
-        """Hash of the salt and of all tokens up to the end of a full block: equal hashes, equal keys and values."""
+        """Hash of the salt and of all tokens up to the end of a full block. Equal hashes mean equal keys and values."""
         while len(self._hashes) <= index:
             start = len(self._hashes) * block_size
             before = self._hashes[-1] if self._hashes else self._root
@@ -78,7 +76,7 @@ class Sequence:
 def salt_hash(cache_salt: str) -> bytes:
     """The hash from which the block hashes of a salted sequence start.
 
-    It is computed by another function than the block hashes. With the same function, somebody could choose a salt that
-    has the hash of another sequence's block, and then be given the blocks that follow it.
+    It uses another hash function than the block hashes. With the same function, somebody could choose a salt that has
+    the hash of another sequence's block, and would then receive the blocks that follow that block.
     """
     return hashlib.blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=32, person=b"cache_salt").digest()

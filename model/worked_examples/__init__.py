@@ -1,4 +1,8 @@
-"""The articles' networks: small enough to follow number by number, each with the numbers that its article prints."""
+"""The networks of three articles, with the numbers that the articles print.
+
+The articles are "How LLMs learn: forward pass", "A token's journey" and "Understanding gradients"; README.md has their
+links. The networks are small enough to follow number by number.
+"""
 
 from functools import cache
 
@@ -20,8 +24,8 @@ WORKED_EXAMPLES: dict[str, type[WorkedExample]] = {
 
 @cache
 def worked_example(name: str) -> WorkedExample:
-    """The network of that name, built once. Raises `ValueError` listing the names."""
+    """Return the worked example with this name; each is built once. Raises `ValueError` if there is none."""
     if name not in WORKED_EXAMPLES:
-        raise ValueError(f"no worked example {name!r}; there are {', '.join(WORKED_EXAMPLES)}")
-    with torch.inference_mode(False):  # `compare` differentiates, which weights made in inference mode forbid
+        raise ValueError(f"unknown worked example {name!r}; the worked examples are {', '.join(WORKED_EXAMPLES)}")
+    with torch.inference_mode(False):  # `compare` needs gradients, so no weight may be an inference tensor
         return WORKED_EXAMPLES[name]()

@@ -1,9 +1,13 @@
-"""articles/003: one block of width 4 on "the cat sat on", with every weight printed.
+"""The article "A token's journey": one block of width 4 on "the cat sat on", with every weight printed.
 
-Where it bends the order of a block: the first LayerNorm is shown but nothing reads it (q, k and v are of the raw sum of
-embeddings), so an edit of `ln1` changes nothing after it; there is no mask and no 1/sqrt(d), so `attn_scores` equals
-`scores`; no bias anywhere, no final norm. The article follows the last position alone from `attn_out` on, and rounds to
-one or two decimals between steps.
+How this network differs from a standard block:
+- Nothing reads the result of the first LayerNorm: q, k and v are computed from the raw sum of the embeddings. Editing
+  `ln1` therefore changes no later stage.
+- There is no mask and no scaling by 1/sqrt(d), so `attn_scores` equals `scores`.
+- There are no biases and there is no final norm.
+
+From `attn_out` on, the article follows only the last position. Between the steps, the article rounds to one
+or two decimals.
 """
 
 from typing import ClassVar
@@ -11,9 +15,10 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from model.attention import attend
-from model.operations import ACTIVATIONS
-from model.stages import HIDDEN, READ_OUT, RESIDUAL, Probe, Stage, norm_stages
+from model.network.attention import attend
+from model.ops.torch_ops import ACTIVATIONS
+from model.tracing.stages import HIDDEN, OUTPUT_STAGES, RESIDUAL, Stage, norm_stages
+from model.tracing.tap import Probe
 from model.worked_examples.published import Published
 from model.worked_examples.worked_example import ATTENTION, WorkedExample, fixed, in_block, layer_norm, project_heads
 
@@ -92,7 +97,8 @@ PUBLISHED = {
         "0.1 0.0 0.1 0.0   0.0 0.1 0.0 0.1   0.1 0.0 0.0 -0.1   0.0 0.1 0.1 0.0",
         given=True,
     ),
-    # The last row is printed again, with two decimals, where LayerNorm and the residual read it.
+    # The article prints the last row a second time, with two decimals, as the input of LayerNorm and of the
+    # residual connection.
     "blocks.0.resid_pre": Published.of(
         RESIDUAL_SHAPE,
         "0.3 -0.1 0.8 0.2   0.1 0.5 -0.3 0.7   0.6 0.2 0.1 -0.4   -0.20 0.30 0.50 0.10",
@@ -135,7 +141,7 @@ PUBLISHED = {
 
 
 class ATokensJourney(WorkedExample):
-    """x + attention(x), then + W2 relu(W1 LayerNorm); one head, every query sees every key."""
+    """h = x + attention(x), then h + relu(LayerNorm(h) W1) W2; one head, every query sees every key."""
 
     name = "a-tokens-journey"
     title = "A token's journey: the cat sat on"
@@ -160,7 +166,7 @@ class ATokensJourney(WorkedExample):
             Stage("mlp_out", RESIDUAL),
             Stage("resid_post", RESIDUAL),
         ),
-        *READ_OUT,
+        *OUTPUT_STAGES,
     ]
     published = PUBLISHED
     published_results: ClassVar[dict[str, str]] = {
@@ -182,7 +188,7 @@ class ATokensJourney(WorkedExample):
         x = embed + probe("pos_embed", self.pos_emb[: ids.shape[1]].expand_as(embed))
         x = block("resid_pre", x)
 
-        self.ln1(x, block.at("ln1"))  # shown, and read by nothing
+        self.ln1(x, block.at("ln1"))  # the article shows this stage, but no later stage reads it
         q = attn("q", project_heads(x, self.W_q))  # (1, T, H, D)
         k = attn("k", project_heads(x, self.W_k))
         v = attn("v", project_heads(x, self.W_v))

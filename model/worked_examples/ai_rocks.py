@@ -1,18 +1,26 @@
-"""articles/000: a GPT-2 style block of width 4 on "AI rocks <EOS>", whose weights are only in part printed.
+"""The article "How LLMs learn: forward pass": a GPT-2 style block of width 4 on "AI rocks <EOS>".
 
-Where it bends the order of a block: what the residual connection adds is the normalized input, not the sum of
-embeddings. So the first LayerNorm comes before `resid_pre` here, which equals `ln1.out` and is what the residual reads,
-while q, k and v read `ln1.out`: the article prints the two, and with different numbers. The second residual adds
-`ln2.out` likewise: `resid_post = ln2.out + mlp_out`. The head is tied, and there is no final norm.
+The article prints only part of the weights.
 
-Not printed are P, head 2 of W_Q, W_K and W_V, W_O, W1, b1, W2 and b2. They are completed so that the network reproduces
-the printed `ln1.out`, `attn_out` and `mlp_out`:
-- P puts E + P where LayerNorm gives the printed y1: x = c y1 with c^2 (1 - variance(y1)) = eps.
-- Head 2 and W1 are drawn small, b1 and b2 are zero, as a network starts.
-- W_O and W2 are the least matrices that take the network's own z and hidden layer to the printed `attn_out` and
-  `mlp_out`: three equations for four and sixteen rows, so they hold exactly.
-Where a printed stage does not follow from those before it, no network gives both. This one follows the first of them:
-`attn.v` and `resid_pre` differ from print in the rows of "rocks" and "<EOS>", and so does what is computed from them.
+How this network differs from a standard block:
+- The first residual connection adds the normalized input, not the sum of the embeddings. The first LayerNorm therefore
+  comes before `resid_pre`, and `resid_pre` equals `ln1.out`. They are two stages because the article prints both, with
+  different numbers: q, k and v read `ln1.out`, the residual connection reads `resid_pre`.
+- The second residual connection adds `ln2.out`: `resid_post = ln2.out + mlp_out`.
+- The head is tied to the embedding, and there is no final norm.
+
+The article does not print the position embeddings P, head 2 of W_Q, W_K and W_V, W_O, W1, b1, W2 and b2. We filled them
+in so that the network reproduces the printed `ln1.out`, `attn_out` and `mlp_out`:
+- With E the token embeddings, P is chosen so that LayerNorm(E + P) is y1, the printed `ln1.out`: E + P = c y1 with
+  c^2 (1 - variance(y1)) = eps.
+- Head 2 and W1 are small random numbers, b1 and b2 are zero, as in a new network.
+- W_O and W2 are the smallest matrices that map the network's own z and hidden layer to the printed `attn_out` and
+  `mlp_out`. A column of W_O has 4 unknowns and a column of W2 has 16, but there are only 3 equations, one per
+  position. So the equations hold exactly.
+
+Where a printed stage contradicts an earlier printed stage, no network can reproduce both. This network follows the
+earlier one: `attn.v` and `resid_pre` differ from the printed numbers in the rows of "rocks" and "<EOS>", and so do the
+stages that are computed from them.
 """
 
 import random
@@ -22,9 +30,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.attention import CausalMask, attend
-from model.operations import ACTIVATIONS
-from model.stages import HIDDEN, READ_OUT, RESIDUAL, Probe, Recorder, Stage, norm_stages
+from model.network.attention import attend
+from model.ops.torch_attention import CausalMask
+from model.ops.torch_ops import ACTIVATIONS
+from model.tracing.stages import HIDDEN, OUTPUT_STAGES, RESIDUAL, Stage, norm_stages
+from model.tracing.tap import Probe, Recorder
 from model.worked_examples.published import Published
 from model.worked_examples.worked_example import (
     ATTENTION,
@@ -95,7 +105,7 @@ PUBLISHED = {
         0.912 0.278 -1.658 0.465
         """,
     ),
-    # The article prints the variance; its eps of 1e-5, which the stage holds, is below what the digits show.
+    # The article prints the variance. The stage includes eps = 1e-5, which is too small to change the printed digits.
     "blocks.0.ln2.scale": Published.of((1, 3, 1), "0.9905 0.868 0.9685", squared=True),
     "blocks.0.ln2.normalized": Published.of(
         RESIDUAL_SHAPE,
@@ -149,7 +159,7 @@ PUBLISHED = {
 
 
 class AIRocks(WorkedExample):
-    """y1 + attention(y1), normalized to y2, y2 + feed-forward(y2), where y1 = LayerNorm(E + P); two heads, causal."""
+    """y1 = LayerNorm(E + P), y2 = LayerNorm(y1 + attention(y1)), then y2 + feed-forward(y2); two heads, causal."""
 
     name = "ai-rocks"
     title = "GPT-2 style block on [AI, rocks, <EOS>]"
@@ -174,7 +184,7 @@ class AIRocks(WorkedExample):
             Stage("mlp_out", RESIDUAL),
             Stage("resid_post", RESIDUAL),
         ),
-        *READ_OUT,
+        *OUTPUT_STAGES,
     ]
     published = PUBLISHED
     published_results: ClassVar[dict[str, str]] = {"prediction": "<EOS>", "prediction_probability": "0.3362"}
@@ -185,11 +195,13 @@ class AIRocks(WorkedExample):
         self.E = fixed(E)
         self.ln1, self.ln2 = layer_norm(self.d_model), layer_norm(self.d_model)
         y1 = self.published["blocks.0.ln1.out"].numbers()[0]  # (T, C)
-        # Rounding can leave a variance of one or more, which no c gives; then c is large enough for eps not to count.
+        # Rounding can make the variance of y1 one or more. Then no c solves the equation above, and c is made so large
+        # that eps does not matter.
         missing = (1 - y1.var(-1, correction=0, keepdim=True)).clamp(min=1e-4)
         self.P = fixed((self.ln1.eps / missing).sqrt() * y1 - self.E[self.prompt_ids])
 
-        generator = random.Random(10)  # of the seeds 0 to 10 the one that leaves W_O smallest
+        # Of the seeds 0 to 10, this one gives the fitted W_O whose largest entry is smallest in absolute value.
+        generator = random.Random(10)
         self.W_Q = fixed([W_Q_HEAD_1, drawn(generator, self.d_model, self.d_head)])  # (H, C, D)
         self.W_K = fixed([W_K_HEAD_1, drawn(generator, self.d_model, self.d_head)])
         self.W_V = fixed([W_V_HEAD_1, drawn(generator, self.d_model, self.d_head)])
@@ -201,7 +213,7 @@ class AIRocks(WorkedExample):
         self.W2.copy_(self._fitted("blocks.0.mlp.post", "blocks.0.mlp_out"))
 
     def _fitted(self, source: str, target: str) -> Tensor:
-        """The least W for which this network's own `source` @ W is the printed `target`."""
+        """The smallest W (least squares norm) for which this network's own `source` @ W is the printed `target`."""
         recorder = Recorder(stage for stage in self.stages if stage.name == source)
         self(torch.tensor([self.prompt_ids]), tap=recorder)
         computed: Tensor = recorder.kept[source][0].flatten(1)  # (T, rows of W)

@@ -1,12 +1,13 @@
-"""An article's printed numbers against computed ones: its mistakes are found here, by computing, and listed nowhere.
+"""Compare the numbers that an article prints with computed ones, and find the article's mistakes.
 
-Two questions are asked of every stage that an article prints. Does the network, run from its weights, give these
-numbers? And do they follow from the numbers printed before them? The second pass is one tap: where a stage with
-printed numbers arrives, it is compared, and the printed ones go on in its place.
+The mistakes are not listed anywhere: they are computed here. Two passes answer two questions about each printed stage:
+1. Does the network, with its weights, compute the printed numbers?
+2. Do the printed numbers follow from the numbers that the article printed before them? In this pass a tap compares each
+   stage with the printed numbers, then replaces it by them.
 
-A number from printed ones may be off by its own rounding and by theirs. The first is half a unit of its last digit.
-The second, to first order, is the sum over every printed input of |d number / d input| times half a unit of that
-input's last digit. What is further off is a slip.
+In the second pass a printed number may be wrong by its own rounding, half a unit of its last digit, and by the rounding
+of the printed inputs. To first order the latter is the sum over all printed inputs of |d number / d input| times half a
+unit of the input's last digit. A number with a larger error is called a slip.
 """
 
 import math
@@ -16,18 +17,22 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from model.stages import Recorder
-from model.transformer import read_out
+from model.tracing.predictions import compute_loss
+from model.tracing.tap import Recorder
 from model.worked_examples.published import Published, half_unit
 from model.worked_examples.worked_example import WorkedExample
 
-FLOAT_NOISE = 1e-9  # a tie, such as 0.25 printed 0.3, is half a unit off exactly
+# Added to every allowed error: the error of a tie, such as 0.25 printed as 0.3, is exactly half a unit, and
+# floating-point arithmetic can exceed it slightly.
+FLOAT_NOISE = 1e-9
 
 
 @dataclass(frozen=True)
 class Slip:
-    """A printed number that does not follow from the numbers printed before it: `from_printed` does, and rounding
-    explains a difference of `allowed` at most."""
+    """A printed number that does not follow from the numbers printed before it.
+
+    `from_printed` is the number that does follow; rounding explains a difference of at most `allowed`.
+    """
 
     stage: str
     index: tuple[int, ...]
@@ -38,8 +43,10 @@ class Slip:
 
 @dataclass(frozen=True)
 class FromPrevious:
-    """A stage recomputed from the printed stages before it. `values` is in the stage's shape, squared where what is
-    printed is the square."""
+    """A stage computed from the printed numbers of the stages before it.
+
+    `values` has the stage's shape, and is squared if the article prints the square.
+    """
 
     values: Tensor
     max_difference: float
@@ -47,15 +54,18 @@ class FromPrevious:
 
     @property
     def agrees(self) -> bool:
-        """Rounding, carried through, explains every difference."""
+        """Whether rounding, of the printed numbers and of their inputs, explains every difference."""
         return not self.slips
 
 
 @dataclass(frozen=True)
 class StageComparison:
-    """One printed stage: `computed` (in the stage's shape, squared where what is printed is the square) is the
-    network's own; `agrees` when every printed number is what it rounds to. `from_previous` is None where the article
-    does not print the weights in between."""
+    """One printed stage, compared with the network.
+
+    `computed` is the stage as the network computes it, squared if the article prints the square. `agrees` says whether
+    each printed number is the rounded computed number. `from_previous` is None if the article does not print the
+    weights between the previous stages and this one.
+    """
 
     stage: str
     published: Published
@@ -67,7 +77,7 @@ class StageComparison:
 
 @dataclass(frozen=True)
 class ResultComparison:
-    """One printed result of the whole pass; `computed` has as many decimals as the article prints."""
+    """One printed result of the whole pass. `computed` has as many decimals as the printed one."""
 
     name: str
     published: str
@@ -77,7 +87,7 @@ class ResultComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The printed stages in firing order, and the printed results."""
+    """The printed stages in the order of computation, and the printed results."""
 
     stages: tuple[StageComparison, ...]
     results: tuple[ResultComparison, ...]
@@ -90,30 +100,30 @@ class Comparison:
 
 @cache
 def compare(example: WorkedExample) -> Comparison:
-    """Run a worked example on its article's prompt, once as it is and once from the printed numbers."""
-    with torch.inference_mode(False):  # the caller may be inside it, and the derivatives need gradients on
+    """Run a worked example on the prompt of its article, once unchanged and once with the printed numbers put in."""
+    with torch.inference_mode(False):  # the caller may be in inference mode, which allows no derivatives
         recorder = Recorder(stage for stage in example.stages if stage.name in example.published)
         ids = torch.tensor([example.prompt_ids])
         logits = example(ids, tap=recorder)
-        loss = read_out(logits, example.targets, recorder)
+        loss = compute_loss(logits, example.targets, recorder)
 
-        from_printed = _FromPrinted(example)
-        read_out(example(ids, tap=from_printed), example.targets, from_printed)
+        tap = _PrintedInputsTap(example)
+        compute_loss(example(ids, tap=tap), example.targets, tap)
 
     stages = [
-        _compare_stage(name, example.published[name], computed, from_printed.found[name])
+        _compare_stage(name, example.published[name], computed, tap.found[name])
         for name, computed in recorder.kept.items()
     ]
     return Comparison(tuple(stages), tuple(_compare_results(example, logits[0], loss[0])))
 
 
-class _FromPrinted:
-    """The tap of the second pass."""
+class _PrintedInputsTap:
+    """The tap of the second pass: it compares each stage with the printed numbers and replaces it by them."""
 
     def __init__(self, example: WorkedExample) -> None:
         self._published = example.published
         self._completed = example.completed
-        self._inputs: list[tuple[Tensor, Tensor]] = []  # printed so far, and their half units
+        self._inputs: list[tuple[Tensor, Tensor]] = []  # the printed stages so far, and their half units
         self.found: dict[str, FromPrevious | None] = {}
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
@@ -124,7 +134,7 @@ class _FromPrinted:
         self.found[name] = None if name in self._completed else self._check(name, published, values)
 
         printed = published.numbers()
-        leaf = printed.nan_to_num().requires_grad_()
+        leaf = printed.nan_to_num().requires_grad_()  # a leaf of the autograd graph, for `_carried_rounding`
         self._inputs.append((leaf, published.half_units()))
         patched = torch.where(printed.isnan(), values, leaf)
         return patched.sqrt() if published.squared else patched
@@ -132,7 +142,7 @@ class _FromPrinted:
     def _check(self, name: str, published: Published, values: Tensor) -> FromPrevious:
         printed, half_units = published.numbers(), published.half_units()
         where = ~printed.isnan()
-        allowed = half_units[where] + self._carried(values[where]) + FLOAT_NOISE
+        allowed = half_units[where] + self._carried_rounding(values[where]) + FLOAT_NOISE
         values = values.detach()
         beyond = (values - printed)[where].abs() > allowed
         slips = (
@@ -141,15 +151,15 @@ class _FromPrinted:
         )
         return FromPrevious(values, _max_difference(values, printed), tuple(slips))
 
-    def _carried(self, values: Tensor) -> Tensor:
-        """How far the rounding of the printed inputs may have moved each of these N values, to first order: (N,)."""
+    def _carried_rounding(self, values: Tensor) -> Tensor:
+        """The largest error that the rounding of the printed inputs can cause, to first order: values (N,) -> (N,)."""
         carried = torch.zeros_like(values)
         if not values.requires_grad:
             return carried
         leaves = [leaf for leaf, _ in self._inputs]
-        each = torch.eye(len(values), dtype=values.dtype)
+        one_by_one = torch.eye(len(values), dtype=values.dtype)
         derivatives = torch.autograd.grad(
-            values, leaves, each, retain_graph=True, allow_unused=True, is_grads_batched=True
+            values, leaves, one_by_one, retain_graph=True, allow_unused=True, is_grads_batched=True
         )  # (N, *leaf)
         for derivative, (_, half_units) in zip(derivatives, self._inputs, strict=True):
             if derivative is not None:
@@ -181,7 +191,7 @@ def _compare_stage(
 
 
 def _compare_results(example: WorkedExample, logits: Tensor, loss: Tensor) -> list[ResultComparison]:
-    """logits (T, V), loss (T,) with NaN where there is no target."""
+    """Compare the printed results: logits (T, V), loss (T,) with NaN at positions without a target."""
     prediction = int(logits[-1].argmax())
     mean = loss.nanmean().item()
     computed: dict[str, float | str] = {

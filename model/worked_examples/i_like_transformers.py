@@ -1,8 +1,13 @@
-"""articles/004: one block of width 16 on "<BOS> I like transformers <EOS>", its weights drawn by a printed recipe.
+"""The article "Understanding gradients": one block of width 16 on "<BOS> I like transformers <EOS>".
 
-Where it bends the order of a block: the feed-forward network reads the attention's output, with no residual from before
-the attention, so there is no `resid_mid`; the one residual adds the attention's output to the feed-forward's, which is
-`resid_post`; the LayerNorm after it is `ln2`, as in a post-norm block, and the head reads it.
+The weights are drawn with the random generator and the seed that the article prints.
+
+How this network differs from a standard block:
+- There is no residual connection around attention, so there is no `resid_mid`; the feed-forward network reads the
+  output of attention.
+- The only residual connection adds the output of attention to that of the feed-forward network; the sum is
+  `resid_post`.
+- The only LayerNorm follows this sum. It is named `ln2`, as in a post-norm block, and the head reads its output.
 """
 
 import random
@@ -11,9 +16,11 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from model.attention import CausalMask, attend
-from model.operations import ACTIVATIONS
-from model.stages import HIDDEN, READ_OUT, RESIDUAL, Probe, Stage, norm_stages
+from model.network.attention import attend
+from model.ops.torch_attention import CausalMask
+from model.ops.torch_ops import ACTIVATIONS
+from model.tracing.stages import HIDDEN, OUTPUT_STAGES, RESIDUAL, Stage, norm_stages
+from model.tracing.tap import Probe
 from model.worked_examples.published import Published
 from model.worked_examples.worked_example import (
     ATTENTION,
@@ -32,7 +39,7 @@ PUBLISHED = {
         " 1.5670 0.2124 -0.6301 -0.9558 0.8655 -0.7691 0.9595 0.0645",
         np.s_[0, 0],
     ),
-    # One logit and the probability and loss that follow from it are printed again with six decimals.
+    # The article prints one logit, and its probability and loss, a second time with six decimals.
     "logits": Published.of(
         (1, 5, 6),
         """
@@ -81,7 +88,7 @@ class ILikeTransformers(WorkedExample):
             Stage("resid_post", RESIDUAL),
             *norm_stages("ln2"),
         ),
-        *READ_OUT,
+        *OUTPUT_STAGES,
     ]
     published = PUBLISHED
     published_results: ClassVar[dict[str, str]] = {"loss": "1.8299", "total_loss": "7.3195", "perplexity": "6.23"}
@@ -94,7 +101,7 @@ class ILikeTransformers(WorkedExample):
         def heads() -> list[list[list[float]]]:
             return [drawn(generator, width, self.d_head) for _ in range(self.num_heads)]
 
-        # The order of the draws is the article's, and makes the weights.
+        # The weights depend on the order in which they are drawn; this is the order of the article.
         self.E_token = fixed(drawn(generator, words, width))
         self.E_pos = fixed(drawn(generator, self.max_positions, width))
         self.W_Q, self.W_K, self.W_V = fixed(heads()), fixed(heads()), fixed(heads())  # (H, C, D)

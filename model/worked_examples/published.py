@@ -1,7 +1,7 @@
-"""What an article prints for one stage: its strings, where they belong, and how far rounding may have moved each.
+"""The numbers that an article prints for one stage: the strings, their places, and the rounding of each.
 
-A printed number stands for an interval: "1.560" is anything that rounds to it, half a unit of the last digit away at
-most. This file knows nothing of the networks.
+A printed number stands for an interval: "1.560" is any number that is at most half a unit of the last digit away. This
+file knows nothing of the networks.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 Printed: TypeAlias = "str | list[Printed] | None"
-"""Nested lists in a stage's shape; None where the article prints nothing."""
+"""Strings in nested lists of the stage's shape; None if the article prints no number at a place."""
 
 
 def half_unit(printed: str) -> float:
@@ -28,8 +28,8 @@ def half_unit(printed: str) -> float:
 class Published:
     """The printed numbers of one stage.
 
-    `given`: they are the weights themselves, so that nothing was rounded. `squared`: the article prints the square of
-    the stage, as where it prints the variance and the stage is the standard deviation.
+    `given`: the printed numbers are weights, so they are exact. `squared`: the article prints the square of the stage;
+    for example, it prints a variance and the stage is the standard deviation.
     """
 
     values: Printed
@@ -46,21 +46,21 @@ class Published:
         given: bool = False,
         squared: bool = False,
     ) -> "Published":
-        """Numbers separated by whitespace, row by row, laid into the part `at` of a stage of this shape."""
+        """Read numbers separated by whitespace, row by row, as the part `at` of a stage of this shape."""
         grid = np.full(shape, None, dtype=object)
         grid[at] = np.array(text.split(), dtype=object).reshape(grid[at].shape)
         return cls(grid.tolist(), given=given, squared=squared)
 
     def numbers(self) -> Tensor:
-        """The printed values, float64 in the stage's shape; NaN where nothing is printed."""
+        """The printed numbers, float64 in the stage's shape; NaN if no number is printed at a place."""
         return _convert(self.values, float, math.nan)
 
     def half_units(self) -> Tensor:
-        """How far rounding may have moved each number, float64 in the stage's shape; 0 where nothing is printed."""
+        """The largest rounding error of each printed number, float64 in the stage's shape; 0 for all other places."""
         return _convert(self.values, lambda printed: 0.0 if self.given else half_unit(printed), 0.0)
 
     def string_at(self, index: Sequence[int]) -> str:
-        """The string printed at this place. Raises `ValueError` where there is none."""
+        """The string printed at this place. Raises `ValueError` if there is none."""
         values = self.values
         for i in index:
             assert isinstance(values, list), "the index is longer than the stage has dims"

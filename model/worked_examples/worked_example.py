@@ -1,5 +1,6 @@
-"""What the articles' networks share: words, stages, shapes, and the frame of a pass. Each article's maths is in its own
-file; how its printed numbers compare with the computed ones is in `comparison`.
+"""The base class of the articles' networks: vocabulary, stages, shapes, and the checks and `logits` stage of a pass.
+
+The mathematics of each article is in its own file. `comparison` compares the printed numbers with computed ones.
 """
 
 import random
@@ -10,8 +11,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from model.layers import Norm
-from model.stages import HEADS, KV_HEADS, PATTERN, Probe, Stage, Tap, sizes_of
+from model.network.transformer import Norm
+from model.ops.interface import Backend
+from model.ops.torch_ops import TORCH
+from model.tracing.stages import HEADS, KV_HEADS, PATTERN, Stage, sizes_of
+from model.tracing.tap import Probe, Tap
 from model.worked_examples.published import Published
 
 ATTENTION = (
@@ -24,17 +28,17 @@ ATTENTION = (
 
 
 def in_block(*stages: Stage) -> list[Stage]:
-    """These stages as those of block 0, the only one that the articles have."""
+    """Name these stages as those of block 0; the articles' networks have one block."""
     return [Stage(f"blocks.0.{stage.name}", stage.dims) for stage in stages]
 
 
 def fixed(values: object) -> nn.Parameter:
-    """A float64 weight that is not trained, from a tensor or nested numbers."""
+    """Make a float64 weight that is not trained, from a tensor or nested lists of numbers."""
     return nn.Parameter(torch.as_tensor(values, dtype=torch.float64), requires_grad=False)
 
 
 def drawn(generator: random.Random, rows: int, columns: int) -> list[list[float]]:
-    """A matrix of gauss(0, 0.1), row by row: the recipe of articles/004."""
+    """Draw a matrix row by row from gauss(0, 0.1), as in "Understanding gradients"."""
     return [[generator.gauss(0, 0.1) for _ in range(columns)] for _ in range(rows)]
 
 
@@ -44,17 +48,22 @@ def layer_norm(size: int) -> Norm:
 
 
 def project_heads(x: Tensor, weights: Tensor) -> Tensor:
-    """x W for each head, rows times matrices as the articles write it: (B, T, C) and (H, C, D) -> (B, T, H, D)."""
+    """Multiply x by the matrix of each head, x W as in the articles: (B, T, C) and (H, C, D) -> (B, T, H, D)."""
     return torch.einsum("btc,hcd->bthd", x, weights)
 
 
 class WorkedExample(nn.Module):
-    """An article's network with its weights, prompt and printed numbers, all float64.
+    """The network of an article, with its weights, its prompt and the printed numbers; everything is float64.
 
-    `published` maps a stage to what the article prints for it, on `prompt_ids`; `published_results` holds what it
-    prints of the whole: `loss` (mean), `total_loss`, `perplexity`, and of the last position `prediction` and
-    `prediction_probability`. `completed` names the stages whose weights the article does not print: those weights were
-    made to fit the printed stage, which therefore says nothing about the stages before it.
+    `source` is "articles/" and the number of the article. The articles of this project are numbered: 000 is "How LLMs
+    learn: forward pass", 003 is "A token's journey", and 004 is "Understanding gradients". README.md has their links.
+
+    `published` maps a stage to the numbers that the article prints for it, computed from `prompt_ids`.
+    `published_results` has the printed results of the whole pass: `loss` (mean), `total_loss`, `perplexity`, and for
+    the last position `prediction` and `prediction_probability`.
+
+    `completed` names stages whose weights the article does not print. We chose these weights so that the network
+    reproduces the printed stage; such a stage is therefore no check of the stages before it.
     """
 
     name: ClassVar[str]
@@ -62,8 +71,8 @@ class WorkedExample(nn.Module):
     source: ClassVar[str]
     vocabulary: ClassVar[tuple[str, ...]]
     prompt_ids: ClassVar[list[int]]
-    targets: ClassVar[list[int | None]]  # one a position of the prompt
-    stages: ClassVar[list[Stage]]  # in firing order
+    targets: ClassVar[list[int | None]]  # one for each position of the prompt
+    stages: ClassVar[list[Stage]]  # in the order of computation
     max_positions: ClassVar[int]
     d_model: ClassVar[int]
     num_heads: ClassVar[int]
@@ -72,9 +81,10 @@ class WorkedExample(nn.Module):
     published: ClassVar[Mapping[str, Published]]
     published_results: ClassVar[Mapping[str, str]]
     completed: ClassVar[frozenset[str]] = frozenset()
+    backend: Backend = TORCH
 
     def sizes(self, num_positions: int) -> dict[str, int]:
-        """How long each named dim of the stages is for a prompt of `num_positions` words."""
+        """The length of each named dim of the stages for a prompt of `num_positions` words."""
         return sizes_of(self, num_positions)
 
     @property
@@ -86,7 +96,7 @@ class WorkedExample(nn.Module):
         return len(self.vocabulary)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of words separated by whitespace. Raises `ValueError` naming the first word it does not know."""
+        """The ids of words separated by whitespace. Raises `ValueError` for the first unknown word."""
         ids = {word: i for i, word in enumerate(self.vocabulary)}
         for word in text.split():
             if word not in ids:
@@ -94,16 +104,21 @@ class WorkedExample(nn.Module):
         return [ids[word] for word in text.split()]
 
     def forward(self, ids: Tensor, tap: Tap | None = None) -> Tensor:
-        """ids (1, T) int64 -> logits (1, T, V) float64. Raises `ValueError` for what the tables do not hold."""
+        """ids (1, T) int64 -> logits (1, T, V) float64.
+
+        Raises `ValueError` if the prompt has too many positions, or none, or an id that is not in the vocabulary.
+        """
         _, num_positions = ids.shape
         if not 1 <= num_positions <= self.max_positions:
-            raise ValueError(f"{num_positions} positions, {self.name} takes 1 to {self.max_positions}")
+            raise ValueError(f"the prompt has {num_positions} positions; {self.name} takes 1 to {self.max_positions}")
         if not ((ids >= 0) & (ids < len(self.vocabulary))).all():
-            raise ValueError(f"{self.name} has the token ids 0 to {len(self.vocabulary) - 1}, got {ids.tolist()[0]}")
+            raise ValueError(f"{self.name} has the token ids 0 to {len(self.vocabulary) - 1}, not {ids.tolist()[0]}")
         probe = Probe(tap)
         return probe("logits", self.compute(ids, probe, probe.at("blocks").at("0")))
 
     @abstractmethod
     def compute(self, ids: Tensor, probe: Probe, block: Probe) -> Tensor:
-        """The article's maths, (1, T) -> logits (1, T, V), offering every stage before `logits`; `block` is the tap
-        inside block 0."""
+        """The mathematics of the article: ids (1, T) -> logits (1, T, V).
+
+        Offers every stage before `logits` to the tap: with `probe`, or inside block 0 with `block`.
+        """

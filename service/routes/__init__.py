@@ -1,1 +1,1 @@
-"""One file an endpoint, or a family of them."""
+"""The endpoints: one file per endpoint or family of endpoints."""

@@ -1,48 +1,42 @@
-"""POST /forward: one pass over a prompt, every stage of it, of the served checkpoint or of a worked example."""
+"""POST /forward: the selected stages of one forward pass of the served checkpoint or of a worked example."""
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from fastapi import APIRouter, Request, Response
 from torch import Tensor
 
-from model.checkpoint import DTYPES, Checkpoint
-from model.stages import Stage, sizes_of, stages_of
-from model.trace import Network, Selection, StageTrace, Trace, predict, trace
+from model.analysis.forward_trace import Network, Trace, trace
+from model.checkpoints.load import DTYPES, Checkpoint
+from model.tracing.predictions import predict
+from model.tracing.selection import Selection, StageTrace
+from model.tracing.stages import Stage, sizes_of, stages_of
 from model.worked_examples import WORKED_EXAMPLES, WorkedExample, worked_example
-from service.bodies import JsonRoute
-from service.encoding import cast, safetensors_bytes, to_json, value_bytes
-from service.errors import ApiError, invalid
-from service.openapi import BINARY, answers
-from service.passes import SAFETENSORS, Budget, answer_pass, text_bytes, wants_safetensors
-from service.published import published_answer, worked_example_answer
-from service.schemas import ForwardAnswer, ForwardRequest
-from service.shown import prediction_answers, select_stages, stage_answer
-from service.state import (
-    State,
-    StateDep,
-    check_ids,
-    check_indices,
-    longest_token_bytes,
-    prepare,
-    prompt_ids,
-    served_checkpoint,
-    token_text,
-)
+from service.answers.budget import Budget, ResponseContents, pass_bytes, response_bytes
+from service.answers.prompts import check_ids, check_indices, longest_token_bytes, prompt_ids, token_text
+from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE, answer_pass, wants_safetensors
+from service.answers.stage_answers import prediction_answers, select_stages, stage_answer
+from service.answers.worked_example_answers import published_answer, worked_example_answer
+from service.http.bodies import JsonRoute
+from service.http.encoding import Encoding, cast, safetensors_bytes, to_json
+from service.http.errors import ApiError, invalid
+from service.http.openapi import BINARY, answers
+from service.http.schemas import ForwardAnswer, ForwardRequest
+from service.state import State, StateDep, run_plan, served_checkpoint
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
 DEFAULT_TOP_K = 10
-MAX_EXAMPLE_TEXT = 10_000  # characters, of which the examples hold a few words
-PUBLISHED_BYTES = 1 << 16  # all that an article prints, and what follows from it
+MAX_EXAMPLE_TEXT = 10_000  # characters; the longest prompt that a worked example accepts is a few words
+PUBLISHED_BYTES = 1 << 16  # the most bytes of an article's printed numbers and their comparisons
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is run: the served checkpoint or a worked example, seen alike."""
+    """The network to run, with its prompt: the served checkpoint or a worked example."""
 
     name: str
     network: Network
@@ -58,7 +52,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Plan:
-    """A checked request: nothing left in it can be wrong."""
+    """A checked request."""
 
     subject: Subject
     targets: list[int | None]
@@ -66,37 +60,37 @@ class Plan:
     sizes: Mapping[str, int]
     top_k: int
     dtype: torch.dtype | None
-    encoding: Literal["json", "base64", "safetensors"]
+    encoding: Encoding
 
     @property
     def rows(self) -> Sequence[int]:
+        """The selected positions."""
         positions = self.selection.positions
         return range(len(self.subject.ids)) if positions is None else positions
 
 
 @router.post(
     "/forward",
-    summary="Every stage of one forward pass",
+    summary="The selected stages of one forward pass",
     response_model=None,
-    responses=answers(ForwardAnswer, SAFETENSORS, BINARY),
+    responses=answers(ForwardAnswer, SAFETENSORS_MEDIA_TYPE, BINARY),
 )
 async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Response:
     as_safetensors = wants_safetensors(request)
     subject = await find_subject(body, request, state)
-    plan = await prepare(state, len(body.stages), lambda: make_plan(body, subject, as_safetensors))
-    narrow = "stages, positions, heads, detail, top_k or the prompt"
+    plan = await run_plan(state, len(body.stages), lambda: make_plan(body, subject, as_safetensors))
     return await answer_pass(
         request,
         state,
         lambda waited: run(plan, waited),
         num_tokens=len(plan.subject.ids),
-        budget=Budget(estimate_bytes(plan), working_bytes(plan), narrow),
+        budget=make_budget(plan),
         as_safetensors=as_safetensors,
     )
 
 
 def make_plan(body: ForwardRequest, subject: Subject, as_safetensors: bool) -> Plan:
-    """The request, checked against what it is to run on."""
+    """Check a request against the network that it will run on. Raises 400 for a wrong field."""
     num_tokens = len(subject.ids)
     sizes = subject.sizes(num_tokens)
     targets = find_targets(body, subject, sizes)
@@ -104,19 +98,14 @@ def make_plan(body: ForwardRequest, subject: Subject, as_safetensors: bool) -> P
     check_indices(body.positions, num_tokens, "positions", "tokens")
     check_indices(body.heads, sizes["head"], "heads", "heads")
     if body.top_k is not None and body.top_k > sizes["d_vocab"]:
-        raise invalid("top_k", f"{body.top_k} is more than the vocabulary of {sizes['d_vocab']}")
+        raise invalid("top_k", f"{body.top_k} is more than the vocabulary of {sizes['d_vocab']} tokens")
     if as_safetensors and body.encoding == "base64":
-        raise invalid("encoding", "base64 is of JSON answers; leave it out to get safetensors")
+        raise invalid("encoding", "base64 is for JSON answers; leave the field out to get safetensors")
     detail = "values" if as_safetensors and "detail" not in body.model_fields_set else body.detail
     return Plan(
         subject=subject,
         targets=targets,
-        selection=Selection(
-            stages=stages,
-            detail=detail,
-            positions=body.positions,
-            heads=body.heads,
-        ),
+        selection=Selection(stages=stages, detail=detail, positions=body.positions, heads=body.heads),
         sizes=sizes,
         top_k=min(DEFAULT_TOP_K, sizes["d_vocab"]) if body.top_k is None else body.top_k,
         dtype=None if body.dtype is None else DTYPES[body.dtype],
@@ -125,13 +114,16 @@ def make_plan(body: ForwardRequest, subject: Subject, as_safetensors: bool) -> P
 
 
 async def find_subject(body: ForwardRequest, request: Request, state: State) -> Subject:
+    """The network that the request names, with the ids of its prompt. Raises 404 for an unknown name."""
     name = body.model
-    if name in WORKED_EXAMPLES and name is not None:
+    if name is not None and name in WORKED_EXAMPLES:
         return example_subject(worked_example(name), body.prompt)
     checkpoint = served_checkpoint(state)
     if name is not None and name != checkpoint.name:
         known = ", ".join([checkpoint.name, *WORKED_EXAMPLES])
-        raise ApiError(404, f"model: {name!r} is not served; there are {known}", param="model", code="model_not_found")
+        raise ApiError(
+            404, f"model: {name!r} is not served; known models are {known}", param="model", code="model_not_found"
+        )
     return checkpoint_subject(checkpoint, await prompt_ids(request, state, checkpoint, body.prompt))
 
 
@@ -164,8 +156,8 @@ def example_subject(example: WorkedExample, prompt: str | list[int]) -> Subject:
     if not ids:
         raise invalid("prompt", "is empty; send at least one token", "empty")
     if len(ids) > example.max_positions:
-        message = f"has {len(ids)} tokens, {example.name} holds {example.max_positions}"
-        raise invalid("prompt", message, "context_length")
+        reason = f"has {len(ids)} tokens, but {example.name} takes at most {example.max_positions}"
+        raise invalid("prompt", reason, "context_length")
     return Subject(
         name=example.name,
         network=example,
@@ -181,6 +173,7 @@ def example_subject(example: WorkedExample, prompt: str | list[int]) -> Subject:
 
 
 def find_targets(body: ForwardRequest, subject: Subject, sizes: Mapping[str, int]) -> list[int | None]:
+    """A target for each position: those of the request, or of the worked example, or else the prompt's next tokens."""
     if body.targets is None:
         if subject.example is not None and subject.ids == subject.example.prompt_ids:
             return list(subject.example.targets)
@@ -191,37 +184,32 @@ def find_targets(body: ForwardRequest, subject: Subject, sizes: Mapping[str, int
     return body.targets
 
 
-def estimate_bytes(plan: Plan) -> int:
-    """An upper bound of the answer's size, from shapes alone."""
-    selection, subject = plan.selection, plan.subject
-    total = text_bytes(
-        len(selection.stages),
-        len(subject.ids) + len(plan.rows) * (plan.top_k + 1),
-        subject.longest_token_bytes,
-        as_safetensors=plan.encoding == "safetensors",
+def make_budget(plan: Plan) -> Budget:
+    """Bound the answer and the largest tensors of the pass, from shapes alone."""
+    selection, subject, sizes = plan.selection, plan.subject, plan.sizes
+    computed_dtype = torch.promote_types(subject.dtype, torch.float32)
+    # For each position, its token with its loss; for each selected one, its predictions and the object around them.
+    num_predictions = len(subject.ids) + len(plan.rows) * (plan.top_k + 1)
+    has_values, has_scores = selection.detail == "values", any("key" in stage.dims for stage in selection.stages)
+    contents = ResponseContents(
+        num_records=1 + len(selection.stages),
+        num_predictions=num_predictions,
+        text_bytes=num_predictions * subject.longest_token_bytes,
+        num_values=sum(math.prod(selection.shape(stage, sizes)) for stage in selection.stages) if has_values else 0,
+        dtype=plan.dtype or computed_dtype,
+        encoding=plan.encoding,
+        extra_bytes=0 if subject.example is None else PUBLISHED_BYTES,
     )
-    if subject.example is not None:
-        total += PUBLISHED_BYTES
-    if selection.detail != "values":
-        return total
-    dtype = plan.dtype or torch.promote_types(plan.subject.dtype, torch.float32)
-    num_values = sum(math.prod(selection.shape(stage, plan.sizes)) for stage in selection.stages)
-    return total + value_bytes(num_values, dtype, plan.encoding)
-
-
-def working_bytes(plan: Plan) -> int:
-    """The largest tensors of the pass: logits with what is made of them, and the scores of one block where they are
-    asked for, each thrice (before, during and after the mask and the softmax)."""
-    sizes = plan.sizes
-    itemsize = torch.promote_types(plan.subject.dtype, torch.float32).itemsize
-    num_values = sizes["position"] * sizes["d_vocab"]
-    if any("key" in stage.dims for stage in plan.selection.stages):
-        num_values += sizes["head"] * sizes["query"] * sizes["key"]
-    return 3 * itemsize * num_values
+    largest_tensors = pass_bytes(
+        num_logits=sizes["position"] * sizes["d_vocab"],
+        num_scores=sizes["head"] * sizes["query"] * sizes["key"] if has_scores else 0,
+        itemsize=computed_dtype.itemsize,
+    )
+    return Budget(response_bytes(contents), largest_tensors, "stages, positions, heads, detail, top_k or the prompt")
 
 
 def run(plan: Plan, waited: float) -> bytes | memoryview:
-    """The pass and its answer, encoded. On the network's thread."""
+    """Run the pass and encode its answer. Called on the network's thread."""
     start = time.perf_counter()
     subject = plan.subject
     result = trace(subject.network, subject.ids, plan.targets, plan.selection, plan.sizes, subject.device)
@@ -233,7 +221,7 @@ def run(plan: Plan, waited: float) -> bytes | memoryview:
             {"id": token_id, "text": subject.text_of(token_id), "position": position}
             for position, token_id in enumerate(subject.ids)
         ],
-        "stages": [described(plan, kept, values[kept.stage.name]) for kept in result.stages],
+        "stages": [describe_stage(plan, kept, values[kept.stage.name]) for kept in result.stages],
         "predictions": predictions(plan, result),
         "loss": loss_answer(result.loss),
         "timings": {"queue_seconds": waited, "forward_seconds": seconds},
@@ -245,8 +233,8 @@ def run(plan: Plan, waited: float) -> bytes | memoryview:
     return safetensors_bytes({name: tensor for name, tensor in values.items() if tensor is not None}, answer)
 
 
-def described(plan: Plan, kept: StageTrace, values: Tensor | None) -> dict[str, Any]:
-    """A stage's answer, with what its article prints where it is a worked example's."""
+def describe_stage(plan: Plan, kept: StageTrace, values: Tensor | None) -> dict[str, Any]:
+    """Describe a stage, with its printed numbers if the subject is a worked example on its own prompt."""
     answer = stage_answer(kept, values, plan.encoding)
     example = plan.subject.example
     if example is not None and plan.subject.ids == example.prompt_ids:
@@ -257,13 +245,14 @@ def described(plan: Plan, kept: StageTrace, values: Tensor | None) -> dict[str, 
 
 
 def cast_values(plan: Plan, kept: StageTrace) -> Tensor | None:
+    """The values of a stage in the dtype that the request asks for."""
     if kept.values is None or plan.dtype is None or plan.dtype == kept.values.dtype:
         return kept.values
     return cast(kept.values, plan.dtype, kept.stage.name)
 
 
 def predictions(plan: Plan, result: Trace) -> list[dict[str, Any]]:
-    """The likeliest next tokens of each kept position, over the whole vocabulary."""
+    """The most likely next tokens of each selected position, over the whole vocabulary."""
     if plan.top_k == 0:
         return []
     found = predict(result.logits[list(plan.rows)], plan.top_k)
@@ -271,6 +260,7 @@ def predictions(plan: Plan, result: Trace) -> list[dict[str, Any]]:
 
 
 def loss_answer(loss: Tensor) -> dict[str, Any]:
+    """Loss (T,) in nats for each position, NaN where there is no target, with its mean and the perplexity."""
     counted = loss[~loss.isnan()].double()
     mean = float(counted.mean()) if len(counted) else None
     perplexity = None if mean is None else float(counted.mean().exp())

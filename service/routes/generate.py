@@ -1,10 +1,9 @@
-"""POST /generate: continuations of a prompt, whole or streamed a token at a time as Server-Sent Events."""
+"""POST /generate: continue a prompt. The answer is sent whole, or streamed token by token as Server-Sent Events."""
 
 import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,32 +11,26 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request, Response
 
-from model.checkpoint import Checkpoint
+from model.checkpoints.load import Checkpoint
 from model.engine.request import Output
 from model.engine.request import Request as EngineRequest
-from model.generation import GenerationParams, TokenOutput
-from model.sampling import SamplingParams
-from service.bodies import JsonRoute
-from service.buffers import Reservation
-from service.encoding import to_json
-from service.errors import error_body, internal, invalid
-from service.openapi import EVENT, answers
-from service.passes import Budget
-from service.schemas import GenerateAnswer, GenerateRequest
-from service.shown import TextOf
-from service.state import (
-    CheckpointDep,
-    State,
-    StateDep,
-    check_ids,
-    get_engine,
-    get_reservation,
-    prepare,
-    prompt_ids,
-    token_text,
-)
-from service.streaming import DONE, EventStream, event, unless_disconnected
-from service.traced_generation import TracePlan, budget_of, plan_trace, trace_answer
+from model.errors import InvalidField
+from model.text.sampling import SamplingParams
+from model.text.transcript import GenerationParams, TokenOutput
+from service.answers.budget import Budget
+from service.answers.generation_budget import make_budget
+from service.answers.prompts import check_ids, prompt_ids, token_text
+from service.answers.stage_answers import TextOf
+from service.answers.step_trace_answers import TracePlan, plan_trace, trace_answer
+from service.http.bodies import JsonRoute
+from service.http.buffers import Reservation
+from service.http.disconnects import unless_disconnected
+from service.http.encoding import to_json
+from service.http.errors import error_body, internal, invalid
+from service.http.openapi import EVENT, answers
+from service.http.schemas import GenerateAnswer, GenerateRequest
+from service.http.sse import DONE, EventStream, event
+from service.state import CheckpointDep, State, StateDep, get_engine, get_reservation, run_plan
 
 logger = logging.getLogger(__name__)
 router = APIRouter(route_class=JsonRoute, tags=["text"])
@@ -55,7 +48,7 @@ async def generate(body: GenerateRequest, request: Request, state: StateDep, che
     ids = await prompt_ids(request, state, checkpoint, body.prompt)
     stages = body.trace.stages if body.trace is not None else None
     num_strings = len(stages or ()) + (len(body.stop) if isinstance(body.stop, list) else 0)
-    plan = await prepare(state, num_strings, lambda: make_plan(body, state, checkpoint, ids))
+    plan = await run_plan(state, num_strings, lambda: make_plan(body, state, checkpoint, ids))
     run = Run(plan, state, checkpoint, arrived, get_reservation(request))
     if body.stream:
         return EventStream(run.events(), on_close=run.close)
@@ -67,28 +60,30 @@ async def generate(body: GenerateRequest, request: Request, state: StateDep, che
 
 @dataclass(frozen=True)
 class Plan:
-    """A checked request: nothing left in it can be wrong."""
+    """A checked request."""
 
     request: EngineRequest
     trace: TracePlan | None
     budget: Budget
-    reserved_bytes: int  # before anything is computed; what a stream holds is counted as it grows
+    reserved_bytes: int  # reserved before the start; 0 for a stream, because its outputs are counted while unread
 
 
 def make_plan(body: GenerateRequest, state: State, checkpoint: Checkpoint, ids: list[int]) -> Plan:
-    """The request, checked against what it is to run on."""
+    """Check a request against the checkpoint and the settings. Raises 400 for a wrong field."""
     settings, engine = state.settings, get_engine(state)
     if body.n > settings.max_num_seqs:
-        raise invalid("n", f"{body.n} is more than the {settings.max_num_seqs} sequences that run at a time")
-    identity, trace = f"gen-{uuid.uuid4().hex}", None
-    with naming_the_field():
+        raise invalid("n", f"{body.n} is more than the {settings.max_num_seqs} sequences that can run at a time")
+    request_id, trace = f"gen-{uuid.uuid4().hex}", None
+    try:
         params = read_params(body, checkpoint, len(ids))
-        engine.check(EngineRequest(id=identity, prompt_ids=ids, params=params))
+        engine.check(EngineRequest(id=request_id, prompt_ids=ids, params=params))
+    except InvalidField as error:
+        raise invalid(error.field, error.reason) from None
     if body.trace is not None:
         trace = plan_trace(body.trace, checkpoint, len(ids) + params.max_tokens - 1)
-    budget = budget_of(trace, params, checkpoint, len(ids), engine.config.max_step_tokens)
+    budget = make_budget(trace, params, checkpoint, len(ids), engine.config.max_step_tokens)
     request = EngineRequest(
-        id=identity,
+        id=request_id,
         prompt_ids=ids,
         params=params,
         trace=None if trace is None else trace.params,
@@ -98,7 +93,11 @@ def make_plan(body: GenerateRequest, state: State, checkpoint: Checkpoint, ids: 
 
 
 class Run:
-    """One request from its plan to its last token. It is admitted when it is made, and must be closed."""
+    """One running request. The caller must call `close`.
+
+    The constructor checks the budget, reserves memory, and admits the request to the worker. It raises 413 or 429 if
+    there is no room, and 503 on shutdown.
+    """
 
     def __init__(
         self, plan: Plan, state: State, checkpoint: Checkpoint, arrived: float, reservation: Reservation
@@ -107,51 +106,54 @@ class Run:
         self._state = state
         self._checkpoint = checkpoint
         self._text_of = partial(token_text, checkpoint)
-        self._plan = plan.trace
+        self._trace_plan = plan.trace
         self._params = plan.request.params
         plan.budget.check(state)
         self._reservation = reservation
         self._reserved = plan.reserved_bytes
-        reservation.add(self._reserved)
-        self._stream = state.worker.generate(plan.request, arrived)
+        reservation.reserve(self._reserved)
+        self._stream = state.worker.admit(plan.request, arrived)
 
     def close(self) -> None:
-        """Give up what has not ended."""
+        """Cancel the choices that have not ended. Also called when the client disconnects."""
         self._stream.close()
 
     async def outputs(self) -> AsyncIterator[tuple[Output, orjson.Fragment | None]]:
-        """What each step made of the request, and what it shows, as JSON; what failed is logged."""
+        """Yield the outputs of each step with their traces as JSON. The error of a failed choice is logged."""
         async for output in self._stream.outputs():
             if output.error is not None:
                 logger.error("generation %s failed", self.id, exc_info=output.error)
-            yield output, await self._shown(output)
+            yield output, await self._encode_trace(output)
 
-    async def _shown(self, output: Output) -> orjson.Fragment | None:
-        trace, plan = output.trace, self._plan
+    async def _encode_trace(self, output: Output) -> orjson.Fragment | None:
+        trace, plan = output.trace, self._trace_plan
         if trace is None or plan is None:
             return None
-        content = await self._state.worker.encode(lambda: to_json(trace_answer(trace, plan, self._text_of)))
+        content = await self._state.worker.run_encoding(lambda: to_json(trace_answer(trace, plan, self._text_of)))
         self._state.metrics.trace_bytes.inc(len(content))
         return orjson.Fragment(content)
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Server-Sent Events: one a token, one a choice that says how it ended, `[DONE]`; or an `error` event."""
+        """Yield Server-Sent Events: one for each token, one for the end of each choice, and `[DONE]`.
+
+        A choice that fails ends with an `error` event.
+        """
         try:
             async for output, trace in self.outputs():
-                if frames := b"".join(self._frames(output, trace)):
-                    yield frames
+                if events := b"".join(self._token_events(output, trace)):
+                    yield events
                 of_choice = {"id": self.id, "choice": output.choice}
                 if output.error is not None:
                     yield event(of_choice | error_body(internal()), kind="error")
                 elif output.end is not None:
                     yield event({**of_choice, **end_answer(output), "timings": self._timings()})
-        except Exception:  # the status line is out: the stream itself must say it
+        except Exception:  # a bug; the status line is already sent, so the stream has to report it
             logger.exception("generation %s failed", self.id)
             yield event({"id": self.id} | error_body(internal()), kind="error")
         yield DONE
 
-    def _frames(self, output: Output, trace: orjson.Fragment | None) -> Iterator[bytes]:
-        """One frame a token; the trace is the last one's, or stands alone where there is none."""
+    def _token_events(self, output: Output, trace: orjson.Fragment | None) -> Iterator[bytes]:
+        """Yield an event for each token. The last one has the trace; without tokens, the trace has its own event."""
         tokens: list[TokenOutput | None] = [*output.tokens] or ([None] if trace is not None else [])
         for index, token in enumerate(tokens):
             content: dict[str, Any] = {"id": self.id, "choice": output.choice, "token": None, "text": ""}
@@ -165,19 +167,19 @@ class Run:
             yield event(content)
 
     async def answer(self) -> bytes:
-        """The whole answer, when every choice has ended."""
-        choices = [ChoiceSoFar(index) for index in range(self._params.n)]
+        """Wait until every choice has ended, and encode the answer."""
+        choices = [ChoiceCollector(index) for index in range(self._params.n)]
         async for output, trace in self.outputs():
             if output.error is not None:
                 raise internal()
             choices[output.choice].add(output, trace)
-        answers = [
+        choice_answers = [
             {
                 "choice": choice.index,
                 "text": "".join(token.text for token in choice.tokens),
                 "tokens": [token.token_id for token in choice.tokens],
                 "logprobs": None if self._params.logprobs is None else self._logprobs(choice.tokens),
-                "trace": None if self._plan is None else choice.traces,
+                "trace": None if self._trace_plan is None else choice.traces,
                 **choice.end,
             }
             for choice in choices
@@ -186,8 +188,8 @@ class Run:
             {
                 "id": self.id,
                 "model": self._checkpoint.name,
-                **answers[0],
-                "choices": answers if len(answers) > 1 else None,
+                **choice_answers[0],
+                "choices": choice_answers if len(choice_answers) > 1 else None,
                 "timings": self._timings(),
             }
         )
@@ -214,8 +216,8 @@ class Run:
         }
 
 
-class ChoiceSoFar:
-    """What a whole answer collects of one choice."""
+class ChoiceCollector:
+    """Collects the outputs of one choice for an answer that is not streamed."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -225,12 +227,14 @@ class ChoiceSoFar:
 
     def add(self, output: Output, trace: orjson.Fragment | None) -> None:
         self.tokens += output.tokens
-        self.traces += () if trace is None else (trace,)
+        if trace is not None:
+            self.traces.append(trace)
         if output.end is not None:
             self.end = end_answer(output)
 
 
 def end_answer(output: Output) -> dict[str, Any]:
+    """Describe how a choice ended."""
     assert output.end is not None
     return {
         "finish_reason": output.end.finish_reason,
@@ -244,6 +248,7 @@ def end_answer(output: Output) -> dict[str, Any]:
 
 
 def top_logprobs(token: TokenOutput, text_of: TextOf) -> list[dict[str, Any]]:
+    """Describe the most likely tokens at the place of `token`."""
     return [
         {"id": token_id, "text": text_of(token_id), "logprob": logprob}
         for token_id, logprob in (token.logprobs.top if token.logprobs is not None else ())
@@ -251,7 +256,7 @@ def top_logprobs(token: TokenOutput, text_of: TextOf) -> list[dict[str, Any]]:
 
 
 def read_params(body: GenerateRequest, checkpoint: Checkpoint, num_prompt: int) -> GenerationParams:
-    """The request's parameters over the checkpoint's defaults. 400 where one means nothing."""
+    """The parameters of the request, or the checkpoint's defaults. Raises 400 or `InvalidField` for a wrong one."""
     vocab_size = checkpoint.model.config.vocab_size
     room = max(1, checkpoint.model.config.max_positions - num_prompt)
     bias = read_bias(body.logit_bias, vocab_size)
@@ -280,18 +285,10 @@ def read_params(body: GenerateRequest, checkpoint: Checkpoint, num_prompt: int) 
 
 
 def read_bias(logit_bias: dict[str, float], vocab_size: int) -> dict[int, float]:
+    """Convert the keys to token ids. Raises 400 for a key that is not one."""
     for key in logit_bias:
         is_id = key.isascii() and key.isdigit() and len(key) < 20 and key == str(int(key))
         if not (is_id and int(key) < vocab_size):
-            raise invalid(f"logit_bias.{key[:20]}", f"is no token id; the vocabulary has {vocab_size}", "token_id")
+            reason = f"is not a token id; the vocabulary has {vocab_size} tokens"
+            raise invalid(f"logit_bias.{key[:20]}", reason, "token_id")
     return {int(key): value for key, value in logit_bias.items()}
-
-
-@contextmanager
-def naming_the_field() -> Iterator[None]:
-    """`ValueError("field: why")` of the library as 400 for that field."""
-    try:
-        yield
-    except ValueError as error:
-        field, _, why = str(error).partition(": ")
-        raise invalid(field, why) from None

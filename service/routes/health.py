@@ -1,22 +1,22 @@
-"""GET /health, GET /ready, GET /metrics: for orchestrators and Prometheus."""
+"""GET /health, GET /ready and GET /metrics: for orchestrators and Prometheus."""
 
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from service.openapi import errors
-from service.schemas import Status
+from service.http.openapi import error_answers
+from service.http.schemas import Status
 from service.state import StateDep, check_ready
 
 router = APIRouter(tags=["operation"])
 
 
-@router.get("/health", summary="The process is up")
+@router.get("/health", summary="Whether the process is up")
 async def health() -> Status:
     return Status(status="ok")
 
 
-@router.get("/ready", summary="The model is loaded and takes requests", responses=errors(503))
+@router.get("/ready", summary="Whether the model is loaded and requests are accepted", responses=error_answers(503))
 async def ready(state: StateDep) -> Status:
     check_ready(state)
     return Status(status="ready")

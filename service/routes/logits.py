@@ -1,4 +1,4 @@
-"""POST /logits: next-token logits of a prompt, the whole row or the likeliest tokens."""
+"""POST /logits: next-token logits of a prompt, for the whole vocabulary or the most likely tokens."""
 
 import time
 from typing import Any
@@ -7,28 +7,25 @@ import torch
 from fastapi import APIRouter, Request, Response
 from torch import Tensor
 
-from model.checkpoint import Checkpoint
-from service.bodies import JsonRoute
-from service.encoding import json_array, safetensors_bytes, to_json, value_bytes
-from service.errors import invalid
-from service.openapi import BINARY, answers
-from service.passes import LOGITS_BYTES, SAFETENSORS, Budget, answer_pass, text_bytes, wants_safetensors
-from service.schemas import LogitsAnswer, LogitsRequest
-from service.state import (
-    CheckpointDep,
-    StateDep,
-    check_indices,
-    longest_token_bytes,
-    positioned,
-    prompt_ids,
-    token_text,
-)
+from model.checkpoints.load import Checkpoint
+from service.answers.budget import Budget, ResponseContents, pass_bytes, response_bytes
+from service.answers.prompts import check_indices, longest_token_bytes, prompt_ids, token_answers, token_text
+from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE, answer_pass, wants_safetensors
+from service.http.bodies import JsonRoute
+from service.http.encoding import json_array, safetensors_bytes, to_json
+from service.http.errors import invalid
+from service.http.openapi import BINARY, answers
+from service.http.schemas import LogitsAnswer, LogitsRequest
+from service.state import CheckpointDep, StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
 
 
 @router.post(
-    "/logits", summary="Next-token logits", response_model=None, responses=answers(LogitsAnswer, SAFETENSORS, BINARY)
+    "/logits",
+    summary="Next-token logits",
+    response_model=None,
+    responses=answers(LogitsAnswer, SAFETENSORS_MEDIA_TYPE, BINARY),
 )
 async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
     as_safetensors = wants_safetensors(request)
@@ -36,37 +33,52 @@ async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpo
     rows = find_rows(body, len(ids))
     vocab_size = checkpoint.model.config.vocab_size
     if body.top_k is not None and body.top_k > vocab_size:
-        raise invalid("top_k", f"{body.top_k} is more than the vocabulary of {vocab_size}")
-    num_values = len(rows) * (body.top_k or vocab_size) * (2 if body.logprobs else 1)
-    num_texts = len(ids) + len(rows) * (1 + (body.top_k or 0))
-    response_bytes = value_bytes(num_values, torch.float32, "safetensors" if as_safetensors else "json")
-    response_bytes += text_bytes(0, num_texts, longest_token_bytes(checkpoint), as_safetensors=as_safetensors)
-    pass_bytes = LOGITS_BYTES * len(rows) * vocab_size
+        raise invalid("top_k", f"{body.top_k} is more than the vocabulary of {vocab_size} tokens")
     return await answer_pass(
         request,
         state,
         lambda waited: run(checkpoint, ids, rows, body, as_safetensors, waited),
         num_tokens=len(ids),
-        budget=Budget(response_bytes, pass_bytes, "positions, top_k or logprobs"),
+        budget=make_budget(checkpoint, ids, rows, body, as_safetensors),
         as_safetensors=as_safetensors,
     )
 
 
 def find_rows(body: LogitsRequest, num_tokens: int) -> list[int]:
+    """The positions whose logits are asked for. Raises 400 for wrong ones."""
     if body.positions == "last":
         return [num_tokens - 1]
     if body.positions == "all":
         return list(range(num_tokens))
     if not body.positions:
-        raise invalid("positions", "is empty; name at least one, or leave it out")
+        raise invalid("positions", "is empty; send at least one position, or leave the field out")
     check_indices(body.positions, num_tokens, "positions", "tokens")
     return body.positions
+
+
+def make_budget(
+    checkpoint: Checkpoint, ids: list[int], rows: list[int], body: LogitsRequest, as_safetensors: bool
+) -> Budget:
+    """Bound the answer, and the logits of the pass."""
+    vocab_size = checkpoint.model.config.vocab_size
+    # The tokens of the prompt; for each row, the object around it and its most likely tokens.
+    num_tokens = len(ids) + len(rows) * (1 + (body.top_k or 0))
+    contents = ResponseContents(
+        num_records=1,
+        num_predictions=num_tokens,
+        text_bytes=num_tokens * longest_token_bytes(checkpoint),
+        num_values=len(rows) * (body.top_k or vocab_size) * (2 if body.logprobs else 1),
+        encoding="safetensors" if as_safetensors else "json",
+    )
+    return Budget(
+        response_bytes(contents), pass_bytes(num_logits=len(rows) * vocab_size), "positions, top_k or logprobs"
+    )
 
 
 def run(
     checkpoint: Checkpoint, ids: list[int], rows: list[int], body: LogitsRequest, as_safetensors: bool, waited: float
 ) -> bytes | memoryview:
-    """The pass and its answer, encoded. On the network's thread."""
+    """Run the pass and encode its answer. Called on the network's thread."""
     start = time.perf_counter()
     with torch.inference_mode():
         device = checkpoint.model.embed.weight.device
@@ -88,7 +100,7 @@ def run(
                     position["texts"] = [token_text(checkpoint, token_id) for token_id in numbers.tolist()]
     answer = {
         "model": checkpoint.name,
-        "tokens": positioned(ids, checkpoint),
+        "tokens": token_answers(ids, checkpoint),
         "positions": positions,
         "timings": {"queue_seconds": waited, "forward_seconds": seconds},
     }

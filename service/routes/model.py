@@ -1,14 +1,14 @@
-"""GET /models and GET /model: what is served, its shape, its parameters, its stages, the limits."""
+"""GET /models and GET /model: the served model with its shape, parameters and stages, and the limits."""
 
 from dataclasses import asdict
 
 from fastapi import APIRouter
 
-from model.stages import sizes_of, stages_of
+from model.tracing.stages import sizes_of, stages_of
 from model.worked_examples import WORKED_EXAMPLES
-from service.encoding import NAMES
-from service.openapi import errors
-from service.schemas import CatalogueStage, Limits, ModelAnswer, ModelEntry, ModelsAnswer, ParametersAnswer
+from service.http.encoding import NAMES
+from service.http.openapi import error_answers
+from service.http.schemas import CatalogueStage, Limits, ModelAnswer, ModelEntry, ModelsAnswer, ParametersAnswer
 from service.state import CheckpointDep, StateDep, get_engine
 
 router = APIRouter(tags=["model"])
@@ -23,11 +23,13 @@ async def models(state: StateDep) -> ModelsAnswer:
     return ModelsAnswer(models=served + examples)
 
 
-@router.get("/model", summary="The served model: configuration, parameters, stages, limits", responses=errors(503))
+@router.get(
+    "/model", summary="The served model: configuration, parameters, stages, limits", responses=error_answers(503)
+)
 async def model(state: StateDep, checkpoint: CheckpointDep) -> ModelAnswer:
     network, settings, engine = checkpoint.model, state.settings, get_engine(state)
     count = checkpoint.parameters
-    prompt_long = ("position", "query", "key")
+    prompt_dims = ("position", "query", "key")  # they are as long as the prompt, which the answer calls T
     return ModelAnswer(
         name=checkpoint.name,
         device=str(network.embed.weight.device),
@@ -39,7 +41,7 @@ async def model(state: StateDep, checkpoint: CheckpointDep) -> ModelAnswer:
         ),
         generation_defaults=dict(checkpoint.generation.sampling),
         eos_token_ids=list(checkpoint.generation.eos_token_ids),
-        sizes={dim: "T" if dim in prompt_long else size for dim, size in sizes_of(network.config, 0).items()},
+        sizes={dim: "T" if dim in prompt_dims else size for dim, size in sizes_of(network.config, 0).items()},
         stages=[CatalogueStage(name=stage.name, dims=list(stage.dims)) for stage in stages_of(network.config)],
         limits=Limits(
             max_positions=network.config.max_positions,

@@ -1,23 +1,23 @@
-"""POST /tokenize, POST /detokenize."""
+"""POST /tokenize and POST /detokenize: text to token ids, and back."""
 
 from collections.abc import Callable
 
 from fastapi import APIRouter, Request, Response
 
-from model.tokenizer import Tokenizer
-from service.bodies import JsonRoute
-from service.encoding import to_json
-from service.errors import invalid
-from service.openapi import answers_json
-from service.passes import ESCAPED_BYTES, Budget
-from service.schemas import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
-from service.state import CheckpointDep, State, StateDep, check_ids, get_reservation, longest_token_bytes, positioned
-from service.streaming import unless_disconnected
+from model.text.tokenizer import Tokenizer
+from service.answers.budget import Budget, ResponseContents, response_bytes
+from service.answers.prompts import check_ids, longest_token_bytes, token_answers
+from service.http.bodies import JsonRoute
+from service.http.disconnects import unless_disconnected
+from service.http.encoding import to_json
+from service.http.errors import invalid
+from service.http.openapi import answers_json
+from service.http.schemas import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+from service.state import CheckpointDep, State, StateDep, get_reservation
 
 router = APIRouter(route_class=JsonRoute, tags=["text"])
-TOKEN_BYTES = 56  # of a token in the response, without its text
-SPECIAL_TOKENS = 16  # that a tokenizer adds to a text, at most
-PIECE = 4096  # tokens that are turned into JSON at a time, so that other threads run in between
+SPECIAL_TOKENS = 16  # the most tokens that a tokenizer adds to a text
+PIECE = 4096  # tokens that are encoded as JSON at a time, so that other threads can run in between
 
 
 @router.post(
@@ -26,19 +26,20 @@ PIECE = 4096  # tokens that are turned into JSON at a time, so that other thread
 async def tokenize(body: TokenizeRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
     tokenizer = _require(checkpoint.tokenizer, "text")
     num_bytes = len(body.text.encode())
-    most = num_bytes + SPECIAL_TOKENS  # a token stands for a byte at least
+    max_tokens = num_bytes + SPECIAL_TOKENS  # each token of the text has at least one byte
 
     def answer() -> memoryview:
         ids = tokenizer.encode(body.text, add_special_tokens=body.add_special_tokens)
+        # Each piece is encoded as a list; without their brackets, the pieces join to one list.
         content = bytearray(b'{"tokens":[')
         for start in range(0, len(ids), PIECE):
             content += b"," if start else b""
-            content += to_json(positioned(ids[start : start + PIECE], checkpoint, start))[1:-1]
+            content += to_json(token_answers(ids[start : start + PIECE], checkpoint, start))[1:-1]
         content += b"]," + to_json({"count": len(ids), "max_positions": checkpoint.model.config.max_positions})[1:]
         return memoryview(content)
 
-    budget = Budget(most * (TOKEN_BYTES + ESCAPED_BYTES), 0, "text")
-    return await answer_text(request, state, answer, num_bytes, budget)
+    contents = ResponseContents(num_tokens=max_tokens, text_bytes=max_tokens)
+    return await answer_text(request, state, answer, num_bytes, Budget(response_bytes(contents), 0, "text"))
 
 
 @router.post(
@@ -51,21 +52,21 @@ async def detokenize(body: DetokenizeRequest, request: Request, state: StateDep,
     tokenizer = _require(checkpoint.tokenizer, "tokens")
     check_ids(body.tokens, tokenizer.vocab_size, "tokens")
     skip = body.skip_special_tokens
-    most = len(body.tokens) * longest_token_bytes(checkpoint)
+    contents = ResponseContents(text_bytes=len(body.tokens) * longest_token_bytes(checkpoint))
 
     def answer() -> bytes:
         return to_json({"text": tokenizer.decode(body.tokens, skip_special_tokens=skip)})
 
-    return await answer_text(request, state, answer, len(body.tokens), Budget(ESCAPED_BYTES * most, 0, "tokens"))
+    return await answer_text(request, state, answer, len(body.tokens), Budget(response_bytes(contents), 0, "tokens"))
 
 
 async def answer_text(
     request: Request, state: State, job: Callable[[], bytes | memoryview], num_bytes: int, budget: Budget
 ) -> Response:
-    """The response that the job makes of a text or tokens of so many bytes, within the budget."""
+    """Run a job on a text of `num_bytes` bytes, or on as many tokens. Raises 413 if the budget is over a limit."""
     budget.check(state)
     reservation = get_reservation(request)
-    reservation.add(budget.response_bytes)
+    reservation.reserve(budget.response_bytes)
     content = await unless_disconnected(request, state.worker.run_text(job, num_bytes))
     reservation.count(len(content) - budget.response_bytes)
     return Response(content, media_type="application/json")

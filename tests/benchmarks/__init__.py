@@ -1,3 +1,3 @@
-"""Benchmarks: programs to run by hand, not tests. Each prints a table and, last, one line of JSON."""
+"""Benchmarks: programs to run by hand, not tests. Each prints a table, and then one line of JSON."""
 
-import service  # noqa: F401 (it tells PyTorch's threads how to wait, which they read when torch is imported)
+import service  # noqa: F401 (sets how the threads of PyTorch wait, which is read when torch is imported)

@@ -1,4 +1,4 @@
-"""A client that takes little of the machine it measures on: one POST over a bare socket, when each token came."""
+"""A streaming client that uses little CPU time: it sends one POST over a socket, and notes when each token arrives."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a server streams: where to post, what in a frame is a token (its id is the group), what ends the stream."""
+    """How a server streams: the path, the pattern of a token in a frame (its id is the group), and the end mark."""
 
     path: str
     token: re.Pattern[bytes]
@@ -24,7 +24,7 @@ OURS = Dialect("/generate", re.compile(rb'"token":\{"id":(\d+)'), b"[DONE]")
 
 @dataclass
 class Timed:
-    """One request: seconds of `time.perf_counter` at which it was sent, and at which each token came."""
+    """One request: when it was sent and when each token arrived, in seconds of `time.perf_counter`."""
 
     sent: float
     tokens: list[float] = field(default_factory=list)
@@ -41,9 +41,10 @@ class Timed:
 
 
 class Reading(asyncio.Protocol):
-    """Notes tokens as they come, without a task that wakes for each. `ended` is done when the stream is.
+    """Notes tokens as they arrive, without waking a task for each. `ended` is done when the stream has ended.
 
-    The sizes of chunks that stand between the frames are read as parts of them: they look like no token.
+    The sizes of HTTP chunks between the frames are read as parts of the frames, which is harmless: they do not look
+    like tokens.
     """
 
     def __init__(self, timed: Timed, dialect: Dialect) -> None:
@@ -80,7 +81,7 @@ class Reading(asyncio.Protocol):
 
 
 async def generate(port: int, body: dict[str, Any], into: Timed | None = None, dialect: Dialect = OURS) -> Timed:
-    """Stream one request to its end; `into` shows the tokens while they come."""
+    """Stream one request to its end. The tokens are added to `into`, if it is given, as they arrive."""
     content = json.dumps(body | {"stream": True}).encode()
     head = f"POST {dialect.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     timed = into or Timed(time.perf_counter())
@@ -100,7 +101,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def summarize(requests: Sequence[Timed]) -> dict[str, float]:
-    """Milliseconds and tokens a second of requests that ran together."""
+    """Latencies (ms) and tokens per second of requests that ran together."""
     good = [request for request in requests if request.error is None]
     gaps = [gap for request in good for gap in request.gaps]
     first, end = min(request.sent for request in requests), max(request.tokens[-1] for request in good)

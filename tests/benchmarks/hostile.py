@@ -1,10 +1,10 @@
-"""Hostile clients against a service in a process of its own: what each costs the others, and the memory that it takes.
+"""Attack a service in a process of its own, and measure what each attack costs other clients and how much memory.
 
     python -m tests.benchmarks.hostile [--only NAME ...] [--model DIRECTORY]
 
-While each attack runs, another client asks for `/health` every 20 ms on a connection of its own. A line for each attack
-says how long that took (ms, median and 99th percentile), by how much the service's memory grew at most (MB), and what
-the attackers got. It gates nothing; the last line is JSON.
+While an attack runs, another client requests `/health` every 20 ms, each time on a new connection. For each attack, a
+line shows the latency of these requests (ms, median and 99th percentile), the largest growth of the service's memory
+(MB), and the answers that the attackers got. No result is a failure. The last line is JSON.
 """
 
 import argparse
@@ -38,7 +38,7 @@ PATIENCE_SECONDS = 120.0
 
 
 class Service:
-    """A service that was started for one attack."""
+    """A running service, started for one attack."""
 
     def __init__(self, process: subprocess.Popen[str], port: int) -> None:
         self.process = process
@@ -56,7 +56,7 @@ class Service:
         headers: str = "",
         seconds: float = PATIENCE_SECONDS,
     ) -> tuple[int | str, bytes]:
-        """The status and body of one request; a word for what went wrong instead of the status."""
+        """Send one request. Returns its status and body; instead of the status, a word if there was no answer."""
         try:
             async with asyncio.timeout(seconds):
                 reader, writer = await self.connect()
@@ -86,7 +86,7 @@ class Service:
 
 @contextlib.contextmanager
 def serving(model: str, *options: str, max_files: int | None = None) -> Iterator[Service]:
-    """A service that is ready."""
+    """Start a service, and yield it when it is ready."""
     command = [sys.executable, "-m", "service", "--model", model, "--port", "0", *options]
 
     def limit_files() -> None:
@@ -114,17 +114,19 @@ def serving(model: str, *options: str, max_files: int | None = None) -> Iterator
             process.send_signal(signal.SIGTERM)
             process.wait(60)
             seconds = time.monotonic() - began
-            troubles = [line for line in log if "Traceback" in line or " ERROR " in line]
-            if troubles or seconds > 5:
-                sys.stdout.write(f"  ended after {seconds:.1f} s; log: {troubles[:3]}\n")
+            errors = [line for line in log if "Traceback" in line or " ERROR " in line]
+            if errors or seconds > 5:
+                sys.stdout.write(f"  ended after {seconds:.1f} s; log: {errors[:3]}\n")
 
 
 def watch(port: int, pid: int, stopped: Event, report: Connection) -> None:
-    """Ask for `/health` every 20 ms and look at the memory until `stopped`. In a process of its own, which no attack
-    slows down."""
+    """Request `/health` and read the memory of the service every 20 ms, until `stopped`.
+
+    This runs in a process of its own, which no attack slows down.
+    """
     seconds: list[float] = []
     failures: Counter[str] = Counter()
-    before = most = memory(pid)
+    before = highest = memory(pid)
     while not stopped.is_set():
         began = time.perf_counter()
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
@@ -139,7 +141,7 @@ def watch(port: int, pid: int, stopped: Event, report: Connection) -> None:
             failures[type(error).__name__] += 1
         finally:
             connection.close()
-        most = max(most, memory(pid))
+        highest = max(highest, memory(pid))
         time.sleep(0.02)
     report.send(
         {
@@ -147,19 +149,19 @@ def watch(port: int, pid: int, stopped: Event, report: Connection) -> None:
             "health_ms_p99": round(1000 * percentile(seconds, 99), 1) if seconds else None,
             "health_ms_most": round(1000 * max(seconds, default=0), 1),
             "health_failed": dict(failures),
-            "memory_mb": round(most - before),
+            "memory_mb": round(highest - before),
         }
     )
 
 
 def memory(pid: int) -> float:
-    """Resident MB of a process."""
+    """Resident memory of a process in MB."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize() / MIB
 
 
 @contextlib.contextmanager
-def watching(service: Service, found: dict[str, Any]) -> Iterator[None]:
-    """`found` gets the report at the end."""
+def watching(service: Service, result: dict[str, Any]) -> Iterator[None]:
+    """Run `watch` inside a `with` block; `result` gets its report at the end."""
     context = multiprocessing.get_context("spawn")
     stopped = context.Event()
     receiver, sender = context.Pipe(duplex=False)
@@ -170,12 +172,12 @@ def watching(service: Service, found: dict[str, Any]) -> Iterator[None]:
     finally:
         time.sleep(0.5)
         stopped.set()
-        found |= receiver.recv()
+        result |= receiver.recv()
         watcher.join()
 
 
 def repeated(before: str, item: str, after: str) -> bytes:
-    """As many items as fit into a body."""
+    """A body with as many items as fit into it."""
     count = (BODY_BYTES - len(before) - len(after)) // (len(item) + 1)
     return f"{before}{','.join([item] * count)}{after}".encode()
 
@@ -207,7 +209,7 @@ async def bad_bodies(service: Service) -> dict[str, Any]:
 
 
 async def long_texts(service: Service) -> dict[str, Any]:
-    """200 long prompts, and a short one behind them."""
+    """Send 200 long prompts, and then measure the time of a short one."""
     text = " ".join(random.Random(1).choices(["the", "cat", "sat", "over", "there", "42", "ünï"], k=200_000))[
         : MIB - 99
     ]
@@ -263,7 +265,7 @@ async def unread_responses(service: Service) -> dict[str, Any]:
 
 
 async def bodies_without_key(service: Service) -> dict[str, Any]:
-    """PUT requests whose bodies are sent except for the last byte."""
+    """Send PUT requests without an API key, whose bodies lack the last byte."""
     head = f"PUT /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {BODY_BYTES}\r\n\r\n".encode()
 
     async def attack() -> str:
@@ -324,7 +326,7 @@ async def one_byte_chunks(service: Service) -> dict[str, Any]:
 
 
 async def many_clients(service: Service, count: int = 2000) -> dict[str, Any]:
-    """Three rounds of clients of which a third disconnects midway."""
+    """Three rounds of many clients; a third of them disconnects before the end."""
     rounds = []
     for seed in range(3):
         chance = random.Random(seed)
@@ -350,6 +352,7 @@ async def many_clients(service: Service, count: int = 2000) -> dict[str, Any]:
 
 
 Attack = Callable[[Service], Coroutine[Any, Any, dict[str, Any]]]
+# Each attack, with the options of the service and its limit of open files.
 ATTACKS: dict[str, tuple[Attack, tuple[str, ...], int | None]] = {
     "bad bodies": (bad_bodies, (), None),
     "long texts": (long_texts, ("--request-timeout-seconds", "5"), None),
@@ -363,28 +366,29 @@ ATTACKS: dict[str, tuple[Attack, tuple[str, ...], int | None]] = {
 }
 
 
-def attacked(service: Service, attack: Attack) -> dict[str, Any]:
+def run_attack(service: Service, attack: Attack) -> dict[str, Any]:
+    """Attack the service, and check afterwards that it still generates."""
     short = b'{"prompt":[1,2],"max_tokens":8}'
     asyncio.run(service.ask("/generate", short))
-    found: dict[str, Any] = {}
-    with watching(service, found):
-        found |= asyncio.run(attack(service))
-    found["afterwards"], _ = asyncio.run(service.ask("/generate", short))
-    return found
+    result: dict[str, Any] = {}
+    with watching(service, result):
+        result |= asyncio.run(attack(service))
+    result["afterwards"], _ = asyncio.run(service.ask("/generate", short))
+    return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=list(ATTACKS), default=list(ATTACKS))
-    parser.add_argument("--model", default="bundled")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(ATTACKS), default=list(ATTACKS), help="attacks to run")
+    parser.add_argument("--model", default="bundled", help="checkpoint of the service")
     arguments = parser.parse_args()
-    found = {}
+    results = {}
     for name in arguments.only:
         attack, options, max_files = ATTACKS[name]
         with serving(arguments.model, *options, max_files=max_files) as service:
-            found[name] = attacked(service, attack)
-        sys.stdout.write(f"{name}: {found[name]}" + "\n")
-    sys.stdout.write(json.dumps(found) + "\n")
+            results[name] = run_attack(service, attack)
+        sys.stdout.write(f"{name}: {results[name]}\n")
+    sys.stdout.write(json.dumps(results) + "\n")
 
 
 if __name__ == "__main__":

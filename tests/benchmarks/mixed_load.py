@@ -1,10 +1,11 @@
-"""A mixed load over a long time: whether the service's memory grows, and whether any request is lost.
+"""Run a mixed load for a long time, to see whether the memory of the service grows and whether requests are lost.
 
     python -m tests.benchmarks.mixed_load [--seconds 3600] [--model DIRECTORY] [--seed 0]
 
-Generations, traced generations, passes, texts, invalid bodies, responses that nobody reads, and clients that leave.
-Every 10 seconds a line says how many requests had which end, and the resident memory (MB). It gates nothing; the last
-line is JSON: the most memory in the first sixth of the time and after it, and how much more that is.
+The load consists of generations, traced generations, passes, texts, invalid bodies, clients that do not read their
+responses, and clients that disconnect. Every 10 seconds a line shows the resident memory (MB), and the number of
+requests for each outcome. No result is a failure. The last line is JSON: the highest memory in the first sixth of the
+time and in the rest, and the growth between them.
 """
 
 import argparse
@@ -33,12 +34,10 @@ INVALID = [
 
 
 def request(chance: random.Random) -> tuple[str, str, bytes]:
-    """(kind, path, body) of one request."""
+    """Draw the kind, path and body of one request."""
     prompt = [chance.randrange(1, 4000) for _ in range(chance.choice([3, 10, 60, 200]))]
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": chance.randrange(1, 48), "ignore_eos": True}
-    kind = chance.choice(
-        ["whole", "streamed", "traced", "forward", "logits", "tokenize", "invalid", "stops", "several"]
-    )
+    kind = chance.choice(KINDS)
     if kind == "invalid":
         return kind, "/generate", chance.choice(INVALID)
     if kind == "tokenize":
@@ -64,12 +63,12 @@ def request(chance: random.Random) -> tuple[str, str, bytes]:
 async def client(service: Service, chance: random.Random, end: float, outcomes: Counter[str]) -> None:
     while time.monotonic() < end:
         kind, path, body = request(chance)
-        way = chance.choices(["reads", "leaves", "reads nothing"], [20, 3, 1])[0]
-        if way == "reads":
+        behaviour = chance.choices(["reads", "leaves", "reads nothing"], [20, 3, 1])[0]
+        if behaviour == "reads":
             status, content = await service.ask(path, body)
             is_whole = b"event: error" not in content and (b'"stream": true' not in body or b"data: [DONE]" in content)
             outcomes[f"{kind} {status}" + ("" if is_whole or status != 200 else " cut")] += 1
-        elif way == "leaves":
+        elif behaviour == "leaves":
             await service.ask(path, body, seconds=chance.random())
             outcomes["left"] += 1
         else:
@@ -78,7 +77,7 @@ async def client(service: Service, chance: random.Random, end: float, outcomes: 
 
 
 async def unread(service: Service, path: str, body: bytes, seconds: float) -> None:
-    """Send a request, read nothing for a while, then close."""
+    """Send a request, read nothing for a while, and then close the connection."""
     with contextlib.suppress(ConnectionError):
         _, writer = await asyncio.open_connection("127.0.0.1", service.port, limit=1)
         head = (
@@ -120,14 +119,14 @@ async def load(service: Service, seconds: float, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=3600)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", default="bundled")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=3600, help="duration of the load")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random requests")
+    parser.add_argument("--model", default="bundled", help="checkpoint of the service")
     arguments = parser.parse_args()
     with serving(arguments.model) as service:
-        found = asyncio.run(load(service, arguments.seconds, arguments.seed))
-    sys.stdout.write(json.dumps(found) + "\n")
+        result = asyncio.run(load(service, arguments.seconds, arguments.seed))
+    sys.stdout.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

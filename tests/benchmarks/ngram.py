@@ -1,8 +1,9 @@
-"""What a network must beat: a 5-gram model over the same tokens, of the same split, in bits a byte.
+"""Compare a checkpoint with a 5-gram model on held-out text, in bits per byte: the baseline that a network must beat.
 
     python -m tests.benchmarks.ngram TEXT... --model model/bundled
 
-Interpolated modified Kneser-Ney smoothing (Chen & Goodman 1998), discounts estimated for each order.
+The 5-gram model is trained on the other part of the same texts, over the same tokens. It uses interpolated modified
+Kneser-Ney smoothing (Chen & Goodman 1998), with discounts estimated for each order.
 """
 
 import argparse
@@ -14,17 +15,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from model.checkpoint import load_checkpoint
-from model.corpus import END_OF_TEXT_ID, Corpus
-from model.perplexity import predict_texts
-from model.tokenizer import Tokenizer
+from model.analysis.perplexity import score_texts
+from model.checkpoints.load import load_checkpoint
+from model.text.corpus import END_OF_TEXT_ID, Corpus
+from model.text.tokenizer import Tokenizer
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
 class Order:
-    """The n-grams of one order: their counts, and for each context what the discounts leave to the order below."""
+    """The n-grams of one order: their counts, and for each context the weight of the order below."""
 
     def __init__(self, grams: Ints, counts: Ints, bits: int) -> None:
         self._grams, self._counts, self._bits = grams, counts, bits
@@ -32,34 +33,34 @@ class Order:
         discounted = self._discounts[np.minimum(counts, 3)]
         self._contexts, group = np.unique(grams >> bits, return_inverse=True)
         self._totals = np.bincount(group, counts)
-        self._left = np.bincount(group, discounted) / self._totals
+        self._backoff_weights = np.bincount(group, discounted) / self._totals
 
     def _estimate_discounts(self) -> Floats:
-        """For counts of 0, 1, 2, and 3 or more."""
+        """Estimate the discounts for counts of 0, 1, 2, and 3 or more."""
         once, twice, thrice, four_times = (max(int((self._counts == times).sum()), 1) for times in (1, 2, 3, 4))
         share = once / (once + 2 * twice)
         estimates = (1 - 2 * share * twice / once, 2 - 3 * share * thrice / twice, 3 - 4 * share * four_times / thrice)
         return np.array([0.0, *(min(max(d, 0.0), times) for times, d in enumerate(estimates, 1))])
 
     def interpolate(self, grams: Ints, below: Floats) -> Floats:
-        """p(last token | those before it) of grams (N,), given that of the order below (N,)."""
-        counts = np.where(_found(self._grams, grams), self._counts[_place(self._grams, grams)], 0)
+        """p(last token | earlier tokens) of grams (N,), from the probabilities of the order below (N,)."""
+        counts = np.where(_contains(self._grams, grams), self._counts[_indices(self._grams, grams)], 0)
         contexts = grams >> self._bits
-        place = _place(self._contexts, contexts)
-        own = (counts - self._discounts[np.minimum(counts, 3)]) / self._totals[place]
-        return np.where(_found(self._contexts, contexts), own + self._left[place] * below, below)
+        indices = _indices(self._contexts, contexts)
+        own = (counts - self._discounts[np.minimum(counts, 3)]) / self._totals[indices]
+        return np.where(_contains(self._contexts, contexts), own + self._backoff_weights[indices] * below, below)
 
 
-def _place(rows: Ints, wanted: Ints) -> Ints:
-    return np.minimum(np.searchsorted(rows, wanted), len(rows) - 1)
+def _indices(sorted_values: Ints, wanted: Ints) -> Ints:
+    return np.minimum(np.searchsorted(sorted_values, wanted), len(sorted_values) - 1)
 
 
-def _found(rows: Ints, wanted: Ints) -> NDArray[np.bool_]:
-    return rows[_place(rows, wanted)] == wanted
+def _contains(sorted_values: Ints, wanted: Ints) -> NDArray[np.bool_]:
+    return sorted_values[_indices(sorted_values, wanted)] == wanted
 
 
 class KneserNey:
-    """Trained on ids (N,). A gram is one integer: its tokens, the last in the lowest bits."""
+    """An n-gram model, trained on ids (N,). A gram is one integer, which has its last token in the lowest bits."""
 
     def __init__(self, ids: Ints, vocab_size: int, order: int = 5) -> None:
         self._bits = (vocab_size - 1).bit_length()
@@ -68,43 +69,43 @@ class KneserNey:
         self._vocab_size = vocab_size
         grams, counts = np.unique(self._pack(ids, order), return_counts=True)
         orders = [Order(grams, counts, self._bits)]
-        for size in range(order - 1, 0, -1):  # below the highest, in how many contexts a gram occurs is what counts
+        for size in range(order - 1, 0, -1):  # lower orders count the distinct contexts of a gram, not its occurrences
             grams, counts = np.unique(grams & ((1 << size * self._bits) - 1), return_counts=True)
             orders.append(Order(grams, counts, self._bits))
         self._orders = orders[::-1]
 
     def _pack(self, ids: Ints, size: int) -> Ints:
-        """ids (N,) -> the grams of this size that end at `size - 1` and further, (N - size + 1,)."""
+        """ids (N,) -> grams (N - size + 1,) of `size` tokens, the first of which ends at position `size - 1`."""
         grams = np.zeros(len(ids) - size + 1, dtype=np.int64)
         for offset in range(size):
             grams = grams << self._bits | ids[offset : offset + len(grams)]
         return grams
 
     def probabilities(self, ids: Ints) -> Floats:
-        """p of each of ids (N,), given those before it."""
-        found = np.full(len(ids), 1 / self._vocab_size)
+        """p of each of ids (N,), given the ids before it."""
+        result = np.full(len(ids), 1 / self._vocab_size)
         for size, order in enumerate(self._orders, 1):
-            found[size - 1 :] = order.interpolate(self._pack(ids, size), found[size - 1 :])
-        return found
+            result[size - 1 :] = order.interpolate(self._pack(ids, size), result[size - 1 :])
+        return result
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Ints]:
-    """An end-of-text token, then the text's."""
+    """For each text, an end-of-text token followed by the tokens of the text."""
     return [np.array([END_OF_TEXT_ID, *tokenizer.encode(text)], dtype=np.int64) for text in texts]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A 5-gram model beside a checkpoint, on held-out text.")
-    parser.add_argument("texts", nargs="+", type=Path)
-    parser.add_argument("--model", default="model/bundled")
-    parser.add_argument("--held-out", type=float, default=0.05)
+    parser = argparse.ArgumentParser(description="Compare a checkpoint with a 5-gram model on held-out text.")
+    parser.add_argument("texts", nargs="+", type=Path, help="files of plain text")
+    parser.add_argument("--model", default="model/bundled", help="directory of the checkpoint")
+    parser.add_argument("--held-out", type=float, default=0.05, help="fraction of the text that is held out")
     options = parser.parse_args()
     checkpoint = load_checkpoint(options.model)
     tokenizer = checkpoint.tokenizer
     if tokenizer is None:
         parser.error(f"{options.model} has no tokenizer.json")
     corpus = Corpus.read(options.texts, options.held_out)
-    network = predict_texts(checkpoint.model, tokenizer, corpus.held_out)
+    network = score_texts(checkpoint.model, tokenizer, corpus.held_out)
     ngram = KneserNey(np.concatenate(encode(tokenizer, corpus.training)), tokenizer.vocab_size)
     bits = -sum(float(np.log2(ngram.probabilities(ids)[2:]).sum()) for ids in encode(tokenizer, corpus.held_out))
     figures = {

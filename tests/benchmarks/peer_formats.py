@@ -1,8 +1,9 @@
-"""One checkpoint in the formats of the peers, written by an interpreter that has them; the weights stay the same.
+"""Convert a checkpoint to the format of a peer, without changing the weights.
 
     python -m tests.benchmarks.peer_formats gguf|openvino|openvino-int8|ctranslate2 CHECKPOINT OUT
 
-The tokenizers are dummies, which spell every token as a word: prompts are ids.
+Run this with an interpreter that has the packages of the peer. The tokenizers are dummies, in which every token is a
+word of its own, because all prompts are token ids.
 """
 
 import json
@@ -17,7 +18,7 @@ def words(vocab_size: int) -> list[str]:
 
 
 def write_dummy_tokenizer(directory: Path) -> None:
-    """`tokenizer.json` beside a checkpoint that has none."""
+    """Write a `tokenizer.json` for a checkpoint that has none."""
     from tokenizers import Tokenizer, decoders, models
 
     names = words(json.loads((directory / "config.json").read_text())["vocab_size"])
@@ -30,8 +31,11 @@ def write_dummy_tokenizer(directory: Path) -> None:
 
 
 def write_gguf(checkpoint: Path, out: Path) -> None:
-    """float32, which `llama-quantize` makes the other types of. Rotary pairs lie side by side there, and halves of a
-    head apart in Hugging Face's layout: rows of q and k change places."""
+    """Write float32 GGUF, from which `llama-quantize` makes the other types.
+
+    In GGUF, the two dims of a rotary pair are adjacent. In Hugging Face's layout they are half a head apart, so the
+    rows of q and k are reordered.
+    """
     import gguf
     import numpy as np
     from safetensors.numpy import load_file

@@ -1,11 +1,12 @@
-"""Engines of peers that have no server, behind one thin server that answers as ours does; and any engine in process.
+"""Serve engines that have no server of their own, in the format of our service; or measure an engine in this process.
 
     python -m tests.benchmarks.peer_servers serve KIND MODEL --variant V [--threads 2] [--port 8000]
     python -m tests.benchmarks.peer_servers measure KIND MODEL --variant V [--threads 2] [OPTION OF OUR SERVICE]...
     python -m tests.benchmarks.peer_servers versions
 
-An engine gets requests and emits tokens, greedy, past any end of sequence. One that cannot take a request while others
-run is given those that came together, of equal lengths, as one batch: the best case for it.
+An engine gets requests and emits tokens. It decodes greedily and continues after an end of sequence. An engine that
+cannot take a request while others run gets the requests that arrived together, of equal lengths, as one batch. This is
+the best case for such an engine.
 """
 
 import argparse
@@ -23,8 +24,8 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Protocol
 
-QUIET_SECONDS = 0.01  # without another request, then those that came together are a batch
-STATIC_LENGTH = 256  # a static cache has a multiple of it, so that lengths which differ a little share one
+QUIET_SECONDS = 0.01  # after this time without a new request, the requests that have arrived are a batch
+STATIC_LENGTH = 256  # lengths of static caches are multiples of it, so that similar lengths share a cache
 PREFILLS = (512, 1500)
 PACKAGES = ("torch", "transformers", "openvino", "openvino-genai", "optimum-intel", "ctranslate2")
 
@@ -40,14 +41,14 @@ Emit = Callable[[list[tuple[Request, int]]], None]
 
 
 class Engine(Protocol):
-    batches: bool  # whether it takes only requests that came together
+    batches: bool  # whether the engine only takes batches of requests that arrived together
 
     def generate(self, requests: Sequence[Request], emit: Emit, more: Callable[[], list[Request]]) -> None:
-        """Run requests to their ends, and where it can those that come meanwhile."""
+        """Run requests to their ends. An engine without `batches` also runs those that `more` returns meanwhile."""
 
 
 class Ours:
-    """The service's own engine, loaded as the service loads it from the same options."""
+    """Our own engine, loaded as the service loads it, from the same options."""
 
     batches = False
 
@@ -67,8 +68,8 @@ class Ours:
 
     def generate(self, requests: Sequence[Request], emit: Emit, more: Callable[[], list[Request]]) -> None:
         from model.engine import request as engine
-        from model.generation import GenerationParams
-        from model.sampling import SamplingParams
+        from model.text.sampling import SamplingParams
+        from model.text.transcript import GenerationParams
 
         by_id = {str(index): request for index, request in enumerate(requests)}
         for key, request in by_id.items():
@@ -80,8 +81,10 @@ class Ours:
 
 
 class Transformers:
-    """The model's forward in a loop, which is less work than its `generate`. Compiled: the decode step alone, with a
-    static cache, which is made once for each number of sequences."""
+    """The model of `transformers`, called in a loop, which takes less time than its `generate`.
+
+    If compiled, only the decoding step is compiled, with a static cache that is made once for each number of sequences.
+    """
 
     batches = True
 
@@ -93,10 +96,10 @@ class Transformers:
         dtype, _, mode = variant.partition("-")
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
         self._decode = self._model.forward
-        if mode == "compiled":  # weights laid out for the kernel that is fastest: half a minute for each shape
+        if mode == "compiled":  # chooses the fastest kernel and layout of weights, which takes 30 seconds per shape
             import torch._inductor.config as inductor
 
-            inductor.freezing, inductor.max_autotune = True, True  # as an option of one compilation it has no effect
+            inductor.freezing, inductor.max_autotune = True, True  # has no effect as an option of one compilation
             inductor.max_autotune_gemm_backends = "CPP,ATEN"
             self._decode = torch.compile(self._model.forward, dynamic=False)
         self._static: dict[tuple[int, int], Any] | None = {} if mode == "compiled" else None
@@ -129,7 +132,10 @@ class Transformers:
 
 
 class OpenVino:
-    """`ContinuousBatchingPipeline`; the hint is set for the unquantized weights, else the CPU's own choice counts."""
+    """`ContinuousBatchingPipeline` of OpenVINO GenAI.
+
+    The precision hint is set for unquantized weights; for int8, OpenVINO chooses the precision for the CPU.
+    """
 
     batches = False
 
@@ -160,19 +166,19 @@ class OpenVino:
                 running[request] = self._pipeline.add_request(self._num_requests, prompt, config)
                 num_left[request] = request.num_out
             self._pipeline.step()
-            made = []
+            emitted = []
             for request, handle in list(running.items()):
                 while handle.can_read():
-                    made += [(request, token) for output in handle.read().values() for token in output.generated_ids]
+                    emitted += [(request, token) for output in handle.read().values() for token in output.generated_ids]
                     num_left[request] -= 1
                 if not num_left[request]:
                     del running[request]
-            emit(made)
+            emit(emitted)
             requests = more()
 
 
 class CTranslate2:
-    """`Generator.generate_batch`, which calls back for every token."""
+    """`Generator.generate_batch` of CTranslate2, with a callback for every token."""
 
     batches = True
 
@@ -185,16 +191,16 @@ class CTranslate2:
     def generate(self, requests: Sequence[Request], emit: Emit, more: Callable[[], list[Request]]) -> None:
         num_out = requests[0].num_out
 
-        def note(made: Any) -> bool:
-            emit([(requests[made.batch_id], made.token_id)])
-            return False  # go on
+        def on_token(result: Any) -> bool:
+            emit([(requests[result.batch_id], result.token_id)])
+            return False  # continue
 
         self._generator.generate_batch(
             [[self._words[token_id] for token_id in request.ids] for request in requests],
             max_length=num_out,
             min_length=num_out,
             include_prompt_in_result=False,
-            callback=note,
+            callback=on_token,
         )
 
 
@@ -207,7 +213,7 @@ ENGINES: dict[str, type] = {
 
 
 def serve(engine: Engine, port: int) -> None:
-    """POST /generate with `prompt` and `max_tokens` streams as our service does; GET /ready."""
+    """Serve POST /generate, which takes `prompt` and `max_tokens` and streams like our service, and GET /ready."""
     import fastapi
     import uvicorn
     from fastapi.responses import StreamingResponse
@@ -221,7 +227,7 @@ def serve(engine: Engine, port: int) -> None:
     inbox: SimpleQueue[Request] = SimpleQueue()
 
     def take(seconds: float) -> list[Request]:
-        """What has come, until nothing comes for so long."""
+        """Take requests from the inbox, until none arrives for `seconds`."""
         taken = []
         try:
             while True:
@@ -230,13 +236,13 @@ def serve(engine: Engine, port: int) -> None:
             return taken
 
     def work(loop: asyncio.AbstractEventLoop) -> None:
-        def deliver(made: list[tuple[Request, int]]) -> None:
-            for request, token in made:
+        def deliver(emitted: list[tuple[Request, int]]) -> None:
+            for request, token in emitted:
                 request.tokens.put_nowait(token)
 
         while True:
             requests = [inbox.get(), *take(QUIET_SECONDS if engine.batches else 0)]
-            engine.generate(requests, lambda made: loop.call_soon_threadsafe(deliver, made), lambda: take(0))
+            engine.generate(requests, lambda emitted: loop.call_soon_threadsafe(deliver, emitted), lambda: take(0))
 
     async def events(request: Request) -> AsyncIterator[str]:
         for _ in range(request.num_out):
@@ -251,26 +257,26 @@ def serve(engine: Engine, port: int) -> None:
 
     @app.get("/ready")
     async def ready() -> None:
-        """The engine was loaded before the server."""
+        """Always ready: the engine was loaded before the server started."""
 
     uvicorn.run(app, port=port, log_level="warning")
 
 
 def prefills(engine: Engine) -> dict[int, float]:
-    """Tokens a second of one prompt of so many, the best of two after one that warms up."""
+    """For each prompt length, tokens per second: the best of two runs after a first one that warms up."""
     draw = random.Random(0)
 
     def seconds(num_in: int) -> float:
         request = Request([draw.randrange(1000, 50000) for _ in range(num_in)], 1)
         start = time.perf_counter()
-        engine.generate([request], lambda made: None, list)
+        engine.generate([request], lambda emitted: None, list)
         return time.perf_counter() - start
 
     return {num_in: num_in / min([seconds(num_in) for _ in range(3)][1:]) for num_in in PREFILLS}
 
 
 def versions() -> dict[str, str]:
-    """Of what this interpreter has."""
+    """The versions of the packages that this interpreter has."""
     found = {}
     for package in PACKAGES:
         try:
@@ -282,18 +288,18 @@ def versions() -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["serve", "measure", "versions"])
-    parser.add_argument("kind", choices=list(ENGINES), nargs="?")
-    parser.add_argument("model", nargs="?")
-    parser.add_argument("--variant", default="float32")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("command", choices=["serve", "measure", "versions"])
+    parser.add_argument("kind", choices=list(ENGINES), nargs="?", help="engine")
+    parser.add_argument("model", nargs="?", help="checkpoint, in the format of the engine")
+    parser.add_argument("--variant", default="float32", help="precision, as the engine names it")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads of the engine")
     parser.add_argument("--port", type=int, default=8000)
     arguments, options = parser.parse_known_args()
-    if arguments.what == "versions":
+    if arguments.command == "versions":
         sys.stdout.write(json.dumps(versions()) + "\n")
         return
     engine = ENGINES[arguments.kind](arguments.model, arguments.variant, arguments.threads, options)
-    if arguments.what == "serve":
+    if arguments.command == "serve":
         serve(engine, arguments.port)
     else:
         sys.stdout.write(json.dumps({"prefill": prefills(engine)}) + "\n")

@@ -1,19 +1,21 @@
-"""Ours and its peers side by side: the same random weights of the 123.6M Llama shape, threads, prompts and client.
+"""Compare our engine with its peers, with the same random weights of the 123.6M Llama shape, threads and prompts.
 
     python -m tests.benchmarks.peers [--only NAME...] [--scenarios S1 S3] [--rounds 3] [--threads 2] [--skip-prefill]
         [--work DIRECTORY] [--peers-python PYTHON] [--llama-cpp DIRECTORY]
 
-Every round starts, drives over HTTP and stops one server after the other: greedy, past any end of sequence, every
-prompt different and no prompt cache, so that figures differ by what the servers do. A peer that is missing is reported.
-Prompts alone are measured in process. Ours guesses tokens only where its name says so (`guessing`): random weights
-repeat themselves, so that guesses are right far more often than in text. `agrees`: of 16 greedy tokens, those before
-the first that differs from our float32 network's. Percentages are shares of the time that the machine's own limits
-allow, measured in the same run: weights of each decode step read once at the bandwidth of memory, or the
-multiplications of all its sequences at the rate of the dtype; then those of the prompts. Of int8 and int4 weights that
-is the rate of int8. Keys and values are not counted, so long contexts have lower shares.
+Every round starts one server after the other, sends it requests over HTTP, and stops it. Decoding is greedy and
+continues after an end of sequence. Every prompt is different and prompt caches are off, so that the same work is
+compared. Prompts alone (prefill) are measured in process. A missing peer is reported. Our engine uses drafts only if
+the name ends in `-drafts`: texts of random weights repeat themselves, so drafts are right far more often than in real
+text. `agrees` counts the greedy tokens, of 16, before the first one that differs from our float32 network.
 
-Peers are optional. transformers comes with the extra `dev`; the others best have an environment of their own, since
-optimum-intel asks for an older transformers (and for the torchvision that was built with the same torch):
+Percentages are speeds relative to the highest speed that the machine allows. Its limits are measured in the same run.
+A decoding step must read the weights once at the bandwidth of the memory, and multiply for all sequences at the rate of
+the dtype; whichever takes longer is the limit. Prompts are limited by multiplication. For int8 and int4 weights, the
+rate of int8 is used. Keys and values are not counted, so long contexts have lower percentages.
+
+Peers are optional. transformers comes with the extra `dev`. The others are best installed in an environment of their
+own, because optimum-intel needs an older transformers (and the torchvision that was built with the same torch):
 
     python -m venv peers && peers/bin/pip install '.[peers]' cmake ninja    # --peers-python peers/bin/python
     export PATH=$PWD/peers/bin:$PATH
@@ -22,9 +24,9 @@ optimum-intel asks for an older transformers (and for the torchvision that was b
     cmake -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF
     cmake --build build --target llama-server llama-bench llama-quantize    # --llama-cpp build/bin
 
-On a CPU with AMX, what GCC 12 makes of llama.cpp ends with an illegal instruction: CC=clang CXX=clang++ before cmake.
-llama.cpp and OpenVINO keep their own defaults (such as keys and values of 16 and 8 bits). What has no server of its own
-stands behind peer_servers.py. bfloat16 of OpenVINO is its precision hint on float32 weights.
+On a CPU with AMX, llama.cpp built with GCC 12 fails with an illegal instruction: set CC=clang CXX=clang++ for cmake.
+llama.cpp and OpenVINO keep their own defaults (such as keys and values of 16 and 8 bits). Engines without a server are
+served by peer_servers.py. The bfloat16 of OpenVINO is its precision hint on float32 weights.
 """
 
 import argparse
@@ -51,28 +53,37 @@ import torch
 import torch.nn.functional as F
 import uvloop
 
-from model.checkpoint import load_checkpoint
+from model.checkpoints.load import load_checkpoint
 from tests.benchmarks.client import Dialect, Timed, generate, summarize
 from tests.benchmarks.peer_formats import write_dummy_tokenizer
 from tests.benchmarks.peer_servers import PREFILLS, versions
 from tests.benchmarks.serve import ROOT, SHAPE, Prompts, end_as_a_whole, write_random_checkpoint
 
 LLAMA = Dialect("/completion", re.compile(rb'"tokens":\[(\d+)\]'), b'"stop":true')
-SCENARIOS = {"S1": (1, 16, 128), "S2": (8, 16, 128), "S3": (8, 512, 64), "S4": (32, 64, 64)}  # streams, in, out
-WARM_UP = 4  # tokens out before a scenario is measured
+SCENARIOS = {
+    "S1": (1, 16, 128),
+    "S2": (8, 16, 128),
+    "S3": (8, 512, 64),
+    "S4": (32, 64, 64),
+}  # streams, tokens in, tokens out
+WARM_UP = 4  # tokens that each stream generates before a scenario is measured
 START_SECONDS = 300
 NUM_AGREE = 16
-BLOCKS = 12 * (4 * 768**2 + 3 * 768 * 2048)  # parameters that every token is multiplied with
-HEAD = 50257 * 768  # and those of the last layer, where a next token is wanted
+BLOCKS = 12 * (4 * 768**2 + 3 * 768 * 2048)  # parameters that are multiplied with every token
+HEAD = 50257 * 768  # parameters of the head, which are only used to predict a next token
 
 
 class MissingError(Exception):
-    """The peer is not here, or does not do what it must; the message says why."""
+    """The peer is not installed, or does not work as it should. The message says why."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """`kind` of engine, `variant` as it names it, `weight_bits` on the disk and the dtype that it multiplies in."""
+    """An engine in one precision.
+
+    `variant` is the precision as the engine names it. `weight_bits` is the size of a weight on disk. `rate` is the
+    dtype in which the engine multiplies.
+    """
 
     kind: str
     variant: str
@@ -86,7 +97,7 @@ class Peer:
 
     @property
     def format(self) -> str:
-        """The file or directory, in the working directory, that it reads."""
+        """The name of the file or directory that the engine reads, in the working directory."""
         if self.kind == "llama.cpp":
             return f"{self.variant}.gguf"
         if self.kind == "openvino":
@@ -104,11 +115,11 @@ PEERS = {
     peer.name: peer
     for peer in (
         *(replace(peer, options=(*peer.options, "--no-speculate")) for peer in OURS),
-        *(replace(peer, variant=f"{peer.variant}-guessing") for peer in OURS),
+        *(replace(peer, variant=f"{peer.variant}-drafts") for peer in OURS),
         Peer("llama.cpp", "f32", 32, "float32"),
         Peer("llama.cpp", "bf16", 16, "bfloat16"),
         Peer("llama.cpp", "q8_0", 8.5, "int8"),
-        Peer("llama.cpp", "q4_0", 5.2, "int8"),  # 4.5, and 6.6 of the embeddings
+        Peer("llama.cpp", "q4_0", 5.2, "int8"),  # 4.5 bits, but 6.6 for the embeddings
         Peer("openvino", "float32", 32, "float32"),
         Peer("openvino", "bfloat16", 16, "bfloat16"),
         Peer("openvino", "int8", 8, "int8"),
@@ -123,18 +134,21 @@ PEERS = {
 
 
 class Bench:
-    """Where the peers are and what they read; what each of them gives in one round."""
+    """Finds the peers, converts the checkpoint for them, and measures each of them in one round."""
 
     def __init__(self, arguments: argparse.Namespace, work: Path) -> None:
         self._threads = arguments.threads
         python = shutil.which(arguments.peers_python) or arguments.peers_python
-        self._python = os.path.abspath(python)  # not resolved: the link says which environment
+        self._python = os.path.abspath(python)  # not resolved: the path of the link determines the environment
         self._llama_cpp = None if arguments.llama_cpp is None else str(arguments.llama_cpp.absolute())
         self._scenarios = arguments.scenarios
         self._work = work
         self._environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(self._threads)}
         self._prompts = Prompts(SHAPE["vocab_size"])
-        self._check = {**self._prompts.body(16, NUM_AGREE), "prompt": list(range(100, 116))}  # not one token for ever
+        self._check = {
+            **self._prompts.body(16, NUM_AGREE),
+            "prompt": list(range(100, 116)),
+        }  # does not repeat one token forever
         checkpoint = work / "checkpoint"
         if not checkpoint.exists():
             checkpoint.mkdir()
@@ -143,7 +157,7 @@ class Bench:
         self._expected = greedy_tokens(checkpoint, self._check["prompt"])
 
     def run(self, peer: Peer, *, with_prefill: bool) -> dict[str, Any]:
-        """Figures of one round. `MissingError` where there are none."""
+        """Measure a peer in one round. Raises `MissingError` if that is not possible."""
         self._export(peer)
         found: dict[str, Any] = {}
         if with_prefill:
@@ -169,7 +183,11 @@ class Bench:
         if peer.kind != "llama.cpp":
             return await generate(port, body)
         own = {"n_predict": body["max_tokens"], "cache_prompt": False, "return_tokens": True}
-        greedy = {"temperature": 0, "samplers": ["temperature"], "ignore_eos": True}  # without the default's other ones
+        greedy = {
+            "temperature": 0,
+            "samplers": ["temperature"],
+            "ignore_eos": True,
+        }  # only these, instead of the default samplers
         return await generate(port, {"prompt": body["prompt"], **own, **greedy}, dialect=LLAMA)
 
     def _count_agreeing(self, peer: Peer, port: int) -> int:
@@ -178,7 +196,7 @@ class Bench:
 
     @contextmanager
     def _serving(self, peer: Peer) -> Iterator[tuple[int, float]]:
-        """Its server; yields the port, and the seconds from the start of the process until it was ready."""
+        """Start the server of a peer; yield its port, and the seconds from the start until it was ready."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         url = f"http://127.0.0.1:{port}/{'health' if peer.kind == 'llama.cpp' else 'ready'}"
@@ -198,24 +216,24 @@ class Bench:
         if peer.kind == "ours":
             return self._own(peer, "-m", "service", "--model", model, "--port", str(port), *peer.options)
         if peer.kind != "llama.cpp":
-            return self._own(peer, *self._thin("serve", peer), "--port", str(port))
+            return self._own(peer, *self._peer_server("serve", peer), "--port", str(port))
         slots = max(SCENARIOS[name][0] for name in self._scenarios)
         context = slots * max(num_in + num_out for _, num_in, num_out in SCENARIOS.values())
         size = ["-np", str(slots), "-c", str(context), "-t", str(self._threads), "-tb", str(self._threads)]
         no_cache = ["--no-cache-prompt", "--cache-ram", "0", "-sps", "0"]
         return [self._binary("llama-server"), "-m", model, "--port", str(port), *size, *no_cache]
 
-    def _thin(self, what: str, peer: Peer) -> list[str]:
+    def _peer_server(self, command: str, peer: Peer) -> list[str]:
         model = str(self._work / peer.format)
-        return ["-m", "tests.benchmarks.peer_servers", what, peer.kind, model, "--variant", peer.variant]
+        return ["-m", "tests.benchmarks.peer_servers", command, peer.kind, model, "--variant", peer.variant]
 
     def _own(self, peer: Peer, *arguments: str) -> list[str]:
-        """A command of the interpreter that has the peer."""
+        """A command line for the interpreter that has the peer."""
         python = sys.executable if peer.kind in ("ours", "transformers") else self._python
         return [python, *arguments, "--threads", str(self._threads)]
 
     def _measure(self, peer: Peer) -> dict[str, Any]:
-        return dict(json.loads(self._output(self._own(peer, *self._thin("measure", peer), *peer.options))))
+        return dict(json.loads(self._output(self._own(peer, *self._peer_server("measure", peer), *peer.options))))
 
     def _llama_bench(self, peer: Peer) -> dict[str, Any]:
         lengths = ",".join(map(str, PREFILLS))
@@ -224,7 +242,7 @@ class Bench:
         return {"prefill": {str(run["n_prompt"]): max(run["samples_ts"]) for run in found}}
 
     def _export(self, peer: Peer) -> None:
-        """Write the peer's format, where an earlier run has not."""
+        """Convert the checkpoint to the format of the peer, unless an earlier run did."""
         out = self._work / peer.format
         if out.exists():
             return
@@ -240,7 +258,7 @@ class Bench:
         partial.rename(out)
 
     def versions(self) -> dict[str, Any]:
-        """Of this interpreter's packages, of those of the peers', and of llama.cpp."""
+        """The versions of the packages of this interpreter, of those of the peers, and of llama.cpp."""
 
         def of(read: Callable[[], Any]) -> Any:
             try:
@@ -269,7 +287,7 @@ class Bench:
             raise MissingError(str(error)) from error
 
     def _output(self, command: list[str], *, whole: bool = False) -> str:
-        """What a command wrote, its last line."""
+        """The last line of the output of a command, or with `whole` all of it."""
         with tempfile.TemporaryFile() as log, self._started(command, log, subprocess.PIPE) as process:
             out = process.communicate()[0].decode()
             if process.returncode:
@@ -288,12 +306,12 @@ def answers(url: str) -> bool:
 def last_line(log: Any) -> str:
     log.seek(0)
     lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "it ended and said nothing"
+    return lines[-1].strip() if lines else "it ended without a message"
 
 
 @torch.inference_mode()
 def greedy_tokens(checkpoint: Path, prompt: list[int]) -> list[int]:
-    """By our network itself, in float32 and with PyTorch's linear layers."""
+    """The tokens that our network chooses in float32, with the kernels of PyTorch."""
     network = load_checkpoint(str(checkpoint), dtype="float32").model
     ids = list(prompt)
     for _ in range(NUM_AGREE):
@@ -302,7 +320,8 @@ def greedy_tokens(checkpoint: Path, prompt: list[int]) -> list[int]:
 
 
 def measure_machine() -> dict[str, float]:
-    """Bytes a second that the threads read from memory, and operations a second of square matrices by dtype."""
+    """Measure the bandwidth of memory (bytes per second), and for each dtype the operations per second of square
+    matrices."""
 
     def best(work: Callable[[], Any], times: int = 10) -> float:
         work()
@@ -317,30 +336,30 @@ def measure_machine() -> dict[str, float]:
     found = {"bandwidth": large.nbytes / best(large.sum)}
     size = 2048
     square = torch.randn(size, size)
-    dense = square.to_mkldnn()  # oneDNN's, up to twice as fast as what `@` calls
+    dense = square.to_mkldnn()  # uses oneDNN, which is up to twice as fast as the library behind `@`
     half, ints = square.bfloat16(), torch.randint(-128, 127, (size, size), dtype=torch.int8)
     found["float32"] = 2 * size**3 / best(lambda: F.linear(dense, dense))
-    # Where the CPU has no products of bfloat16, it can still widen the numbers.
+    # A CPU without products of bfloat16 can still convert the numbers to float32.
     found["bfloat16"] = max(found["float32"], 2 * size**3 / best(lambda: half @ half.T))
     found["int8"] = 2 * size**3 / best(lambda: torch._int_mm(ints, ints.T))
     return found
 
 
 def prompt_seconds(peer: Peer, machine: dict[str, float], num_in: int) -> float:
-    """What the machine needs at least for one prompt, its attention included."""
-    attention = 12 * 2 * 768 * num_in**2  # scores and sums, of the half under the diagonal
+    """The shortest possible time for one prompt, with its attention, at the limits of the machine."""
+    attention = 12 * 2 * 768 * num_in**2  # scores and weighted sums, for the half below the diagonal
     return (2 * (BLOCKS * num_in + HEAD) + attention) / machine[peer.rate]
 
 
 def scenario_seconds(peer: Peer, machine: dict[str, float], streams: int, num_in: int, num_out: int) -> float:
-    """The same for a scenario: its prompts, then the steps, each limited by memory or by multiplication."""
+    """The shortest possible time for a scenario: its prompts, then its steps, limited by memory or multiplication."""
     read = (BLOCKS + HEAD) * peer.weight_bits / 8 / machine["bandwidth"]
     step = max(read, streams * 2 * (BLOCKS + HEAD) / machine[peer.rate])
     return max(streams * prompt_seconds(peer, machine, num_in), read) + (num_out - 1) * step
 
 
 def summary(rounds: list[dict[str, Any]], *path: str) -> dict[str, float] | None:
-    """Median, least and most of one figure of all rounds; None where it was not measured."""
+    """Median, minimum and maximum of one figure over all rounds; None if it was not measured."""
     values: list[Any] = list(rounds)
     for key in path:
         values = [value.get(key) for value in values if value is not None]
@@ -351,7 +370,7 @@ def summary(rounds: list[dict[str, Any]], *path: str) -> dict[str, float] | None
 
 
 def figures(peer: Peer, rounds: list[dict[str, Any]], machine: dict[str, float]) -> dict[str, Any]:
-    """What all rounds gave, each tokens a second also as a share of the machine's limit."""
+    """Summarize the figures of all rounds; speeds also as a share of the limit of the machine."""
     found: dict[str, Any] = {name: summary(rounds, name) for name in ("ready_seconds", "agrees")}
     for name, (streams, num_in, num_out) in SCENARIOS.items():
         if (speed := summary(rounds, name, "tokens_per_second")) is not None:
@@ -392,14 +411,15 @@ def cpu_model() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(PEERS), default=list(PEERS), metavar="NAME")
+    names = ", ".join(PEERS)
+    parser.add_argument("--only", nargs="+", choices=list(PEERS), default=list(PEERS), metavar="NAME", help=names)
     parser.add_argument("--scenarios", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--skip-prefill", action="store_true")
-    parser.add_argument("--work", type=Path, help="keeps the exported formats for the next run")
-    parser.add_argument("--peers-python", default=sys.executable, help="an interpreter that has the peers")
-    parser.add_argument("--llama-cpp", type=Path, help="directory of llama.cpp's binaries; default: PATH")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads of each engine")
+    parser.add_argument("--skip-prefill", action="store_true", help="do not measure prompts alone")
+    parser.add_argument("--work", type=Path, help="directory that keeps the converted checkpoints for the next run")
+    parser.add_argument("--peers-python", default=sys.executable, help="interpreter that has the packages of the peers")
+    parser.add_argument("--llama-cpp", type=Path, help="directory of the binaries of llama.cpp; default: PATH")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     end_as_a_whole()
@@ -443,7 +463,7 @@ def run(arguments: argparse.Namespace, bench: Bench) -> None:
         "missing": missing,
     }
     limits = ", ".join(f"{what} {value / 1e9:.0f}" for what, value in machine.items())
-    sys.stdout.write(f"limits, 1e9 bytes or operations a second: {limits}\n")
+    sys.stdout.write(f"limits of the machine, 1e9 bytes or operations per second: {limits}\n")
     sys.stdout.write(json.dumps(result) + "\n")
 
 

@@ -1,11 +1,11 @@
-"""The service over HTTP: latency and throughput at 1, 8 and 32 streams, by turns with the same engine in this process;
-and what running streams feel while a long prompt enters.
+"""Measure latency and throughput of the service over HTTP, and what a long prompt costs the running streams.
 
     python -m tests.benchmarks.serve [--dtype bfloat16] [--kernels torch] [--threads 2] [--rounds 3] [--model DIRECTORY]
 
-Without `--model` it serves random weights of the 123.6M Llama shape of articles/001. Every prompt is different, the
-choice greedy; nothing is guessed (`--no-speculate`), since random weights repeat themselves. Figures are medians over
-alternating rounds. Other options go to the service.
+There are 1, 8 and 32 streams, in turn with the same engine in this process. Without `--model`, the weights are random,
+with the 123.6M Llama shape of articles/001. Every prompt is different and decoding is greedy. Drafts are off
+(`--no-speculate`), because texts of random weights repeat themselves. Figures are medians over alternating rounds.
+Other options are passed to the service.
 """
 
 import argparse
@@ -33,14 +33,15 @@ import torch
 import uvloop
 from safetensors.torch import save_file
 
-from model.checkpoint import DTYPES
+from model.checkpoints.load import DTYPES
 from tests.benchmarks.client import Timed, generate, percentile, summarize
 from tests.benchmarks.peer_servers import Ours, Request
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_IN, NUM_OUT = 16, 128
 STREAMS = (1, 8, 32)
-ENTERING, BEFORE_ENTERING = 1500, 32  # tokens of the prompt that enters, and of each stream before it does
+ENTERING = 1500  # tokens of the long prompt
+BEFORE_ENTERING = 32  # tokens that each stream has before the long prompt is sent
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -60,7 +61,7 @@ SHAPE = {
 
 
 def write_random_checkpoint(directory: Path) -> None:
-    """Weights of the usual size, in Hugging Face layout."""
+    """Write random weights of a common size, in Hugging Face layout."""
     generator = torch.Generator().manual_seed(0)
     width, inner, num_layers = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["num_hidden_layers"]
 
@@ -80,7 +81,7 @@ def write_random_checkpoint(directory: Path) -> None:
 
 @contextmanager
 def serving(directory: Path, threads: int, *options: str) -> Iterator[int]:
-    """The service in a process of its own; yields its port when it is ready."""
+    """Start the service in a process of its own, and yield its port when the service is ready."""
     command = [sys.executable, "-m", "service", "--model", str(directory), "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
@@ -89,7 +90,9 @@ def serving(directory: Path, threads: int, *options: str) -> Iterator[int]:
         assert process.stderr is not None
         try:
             port = next(int(found[1]) for line in process.stderr if (found := re.search(r"http://\S+:(\d+)", line)))
-            threading.Thread(target=process.stderr.read, daemon=True).start()  # else it stops when the pipe is full
+            threading.Thread(
+                target=process.stderr.read, daemon=True
+            ).start()  # or the service blocks when the pipe is full
             while not is_ready(port):
                 time.sleep(0.1)
             yield port
@@ -98,7 +101,7 @@ def serving(directory: Path, threads: int, *options: str) -> Iterator[int]:
 
 
 def end_as_a_whole() -> None:
-    """On SIGTERM leave no server behind."""
+    """Exit on SIGTERM in a way that also ends the servers that this process started."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
@@ -111,7 +114,7 @@ def is_ready(port: int) -> bool:
 
 
 class Prompts:
-    """Prompts that were never sent before."""
+    """Makes prompts of random tokens, so that no prompt is sent twice."""
 
     def __init__(self, vocab_size: int) -> None:
         self._random = random.Random(0)
@@ -127,7 +130,7 @@ async def streams(port: int, prompts: Prompts, count: int) -> list[Timed]:
 
 
 async def entering(port: int, prompts: Prompts, count: int, num_in: int, num_out: int) -> dict[str, float]:
-    """`count` streams run; a long prompt enters beside them. Their gaps while it does, over their median."""
+    """Run `count` streams and send a long prompt; compare the gaps between tokens meanwhile with their median."""
     running = [Timed(time.perf_counter()) for _ in range(count)]
     tasks = [asyncio.create_task(generate(port, prompts.body(NUM_IN, num_out), into=timed)) for timed in running]
     while any(len(timed.tokens) < BEFORE_ENTERING for timed in running):  # noqa: ASYNC110 (there is no event to await)
@@ -136,7 +139,7 @@ async def entering(port: int, prompts: Prompts, count: int, num_in: int, num_out
     await asyncio.gather(*tasks)
     entered = long.tokens[0]
     if any(timed.tokens[-1] < entered for timed in running):
-        raise SystemExit("the streams ended before the prompt had entered: the context is too short to measure it")
+        raise SystemExit("the streams ended before the first token of the long prompt: the context is too short")
     gaps = [(after, gap) for timed in running for after, gap in zip(timed.tokens[1:], timed.gaps, strict=True)]
     during = [gap for after, gap in gaps if long.sent < after <= entered]
     median = statistics.median([gap for _, gap in gaps])
@@ -154,7 +157,7 @@ async def entering(port: int, prompts: Prompts, count: int, num_in: int, num_out
 
 
 def in_process(engine: Ours, prompts: Prompts, count: int) -> float:
-    """Tokens a second of the same engine without HTTP, JSON and another process."""
+    """Tokens per second of the same engine without HTTP, JSON and a second process."""
     requests = [Request(prompts.body(NUM_IN, NUM_OUT)["prompt"], NUM_OUT) for _ in range(count)]
     start = time.perf_counter()
     engine.generate(requests, lambda made: None, list)
@@ -167,11 +170,11 @@ def median_of(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path)
+    parser.add_argument("--model", type=Path, help="directory of a checkpoint; default: random weights")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
-    parser.add_argument("--kernels", choices=["auto", "torch"], default="auto")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kernels", choices=["auto", "torch"], default="auto", help="as for the service")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads of the network")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements per figure")
     arguments, options = parser.parse_known_args()
     torch.set_num_threads(arguments.threads)
     end_as_a_whole()

@@ -1,19 +1,20 @@
-"""What stop strings cost: the time of the engine's steps with 200 of them on every sequence, and without.
+"""Measure what stop strings cost: the time of the engine's steps with 200 of them on every sequence, and without any.
 
     python -m tests.benchmarks.stop_strings [--sequences 64] [--stops 200] [--length 200] [--steps 300] [--rounds 3]
         [--dtype bfloat16] [--threads 2]
 
-The bundled model writes on all sequences at once. Two engines take turns, step by step: one whose requests have stop
-strings, and one with the same requests without. No stop string is ever found, so both write the same text. The kinds:
+The bundled model generates all sequences together. Two engines take turns, step by step: the requests of one have stop
+strings, and those of the other do not. No stop string is ever found, so both generate the same text. The kinds of stop
+strings:
 
 - random: random letters and spaces.
-- English: the beginning of a common phrase, then random letters.
-- repeated letter: `b`, `ab`, `aab` and so on, in a text of which every token is `a` (a bias of 100 makes it so).
-- own text: parts of the very text that the sequence will write, each with another last character.
+- English: the beginning of a common phrase, followed by random letters.
+- repeated letter: `b`, `ab`, `aab` and so on, in a text in which every token is `a` (because of a bias of 100).
+- own text: parts of the text that the sequence will generate, each with a different last character.
 
-Only steps in which every sequence gets a token are counted, after a round that is not measured. `ratio` is the median
-step with stop strings over the median step without, of all rounds; `build_ms` is the median time of making the
-parameters of one request, which is when its stop strings are prepared.
+After a warm-up round, all steps in which every sequence gets a token are measured. `ratio` is the median step
+with stop strings divided by the median step without, over all rounds. `build_ms` is the median time to make the
+parameters of one request, which includes the preparation of its stop strings.
 """
 
 import argparse
@@ -28,21 +29,20 @@ from dataclasses import replace
 
 import torch
 
-from model.checkpoint import load_checkpoint
+from model.checkpoints.load import BUNDLED, load_checkpoint
 from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Request
-from model.generation import GenerationParams
-from model.kernels.operations import use_kernels
-from model.sampling import SamplingParams
-from service.app import BUNDLED
+from model.ops.torch_ops import TORCH
+from model.text.sampling import SamplingParams
+from model.text.transcript import GenerationParams
 from tests.benchmarks.trace import cpu
 
 NUM_PROMPT = 16
-ONLY_A = 65  # the token of the bundled model that is the letter `a`
+ONLY_A = 65  # the token of the bundled model for the letter `a`
 PHRASES = ("the ", "and ", "he said ", "it was ", "of the ", "in a ", "I ", "she had ", "to be ", ", and ", ". The ")
 
 Stops = Callable[[int, str], list[str]]
-"""(number of a sequence, the text that it will write) -> its stop strings"""
+"""(number of a sequence, the text that it will generate) -> its stop strings"""
 
 
 def kinds(count: int, length: int) -> dict[str, Stops]:
@@ -85,17 +85,19 @@ def with_stops(request: Request, stops: list[str], build_seconds: list[float]) -
     return replace(request, params=params)
 
 
-def take_turns(engines: Sequence[Engine], asked: Sequence[Sequence[Request]]) -> tuple[list[list[float]], list[str]]:
-    """The seconds of each engine's full steps, and the texts of the first engine's requests."""
+def take_turns(
+    engines: Sequence[Engine], requests_of: Sequence[Sequence[Request]]
+) -> tuple[list[list[float]], list[str]]:
+    """Run all requests. Returns the seconds of each engine's full steps, and the texts of the first engine."""
     seconds: list[list[float]] = [[] for _ in engines]
-    texts = dict.fromkeys((request.id for request in asked[0]), "")
-    for engine, of_engine in zip(engines, asked, strict=True):
+    texts = dict.fromkeys((request.id for request in requests_of[0]), "")
+    for engine, of_engine in zip(engines, requests_of, strict=True):
         for request in of_engine:
             engine.add(request)
     while any(engine.has_work for engine in engines):
         for index, engine in enumerate(engines):
             step = engine.step()
-            if step.num_sequences == step.num_tokens == len(asked[index]):
+            if step.num_sequences == step.num_tokens == len(requests_of[index]):
                 seconds[index].append(step.seconds)
             for output in step.outputs:
                 assert output.end is None or output.end.finish_reason == "length", output
@@ -107,7 +109,7 @@ def take_turns(engines: Sequence[Engine], asked: Sequence[Sequence[Request]]) ->
 def measure(
     engines: Sequence[Engine], plain: Sequence[Request], stops_of: Stops | None, rounds: int
 ) -> dict[str, float]:
-    """Without `stops_of` both engines do the same, which shows what the figures are worth."""
+    """Without `stops_of`, both engines do the same: the ratio then shows the error of measurement."""
     _, texts = take_turns(engines[:1], [plain])
     build_seconds: list[float] = []
     stopped = list(plain)
@@ -132,16 +134,16 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--stops", type=int, default=200)
-    parser.add_argument("--length", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--stops", type=int, default=200, help="stop strings per sequence")
+    parser.add_argument("--length", type=int, default=200, help="characters of a stop string")
+    parser.add_argument("--steps", type=int, default=300, help="tokens that each sequence generates")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    checkpoint = load_checkpoint(str(BUNDLED), dtype=arguments.dtype)
-    has_kernels = use_kernels(checkpoint.model)
+    checkpoint = load_checkpoint(str(BUNDLED), dtype=arguments.dtype, kernels="auto")
+    has_kernels = checkpoint.model.backend is not TORCH
     config = EngineConfig(max_sequences=arguments.sequences, cache_bytes=1 << 28)
     engines = [Engine(checkpoint.model, checkpoint.tokenizer, config) for _ in range(2)]
     figures: dict[str, dict[str, float]] = {}

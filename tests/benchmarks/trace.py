@@ -1,16 +1,21 @@
-"""Looking in: what `POST /forward` takes beside a plain forward pass, and beside what others take for the same.
+"""Compare the time of `POST /forward` with that of a plain forward pass, and with other tools for the same purpose.
 
     python -m tests.benchmarks.trace [--tokens 16 64 128 512] [--rounds 5] [--threads 2] [--only plain interp_engine]
         [--kernels torch] [--peer-python PYTHON]
 
-Random weights of GPT-2 small, float32, the same for all. Measured are the network in this process, plain and traced as
-the service traces it; the service over HTTP; TransformerLens's `run_with_cache`; nnsight, saving what its modules show
-(no scores); and the server of interp-engine over HTTP, which captures every point that it serves of this network, what
-is one tensor under two names once. `shared` are the same tensors of `/forward`; its other values are more stages.
+All use the same random weights of GPT-2 small, in float32. These are measured:
 
-No answer holds predictions (`top_k` 0). HTTP is timed to the last byte, and nobody decodes what comes. Figures are
-medians over alternating rounds; the ratios are of figures that were taken one behind the other, or in one round. What
-is refused, takes too long or is not installed is said and left out. Into the environment of `--peer-python` belong:
+- our network in this process, without tracing and traced as the service traces it
+- our service over HTTP
+- TransformerLens: `run_with_cache`
+- nnsight: saving the inputs and outputs of its modules (attention scores are not among them)
+- the server of interp-engine over HTTP: capturing every point that it has for this network; a tensor with two names
+  is captured once. `/forward, shared` returns the same tensors; the other measures of `/forward` return more stages
+
+Answers have no predictions (`top_k` 0). HTTP requests are timed to the last byte, and answers are not decoded. Figures
+are medians over alternating rounds. Ratios are those of measurements that follow each other, or of the same round.
+Whatever is refused, takes too long or is not installed is skipped and reported. The environment of `--peer-python`
+needs:
 
     pip install torch transformer-lens nnsight 'interp-engine[server]'
 """
@@ -33,18 +38,19 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
-from model.stages import sizes_of, stages_of
-from model.trace import Selection, trace
-from model.transformer import Transformer
+from model.analysis.forward_trace import trace
+from model.network.transformer import Transformer
+from model.tracing.selection import Selection
+from model.tracing.stages import sizes_of, stages_of
 from service.app import load_model
 from service.settings import Settings
 from tests.benchmarks.serve import end_as_a_whole, serving
 from tests.benchmarks.trace_peers import CHECKED, LIBRARIES, Measure, Skipped, interp_engine, library, posted
 
 ONLY = ("plain", "forward", *LIBRARIES, "interp_engine")
-LONGEST_SECONDS = 20.0  # a measure that takes longer is left out
+MAX_SECONDS = 20.0  # a measure that takes longer is skipped
 MAX_RESPONSE_BYTES = 2 << 30
-PAIRS = 10  # a round, of plain and traced
+PAIRS = 10  # per round, of a plain pass and a traced one
 VOCAB, WIDTH, LAYERS, POSITIONS = 50257, 768, 12, 1024
 SHAPE = {
     "architectures": ["GPT2LMHeadModel"],
@@ -59,7 +65,7 @@ SHAPE = {
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
 }
-# interp-engine's points and our stages. Not asked for: attn_out_post and mlp_out_post, here attn_out and mlp_out again.
+# The points of interp-engine and our stages. Its attn_out_post and mlp_out_post equal attn_out and mlp_out here.
 ONCE = {"embeddings": "embed", "final_norm": "ln_final.out", "lm_head": "logits"}
 A_LAYER = {
     "resid_pre": "resid_pre",
@@ -81,13 +87,13 @@ SHARED = [*ONCE.values(), *(f"blocks.*.{stage}" for stage in A_LAYER.values())]
 PLAIN, SUMMARIES, CAPTURE = "ours, plain", "ours, trace of summaries", "interp-engine, /v1/capture"
 
 Taken = dict[str, list[tuple[float, int]]]
-"""by measure: seconds and bytes, a round"""
+"""for each measure: the seconds and bytes of each round"""
 Figures = dict[str, dict[str, float]]
-"""by measure or ratio: median, min, max, ..."""
+"""for each measure or ratio: median, min, max, ..."""
 
 
 def write_random_checkpoint(directory: Path) -> None:
-    """Weights of GPT-2 small in Hugging Face layout, and a tokenizer of as many words, which interp-engine asks for."""
+    """Write random weights of GPT-2 small in Hugging Face layout, and a tokenizer, which interp-engine needs."""
     generator = torch.Generator().manual_seed(0)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -112,7 +118,7 @@ def write_random_checkpoint(directory: Path) -> None:
 
 
 def in_process(model: Transformer) -> dict[str, Measure]:
-    """The network alone, and traced: no HTTP, no encoding."""
+    """Measures of the network alone and traced, without HTTP or encoding."""
 
     @torch.inference_mode()
     def plain(ids: list[int]) -> tuple[float, int]:
@@ -138,7 +144,8 @@ def in_process(model: Transformer) -> dict[str, Measure]:
 
 
 def forward(port: int) -> dict[str, Measure]:
-    asked = {
+    """Measures of `POST /forward`."""
+    bodies = {
         "loss alone": {"detail": "none", "stages": ["loss"]},
         "summaries": {"detail": "summary"},
         "values as JSON": {"detail": "values"},
@@ -146,11 +153,11 @@ def forward(port: int) -> dict[str, Measure]:
         "values as safetensors": {"accept": "x-safetensors"},
         "shared as safetensors": {"accept": "x-safetensors", "stages": SHARED},
     }
-    return {f"/forward, {name}": posted(port, "/forward", "prompt", **body, top_k=0) for name, body in asked.items()}
+    return {f"/forward, {name}": posted(port, "/forward", "prompt", **body, top_k=0) for name, body in bodies.items()}
 
 
 class Subjects:
-    """What is measured, its versions, how far each peer's logits are from ours, and what is left out and why."""
+    """Everything that is measured, with versions and differences between logits; and what is skipped, with reasons."""
 
     def __init__(self, stack: ExitStack, arguments: argparse.Namespace, directory: Path) -> None:
         self.measures: dict[str, Measure] = {}
@@ -158,7 +165,7 @@ class Subjects:
         self.differences: dict[str, float] = {}
         self.skipped: dict[str, str] = {}
         settings = Settings(model=str(directory), device="cpu", dtype="float32", kernels=arguments.kernels)
-        checkpoint = load_model(settings)  # as the service does
+        checkpoint = load_model(settings)  # like the service
         assert checkpoint is not None
         with torch.inference_mode():
             largest = checkpoint.model(torch.tensor([CHECKED]))[0, -1].max().item()
@@ -171,9 +178,10 @@ class Subjects:
                 f"--max-response-bytes={MAX_RESPONSE_BYTES}",
             ]
             self.measures |= forward(stack.enter_context(serving(directory, arguments.threads, *options)))
-        where = (arguments.peer_python, directory, arguments.threads)
+        peer_arguments = (arguments.peer_python, directory, arguments.threads)
         for name in (name for name in ONLY[2:] if name in arguments.only):
-            start = library(name, *where) if name in LIBRARIES else interp_engine(POINTS, *where)
+            is_library = name in LIBRARIES
+            start = library(name, *peer_arguments) if is_library else interp_engine(POINTS, *peer_arguments)
             try:
                 peer = stack.enter_context(start)
             except (Skipped, OSError) as error:
@@ -189,13 +197,13 @@ def random_ids(generator: random.Random, count: int) -> list[int]:
 
 
 def alternate(subjects: Subjects, num_tokens: int, rounds: int) -> Taken:
-    """Every measure once to warm it up, then in rounds; what cannot be measured or takes too long is skipped."""
+    """Take every measure once to warm up, then in rounds. A measure that fails or takes too long is skipped."""
     generator = random.Random(num_tokens)
     taken: Taken = {}
     for name, measure in subjects.measures.items():
         try:
             seconds, _ = measure(random_ids(generator, num_tokens))
-            if seconds > LONGEST_SECONDS:
+            if seconds > MAX_SECONDS:
                 raise Skipped(f"takes {seconds:.0f} s")
             taken[name] = []
         except (Skipped, OSError) as error:
@@ -213,7 +221,7 @@ def spread(values: Sequence[float], digits: int) -> dict[str, float]:
 
 
 def figures_of(taken: Taken) -> Figures:
-    """Milliseconds, and megabytes of what was kept or answered."""
+    """Milliseconds, and megabytes of the tensors or answers."""
     return {
         name: spread([1e3 * seconds for seconds, _ in of], 1) | {"mb": round(of[-1][1] / 1e6, 3)}
         for name, of in taken.items()
@@ -223,7 +231,7 @@ def figures_of(taken: Taken) -> Figures:
 def ratios_of(subjects: Subjects, taken: Taken, num_tokens: int, pairs: int) -> Figures:
     ratios = {}
     if SUMMARIES in taken:
-        ids, end = random_ids(random.Random(0), num_tokens), time.perf_counter() + LONGEST_SECONDS
+        ids, end = random_ids(random.Random(0), num_tokens), time.perf_counter() + MAX_SECONDS
         plain, summaries = subjects.measures[PLAIN], subjects.measures[SUMMARIES]
         found = [summaries(ids)[0] / plain(ids)[0] for _ in range(pairs) if time.perf_counter() < end]
         ratios[f"{SUMMARIES} over plain"] = spread(found, 3)
@@ -251,12 +259,12 @@ def show(num_tokens: int, figures: Figures, ratios: Figures) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 64, 128, 512])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 64, 128, 512], help="lengths of prompts")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads of each network")
     parser.add_argument("--only", choices=ONLY, nargs="+", default=list(ONLY))
-    parser.add_argument("--kernels", choices=["auto", "torch"], default="auto")
-    parser.add_argument("--peer-python", default=sys.executable)
+    parser.add_argument("--kernels", choices=["auto", "torch"], default="auto", help="kernels of our network")
+    parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has the packages of the peers")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     end_as_a_whole()
@@ -271,7 +279,7 @@ def main() -> None:
             ratios[count] = ratios_of(subjects, taken, count, PAIRS * arguments.rounds)
             show(count, figures[count], ratios[count])
     for name, reason in subjects.skipped.items():
-        sys.stdout.write(f"left out: {name}: {reason}\n")
+        sys.stdout.write(f"skipped: {name}: {reason}\n")
     result = {
         "benchmark": "trace",
         "model": "random GPT-2 small",

@@ -1,11 +1,12 @@
-"""The peers of `trace.py`, each in a process of its own: two libraries, and interp-engine's server.
+"""The peers of `trace.py`, each in a process of its own: two libraries, and the server of interp-engine.
 
-As a program it is what runs in the libraries' interpreter, and needs nothing of Forwardscope:
+This file is also a program, which measures a library in the library's interpreter and does not need Forwardscope:
 
     python tests/benchmarks/trace_peers.py {transformer_lens,nnsight} DIRECTORY THREADS
 
-The first line out names its measures and versions; then each line in is `[measure, token ids]`, and each line out the
-seconds, the bytes that were kept and the largest logit of the last position. An error is the last line.
+It first writes a line with the names of its measures and the versions. Then it reads lines `[measure, token ids]`. For
+each, it writes a line with the seconds, the bytes of the kept tensors, and the largest logit of the last position. An
+error is the last line.
 """
 
 import base64
@@ -28,20 +29,20 @@ import torch
 from torch import Tensor
 
 Measure = Callable[[list[int]], tuple[float, int]]
-"""token ids -> seconds, and the bytes of what was kept or answered"""
+"""token ids -> seconds, and the bytes of the kept tensors or of the answer"""
 Pass = Callable[[Tensor], tuple[Tensor, Iterable[Tensor]]]
-"""ids (1, T) -> logits (1, T, V), and what was kept"""
+"""ids (1, T) -> logits (1, T, V), and the kept tensors"""
 
 
 class Skipped(Exception):
-    """It cannot be measured; the message says why."""
+    """A measure or peer that cannot be measured. The message says why."""
 
 
 @dataclass(frozen=True)
 class Peer:
     measures: dict[str, Measure]
     versions: dict[str, str]
-    largest_logit: float  # of the last of `CHECKED`, to see that it is the same network
+    largest_logit: float  # after the last token of `CHECKED`, to check that the network is the same
 
 
 CHECKED = list(range(16))
@@ -63,7 +64,7 @@ def nnsight(directory: str) -> dict[str, Pass]:
     import nnsight
     from transformers import AutoModelForCausalLM
 
-    # Eager attention, which shows its pattern; the library below is measured as it comes.
+    # Eager attention makes the pattern available. The plain model below has its default attention.
     options = {"device_map": "cpu", "dtype": torch.float32, "attn_implementation": "eager", "dispatch": True}
     model = nnsight.TransformersModel(directory, task="text-generation", **options)
     plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -91,12 +92,12 @@ def run(measured: Pass, ids: list[int]) -> dict[str, Any]:
     start = time.perf_counter()
     logits, kept = measured(tensor)
     seconds = time.perf_counter() - start
-    sizes = {(tensor.data_ptr(), tensor.shape): tensor.nbytes for tensor in kept}  # many have two names
+    sizes = {(tensor.data_ptr(), tensor.shape): tensor.nbytes for tensor in kept}  # many tensors have two names
     return {"seconds": seconds, "bytes": sum(sizes.values()), "largest_logit": logits[0, -1].max().item()}
 
 
 def main() -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr  # libraries may print
+    answers, sys.stdout = sys.stdout, sys.stderr  # keeps the output of libraries away from the answers
 
     def answer(content: dict[str, Any]) -> None:
         answers.write(json.dumps(content) + "\n")
@@ -110,14 +111,15 @@ def main() -> None:
         versions = {used: version(used) for used in (package, "transformers", "torch")}
         answer({"measures": list(passes), "versions": versions})
         for line in sys.stdin:
-            asked, ids = json.loads(line)
-            answer(run(passes[asked], ids))
-    except Exception as error:  # of a library: it is left out, and the others are measured
+            measure, ids = json.loads(line)
+            answer(run(passes[measure], ids))
+    except Exception as error:  # whatever the library raises: it is skipped, and the others are measured
         answer({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
 
 
 @contextmanager
 def library(name: str, python: str, directory: Path, threads: int) -> Iterator[Peer]:
+    """Start a library in a process of its own."""
     command, pipe = [python, __file__, name, str(directory), str(threads)], subprocess.PIPE
     with subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environment(threads)
@@ -125,8 +127,8 @@ def library(name: str, python: str, directory: Path, threads: int) -> Iterator[P
         assert process.stdin is not None
         assert process.stdout is not None
 
-        def answered() -> dict[str, Any]:
-            found: dict[str, Any] = json.loads(process.stdout.readline() or '{"error": "it ended without a word"}')
+        def read_answer() -> dict[str, Any]:
+            found: dict[str, Any] = json.loads(process.stdout.readline() or '{"error": "it ended without a message"}')
             if "error" in found:
                 raise Skipped(found["error"])
             return found
@@ -134,13 +136,13 @@ def library(name: str, python: str, directory: Path, threads: int) -> Iterator[P
         def ask(measure: str, ids: list[int]) -> dict[str, Any]:
             process.stdin.write(json.dumps([measure, ids]) + "\n")
             process.stdin.flush()
-            return answered()
+            return read_answer()
 
         def measured(measure: str) -> Measure:
             return lambda ids: (found := ask(measure, ids)) and (found["seconds"], found["bytes"])
 
         try:
-            ready = answered()
+            ready = read_answer()
             measures = {measure: measured(measure) for measure in ready["measures"]}
             yield Peer(measures, ready["versions"], ask(ready["measures"][-1], CHECKED)["largest_logit"])
         finally:
@@ -149,6 +151,7 @@ def library(name: str, python: str, directory: Path, threads: int) -> Iterator[P
 
 @contextmanager
 def interp_engine(points: list[str], python: str, directory: Path, threads: int) -> Iterator[Peer]:
+    """Start the server of interp-engine, to capture `points`."""
     command = [python, "-m", "interp_engine.server", "--model", str(directory), "--dtype", "float32", "--port", "0"]
     command += ["--backend", "eager", "--device", "cpu", "--max-capture-points", str(len(points))]
     with subprocess.Popen(
@@ -156,13 +159,15 @@ def interp_engine(points: list[str], python: str, directory: Path, threads: int)
     ) as process:
         assert process.stderr is not None
         try:
-            said = "nothing"
-            for said in process.stderr:
-                if found := re.search(r"http://\S+:(\d+)", said):
+            line = "none"
+            for line in process.stderr:
+                if found := re.search(r"http://\S+:(\d+)", line):
                     break
             else:
-                raise Skipped(f"the server ended, its last words: {said.strip()}")
-            threading.Thread(target=process.stderr.read, daemon=True).start()  # else it stops when the pipe is full
+                raise Skipped(f"the server ended; last line of its log: {line.strip()}")
+            threading.Thread(
+                target=process.stderr.read, daemon=True
+            ).start()  # or the server blocks when the pipe is full
             port = int(found[1])
             while (health := json.load(request(port, "GET", "/health")))["status"] == "loading":
                 time.sleep(0.1)
@@ -190,7 +195,7 @@ def request(port: int, method: str, path: str, body: Any = None, accept: str = "
 
 
 def posted(port: int, path: str, ids_as: str, accept: str = "json", **body: Any) -> Measure:
-    """A request, timed to the last byte of its answer, which is not decoded."""
+    """A measure that sends a request, and times it to the last byte of the answer, which is not decoded."""
 
     def measure(ids: list[int]) -> tuple[float, int]:
         buffer, size = bytearray(1 << 20), 0

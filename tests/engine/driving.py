@@ -1,4 +1,4 @@
-"""Engines over tiny networks, driven to their end; and what the plain network makes of each request alone."""
+"""Run requests in an engine over a tiny network, and compare with the plain network computing each of them alone."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
@@ -11,21 +11,21 @@ from model.config import ModelConfig
 from model.engine.cache import bytes_of_token
 from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Output, Request, Step
-from model.engine.tracing import StepTrace, TraceParams
-from model.generation import End, GenerationParams, Transcript
-from model.sampling import Sampler, SamplingParams, TokenLogprobs, sample, token_logprobs
-from model.stages import Tap
-from model.tokenizer import Tokenizer
-from model.transformer import Transformer
+from model.engine.step_tracer import StepTrace, TraceParams
+from model.network.transformer import Transformer
+from model.text.sampling import Sampler, SamplingParams, TokenLogprobs, sample, token_logprobs
+from model.text.tokenizer import Tokenizer
+from model.text.transcript import End, GenerationParams, Transcript
+from model.tracing.tap import Tap
 from tests.tiny import random_ids
 
 SAMPLING = {each.name for each in fields(SamplingParams)}
-MANY_STEPS = 2000
+MAX_STEPS = 2000
 
 
 @dataclass
 class Result:
-    """What one choice of a request came to."""
+    """All outputs of one choice of a request."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Result:
         return [None if entry is None else [token_id for token_id, _ in entry.top] for entry in self.logprobs]
 
     @property
-    def numbers(self) -> list[float]:
+    def logprob_values(self) -> list[float]:
         entries = [entry for entry in self.logprobs if entry is not None]
         return [value for entry in entries for value in (entry.chosen, *(value for _, value in entry.top))]
 
@@ -59,8 +59,11 @@ def ask(
     tap: Tap | None = None,
     **params: Any,
 ) -> Request:
-    """A request; `params` are those of generation and of sampling. With a seed, so that it can be asked again; with
-    logprobs, which show a wrong number where the token that was drawn hides it."""
+    """A request; `params` are those of `GenerationParams` and `SamplingParams`.
+
+    It has a seed by default, so that the same request gives the same tokens, and asks for logprobs, which reveal wrong
+    logits even if the chosen token is right.
+    """
     sampling = {"seed": 7} | {name: value for name, value in params.items() if name in SAMPLING}
     others = {"logprobs": 1} | {name: value for name, value in params.items() if name not in SAMPLING}
     generation = GenerationParams(max_tokens=max_tokens, sampling=SamplingParams(**sampling), **others)
@@ -93,7 +96,7 @@ def new_engine(
 
 
 class Drive:
-    """An engine that is checked after every step, and all that it gave."""
+    """Runs an engine, checks its integrity after every step, and collects its results."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -113,11 +116,11 @@ class Drive:
         return step
 
     def until(self, happened: Callable[[], bool]) -> None:
-        for _ in range(MANY_STEPS):
+        for _ in range(MAX_STEPS):
             if happened():
                 return
             self.step()
-        raise AssertionError("it never happens")
+        raise AssertionError(f"it has not happened after {MAX_STEPS} steps")
 
     def abort(self, request_id: str, reason: str | None = None) -> None:
         outputs = self.engine.abort(request_id, reason)
@@ -125,7 +128,7 @@ class Drive:
         self._take(outputs)
 
     def finish(self) -> dict[tuple[str, int], Result]:
-        """Run until nothing is left; then nothing is held back either."""
+        """Run until every request has ended. No sequence may be left in a queue then, and no block in use."""
         self.until(lambda: not self.engine.has_work)
         stats = self.engine.stats()
         assert (stats.num_running, stats.num_waiting, stats.cache_usage) == (0, 0, 0.0)
@@ -135,7 +138,7 @@ class Drive:
     def _take(self, outputs: Iterable[Output]) -> None:
         for output in outputs:
             result = self.results[output.request_id, output.choice]
-            assert result.end is None, "something came after the end"
+            assert result.end is None, "an output after the end"
             result.ids += [token.token_id for token in output.tokens]
             result.logprobs += [token.logprobs for token in output.tokens]
             result.text += "".join(token.text for token in output.tokens)
@@ -144,7 +147,7 @@ class Drive:
 
 
 def run(engine: Engine, *requests: Request) -> dict[tuple[str, int], Result]:
-    """All of these at once, until each has ended."""
+    """Add all requests at once, and run until each has ended."""
     drive = Drive(engine)
     drive.add(*requests)
     return drive.finish()
@@ -152,9 +155,9 @@ def run(engine: Engine, *requests: Request) -> dict[tuple[str, int], Result]:
 
 @torch.inference_mode()
 def alone(model: Transformer, request: Request, choice: int = 0, tokenizer: Tokenizer | None = None) -> Result:
-    """The same from the plain network: for each token a pass over all tokens before it, and nothing cached."""
+    """The result of a request from the plain network: one pass over all previous tokens for each token, no cache."""
     params, ids = request.params, list(request.prompt_ids)
-    sampler = Sampler(params.sampling.numbered(choice), ids)
+    sampler = Sampler(params.sampling.for_continuation(choice), ids)
     transcript = Transcript(tokenizer, request.prompt_ids, params)
     num_top = params.logprobs
     result = Result()
@@ -177,16 +180,16 @@ def alone(model: Transformer, request: Request, choice: int = 0, tokenizer: Toke
 
 
 def assert_equal(found: Result, expected: Result) -> None:
-    """Token by token, and the same end; the logprobs but for rounding."""
+    """Assert the same tokens, text and end, and the same logprobs up to rounding."""
     assert found.error is None
     assert found.ids == expected.ids
     assert found.end == expected.end
     assert found.text == expected.text
     assert found.top_ids == expected.top_ids
-    assert found.numbers == pytest.approx(expected.numbers, abs=1e-5)
+    assert found.logprob_values == pytest.approx(expected.logprob_values, abs=1e-5)
 
 
-def assert_each_is_as_alone(
+def assert_each_equals_alone(
     model: Transformer,
     results: dict[tuple[str, int], Result],
     *requests: Request,

@@ -1,7 +1,8 @@
-"""Whatever shares its steps, its cache and its budget with it, a request gets what the plain network gives it alone.
+"""Tests of the engine: under any load, each request gets the tokens that the plain network gives it alone.
 
-In float64, so that a token never hangs on rounding; `alone` caches nothing and runs nothing beside. Most requests are
-drawn with a seed: a tiny network left to its likeliest token soon repeats itself, and a wrong key would not show.
+The networks are in float64, so that no token depends on rounding. `alone` computes one request at a time, without a
+cache. Most requests sample with a seed: with greedy choice, a tiny network soon repeats itself, and a wrong key might
+change no token.
 """
 
 import json
@@ -17,19 +18,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.checkpoint import load_checkpoint
+from model.checkpoints.load import load_checkpoint
 from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Request
-from model.generation import End, GenerationParams
-from model.sampling import SamplingParams
-from model.tokenizer import Tokenizer
+from model.text.sampling import SamplingParams
+from model.text.tokenizer import Tokenizer
+from model.text.transcript import End, GenerationParams
 from tests.conftest import shared
 from tests.engine.driving import (
     Drive,
     Result,
     alone,
     ask,
-    assert_each_is_as_alone,
+    assert_each_equals_alone,
     assert_equal,
     new_engine,
     prompt,
@@ -42,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def mixed() -> list[Request]:
-    """Requests of many lengths, each with its own way to choose."""
+    """Requests of different lengths, each with other sampling parameters."""
     return [
         ask("greedy", prompt(5), max_tokens=9, temperature=0.0, logprobs=None),
         ask("long", prompt(30, seed=2), max_tokens=12, temperature=1.3, logprobs=5),
@@ -63,26 +64,26 @@ def mixed() -> list[Request]:
         {"num_blocks": 12},
         {"num_blocks": 3, "block_size": 16, "max_step_tokens": 9},
     ],
-    ids=["together", "in chunks", "in crumbs", "in little room", "in few blocks"],
+    ids=["together", "in chunks", "in tiny chunks", "in a small cache", "in few blocks"],
 )
-def test_a_batch_gives_each_request_what_it_gets_alone(name: str, limits: dict[str, Any]) -> None:
+def test_requests_in_a_batch_get_the_same_tokens_as_alone(name: str, limits: dict[str, Any]) -> None:
     model = exact(name)
-    assert_each_is_as_alone(model, run(new_engine(model, **limits), *mixed()), *mixed())
+    assert_each_equals_alone(model, run(new_engine(model, **limits), *mixed()), *mixed())
 
 
 @every_config
-def test_what_gave_way_to_others_goes_on_as_if_it_had_not(name: str) -> None:
+def test_preempted_requests_get_the_same_tokens_as_alone(name: str) -> None:
     model = exact(name)
     engine = new_engine(model, num_blocks=11, max_step_tokens=16)
     requests = [ask(f"{i}", prompt(6, seed=i), max_tokens=20, seed=i, logprobs=1, temperature=1.2) for i in range(5)]
     results = run(engine, *requests)
     assert engine.stats().num_preemptions >= 3
-    assert_each_is_as_alone(model, results, *requests)
+    assert_each_equals_alone(model, results, *requests)
 
 
 @every_config
-@pytest.mark.parametrize("is_running", [False, True], ids=["that has ended", "that runs"])
-def test_a_prefix_of_another_request_is_taken_over_and_changes_nothing(name: str, is_running: bool) -> None:
+@pytest.mark.parametrize("is_running", [False, True], ids=["with an ended request", "with a running request"])
+def test_requests_that_share_a_prefix_get_the_same_tokens_as_alone(name: str, is_running: bool) -> None:
     model, common = exact(name), prompt(19)
     drive = Drive(new_engine(model, num_blocks=30))
     first = ask("first", common, max_tokens=9, temperature=1.3)
@@ -102,11 +103,11 @@ def test_a_prefix_of_another_request_is_taken_over_and_changes_nothing(name: str
     stats = drive.engine.stats()
     num_tokens = sum(len(request.prompt_ids) for request in (first, *requests))
     assert (stats.num_prefix_queries, stats.num_prefix_hits) == (num_tokens, 44)
-    assert_each_is_as_alone(model, results, first, *requests)
+    assert_each_equals_alone(model, results, first, *requests)
 
 
 @every_config
-def test_what_was_generated_is_a_prefix_too(name: str) -> None:
+def test_generated_tokens_are_shared_as_a_prefix_too(name: str) -> None:
     model = exact(name)
     engine = new_engine(model)
     first = ask("first", prompt(6), max_tokens=15, temperature=1.2)
@@ -117,13 +118,13 @@ def test_what_was_generated_is_a_prefix_too(name: str) -> None:
     drive.add(second)
     results = drive.finish()
     assert results["second", 0].num_cached == 20
-    assert_each_is_as_alone(model, results, first, second)
+    assert_each_equals_alone(model, results, first, second)
 
 
 class TestCacheSalt:
-    """The time to the first token shows whether a prompt was computed before; a salt hides that from other users."""
+    """The time to the first token reveals whether a prompt was computed before; a salt hides that from other users."""
 
-    @pytest.mark.parametrize("is_running", [False, True], ids=["that has ended", "that runs"])
+    @pytest.mark.parametrize("is_running", [False, True], ids=["with an ended request", "with a running request"])
     @pytest.mark.parametrize(
         ("first", "second", "num_cached"),
         [
@@ -154,16 +155,16 @@ class TestCacheSalt:
         results = drive.finish()
         assert results["1", 0].num_cached == num_cached
         assert drive.engine.stats().num_prefix_hits == num_cached
-        assert_each_is_as_alone(model, results, *requests)
+        assert_each_equals_alone(model, results, *requests)
 
     def test_the_choices_of_one_request_share_its_prompt(self) -> None:
         model = exact("llama")
         request = replace(ask("many", prompt(19), n=3), cache_salt="alice")
         results = run(new_engine(model), request)
         assert [results["many", choice].num_cached for choice in range(3)] == [0, 16, 16]
-        assert_each_is_as_alone(model, results, request)
+        assert_each_equals_alone(model, results, request)
 
-    def test_what_was_generated_is_shared_with_the_same_salt_alone(self) -> None:
+    def test_generated_tokens_are_shared_only_with_requests_of_the_same_salt(self) -> None:
         drive = Drive(new_engine(exact("llama")))
         first = replace(ask("first", prompt(6), max_tokens=15), cache_salt="alice")
         drive.add(first)
@@ -175,7 +176,9 @@ class TestCacheSalt:
 
 @every_config
 @pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 6, "max_sequences": 3}], ids=["whole", "in chunks"])
-def test_choices_share_their_prompt_and_each_is_a_request_with_the_next_seed(name: str, limits: dict[str, Any]) -> None:
+def test_choices_share_their_prompt_and_choice_i_equals_a_request_with_the_seed_plus_i(
+    name: str, limits: dict[str, Any]
+) -> None:
     model, ids = exact(name), prompt(14)
     request = ask("many", ids, n=4, seed=5, max_tokens=7, temperature=1.2, logprobs=2)
     neighbour = ask("neighbour", prompt(9, seed=2), max_tokens=9)
@@ -185,7 +188,7 @@ def test_choices_share_their_prompt_and_each_is_a_request_with_the_next_seed(nam
         as_single = ask("single", ids, seed=5 + choice, max_tokens=7, temperature=1.2, logprobs=2)
         assert_equal(results["many", choice], alone(model, as_single))
     assert len({tuple(results["many", choice].ids) for choice in range(4)}) == 4
-    assert_each_is_as_alone(model, results, neighbour)
+    assert_each_equals_alone(model, results, neighbour)
 
 
 def test_choices_without_a_seed_differ() -> None:
@@ -197,9 +200,9 @@ def test_choices_without_a_seed_differ() -> None:
 @pytest.mark.parametrize(
     "limits",
     [{}, {"max_step_tokens": 4, "max_sequences": 4}, {"num_blocks": 11, "max_step_tokens": 6}],
-    ids=["whole", "in chunks", "in little room"],
+    ids=["whole", "in chunks", "in a small cache"],
 )
-def test_an_echoed_prompt_has_the_logprobs_of_one_whole_pass(name: str, limits: dict[str, Any]) -> None:
+def test_an_echoed_prompt_has_the_logprobs_of_one_pass_over_all_of_it(name: str, limits: dict[str, Any]) -> None:
     model = exact(name)
     requests = [
         ask("prompt", prompt(21), max_tokens=6, echo=True, logprobs=3),
@@ -212,26 +215,26 @@ def test_an_echoed_prompt_has_the_logprobs_of_one_whole_pass(name: str, limits: 
     results = run(engine, *requests)
     assert (engine.stats().num_preemptions > 0) == ("num_blocks" in limits)
     assert results["same", 0].num_cached == 0
-    assert_each_is_as_alone(model, results, *requests)
+    assert_each_equals_alone(model, results, *requests)
 
 
-def test_an_echoed_prompt_that_gives_way_half_computed_is_shown_once() -> None:
-    """A stream takes its last block from it while its prompt is in chunks."""
+def test_an_echoed_prompt_that_is_preempted_half_computed_is_reported_once() -> None:
+    """A decoding sequence needs the last block while the echoed prompt is computed in chunks."""
     model = exact("llama")
     engine = new_engine(model, num_blocks=11, max_step_tokens=8, max_sequences=3)
-    stream = ask("stream", [1], max_tokens=40)
+    decoding = ask("decoding", [1], max_tokens=40)
     echo = ask("echo", prompt(30), max_tokens=3, echo=True, logprobs=2)
     drive = Drive(engine)
-    drive.add(stream)
+    drive.add(decoding)
     drive.step(9)
     drive.add(echo)
     results = drive.finish()
-    assert_each_is_as_alone(model, results, stream, echo)
+    assert_each_equals_alone(model, results, decoding, echo)
 
 
 class TestStopping:
     @every_config
-    def test_a_stop_token_ends_its_own_request_with_that_token(self, name: str) -> None:
+    def test_a_stop_token_ends_only_its_own_request_and_is_the_last_token(self, name: str) -> None:
         model = exact(name)
         free = [ask(f"{i}", prompt(7, seed=i), max_tokens=16, seed=i, temperature=1.3) for i in range(4)]
         expected = [alone(model, request).ids for request in free]
@@ -248,7 +251,7 @@ class TestStopping:
             assert result.ids == expected[i][: until + 1]
             assert result.end == (End("stop", stop) if stop in expected[i] else End("length"))
 
-    def test_a_stop_string_ends_the_text_before_itself(self, tokenizer: Tokenizer) -> None:
+    def test_the_text_ends_before_a_stop_string(self, tokenizer: Tokenizer) -> None:
         model = build(replace(CONFIGS["llama"], vocab_size=VOCAB_SIZE), dtype=torch.float64)
         words = tokenizer.encode("the cat sat on the mat")
         bias = dict.fromkeys(tokenizer.encode(" cat sat that the"), 30.0)
@@ -259,7 +262,7 @@ class TestStopping:
         results = run(new_engine(model, tokenizer=tokenizer), request, free)
         assert results["stopped", 0].text == text[: text.index(stop)]
         assert results["stopped", 0].end == End("stop", stop)
-        assert_each_is_as_alone(model, results, request, free, tokenizer=tokenizer)
+        assert_each_equals_alone(model, results, request, free, tokenizer=tokenizer)
 
     @pytest.fixture
     def tokenizer(self, tmp_path: Any) -> Tokenizer:
@@ -269,24 +272,24 @@ class TestStopping:
 
 class TestAborting:
     @pytest.mark.parametrize("num_steps", range(7))
-    def test_whenever_a_request_is_given_up_its_neighbours_go_on(self, num_steps: int) -> None:
+    def test_aborting_a_request_at_any_step_does_not_change_the_others(self, num_steps: int) -> None:
         model = exact("qwen3")
-        given_up = ask("given up", prompt(15), n=3, max_tokens=20, temperature=1.2)
+        aborted = ask("aborted", prompt(15), n=3, max_tokens=20, temperature=1.2)
         neighbours = [
             ask("same prompt", prompt(15), max_tokens=9, seed=3),
             ask("other", prompt(11, seed=2), max_tokens=9),
         ]
         drive = Drive(new_engine(model, num_blocks=20, max_step_tokens=8, max_sequences=4))
-        drive.add(given_up, *neighbours)
+        drive.add(aborted, *neighbours)
         drive.step(num_steps)
-        drive.abort("given up", "because")
+        drive.abort("aborted", "because")
         for choice in range(3):
-            result = drive.results["given up", choice]
+            result = drive.results["aborted", choice]
             assert result.end == End("cancelled", "because")
-            assert result.ids == alone(model, given_up, choice).ids[: len(result.ids)]
-        assert_each_is_as_alone(model, drive.finish(), *neighbours)
+            assert result.ids == alone(model, aborted, choice).ids[: len(result.ids)]
+        assert_each_equals_alone(model, drive.finish(), *neighbours)
 
-    def test_what_is_given_up_leaves_its_blocks_at_once_and_its_prefix_to_others(self) -> None:
+    def test_an_aborted_request_frees_its_blocks_at_once_and_its_prefix_stays_shareable(self) -> None:
         model = exact("llama")
         drive = Drive(new_engine(model))
         drive.add(ask("first", prompt(20), max_tokens=20))
@@ -297,12 +300,12 @@ class TestAborting:
         second = ask("second", prompt(20), max_tokens=5)
         drive.add(second)
         assert drive.finish()["second", 0].num_cached == 16
-        assert_each_is_as_alone(model, drive.results, second)
+        assert_each_equals_alone(model, drive.results, second)
 
-    def test_some_choices_of_a_request_may_have_ended_before_it_is_given_up(self) -> None:
+    def test_aborting_a_request_cancels_only_the_choices_that_have_not_ended(self) -> None:
         model = exact("llama")
-        lengths = ask("many", prompt(5), n=3, max_tokens=20, temperature=1.3)
-        expected = [alone(model, lengths, choice).ids for choice in range(3)]
+        free = ask("many", prompt(5), n=3, max_tokens=20, temperature=1.3)
+        expected = [alone(model, free, choice).ids for choice in range(3)]
         stop = next(token for token in expected[1][:6] if token not in expected[0][:8] + expected[2][:8])
         request = ask("many", prompt(5), n=3, max_tokens=20, temperature=1.3, stop_token_ids=frozenset({stop}))
         drive = Drive(new_engine(model))
@@ -313,46 +316,46 @@ class TestAborting:
         assert ends == [End("cancelled"), End("stop", stop), End("cancelled")]
         drive.finish()
 
-    def test_to_give_up_what_has_ended_or_never_was_gives_nothing(self) -> None:
+    def test_aborting_an_ended_or_unknown_request_has_no_output(self) -> None:
         engine = new_engine(exact("llama"))
         run(engine, ask("ended", [1]))
         assert engine.abort("ended") == []
-        assert engine.abort("never") == []
+        assert engine.abort("unknown") == []
 
 
-class TestHolding:
+class TestPausing:
     @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
-    def test_a_held_request_waits_and_goes_on_as_if_it_had_not(self, num_steps: int) -> None:
+    def test_a_paused_request_gets_no_tokens_and_the_same_ones_as_alone_when_resumed(self, num_steps: int) -> None:
         model = exact("mistral")
-        held = ask("held", prompt(13), n=2, max_tokens=9, temperature=1.2)
+        paused = ask("paused", prompt(13), n=2, max_tokens=9, temperature=1.2)
         other = ask("other", prompt(6, seed=2), max_tokens=12)
         drive = Drive(new_engine(model, max_step_tokens=8))
-        drive.add(held, other)
+        drive.add(paused, other)
         drive.step(num_steps)
-        drive.engine.hold("held", True)
-        before = [len(drive.results["held", choice].ids) for choice in range(2)]
+        drive.engine.pause("paused", True)
+        before = [len(drive.results["paused", choice].ids) for choice in range(2)]
         drive.until(lambda: drive.results["other", 0].end is not None)
         assert not drive.engine.can_step
         assert drive.step().num_sequences == 0
         assert drive.engine.stats().cache_usage == 0
-        assert [len(drive.results["held", choice].ids) for choice in range(2)] == before
+        assert [len(drive.results["paused", choice].ids) for choice in range(2)] == before
         assert drive.engine.has_work
-        drive.engine.hold("held", False)
+        drive.engine.pause("paused", False)
         assert drive.engine.can_step
-        assert_each_is_as_alone(model, drive.finish(), held, other)
+        assert_each_equals_alone(model, drive.finish(), paused, other)
 
-    def test_a_held_request_can_be_given_up(self) -> None:
+    def test_a_paused_request_can_be_aborted(self) -> None:
         drive = Drive(new_engine(exact("llama")))
-        drive.add(ask("held", prompt(13)))
+        drive.add(ask("paused", prompt(13)))
         drive.step()
-        drive.engine.hold("held", True)
-        drive.abort("held")
+        drive.engine.pause("paused", True)
+        drive.abort("paused")
         assert not drive.engine.has_work
         assert drive.engine.stats().cache_usage == 0
 
 
 class TestSteps:
-    def test_a_step_says_what_it_was(self) -> None:
+    def test_a_step_reports_what_it_computed(self) -> None:
         drive = Drive(new_engine(exact("llama"), max_step_tokens=10, max_sequences=3))
         drive.add(ask("first", prompt(6), max_tokens=9), ask("twice", prompt(9, seed=2), n=2, max_tokens=9))
         steps = [drive.step() for _ in range(3)]
@@ -368,13 +371,13 @@ class TestSteps:
             (1, 9, 1, 8),
         ]
 
-    def test_an_idle_engine_takes_an_empty_step(self) -> None:
+    def test_a_step_of_an_idle_engine_is_empty(self) -> None:
         engine = new_engine(exact("llama"))
         assert not engine.has_work
         step = engine.step()
         assert (step.outputs, step.started, step.num_tokens) == ([], [], 0)
 
-    def test_those_that_wait_are_counted(self) -> None:
+    def test_waiting_requests_are_counted(self) -> None:
         drive = Drive(new_engine(exact("llama"), max_sequences=2))
         drive.add(*(ask(f"{i}", [i]) for i in range(5)))
         step = drive.step()
@@ -382,7 +385,7 @@ class TestSteps:
         assert (stats.num_running, stats.num_waiting) == (2, 3)
         assert step.started == ["0", "1"]
 
-    def test_an_id_is_free_again_when_its_request_has_ended(self) -> None:
+    def test_an_id_can_be_used_again_when_its_request_has_ended(self) -> None:
         model = exact("llama")
         engine = new_engine(model)
         request = ask("again", prompt(6))
@@ -391,7 +394,7 @@ class TestSteps:
             engine.add(request)
         while engine.has_work:
             engine.step()
-        assert_each_is_as_alone(model, run(engine, request), request)
+        assert_each_equals_alone(model, run(engine, request), request)
 
 
 class TestRefusals:
@@ -401,7 +404,7 @@ class TestRefusals:
             ({"prompt_ids": []}, "prompt: is empty"),
             ({"prompt_ids": [1] * 48, "max_tokens": 1}, "prompt: has 48 tokens"),
             ({"prompt_ids": [1] * 40, "max_tokens": 9}, "max_tokens: 9 after a prompt of 40 pass the context"),
-            ({"prompt_ids": [1] * 20, "max_tokens": 21}, "max_tokens: 21 after a prompt of 20 pass the cache of 40"),
+            ({"prompt_ids": [1] * 20, "max_tokens": 21}, "max_tokens: 21 after a prompt of 20 exceed the cache of 40"),
             ({"prompt_ids": [1, 67]}, "67"),
             ({"prompt_ids": [-1]}, "-1"),
             ({"logit_bias": {67: 1.0}}, "logit_bias: 67"),
@@ -410,7 +413,7 @@ class TestRefusals:
         ],
         ids=str,
     )
-    def test_what_does_not_fit_is_refused_and_the_engine_stays_as_it_was(
+    def test_a_request_that_does_not_fit_is_refused_and_leaves_the_engine_unchanged(
         self, wrong: dict[str, Any], complaint: str
     ) -> None:
         engine = new_engine(exact("llama"), num_blocks=10)
@@ -419,16 +422,19 @@ class TestRefusals:
         assert not engine.has_work
         engine.check_integrity()
 
-    def test_what_just_fits_into_context_and_cache_is_served(self) -> None:
+    def test_a_request_that_just_fits_into_the_context_and_the_cache_is_served(self) -> None:
         model = exact("llama")
         full_cache, full_context = ask("cache", [1] * 20, max_tokens=20), ask("context", [1] * 40, max_tokens=8)
-        assert_each_is_as_alone(model, run(new_engine(model, num_blocks=10), full_cache), full_cache)
-        assert_each_is_as_alone(model, run(new_engine(model, num_blocks=12), full_context), full_context)
+        assert_each_equals_alone(model, run(new_engine(model, num_blocks=10), full_cache), full_cache)
+        assert_each_equals_alone(model, run(new_engine(model, num_blocks=12), full_context), full_context)
 
-    def test_the_memory_of_the_cache_is_taken_when_the_engine_is_made(self) -> None:
-        """Not by the first step that uses it. In a process of its own: this one has memory that others gave back."""
+    def test_the_memory_of_the_cache_is_allocated_when_the_engine_is_created(self) -> None:
+        """It is not allocated by the first step that uses it.
+
+        The measurement needs a process of its own, because this one has memory that other tests have freed.
+        """
         if not Path("/proc/self/statm").exists():
-            pytest.skip("this system does not say what memory a process has")
+            pytest.skip("this system does not report the memory of a process in /proc/self/statm")
         code = (
             "import resource; from model.engine.engine import Engine, EngineConfig; from tests.tiny import exact;"
             "pages = lambda: int(open('/proc/self/statm').read().split()[1]); model = exact('llama'); before = pages();"
@@ -438,14 +444,14 @@ class TestRefusals:
         found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
         assert int(found.stdout) > 0.9 * (1 << 28)
 
-    def test_a_cache_without_a_block_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="cache_bytes: 1000 hold no block of 16 tokens"):
+    def test_a_cache_smaller_than_one_block_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="cache_bytes: 1000 bytes are too few: one block of 16 tokens"):
             Engine(exact("llama"), None, EngineConfig(cache_bytes=1000))
 
     @pytest.mark.parametrize(
         "wrong", [{"max_tokens": 0}, {"max_tokens": 1, "n": 0}, {"max_tokens": 1, "logprobs": -1}], ids=str
     )
-    def test_what_means_nothing_is_refused_by_name(self, wrong: dict[str, int]) -> None:
+    def test_the_error_about_a_meaningless_parameter_begins_with_its_name(self, wrong: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=f"^{list(wrong)[-1]}: "):
             GenerationParams(**wrong)
 
@@ -465,7 +471,8 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     tail = draw(st.lists(st.integers(0, 66), max_size=5))
     ids = [*stem[: draw(st.integers(0, 16))], *tail] or [5]
     echo, logprobs = draw(st.sampled_from([(False, 0), (False, None), (False, 2), (True, 1), (True, None)]))
-    return {
+    sampling: dict[str, Any] = draw(st.sampled_from(SAMPLINGS))
+    return sampling | {
         "prompt_ids": ids,
         "max_tokens": draw(st.integers(1, 12)),
         "n": draw(st.sampled_from([1, 1, 1, 2, 3])),
@@ -473,7 +480,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
         "stop_token_ids": draw(st.sampled_from([frozenset(), frozenset(range(0, 67, 9))])),
         "echo": echo,
         "logprobs": logprobs,
-    } | draw(st.sampled_from(SAMPLINGS))
+    }
 
 
 EVENTS = st.lists(
@@ -481,7 +488,7 @@ EVENTS = st.lists(
         st.tuples(st.just("add"), requests()),
         st.tuples(st.just("add"), requests()),
         st.tuples(st.just("step"), st.integers(1, 5)),
-        st.tuples(st.sampled_from(["abort", "hold", "unhold"]), st.integers(0, 9)),
+        st.tuples(st.sampled_from(["abort", "pause", "resume"]), st.integers(0, 9)),
     ),
     min_size=4,
     max_size=14,
@@ -497,7 +504,7 @@ EVENTS = st.lists(
     max_sequences=st.integers(1, 6),
     num_more_tokens=st.integers(0, 30),
 )
-def test_whatever_comes_and_goes_each_survivor_is_as_alone(
+def test_whatever_is_added_aborted_and_paused_each_request_gets_the_same_tokens_as_alone(
     name: str,
     events: Sequence[tuple[str, Any]],
     block_size: int,
@@ -513,7 +520,7 @@ def test_whatever_comes_and_goes_each_survivor_is_as_alone(
         max_sequences=max_sequences,
         max_step_tokens=max_sequences + num_more_tokens,
     )
-    drive, asked, given_up = Drive(engine), list[Request](), set[str]()
+    drive, asked, aborted = Drive(engine), list[Request](), set[str]()
     for kind, value in events:
         if kind == "add":
             asked.append(ask(f"{len(asked)}", **value))
@@ -524,27 +531,27 @@ def test_whatever_comes_and_goes_each_survivor_is_as_alone(
             request = asked[value % len(asked)]
             if kind == "abort":
                 drive.abort(request.id)
-                given_up.add(request.id)
+                aborted.add(request.id)
             else:
-                engine.hold(request.id, kind == "hold")
+                engine.pause(request.id, kind == "pause")
     for request in asked:
-        engine.hold(request.id, False)
+        engine.pause(request.id, False)
     results = drive.finish()
     for request in asked:
         for choice in range(request.params.n):
             found, expected = results[request.id, choice], alone(model, request, choice)
             if found.end == End("cancelled"):
-                assert request.id in given_up
-                expected = cut(expected, len(found.ids))
+                assert request.id in aborted
+                expected = cancelled_after(expected, len(found.ids))
             assert_equal(found, expected)
 
 
-def cut(result: Result, num_tokens: int) -> Result:
-    """The part of a result that was out when it was cancelled."""
+def cancelled_after(result: Result, num_tokens: int) -> Result:
+    """The result of a request that was cancelled after `num_tokens` tokens."""
     return Result(result.ids[:num_tokens], result.logprobs[:num_tokens], end=End("cancelled"))
 
 
-def test_stories260k_tells_its_story_among_others_in_little_room() -> None:
+def test_stories260k_writes_its_reference_text_among_other_requests_in_a_small_cache() -> None:
     directory = shared("checkpoints/stories260K")
     reference = json.loads((directory / "greedy_ids.json").read_text())["greedy_ids"]
     model = load_checkpoint(str(directory)).model

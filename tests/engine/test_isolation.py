@@ -1,4 +1,4 @@
-"""One sequence's failure is its own: it ends with an error, and its neighbours get the tokens that they get alone."""
+"""Tests of isolation: a sequence that fails ends with an error, and all others get the same tokens as alone."""
 
 import logging
 import math
@@ -9,53 +9,54 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.checkpoint import load_checkpoint
-from model.engine import cache
+from model.checkpoints.load import BUNDLED, load_checkpoint
+from model.engine.attention import step_context
 from model.engine.request import Request
-from model.engine.scheduler import Share
-from model.engine.tracing import TraceParams
-from model.generation import End
-from model.operations import Draw
-from model.sampling import Sampler, shortened
-from model.stages import Editor, Tap, stages_of
-from model.trace import Selection
-from model.transformer import Transformer
-from service.app import BUNDLED
+from model.engine.scheduler import ScheduledSequence
+from model.engine.step_tracer import TraceParams
+from model.errors import shortened
+from model.network.transformer import Transformer
+from model.ops.interface import Draw
+from model.text.sampling import Sampler
+from model.text.transcript import End
+from model.tracing.selection import Selection
+from model.tracing.stages import stages_of
+from model.tracing.tap import Editor, Tap
 from tests.engine.driving import (
     Drive,
     Result,
     alone,
     ask,
-    assert_each_is_as_alone,
+    assert_each_equals_alone,
     assert_equal,
     new_engine,
     prompt,
     run,
 )
-from tests.kernels.common import by_kernels
+from tests.ops.cpu.common import by_kernels
 from tests.tiny import CONFIGS, build, every_config, exact
 
 
 def neighbours() -> list[Request]:
-    """A stream, a long prompt, and one that begins like the request that fails."""
+    """A short prompt that soon decodes, a long prompt, and one that begins like the prompt of the faulty request."""
     return [
-        ask("stream", [1, 2], max_tokens=14, temperature=1.3),
+        ask("short", [1, 2], max_tokens=14, temperature=1.3),
         ask("long", prompt(26, seed=2), max_tokens=5, seed=2),
         ask("alike", [*prompt(8), 3], max_tokens=6, seed=3, logprobs=1),
     ]
 
 
-def fail_among_neighbours(model: Transformer, faulty: Request, **limits: int) -> Result:
-    """What becomes of the request that fails; its neighbours, and who comes after it, are not concerned."""
-    drive = Drive(new_engine(model, **{"num_blocks": 24, "max_step_tokens": 12} | limits))
-    stream, *others = neighbours()
-    drive.add(stream)
+def fail_among_neighbours(model: Transformer, faulty: Request, *, max_step_tokens: int = 12) -> Result:
+    """The result of a request that fails. Asserts that its neighbours and a later request are not affected."""
+    drive = Drive(new_engine(model, num_blocks=24, max_step_tokens=max_step_tokens))
+    short, *others = neighbours()
+    drive.add(short)
     drive.step(2)
     drive.add(faulty, *others)
     drive.finish()
     later = ask("later", faulty.prompt_ids, max_tokens=6, seed=4)
     drive.add(later)
-    assert_each_is_as_alone(model, drive.finish(), stream, *others, later)
+    assert_each_equals_alone(model, drive.finish(), short, *others, later)
     return drive.results[faulty.id, 0]
 
 
@@ -70,26 +71,24 @@ def bundled_by_kernels() -> Transformer:
 
 
 class Broken(Exception):
-    """What the taps and processors here raise."""
+    """The error that the taps and processors of these tests raise."""
 
 
 class RaisingTap:
-    """Raises at one stage, when it is asked or when it is called."""
+    """Raises at one stage, in `wants` or in the call."""
 
-    def __init__(self, stage: str, *, when_asked: bool) -> None:
+    def __init__(self, stage: str, *, in_wants: bool) -> None:
         self._stage = stage
-        self._when_asked = when_asked
-
-    def _raise(self, name: str, is_now: bool) -> None:
-        if name == self._stage and is_now:
-            raise Broken(name)
+        self._in_wants = in_wants
 
     def wants(self, name: str) -> bool:
-        self._raise(name, self._when_asked)
+        if name == self._stage and self._in_wants:
+            raise Broken(name)
         return name == self._stage
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        self._raise(name, True)
+        if name == self._stage:
+            raise Broken(name)
         return tensor
 
 
@@ -98,22 +97,22 @@ def stages_of_pass(name: str) -> list[str]:
 
 
 class TestTaps:
-    @pytest.mark.parametrize("when_asked", [True, False], ids=["when it is asked", "when it is called"])
+    @pytest.mark.parametrize("in_wants", [True, False], ids=["in wants", "in the call"])
     @pytest.mark.parametrize("name", ["gpt2", "qwen3", "2017 block"])
-    def test_a_tap_that_raises_at_any_stage_ends_its_own_request(self, name: str, when_asked: bool) -> None:
+    def test_a_tap_that_raises_at_any_stage_ends_only_its_own_request(self, name: str, in_wants: bool) -> None:
         model = exact(name)
-        for stage in stages_of_pass(name)[:: 3 if when_asked else 1]:
+        for stage in stages_of_pass(name)[:: 3 if in_wants else 1]:
             drive = Drive(new_engine(model))
-            faulty = ask("faulty", prompt(9), tap=RaisingTap(stage, when_asked=when_asked))
+            faulty = ask("faulty", prompt(9), tap=RaisingTap(stage, in_wants=in_wants))
             neighbour = ask("neighbour", prompt(7, seed=2), max_tokens=3)
             drive.add(faulty, neighbour)
             results = drive.finish()
             assert_ended_with(results["faulty", 0], Broken, stage)
             assert results["faulty", 0].ids == []
-            assert_each_is_as_alone(model, results, neighbour)
+            assert_each_equals_alone(model, results, neighbour)
 
     @every_config
-    def test_a_tap_that_raises_late_ends_its_request_there(self, name: str) -> None:
+    def test_a_tap_that_raises_in_a_later_step_ends_its_request_in_that_step(self, name: str) -> None:
         calls = 0
 
         def tap(stage: str, tensor: Tensor) -> Tensor:
@@ -131,7 +130,7 @@ class TestTaps:
 
     @pytest.mark.parametrize("stage", ["embed", "blocks.1.attn.pattern", "blocks.0.attn.k", "ln_final.out", "logits"])
     @pytest.mark.parametrize(
-        "give",
+        "change",
         [
             lambda tensor: None,
             lambda tensor: tensor[..., :-1],
@@ -139,13 +138,13 @@ class TestTaps:
             lambda tensor: tensor.float(),
             lambda tensor: tensor.tolist(),
         ],
-        ids=["nothing", "too little", "a sum", "another dtype", "a list"],
+        ids=["None", "another shape", "a scalar", "another dtype", "a list"],
     )
-    def test_a_tap_that_returns_what_does_not_fit_ends_its_own_request(
-        self, stage: str, give: Callable[[Tensor], Any]
+    def test_a_tap_that_returns_another_shape_or_type_ends_only_its_own_request(
+        self, stage: str, change: Callable[[Tensor], Any]
     ) -> None:
         def tap(name: str, tensor: Tensor) -> Any:
-            return give(tensor) if name == stage else tensor
+            return change(tensor) if name == stage else tensor
 
         result = fail_among_neighbours(exact("llama"), ask("faulty", prompt(9), tap=tap))
         assert_ended_with(result, ValueError, stage)
@@ -159,79 +158,84 @@ class TestTaps:
         ],
         ids=["top_k", "lens", "heads"],
     )
-    def test_a_trace_that_cannot_be_shown_ends_its_own_request(
+    def test_a_trace_with_parameters_out_of_range_ends_only_its_own_request(
         self, trace: TraceParams, error: type[Exception]
     ) -> None:
         result = fail_among_neighbours(exact("llama"), ask("faulty", prompt(9), trace=trace))
         assert_ended_with(result, error, "")
 
 
-def test_what_looking_in_cannot_compute_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as scores for which there is no memory: nobody else needs them."""
+def test_an_error_while_attention_is_traced_ends_only_the_traced_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too little memory for the scores, for example: no other request needs them."""
 
     def fail(*arguments: Any, **options: Any) -> None:
         raise Broken("too many keys")
 
-    monkeypatch.setattr(cache, "show_attention", fail)
+    monkeypatch.setattr(step_context, "trace_attention", fail)
     selection = Selection(stages=stages_of(CONFIGS["llama"]))
     model, faulty = exact("llama"), ask("faulty", prompt(9), trace=TraceParams(selection=selection))
     assert_ended_with(fail_among_neighbours(model, faulty), Broken, "too many keys")
 
 
-def short_streams() -> list[Request]:
-    """Requests whose blocks are read together, and beyond their ends."""
+def short_requests() -> list[Request]:
+    """Requests whose blocks are read together, up to slots behind their last tokens."""
     return [ask("short", [1, 2], max_tokens=9, seed=2), ask("shorter", [3], max_tokens=9, seed=3)]
 
 
-def put(value: float) -> Callable[[Tensor], Tensor]:
+def fill_with(value: float) -> Callable[[Tensor], Tensor]:
     return lambda tensor: torch.full_like(tensor, value)
 
 
-class TestNotNumbers:
-    """Keys that are no numbers spoil whoever reads them, even masked: nobody may find any in a block that was free."""
+class TestNonFiniteValues:
+    """Keys and values must be finite even where they are masked, because 0 * NaN is NaN.
+
+    So no sequence may read values that are not finite and that another sequence left in a block.
+    """
 
     STAGES = ("blocks.0.attn.k", "blocks.0.attn.v", "blocks.1.resid_pre", "blocks.2.attn.v")
 
     @pytest.mark.parametrize("value", [torch.nan, torch.inf])
     @pytest.mark.parametrize("stage", STAGES)
     @pytest.mark.parametrize("name", ["gpt2", "mistral", "qwen3"])
-    def test_what_a_tap_writes_is_gone_when_its_request_has_failed(self, name: str, stage: str, value: float) -> None:
-        faulty = ask("faulty", prompt(13), tap=Editor({stage: put(value)}))
-        assert_ended_with(fail_among_neighbours(exact(name), faulty), ValueError, "not numbers")
+    def test_values_that_a_tap_wrote_are_not_read_after_its_request_failed(
+        self, name: str, stage: str, value: float
+    ) -> None:
+        faulty = ask("faulty", prompt(13), tap=Editor({stage: fill_with(value)}))
+        assert_ended_with(fail_among_neighbours(exact(name), faulty), ValueError, "not a finite number")
 
     @pytest.mark.parametrize("stage", STAGES)
     @pytest.mark.parametrize("num_tokens", [12, 2])
     @pytest.mark.parametrize("name", ["gpt2", "mistral", "qwen3"])
-    def test_it_is_gone_when_the_request_was_given_up(self, name: str, num_tokens: int, stage: str) -> None:
+    def test_they_are_not_read_after_the_request_was_aborted(self, name: str, num_tokens: int, stage: str) -> None:
         model = exact(name)
         drive = Drive(new_engine(model, num_blocks=10, max_step_tokens=num_tokens, max_sequences=2))
-        drive.add(ask("faulty", prompt(30), tap=Editor({stage: put(torch.nan)})))
+        drive.add(ask("faulty", prompt(30), tap=Editor({stage: fill_with(torch.nan)})))
         drive.step(29 // num_tokens)
         drive.abort("faulty")
-        later = [*short_streams(), ask("long", prompt(13), max_tokens=3)]
+        later = [*short_requests(), ask("long", prompt(13), max_tokens=3)]
         drive.add(*later)
-        assert_each_is_as_alone(model, drive.finish(), *later)
+        assert_each_equals_alone(model, drive.finish(), *later)
 
     @every_config
-    def test_it_is_gone_when_the_request_gave_way_to_others(self, name: str) -> None:
-        """The stream takes its next blocks from it, while its prompt is in chunks."""
+    def test_they_are_not_read_after_the_request_was_preempted(self, name: str) -> None:
+        """A decoding sequence takes over its blocks while the prompt of the request is computed in chunks."""
         model = exact(name)
         drive = Drive(new_engine(model, num_blocks=12, max_step_tokens=4, max_sequences=3))
-        stream = ask("stream", [1], max_tokens=40)
-        drive.add(stream)
+        decoding = ask("decoding", [1], max_tokens=40)
+        drive.add(decoding)
         drive.step(9)
-        drive.add(ask("faulty", prompt(30), tap=Editor({"blocks.0.attn.v": put(torch.nan)})))
+        drive.add(ask("faulty", prompt(30), tap=Editor({"blocks.0.attn.v": fill_with(torch.nan)})))
         drive.until(lambda: drive.engine.stats().num_preemptions > 0)
         drive.abort("faulty")
-        drive.add(*short_streams())
-        assert_each_is_as_alone(model, drive.finish(), stream, *short_streams())
+        drive.add(*short_requests())
+        assert_each_equals_alone(model, drive.finish(), decoding, *short_requests())
 
     @pytest.mark.parametrize("name", ["mistral", "qwen2"])
-    def test_it_is_gone_when_a_window_hid_it_and_the_request_ended_well(self, name: str) -> None:
+    def test_they_are_not_read_after_a_window_hid_them_and_the_request_ended_well(self, name: str) -> None:
         model = exact(name)
         num_calls = 0
 
-        def spoil_the_first_chunk(tensor: Tensor) -> Tensor:
+        def fill_first_chunk_with_nan(tensor: Tensor) -> Tensor:
             nonlocal num_calls
             num_calls += 1
             return torch.full_like(tensor, torch.nan) if num_calls == 1 else tensor
@@ -239,10 +243,10 @@ class TestNotNumbers:
         last = 2
         assert CONFIGS[name].window_of(last) is not None
         drive = Drive(new_engine(model, num_blocks=11, max_step_tokens=8, max_sequences=4))
-        drive.add(ask("faulty", prompt(32), tap=Editor({f"blocks.{last}.attn.v": spoil_the_first_chunk})))
+        drive.add(ask("faulty", prompt(32), tap=Editor({f"blocks.{last}.attn.v": fill_first_chunk_with_nan})))
         assert drive.finish()["faulty", 0].end == End("length")
-        drive.add(*short_streams())
-        assert_each_is_as_alone(model, drive.finish(), *short_streams())
+        drive.add(*short_requests())
+        assert_each_equals_alone(model, drive.finish(), *short_requests())
 
 
 PROCESSORS: dict[str, Callable[[Sequence[int], Tensor], Any]] = {
@@ -251,8 +255,8 @@ PROCESSORS: dict[str, Callable[[Sequence[int], Tensor], Any]] = {
     "nan": lambda tokens, logits: torch.full_like(logits, torch.nan),
     "one nan": lambda tokens, logits: logits.index_fill(0, torch.tensor([5]), torch.nan),
     "inf": lambda tokens, logits: logits.index_fill(0, torch.tensor([5]), torch.inf),
-    "nothing left": lambda tokens, logits: torch.full_like(logits, -torch.inf),
-    "nothing": lambda tokens, logits: None,
+    "all masked": lambda tokens, logits: torch.full_like(logits, -torch.inf),
+    "None": lambda tokens, logits: None,
     "a list": lambda tokens, logits: logits.tolist(),
 }
 
@@ -260,7 +264,9 @@ PROCESSORS: dict[str, Callable[[Sequence[int], Tensor], Any]] = {
 class TestProcessors:
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     @pytest.mark.parametrize("wrong", PROCESSORS)
-    def test_a_processor_that_returns_no_logits_ends_its_own_request(self, wrong: str, temperature: float) -> None:
+    def test_a_processor_that_returns_invalid_logits_ends_only_its_own_request(
+        self, wrong: str, temperature: float
+    ) -> None:
         processors = [PROCESSORS[wrong]]
         faulty = ask("faulty", prompt(9), processors=processors, temperature=temperature, logprobs=1)
         result = fail_among_neighbours(exact("llama"), faulty)
@@ -268,7 +274,7 @@ class TestProcessors:
         assert isinstance(result.error, (ValueError, AttributeError))
         assert result.ids == []
 
-    def test_a_processor_that_raises_after_some_tokens_ends_its_own_request_there(self) -> None:
+    def test_a_processor_that_raises_after_some_tokens_ends_its_request_with_those_tokens(self) -> None:
         def process(tokens: Sequence[int], logits: Tensor) -> Tensor:
             if len(tokens) == 12:
                 raise Broken("the fourth token")
@@ -280,7 +286,7 @@ class TestProcessors:
         assert_ended_with(result, Broken, "the fourth token")
         assert result.ids == alone(model, ask("plain", prompt(9))).ids[:3]
 
-    def test_one_choice_may_fail_and_the_others_go_on(self) -> None:
+    def test_one_choice_fails_and_the_others_continue(self) -> None:
         calls = 0
 
         def process(tokens: Sequence[int], logits: Tensor) -> Tensor:
@@ -301,9 +307,9 @@ class TestProcessors:
 
 
 class TestDraws:
-    """The draws of a step are computed together; one that fails ends its own request."""
+    """The random draws of a step are computed together, but one that fails ends only its own request."""
 
-    SEED = 4  # of the request whose draws fail
+    SEED = 4  # of the request whose third draw fails
 
     @pytest.fixture(params=[lambda: exact("llama"), bundled_by_kernels], ids=["pytorch", "kernels"])
     def model(self, request: pytest.FixtureRequest) -> Transformer:
@@ -322,7 +328,7 @@ class TestDraws:
 
         monkeypatch.setattr(Sampler, "draw", failing)
 
-    def test_a_draw_that_fails_ends_its_own_request_and_changes_no_bit_of_its_neighbours(
+    def test_a_draw_that_fails_ends_only_its_own_request_and_changes_no_bit_of_its_neighbours(
         self, model: Transformer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         faulty = ask("faulty", prompt(9), seed=self.SEED, top_k=9)
@@ -337,11 +343,11 @@ class TestDraws:
         }
         for key, result in results.items():
             assert_equal(result, expected[key])
-            if model.rows_are_independent:
-                assert result.numbers == expected[key].numbers
+            if model.batch_invariant:
+                assert result.logprob_values == expected[key].logprob_values
 
-    def test_numbers_that_no_tensor_can_hold_end_their_own_request(self, model: Transformer) -> None:
-        """As if such a number had not been refused."""
+    def test_a_parameter_that_no_tensor_can_hold_ends_only_its_own_request(self, model: Transformer) -> None:
+        """`SamplingParams` refuses such a number, so the test sets it afterwards."""
         faulty = ask("faulty", prompt(9), seed=None)
         object.__setattr__(faulty.params.sampling, "top_k", 10**309)
         expected = run(new_engine(model), *neighbours())
@@ -350,15 +356,17 @@ class TestDraws:
         for key, result in results.items():
             assert_equal(result, expected[key])
 
-    def test_among_other_sequences_it_is_as_any_failure(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """They join and end at other steps, and another request follows with the same prompt."""
+    def test_a_failed_draw_does_not_affect_neighbours_that_start_at_other_steps(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nor a later request with the same prompt."""
         self.fail_third_draw(monkeypatch)
         faulty = ask("faulty", prompt(9), seed=self.SEED, temperature=0.9)
         assert_ended_with(fail_among_neighbours(exact("llama"), faulty), Broken, "the third draw")
 
 
 class TestNumbers:
-    """What a request asks for is refused with the range that is allowed, or works."""
+    """The number parameters of a request: each value works, or is refused with the allowed range."""
 
     RANGES: ClassVar[dict[str, str]] = {
         "max_tokens": "an integer between 1 and 2147483647",
@@ -370,14 +378,14 @@ class TestNumbers:
 
     @pytest.mark.parametrize("value", [*LARGE, *OTHERS], ids=shortened)
     @pytest.mark.parametrize("name", RANGES)
-    def test_any_value_works_or_is_refused_with_the_range_that_is_allowed(self, name: str, value: Any) -> None:
+    def test_any_value_works_or_is_refused_with_the_allowed_range(self, name: str, value: Any) -> None:
         drive = Drive(new_engine(exact("llama")))
         complaint = complaint_about(drive, {name: value})
         if complaint is None:
             drive.add(*neighbours()[:2])
             results = drive.finish()
             assert all(result.error is None for result in results.values())
-            assert_each_is_as_alone(exact("llama"), results, *neighbours()[:2])
+            assert_each_equals_alone(exact("llama"), results, *neighbours()[:2])
         else:
             assert complaint.startswith(f"{name}: ")
             assert self.RANGES[name] in complaint or "pass the context of 48" in complaint
@@ -386,7 +394,7 @@ class TestNumbers:
 
 
 def complaint_about(drive: Drive, wrong: dict[str, Any]) -> str | None:
-    """What the error says where a request with these parameters is refused; else the request is added."""
+    """Add a request with these parameters. Returns the error message if it is refused."""
     try:
         drive.add(ask("asked", prompt(9), **{"max_tokens": 4} | wrong))
     except ValueError as error:
@@ -395,18 +403,18 @@ def complaint_about(drive: Drive, wrong: dict[str, Any]) -> str | None:
 
 
 class TestEditing:
-    """An edit is its own sequence's, and stays in it."""
+    """An edit changes only the sequence to which it belongs."""
 
     @every_config
-    def test_an_edited_request_is_the_edited_network_alone(self, name: str) -> None:
+    def test_an_edited_request_gets_what_the_edited_network_gives_it_alone(self, name: str) -> None:
         model = exact(name)
         for stage in ("blocks.1.attn.k", "blocks.0.attn.pattern", "blocks.2.mlp.post", "embed"):
             edit = Editor({stage: lambda tensor: -tensor})
             edited = ask("edited", prompt(15), max_tokens=7, tap=edit, temperature=1.2)
             results = run(new_engine(model, max_step_tokens=10), edited, *neighbours())
             assert_equal(results["edited", 0], self.alone_edited(model, edited))
-            assert results["edited", 0].numbers != pytest.approx(alone(model, edited).numbers, abs=1e-2)
-            assert_each_is_as_alone(model, results, *neighbours())
+            assert results["edited", 0].logprob_values != pytest.approx(alone(model, edited).logprob_values, abs=1e-2)
+            assert_each_equals_alone(model, results, *neighbours())
 
     @staticmethod
     def alone_edited(model: Transformer, request: Request) -> Result:
@@ -429,14 +437,14 @@ class TestEditing:
 
     @staticmethod
     def logits_of_neighbours(model: Transformer, tap: Tap) -> list[Tensor]:
-        """Of two steps, the rows of those that have no tap."""
+        """The logits of the sequences without a tap, from two steps."""
         engine = new_engine(model)
         found: list[Tensor] = []
         compute = engine._runner.run
 
-        def spy(shares: Any, taps: Any, all_rows: Any) -> Any:
-            result = compute(shares, taps, all_rows)
-            found.extend(result.logits[result.rows[share]] for share in shares if share not in taps)
+        def spy(sequences: Any, taps: Any, all_rows: Any) -> Any:
+            result = compute(sequences, taps, all_rows)
+            found.extend(result.logits[result.rows[scheduled]] for scheduled in sequences if scheduled not in taps)
             return result
 
         engine._runner.run = spy  # type: ignore[method-assign]
@@ -446,7 +454,7 @@ class TestEditing:
         assert len(found) == 6
         return found
 
-    def test_an_edited_request_neither_takes_a_prefix_nor_leaves_one(self) -> None:
+    def test_an_edited_request_neither_uses_nor_offers_a_prefix(self) -> None:
         model = exact("llama")
         drive = Drive(new_engine(model))
         before, after = ask("before", prompt(16), max_tokens=3), ask("after", prompt(16), max_tokens=3, seed=2)
@@ -467,11 +475,11 @@ class TestEditing:
             ("after", 0): 12,
         }
         assert results["again", 0].ids == results["edited", 0].ids
-        assert_each_is_as_alone(model, results, before, after)
+        assert_each_equals_alone(model, results, before, after)
 
 
-class TestAStepThatFails:
-    def test_ends_those_in_it_and_the_engine_goes_on(
+class TestFailedSteps:
+    def test_a_failed_step_ends_its_own_sequences_and_the_engine_continues(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         model = exact("llama")
@@ -483,10 +491,10 @@ class TestAStepThatFails:
         drive.step(2)
         drive.add(waiting)
 
-        def fail(shares: Sequence[Share], *rest: Any) -> Any:
-            blocks = torch.tensor([block for share in shares for block in share.sequence.blocks])
-            for numbers in (engine._cache.keys, engine._cache.values):
-                numbers.unflatten(1, (-1, 4))[:, blocks] = torch.nan
+        def fail(sequences: Sequence[ScheduledSequence], *rest: Any) -> Any:
+            blocks = torch.tensor([block for scheduled in sequences for block in scheduled.sequence.blocks])
+            for pool in (engine._cache.keys, engine._cache.values):
+                pool.view(len(pool), -1, 4, *pool.shape[2:])[:, blocks] = torch.nan
             raise Broken("the whole step")
 
         with monkeypatch.context() as patch, caplog.at_level(logging.CRITICAL, "model.engine.engine"):
@@ -495,13 +503,13 @@ class TestAStepThatFails:
         assert {(output.request_id, output.choice) for output in step.outputs} == {
             ("twice", 0),
             ("twice", 1),
-            ("stream", 0),
+            ("short", 0),
             ("long", 0),
         }
         for request in failing:
             for choice in range(request.params.n):
                 assert_ended_with(drive.results[request.id, choice], Broken, "the whole step")
-        assert_each_is_as_alone(model, drive.finish(), waiting)
+        assert_each_equals_alone(model, drive.finish(), waiting)
         assert drive.results["waiting", 0].num_cached == 0
         drive.add(*(ask(f"again {request.id}", request.prompt_ids) for request in failing))
         results = drive.finish()

@@ -1,6 +1,6 @@
-"""The scheduler: whatever comes, goes and is held back, each sequence gets on, the oldest first, and streams go first.
+"""Tests of the scheduler: every sequence makes progress, decoding sequences come first, then the oldest prompts.
 
-It never sees a network here: see `playing.py`.
+No network is computed: see `simulation.py`.
 """
 
 import subprocess
@@ -8,24 +8,27 @@ import sys
 from array import array
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.engine.blocks import BlockPool
-from model.engine.drafts import MAX_DRAFT
-from model.engine.pace import MIN_TOKENS
+from model.engine.block_pool import BlockPool
+from model.engine.prompt_lookup import MAX_DRAFT
 from model.engine.scheduler import Scheduler
-from model.engine.sequence import Sequence as Line
-from tests.engine.playing import Play
+from model.engine.sequence import SequenceState
+from model.engine.step_budget import MIN_TOKENS
+from tests.engine.simulation import Simulation
 
-LONGEST = 20
+MAX_LENGTH = 20
 PROMPTS = st.integers(1, 9).flatmap(lambda size: st.lists(st.integers(0, 1), min_size=size, max_size=size))
-ADD = st.tuples(st.just("add"), PROMPTS, st.integers(1, LONGEST - 9), st.integers(0, 4), st.sampled_from([1, 1, 2, 3]))
+ADD = st.tuples(
+    st.just("add"), PROMPTS, st.integers(1, MAX_LENGTH - 9), st.integers(0, 4), st.sampled_from([1, 1, 2, 3])
+)
 STEP = st.tuples(st.just("step"), st.integers(1, 6))
 FAIL = st.tuples(st.just("fail"))
-INTERFERE = st.tuples(st.sampled_from(["remove", "hold", "hold", "unhold"]), st.integers(0, 9))
+INTERFERE = st.tuples(st.sampled_from(["remove", "pause", "pause", "resume"]), st.integers(0, 9))
 EVENTS = st.lists(st.one_of(ADD, ADD, ADD, STEP, STEP, STEP, INTERFERE, INTERFERE, FAIL), min_size=5, max_size=30)
 
 
@@ -40,8 +43,8 @@ EVENTS = st.lists(st.one_of(ADD, ADD, ADD, STEP, STEP, STEP, INTERFERE, INTERFER
     drafts=st.booleans(),
 )
 @settings(max_examples=400, deadline=None)
-def test_whatever_comes_and_goes_every_sequence_gets_on(
-    events: list[tuple],
+def test_every_sequence_ends_whatever_is_added_removed_and_paused(
+    events: list[tuple[Any, ...]],
     block_size: int,
     num_more_blocks: int,
     max_sequences: int,
@@ -51,8 +54,8 @@ def test_whatever_comes_and_goes_every_sequence_gets_on(
     drafts: bool,
 ) -> None:
     durations = iter(costs * 10_000)
-    play = Play(
-        num_blocks=-(-LONGEST // block_size) + num_more_blocks,  # room for the longest sequence alone, at least
+    simulation = Simulation(
+        num_blocks=-(-MAX_LENGTH // block_size) + num_more_blocks,  # at least room for the longest sequence alone
         block_size=block_size,
         max_sequences=max_sequences,
         max_tokens=max_sequences + num_more_tokens,
@@ -61,323 +64,327 @@ def test_whatever_comes_and_goes_every_sequence_gets_on(
         drafts=drafts,
     )
     for kind, *values in events:
-        lines = list(play.lengths)
+        sequences = list(simulation.final_lengths)
         if kind == "add":
-            prompt, num_new, is_shared, num_choices = values
+            prompt, num_new, sharing, num_choices = values
             leader = None
             for _ in range(num_choices):
-                line = play.add(prompt, num_new, shares_prefix=is_shared > 0, leader=leader)
-                leader = leader or line
+                sequence = simulation.add(prompt, num_new, shares_prefix=sharing > 0, prefix_leader=leader)
+                leader = leader or sequence
         elif kind == "step":
             for _ in range(values[0]):
-                play.step()
+                simulation.step()
         elif kind == "fail":
-            play.step(fails=True)
-        elif lines:
-            line = lines[values[0] % len(lines)]
-            if kind in ("hold", "unhold"):
-                line.is_held = kind == "hold"
+            simulation.step(fails=True)
+        elif sequences:
+            sequence = sequences[values[0] % len(sequences)]
+            if kind in ("pause", "resume"):
+                sequence.paused = kind == "pause"
             else:
-                play.remove(line)
-    for line in play.lengths:
-        line.is_held = False
-    play.finish()
-    assert play.pool.num_free == play.pool.num_blocks
+                simulation.remove(sequence)
+    for sequence in simulation.final_lengths:
+        sequence.paused = False
+    simulation.finish()
+    assert simulation.pool.num_free == simulation.pool.num_blocks
 
 
-def test_streams_get_a_token_each_step_while_a_long_prompt_enters() -> None:
-    play = Play(max_tokens=16)
-    streams = [play.add([order], 200) for order in range(3)]
-    play.step()
-    prompt = play.add([1] * 100, 1)
+def test_decoding_sequences_get_a_token_in_each_step_while_a_long_prompt_is_computed() -> None:
+    simulation = Simulation(max_tokens=16)
+    decoding = [simulation.add([order], 200) for order in range(3)]
+    simulation.step()
+    prompt = simulation.add([1] * 100, 1)
     num_steps = 0
-    while prompt in play.lengths:
-        before = [len(line.tokens) for line in streams]
-        play.step()
+    while prompt in simulation.final_lengths:
+        before = [len(sequence.tokens) for sequence in decoding]
+        simulation.step()
         num_steps += 1
-        assert [len(line.tokens) for line in streams] == [length + 1 for length in before]
+        assert [len(sequence.tokens) for sequence in decoding] == [length + 1 for length in before]
     assert num_steps > 5
 
 
 def test_a_prompt_alone_takes_the_whole_budget() -> None:
-    play = Play(max_tokens=50)
-    play.add([1] * 120, 1)
-    assert [[share.num_new for share in play.step()] for _ in range(3)] == [[50], [50], [20]]
+    simulation = Simulation(max_tokens=50)
+    simulation.add([1] * 120, 1)
+    assert [[scheduled.num_new for scheduled in simulation.step()] for _ in range(3)] == [[50], [50], [20]]
 
 
-def test_the_oldest_prompts_take_the_budget_first_and_the_rest_of_it_is_not_lost() -> None:
-    play = Play(max_tokens=10)
+def test_the_oldest_prompts_use_the_budget_first_and_younger_ones_use_the_rest() -> None:
+    simulation = Simulation(max_tokens=10)
     for token, length in enumerate((6, 9, 9)):
-        play.add([token] * length, 1)
-    steps = [[(share.sequence.order, share.num_new) for share in play.step()] for _ in range(3)]
+        simulation.add([token] * length, 1)
+    steps = [[(scheduled.sequence.order, scheduled.num_new) for scheduled in simulation.step()] for _ in range(3)]
     assert steps == [[(1, 6), (2, 4)], [(2, 5), (3, 5)], [(3, 4)]]
 
 
-def test_streams_share_what_room_there_is_for_drafts() -> None:
-    play = Play(max_sequences=20, drafts=True)
+def test_decoding_sequences_share_the_room_for_drafts_equally() -> None:
+    simulation = Simulation(max_sequences=20, drafts=True)
     for order in range(14):
-        play.add([order], 300)
-        play.step()
-        counts = [share.num_new for share in play.step()]
+        simulation.add([order], 300)
+        simulation.step()
+        counts = [scheduled.num_new for scheduled in simulation.step()]
         assert sum(counts) == max(MAX_DRAFT + 1, order + 1)
         assert max(counts) - min(counts) <= 1
 
 
-def test_no_more_sequences_run_than_may() -> None:
-    play = Play(max_sequences=2)
-    lines = [play.add([order], 3) for order in range(5)]
-    play.step()
-    assert play.running == lines[:2]
-    play.step()
-    play.step()
-    play.step()
-    assert play.running == lines[2:4]
+def test_at_most_max_sequences_run() -> None:
+    simulation = Simulation(max_sequences=2)
+    sequences = [simulation.add([order], 3) for order in range(5)]
+    simulation.step()
+    assert simulation.running == sequences[:2]
+    simulation.step()
+    simulation.step()
+    simulation.step()
+    assert simulation.running == sequences[2:4]
 
 
-class TestPace:
-    """Streams wait at most `max_stretch` times as long for a step with prompts in it as for one without."""
+class TestStepBudget:
+    """A step with prompts takes at most `max_stretch` times as long as one with the decoding sequences alone."""
 
     COST = staticmethod(lambda num_tokens: 0.1 + 0.001 * num_tokens)
 
-    @pytest.mark.parametrize("num_streams", [2, 5])
-    def test_beside_streams_prompts_enter_at_the_pace_that_these_bear(self, num_streams: int) -> None:
-        play = Play(max_tokens=200, cost=self.COST)
-        for order in range(num_streams):
-            play.add([order], 200)
+    @pytest.mark.parametrize("num_decoding", [2, 5])
+    def test_a_step_with_a_prompt_comes_to_take_max_stretch_times_as_long(self, num_decoding: int) -> None:
+        simulation = Simulation(max_tokens=200, cost=self.COST)
+        for order in range(num_decoding):
+            simulation.add([order], 200)
         for _ in range(4):
-            play.step()
-        play.add([9] * 1500, 1)
-        entered = [sum(share.num_new for share in play.step()) - num_streams for _ in range(14)]
-        assert entered[0] <= 2 * MIN_TOKENS
-        assert all(after <= 2 * before for before, after in pairwise(entered))
-        assert self.COST(num_streams + entered[-1]) == pytest.approx(2 * self.COST(num_streams), rel=0.02)
+            simulation.step()
+        simulation.add([9] * 1500, 1)
+        num_prompt = [sum(scheduled.num_new for scheduled in simulation.step()) - num_decoding for _ in range(14)]
+        assert num_prompt[0] <= 2 * MIN_TOKENS
+        assert all(after <= 2 * before for before, after in pairwise(num_prompt))
+        assert self.COST(num_decoding + num_prompt[-1]) == pytest.approx(2 * self.COST(num_decoding), rel=0.02)
 
-    @pytest.mark.parametrize(("num_streams", "num_prompts"), [(1, 1), (1, 6), (2, 2)])
-    def test_prompts_that_are_as_many_as_the_streams_are_not_held_back(
-        self, num_streams: int, num_prompts: int
+    @pytest.mark.parametrize(("num_decoding", "num_prompts"), [(1, 1), (1, 6), (2, 2)])
+    def test_at_least_as_many_prompts_as_decoding_sequences_are_not_throttled(
+        self, num_decoding: int, num_prompts: int
     ) -> None:
-        play = Play(max_tokens=2000, max_sequences=4, cost=self.COST, num_blocks=4000)
-        for order in range(num_streams):
-            play.add([order], 200)
+        simulation = Simulation(max_tokens=2000, max_sequences=4, cost=self.COST, num_blocks=4000)
+        for order in range(num_decoding):
+            simulation.add([order], 200)
         for _ in range(4):
-            play.step()
+            simulation.step()
         for order in range(num_prompts):
-            play.add([order] * 3000, 1)
-        assert sum(share.num_new for share in play.step()) == 2000
+            simulation.add([order] * 3000, 1)
+        assert sum(scheduled.num_new for scheduled in simulation.step()) == 2000
 
-    def test_those_that_find_no_place_do_not_count(self) -> None:
-        play = Play(max_tokens=2000, max_sequences=3, cost=self.COST, num_blocks=4000)
+    def test_prompts_beyond_max_sequences_do_not_count(self) -> None:
+        simulation = Simulation(max_tokens=2000, max_sequences=3, cost=self.COST, num_blocks=4000)
         for order in range(2):
-            play.add([order], 200)
+            simulation.add([order], 200)
         for _ in range(4):
-            play.step()
+            simulation.step()
         for order in range(5):
-            play.add([order] * 3000, 1)
-        assert sum(share.num_new for share in play.step()) <= 2 + 2 * MIN_TOKENS
+            simulation.add([order] * 3000, 1)
+        assert sum(scheduled.num_new for scheduled in simulation.step()) <= 2 + 2 * MIN_TOKENS
 
-    def test_however_long_a_prompt_waits_for_a_place_the_streams_go_on(self) -> None:
-        """All steps are alike then: they teach nothing, and no number grows without end."""
-        play = Play(max_sequences=2, cost=self.COST)
-        streams = [play.add([order], 3000) for order in range(2)]
-        late = play.add([9] * 100, 1)
+    def test_decoding_sequences_continue_however_long_a_prompt_waits_to_be_admitted(self) -> None:
+        """All these steps have the same size, so they determine no marginal cost; no estimate grows without bound."""
+        simulation = Simulation(max_sequences=2, cost=self.COST)
+        decoding = [simulation.add([order], 3000) for order in range(2)]
+        late = simulation.add([9] * 100, 1)
         for _ in range(1500):
-            play.step()
-        assert play.waiting == [late]
-        assert [len(line.tokens) for line in streams] == [1501, 1501]
+            simulation.step()
+        assert simulation.waiting == [late]
+        assert [len(sequence.tokens) for sequence in decoding] == [1501, 1501]
 
 
 class TestPreemption:
     @staticmethod
-    def until_one_gives_way(play: Play) -> None:
+    def step_until_preemption(simulation: Simulation) -> None:
         for _ in range(50):
-            if play.scheduler.num_preemptions:
+            if simulation.scheduler.num_preemptions:
                 return
-            play.step()
-        raise AssertionError("none gives way")
+            simulation.step()
+        raise AssertionError("no sequence is preempted")
 
-    def test_the_youngest_gives_way_and_comes_back_before_those_that_came_later(self) -> None:
-        play = Play(num_blocks=7, block_size=2)
-        first, second, third = (play.add([order, 5], 6) for order in range(3))
-        play.step()
-        late = play.add([9] * 6, 1)
-        self.until_one_gives_way(play)
-        assert play.running == [first, second]
-        assert play.waiting == [third, late]
+    def test_the_youngest_running_sequence_is_preempted_and_waits_before_later_arrivals(self) -> None:
+        simulation = Simulation(num_blocks=7, block_size=2)
+        first, second, third = (simulation.add([order, 5], 6) for order in range(3))
+        simulation.step()
+        late = simulation.add([9] * 6, 1)
+        self.step_until_preemption(simulation)
+        assert simulation.running == [first, second]
+        assert simulation.waiting == [third, late]
         assert third.num_computed == 0
-        play.finish()
+        simulation.finish()
 
-    def test_a_sequence_that_gave_way_does_not_overtake_an_older_one_that_still_waits(self) -> None:
-        play = Play(num_blocks=6, block_size=2)
-        first, held, third = play.add([1, 2], 9), play.add([3] * 8), play.add([5, 6], 9)
-        held.is_held = True
-        self.until_one_gives_way(play)
-        assert (play.running, play.waiting) == ([first], [held, third])
-        held.is_held = False
-        play.finish()
+    def test_a_preempted_sequence_does_not_overtake_an_older_one_that_still_waits(self) -> None:
+        simulation = Simulation(num_blocks=6, block_size=2)
+        first, second, third = simulation.add([1, 2], 9), simulation.add([3] * 8), simulation.add([5, 6], 9)
+        second.paused = True
+        self.step_until_preemption(simulation)
+        assert (simulation.running, simulation.waiting) == ([first], [second, third])
+        second.paused = False
+        simulation.finish()
 
-    def test_what_it_had_computed_is_found_again_and_is_no_hit_of_the_prefix_cache(self) -> None:
-        play = Play(num_blocks=6, block_size=2)
-        first, second = play.add([1], 10), play.add([2, 3, 4, 5], 5)
-        self.until_one_gives_way(play)
-        assert (play.running, play.waiting) == ([first], [second])
-        play.remove(first)
-        play.step()
+    def test_a_preempted_sequence_finds_its_own_blocks_again_without_a_prefix_cache_hit(self) -> None:
+        simulation = Simulation(num_blocks=6, block_size=2)
+        first, second = simulation.add([1], 10), simulation.add([2, 3, 4, 5], 5)
+        self.step_until_preemption(simulation)
+        assert (simulation.running, simulation.waiting) == ([first], [second])
+        simulation.remove(first)
+        simulation.step()
         assert second.num_computed >= 4
         assert second.num_cached == 0
-        assert (play.scheduler.num_prefix_queries, play.scheduler.num_prefix_hits) == (5, 0)
+        assert (simulation.scheduler.num_prefix_queries, simulation.scheduler.num_prefix_hits) == (5, 0)
 
-    def test_one_is_let_in_only_where_all_that_run_can_still_grow(self) -> None:
-        play = Play(num_blocks=6, block_size=2)
-        play.add([1, 2, 3], 4)
-        play.add([4, 5, 6], 4)
-        play.step()
-        late = play.add([7], 1)
-        assert play.pool.num_free == 2
-        play.step()
-        assert late in play.waiting
-        play.finish()
-        assert play.scheduler.num_preemptions == 0
+    def test_a_sequence_is_admitted_only_if_every_running_one_can_still_grow(self) -> None:
+        simulation = Simulation(num_blocks=6, block_size=2)
+        simulation.add([1, 2, 3], 4)
+        simulation.add([4, 5, 6], 4)
+        simulation.step()
+        late = simulation.add([7], 1)
+        assert simulation.pool.num_free == 2
+        simulation.step()
+        assert late in simulation.waiting
+        simulation.finish()
+        assert simulation.scheduler.num_preemptions == 0
 
 
-def test_a_sequence_that_grows_lies_in_a_row_where_that_is_free() -> None:
-    play = Play(block_size=2)
-    first, second = play.add([1, 2, 3], 9, shares_prefix=False), play.add([4, 5], 9)
-    play.step()
+def test_a_growing_sequence_gets_the_block_after_its_last_one_if_that_is_free() -> None:
+    simulation = Simulation(block_size=2)
+    first, second = simulation.add([1, 2, 3], 9, shares_prefix=False), simulation.add([4, 5], 9)
+    simulation.step()
     assert (first.blocks, second.blocks) == ([0, 1], [2])
-    play.remove(first)
-    play.step()
+    simulation.remove(first)
+    simulation.step()
     assert second.blocks == [2, 3]
 
 
 class TestPrefixes:
-    def test_a_prompt_takes_the_full_blocks_that_were_computed_and_computes_its_last_token(self) -> None:
-        play = Play(block_size=4)
-        play.add(list(range(8)), 1)
-        play.finish()
-        same, longer, shorter = (play.add(ids, 1) for ids in (range(8), range(11), range(3)))
-        play.step()
-        assert [line.num_cached for line in (same, longer, shorter)] == [4, 8, 0]
-        assert (play.scheduler.num_prefix_queries, play.scheduler.num_prefix_hits) == (8 + 8 + 11 + 3, 4 + 8)
+    def test_a_prompt_shares_computed_full_blocks_and_always_computes_its_last_token(self) -> None:
+        simulation = Simulation(block_size=4)
+        simulation.add(list(range(8)), 1)
+        simulation.finish()
+        same, longer, shorter = (simulation.add(ids, 1) for ids in (range(8), range(11), range(3)))
+        simulation.step()
+        assert [sequence.num_cached for sequence in (same, longer, shorter)] == [4, 8, 0]
+        scheduler = simulation.scheduler
+        assert (scheduler.num_prefix_queries, scheduler.num_prefix_hits) == (8 + 8 + 11 + 3, 4 + 8)
 
-    def test_blocks_that_are_shared_with_one_that_runs_need_no_room(self) -> None:
-        play = Play(num_blocks=5, block_size=2)
-        first = play.add([1, 2, 3, 4, 5], 5)
-        play.step()
-        second = play.add([1, 2, 3, 4, 6], 5)
-        play.step()
-        assert play.running == [first, second]
-        assert play.pool.num_free == 1
+    def test_blocks_shared_with_a_running_sequence_need_no_free_blocks(self) -> None:
+        simulation = Simulation(num_blocks=5, block_size=2)
+        first = simulation.add([1, 2, 3, 4, 5], 5)
+        simulation.step()
+        second = simulation.add([1, 2, 3, 4, 6], 5)
+        simulation.step()
+        assert simulation.running == [first, second]
+        assert simulation.pool.num_free == 1
 
-    def test_generated_tokens_are_a_prefix_too(self) -> None:
-        play = Play(block_size=2)
-        line = play.add([1, 2, 3], 6)
-        play.finish()
-        again = play.add(line.tokens, 1)
-        play.step()
-        assert again.num_cached == 8 == len(line.tokens) - 1
+    def test_generated_tokens_are_shared_as_a_prefix_too(self) -> None:
+        simulation = Simulation(block_size=2)
+        sequence = simulation.add([1, 2, 3], 6)
+        simulation.finish()
+        again = simulation.add(sequence.tokens, 1)
+        simulation.step()
+        assert again.num_cached == 8 == len(sequence.tokens) - 1
 
-    def test_one_that_does_not_share_neither_takes_nor_leaves_a_prefix(self) -> None:
-        play = Play(block_size=2)
-        play.add([1, 2, 3, 4], 1, shares_prefix=False)
-        play.finish()
-        second = play.add([1, 2, 3, 4], 1)
-        play.finish()
-        third = play.add([1, 2, 3, 4], 1, shares_prefix=False)
-        play.finish()
+    def test_a_sequence_without_shares_prefix_neither_uses_nor_offers_a_prefix(self) -> None:
+        simulation = Simulation(block_size=2)
+        simulation.add([1, 2, 3, 4], 1, shares_prefix=False)
+        simulation.finish()
+        second = simulation.add([1, 2, 3, 4], 1)
+        simulation.finish()
+        third = simulation.add([1, 2, 3, 4], 1, shares_prefix=False)
+        simulation.finish()
         assert (second.num_cached, third.num_cached) == (0, 0)
 
     @pytest.mark.parametrize(("max_cached", "num_cached"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8), (99, 8)])
-    def test_no_more_is_taken_than_may_be(self, max_cached: int, num_cached: int) -> None:
-        play = Play(block_size=4)
-        play.add(list(range(11)), 1)
-        play.finish()
-        line = play.add(list(range(11)), 1)
-        line.max_cached = max_cached
-        play.step()
-        assert line.num_cached == num_cached
+    def test_at_most_max_cached_tokens_are_shared(self, max_cached: int, num_cached: int) -> None:
+        simulation = Simulation(block_size=4)
+        simulation.add(list(range(11)), 1)
+        simulation.finish()
+        sequence = simulation.add(list(range(11)), 1)
+        sequence.max_cached = max_cached
+        simulation.step()
+        assert sequence.num_cached == num_cached
 
-    def test_one_with_a_leader_waits_until_the_leaders_prompt_is_computed_and_takes_it(self) -> None:
-        play = Play(block_size=4, max_tokens=8)
-        leader = play.add(list(range(12)), 6)
-        follower, other = play.add(list(range(12)), 6, leader=leader), play.add([9], 6)
-        play.step()
-        assert play.running == [leader]
-        play.step()
-        assert play.running == [leader, other], "one that waits for its leader stands in nobody's way"
-        play.step()
-        assert play.running == [leader, follower, other]
+    def test_a_sequence_waits_until_the_prompt_of_its_prefix_leader_is_computed_and_shares_it(self) -> None:
+        simulation = Simulation(block_size=4, max_tokens=8)
+        leader = simulation.add(list(range(12)), 6)
+        follower, other = simulation.add(list(range(12)), 6, prefix_leader=leader), simulation.add([9], 6)
+        simulation.step()
+        assert simulation.running == [leader]
+        simulation.step()
+        assert simulation.running == [
+            leader,
+            other,
+        ]  # a sequence that waits for its prefix leader does not block others
+        simulation.step()
+        assert simulation.running == [leader, follower, other]
         assert follower.num_cached == 8
 
     @pytest.mark.parametrize("has_failed", [False, True])
-    def test_without_its_leader_it_goes_on_alone(self, has_failed: bool) -> None:
-        play = Play(block_size=4, max_tokens=8)
-        leader = play.add(list(range(12)), 6)
-        follower = play.add(list(range(12)), 6, leader=leader)
-        play.step()
+    def test_a_sequence_without_its_prefix_leader_runs_on_its_own(self, has_failed: bool) -> None:
+        simulation = Simulation(block_size=4, max_tokens=8)
+        leader = simulation.add(list(range(12)), 6)
+        follower = simulation.add(list(range(12)), 6, prefix_leader=leader)
+        simulation.step()
         if has_failed:
-            play.step(fails=True)
+            simulation.step(fails=True)
         else:
-            play.remove(leader)
-        play.step()
-        assert play.running == [follower]
+            simulation.remove(leader)
+        simulation.step()
+        assert simulation.running == [follower]
         assert follower.num_cached == (0 if has_failed else 8)
-        play.finish()
+        simulation.finish()
 
-    def test_what_a_failed_step_computed_is_found_by_nobody(self) -> None:
-        play = Play(block_size=2)
-        play.add([1, 2, 3, 4, 5], 9)
-        play.step()
-        play.step(fails=True)
-        assert not play.lengths
-        again = play.add([1, 2, 3, 4, 5], 3)
-        play.step()
+    def test_blocks_of_a_failed_step_are_never_shared(self) -> None:
+        simulation = Simulation(block_size=2)
+        simulation.add([1, 2, 3, 4, 5], 9)
+        simulation.step()
+        simulation.step(fails=True)
+        assert not simulation.final_lengths
+        again = simulation.add([1, 2, 3, 4, 5], 3)
+        simulation.step()
         assert again.num_cached == 0
-        play.finish()
+        simulation.finish()
 
 
-class TestHolding:
-    def test_one_that_is_held_leaves_its_place_and_its_blocks_to_others_and_finds_again_what_it_had(self) -> None:
-        play = Play(num_blocks=6, block_size=2, max_sequences=1)
-        held, other = play.add([1, 2, 3, 4, 5], 4), play.add([6, 7], 3)
-        play.step()
-        held.is_held = True
-        assert [share.sequence for share in play.step()] == [other]
-        assert (play.running, play.waiting) == ([other], [held])
-        play.step()
-        play.step()
-        assert play.running == []
-        assert play.step() == []
-        assert play.pool.num_free == 6
-        held.is_held = False
-        [share] = play.step()
-        assert (share.sequence, share.start, share.num_new) == (held, 4, 2)
-        play.finish()
+class TestPausing:
+    def test_a_paused_sequence_frees_its_place_and_its_blocks_and_shares_them_again_when_resumed(self) -> None:
+        simulation = Simulation(num_blocks=6, block_size=2, max_sequences=1)
+        first, other = simulation.add([1, 2, 3, 4, 5], 4), simulation.add([6, 7], 3)
+        simulation.step()
+        first.paused = True
+        assert [scheduled.sequence for scheduled in simulation.step()] == [other]
+        assert (simulation.running, simulation.waiting) == ([other], [first])
+        simulation.step()
+        simulation.step()
+        assert simulation.running == []
+        assert simulation.step() == []
+        assert simulation.pool.num_free == 6
+        first.paused = False
+        [scheduled] = simulation.step()
+        assert (scheduled.sequence, scheduled.start, scheduled.num_new) == (first, 4, 2)
+        simulation.finish()
 
-    def test_one_that_waits_and_is_held_stands_in_nobodys_way(self) -> None:
-        play = Play()
-        held, other = play.add([1], 5), play.add([2], 5)
-        held.is_held = True
-        assert [share.sequence for share in play.step()] == [other]
-        held.is_held = False
-        assert {share.sequence for share in play.step()} == {held, other}
+    def test_a_paused_waiting_sequence_does_not_block_others(self) -> None:
+        simulation = Simulation()
+        first, other = simulation.add([1], 5), simulation.add([2], 5)
+        first.paused = True
+        assert [scheduled.sequence for scheduled in simulation.step()] == [other]
+        first.paused = False
+        assert {scheduled.sequence for scheduled in simulation.step()} == {first, other}
 
 
-def test_a_sequence_that_can_never_fit_is_refused() -> None:
-    play = Play(num_blocks=3, block_size=4)
-    play.add([1] * 12, 0)
+def test_a_sequence_that_does_not_fit_into_the_cache_is_refused() -> None:
+    simulation = Simulation(num_blocks=3, block_size=4)
+    simulation.add([1] * 12, 0)
     with pytest.raises(ValueError, match="13 tokens do not fit into 3 blocks"):
-        play.add([1] * 13)
+        simulation.add([1] * 13)
 
 
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
     [
         ({"max_sequences": 0}, "max_sequences: 0"),
-        ({"max_sequences": 9, "max_tokens": 8}, "max_tokens: 8 a step is below the 9"),
+        ({"max_sequences": 9, "max_tokens": 8}, "max_step_tokens: 8 tokens per step are fewer than the 9"),
     ],
 )
-def test_limits_under_which_nothing_gets_on_are_refused(wrong: dict[str, int], complaint: str) -> None:
-    limits: dict = {"max_sequences": 8, "max_tokens": 8, "max_stretch": 1.01}
+def test_limits_that_allow_no_progress_are_refused(wrong: dict[str, int], complaint: str) -> None:
+    limits: dict[str, Any] = {"max_sequences": 8, "max_tokens": 8, "max_stretch": 1.01}
     Scheduler(BlockPool(1, 1), **limits)
     with pytest.raises(ValueError, match=complaint):
         Scheduler(BlockPool(1, 1), **limits | wrong)
@@ -386,51 +393,53 @@ def test_limits_under_which_nothing_gets_on_are_refused(wrong: dict[str, int], c
 @pytest.mark.parametrize(
     "corrupt",
     [
-        lambda play, line, other: play.scheduler.waiting.append(line),
-        lambda play, line, other: play.running.reverse(),
-        lambda play, line, other: play.running.append(other),
-        lambda play, line, other: setattr(line, "num_computed", 9),
-        lambda play, line, other: setattr(line, "num_computed", -1),
-        lambda play, line, other: line.blocks.append(play.pool.allocate(None)),
-        lambda play, line, other: play.pool.release([line.blocks.pop()]),
-        lambda play, line, other: play.running.remove(line),
-        lambda play, line, other: setattr(play.waiting[0], "num_computed", 1),
-        lambda play, line, other: setattr(play.scheduler, "_max_sequences", 1),
-        lambda play, line, other: play.scheduler.waiting.reverse(),
+        lambda simulation, sequence, other: simulation.scheduler.waiting.append(sequence),
+        lambda simulation, sequence, other: simulation.running.reverse(),
+        lambda simulation, sequence, other: simulation.running.append(other),
+        lambda simulation, sequence, other: setattr(sequence, "num_computed", 9),
+        lambda simulation, sequence, other: setattr(sequence, "num_computed", -1),
+        lambda simulation, sequence, other: sequence.blocks.append(simulation.pool.allocate(None)),
+        lambda simulation, sequence, other: simulation.pool.release([sequence.blocks.pop()]),
+        lambda simulation, sequence, other: simulation.running.remove(sequence),
+        lambda simulation, sequence, other: setattr(simulation.waiting[0], "num_computed", 1),
+        lambda simulation, sequence, other: setattr(simulation.scheduler, "_max_sequences", 1),
+        lambda simulation, sequence, other: simulation.scheduler.waiting.reverse(),
     ],
     ids=[
         "in both queues",
-        "disorder",
-        "twice",
-        "more computed than there is",
-        "less than nothing",
+        "running out of order",
+        "running twice",
+        "more tokens computed than there are",
+        "fewer than zero tokens computed",
         "a block too many",
         "a block too few",
-        "blocks of nobody",
-        "computed though it waits",
-        "too many",
-        "disorder of those that wait",
+        "blocks of no sequence",
+        "waiting with computed tokens",
+        "too many running",
+        "waiting out of order",
     ],
 )
-def test_the_check_of_a_scheduler_finds(corrupt: Callable[[Play, Line, Line], object]) -> None:
-    play = Play(max_sequences=2)
-    line, other = play.add([1, 2, 3, 4, 5], 9), play.add([3, 4, 5], 9)
-    play.add([5, 6], 9)
-    play.add([5, 6], 9)
-    play.step()
-    play.scheduler.check_integrity()
-    corrupt(play, line, other)
+def test_check_integrity_of_a_scheduler_finds(
+    corrupt: Callable[[Simulation, SequenceState, SequenceState], object],
+) -> None:
+    simulation = Simulation(max_sequences=2)
+    sequence, other = simulation.add([1, 2, 3, 4, 5], 9), simulation.add([3, 4, 5], 9)
+    simulation.add([5, 6], 9)
+    simulation.add([5, 6], 9)
+    simulation.step()
+    simulation.scheduler.check_integrity()
+    corrupt(simulation, sequence, other)
     with pytest.raises(AssertionError):
-        play.scheduler.check_integrity()
+        simulation.scheduler.check_integrity()
 
 
-@pytest.mark.parametrize("name", ["sequence", "blocks", "pace", "scheduler"])
-def test_policy_needs_no_torch(name: str) -> None:
+@pytest.mark.parametrize("name", ["sequence", "block_pool", "step_budget", "prompt_lookup", "scheduler"])
+def test_scheduling_policy_imports_no_torch(name: str) -> None:
     program = f"import sys; sys.modules['torch'] = None; import model.engine.{name}"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_an_import_of_torch_would_be_seen() -> None:
+def test_an_import_of_torch_is_detected() -> None:
     program = "import sys; sys.modules['torch'] = None; import model.engine.cache"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert found.returncode != 0
@@ -442,10 +451,10 @@ def test_an_import_of_torch_would_be_seen() -> None:
     second=st.lists(st.integers(0, 2), min_size=4, max_size=4),
     salts=st.tuples(*2 * [st.none() | st.sampled_from(["", "a", "b", "\x00"])]),
 )
-def test_block_hashes_are_equal_only_where_the_salts_and_all_tokens_are(
+def test_block_hashes_are_equal_exactly_if_the_salts_and_all_tokens_up_to_the_end_are_equal(
     first: list[int], second: list[int], salts: tuple[str | None, str | None]
 ) -> None:
-    one, other = Line(1, first, cache_salt=salts[0]), Line(2, second, cache_salt=salts[1])
+    one, other = SequenceState(1, first, cache_salt=salts[0]), SequenceState(2, second, cache_salt=salts[1])
     for index in range(2):
         end = 2 * (index + 1)
         are_equal = salts[0] == salts[1] and first[:end] == second[:end]
@@ -453,8 +462,8 @@ def test_block_hashes_are_equal_only_where_the_salts_and_all_tokens_are(
         assert one.block_hash(index, 2) != other.block_hash(1 - index, 2)
 
 
-def test_no_salt_stands_for_a_block_of_tokens() -> None:
-    """Else a salt that is spelled as the first block of a prompt gives away the blocks behind it."""
+def test_a_salt_never_hashes_like_a_block_of_tokens() -> None:
+    """Otherwise a salt with the bytes of another prompt's first block would receive the blocks that follow it."""
     prompt = [1, 2, 5, 6]
     salt = array("q", prompt[:2]).tobytes().decode()
-    assert Line(1, prompt[2:], cache_salt=salt).block_hash(0, 2) != Line(2, prompt).block_hash(1, 2)
+    assert SequenceState(1, prompt[2:], cache_salt=salt).block_hash(0, 2) != SequenceState(2, prompt).block_hash(1, 2)

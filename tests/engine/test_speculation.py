@@ -1,4 +1,4 @@
-"""Guessed tokens: with them a request gets the same, to the last bit, in fewer steps."""
+"""Tests of speculation: with drafts, a request gets bitwise the same results, in fewer steps."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,29 +7,29 @@ from typing import Any
 import pytest
 import torch
 
-from model.engine.choice import Made
 from model.engine.engine import Engine
-from model.engine.pace import Pace
+from model.engine.prompt_lookup import accept_draft
 from model.engine.request import Request
-from model.engine.tracing import TraceParams
-from model.stages import stages_of
-from model.trace import Selection
-from model.transformer import Transformer
+from model.engine.step_budget import StepBudget
+from model.engine.step_tracer import TraceParams
+from model.network.transformer import Transformer
+from model.tracing.selection import Selection
+from model.tracing.stages import stages_of
 from tests.engine.driving import Drive, Result, ask, new_engine, prompt, run
-from tests.kernels.common import by_kernels
+from tests.ops.cpu.common import by_kernels
 from tests.tiny import CONFIGS, build
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @pytest.fixture(autouse=True)
-def tokens_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is."""
-    monkeypatch.setattr(Pace, "worth", lambda self, num_streams: 0.05)
+def drafts_always_pay_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft whatever the measured step times are, since they depend on the load of the machine."""
+    monkeypatch.setattr(StepBudget, "min_acceptance", lambda self, num_decoding: 0.05)
 
 
 def network(name: str = "llama", dtype: str = "float32") -> Transformer:
-    """A tiny one by our own kernels, whose heads are whole vectors; it repeats itself."""
+    """A tiny network on our kernels, which need a head size of whole vectors. Its greedy text repeats itself."""
     model = Transformer(replace(CONFIGS[name], d_head=16, max_positions=160))
     model.initialize(torch.Generator().manual_seed(0), std=0.1)
     return by_kernels(model.to(DTYPES[dtype]).requires_grad_(False))
@@ -40,7 +40,7 @@ def greedy(id: str, prompt_ids: Sequence[int], **params: Any) -> Request:
 
 
 def mixed() -> list[Request]:
-    """Streams that repeat themselves and those that do not, with sampled ones between them."""
+    """Greedy requests that repeat themselves and others that do not, and a sampled one."""
     requests = [greedy(f"greedy {seed}", prompt(3 + 5 * seed, seed=seed)) for seed in range(3)]
     repeating = [greedy(f"repeating {seed}", prompt(6, seed=seed) * 4, logprobs=None) for seed in range(2)]
     sampled = ask("sampled", prompt(9), max_tokens=40)
@@ -49,25 +49,25 @@ def mixed() -> list[Request]:
 
 
 def both(model: Transformer, requests: Sequence[Request], **options: Any) -> tuple[Engine, Any, Any]:
-    """An engine that guesses, all that it gave, and all that one that does not gave."""
-    guessing, plain = (new_engine(model, speculates=speculates, **options) for speculates in (True, False))
-    found = [run(engine, *requests) for engine in (guessing, plain)]
+    """An engine that speculates, its results, and the results of an engine that does not."""
+    speculating, plain = (new_engine(model, speculates=speculates, **options) for speculates in (True, False))
+    with_drafts, without_drafts = (run(engine, *requests) for engine in (speculating, plain))
     assert plain.stats().num_drafted == 0
-    return guessing, *found
+    return speculating, with_drafts, without_drafts
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "qwen3"])
-def test_all_that_a_request_gets_is_the_same_to_the_bit(name: str, dtype: str) -> None:
+def test_results_are_bitwise_the_same_with_and_without_drafts(name: str, dtype: str) -> None:
     model = network(name, dtype)
     for options in ({}, {"block_size": 16}, {"max_sequences": 2}):
-        engine, guessed, plain = both(model, mixed(), num_blocks=256, **options)
-        assert guessed == plain
+        engine, with_drafts, without_drafts = both(model, mixed(), num_blocks=256, **options)
+        assert with_drafts == without_drafts
         stats = engine.stats()
-        assert 0 < stats.num_drafted_right < stats.num_drafted
+        assert 0 < stats.num_accepted < stats.num_drafted
 
 
-def test_it_takes_fewer_steps() -> None:
+def test_drafts_save_steps() -> None:
     model, counts = network(), []
     for speculates in (True, False):
         drive = Drive(new_engine(model, speculates=speculates))
@@ -80,51 +80,51 @@ def test_it_takes_fewer_steps() -> None:
     assert counts[0] < 60
 
 
-def test_it_goes_on_beside_one_that_is_traced() -> None:
+def test_other_sequences_use_drafts_while_one_is_traced() -> None:
     model = network()
     others = [greedy(f"{seed}", [5 + seed] * 8) for seed in range(2)]
     stats, results = [], []
     for speculates in (True, False):
         drive = Drive(new_engine(model, speculates=speculates))
         drive.add(*others)
-        drive.step(3)  # one is recorded, else nothing is guessed
-        drive.add(ask("traced", prompt(9), max_tokens=60, **shown(model)))
+        drive.step(3)  # nothing is drafted before the first step has been recorded
+        drive.add(ask("traced", prompt(9), max_tokens=60, **traced(model)))
         found = drive.finish()
         assert len(found["traced", 0].traces) == 60
         results.append([found[request.id, 0] for request in others] + [found["traced", 0].ids])
         stats.append(drive.engine.stats())
     assert results[0] == results[1]
-    assert stats[0].num_drafted_right > 0
+    assert stats[0].num_accepted > 0
     assert stats[1].num_drafted == 0
 
 
-def test_blocks_for_guesses_push_nobody_out() -> None:
-    """Where a guess needs a block and none is free, it is not made."""
+def test_drafts_preempt_no_sequence() -> None:
+    """A draft that needs a block is dropped if none is free."""
     requests = [greedy(f"{seed}", prompt(4, seed=seed) * 2, max_tokens=24) for seed in range(3)]
-    engine, guessed, plain = both(network(), requests, num_blocks=3 * 8, block_size=4)
-    assert guessed == plain
+    engine, with_drafts, without_drafts = both(network(), requests, num_blocks=3 * 8, block_size=4)
+    assert with_drafts == without_drafts
     assert engine.stats().num_preemptions == 0
-    crowded, guessed, plain = both(network(), requests, num_blocks=20, block_size=4)
-    assert guessed == plain
+    crowded, with_drafts, without_drafts = both(network(), requests, num_blocks=20, block_size=4)
+    assert with_drafts == without_drafts
     assert crowded.stats().num_preemptions > 0
 
 
-def test_what_was_guessed_right_is_found_by_who_comes_later() -> None:
+def test_accepted_drafts_are_shared_with_later_requests_as_a_prefix() -> None:
     model = network()
     engine = new_engine(model)
     drive = Drive(engine)
     first = greedy("first", [5] * 8, max_tokens=60)
     drive.add(first)
     ids = [*first.prompt_ids, *drive.finish()["first", 0].ids]
-    assert engine.stats().num_drafted_right > 20
+    assert engine.stats().num_accepted > 20
     drive.add(again := greedy("again", ids, max_tokens=20))
     found = drive.finish()["again", 0]
     assert found.num_cached >= 60
     expected = run(new_engine(model, speculates=False), again)["again", 0]
-    assert (found.ids, found.numbers) == (expected.ids, expected.numbers)
+    assert (found.ids, found.logprob_values) == (expected.ids, expected.logprob_values)
 
 
-def shown(model: Transformer) -> dict[str, Any]:
+def traced(model: Transformer) -> dict[str, Any]:
     return {"trace": TraceParams(selection=Selection(stages=stages_of(model.config)[:1]))}
 
 
@@ -137,10 +137,10 @@ def shown(model: Transformer) -> dict[str, Any]:
         {"logit_bias": {3: 1.0}},
         {"processors": [lambda tokens, logits: logits]},
         {"tap": lambda name, tensor: tensor},
-        shown,
+        traced,
     ],
 )
-def test_only_who_takes_the_largest_logit_is_guessed(params: Any) -> None:
+def test_only_plain_greedy_requests_use_drafts(params: Any) -> None:
     model = network()
     engine = new_engine(model)
     params = params(model) if callable(params) else params
@@ -150,14 +150,14 @@ def test_only_who_takes_the_largest_logit_is_guessed(params: Any) -> None:
     assert engine.stats().num_drafted == 0
 
 
-def test_pytorchs_kernels_round_by_what_is_beside_a_token_so_nothing_is_guessed() -> None:
+def test_nothing_is_drafted_with_pytorchs_kernels_because_they_are_not_batch_invariant() -> None:
     engine = new_engine(build(CONFIGS["llama"]))
     result: Result = run(engine, greedy("a", [5] * 8, max_tokens=30))["a", 0]
     assert len(result.ids) == 30
     assert engine.stats().num_drafted == 0
 
 
-class TestMade:
+class TestAcceptingADraft:
     ERROR = ValueError("no numbers")
 
     @pytest.mark.parametrize(
@@ -171,14 +171,10 @@ class TestMade:
             ([4, ERROR], [5], [4]),
         ],
     )
-    def test_the_tokens_after_a_draft_count_as_far_as_it_is_right(
+    def test_chosen_tokens_are_accepted_up_to_the_first_one_that_differs_from_the_draft(
         self, chosen: list[int | Exception], draft: list[int], expected: list[int]
     ) -> None:
-        made = Made()
-        made.follow(chosen, draft)
-        assert (made.token_ids, made.error) == (expected, None)
+        assert accept_draft(chosen, draft) == (expected, None)
 
-    def test_what_fails_after_the_newest_token_fails(self) -> None:
-        made = Made()
-        made.follow([self.ERROR, 5], [4])
-        assert (made.token_ids, made.error) == ([], self.ERROR)
+    def test_an_error_after_the_newest_token_is_the_error_of_the_step(self) -> None:
+        assert accept_draft([self.ERROR, 5], [4]) == ([], self.ERROR)

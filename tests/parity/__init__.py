@@ -1,1 +1,1 @@
-"""The network against other programs that compute the same."""
+"""Comparisons of the network with other programs that compute the same function."""

@@ -1,8 +1,8 @@
-"""Our network equals Hugging Face `transformers`: every family, from the checkpoint that transformers itself writes.
+"""Our network computes the same numbers as Hugging Face `transformers`, from checkpoints that transformers writes.
 
-The logits and the residual stream at both ends of every block are compared in float32. The random checkpoints are
-healthy (`tests/tiny.py`): biases, gains and a large epsilon all count, prompts are longer than the windows and than the
-length that a rope scaling was made for.
+For every family, the logits and the residual stream before and after every block are compared in float32. The random
+weights (`tests/tiny.py`) make biases, gains and epsilons matter. The prompts are longer than the windows, and longer
+than the original length of a rope scaling.
 """
 
 import json
@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model.checkpoint import load_checkpoint
-from model.families import FAMILIES, translate
+from model.checkpoints.families import FAMILIES, translate
+from model.checkpoints.load import load_checkpoint
 from tests.tiny import ROUNDING, random_ids, record, write_reference
 
 transformers = pytest.importorskip("transformers")
@@ -48,12 +48,14 @@ SCALINGS = {
         "rope_type": "llama3",
         "rope_theta": 150.0,
         "factor": 4.0,
-        "low_freq_factor": 0.5,  # the pairs of a head of 8 make 2.5, 0.7, 0.2 and 0.06 turns over the 16 positions:
-        "high_freq_factor": 2.0,  # one is kept, one between, two interpolated
+        # The four pairs of a head of 8 make 2.5, 0.7, 0.2 and 0.06 turns over the 16 positions. So one keeps its
+        # frequency, one is between, and two are interpolated.
+        "low_freq_factor": 0.5,
+        "high_freq_factor": 2.0,
         "original_max_position_embeddings": 16,
     },
     "yarn": YARN,
-    "yarn with a quick ramp": YARN | {"beta_fast": 2.0, "beta_slow": 0.5},
+    "yarn with a steep ramp": YARN | {"beta_fast": 2.0, "beta_slow": 0.5},
     "yarn not truncated": YARN | {"beta_fast": 4.0, "truncate": False},
     "yarn with mscale": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
     "yarn with an attention factor": YARN | {"attention_factor": 1.25},
@@ -69,7 +71,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "gpt2 with the exact gelu": ("gpt2", {"activation_function": "gelu"}),
-    "gpt2 with its own inner size": ("gpt2", {"n_inner": 37}),
+    "gpt2 with another inner size": ("gpt2", {"n_inner": 37}),
     "gpt2 with heads of 6": ("gpt2", {"n_embd": 18, "n_head": 3}),
     "gpt2 untied": ("gpt2", {"tie_word_embeddings": False}),
     "llama": ("llama", {}),
@@ -77,7 +79,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with one kv head": ("llama", {"num_key_value_heads": 1}),
     "llama with as many kv heads as heads": ("llama", {"num_key_value_heads": 4}),
     "llama with heads of 6": ("llama", {"head_dim": 6}),
-    "llama with heads wider than their share": ("llama", {"head_dim": 14}),
+    "llama with heads wider than d_model / heads": ("llama", {"head_dim": 14}),
     "llama with attention biases": ("llama", {"attention_bias": True}),
     "llama with feed-forward biases": ("llama", {"mlp_bias": True}),
     "llama with gelu": ("llama", {"hidden_act": "gelu"}),
@@ -108,7 +110,10 @@ def config_of(family: str, options: dict[str, Any]) -> Any:
 
 
 def run_reference(reference: Any, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Logits, and the residual stream before block 0 and after each block (the last that it lists is normalized)."""
+    """Returns the logits, and the residual stream before block 0 and after each block.
+
+    A hook reads the last one, because transformers lists it after the final norm.
+    """
     body = reference.get_decoder() if hasattr(reference, "model") else reference.transformer
     final_norm = body.norm if hasattr(body, "norm") else body.ln_f
     last: list[Tensor] = []
@@ -119,7 +124,7 @@ def run_reference(reference: Any, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 def assert_same_numbers(reference: Any, directory: Path, num_tokens: int) -> None:
-    """Float32: the tolerance is that of sums in another order (see ROUNDING), at values of up to about 10."""
+    """Compare in float32, to the tolerance of sums in another order (see ROUNDING), at values of up to about 10."""
     model = load_checkpoint(str(directory)).model
     ids = random_ids(model.config.vocab_size, num_tokens, batch=2)
     expected_logits, expected = run_reference(reference, ids)
@@ -134,7 +139,7 @@ def assert_same_numbers(reference: Any, directory: Path, num_tokens: int) -> Non
             )
     torch.testing.assert_close(logits, expected_logits, **tolerance)
     torch.testing.assert_close(model(ids), expected_logits, **tolerance)
-    assert expected_logits.std() > 0.3, "logits this small would hide a difference"
+    assert expected_logits.std() > 0.3, "such small logits would hide a difference"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -145,7 +150,7 @@ def test_logits_and_every_residual_equal_transformers(case: str, tmp_path: Path)
 
 
 def draw_options(family: str, random: Random) -> dict[str, Any]:
-    """One config of a family; every choice that the family offers is drawn."""
+    """Draw a config of a family: a value for every option that the family has."""
     num_kv_heads = random.choice([1, 2, 3])
     num_heads = num_kv_heads * random.choice([1, 2, 3])
     num_layers = random.choice([1, 2, 4])
@@ -187,22 +192,25 @@ def draw_options(family: str, random: Random) -> dict[str, Any]:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_drawn_configs_equal_transformers(family: str, seed: int, tmp_path: Path) -> None:
+def test_random_configs_equal_transformers(family: str, seed: int, tmp_path: Path) -> None:
     random = Random(f"{family} {seed}")
     reference = write_reference(config_of(family, draw_options(family, random)), tmp_path, seed=seed)
     assert_same_numbers(reference, tmp_path, num_tokens=random.choice([1, 2, 19, 40]))
 
 
-def test_no_position_of_a_scaled_rope_is_lost_beyond_the_length_it_was_made_for(tmp_path: Path) -> None:
-    """A prompt of 60 with max_position_embeddings 40: yarn states the stretched length as factor * original = 72."""
+def test_yarn_allows_as_many_positions_as_its_factor_times_the_original_length(tmp_path: Path) -> None:
+    """A prompt of 60 tokens with max_position_embeddings 40: yarn's own limit is 3 * 24 = 72 positions."""
     reference = write_reference(config_of("llama", {"rope_parameters": YARN}), tmp_path)
     assert load_checkpoint(str(tmp_path)).model.config.max_positions == 72
     assert_same_numbers(reference, tmp_path, num_tokens=60)
 
 
 class TestDynamicScaling:
-    """Within the trained length both agree. Beyond it ours is what transformers computes token by token with its cache;
-    its uncached pass turns every position by the frequencies of the longest, which no cache can follow."""
+    """Dynamic scaling: within the trained length both networks agree.
+
+    Beyond it, ours computes what transformers computes token by token with its cache. An uncached pass of transformers
+    rotates all positions with the frequencies of the last one, which no cache can reproduce.
+    """
 
     @pytest.mark.parametrize("family", ["llama", "qwen3"])
     def test_a_pass_within_the_trained_length_equals_transformers(self, family: str, tmp_path: Path) -> None:
@@ -210,7 +218,7 @@ class TestDynamicScaling:
         reference = write_reference(config_of(family, options), tmp_path)
         assert_same_numbers(reference, tmp_path, num_tokens=TRAINED)
 
-    def test_a_pass_beyond_it_equals_transformers_decoding_with_its_cache(self, tmp_path: Path) -> None:
+    def test_a_pass_beyond_the_trained_length_equals_transformers_decoding_with_its_cache(self, tmp_path: Path) -> None:
         reference = write_reference(config_of("llama", DYNAMIC), tmp_path)
         model = load_checkpoint(str(tmp_path)).model
         ids = random_ids(model.config.vocab_size, 3 * TRAINED)
@@ -220,7 +228,7 @@ class TestDynamicScaling:
             model(ids), torch.cat(steps, dim=1), atol=ROUNDING[torch.float32], rtol=ROUNDING[torch.float32]
         )
 
-    def test_the_uncached_pass_of_transformers_beyond_it_is_another_function(self, tmp_path: Path) -> None:
+    def test_an_uncached_pass_of_transformers_beyond_the_trained_length_differs(self, tmp_path: Path) -> None:
         reference = write_reference(config_of("llama", DYNAMIC), tmp_path)
         model = load_checkpoint(str(tmp_path)).model
         ids = random_ids(model.config.vocab_size, 3 * TRAINED)
@@ -229,7 +237,7 @@ class TestDynamicScaling:
 
 
 def as_older_spelling(config: dict[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` -> `rope_theta` and `rope_scaling`, with `type` for `rope_type`, as before transformers 5."""
+    """Write rope as transformers before version 5: `rope_theta` and `rope_scaling`, with `type` for `rope_type`."""
     config = dict(config)
     scaling = dict(config.pop("rope_parameters"))
     config["rope_theta"] = scaling.pop("rope_theta")
@@ -240,7 +248,7 @@ def as_older_spelling(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rope", [LLAMA["rope_parameters"], *SCALINGS.values(), DYNAMIC["rope_parameters"]], ids=str)
-def test_both_spellings_of_rope_give_the_same_network(rope: dict[str, Any], tmp_path: Path) -> None:
+def test_the_old_and_the_new_spelling_of_rope_give_the_same_network(rope: dict[str, Any], tmp_path: Path) -> None:
     reference = write_reference(config_of("llama", {"rope_parameters": rope}), tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
@@ -254,10 +262,10 @@ def test_both_spellings_of_rope_give_the_same_network(rope: dict[str, Any], tmp_
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("first_windowed", [0, 1, 2, 3])
-def test_windows_said_by_their_first_layer_give_the_same_network(
+def test_windows_given_by_max_window_layers_give_the_same_network(
     family: str, first_windowed: int, tmp_path: Path
 ) -> None:
-    """`max_window_layers`, as before transformers wrote `layer_types`."""
+    """Older versions of transformers wrote `max_window_layers` instead of `layer_types`."""
     options = WINDOWS | {"max_window_layers": first_windowed, "num_hidden_layers": 3}
     reference = write_reference(config_of(family, options), tmp_path)
     path = tmp_path / "config.json"
@@ -268,15 +276,17 @@ def test_windows_said_by_their_first_layer_give_the_same_network(
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])
-def test_a_checkpoint_in_shards_gives_the_same_network(family: str, tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_gives_the_same_network(family: str, tmp_path: Path) -> None:
     reference = write_reference(config_of(family, {}), tmp_path, max_shard_size="12KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert_same_numbers(reference, tmp_path, num_tokens=20)
 
 
 @pytest.mark.parametrize("with_masks", [False, True])
-def test_gpt2_names_without_their_prefix_give_the_same_network(with_masks: bool, tmp_path: Path) -> None:
-    """The form of the first published GPT-2 files, causal masks stored among the weights included."""
+def test_gpt2_tensor_names_without_the_transformer_prefix_give_the_same_network(
+    with_masks: bool, tmp_path: Path
+) -> None:
+    """The first published GPT-2 files have no prefix, and store causal masks among the weights."""
     reference = write_reference(config_of("gpt2", {}), tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
@@ -289,13 +299,15 @@ def test_gpt2_names_without_their_prefix_give_the_same_network(with_masks: bool,
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_cast_to_half_a_word_are_as_near_the_truth_as_in_transformers(
+def test_16_bit_weights_give_errors_no_larger_than_those_of_transformers(
     family: str, dtype: str, tmp_path: Path
 ) -> None:
-    """Float32 on disk, loaded at 16 bits. Two 16-bit programs that round at different places differ by what each is off
-    by, so each is measured against the same cast weights in float64: ours may be off by no more than transformers is,
-    a quarter more for luck (measured: 0.77 to 1.004 times). Two blocks round some dozen times, half of it by chance up
-    and half down: together they stay below 8 units in the last place of the largest logit (measured: 0.9 to 4.6).
+    """Weights in float32 on disk, loaded with 16 bits.
+
+    Both programs round, but at different places, so each is compared with the same cast weights in float64. Our error
+    may be at most 1.25 times that of transformers; the quarter allows for chance (measured: 0.77 to 1.004 times). Two
+    blocks round some dozen times, up or down by chance, so the two programs differ by less than 8 units in the last
+    place of the largest logit (measured: 0.9 to 4.6).
     """
     options = {"gpt2": {}, "mistral": {"sliding_window": 6}, "qwen3": {"head_dim": 8}}
     write_reference(config_of(family, options.get(family, {})), tmp_path)
@@ -306,14 +318,14 @@ def test_weights_cast_to_half_a_word_are_as_near_the_truth_as_in_transformers(
     ids = random_ids(model.config.vocab_size, 33, batch=4)
     with torch.no_grad():
         found, theirs = model(ids), reference.eval()(ids).logits
-        truth = model.to(torch.float64)(ids)
+        exact = model.to(torch.float64)(ids)
     assert found.dtype == theirs.dtype == half
-    our_error, their_error = (found - truth).square().mean().sqrt(), (theirs - truth).square().mean().sqrt()
+    our_error, their_error = (found - exact).square().mean().sqrt(), (theirs - exact).square().mean().sqrt()
     assert our_error < 1.25 * their_error
-    assert (found - theirs).abs().max() < 8 * torch.finfo(half).eps * truth.abs().max()
+    assert (found - theirs).abs().max() < 8 * torch.finfo(half).eps * exact.abs().max()
 
 
-def test_a_checkpoint_loads_as_it_is_stored_unless_asked_otherwise(tmp_path: Path) -> None:
+def test_a_checkpoint_loads_in_its_stored_dtype_unless_another_one_is_given(tmp_path: Path) -> None:
     reference = write_reference(config_of("llama", {}), tmp_path)
     reference.to(torch.bfloat16).save_pretrained(tmp_path)
     assert load_checkpoint(str(tmp_path)).model.embed.weight.dtype == torch.bfloat16
@@ -322,13 +334,13 @@ def test_a_checkpoint_loads_as_it_is_stored_unless_asked_otherwise(tmp_path: Pat
     assert torch.equal(wide.head.weight, reference.lm_head.weight.float())
 
 
-def test_a_config_alone_differs_where_the_network_does() -> None:
-    """What the comparisons above rest on: two unlike config.json never translate to one network."""
+def test_different_config_files_translate_to_different_configs() -> None:
+    """Otherwise the comparisons above could pass with an option that is ignored."""
     base = translate(config_of("llama", {}).to_dict() | {"architectures": ["LlamaForCausalLM"]})[1]
-    seen = {base}
+    translated = {base}
     scalings = ({"rope_parameters": scaling} for scaling in SCALINGS.values())
     for options in ({"rms_norm_eps": 0.05}, {"hidden_act": "gelu"}, *scalings):
         config = config_of("llama", options).to_dict() | {"architectures": ["LlamaForCausalLM"]}
-        seen.add(translate(config)[1])
-    assert len(seen) == 3 + len(SCALINGS)
-    assert replace(base, norm_eps=0.05) in seen
+        translated.add(translate(config)[1])
+    assert len(translated) == 3 + len(SCALINGS)
+    assert replace(base, norm_eps=0.05) in translated

@@ -1,4 +1,4 @@
-"""Tiny checkpoints in Hugging Face layout, written by hand: a Llama with grouped heads and a byte-level BPE."""
+"""Write tiny checkpoints in Hugging Face layout: a Llama with grouped-query attention and a byte-level BPE."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 CORPUS = ["the cat sat on the mat and the dog sat on the log; that was that, the cats ran on and the dogs ran there"]
 EOS = "<eos>"
 NUM_TOKENS = 280
-VOCAB_SIZE = 284  # the last rows of the network stand for no token, as in many published checkpoints
+VOCAB_SIZE = 284  # more rows than the tokenizer has tokens, as in many published checkpoints
 CONTEXT = 64
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -36,7 +36,7 @@ CONFIG: dict[str, Any] = {
 def write_checkpoint(
     directory: Path, *, generation: dict[str, Any] | None = None, extra_token: str | None = None, **config: Any
 ) -> Path:
-    """A checkpoint whose weights are the same for every call; `config` replaces keys of `CONFIG`."""
+    """Write a checkpoint. Its weights are the same in every call; `config` replaces keys of `CONFIG`."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(CONFIG | config))
     if generation is not None:
@@ -47,7 +47,7 @@ def write_checkpoint(
 
 
 def write_tokenizer(path: Path, extra_token: str | None = None) -> None:
-    """Every byte is a token, so that sampled text is full of unfinished characters; a few words are tokens too."""
+    """Write a tokenizer of bytes and a few words. With it, sampled text has many incomplete characters."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Services that the tests share: a tiny random checkpoint, and the published stories260K."""
+"""Services that several tests use: with a tiny random checkpoint, with the published stories260K, and with none."""
 
 import contextlib
 import logging
@@ -19,27 +19,28 @@ def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tiny_directory: Path) -> Iterator[Running]:
-    """Serves the tiny checkpoint with default settings."""
+    """A service with the tiny checkpoint and default settings."""
     with running(model=str(tiny_directory)) as service:
         yield service
 
 
 @pytest.fixture(scope="session")
 def stories() -> Iterator[Running]:
+    """A service with stories260K and default settings."""
     with running(model=str(shared("checkpoints/stories260K"))) as service:
         yield service
 
 
 @pytest.fixture(scope="session")
 def empty() -> Iterator[Running]:
-    """Serves no checkpoint: the worked examples alone."""
+    """A service without a checkpoint, which serves only the worked examples."""
     with running(model="none") as service:
         yield service
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts services with other settings, which end with the test."""
+    """Start services with other settings. They stop at the end of the test."""
     with contextlib.ExitStack() as services:
         yield lambda **settings: services.enter_context(running(**settings))
 
@@ -55,7 +56,7 @@ class Errors(logging.Handler):
 
 @pytest.fixture(autouse=True)
 def errors_logged() -> Iterator[list[str]]:
-    """A service that logs an error fails the test, whatever it answered; a test that means it clears the list."""
+    """Fail every test in which an error is logged. A test that expects an error clears the list."""
     handler = Errors()
     logging.getLogger().addHandler(handler)
     try:

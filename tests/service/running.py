@@ -1,4 +1,4 @@
-"""A service in a real uvicorn on a free loopback port, in a thread of the tests' process; and how to talk to it."""
+"""Run a service with uvicorn on a free loopback port, in a thread of the test process, and send requests to it."""
 
 import asyncio
 import contextlib
@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import httpx
 
-from model.checkpoint import Checkpoint
+from model.checkpoints.load import Checkpoint
 from service.app import create_app
-from service.server import listen, make_server
+from service.http.server import listen, make_server
 from service.settings import Settings
 from service.state import State
 
@@ -29,12 +29,12 @@ Start = Callable[..., "Running"]
 
 
 class Running:
-    """A service that answers until `stop`."""
+    """A service that runs until `stop`."""
 
     def __init__(self, settings: Settings, on_failure: Callable[[], None] | None = None) -> None:
         self.app = create_app(settings, on_failure)
         self.state: State = self.app.state.forwardscope
-        self._sockets = listen("127.0.0.1", 0)  # before it is served, so that nobody is refused
+        self._sockets = listen("127.0.0.1", 0)  # before the server starts, so that no connection is refused
         self.address: tuple[str, int] = self._sockets[0].getsockname()
         self._server = make_server(self.app)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -71,13 +71,13 @@ class Running:
         return content
 
     def stream(self, **body: Any) -> list[dict[str, Any]]:
-        """The events of a whole stream of POST /generate, `[DONE]` left out."""
+        """All events of a streamed POST /generate, without `[DONE]`."""
         response = self.post("/generate", body | {"stream": True})
         assert response.status_code == 200, response.text
         return read_events(response.content)
 
     def metric(self, line: str) -> float:
-        """The value of one line of GET /metrics, 0 where it is not there (yet)."""
+        """The value of one line of GET /metrics; 0 if the line is missing."""
         for found in self.get("/metrics").text.splitlines():
             name, _, value = found.rpartition(" ")
             if name == f"forwardscope_{line}":
@@ -90,33 +90,33 @@ class Running:
         return self.state.checkpoint
 
     def on_loop(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """The work runs on the service's loop."""
+        """Run a coroutine on the event loop of the service."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def on_network(self, job: Callable[[], Result]) -> Future[Result]:
-        """The job runs on the network's thread, between two steps."""
+        """Run a job on the network's thread, between two steps."""
         return self.on_loop(self.state.worker.run(job))
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
-        """The network's thread is busy until the end: whatever is answered meanwhile ran no pass."""
-        gate, closed = threading.Event(), threading.Event()
+        """Keep the network's thread busy, so that no pass or step runs inside the `with` block."""
+        started, released = threading.Event(), threading.Event()
 
-        def hold() -> None:
-            closed.set()
-            gate.wait(PATIENCE_SECONDS)
+        def block() -> None:
+            started.set()
+            released.wait(PATIENCE_SECONDS)
 
-        job = self.on_network(hold)
-        assert closed.wait(PATIENCE_SECONDS)
+        job = self.on_network(block)
+        assert started.wait(PATIENCE_SECONDS)
         try:
             yield
         finally:
-            gate.set()
+            released.set()
             job.result(PATIENCE_SECONDS)
 
     def send(self, path: str, body: dict[str, Any]) -> socket.socket:
-        """A connection on which a POST was sent and nothing was read."""
+        """Send a POST on a new connection, and return the connection without reading from it."""
         content = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection = socket.create_connection(self.address, timeout=PATIENCE_SECONDS)
@@ -125,26 +125,26 @@ class Running:
 
 
 def read_events(content: bytes) -> list[dict[str, Any]]:
-    """The JSON of every frame. Every frame is one `data:` line and a blank one; `[DONE]` is the last."""
-    *frames, rest = content.split(b"\n\n")
-    assert rest == b"", "the last frame does not end in a blank line"
-    assert all(frame.startswith(b"data: ") and b"\n" not in frame for frame in frames), content
-    events = [frame.removeprefix(b"data: ") for frame in frames]
+    """The JSON of every event. Checks that each is one `data:` line and a blank line, and that `[DONE]` is last."""
+    *lines, rest = content.split(b"\n\n")
+    assert rest == b"", "the last event does not end with a blank line"
+    assert all(line.startswith(b"data: ") and b"\n" not in line for line in lines), content
+    events = [line.removeprefix(b"data: ") for line in lines]
     assert events.pop() == b"[DONE]"
     return [json.loads(event) for event in events]
 
 
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    """Poll until it holds; fail after a while."""
+def wait_until(condition: Callable[[], bool], description: str) -> None:
+    """Wait until a condition holds. Fails after `PATIENCE_SECONDS`."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, f"waited in vain: {what}"
+    while not condition():
+        assert time.monotonic() < deadline, f"this did not happen in time: {description}"
         time.sleep(0.005)
 
 
 @contextlib.contextmanager
 def running(*, on_failure: Callable[[], None] | None = None, **settings: Any) -> Iterator[Running]:
-    """A service that is ready."""
+    """Start a service, wait until it is ready, and stop it at the end."""
     service = Running(Settings(**{"threads": 1} | settings), on_failure)
     try:
         wait_until(lambda: service.get("/ready").status_code == 200 or service.state.failure is not None, "/ready")
@@ -156,7 +156,7 @@ def running(*, on_failure: Callable[[], None] | None = None, **settings: Any) ->
 
 @contextlib.contextmanager
 def process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """`python -m service`, its log on `stderr`."""
+    """Run `python -m service`, whose log is on `stderr`, and kill it at the end."""
     command = [sys.executable, "-m", "service", "--port", "0", "--threads", "1", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as service:

@@ -1,4 +1,4 @@
-"""Bad input, one table: every row gets its documented status and an error that names the parameter, never a 500."""
+"""A table of bad requests: each is answered with its documented status and an error that names the field, never 500."""
 
 import json
 import socket
@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.schemas import ErrorAnswer
+from service.http.schemas import ErrorAnswer
 from tests.service.checkpoints import CONTEXT, NUM_TOKENS, VOCAB_SIZE
 from tests.service.running import PATIENCE_SECONDS, Running, Start, running
 
@@ -36,7 +36,7 @@ WITH_PROMPT = ("/forward", "/logits", "/generate")
 
 @dataclass(frozen=True)
 class Bad:
-    """A body, JSON or raw, and the error that it gets."""
+    """A body, as JSON values or raw bytes, and the error that it must be answered with."""
 
     path: str
     body: Any
@@ -52,7 +52,7 @@ class Bad:
 
 
 def with_field(path: str, field: str, value: Any) -> Any:
-    """A good body with one field of another value; raw bytes stand in the JSON as they are."""
+    """A good body with another value for one field. Bytes are put into the JSON unchanged."""
     if not isinstance(value, bytes):
         return GOOD[path] | {field: value}
     return json.dumps(GOOD[path] | {field: "HERE"}).encode().replace(b'"HERE"', value)
@@ -101,7 +101,7 @@ def bad_prompts(path: str) -> Iterator[Bad]:
 
 
 def bad_numbers(path: str, field: str) -> Iterator[Bad]:
-    """What no numeric field takes."""
+    """Values that no numeric field accepts."""
     not_numbers: tuple[Any, ...] = (True, "1", [1], {}, b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e999")
     yield from rows(path, field, *not_numbers, status=422)
 
@@ -196,7 +196,7 @@ def generate_rows() -> Iterator[Bad]:
 
 
 def trace_rows() -> Iterator[Bad]:
-    """Two tokens after a prompt of two: three positions are computed."""
+    """Wrong values in `trace`. With two tokens after a prompt of two, three positions are computed."""
 
     def bad(field: str, *values: Any, status: int, param: str, code: str | None = None) -> list[Bad]:
         return rows("/generate", "trace", *({field: value} for value in values), status=status, param=param, code=code)
@@ -212,6 +212,8 @@ def trace_rows() -> Iterator[Bad]:
 
 
 def misshapen_traces() -> Iterator[Bad]:
+    """Values in `trace` that do not have the documented shape."""
+
     def bad(field: str, *values: Any, param: str | None = None) -> list[Bad]:
         field_of_body = f"trace.{field}" if param is None else param
         return rows("/generate", "trace", *({field: value} for value in values), status=422, param=field_of_body)
@@ -243,7 +245,7 @@ TABLE = table()
 
 
 def problem_of(response: httpx.Response, status: int, param: str | None, code: str | None = None) -> str | None:
-    """What is wrong with an error answer; None where nothing is."""
+    """How an error answer differs from the expected one. None if it does not."""
     found = f"{response.status_code} {response.text[:300]}"
     if response.status_code != status:
         return f"{status} expected, not {found}"
@@ -253,7 +255,7 @@ def problem_of(response: httpx.Response, status: int, param: str | None, code: s
     if param is not None and param not in error.message:
         return f"the message does not name {param!r}: {found}"
     if len(error.message) > 6000:
-        return f"the message echoes what was sent: {found}"
+        return f"the message repeats the request: {found}"
     return None
 
 
@@ -262,11 +264,11 @@ def check_error(response: httpx.Response, status: int, param: str | None, code: 
 
 
 @pytest.mark.parametrize("path", GOOD)
-def test_bad_input_gets_its_documented_error(tiny: Running, path: str) -> None:
-    bad_ones = [bad for bad in TABLE if bad.path == path]
-    assert len(bad_ones) > 20
+def test_bad_input_is_answered_with_its_documented_error(tiny: Running, path: str) -> None:
+    bad_requests = [bad for bad in TABLE if bad.path == path]
+    assert len(bad_requests) > 20
     problems = []
-    for bad in bad_ones:
+    for bad in bad_requests:
         try:
             response = tiny.client.post(path, content=bad.content(), headers=JSON)
         except httpx.TransportError as error:
@@ -278,15 +280,16 @@ def test_bad_input_gets_its_documented_error(tiny: Running, path: str) -> None:
     assert not problems, "\n".join(problems)
 
 
-def test_a_field_of_a_trace_that_has_no_such_shape_is_named_as_well(tiny: Running) -> None:
-    bad_ones = list(misshapen_traces())
-    found = [problem_of(tiny.post(bad.path, bad.body), bad.status, bad.param, bad.code) for bad in bad_ones]
-    problems = [f"{bad}: {problem}" for bad, problem in zip(bad_ones, found, strict=True) if problem is not None]
+def test_a_wrong_field_inside_a_trace_is_named(tiny: Running) -> None:
+    bad_requests = list(misshapen_traces())
+    found = [problem_of(tiny.post(bad.path, bad.body), bad.status, bad.param, bad.code) for bad in bad_requests]
+    problems = [f"{bad}: {problem}" for bad, problem in zip(bad_requests, found, strict=True) if problem is not None]
     assert not problems, "\n".join(problems)
 
 
 @pytest.fixture(autouse=True)
 def a_good_request_is_served_afterwards(tiny: Running) -> Iterator[None]:
+    """After every test, good requests are answered and none is left in the queue."""
     yield
     for path, body in GOOD.items():
         assert tiny.post(path, body).status_code == 200
@@ -295,7 +298,7 @@ def a_good_request_is_served_afterwards(tiny: Running) -> Iterator[None]:
 
 @pytest.mark.parametrize("path", GOOD)
 @pytest.mark.parametrize("content_type", ["text/plain", "application/xml", "", None, "json", "multipart/form-data"])
-def test_a_body_that_is_not_called_json_is_an_error_that_says_so(
+def test_a_body_without_a_json_content_type_is_an_error_that_names_the_header(
     tiny: Running, path: str, content_type: str | None
 ) -> None:
     headers = {} if content_type is None else {"Content-Type": content_type}
@@ -306,7 +309,7 @@ def test_a_body_that_is_not_called_json_is_an_error_that_says_so(
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "OPTIONS"])
 @pytest.mark.parametrize("path", GOOD)
-def test_another_method_is_405_and_says_which_is_allowed(tiny: Running, path: str, method: str) -> None:
+def test_another_method_is_405_and_the_answer_names_the_allowed_one(tiny: Running, path: str, method: str) -> None:
     response = tiny.client.request(method, path)
     check_error(response, 405, None, "method_not_allowed")
     assert response.headers["allow"] == "POST"
@@ -315,7 +318,7 @@ def test_another_method_is_405_and_says_which_is_allowed(tiny: Running, path: st
 @pytest.mark.parametrize(
     "path", ["/", "/nope", "/forward/", "/forward/x", "/v1/chat/completions", "/%00", "/%ff", "//"]
 )
-def test_an_unknown_path_is_404_in_the_same_form(tiny: Running, path: str) -> None:
+def test_an_unknown_path_is_404_in_the_common_form(tiny: Running, path: str) -> None:
     for method in ("GET", "POST"):
         check_error(tiny.client.request(method, path), 404, None, "not_found")
 
@@ -339,27 +342,29 @@ def body_of(num_bytes: int) -> bytes:
 class TestBodyLimit:
     @pytest.mark.parametrize("chunked", [False, True], ids=["with Content-Length", "chunked"])
     @pytest.mark.parametrize("path", GOOD)
-    def test_a_body_over_the_limit_is_413_that_says_the_limit(self, small: Running, path: str, chunked: bool) -> None:
+    def test_a_body_over_the_limit_is_413_with_the_limit_in_the_message(
+        self, small: Running, path: str, chunked: bool
+    ) -> None:
         body = body_of(LIMIT + 1)
         response = small.client.post(path, content=iter([body]) if chunked else body, headers=JSON)
         check_error(response, 413, "body", "body_too_large")
         assert str(LIMIT) in response.json()["error"]["message"]
 
     @pytest.mark.parametrize("chunked", [False, True], ids=["with Content-Length", "chunked"])
-    def test_a_client_that_sends_much_too_much_can_read_the_answer(self, small: Running, chunked: bool) -> None:
-        """Bytes that the server leaves unread when it closes become a reset, and the client never sees the 413."""
+    def test_a_client_can_read_the_answer_to_a_body_that_is_much_too_large(self, small: Running, chunked: bool) -> None:
+        """If the server closed the connection with unread bytes, the client would get a reset instead of the 413."""
         piece = b"a" * 100_000
         content = iter([piece] * 40) if chunked else piece * 40
         check_error(small.client.post("/tokenize", content=content, headers=JSON), 413, "body", "body_too_large")
 
     @pytest.mark.parametrize("chunked", [False, True], ids=["with Content-Length", "chunked"])
-    def test_a_body_at_the_limit_is_taken(self, small: Running, chunked: bool) -> None:
+    def test_a_body_at_the_limit_is_accepted(self, small: Running, chunked: bool) -> None:
         body = body_of(LIMIT)
         assert len(body) == LIMIT
         content = iter([body[:100], body[100:]]) if chunked else body
         assert small.client.post("/tokenize", content=content, headers=JSON).status_code == 200
 
-    def test_a_length_that_is_promised_is_refused_before_it_is_sent(self, small: Running) -> None:
+    def test_a_content_length_over_the_limit_is_refused_before_the_body_is_sent(self, small: Running) -> None:
         head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: {10**12}\r\nExpect: 100-continue\r\n\r\n"
         with socket.create_connection(small.address, timeout=PATIENCE_SECONDS) as connection:
             connection.sendall(head.encode())
@@ -379,14 +384,16 @@ class TestApiKey:
         assert response.headers["www-authenticate"] == "Bearer"
 
     @pytest.mark.parametrize("content", [b"{", b'{"prompt": 1}', b""])
-    def test_who_has_no_key_learns_nothing_about_the_request(self, locked: Running, content: bytes) -> None:
+    def test_without_the_key_the_answer_does_not_depend_on_the_body(self, locked: Running, content: bytes) -> None:
         check_error(locked.client.post("/generate", content=content, headers=JSON), 401, None, "invalid_api_key")
 
-    def test_a_key_beyond_ascii_works_as_utf8(self, locked: Running) -> None:
+    def test_a_key_with_other_characters_than_ascii_is_sent_as_utf8(self, locked: Running) -> None:
         headers = {"Authorization": "Bearer s3cret-\u00e9".encode()}
         assert locked.post("/tokenize", GOOD["/tokenize"], headers=headers).status_code == 200
 
-    def test_an_ascii_key_opens_every_post_and_the_scheme_has_no_case(self, tiny_directory: Path, start: Start) -> None:
+    def test_a_key_is_accepted_on_every_post_and_the_scheme_is_case_insensitive(
+        self, tiny_directory: Path, start: Start
+    ) -> None:
         service = start(model=str(tiny_directory), api_key="k-1")
         for scheme in ("Bearer", "bearer"):
             for path, body in GOOD.items():

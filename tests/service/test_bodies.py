@@ -1,4 +1,4 @@
-"""Bodies: parsed and checked at a bounded cost, outside the event loop where they are large, with errors that help."""
+"""Request bodies: the cost of parsing is bounded, large bodies do not block the event loop, and errors are helpful."""
 
 import json
 import threading
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from service import bodies
-from service.bodies import INLINE_BYTES, MAX_ERRORS, check_num_values, parse
-from service.errors import ApiError
-from service.schemas import ForwardRequest, GenerateRequest
+from service.http import bodies
+from service.http.bodies import INLINE_BYTES, MAX_ERRORS, check_num_values, parse
+from service.http.errors import ApiError
+from service.http.schemas import ForwardRequest, GenerateRequest
 from tests.service.running import PATIENCE_SECONDS, Running, Start, wait_until
 from tests.service.test_bad_input import JSON
 
@@ -39,30 +39,30 @@ class TestNumberOfValues:
         ],
         ids=["numbers", "negative numbers", "objects", "keys", "strings", "nested"],
     )
-    def test_more_values_than_allowed_are_413_and_never_parsed(
+    def test_a_body_with_too_many_values_is_413_and_never_parsed(
         self, body: bytes, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
+        monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("the body was parsed"))
         error = error_of(body)
         assert (error.status, error.code, error.param) == (413, "too_many_values", "body")
         assert str(MAX_VALUES) in error.message
 
     @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1"])
-    def test_another_encoding_than_utf8_is_refused(self, encoding: str) -> None:
-        """The parser of the standard library would recognise these, after their values were counted wrongly."""
+    def test_other_encodings_than_utf8_are_refused(self, encoding: str) -> None:
+        """The standard library's parser detects these encodings, but their values would have been counted wrongly."""
         error = error_of(('{"pr\u00f6mpt\\"":[' + ",".join(["[]"] * 1000) + "]}").encode(encoding))
         assert (error.status, error.code) == (422, "json_invalid")
 
-    def test_a_byte_order_mark_is_overlooked(self) -> None:
+    def test_a_byte_order_mark_is_ignored(self) -> None:
         body = b'{"prompt":[1]}'
         assert parse(b"\xef\xbb\xbf" + body, GenerateRequest, 10) == parse(body, GenerateRequest, 10)
 
     @pytest.mark.parametrize("text", [",[{" * 1000, '"' * 1000, "\\" * 1001, '\\"' * 1000 + ",", '\\\\",[' * 100])
-    def test_what_stands_in_strings_does_not_count(self, text: str) -> None:
+    def test_brackets_and_commas_inside_strings_do_not_count_as_values(self, text: str) -> None:
         check_num_values(json.dumps({"prompt": text, text: [1]}).encode(), 5)
 
     @pytest.mark.parametrize("value", [[1, 2, 3], {"a": 1, "b": [2]}, [[], []], ["a,b", "c"], [[[]]]])
-    def test_every_value_counts(self, value: Any) -> None:
+    def test_every_value_of_a_nested_list_or_object_is_counted(self, value: Any) -> None:
         content = json.dumps(value).encode()
         with pytest.raises(ApiError):
             check_num_values(content, 1)
@@ -70,10 +70,12 @@ class TestNumberOfValues:
 
 
 class TestErrors:
-    def test_a_list_ends_at_its_first_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_validation_of_a_list_stops_at_its_first_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         counts = []
-        describe = bodies.describe
-        monkeypatch.setattr(bodies, "describe", lambda error: counts.append(error.error_count()) or describe(error))
+        shape_error = bodies.shape_error
+        monkeypatch.setattr(
+            bodies, "shape_error", lambda error: counts.append(error.error_count()) or shape_error(error)
+        )
         wrong: list[tuple[Any, dict[str, Any]]] = [
             (GenerateRequest, {"prompt": [-1] * 100_000}),
             (GenerateRequest, {"prompt": [1], "stop": [1] * 200}),
@@ -88,23 +90,23 @@ class TestErrors:
             error_of(body, model)
         assert max(counts) <= 4, counts
 
-    def test_every_wrong_field_is_named_up_to_a_limit(self) -> None:
+    def test_all_wrong_fields_are_named_up_to_a_limit(self) -> None:
         error = error_of({"prompt": [1], "temperature": "a", "top_p": 2, "seed": -1})
         assert error.param == "temperature"
         assert "top_p, seed" in error.message
 
-    def test_an_unknown_field_names_the_nearest_known_one(self) -> None:
+    def test_the_error_for_an_unknown_field_suggests_the_nearest_known_one(self) -> None:
         error = error_of({"prompt": [1], "max_token": 3})
         assert (error.status, error.param, error.code) == (422, "max_token", "extra_forbidden")
         assert "did you mean 'max_tokens'?" in error.message
 
-    def test_of_many_unknown_fields_at_most_twenty_are_named(self) -> None:
+    def test_at_most_twenty_unknown_fields_are_named(self) -> None:
         error = error_of({"prompt": [1]} | {f"unknown{i}": 1 for i in range(4000)})
         assert error.message.count("unknown") == MAX_ERRORS
         assert "3980 more" in error.message
 
     @pytest.mark.parametrize("body", [b'{"prompt":[1],"prompt":[2]}', b'{"prompt":[1],"trace":{"top_k":1,"top_k":1}}'])
-    def test_a_key_that_is_there_twice_is_refused(self, body: bytes) -> None:
+    def test_a_duplicate_key_in_an_object_is_refused(self, body: bytes) -> None:
         error = error_of(body)
         assert (error.status, error.code) == (422, "duplicate_key")
         assert "'prompt'" in error.message or "'top_k'" in error.message
@@ -112,11 +114,11 @@ class TestErrors:
     def test_an_object_with_too_many_keys_is_refused(self) -> None:
         assert error_of({f"k{i}": 1 for i in range(5000)}).code == "too_many_keys"
 
-    def test_a_number_of_thousands_of_digits_is_refused_in_large_bodies_too(self) -> None:
+    def test_a_number_with_thousands_of_digits_is_refused_in_large_bodies_too(self) -> None:
         long = b'{"prompt":[' + b"9" * 4000 + b"]" + b" " * INLINE_BYTES + b"}"
         assert error_of(long).code == "json_invalid"
 
-    def test_large_bodies_are_read_as_small_ones(self) -> None:
+    def test_large_bodies_are_parsed_like_small_ones(self) -> None:
         body = {"prompt": [1, 2, 3], "temperature": 0.25, "seed": 5}
         small = json.dumps(body).encode()
         assert parse(small, GenerateRequest, 100) == parse(small + b" " * INLINE_BYTES, GenerateRequest, 100)
@@ -125,7 +127,7 @@ class TestErrors:
 class TestOutsideTheLoop:
     @pytest.fixture
     def gate(self, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-        """Until it is set, large bodies are being parsed."""
+        """An event until which the parsing of large bodies is blocked."""
         gate = threading.Event()
 
         def parse_late(content: bytes, *more: Any) -> Any:
@@ -136,11 +138,13 @@ class TestOutsideTheLoop:
         monkeypatch.setattr(bodies, "parse", parse_late)
         return gate
 
-    def test_others_are_served_while_large_bodies_are_parsed(self, tiny: Running, gate: threading.Event) -> None:
+    def test_other_requests_are_served_while_large_bodies_are_parsed(
+        self, tiny: Running, gate: threading.Event
+    ) -> None:
         large = b'{"text":"' + b"a" * INLINE_BYTES + b'"}'
         with ThreadPoolExecutor(4) as pool:
             pending = [pool.submit(tiny.client.post, "/tokenize", content=large, headers=JSON) for _ in range(4)]
-            wait_until(lambda: tiny.metric("num_requests_running") == 1, "one is parsed")
+            wait_until(lambda: tiny.metric("num_requests_running") == 1, "one body is being parsed")
             wait_until(lambda: tiny.metric("num_requests_waiting") == 3, "the others wait")
             assert tiny.get("/health").status_code == 200
             assert tiny.post("/tokenize", {"text": "a"}).status_code == 200
@@ -148,7 +152,7 @@ class TestOutsideTheLoop:
             assert [future.result(PATIENCE_SECONDS).status_code for future in pending] == [200] * 4
         assert tiny.metric("num_requests_running") == tiny.metric("num_requests_waiting") == 0
 
-    def test_one_that_waits_too_long_is_503(self, tiny_directory: Path, start: Start, gate: threading.Event) -> None:
+    def test_a_body_that_waits_too_long_is_503(self, tiny_directory: Path, start: Start, gate: threading.Event) -> None:
         service = start(model=str(tiny_directory), request_timeout_seconds=0.3)
         large = b'{"text":"' + b"a" * INLINE_BYTES + b'"}'
         response = service.client.post("/tokenize", content=large, headers=JSON)
@@ -169,7 +173,7 @@ NUMERIC: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize(("path", "field"), [(path, field) for path, fields in NUMERIC.items() for field in fields])
-def test_no_number_hurts_a_stream_beside_it(tiny: Running, path: str, field: str) -> None:
+def test_extreme_numbers_do_not_change_the_tokens_of_another_request(tiny: Running, path: str, field: str) -> None:
     neighbour = {"prompt": [257, 69, 270], "max_tokens": 40, "seed": 3, "ignore_eos": True}
     alone = tiny.answer("/generate", **neighbour)["tokens"]
     body = {"prompt": [1, 2]} | ({"max_tokens": 2} if path == "/generate" else {})
@@ -184,8 +188,8 @@ def test_no_number_hurts_a_stream_beside_it(tiny: Running, path: str, field: str
         assert pending.result(PATIENCE_SECONDS)["tokens"] == alone
 
 
-def test_a_validation_error_of_pydantic_is_what_describe_takes() -> None:
+def test_shape_error_turns_a_validation_error_of_pydantic_into_a_422() -> None:
     with pytest.raises(ValidationError) as caught:
         GenerateRequest.model_validate({"prompt": 1.5})
-    error = bodies.describe(caught.value)
+    error = bodies.shape_error(caught.value)
     assert (error.status, error.param) == (422, "prompt")

@@ -1,4 +1,4 @@
-"""Connections: deadlines for each phase, a limit on their number, and clients that close in part or not at all."""
+"""Connections: deadlines for each phase, the limit on their number, half-closed connections, and invalid HTTP."""
 
 import contextlib
 import dataclasses
@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from service import connections
-from service.connections import Connection
+from service.http import connections
+from service.http.connections import Connection
 from tests.service.checkpoints import write_checkpoint
 from tests.service.running import PATIENCE_SECONDS, Running, Start, process, running, wait_until
 
@@ -34,7 +34,7 @@ def request(path: str, body: Any = None, *, method: str = "POST", version: str =
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What the server sends until it closes, however it does that."""
+    """All bytes that the server sends until it closes or resets the connection."""
     content = bytearray()
     try:
         while piece := connection.recv(1 << 16):
@@ -46,7 +46,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 @pytest.fixture(scope="module")
 def strict(tiny_directory: Path) -> Iterator[Running]:
-    """A service whose deadlines are short."""
+    """A service with short deadlines."""
     with running(
         model=str(tiny_directory),
         header_timeout_seconds=SHORT_SECONDS,
@@ -62,8 +62,8 @@ class TestDeadlines:
         with connect(strict) as silent:
             assert read_all(silent) == b""
 
-    @pytest.mark.parametrize("dribble", [False, True], ids=["stops", "goes on a byte at a time"])
-    def test_headers_that_do_not_end_are_answered_with_408(self, strict: Running, dribble: bool) -> None:
+    @pytest.mark.parametrize("dribble", [False, True], ids=["stops", "continues byte by byte"])
+    def test_headers_that_do_not_end_are_408(self, strict: Running, dribble: bool) -> None:
         with connect(strict) as slow:
             slow.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
             began = time.monotonic()
@@ -81,7 +81,7 @@ class TestDeadlines:
             assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "header_timeout"
 
     @pytest.mark.parametrize("framing", ["Content-Length: 1000", "Transfer-Encoding: chunked"])
-    def test_a_body_that_does_not_end_is_answered_with_408(self, strict: Running, framing: str) -> None:
+    def test_a_body_that_does_not_end_is_408(self, strict: Running, framing: str) -> None:
         with connect(strict) as slow:
             head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{framing}\r\n\r\n"
             slow.sendall(head.encode() + (b'5\r\n{"tex\r\n' if "chunked" in framing else b'{"tex'))
@@ -95,7 +95,7 @@ class TestDeadlines:
             idle.sendall(request("/health", method="GET"))
             assert read_all(idle).startswith(b"HTTP/1.1 200 ")
 
-    def test_a_response_that_is_not_read_is_given_up_and_its_memory_with_it(
+    def test_a_response_that_is_not_read_is_dropped_and_its_memory_is_freed(
         self, tmp_path: Path, start: Start, caplog: pytest.LogCaptureFixture
     ) -> None:
         directory = write_checkpoint(tmp_path / "long", max_position_embeddings=1024)
@@ -104,10 +104,10 @@ class TestDeadlines:
             unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             unread.sendall(request("/forward", {"prompt": [5] * 800, "detail": "values", "stages": ["*.scores"]}))
             wait_until(lambda: service.metric("buffered_bytes") > 20_000_000, "the response is ready")
-            wait_until(lambda: service.metric("buffered_bytes") == 0, "it is given up")
-        assert "took no byte of a response" in caplog.text
+            wait_until(lambda: service.metric("buffered_bytes") == 0, "it is dropped")
+        assert "the client received no byte of a response" in caplog.text
 
-    def test_a_response_that_is_read_slowly_arrives_whole(self, tmp_path: Path, start: Start) -> None:
+    def test_a_response_that_is_read_slowly_arrives_completely(self, tmp_path: Path, start: Start) -> None:
         directory = write_checkpoint(tmp_path / "long", max_position_embeddings=1024)
         service = start(model=str(directory), write_timeout_seconds=SHORT_SECONDS)
         body = {"prompt": [5] * 400, "detail": "values", "stages": ["*.scores"]}
@@ -121,11 +121,12 @@ class TestDeadlines:
         assert time.monotonic() - began > 2 * SHORT_SECONDS
         assert len(json.loads(content.partition(b"\r\n\r\n")[2])["stages"]) == 2
 
-    def test_a_request_that_takes_too_long_as_a_whole_is_given_up(self, tiny_directory: Path, start: Start) -> None:
+    def test_a_request_that_takes_too_long_in_total_is_aborted(self, tiny_directory: Path, start: Start) -> None:
         service = start(model=str(tiny_directory))
-        held = service._server._connections
-        assert held._limits.request_seconds > service.state.settings.request_timeout_seconds  # which ends it properly
-        held._limits = dataclasses.replace(held._limits, request_seconds=SHORT_SECONDS)
+        open_ones = service._server._connections
+        # The timeout of the request itself comes first, because it ends with an answer.
+        assert open_ones._limits.request_seconds > service.state.settings.request_timeout_seconds
+        open_ones._limits = dataclasses.replace(open_ones._limits, request_seconds=SHORT_SECONDS)
         with service.blocked():
             with connect(service) as waiting:
                 waiting.sendall(request("/generate", {"prompt": PROMPT}))
@@ -136,14 +137,14 @@ class TestDeadlines:
 class TestNumberOfConnections:
     @pytest.fixture
     def crowded(self, tiny_directory: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> Running:
-        """Three connections may be open, of which the test's own client has one; two more are reserved."""
+        """A service with a limit of three connections, and two reserved ones above it. No connection is open."""
         monkeypatch.setattr(connections, "RESERVED", 2)
         service = start(model=str(tiny_directory), max_connections=3)
         service.client.close()
         wait_until(lambda: len(service._server._connections) == 0, "the client's connection is closed")
         return service
 
-    def test_above_the_limit_health_is_answered_and_everything_else_gets_429(
+    def test_above_the_limit_health_checks_are_answered_and_everything_else_is_429(
         self, crowded: Running, caplog: pytest.LogCaptureFixture
     ) -> None:
         open_ones = [connect(crowded) for _ in range(3)]
@@ -162,7 +163,7 @@ class TestNumberOfConnections:
         for connection in open_ones:
             connection.close()
 
-    def test_silent_connections_do_not_keep_health_checks_out(self, crowded: Running) -> None:
+    def test_silent_connections_do_not_block_health_checks(self, crowded: Running) -> None:
         silent = [connect(crowded) for _ in range(20)]
         with connect(crowded) as another:
             another.sendall(request("/health", method="GET"))
@@ -171,10 +172,10 @@ class TestNumberOfConnections:
         for connection in silent:
             connection.close()
 
-    def test_connections_without_a_request_make_room_for_new_ones(
+    def test_the_oldest_connection_without_a_request_is_closed_for_a_new_one(
         self, crowded: Running, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(connections, "CROWDED_SECONDS", 0.1)
+        monkeypatch.setattr(connections, "MIN_IDLE_SECONDS", 0.1)
         silent = [connect(crowded) for _ in range(3)]
         wait_until(lambda: len(crowded._server._connections) == 3, "the limit is reached")
         time.sleep(0.2)
@@ -185,7 +186,7 @@ class TestNumberOfConnections:
         for connection in silent:
             connection.close()
 
-    def test_a_limit_beyond_what_the_system_allows_is_said_at_the_start(
+    def test_a_limit_above_the_open_files_of_the_system_is_logged_at_the_start(
         self, tiny_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, start: Start
     ) -> None:
         monkeypatch.setattr("resource.getrlimit", lambda _: (256, 256))
@@ -195,10 +196,10 @@ class TestNumberOfConnections:
 
 
 class TestHalfClosed:
-    """A client may close its own direction when its request is sent, and still wait for the answer."""
+    """A client may close its sending direction after the request, and still wait for the answer."""
 
     @pytest.mark.parametrize("version", ["1.0", "1.1"])
-    def test_it_gets_its_answer(self, tiny: Running, version: str) -> None:
+    def test_a_half_closed_client_gets_its_answer(self, tiny: Running, version: str) -> None:
         with connect(tiny) as half:
             half.sendall(request("/logits", {"prompt": PROMPT, "top_k": 1}, version=version))
             half.shutdown(socket.SHUT_WR)
@@ -207,14 +208,14 @@ class TestHalfClosed:
         assert b" 200 OK" in head
         assert json.loads(content)["positions"][0]["position"] == 4
 
-    def test_it_gets_the_answers_of_all_the_requests_that_it_sent(self, tiny: Running) -> None:
+    def test_a_half_closed_client_gets_the_answers_to_all_its_requests(self, tiny: Running) -> None:
         with connect(tiny) as half:
             half.sendall(request("/tokenize", {"text": "a"}) * 3 + request("/tokenize", {"text": "b" * 9000}) * 2)
             half.shutdown(socket.SHUT_WR)
             answer = read_all(half)
         assert answer.count(b"HTTP/1.1 200 OK") == 5
 
-    def test_it_gets_all_of_a_stream_that_waits_first(self, tiny: Running) -> None:
+    def test_a_half_closed_client_gets_a_whole_stream_that_waits_first(self, tiny: Running) -> None:
         body = {"prompt": PROMPT, "max_tokens": 5, "stream": True, "ignore_eos": True}
         with connect(tiny) as half:
             with tiny.blocked():
@@ -227,28 +228,28 @@ class TestHalfClosed:
         assert answer.count(b"data: {") == 6
         assert b"data: [DONE]" in answer
 
-    def test_in_http_1_0_it_gets_an_answer_that_takes_long(self, tiny: Running) -> None:
+    def test_a_half_closed_client_of_http_1_0_gets_an_answer_that_takes_long(self, tiny: Running) -> None:
         with connect(tiny) as half:
             with tiny.blocked():
                 half.sendall(request("/generate", {"prompt": PROMPT, "max_tokens": 3}, version="1.0"))
                 half.shutdown(socket.SHUT_WR)
-                time.sleep(2.5)  # longer than a sweep
+                time.sleep(2.5)  # longer than the time between two sweeps
             answer = read_all(half)
-        assert answer.startswith(b"HTTP/1.1 200 OK")  # and no informational response, which 1.0 does not know
+        assert answer.startswith(b"HTTP/1.1 200 OK")  # not an informational response, which HTTP 1.0 does not have
         assert len(json.loads(answer.partition(b"\r\n\r\n")[2])["tokens"]) == 3
 
-    def test_no_event_of_a_stream_is_divided_by_what_looks_for_the_client(
+    def test_probes_for_the_client_are_never_written_inside_an_event(
         self, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Events of megabytes are sent in pieces; between these the connection must write nothing."""
-        monkeypatch.setattr("service.gate.PIECE", 1 << 14)
+        """Events of megabytes are sent in pieces, and the connection must write nothing between the pieces."""
+        monkeypatch.setattr("service.http.gate.PIECE", 1 << 14)
         directory = write_checkpoint(tmp_path / "long", max_position_embeddings=1024)
         service = start(model=str(directory), write_timeout_seconds=4.0)
         trace = {"stages": ["*.scores", "*.pattern"], "detail": "values"}
         body = {"prompt": [5] * 300, "max_tokens": 3, "stream": True, "ignore_eos": True, "trace": trace}
         probes = []
-        look = Connection._probe
-        monkeypatch.setattr(Connection, "_probe", lambda connection: (probes.append(None), look(connection)))
+        probe = Connection._probe
+        monkeypatch.setattr(Connection, "_probe", lambda connection: (probes.append(None), probe(connection)))
         with socket.socket() as half:
             half.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             half.settimeout(PATIENCE_SECONDS)
@@ -258,7 +259,7 @@ class TestHalfClosed:
             content = bytearray()
             began = time.monotonic()
             while len(probes) < 5:
-                assert time.monotonic() < began + PATIENCE_SECONDS, "nothing looks for the client"
+                assert time.monotonic() < began + PATIENCE_SECONDS, "the connection does not probe for the client"
                 content += half.recv(1 << 12)
                 time.sleep(0.002)
             content += read_all(half)
@@ -269,11 +270,11 @@ class TestHalfClosed:
         assert max(map(len, events)) > 1 << 20
 
     @pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
-    def test_one_that_is_gone_is_noticed_behind_its_next_request(
+    def test_a_disconnect_behind_a_pipelined_request_is_noticed(
         self, tiny_directory: Path, start: Start, reset: bool
     ) -> None:
-        """The connection is not read while a request waits behind the one that is answered."""
-        service = start(model=str(tiny_directory), header_timeout_seconds=0.4)  # for sweeps that come soon
+        """The server does not read from a connection while another request waits behind the current one."""
+        service = start(model=str(tiny_directory), header_timeout_seconds=0.4)  # for frequent sweeps
         with service.blocked():
             gone = connect(service)
             gone.sendall(request("/generate", {"prompt": PROMPT, "max_tokens": 5}))
@@ -283,17 +284,17 @@ class TestHalfClosed:
             if reset:
                 gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             gone.close()
-            wait_until(lambda: service.state.worker._inbox.qsize() == 2, "its end is known")
+            wait_until(lambda: service.state.worker._inbox.qsize() == 2, "its cancellation is queued")
 
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-    def test_one_that_closed_both_directions_is_noticed_while_it_waits(self, tiny: Running, stream: bool) -> None:
+    def test_a_disconnect_is_noticed_while_the_request_waits(self, tiny: Running, stream: bool) -> None:
         with tiny.blocked():
             gone = connect(tiny)
             gone.sendall(request("/generate", {"prompt": PROMPT, "max_tokens": 5, "stream": stream}))
             wait_until(lambda: tiny.metric("num_requests_waiting") == 1, "it waits")
             gone.close()
-            wait_until(lambda: tiny.state.worker._inbox.qsize() == 2, "its end is known")
-        wait_until(lambda: tiny.metric("num_requests_waiting") == 0, "it is gone")
+            wait_until(lambda: tiny.state.worker._inbox.qsize() == 2, "its cancellation is queued")
+        wait_until(lambda: tiny.metric("num_requests_waiting") == 0, "nothing waits")
 
 
 class TestInvalidHttp:
@@ -315,7 +316,9 @@ class TestInvalidHttp:
         ],
         ids=lambda head: repr(head[:90]),
     )
-    def test_it_is_400_in_the_usual_form_and_the_connection_ends(self, tiny: Running, head: bytes) -> None:
+    def test_invalid_http_is_400_in_the_common_form_and_the_connection_is_closed(
+        self, tiny: Running, head: bytes
+    ) -> None:
         with connect(tiny) as connection:
             connection.sendall(head)
             answer = read_all(connection)
@@ -336,7 +339,7 @@ class TestInvalidHttp:
         assert answer.startswith(b"HTTP/1.1 400 ")
 
     @pytest.mark.parametrize("size", [1, 7])
-    def test_a_body_in_very_many_small_chunks_is_refused(self, tiny: Running, size: int) -> None:
+    def test_a_body_in_a_great_many_small_chunks_is_refused(self, tiny: Running, size: int) -> None:
         chunks = b"".join(b"%x\r\n%s\r\n" % (size, b"a" * size) for _ in range(20_000))
         with connect(tiny) as connection:
             connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -344,7 +347,7 @@ class TestInvalidHttp:
                 connection.sendall(chunks)
             assert read_all(connection).startswith(b"HTTP/1.1 400 ")
 
-    def test_a_thousand_small_chunks_are_taken(self, tiny: Running) -> None:
+    def test_a_body_in_a_thousand_small_chunks_is_accepted(self, tiny: Running) -> None:
         body = json.dumps({"text": "a" * 900}).encode()
         response = tiny.client.post(
             "/tokenize",
@@ -372,7 +375,7 @@ def unchunked(content: bytes) -> bytes:
     return bytes(body)
 
 
-def test_connections_that_nobody_reads_do_not_delay_the_end(tmp_path: Path) -> None:
+def test_clients_that_do_not_read_do_not_delay_the_shutdown(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "long", max_position_embeddings=1024)
     with process("--model", str(directory)) as service:
         port = port_of(service)
@@ -385,12 +388,13 @@ def test_connections_that_nobody_reads_do_not_delay_the_end(tmp_path: Path) -> N
             service.terminate()
             _, log = service.communicate(timeout=3 * PATIENCE_SECONDS)
         assert time.monotonic() - began < 6
-    assert "took no byte of a response for 1 seconds" in log
+    assert "the client received no byte of a response for 1 seconds" in log
     assert "Traceback" not in log
     assert "ERROR" not in log
 
 
 def port_of(service: subprocess.Popen[str]) -> int:
+    """Wait until the service is ready, and return its port from the log."""
     assert service.stderr is not None
     for line in service.stderr:
         if "ready: " in line:

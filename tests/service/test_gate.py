@@ -1,4 +1,4 @@
-"""What the head of a request decides is decided before its body is read: host, path, method, key, size, encoding."""
+"""Checks of the head of a request, before its body is read: host, path, method, key, size and encoding."""
 
 import asyncio
 import json
@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from service import gate
-from service.gate import BEGIN_PER_TURN, HEALTH_PATHS, PUBLIC_PREFIX, Turnstile
+from service.http import gate
+from service.http.gate import BEGIN_PER_TURN, OPERATION_PATHS, PUBLIC_PREFIX, Turnstile
 from service.settings import Settings, is_address
 from tests.service.running import PATIENCE_SECONDS, ROOT, Running, Start, wait_until
 from tests.service.test_bad_input import GOOD, JSON
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 def answer_to_head(service: Running, head: str) -> tuple[int, dict[str, Any]]:
-    """The status and body that a request gets whose body never comes."""
+    """Send only the head of a request with a body, and return the status and the JSON of the answer."""
     with connect(service) as connection:
         connection.sendall(f"{head}\r\nHost: localhost\r\nContent-Length: {MIB}\r\n\r\n".encode())
         content = bytearray()
@@ -35,29 +35,29 @@ def send_forever(connection: socket.socket, content: bytes) -> None:
 
 class TestBeforeTheBody:
     @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "BREW"])
-    def test_an_unknown_path_is_refused_before_its_body_comes(self, tiny: Running, method: str) -> None:
+    def test_an_unknown_path_is_refused_before_its_body_arrives(self, tiny: Running, method: str) -> None:
         status, answer = answer_to_head(tiny, f"{method} /nope HTTP/1.1")
         assert (status, answer["error"]["code"]) == (404, "not_found")
 
     @pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "GET"])
-    def test_another_method_is_refused_before_its_body_comes(self, tiny: Running, method: str) -> None:
+    def test_another_method_is_refused_before_its_body_arrives(self, tiny: Running, method: str) -> None:
         status, answer = answer_to_head(tiny, f"{method} /generate HTTP/1.1")
         assert (status, answer["error"]["code"]) == (405, "method_not_allowed")
 
     @pytest.mark.parametrize("path", ["/generate", "/nope"])
     @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
-    def test_a_request_without_the_key_is_refused_before_its_body_comes(
+    def test_a_request_without_the_key_is_refused_before_its_body_arrives(
         self, tiny_directory: Path, start: Start, path: str, method: str
     ) -> None:
         service = start(model=str(tiny_directory), api_key="k-1")
         status, answer = answer_to_head(service, f"{method} {path} HTTP/1.1")
         assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
 
-    def test_a_compressed_body_is_refused_before_it_comes(self, tiny: Running) -> None:
+    def test_a_compressed_body_is_refused_before_it_arrives(self, tiny: Running) -> None:
         status, answer = answer_to_head(tiny, "POST /tokenize HTTP/1.1\r\nContent-Encoding: gzip")
         assert (status, answer["error"]["code"]) == (415, "content_encoding")
 
-    def test_a_refused_body_is_dropped_and_the_connection_goes_on(self, tiny: Running) -> None:
+    def test_a_refused_body_is_dropped_and_the_connection_stays_usable(self, tiny: Running) -> None:
         with connect(tiny) as connection:
             connection.sendall(request("/nope", {"text": "a" * MIB}) + request("/health", method="GET"))
             answer = bytearray()
@@ -66,14 +66,14 @@ class TestBeforeTheBody:
         assert b"HTTP/1.1 404 " in answer
         assert b"HTTP/1.1 200 " in answer
 
-    def test_an_endless_refused_body_ends_with_its_deadline(self, tiny_directory: Path, start: Start) -> None:
+    def test_a_refused_body_without_an_end_is_cut_off_at_its_deadline(self, tiny_directory: Path, start: Start) -> None:
         service = start(model=str(tiny_directory), header_timeout_seconds=0.3)
         with connect(service) as connection:
             connection.sendall(b"PUT /nope HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
             with pytest.raises(ConnectionError):
                 send_forever(connection, b"1000\r\n" + b"a" * 0x1000 + b"\r\n")
 
-    def test_bodies_that_together_exceed_the_memory_for_them_get_429(self, tiny_directory: Path, start: Start) -> None:
+    def test_bodies_that_together_exceed_the_buffers_are_429(self, tiny_directory: Path, start: Start) -> None:
         service = start(
             model=str(tiny_directory), max_body_bytes=MIB, max_response_bytes=MIB, max_buffered_bytes=2 * MIB
         )
@@ -92,7 +92,9 @@ class TestBeforeTheBody:
 
 
 class TestApiKeyOnEveryRoute:
-    def test_every_route_asks_for_the_key_but_for_the_named_ones(self, tiny_directory: Path, start: Start) -> None:
+    def test_every_route_requires_the_key_except_health_and_documentation(
+        self, tiny_directory: Path, start: Start
+    ) -> None:
         service = start(model=str(tiny_directory), api_key="k-1")
         found = set()
         for route in walk(service.app.routes):
@@ -102,14 +104,14 @@ class TestApiKeyOnEveryRoute:
                 if response.status_code != 401:
                     found.add(path)
         documentation = {path for path in found if path.startswith((PUBLIC_PREFIX, "/docs", "/redoc", "/openapi.json"))}
-        assert found - documentation == HEALTH_PATHS
+        assert found - documentation == OPERATION_PATHS
         for path in ("/model", "/models"):
             assert service.get(path).status_code == 401
             assert service.get(path, headers={"Authorization": "Bearer k-1"}).status_code == 200
 
 
 def walk(routes: Any) -> list[Any]:
-    """All routes, those of included routers too."""
+    """All routes, with those of included routers."""
     found = []
     for route in routes:
         router = getattr(route, "original_router", None)
@@ -121,14 +123,14 @@ class TestHost:
     @pytest.mark.parametrize(
         "host", ["localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:8000", "[::1]:80", "10.0.0.9"]
     )
-    def test_the_own_name_and_addresses_are_answered(self, tiny: Running, host: str) -> None:
+    def test_the_own_name_and_all_addresses_are_accepted(self, tiny: Running, host: str) -> None:
         assert tiny.get("/health", headers={"Host": host}).status_code == 200
 
     @pytest.mark.parametrize(
         "host", ["evil.example", "localhost.evil.example:8000", "127.0.0.1.evil.example", "localhost:80@evil.example"]
     )
     def test_a_name_of_another_host_is_refused(self, tiny: Running, host: str) -> None:
-        """A page of that name, whose address was changed to this one, could read every answer."""
+        """Otherwise a web page could read every answer, after its name is pointed at this address (DNS rebinding)."""
         for response in (
             tiny.get("/model", headers={"Host": host}),
             tiny.post("/tokenize", {"text": "a"}, headers={"Host": host}),
@@ -136,13 +138,13 @@ class TestHost:
             assert (response.status_code, response.json()["error"]["code"]) == (400, "host_not_allowed")
             assert "--allowed-hosts" in response.json()["error"]["message"]
 
-    def test_names_that_are_allowed_are_answered(self, tiny_directory: Path, start: Start) -> None:
+    def test_only_allowed_names_are_accepted(self, tiny_directory: Path, start: Start) -> None:
         service = start(model=str(tiny_directory), allowed_hosts="a.example, B.example")
         names = ("a.example", "b.example", "c.example")
         statuses = {name: service.get("/health", headers={"Host": name}).status_code for name in names}
         assert statuses == {"a.example": 200, "b.example": 200, "c.example": 400}
 
-    def test_by_default_a_service_for_other_machines_answers_for_every_name(self) -> None:
+    def test_by_default_a_service_for_other_machines_accepts_every_name(self) -> None:
         assert "*" in Settings(host="0.0.0.0").host_names
         assert "*" in Settings(host="::").host_names
         assert Settings(host="127.0.0.1").host_names == {"localhost", "127.0.0.1"}
@@ -168,7 +170,9 @@ class TestAccept:
             ("", False),
         ],
     )
-    def test_the_weights_of_an_accept_header_decide(self, tiny: Running, accept: str, is_binary: bool) -> None:
+    def test_the_accept_header_with_its_weights_decides_the_format(
+        self, tiny: Running, accept: str, is_binary: bool
+    ) -> None:
         response = tiny.post("/forward", self.BODY, headers={"Accept": accept})
         assert response.status_code == 200
         expected = "application/x-safetensors" if is_binary else "application/json"
@@ -177,7 +181,7 @@ class TestAccept:
 
 class TestHead:
     @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/model", "/models"])
-    def test_head_gives_the_headers_of_get_and_no_body(self, tiny: Running, path: str) -> None:
+    def test_head_is_answered_with_the_headers_of_get_and_no_body(self, tiny: Running, path: str) -> None:
         with connect(tiny) as connection:
             connection.sendall(request(path, method="HEAD", more="Connection: close\r\n"))
             head, _, content = read_all(connection).partition(b"\r\n\r\n")
@@ -190,7 +194,18 @@ class TestHead:
         assert tiny.client.head("/generate").status_code == 405
 
 
-def test_an_error_shows_neither_paths_nor_what_others_sent(tiny: Running, tiny_directory: Path) -> None:
+@pytest.mark.parametrize("method", ["HEAD", "OPTIONS"])
+@pytest.mark.parametrize("path", ["/", "/generate", "/forward", "/health", "/ready", "/metrics", "/model", "/docs"])
+def test_head_and_options_are_answered_without_a_body_or_with_an_error(tiny: Running, method: str, path: str) -> None:
+    response = tiny.client.request(method, path)
+    assert response.status_code in (200, 404, 405)
+    assert method == "OPTIONS" or response.content == b""
+    assert (
+        tiny.post("/tokenize", {"text": "a"}).status_code == 200
+    )  # on the same connection, which must hold no rest of a body
+
+
+def test_an_error_contains_neither_paths_nor_text_of_requests(tiny: Running, tiny_directory: Path) -> None:
     secret = "a prompt that nobody else may see"
     assert tiny.post("/generate", {"prompt": secret[:20], "max_tokens": 1}).status_code == 200
     bodies: list[tuple[str, Any]] = [(path, {**body, "nope": secret}) for path, body in GOOD.items()]
@@ -205,7 +220,7 @@ def test_an_error_shows_neither_paths_nor_what_others_sent(tiny: Running, tiny_d
             assert word not in response.text, (path, body)
 
 
-def test_a_client_that_asks_for_permission_to_send_gets_it_only_if_its_head_is_good(tiny: Running) -> None:
+def test_100_continue_is_sent_only_if_the_head_is_accepted(tiny: Running) -> None:
     body = json.dumps({"text": "a"}).encode()
     with connect(tiny) as connection:
         more = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nExpect: 100-continue\r\n\r\n"
@@ -218,7 +233,7 @@ def test_a_client_that_asks_for_permission_to_send_gets_it_only_if_its_head_is_g
         assert read_all(connection).startswith(b"HTTP/1.1 404 ")
 
 
-def test_a_reset_while_a_body_is_sent_leaves_nothing_behind(tiny: Running) -> None:
+def test_a_reset_during_a_body_frees_its_memory(tiny: Running) -> None:
     for _ in range(20):
         connection = connect(tiny)
         connection.sendall(
@@ -234,7 +249,7 @@ def test_a_reset_while_a_body_is_sent_leaves_nothing_behind(tiny: Running) -> No
 
 
 class TestTurnstile:
-    def test_a_few_requests_begin_in_each_turn_of_the_loop_in_their_order(self) -> None:
+    def test_a_limited_number_of_requests_starts_in_each_turn_of_the_loop_in_order(self) -> None:
         async def arrive() -> list[list[int]]:
             turnstile, turns = Turnstile(), [[]]
             asyncio.get_running_loop().call_soon(lambda: None)
@@ -253,7 +268,7 @@ class TestTurnstile:
         assert max(len(turn) for turn in turns) == BEGIN_PER_TURN
         assert [index for turn in turns for index in turn] == list(range(5 * BEGIN_PER_TURN))
 
-    def test_after_a_long_turn_only_one_begins(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_after_a_long_turn_only_one_request_starts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gate, "LONG_TURN_SECONDS", 0.0)
 
         async def arrive() -> int:
@@ -273,7 +288,7 @@ class TestTurnstile:
 
         assert asyncio.run(arrive()) == 1
 
-    def test_one_that_is_cancelled_takes_no_place(self) -> None:
+    def test_cancelled_requests_do_not_use_up_the_limit(self) -> None:
         async def arrive() -> list[str]:
             turnstile, entered = Turnstile(), []
 
@@ -293,7 +308,7 @@ class TestTurnstile:
 
         assert asyncio.run(arrive()) == ["first"] * BEGIN_PER_TURN + ["last"]
 
-    def test_it_is_passed_without_waiting_when_few_arrive(self) -> None:
+    def test_few_requests_do_not_wait(self) -> None:
         async def arrive() -> bool:
             turnstile = Turnstile()
             for _ in range(3):
@@ -302,4 +317,4 @@ class TestTurnstile:
                     await asyncio.sleep(0)
             return turnstile._is_turning
 
-        assert asyncio.run(arrive()) is False  # and nothing goes on when nobody comes
+        assert asyncio.run(arrive()) is False  # and it rests when nothing arrives

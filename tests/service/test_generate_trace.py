@@ -1,8 +1,7 @@
-"""POST /generate with `trace`: what steps show are the rows of one pass over all the tokens, and nothing else moves."""
+"""POST /generate with `trace`: steps show the rows of one pass over all tokens, and nothing else changes."""
 
 import base64
 import json
-import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,20 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from service.schemas import FinishEvent, GenerateAnswer, TokenEvent
-from tests.service.checkpoints import VOCAB_SIZE
+from service.http.schemas import FinishEvent, GenerateAnswer, TokenEvent
 from tests.service.running import PATIENCE_SECONDS, Running, Start, wait_until
 from tests.service.test_forward import as_tensor
 
 PROMPT = [257, 69, 270, 273, 264]
-LONG_PROMPT = [(7 * index) % 250 + 20 for index in range(37)]  # two full blocks of the cache, and a part of a third
+LONG_PROMPT = [(7 * index) % 250 + 20 for index in range(37)]  # two full blocks of the cache, and part of a third
 BLOCK = 16
-BLOCK_BYTES = BLOCK * 2 * 2 * 2 * 4 * 4  # keys and values, layers, key-value heads, numbers of four bytes
-# The engine computes a step at a time with the cache, /forward all at once: the same sums in another order.
+BLOCK_BYTES = BLOCK * 2 * 2 * 2 * 4 * 4  # keys and values, layers, key-value heads, head size, bytes
+# The engine computes step by step with the cache, and /forward all at once: the same sums in another order.
 ROUNDING = {"rtol": 1e-5, "atol": 1e-5}
 BODY: dict[str, Any] = {"prompt": PROMPT, "seed": 3, "max_tokens": 12, "ignore_eos": True}
 EVERYTHING = {"stages": ["*"], "detail": "values", "encoding": "base64", "top_k": 3, "logit_lens": True}
@@ -33,8 +29,8 @@ both_ways = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stre
 
 
 @dataclass(frozen=True)
-class Shown:
-    """One choice, put together from the whole answer or from the stream."""
+class Choice:
+    """One choice, assembled from a whole answer or from a stream."""
 
     tokens: list[int]
     text: str
@@ -50,18 +46,18 @@ class Shown:
         return int(self.end["usage"]["cached_tokens"])
 
 
-def generate(service: Running, stream: bool, **body: Any) -> list[Shown]:
+def generate(service: Running, stream: bool, **body: Any) -> list[Choice]:
     """Every choice of a request."""
     if stream:
         return from_events(service.stream(**body))
     answer = service.answer("/generate", **body)
     GenerateAnswer.model_validate(answer)
     choices = answer["choices"] or [answer]
-    return [Shown(choice["tokens"], choice["text"], choice["trace"] or [], end_of(choice)) for choice in choices]
+    return [Choice(choice["tokens"], choice["text"], choice["trace"] or [], end_of(choice)) for choice in choices]
 
 
-def from_events(events: Sequence[dict[str, Any]]) -> list[Shown]:
-    """Every choice of a stream; a trace comes with its token, or alone where it shows a part of the prompt."""
+def from_events(events: Sequence[dict[str, Any]]) -> list[Choice]:
+    """Every choice of a stream. A trace is in the event of its token, or alone if it shows a part of the prompt."""
     choices = []
     for index in range(1 + max(event["choice"] for event in events)):
         *parts, end = [event for event in events if event["choice"] == index]
@@ -70,7 +66,7 @@ def from_events(events: Sequence[dict[str, Any]]) -> list[Shown]:
             TokenEvent.model_validate(event)
             assert event["token"] is not None or (event["trace"]["logit_lens"] is None and event["text"] == "")
         choices.append(
-            Shown(
+            Choice(
                 tokens=[event["token"]["id"] for event in parts if event["token"] is not None],
                 text="".join(event["text"] for event in parts),
                 traces=[event["trace"] for event in parts if "trace" in event],
@@ -85,7 +81,7 @@ def end_of(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def values_of(stage: dict[str, Any]) -> Tensor:
-    """The numbers of a stage; null is NaN, and so is what stands for it in base64."""
+    """The numbers of a stage, with NaN for null and for the non-finite numbers of base64."""
     if isinstance(stage["values"], list):
         return as_tensor(stage["values"])
     assert stage["dtype"] == "float32"
@@ -94,18 +90,18 @@ def values_of(stage: dict[str, Any]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Pass:
-    """Every stage of one POST /forward."""
+class ForwardStages:
+    """All stages of one POST /forward."""
 
     stages: dict[str, tuple[list[str], Tensor]]
 
     @classmethod
-    def over(cls, service: Running, ids: Sequence[int], **selection: Any) -> "Pass":
+    def of(cls, service: Running, ids: Sequence[int], **selection: Any) -> "ForwardStages":
         answer = service.answer("/forward", prompt=list(ids), detail="values", encoding="base64", **selection)
         return cls({stage["name"]: (stage["dims"], values_of(stage)) for stage in answer["stages"]})
 
     def check(self, trace: dict[str, Any]) -> None:
-        """The values of a step are the rows of this pass; of the keys, those up to the last token of the step."""
+        """Check that the values of a step are rows of this pass, with the keys up to the last token of the step."""
         assert [stage["name"] for stage in trace["stages"]] == list(self.stages)
         for stage in trace["stages"]:
             dims, whole = self.stages[stage["name"]]
@@ -116,12 +112,12 @@ class Pass:
             torch.testing.assert_close(values_of(stage), rows, equal_nan=True, **ROUNDING)
 
 
-def check_steps(service: Running, prompt: Sequence[int], shown: Shown, stages: Sequence[str] = ("*",)) -> None:
-    """Every position that nobody had computed is shown once, in order, as in one pass over all the tokens."""
-    ids = [*prompt, *shown.tokens]
-    assert shown.positions == list(range(shown.num_cached, len(ids) - 1))
-    whole = Pass.over(service, ids, stages=list(stages))
-    for trace in shown.traces:
+def check_steps(service: Running, prompt: Sequence[int], choice: Choice, stages: Sequence[str] = ("*",)) -> None:
+    """Check that each position that was not cached is shown once, in order, with the values of one pass."""
+    ids = [*prompt, *choice.tokens]
+    assert choice.positions == list(range(choice.num_cached, len(ids) - 1))
+    whole = ForwardStages.of(service, ids, stages=list(stages))
+    for trace in choice.traces:
         whole.check(trace)
         assert all(
             stage["shape"][-1] == trace["positions"][-1] + 1 for stage in trace["stages"] if "key" in stage["dims"]
@@ -131,17 +127,17 @@ def check_steps(service: Running, prompt: Sequence[int], shown: Shown, stages: S
 @both_ways
 class TestValues:
     @pytest.mark.parametrize("encoding", ["json", "base64"])
-    def test_each_step_shows_its_rows_of_every_stage_of_one_pass_over_all_the_tokens(
+    def test_each_step_shows_its_rows_of_all_stages_as_one_pass_over_all_tokens_has_them(
         self, tiny: Running, stream: bool, encoding: str
     ) -> None:
         trace = {"stages": ["*"], "detail": "values", "encoding": encoding}
-        (shown,) = generate(tiny, stream, **BODY, trace=trace)
-        assert [len(step["positions"]) for step in shown.traces] == [5] + [1] * 11
+        (choice,) = generate(tiny, stream, **BODY, trace=trace)
+        assert [len(step["positions"]) for step in choice.traces] == [5] + [1] * 11
         catalogue = [stage["name"] for stage in tiny.get("/model").json()["stages"]]
-        assert [stage["name"] for stage in shown.traces[-1]["stages"]] == catalogue
-        kinds = {type(stage["values"]) for step in shown.traces for stage in step["stages"]}
+        assert [stage["name"] for stage in choice.traces[-1]["stages"]] == catalogue
+        kinds = {type(stage["values"]) for step in choice.traces for stage in step["stages"]}
         assert kinds == {list if encoding == "json" else str}
-        check_steps(tiny, PROMPT, shown)
+        check_steps(tiny, PROMPT, choice)
 
     @pytest.mark.parametrize(
         "more",
@@ -155,7 +151,9 @@ class TestValues:
         ],
         ids=lambda more: next(iter(more), "plain"),
     )
-    def test_a_trace_changes_nothing_else_of_an_answer(self, tiny: Running, stream: bool, more: dict[str, Any]) -> None:
+    def test_a_trace_changes_nothing_else_in_the_answer(
+        self, tiny: Running, stream: bool, more: dict[str, Any]
+    ) -> None:
         body = BODY | {"prompt": "the cat sat on", "max_tokens": 20} | more
 
         def without_trace(**traced: Any) -> list[Any]:
@@ -167,19 +165,17 @@ class TestValues:
                 return [dropped(part) for part in event]
             if not isinstance(event, dict):
                 return event
-            # Where all rows of the prompt are decoded and not the last one alone, the last digit may be another.
+            # Decoding all rows of the prompt instead of the last one may change the last digit of a log-probability.
             left_out = ("id", "timings", "trace") if "choice" in event else ("logprob",)
             return {name: dropped(part) for name, part in event.items() if name not in left_out}
 
         assert without_trace(trace=EVERYTHING) == without_trace()
 
-    def test_summaries_are_of_the_rows_that_are_shown_and_none_comes_where_none_is_asked_for(
-        self, tiny: Running, stream: bool
-    ) -> None:
-        (shown,) = generate(tiny, stream, **BODY, trace={"detail": "values"})
+    def test_summaries_cover_the_traced_rows_and_are_sent_only_on_request(self, tiny: Running, stream: bool) -> None:
+        (choice,) = generate(tiny, stream, **BODY, trace={"detail": "values"})
         (summary,) = generate(tiny, stream, **BODY, trace={})
         (nothing,) = generate(tiny, stream, **BODY, trace={"detail": "none"})
-        for trace, short, bare in zip(shown.traces, summary.traces, nothing.traces, strict=True):
+        for trace, short, bare in zip(choice.traces, summary.traces, nothing.traces, strict=True):
             assert short["stages"] == [without(stage, "values") for stage in trace["stages"]]
             assert bare["stages"] == [without(stage, "summary") for stage in short["stages"]]
             for stage in trace["stages"]:
@@ -195,74 +191,76 @@ class TestValues:
                 }
                 assert stage["summary"] == pytest.approx({name: float(x) for name, x in expected.items()}, **TOLERANCE)
 
-    def test_heads_and_positions_select_as_in_forward_and_nothing_is_shown_of_other_steps(
+    def test_heads_and_positions_select_as_in_forward_and_steps_without_them_show_nothing(
         self, tiny: Running, stream: bool
     ) -> None:
         stages, heads, positions = ["*.pattern", "*.k", "*.resid_mid", "logits"], [4, 1], [9, 3, 1, 15]
         trace = {"stages": stages, "detail": "values", "heads": heads, "positions": positions}
-        (shown,) = generate(tiny, stream, **BODY, trace=trace)
-        assert [step["positions"] for step in shown.traces] == [[1, 3], [9], [15]]
-        whole = Pass.over(tiny, PROMPT + shown.tokens, stages=stages, heads=heads)
-        for step in shown.traces:
+        (choice,) = generate(tiny, stream, **BODY, trace=trace)
+        assert [step["positions"] for step in choice.traces] == [[1, 3], [9], [15]]
+        whole = ForwardStages.of(tiny, PROMPT + choice.tokens, stages=stages, heads=heads)
+        for step in choice.traces:
             whole.check(step)
-        keys = [stage["shape"][-1] for step in shown.traces for stage in step["stages"] if "key" in stage["dims"]]
-        assert keys == [5, 5, 10, 10, 16, 16]  # of the whole step, whatever is shown of it
+        keys = [stage["shape"][-1] for step in choice.traces for stage in step["stages"] if "key" in stage["dims"]]
+        assert keys == [5, 5, 10, 10, 16, 16]  # up to the last token of the step, whatever is selected
 
     @pytest.mark.parametrize("positions", [None, [2, 6]])
-    def test_top_k_shows_the_predictions_of_forward_at_each_position(
+    def test_top_k_gives_the_predictions_of_forward_at_each_position(
         self, tiny: Running, stream: bool, positions: list[int] | None
     ) -> None:
         trace = {"stages": ["embed"], "detail": "none", "top_k": 4, "positions": positions}
-        (shown,) = generate(tiny, stream, **BODY, trace=trace)
-        answer = tiny.answer("/forward", prompt=PROMPT + shown.tokens, stages=["embed"], detail="none", top_k=4)
-        found = [row for step in shown.traces for row in step["predictions"]]
-        assert [row["position"] for row in found] == shown.positions == (positions or list(range(16)))
+        (choice,) = generate(tiny, stream, **BODY, trace=trace)
+        answer = tiny.answer("/forward", prompt=PROMPT + choice.tokens, stages=["embed"], detail="none", top_k=4)
+        found = [row for step in choice.traces for row in step["predictions"]]
+        assert [row["position"] for row in found] == choice.positions == (positions or list(range(16)))
         for row in found:
             check_top(row["top"], answer["predictions"][row["position"]]["top"])
         (without_top_k,) = generate(tiny, stream, **BODY, trace=trace | {"top_k": 0})
-        assert [step["predictions"] for step in without_top_k.traces] == [[]] * len(shown.traces)
+        assert [step["predictions"] for step in without_top_k.traces] == [[]] * len(choice.traces)
 
     @pytest.mark.parametrize("top_k", [None, 0, 2])
-    def test_the_lens_decodes_each_layers_residual_at_the_position_that_chose_the_token(
+    def test_the_logit_lens_decodes_the_residual_of_each_layer_at_the_position_that_chose_the_token(
         self, tiny: Running, stream: bool, top_k: int | None
     ) -> None:
-        (shown,) = generate(tiny, stream, **BODY, trace={"logit_lens": True, "top_k": top_k})
-        whole = Pass.over(tiny, PROMPT + shown.tokens, stages=["blocks.*.resid_post"])
+        (choice,) = generate(tiny, stream, **BODY, trace={"logit_lens": True, "top_k": top_k})
+        whole = ForwardStages.of(tiny, PROMPT + choice.tokens, stages=["blocks.*.resid_post"])
         with torch.inference_mode():
             residuals = torch.cat([values.float() for _, values in whole.stages.values()])
             logits = tiny.checkpoint.model.decode(residuals)  # (L, T, V)
-        assert len(shown.traces) == len(shown.tokens)
-        for index, (step, chosen) in enumerate(zip(shown.traces, shown.tokens, strict=True)):
-            assert step["stages"] == []  # none were asked for
-            assert [guess["layer"] for guess in step["logit_lens"]] == [0, 1]
-            for guess, row in zip(step["logit_lens"], logits[:, len(PROMPT) - 1 + index], strict=True):
+        assert len(choice.traces) == len(choice.tokens)
+        for index, (step, chosen) in enumerate(zip(choice.traces, choice.tokens, strict=True)):
+            assert step["stages"] == []  # none are requested
+            assert [layer["layer"] for layer in step["logit_lens"]] == [0, 1]
+            for layer, row in zip(step["logit_lens"], logits[:, len(PROMPT) - 1 + index], strict=True):
                 chances = row.softmax(-1)
-                assert guess["chosen_probability"] == pytest.approx(chances[chosen].item(), **TOLERANCE)
+                assert layer["chosen_probability"] == pytest.approx(chances[chosen].item(), **TOLERANCE)
                 top = row.topk(5 if top_k is None else top_k)
                 expected = [
                     {"id": token_id, "text": text_of(tiny, token_id), "logit": logit, "probability": chances[token_id]}
                     for token_id, logit in zip(top.indices.tolist(), top.values.tolist(), strict=True)
                 ]
-                check_top(guess["top"], expected)
+                check_top(layer["top"], expected)
 
-    def test_the_echoed_prompt_comes_before_the_trace_of_its_step(self, tiny: Running, stream: bool) -> None:
+    def test_the_tokens_of_an_echoed_prompt_come_before_the_trace_of_their_step(
+        self, tiny: Running, stream: bool
+    ) -> None:
         body = BODY | {"echo": True, "trace": EVERYTHING}
-        (shown,) = generate(tiny, stream, **body)
-        assert shown.positions == list(range(16))
+        (choice,) = generate(tiny, stream, **body)
+        assert choice.positions == list(range(16))
         if stream:
             *events, _ = tiny.stream(**body)
             assert ["trace" in event for event in events] == [False] * len(PROMPT) + [True] * 12
 
-    def test_no_lens_is_there_where_none_was_asked_for(self, tiny: Running, stream: bool) -> None:
-        (shown,) = generate(tiny, stream, **BODY, trace={"stages": ["embed"]})
-        assert [step["logit_lens"] for step in shown.traces] == [None] * 12
+    def test_the_logit_lens_is_null_unless_requested(self, tiny: Running, stream: bool) -> None:
+        (choice,) = generate(tiny, stream, **BODY, trace={"stages": ["embed"]})
+        assert [step["logit_lens"] for step in choice.traces] == [None] * 12
 
 
 TOLERANCE = {"rel": 1e-5, "abs": 1e-5}
 
 
 def check_top(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """The same tokens, with the same numbers up to rounding."""
+    """Check that the tokens are the same, and the numbers up to rounding."""
     assert [(entry["id"], entry["text"]) for entry in found] == [(entry["id"], entry["text"]) for entry in expected]
     for name in ("logit", "probability"):
         numbers = [float(entry[name]) for entry in expected]
@@ -281,61 +279,59 @@ def without(stage: dict[str, Any], name: str) -> dict[str, Any]:
 
 @both_ways
 class TestSteps:
-    """Whatever divides a sequence into steps, each of its new positions is shown once, in order."""
+    """However a sequence is divided into steps, each of its computed positions is shown once, in order."""
 
-    def test_a_prompt_cut_into_steps_is_shown_part_by_part_before_the_first_token(
+    def test_a_prompt_that_takes_several_steps_is_shown_step_by_step_before_the_first_token(
         self, tiny_directory: Path, start: Start, stream: bool
     ) -> None:
         service = start(model=str(tiny_directory), max_num_seqs=4, max_step_tokens=8)
         body = BODY | {"prompt": LONG_PROMPT, "trace": EVERYTHING}
-        (shown,) = generate(service, stream, **body)
-        sizes = [len(step["positions"]) for step in shown.traces]
+        (choice,) = generate(service, stream, **body)
+        sizes = [len(step["positions"]) for step in choice.traces]
         assert sizes[:5] == [8, 8, 8, 8, 5]
-        assert [step["logit_lens"] is None for step in shown.traces] == [True] * 4 + [False] * 12
-        check_steps(service, LONG_PROMPT, shown)
+        assert [step["logit_lens"] is None for step in choice.traces] == [True] * 4 + [False] * 12
+        check_steps(service, LONG_PROMPT, choice)
         if stream:
             events = service.stream(**body | {"prompt": [*LONG_PROMPT[1:], 1]})
             assert [event["token"] is None for event in events[:-1]] == [True] * 4 + [False] * 12
 
-    def test_a_cached_prefix_is_counted_and_not_shown_again(
-        self, tiny_directory: Path, start: Start, stream: bool
-    ) -> None:
+    def test_a_cached_prefix_is_counted_and_not_shown(self, tiny_directory: Path, start: Start, stream: bool) -> None:
         service = start(model=str(tiny_directory))
         body = BODY | {"prompt": LONG_PROMPT, "trace": EVERYTHING}
         (first,), (again,) = generate(service, stream, **body), generate(service, stream, **body)
         assert (first.num_cached, again.num_cached) == (0, 2 * BLOCK)
         assert (first.tokens, first.text) == (again.tokens, again.text)
-        longer = [*LONG_PROMPT, *first.tokens, 5]  # what was generated is cached like a prompt
+        longer = [*LONG_PROMPT, *first.tokens, 5]  # generated tokens are cached like those of a prompt
         (third,) = generate(service, stream, **body | {"prompt": longer})
         assert third.num_cached == 3 * BLOCK
-        for prompt, shown in ((LONG_PROMPT, first), (LONG_PROMPT, again), (longer, third)):
-            check_steps(service, prompt, shown)
+        for prompt, choice in ((LONG_PROMPT, first), (LONG_PROMPT, again), (longer, third)):
+            check_steps(service, prompt, choice)
 
-    def test_positions_that_were_asked_for_are_shown_though_others_computed_them(
+    def test_selected_positions_are_computed_again_even_if_they_are_cached(
         self, tiny_directory: Path, start: Start, stream: bool
     ) -> None:
         service = start(model=str(tiny_directory))
         generate(service, stream, **BODY | {"prompt": LONG_PROMPT})
         for positions, num_cached in (([3, 36], 0), ([20, 40], BLOCK), ([36], 2 * BLOCK)):
             trace = EVERYTHING | {"positions": positions}
-            (shown,) = generate(service, stream, **BODY | {"prompt": LONG_PROMPT, "trace": trace})
-            assert (shown.positions, shown.num_cached) == (positions, num_cached)
-            whole = Pass.over(service, LONG_PROMPT + shown.tokens)
-            for step in shown.traces:
+            (choice,) = generate(service, stream, **BODY | {"prompt": LONG_PROMPT, "trace": trace})
+            assert (choice.positions, choice.num_cached) == (positions, num_cached)
+            whole = ForwardStages.of(service, LONG_PROMPT + choice.tokens)
+            for step in choice.traces:
                 if step["positions"]:
                     whole.check(step)
 
-    def test_the_continuations_of_a_prompt_each_show_their_own_tokens(
+    def test_each_choice_of_a_prompt_shows_its_own_tokens(
         self, tiny_directory: Path, start: Start, stream: bool
     ) -> None:
         service = start(model=str(tiny_directory))
-        shown = generate(service, stream, **BODY | {"prompt": LONG_PROMPT, "n": 3}, trace=EVERYTHING)
-        assert len({tuple(choice.tokens) for choice in shown}) == 3
-        assert [choice.num_cached for choice in shown] == [0, 2 * BLOCK, 2 * BLOCK]
-        for choice in shown:
+        choices = generate(service, stream, **BODY | {"prompt": LONG_PROMPT, "n": 3}, trace=EVERYTHING)
+        assert len({tuple(choice.tokens) for choice in choices}) == 3
+        assert [choice.num_cached for choice in choices] == [0, 2 * BLOCK, 2 * BLOCK]
+        for choice in choices:
             check_steps(service, LONG_PROMPT, choice)
 
-    def test_one_that_is_traced_among_others_shows_its_own_rows_and_they_show_nothing(
+    def test_a_traced_request_in_a_batch_shows_its_own_rows_and_the_others_show_nothing(
         self, tiny: Running, stream: bool
     ) -> None:
         bodies = [BODY | {"seed": seed, "prompt": PROMPT[: 2 + seed % 4]} for seed in range(8)]
@@ -349,14 +345,14 @@ class TestSteps:
                 ]
                 wait_until(lambda: tiny.metric("num_requests_waiting") == len(bodies), "all wait for one step")
             together = [future.result(PATIENCE_SECONDS)[0] for future in pending]
-        for index, (shown, expected) in enumerate(zip(together, alone, strict=True)):
-            assert (shown.tokens, shown.text, shown.end) == (expected.tokens, expected.text, expected.end)
+        for index, (choice, expected) in enumerate(zip(together, alone, strict=True)):
+            assert (choice.tokens, choice.text, choice.end) == (expected.tokens, expected.text, expected.end)
             if index in traced:
-                check_steps(tiny, bodies[index]["prompt"], shown)
+                check_steps(tiny, bodies[index]["prompt"], choice)
             else:
-                assert shown.traces == []
+                assert choice.traces == []
 
-    def test_what_is_computed_again_after_a_preemption_is_not_shown_again(
+    def test_positions_that_are_computed_again_after_a_preemption_are_not_shown_again(
         self, tiny_directory: Path, start: Start, stream: bool
     ) -> None:
         service = start(model=str(tiny_directory), cache_bytes=5 * BLOCK_BYTES)
@@ -367,116 +363,16 @@ class TestSteps:
                 wait_until(lambda: service.metric("num_requests_waiting") == 2, "all wait for one step")
             together = [future.result(PATIENCE_SECONDS)[0] for future in pending]
         assert service.metric("num_preemptions_total") > 0
-        assert [shown.tokens for shown in together] == [generate(service, stream, **body)[0].tokens for body in bodies]
-        for shown in together:
-            check_steps(service, PROMPT, shown)
-
-
-class TestBudget:
-    def test_an_answer_over_the_limit_is_refused_before_anything_runs_and_a_narrower_one_is_not(
-        self, tiny_directory: Path, start: Start
-    ) -> None:
-        service = start(model=str(tiny_directory), max_response_bytes=200_000)
-        body = BODY | {"trace": {"detail": "values"}}
-        with service.blocked():
-            refused = [service.post("/generate", body | {"stream": stream}) for stream in (False, True)]
-            assert service.metric("num_requests_waiting") == 0
-        for response in refused:
-            error = response.json()["error"]
-            assert (response.status_code, error["code"]) == (413, "response_too_large")
-            assert "200000" in error["message"]
-            hint = error["message"].partition("narrow")[2]
-            assert all(name in hint for name in ("trace.stages", "positions", "heads", "detail", "top_k", "max_tokens"))
-        assert service.metric("trace_refused_total") == 2
-        assert service.metric("generation_tokens_total") == 0
-        for narrower in (
-            {"trace": {"detail": "values", "stages": ["embed"]}},
-            {"trace": {"detail": "values", "positions": [1]}},
-            {"trace": {"detail": "summary"}, "max_tokens": 1},
-            {"trace": {"detail": "values"}, "max_tokens": 1, "prompt": [5]},
-        ):
-            assert service.post("/generate", body | narrower).status_code == 200
-
-    @given(data=st.data())
-    @settings(max_examples=60, deadline=None, derandomize=True)
-    def test_no_answer_is_larger_than_its_estimate_and_the_estimate_itself_is_allowed(
-        self, tiny: Running, data: st.DataObject
-    ) -> None:
-        num_prompt, max_tokens = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 20))
-
-        def some(size: int) -> st.SearchStrategy[list[int] | None]:
-            return st.none() | st.lists(st.integers(0, size - 1), min_size=1, unique=True)
-
-        body = {
-            "prompt": data.draw(st.lists(st.integers(0, 270), min_size=num_prompt, max_size=num_prompt)),
-            "max_tokens": max_tokens,
-            "ignore_eos": True,
-            "seed": 1,
-            "n": data.draw(st.integers(1, 3)),
-            "stream": data.draw(st.booleans()),
-            "echo": data.draw(st.booleans()),
-            "logprobs": data.draw(st.none() | st.integers(0, 20)),
-        }
-        trace: dict[str, Any] = {
-            "stages": data.draw(
-                st.sampled_from([None, ["*.pattern"], ["embed"], ["loss"], ["*.scale"], ["blocks.0.*", "logits"]])
-            ),
-            "detail": data.draw(st.sampled_from(["none", "summary", "values", "values"])),
-            "positions": data.draw(some(num_prompt + max_tokens - 1)),
-            "heads": data.draw(some(6)),
-            "top_k": data.draw(st.none() | st.integers(0, 20) | st.just(VOCAB_SIZE)),
-            "encoding": data.draw(st.sampled_from(["json", "base64"])),
-            "logit_lens": data.draw(st.booleans()),
-        }
-        if data.draw(st.booleans()) or body["logprobs"] is None:  # text alone has no limit
-            body["trace"] = trace
-        estimate = estimate_of(tiny, body)
-        response = post_within(tiny, estimate, body)
-        assert response.status_code == 200
-        assert len(response.content) <= estimate
-
-    @pytest.mark.parametrize(
-        "trace",
-        [
-            {"stages": ["logits"], "detail": "values"},
-            {"stages": ["logits"], "detail": "values", "encoding": "base64"},
-            {"stages": ["*"], "detail": "values"},
-            {"stages": ["*.pattern", "*.scores"], "detail": "values", "positions": [39]},
-            {"stages": ["embed"], "top_k": 200},
-            {"stages": ["embed"], "detail": "none", "logit_lens": True, "top_k": 200},
-        ],
-        ids=str,
-    )
-    def test_the_estimate_of_a_large_trace_is_near_its_size(self, tiny: Running, trace: dict[str, Any]) -> None:
-        body = BODY | {"prompt": [1], "max_tokens": 40, "trace": trace}
-        size = len(tiny.post("/generate", body).content)
-        assert size <= estimate_of(tiny, body) <= 5 * size
-
-    def test_the_estimate_knows_how_many_heads_are_asked_for(self, tiny: Running) -> None:
-        trace = {"stages": ["*.attn.scores"], "detail": "values", "heads": [1]}
-        body = BODY | {"prompt": [1] * 60, "max_tokens": 1, "trace": trace}
-        size = len(tiny.post("/generate", body).content)
-        assert size <= estimate_of(tiny, body) <= 5 * size
-
-
-def estimate_of(service: Running, body: dict[str, Any]) -> int:
-    """What the service says that an answer will take."""
-    response = post_within(service, 0, body)
-    assert response.status_code == 413
-    found = re.search(r"up to (\d+) bytes", response.json()["error"]["message"])
-    assert found is not None
-    return int(found[1])
-
-
-def post_within(service: Running, limit: int, body: dict[str, Any]) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(service.state.settings, "max_response_bytes", limit)
-        return service.post("/generate", body)
+        assert [choice.tokens for choice in together] == [
+            generate(service, stream, **body)[0].tokens for body in bodies
+        ]
+        for choice in together:
+            check_steps(service, PROMPT, choice)
 
 
 class TestMetrics:
     @both_ways
-    def test_the_bytes_and_the_seconds_of_traces_are_counted_and_those_of_other_requests_are_not(
+    def test_the_bytes_and_seconds_of_traces_are_counted_and_those_of_other_requests_are_not(
         self, tiny: Running, stream: bool
     ) -> None:
         names = ("trace_bytes_total", "trace_seconds_count", "trace_seconds_sum")
@@ -490,12 +386,12 @@ class TestMetrics:
         assert added()[1] == [0, 0, 0]
         content, (num_bytes, num_steps, seconds) = added(trace=EVERYTHING)
         assert num_bytes == sum(map(len, raw_traces(content)))
-        assert num_steps == 12  # the prompt's step and those of all tokens but the last
+        assert num_steps == 12  # one step for the prompt, and one for each token but the last
         assert 0 < seconds < PATIENCE_SECONDS
 
 
 def raw_traces(content: bytes) -> list[bytes]:
-    """The traces of an answer or a stream as they were sent: what is last in its event, or in its list."""
+    """The traces of an answer or a stream as they were sent. A trace is the last field of its event."""
     start = b'"trace":'
     if not content.startswith(b"data:"):
         traces, text = [], content.partition(start)[2].decode()[1:]
@@ -513,13 +409,13 @@ class TestFailures:
     @pytest.mark.parametrize(
         "broken",
         [
-            "model.trace.Keeper.__call__",
-            "model.trace.Keeper.finish",
-            "model.engine.tracing.predict",
+            "model.tracing.selection.StageCollector.__call__",
+            "model.tracing.selection.StageCollector.finish",
+            "model.engine.step_tracer.predict",
             "service.routes.generate.trace_answer",
         ],
     )
-    def test_a_trace_that_fails_ends_its_own_request_with_an_error_and_no_other(
+    def test_an_error_in_a_trace_ends_only_its_own_request(
         self, tiny: Running, monkeypatch: pytest.MonkeyPatch, errors_logged: list[str], broken: str
     ) -> None:
         def fail(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What bounds a request: its time, how fast its client reads, the cache, the places, and the passes between steps."""
+"""Limits of a request: its time, unread output, the number of sequences, the cache, and passes between steps."""
 
 import json
 import socket
@@ -12,8 +12,8 @@ import pytest
 
 from model.engine.engine import Engine
 from model.engine.request import Step
-from service import worker
-from service.schemas import FinishEvent, GenerateAnswer
+from service.http.schemas import FinishEvent, GenerateAnswer
+from service.request_stream import RequestStream
 from tests.service.checkpoints import write_checkpoint
 from tests.service.running import PATIENCE_SECONDS, Running, Start, read_events, running, wait_until
 from tests.service.test_generate_trace import BLOCK, BLOCK_BYTES, both_ways
@@ -22,12 +22,12 @@ PROMPT = [257, 69, 270, 273, 264]
 BODY: dict[str, Any] = {"prompt": PROMPT, "seed": 3, "max_tokens": 12, "ignore_eos": True}
 FOREVER = BODY | {"max_tokens": 60_000}
 TIMEOUT_SECONDS = 0.5
-TRACED: dict[str, Any] = {"stream": True, "trace": {"stages": ["*"], "detail": "values"}}  # 50 kB a token
+TRACED: dict[str, Any] = {"stream": True, "trace": {"stages": ["*"], "detail": "values"}}  # 50 kB per token
 
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose context takes a minute to fill."""
+    """A checkpoint with a context that takes a minute to fill."""
     return write_checkpoint(tmp_path_factory.mktemp("endless"), max_position_embeddings=1 << 16)
 
 
@@ -44,7 +44,7 @@ def impatient(endless: Path) -> Iterator[Running]:
 
 class TestTimeout:
     @both_ways
-    def test_a_generation_that_takes_too_long_ends_as_cancelled_with_what_it_has(
+    def test_a_generation_that_takes_too_long_is_cancelled_and_answered_with_its_tokens_so_far(
         self, impatient: Running, stream: bool
     ) -> None:
         end = last_of(impatient, stream, **FOREVER)
@@ -55,21 +55,23 @@ class TestTimeout:
         assert impatient.metric("kv_cache_usage_perc") == 0
 
     @both_ways
-    def test_an_end_before_the_first_token_fits_its_schema(self, impatient: Running, stream: bool) -> None:
+    def test_the_answer_of_a_request_that_is_cancelled_before_its_first_token_fits_the_schema(
+        self, impatient: Running, stream: bool
+    ) -> None:
         with ThreadPoolExecutor(1) as pool:
             with impatient.blocked():
                 pending = pool.submit(last_of, impatient, stream, **FOREVER)
-                wait_until(lambda: impatient.state.worker._inbox.qsize() == 2, "it waits, and is cancelled")
+                wait_until(lambda: impatient.state.worker._inbox.qsize() == 2, "its cancellation is queued after it")
             end = pending.result(PATIENCE_SECONDS)
         (FinishEvent if stream else GenerateAnswer).model_validate(end)
 
     @both_ways
-    def test_the_time_in_the_queue_counts(self, impatient: Running, stream: bool) -> None:
+    def test_the_time_in_the_queue_counts_towards_the_timeout(self, impatient: Running, stream: bool) -> None:
         with ThreadPoolExecutor(1) as pool:
             with impatient.blocked():
                 pending = pool.submit(last_of, impatient, stream, **FOREVER | {"n": 2})
                 wait_until(lambda: impatient.metric("num_requests_waiting") == 1, "it waits")
-                wait_until(lambda: impatient.state.worker._inbox.qsize() == 2, "its end is known behind it")
+                wait_until(lambda: impatient.state.worker._inbox.qsize() == 2, "its cancellation is queued after it")
             end = pending.result(PATIENCE_SECONDS)
         assert (end["finish_reason"], end["stop_reason"]) == ("cancelled", "timeout")
         assert end["usage"]["completion_tokens"] == 0
@@ -88,7 +90,7 @@ class TestTimeout:
         assert impatient.post(path, {"prompt": PROMPT}).status_code == 200
         assert impatient.metric("trace_seconds_count") == before + 1
 
-    def test_one_that_has_ended_in_time_is_not_cancelled_later(self, impatient: Running) -> None:
+    def test_a_request_that_ended_in_time_is_not_cancelled_later(self, impatient: Running) -> None:
         name = 'request_success_total{finished_reason="cancelled"}'
         before = impatient.metric(name)
         assert len(impatient.answer("/generate", **BODY)["tokens"]) == 12
@@ -97,27 +99,30 @@ class TestTimeout:
 
 
 class TestUnreadOutput:
-    """What a client does not read is not computed, as soon as the server would have to keep it."""
+    """A request whose client does not read is paused when its unread output reaches the limit."""
 
-    LIMIT = 100_000  # what ten tokens show
+    LIMIT = 100_000  # bytes, about the traces of ten tokens
 
-    def test_a_stream_that_nobody_reads_is_held_while_others_go_on_and_finishes_when_it_is_read(
+    def test_a_stream_without_a_reader_is_paused_while_others_continue_and_finishes_when_it_is_read(
         self, endless: Path, start: Start, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("service.stream.MAX_UNREAD_BYTES", self.LIMIT)
+        monkeypatch.setattr("service.request_stream.MAX_UNREAD_BYTES", self.LIMIT)
         service = start(model=str(endless))
         num_steps = count_steps(monkeypatch)
         body = BODY | {"max_tokens": 250}
         expected = service.answer("/generate", **body)["tokens"]
-        with connection_that_takes_little(service.address, body | TRACED) as connection:
-            wait_until(lambda: rests(num_steps) and len(streams(service)) == 1, "the buffers are full, and it is held")
+        with connection_with_small_buffers(service.address, body | TRACED) as connection:
+            wait_until(
+                lambda: no_steps(num_steps) and len(streams(service)) == 1,
+                "the buffers are full, and the request is paused",
+            )
             (stream,) = streams(service)
             unread = list(stream._unread)
-            shown = [kept.values for output in unread if output.trace is not None for kept in output.trace.stages]
-            num_bytes = sum(values.nbytes for values in shown if values is not None)
-            assert self.LIMIT / 2 < num_bytes < 4 * self.LIMIT  # it knows of the limit a few steps later, at most
+            traced = [kept.values for output in unread if output.trace is not None for kept in output.trace.stages]
+            num_bytes = sum(values.nbytes for values in traced if values is not None)
+            assert self.LIMIT / 2 < num_bytes < 4 * self.LIMIT  # the pause takes effect a few steps later, at most
             before = service.metric("generation_tokens_total")
-            for _ in range(3):  # others are served, and it makes not one token more
+            for _ in range(3):  # others are served, and the paused request generates nothing
                 assert service.answer("/generate", **BODY)["tokens"] == expected[:12]
                 assert service.post("/forward", {"prompt": PROMPT}).status_code == 200
             assert service.metric("generation_tokens_total") == before + 3 * 12
@@ -127,20 +132,20 @@ class TestUnreadOutput:
         assert end["finish_reason"] == "length"
         assert streams(service) == []
 
-    def test_one_that_is_held_is_let_go_when_its_client_leaves(
+    def test_a_paused_request_ends_when_its_client_disconnects(
         self, endless: Path, start: Start, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("service.stream.MAX_UNREAD_BYTES", self.LIMIT)
+        monkeypatch.setattr("service.request_stream.MAX_UNREAD_BYTES", self.LIMIT)
         service = start(model=str(endless))
-        with connection_that_takes_little(service.address, BODY | TRACED | {"max_tokens": 250}):
-            wait_until(lambda: [stream._is_held for stream in streams(service)] == [True], "it is held")
+        with connection_with_small_buffers(service.address, BODY | TRACED | {"max_tokens": 250}):
+            wait_until(lambda: [stream._paused for stream in streams(service)] == [True], "it is paused")
             assert service.metric("kv_cache_usage_perc") > 0
-        wait_until(lambda: service.metric("num_requests_running") == 0, "it is gone")
+        wait_until(lambda: service.metric("num_requests_running") == 0, "it has ended")
         assert service.metric("kv_cache_usage_perc") == 0
 
 
 def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """As many entries as the engines of this process have made steps."""
+    """A list that grows by one entry with each step of the engines of this process."""
     steps: list[None] = []
     step = Engine.step
 
@@ -152,31 +157,33 @@ def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return steps
 
 
-def rests(steps: list[None]) -> bool:
-    """No step was made for a while, nor tried in vain."""
+def no_steps(steps: list[None]) -> bool:
+    """Whether no engine is called for a while."""
     before = len(steps)
     time.sleep(0.4)
     return len(steps) == before
 
 
-def streams(service: Running) -> list[worker.Stream]:
+def streams(service: Running) -> list[RequestStream]:
     return list(service.state.worker._streams.values())
 
 
-def connection_that_takes_little(address: tuple[str, int], body: dict[str, Any]) -> socket.socket:
-    """A POST /generate whose answer is not read, and does not fit into the buffers of the connection."""
+def connection_with_small_buffers(address: tuple[str, int], body: dict[str, Any]) -> socket.socket:
+    """Send a POST /generate on a connection whose buffers are too small for the answer, and return the connection."""
     content = json.dumps(body).encode()
     connection = socket.socket()
     connection.settimeout(PATIENCE_SECONDS)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(address)
-    head = "POST /generate HTTP/1.0\r\nContent-Type: application/json\r\n"  # of 1.0 the answer is not chunked
+    head = (
+        "POST /generate HTTP/1.0\r\nContent-Type: application/json\r\n"  # HTTP 1.0, so that the answer is not chunked
+    )
     connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
     return connection
 
 
 def rest_of(connection: socket.socket) -> bytes:
-    """The body of the answer, up to the end."""
+    """Read the body of the answer until the server closes the connection."""
     content = bytearray()
     while piece := connection.recv(1 << 16):
         content += piece
@@ -184,12 +191,10 @@ def rest_of(connection: socket.socket) -> bytes:
 
 
 class TestPlacesAndCache:
-    def test_where_nothing_may_wait_as_many_are_served_as_run_at_a_time(
-        self, tiny_directory: Path, start: Start
-    ) -> None:
+    def test_without_a_queue_as_many_requests_are_admitted_as_can_run(self, tiny_directory: Path, start: Start) -> None:
         service = start(model=str(tiny_directory), max_num_seqs=2, max_waiting_requests=0)
         with ThreadPoolExecutor(1) as pool:
-            with service.blocked():  # which takes one of the places
+            with service.blocked():  # the blocking job counts as one running request
                 pending = pool.submit(service.post, "/generate", BODY)
                 wait_until(lambda: service.metric("num_requests_waiting") == 1, "it is admitted")
                 assert service.post("/generate", BODY).status_code == 429
@@ -197,7 +202,7 @@ class TestPlacesAndCache:
 
     @pytest.mark.parametrize(("n", "status"), [(1, 200), (2, 429)])
     @pytest.mark.parametrize("limit", [{"max_waiting_requests": 2}, {"max_waiting_tokens": 2 * len(PROMPT)}], ids=str)
-    def test_each_continuation_that_waits_counts(
+    def test_each_waiting_choice_counts(
         self, tiny_directory: Path, start: Start, limit: dict[str, int], n: int, status: int
     ) -> None:
         service = start(model=str(tiny_directory), max_num_seqs=2, **limit)
@@ -206,20 +211,21 @@ class TestPlacesAndCache:
                 first = pool.submit(service.post, "/generate", BODY | {"n": n})
                 wait_until(lambda: service.metric("num_requests_waiting") == 1, "the first waits")
                 second = pool.submit(service.post, "/generate", BODY)
-                wait_until(lambda: second.done() or service.metric("num_requests_waiting") == 2, "so does the second")
+                wait_until(
+                    lambda: second.done() or service.metric("num_requests_waiting") == 2,
+                    "the second waits or is refused",
+                )
             assert first.result(PATIENCE_SECONDS).status_code == 200
             assert second.result(PATIENCE_SECONDS).status_code == status
 
-    def test_more_continuations_than_run_at_a_time_are_refused_by_name(
-        self, tiny_directory: Path, start: Start
-    ) -> None:
+    def test_more_choices_than_can_run_are_an_error_that_names_n(self, tiny_directory: Path, start: Start) -> None:
         service = start(model=str(tiny_directory), max_num_seqs=3)
         response = service.post("/generate", BODY | {"n": 4})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
         assert "3" in response.json()["error"]["message"]
         assert len(service.answer("/generate", **BODY | {"n": 3})["choices"]) == 3
 
-    def test_what_never_fits_into_the_cache_is_refused_and_what_just_fits_is_not(
+    def test_a_request_that_can_never_fit_the_cache_is_refused_and_one_that_just_fits_is_served(
         self, tiny_directory: Path, start: Start
     ) -> None:
         service = start(model=str(tiny_directory), cache_bytes=2 * BLOCK_BYTES + 1)
@@ -232,32 +238,32 @@ class TestPlacesAndCache:
         assert len(service.answer("/generate", **BODY | {"max_tokens": room})["tokens"]) == room
         assert service.get("/model").json()["limits"]["cache_tokens"] == 2 * BLOCK
 
-    def test_unless_it_is_set_the_cache_has_room_for_the_longest_of_all_that_may_run(
+    def test_the_default_cache_holds_the_longest_sequence_for_each_one_that_can_run(
         self, tiny_directory: Path, start: Start
     ) -> None:
         described = start(model=str(tiny_directory), max_num_seqs=3).get("/model").json()
         blocks = -(-described["config"]["max_positions"] // BLOCK)
         assert described["limits"]["cache_tokens"] == 3 * blocks * BLOCK
 
-    def test_the_cache_in_use_is_that_of_the_tokens_that_are_computed(self, endless: Path, start: Start) -> None:
+    def test_the_cache_in_use_is_that_of_the_computed_tokens(self, endless: Path, start: Start) -> None:
         service = start(model=str(endless), cache_bytes=1000 * BLOCK_BYTES)
         connection = service.send("/generate", FOREVER | {"max_tokens": 9000, "stream": True})
         wait_until(lambda: service.metric("generation_tokens_total") > 40, "tokens are generated")
         with service.blocked():
-            # All tokens but the last one are computed.
+            # The keys and values of the last token are not computed yet.
             num_tokens = len(PROMPT) + service.metric("generation_tokens_total") - 1
             assert service.metric("kv_cache_usage_perc") * 1000 == pytest.approx(-(-num_tokens // BLOCK), abs=1e-6)
             connection.close()
-            wait_until(lambda: service.state.worker._inbox.qsize() == 1, "its end is known")
+            wait_until(lambda: service.state.worker._inbox.qsize() == 1, "its cancellation is queued")
             before = service.metric("generation_tokens_total")
         wait_until(lambda: service.metric("num_requests_running") == 0, "it has ended")
-        assert service.metric("generation_tokens_total") <= before + 1  # within one step
+        assert service.metric("generation_tokens_total") <= before + 1  # from at most one more step
         assert service.metric("kv_cache_usage_perc") == 0
 
 
 class TestPasses:
     @pytest.mark.parametrize("path", ["/forward", "/logits"])
-    def test_a_pass_over_too_many_tokens_is_refused_before_it_runs_and_a_generation_is_not(
+    def test_a_pass_over_too_many_tokens_is_refused_before_it_runs_and_a_generation_is_served(
         self, tiny_directory: Path, start: Start, path: str
     ) -> None:
         service = start(model=str(tiny_directory), max_pass_tokens=4)
@@ -267,9 +273,9 @@ class TestPasses:
         assert (response.status_code, error["param"], error["code"]) == (413, "prompt", "prompt_too_long")
         assert "--max-pass-tokens" in error["message"]
         assert service.post(path, {"prompt": PROMPT[:4]}).status_code == 200
-        assert service.post("/generate", BODY).status_code == 200  # it is divided into steps
+        assert service.post("/generate", BODY).status_code == 200  # its prompt can be divided into steps
 
-    def test_streams_get_as_much_time_as_the_passes_beside_them(
+    def test_steps_get_as_much_time_as_passes(
         self, endless: Path, start: Start, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         service = start(model=str(endless))
@@ -291,7 +297,7 @@ class TestPasses:
         for began, ended, next_began in zip(begins, ends, begins[1:], strict=False):
             assert next_began - ended >= ended - began
 
-    def test_passes_that_are_alone_do_not_wait_for_each_other(self, endless: Path, start: Start) -> None:
+    def test_without_steps_passes_run_one_right_after_another(self, endless: Path, start: Start) -> None:
         service = start(model=str(endless))
 
         def long_pass() -> tuple[float, float]:
@@ -305,9 +311,7 @@ class TestPasses:
         begins, ends = zip(*(future.result(PATIENCE_SECONDS) for future in pending), strict=True)
         assert all(began - ended < 0.1 for ended, began in zip(ends, begins[1:], strict=False))
 
-    def test_passes_between_the_steps_of_streams_are_right_and_change_no_token(
-        self, endless: Path, start: Start
-    ) -> None:
+    def test_passes_between_steps_have_the_same_answers_and_change_no_token(self, endless: Path, start: Start) -> None:
         service = start(model=str(endless))
         requests = [
             ("/forward", {"prompt": PROMPT, "detail": "values"}),

@@ -1,4 +1,4 @@
-"""POST /logits over HTTP: the network's own numbers for the rows and tokens that were asked for."""
+"""POST /logits answers with the network's own numbers for the requested rows and tokens."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from service.passes import SAFETENSORS
-from service.schemas import LogitsAnswer
+from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE
+from service.http.schemas import LogitsAnswer
 from tests.service.checkpoints import VOCAB_SIZE
 from tests.service.running import Running
 from tests.service.test_forward import ROUNDING, from_safetensors
@@ -17,7 +17,7 @@ PROMPT = [257, 69, 270, 273, 264]
 
 @pytest.fixture
 def direct(tiny: Running) -> Tensor:
-    """(T, V) of a pass without the service."""
+    """Logits (T, V) of a pass without the service."""
     with torch.inference_mode():
         return tiny.checkpoint.model(torch.tensor([PROMPT]))[0]
 
@@ -26,7 +26,7 @@ def direct(tiny: Running) -> Tensor:
     ("positions", "rows"),
     [({}, [4]), ({"positions": "last"}, [4]), ({"positions": "all"}, [0, 1, 2, 3, 4]), ({"positions": [3, 0]}, [3, 0])],
 )
-def test_rows_are_those_of_the_network(
+def test_the_logits_of_each_row_are_those_of_the_network(
     tiny: Running, direct: Tensor, positions: dict[str, Any], rows: list[int]
 ) -> None:
     answer = tiny.answer("/logits", prompt=PROMPT, logprobs=True, **positions)
@@ -39,7 +39,7 @@ def test_rows_are_those_of_the_network(
         assert "ids" not in row
 
 
-def test_the_likeliest_tokens_come_first_with_their_texts(tiny: Running, direct: Tensor) -> None:
+def test_the_most_likely_tokens_come_first_with_their_texts(tiny: Running, direct: Tensor) -> None:
     answer = tiny.answer("/logits", prompt=PROMPT, positions="all", top_k=7, logprobs=True)
     LogitsAnswer.model_validate(answer)
     for row, logits in zip(answer["positions"], direct, strict=True):
@@ -51,17 +51,17 @@ def test_the_likeliest_tokens_come_first_with_their_texts(tiny: Running, direct:
         assert row["texts"][:2] == texts
 
 
-def test_logprobs_come_only_where_they_are_asked_for(tiny: Running) -> None:
+def test_logprobs_are_sent_only_on_request(tiny: Running) -> None:
     (row,) = tiny.answer("/logits", prompt=PROMPT)["positions"]
     assert set(row) == {"position", "logits"}
     assert len(row["logits"]) == VOCAB_SIZE
 
 
 @pytest.mark.parametrize("top_k", [None, 3])
-def test_safetensors_hold_the_numbers_of_json(tiny: Running, top_k: int | None) -> None:
+def test_a_safetensors_answer_has_the_same_numbers_as_json(tiny: Running, top_k: int | None) -> None:
     body = {"prompt": PROMPT, "positions": [4, 2], "logprobs": True, "top_k": top_k}
     answer = tiny.answer("/logits", **body)
-    tensors, rest = from_safetensors(tiny.post("/logits", body, headers={"Accept": SAFETENSORS}).content)
+    tensors, rest = from_safetensors(tiny.post("/logits", body, headers={"Accept": SAFETENSORS_MEDIA_TYPE}).content)
     for name in ("logits", "logprobs", *(["ids"] if top_k else [])):
         found = tensors.pop(name)
         assert torch.equal(found, torch.tensor([row[name] for row in answer["positions"]], dtype=found.dtype))
@@ -70,29 +70,8 @@ def test_safetensors_hold_the_numbers_of_json(tiny: Running, top_k: int | None) 
     assert rest["positions"] == [{"position": 4}, {"position": 2}]
 
 
-def test_logits_are_those_of_forward(tiny: Running) -> None:
+def test_logits_are_the_same_as_those_of_forward(tiny: Running) -> None:
     (stage,) = tiny.answer("/forward", prompt=PROMPT, stages=["logits"], detail="values")["stages"]
     rows = tiny.answer("/logits", prompt=PROMPT, positions="all")["positions"]
     for row, expected in zip(rows, stage["values"][0], strict=True):
         assert row["logits"] == pytest.approx(expected, abs=ROUNDING)
-
-
-@pytest.mark.parametrize("as_safetensors", [False, True])
-@pytest.mark.parametrize("top_k", [None, 1, VOCAB_SIZE])
-@pytest.mark.parametrize("logprobs", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 64])
-def test_no_answer_is_larger_than_its_estimate(
-    tiny: Running,
-    monkeypatch: pytest.MonkeyPatch,
-    as_safetensors: bool,
-    top_k: int | None,
-    logprobs: bool,
-    num_tokens: int,
-) -> None:
-    body = {"prompt": list(range(num_tokens)), "positions": "all", "top_k": top_k, "logprobs": logprobs}
-    headers = {"Accept": SAFETENSORS if as_safetensors else "*/*"}
-    response = tiny.post("/logits", body, headers=headers)
-    assert response.status_code == 200
-    monkeypatch.setattr(tiny.state.settings, "max_response_bytes", 1)
-    refusal = tiny.post("/logits", body, headers=headers).json()["error"]["message"]
-    assert len(response.content) <= int(refusal.split(" bytes")[0].split()[-1])

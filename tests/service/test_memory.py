@@ -1,11 +1,11 @@
-"""Memory that was freed goes back to the system, after much has gone through it."""
+"""Freed memory is returned to the system after large requests and responses."""
 
 import threading
 from pathlib import Path
 
 import pytest
 
-from service import memory
+from service.http import memory
 from tests.service.running import Start, wait_until
 
 
@@ -32,17 +32,17 @@ def test_the_allocator_is_trimmed_after_large_responses_and_not_after_small_ones
     monkeypatch.setattr(memory.asyncio, "sleep", counted)
     for _ in range(10):
         assert service.post("/tokenize", {"text": "a"}).status_code == 200
-    wait_until(lambda: rounds.count(0.02) > 3, "several rounds have passed")
+    wait_until(lambda: rounds.count(0.02) > 3, "several rounds are over")
     assert trimmed == []
     assert service.post("/tokenize", {"text": "a" * 60_000}).status_code == 200
     wait_until(lambda: len(trimmed) >= 1, "the allocator is trimmed")
     before = rounds.count(0.02)
-    wait_until(lambda: rounds.count(0.02) > before + 3, "several rounds have passed")
+    wait_until(lambda: rounds.count(0.02) > before + 3, "several rounds are over")
     assert len(trimmed) <= 2
-    assert trimmed[0].startswith("bodies")  # not on the event loop
+    assert trimmed[0].startswith("bodies")  # not on the event loop's thread
 
 
-def test_the_trim_of_glibc_is_found_and_called() -> None:
+def test_malloc_trim_is_found_and_can_be_called() -> None:
     trim = memory.find_trim()
     if trim is None:
         pytest.skip("this system's C library has no malloc_trim")

@@ -1,5 +1,6 @@
-"""The OpenAPI page: what it says is what happens, for examples, for random requests and for wrong ones."""
+"""The service behaves as its OpenAPI page says: for the examples, for random requests and for wrong ones."""
 
+import re
 from collections import defaultdict
 
 import pytest
@@ -13,8 +14,8 @@ from service.settings import Settings
 from tests.service.running import Running
 from tests.service.test_bad_input import GOOD, TABLE
 
-# A schema cannot say that an id is below the served vocabulary or that a prompt fits, and to JSON Schema 1.0 is an
-# integer: a request that fits the schema may well be 400 or 422. Every other check is on.
+# A request that fits the schema may be answered with 400 or 422: a schema cannot say that an id is in the served
+# vocabulary or that a prompt fits the context, and for JSON Schema 1.0 is an integer. All other checks are on.
 EXCLUDED = [positive_data_acceptance]
 GETS = ("/models", "/model", "/health", "/ready", "/metrics")
 
@@ -27,10 +28,10 @@ OPERATIONS = {operation.ok().label: operation.ok() for operation in API.get_all_
     ("label", "mode"),
     [
         *((label, GenerationMode.POSITIVE) for label in OPERATIONS),
-        *((f"POST {path}", GenerationMode.NEGATIVE) for path in GOOD),  # a GET has no parameter to be wrong
+        *((f"POST {path}", GenerationMode.NEGATIVE) for path in GOOD),  # a GET has no parameters
     ],
 )
-def test_random_requests_get_documented_answers(tiny: Running, label: str, mode: GenerationMode) -> None:
+def test_random_requests_are_answered_as_documented(tiny: Running, label: str, mode: GenerationMode) -> None:
     @given(case=OPERATIONS[label].as_strategy(generation_mode=mode))
     @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     def check(case: schemathesis.Case) -> None:
@@ -39,7 +40,7 @@ def test_random_requests_get_documented_answers(tiny: Running, label: str, mode:
     check()
 
 
-def test_every_endpoint_is_on_the_page(tiny: Running) -> None:
+def test_the_page_lists_every_endpoint(tiny: Running) -> None:
     paths = tiny.get("/openapi.json").json()["paths"]
     assert set(paths) == {*GOOD, *GETS}
     assert all(set(paths[path]) == {"post"} for path in GOOD)
@@ -48,7 +49,7 @@ def test_every_endpoint_is_on_the_page(tiny: Running) -> None:
 
 
 @pytest.mark.parametrize("path", GOOD)
-def test_the_example_of_an_endpoint_works_as_it_stands(tiny: Running, path: str) -> None:
+def test_the_example_of_an_endpoint_works_unchanged(tiny: Running, path: str) -> None:
     page = tiny.get("/openapi.json").json()
     body = page["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     name = body["$ref"].rpartition("/")[2]
@@ -60,13 +61,13 @@ def test_the_example_of_an_endpoint_works_as_it_stands(tiny: Running, path: str)
 
 
 @pytest.mark.parametrize("path", GOOD)
-def test_the_example_works_on_the_page_of_a_service_that_serves_stories(stories: Running, path: str) -> None:
+def test_the_example_of_an_endpoint_works_with_stories260k(stories: Running, path: str) -> None:
     page = stories.get("/openapi.json").json()
     name = f"{path.strip('/').capitalize()}Request"
     assert stories.post(path, page["components"]["schemas"][name]["examples"][0]).status_code == 200
 
 
-def test_every_status_of_bad_input_is_documented_for_its_endpoint(tiny: Running) -> None:
+def test_every_endpoint_documents_the_statuses_of_bad_input(tiny: Running) -> None:
     paths = tiny.get("/openapi.json").json()["paths"]
     expected: dict[str, set[int]] = defaultdict(set)
     for bad in TABLE:
@@ -76,10 +77,20 @@ def test_every_status_of_bad_input_is_documented_for_its_endpoint(tiny: Running)
         assert {str(status) for status in statuses | {200, 401, 413, 429, 503} - {429}} <= documented, path
 
 
-def test_error_answers_are_described_by_one_schema(tiny: Running) -> None:
+def test_all_error_answers_have_one_schema(tiny: Running) -> None:
     for path, methods in tiny.get("/openapi.json").json()["paths"].items():
         for operation in methods.values():
             for status, response in operation["responses"].items():
                 if not status.startswith("2"):
                     reference = response["content"]["application/json"]["schema"]["$ref"]
                     assert reference.endswith("/ErrorAnswer"), (path, status)
+
+
+def test_the_page_loads_nothing_from_other_servers(empty: Running) -> None:
+    page = empty.get("/docs").text
+    assert "swagger-ui-bundle.js" in page
+    links = re.findall(r"(?:src|href)=\"([^\"]+)\"", page)
+    assert len(links) >= 3
+    for link in links:
+        assert link.startswith("/")
+        assert empty.get(link).status_code == 200, link

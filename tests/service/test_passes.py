@@ -1,4 +1,4 @@
-"""What a pass may take, and what becomes of one whose client has gone."""
+"""Limits of passes, and what happens to a pass whose client has disconnected."""
 
 import asyncio
 import threading
@@ -10,8 +10,9 @@ import pytest
 from fastapi import Request, Response
 from starlette.types import Message
 
-from service.buffers import Buffers, Reservation
-from service.passes import Budget, answer_pass
+from service.answers.budget import Budget
+from service.answers.single_pass import answer_pass
+from service.http.buffers import Buffers, Reservation
 from service.settings import Settings
 from tests.service.running import PATIENCE_SECONDS, Running, Start, wait_until
 
@@ -41,7 +42,7 @@ PROMPT = list(range(60))
         ),
     ],
 )
-def test_a_pass_over_the_limit_is_refused_before_it_runs_and_a_narrower_one_is_not(
+def test_a_pass_over_the_memory_limit_is_refused_before_it_runs_and_a_narrower_one_is_served(
     start: Start, tiny_directory: Path, path: str, body: dict[str, Any], narrower: dict[str, Any]
 ) -> None:
     logits = 3 * 4 * len(PROMPT) * 284
@@ -56,7 +57,7 @@ def test_a_pass_over_the_limit_is_refused_before_it_runs_and_a_narrower_one_is_n
 
 
 @pytest.mark.parametrize("path", ["/forward", "/logits"])
-def test_a_client_that_goes_away_gives_its_place_back_before_its_turn(
+def test_a_waiting_pass_leaves_the_queue_when_its_client_disconnects(
     start: Start, tiny_directory: Path, path: str
 ) -> None:
     service = start(model=str(tiny_directory))
@@ -65,12 +66,12 @@ def test_a_client_that_goes_away_gives_its_place_back_before_its_turn(
         wait_until(lambda: service.metric("num_requests_waiting") == 4, "four wait for the thread")
         for client in clients:
             client.close()
-        wait_until(lambda: service.metric("num_requests_waiting") == 0, "nobody waits")
-        assert service.metric("num_requests_running") == 1  # what blocks
+        wait_until(lambda: service.metric("num_requests_waiting") == 0, "nothing waits")
+        assert service.metric("num_requests_running") == 1  # the blocking job
     assert service.post(path, {"prompt": PROMPT}).status_code == 200
 
 
-def test_of_passes_that_arrive_at_once_no_more_wait_than_may(start: Start, tiny_directory: Path) -> None:
+def test_passes_that_arrive_at_once_cannot_exceed_the_queue_limit(start: Start, tiny_directory: Path) -> None:
     service = start(model=str(tiny_directory), max_num_seqs=1, max_waiting_requests=3)
 
     async def never() -> Message:
@@ -88,7 +89,7 @@ def test_of_passes_that_arrive_at_once_no_more_wait_than_may(start: Start, tiny_
 
     with service.blocked():
         pending = service.on_loop(at_once())
-        wait_until(lambda: service.metric("num_requests_waiting") >= 3, "as many wait as may")
+        wait_until(lambda: service.metric("num_requests_waiting") >= 3, "the queue is full")
     outcomes = Counter(getattr(outcome, "status", 200) for outcome in pending.result(PATIENCE_SECONDS))
     assert outcomes == {200: 3, 429: 17}
 

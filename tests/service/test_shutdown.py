@@ -1,4 +1,4 @@
-"""How the service ends: it drains on SIGTERM, and whatever it had admitted ends with a word about it."""
+"""Shutdown: the service drains on SIGTERM, and every admitted request ends with a result or an error."""
 
 import re
 import signal
@@ -16,7 +16,7 @@ import pytest
 from model.engine.engine import Engine
 from tests.service.checkpoints import write_checkpoint
 from tests.service.running import PATIENCE_SECONDS, Running, Start, process, read_events, wait_until
-from tests.service.test_limits import connection_that_takes_little
+from tests.service.test_limits import connection_with_small_buffers
 
 FOREVER: dict[str, Any] = {"prompt": [5, 6], "max_tokens": 60_000, "ignore_eos": True}
 UNREAD = FOREVER | {"max_tokens": 250, "stream": True, "trace": {"stages": ["*"], "detail": "values"}}
@@ -25,13 +25,13 @@ SHORT: dict[str, Any] = {"prompt": [5, 6], "max_tokens": 3, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose context takes a minute to fill."""
+    """A checkpoint with a context that takes a minute to fill."""
     return write_checkpoint(tmp_path_factory.mktemp("endless"), max_position_embeddings=1 << 16)
 
 
 @contextmanager
 def ready_process(directory: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`python -m service` that is ready, and its address."""
+    """Start `python -m service` and wait until it is ready. Yields the process and its address."""
     with process("--model", str(directory), *arguments) as service:
         assert service.stderr is not None
         addresses = (re.search(r"http://127\.0\.0\.1:[1-9]\d*", line) for line in service.stderr)
@@ -41,7 +41,7 @@ def ready_process(directory: Path, *arguments: str) -> Iterator[tuple[subprocess
 
 
 def get(address: str, path: str) -> httpx.Response:
-    """The answer on a new connection."""
+    """GET on a new connection."""
     return httpx.get(f"{address}{path}", timeout=PATIENCE_SECONDS, trust_env=False)
 
 
@@ -65,13 +65,14 @@ def address_of(url: str) -> tuple[str, int]:
 
 
 def check_refused(*responses: httpx.Response) -> None:
+    """Check that each answer is 503 because of the shutdown."""
     for response in responses:
         error = response.json()["error"]
         assert (response.status_code, error["type"], error["code"]) == (503, "unavailable_error", "draining")
 
 
 def check_ended(service: subprocess.Popen[str], status: int) -> None:
-    """It has ended by itself, and nothing went wrong."""
+    """Check that the process ends with this status, without an error in its log."""
     _, log = service.communicate(timeout=PATIENCE_SECONDS)
     assert service.returncode == status
     assert "Traceback" not in log
@@ -79,7 +80,7 @@ def check_ended(service: subprocess.Popen[str], status: int) -> None:
 
 
 class TestSignals:
-    def test_after_sigterm_new_requests_get_503_and_those_that_run_and_wait_finish(self, endless: Path) -> None:
+    def test_after_sigterm_new_requests_are_503_and_admitted_ones_finish(self, endless: Path) -> None:
         with (
             ready_process(endless, "--max-num-seqs", "1", "--shutdown-grace-seconds", "100") as (service, address),
             ThreadPoolExecutor(2) as pool,
@@ -101,16 +102,14 @@ class TestSignals:
                 post(address, "/tokenize", {"text": "a"}),
             )
             assert get(address, "/health").status_code == 200
-            assert running_and_waiting(address) == (1, 1)  # still
+            assert running_and_waiting(address) == (1, 1)  # as before
             assert metric(address, "ready") == 0
             *tokens, end = read_events(stream.result().content)
             assert (len(tokens), end["finish_reason"]) == (2000, "length")
             assert len(whole.result().json()["tokens"]) == 3
             check_ended(service, -signal.SIGTERM)
 
-    def test_past_the_grace_period_after_ctrl_c_every_request_ends_as_cancelled_by_the_shutdown(
-        self, endless: Path
-    ) -> None:
+    def test_when_the_grace_period_after_ctrl_c_is_over_every_request_is_cancelled(self, endless: Path) -> None:
         with (
             ready_process(endless, "--max-num-seqs", "2", "--shutdown-grace-seconds", "1") as (service, address),
             ThreadPoolExecutor(3) as pool,
@@ -130,10 +129,10 @@ class TestSignals:
             assert len(whole.json()["tokens"]) == whole.json()["usage"]["completion_tokens"]
             check_ended(service, 0)
 
-    def test_the_second_signal_ends_it_at_once_whoever_does_not_read(self, endless: Path) -> None:
+    def test_a_second_signal_ends_the_service_at_once_even_if_a_client_does_not_read(self, endless: Path) -> None:
         with (
             ready_process(endless, "--shutdown-grace-seconds", "1000") as (service, address),
-            connection_that_takes_little(address_of(address), UNREAD),
+            connection_with_small_buffers(address_of(address), UNREAD),
             ThreadPoolExecutor(1) as pool,
         ):
             unread = UNREAD["max_tokens"]
@@ -147,23 +146,21 @@ class TestSignals:
             end = read_events(stream.result().content)[-1]
             assert (end["finish_reason"], end["stop_reason"]) == ("cancelled", "shutdown")
             check_ended(service, -signal.SIGTERM)
-            assert time.monotonic() - began < 5  # of the 10 s for which clients are waited for otherwise
+            assert time.monotonic() - began < 5  # otherwise the server waits up to 10 s for clients
 
 
 class TestDrain:
-    def test_a_pass_that_waits_past_the_grace_period_gets_503_and_one_that_runs_its_answer(
-        self, tiny_directory: Path, start: Start
-    ) -> None:
+    def test_a_pass_that_still_waits_after_the_grace_period_is_503(self, tiny_directory: Path, start: Start) -> None:
         service = start(model=str(tiny_directory))
         with ThreadPoolExecutor(2) as pool, service.blocked():
             waiting = [pool.submit(service.post, path, {"prompt": [1]}) for path in ("/forward", "/logits")]
             wait_until(lambda: service.metric("num_requests_waiting") == 2, "both wait")
             service.on_loop(service.state.worker.drain(0)).result(PATIENCE_SECONDS)
             check_refused(*(future.result(PATIENCE_SECONDS) for future in waiting))
-            assert service.metric("num_requests_running") == 1  # what blocks
+            assert service.metric("num_requests_running") == 1  # the blocking job
 
     @pytest.mark.parametrize("is_used", [False, True])
-    def test_a_drain_of_nothing_ends_at_once(self, tiny_directory: Path, start: Start, is_used: bool) -> None:
+    def test_draining_without_requests_ends_at_once(self, tiny_directory: Path, start: Start, is_used: bool) -> None:
         service = start(model=str(tiny_directory), threads=None)
         if is_used:
             service.answer("/generate", **SHORT)
@@ -175,7 +172,7 @@ class TestDrain:
 
 
 class TestEngineFailure:
-    def test_when_the_engine_itself_fails_every_request_ends_with_an_error_and_the_service_with_it(
+    def test_if_the_engine_itself_fails_every_request_ends_with_an_error_and_the_service_stops(
         self, endless: Path, start: Start, monkeypatch: pytest.MonkeyPatch, errors_logged: list[str]
     ) -> None:
         stopped: list[bool] = []
@@ -187,9 +184,9 @@ class TestEngineFailure:
         with ThreadPoolExecutor(4) as pool:
             bodies = [FOREVER | {"n": 2, "stream": True}, FOREVER, FOREVER | {"stream": True}, FOREVER]
             pending = []
-            for body in bodies:  # three continuations run, and two requests wait behind them
+            for body in bodies:  # three choices run, and two requests wait
                 pending.append(pool.submit(service.post, "/generate", body))
-                wait_until(lambda: num_inside(service) == len(pending), "it is admitted")
+                wait_until(lambda: num_admitted(service) == len(pending), "it is admitted")
             monkeypatch.setattr(Engine, "step", fail)
             streams, wholes = [], []
             for body, future in zip(bodies, pending, strict=True):
@@ -199,7 +196,7 @@ class TestEngineFailure:
             assert response.content.endswith(b'"code":"internal"}}\n\ndata: [DONE]\n\n')
         assert [response.status_code for response in wholes] == [500, 500]
         assert not any(b"secret" in response.content for response in (*streams, *wholes))
-        service.on_network(lambda: None).result(PATIENCE_SECONDS)  # the thread goes on
+        service.on_network(lambda: None).result(PATIENCE_SECONDS)  # the thread still runs
         assert stopped == [True]
         assert "".join(errors_logged).count("the engine failed") == 1
         assert service.state.failure is not None
@@ -207,10 +204,11 @@ class TestEngineFailure:
             service.get("/ready"), service.post("/generate", SHORT), service.post("/forward", {"prompt": [1]})
         )
         assert service.metric('request_success_total{finished_reason="error"}') == 5
-        assert num_inside(service) == 0
+        assert num_admitted(service) == 0
         wait_until(lambda: "secret detail" in "".join(errors_logged), "the failure is logged")
         errors_logged.clear()
 
 
-def num_inside(service: Running) -> float:
+def num_admitted(service: Running) -> float:
+    """The number of requests that run or wait."""
     return service.metric("num_requests_running") + service.metric("num_requests_waiting")

@@ -1,4 +1,4 @@
-"""Two hundred clients at once, again and again: right answers, one end each, and nothing is left of them afterwards."""
+"""Rounds of 200 clients at once: answers are right, each request ends exactly once, and nothing is left afterwards."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,8 @@ import httpx
 import pytest
 
 from model.engine.request import Output, Request
-from service.worker import Stream, Worker
+from service.request_stream import RequestStream
+from service.worker import Worker
 from tests.service.checkpoints import write_checkpoint
 from tests.service.running import PATIENCE_SECONDS, Running, read_events, running, wait_until
 from tests.service.test_generate_trace import BLOCK_BYTES, check_steps, from_events
@@ -24,10 +25,10 @@ from tests.service.test_generate_trace import BLOCK_BYTES, check_steps, from_eve
 NUM_CLIENTS = 200
 NUM_LEAVING = NUM_CLIENTS // 3
 NUM_ROUNDS = 6
-# Python's blocks of memory in use come and go by 300 a round. Of one stream that stays behind with its request they are
-# 40, so a round of leaving clients would leave 2500 of them, and one small object of each admitted request 600.
+# The number of Python's memory blocks in use changes by up to 300 per round. A leaked stream with its request has 40
+# blocks: leaks of all disconnected clients would add 2500 per round, and one small object per admitted request 600.
 MAX_GROWTH = 500
-COMMON = [(7 * index) % 250 + 20 for index in range(40)]  # what many prompts begin with
+COMMON = [(7 * index) % 250 + 20 for index in range(40)]  # the beginning of many prompts
 STAGES = ["*.resid_post", "*.pattern"]
 TRACE = {"stages": STAGES, "detail": "values", "encoding": "base64", "logit_lens": True}
 
@@ -37,7 +38,7 @@ def post(path: str, **body: Any) -> tuple[str, dict[str, Any]]:
 
 
 def generation(index: int, **more: Any) -> tuple[str, dict[str, Any]]:
-    """A prompt of 2 to 41 tokens, which may begin as others do; greedy or seeded."""
+    """A request with 2 to 41 prompt tokens that may share a prefix with others; greedy or with a seed."""
     prompt = [*COMMON[: index * 13 % 40], index + 1, index + 2]
     sampling = {"temperature": 0} if index % 4 == 0 else {"seed": index}
     return post("/generate", prompt=prompt, max_tokens=16 + index % 5 * 6, ignore_eos=True, **sampling, **more)
@@ -70,7 +71,7 @@ LEAVING = [
 
 @dataclass
 class Ledger:
-    """How often each continuation, by request and choice, was admitted, and how often it ended."""
+    """How often each choice of each request was admitted, and how often it ended."""
 
     admitted: Counter[tuple[str, int]]
     ended: Counter[tuple[str, int]]
@@ -79,32 +80,32 @@ class Ledger:
 @pytest.fixture
 def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
     ledger = Ledger(Counter(), Counter())
-    admit, put = Worker.generate, Stream.put
+    admit, put = Worker.admit, RequestStream.put
 
-    def note_admitted(worker: Worker, request: Request, arrived: float) -> Stream:
+    def note_admitted(worker: Worker, request: Request, arrived: float) -> RequestStream:
         stream = admit(worker, request, arrived)
         ledger.admitted.update((request.id, choice) for choice in range(request.params.n))
         return stream
 
-    def note_end(stream: Stream, output: Output) -> None:
+    def note_end(stream: RequestStream, output: Output) -> None:
         ledger.ended.update([(output.request_id, output.choice)] if output.end is not None else [])
         put(stream, output)
 
-    monkeypatch.setattr(Worker, "generate", note_admitted)
-    monkeypatch.setattr(Stream, "put", note_end)
+    monkeypatch.setattr(Worker, "admit", note_admitted)
+    monkeypatch.setattr(RequestStream, "put", note_end)
     return ledger
 
 
 @pytest.fixture(scope="module")
 def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Few places, and a cache that holds half of what they need."""
+    """Runs few sequences at a time, with a cache for half of the tokens that they need."""
     directory = write_checkpoint(tmp_path_factory.mktemp("crowded"), max_position_embeddings=256)
     with running(model=str(directory), max_num_seqs=8, max_step_tokens=64, cache_bytes=12 * BLOCK_BYTES) as service:
         yield service
 
 
 async def leave(client: httpx.AsyncClient, address: tuple[str, int], path: str, body: Any, seed: int) -> None:
-    """Go away: as soon as the request is sent, after a few pieces of the answer, or after a while."""
+    """Send a request and disconnect: at once, after a few pieces of the answer, or after a while."""
     chance = random.Random(seed)
     way = chance.choice(["at once", "mid-stream", "later"])
     if way == "at once":
@@ -125,7 +126,7 @@ async def leave(client: httpx.AsyncClient, address: tuple[str, int], path: str, 
 
 
 async def clients_at_once(service: Running, seed: int) -> list[httpx.Response]:
-    """The answers of those that stay."""
+    """Run all clients, and return the answers of those that do not disconnect."""
     async with httpx.AsyncClient(
         base_url=service.client.base_url,
         timeout=5 * PATIENCE_SECONDS,
@@ -146,9 +147,9 @@ async def clients_at_once(service: Running, seed: int) -> list[httpx.Response]:
 
 
 def essence(response: httpx.Response) -> Any:
-    """What an answer says; without numbers that depend on who ran beside it, in time or in the last digit."""
+    """An answer without the parts that other requests can change: timings, usage, and the last digits of logprobs."""
     if response.headers["content-type"].startswith("text/event-stream"):
-        return [(shown.tokens, shown.text, shown.end["finish_reason"]) for shown in choices_of(response)]
+        return [(choice.tokens, choice.text, choice.end["finish_reason"]) for choice in choices_of(response)]
     answer = response.json()
     for choice in (answer, *(answer.get("choices") or ())):
         for name in ("id", "timings", "usage", "logprobs"):
@@ -161,23 +162,21 @@ def choices_of(response: httpx.Response) -> Any:
 
 
 def num_ended(service: Running) -> dict[str, float]:
-    """Continuations, by the reason of their end."""
+    """The number of ended choices, by the reason of their end."""
     reasons = ("stop", "length", "cancelled", "error")
     return {name: service.metric(f'request_success_total{{finished_reason="{name}"}}') for name in reasons}
 
 
 def check_answers(service: Running, responses: list[httpx.Response], alone: list[Any]) -> None:
-    """As when each request was alone, and a trace shows what POST /forward shows."""
+    """Check that answers are the same as for each request alone, and that traces have the values of POST /forward."""
     for (path, body), expected, response in zip(cycle(STAYING), cycle(alone), responses, strict=False):
         assert essence(response) == expected, (path, body)
         if body.get("trace") == TRACE:
-            for shown in choices_of(response):
-                check_steps(service, body["prompt"], shown, stages=STAGES)
+            for choice in choices_of(response):
+                check_steps(service, body["prompt"], choice, stages=STAGES)
 
 
-def test_every_round_of_many_clients_is_answered_right_and_leaves_nothing_behind(
-    crowded: Running, ledger: Ledger
-) -> None:
+def test_many_clients_at_once_get_right_answers_and_leave_nothing_behind(crowded: Running, ledger: Ledger) -> None:
     engine = crowded.state.engine
     assert engine is not None
     alone = [essence(crowded.post(path, body)) for path, body in STAYING]
@@ -192,10 +191,10 @@ def test_every_round_of_many_clients_is_answered_right_and_leaves_nothing_behind
             "nothing runs or waits",
         )
         assert set(ledger.admitted.values()) == {1}
-        assert ledger.ended == ledger.admitted  # each once
+        assert ledger.ended == ledger.admitted  # exactly once
         ended = {reason: count - before[reason] for reason, count in num_ended(crowded).items()}
         assert sum(ended.values()) == len(ledger.admitted)
-        assert ended["cancelled"] >= NUM_LEAVING / 4  # many left while their requests ran
+        assert ended["cancelled"] >= NUM_LEAVING / 4  # many disconnected while their requests ran
         assert ended["error"] == 0
         crowded.on_network(engine.check_integrity).result(PATIENCE_SECONDS)
         assert crowded.metric("kv_cache_usage_perc") == 0
@@ -203,5 +202,5 @@ def test_every_round_of_many_clients_is_answered_right_and_leaves_nothing_behind
         blocks_in_use.append(sys.getallocatedblocks())
     assert crowded.metric("num_preemptions_total") > NUM_ROUNDS
     assert crowded.metric("prefix_cache_hits_total") > 1000
-    # What is kept for shapes of steps, or by other tests' threads, grows in one round or another; what leaks, in each.
+    # Objects for new shapes of steps, or of threads of other tests, grow in some rounds. Leaks grow in every round.
     assert min(after - before for before, after in pairwise(blocks_in_use)) < MAX_GROWTH, blocks_in_use

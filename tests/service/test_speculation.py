@@ -1,19 +1,21 @@
-"""Guesses through HTTP: the same events and counts, and Prometheus says how many were right."""
+"""Prompt-lookup decoding over HTTP changes no answer, and its drafts are counted in the metrics."""
 
 import pytest
 import torch
 
-from model.engine.pace import Pace
-from tests.kernels.common import native_operations
+from model.engine.step_budget import StepBudget
+from tests.ops.cpu.common import cpu_backend
 from tests.service.running import running
 
 BODY = {"prompt": "to be or not to be or not to be or", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 
 
-def test_answers_and_counts_are_the_same_and_the_guesses_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    native_operations(torch.float32)  # without kernels nothing is guessed: skips there
-    monkeypatch.setattr(Pace, "worth", lambda self, num_streams: 0.05)  # however busy the machine is
-    found, guesses = [], []
+def test_drafts_change_no_answer_and_no_token_count_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_backend(torch.float32)  # skips on machines without our kernels, where nothing is drafted
+    monkeypatch.setattr(
+        StepBudget, "min_acceptance", lambda self, num_decoding: 0.05
+    )  # so that drafts pay off on a busy machine too
+    answers, drafts = [], []
     for speculate in (True, False):
         with running(model="bundled", dtype="float32", speculate=speculate) as service:
             answer = service.answer("/generate", **BODY)
@@ -23,9 +25,9 @@ def test_answers_and_counts_are_the_same_and_the_guesses_are_counted(monkeypatch
             counted = [
                 service.metric(name) for name in ("generation_tokens_total", "inter_token_latency_seconds_count")
             ]
-            found.append((answer["text"], ids, answer["usage"]["completion_tokens"], counted))
-            guesses.append([service.metric(f"spec_decode_num_{what}_tokens_total") for what in ("draft", "accepted")])
-    assert found[0] == found[1]
-    assert found[0][2:] == (60, [120, 118])
-    assert 0 < guesses[0][1] <= guesses[0][0]
-    assert guesses[1] == [0, 0]
+            answers.append((answer["text"], ids, answer["usage"]["completion_tokens"], counted))
+            drafts.append([service.metric(f"spec_decode_num_{kind}_tokens_total") for kind in ("draft", "accepted")])
+    assert answers[0] == answers[1]
+    assert answers[0][2:] == (60, [120, 118])
+    assert 0 < drafts[0][1] <= drafts[0][0]
+    assert drafts[1] == [0, 0]

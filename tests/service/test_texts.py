@@ -1,5 +1,5 @@
-"""Work on texts is admitted, counted, bounded in time and given up like all other work. Short texts do not wait for
-long ones. What a response may take is known before."""
+"""Work on texts is admitted, counted, limited in time and cancelled like other requests. Short texts do not wait for
+long ones, and the memory for unread output is bounded."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from model.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer
 from service.worker import BYTES_PER_TOKEN, SHORT_TEXT
 from tests.service.checkpoints import CONTEXT, write_checkpoint
 from tests.service.running import PATIENCE_SECONDS, Running, Start, running, wait_until
@@ -22,7 +22,7 @@ SHORT: dict[str, Any] = {"prompt": "the cat", "max_tokens": 2, "ignore_eos": Tru
 
 
 class Gate:
-    """Until it is `open`, long texts are being tokenized. `began` are the texts whose work has begun."""
+    """Until `open` is set, the tokenization of long texts is blocked. `began` lists the texts that have started."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -46,8 +46,32 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose context could hold a long text."""
+    """A checkpoint with a context for long texts."""
     return write_checkpoint(tmp_path_factory.mktemp("wide"), max_position_embeddings=1 << 17)
+
+
+@pytest.mark.parametrize("path", ["/forward", "/logits", "/generate", "/tokenize"])
+def test_a_text_that_takes_long_to_tokenize_does_not_delay_other_requests(
+    tiny: Running, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    begun, gate = threading.Event(), threading.Event()
+    encode = tiny.checkpoint.tokenizer.encode
+
+    def slow(text: str, **options: bool) -> list[int]:
+        begun.set()
+        assert gate.wait(20)
+        return encode(text, **options)
+
+    monkeypatch.setattr(tiny.checkpoint.tokenizer, "encode", slow)
+    with ThreadPoolExecutor(1) as client:
+        try:
+            pending = client.submit(tiny.post, path, {"text" if path == "/tokenize" else "prompt": "the cat sat on"})
+            assert begun.wait(20)
+            assert tiny.get("/health").status_code == 200
+            assert tiny.post("/generate", {"prompt": [40, 41], "max_tokens": 2}).status_code == 200
+        finally:
+            gate.set()
+        assert pending.result().status_code == 200
 
 
 class TestLongTexts:
@@ -61,12 +85,12 @@ class TestLongTexts:
         ],
         ids=lambda value: value if isinstance(value, str) else "",
     )
-    def test_short_texts_do_not_wait_for_long_ones_and_the_gauges_count_both(
+    def test_short_texts_do_not_wait_for_long_ones_and_the_metrics_count_both(
         self, wide: Path, gate: Gate, path: str, body: dict[str, Any]
     ) -> None:
         with running(model=str(wide), max_pass_tokens=1 << 17) as service, ThreadPoolExecutor(3) as pool:
             pending = [pool.submit(service.post, path, body) for _ in range(3)]
-            wait_until(lambda: service.metric("num_requests_running") == 1, "one is tokenized")
+            wait_until(lambda: service.metric("num_requests_running") == 1, "one is being tokenized")
             wait_until(lambda: service.metric("num_requests_waiting") == 2, "two wait")
             assert len(service.answer("/generate", **SHORT)["tokens"]) == 2
             assert service.answer("/tokenize", text="the cat")["count"] >= 1
@@ -74,7 +98,7 @@ class TestLongTexts:
             assert {future.result(PATIENCE_SECONDS).status_code for future in pending} <= {200, 413}
             assert service.metric("num_requests_running") == service.metric("num_requests_waiting") == 0
 
-    def test_more_text_than_may_wait_is_429(self, wide: Path, start: Start, gate: Gate) -> None:
+    def test_more_bytes_of_text_than_may_wait_are_429(self, wide: Path, start: Start, gate: Gate) -> None:
         service = start(model=str(wide), max_waiting_tokens=2 * len(LONG) // BYTES_PER_TOKEN + 1)
         with ThreadPoolExecutor(2) as pool:
             pending = [pool.submit(service.post, "/tokenize", {"text": LONG}) for _ in range(2)]
@@ -103,28 +127,30 @@ class TestLongTexts:
             assert (response.status_code, response.json()["error"]["code"]) == (503, "timeout")
         gate.open.set()
         wait_until(lambda: service.metric("num_requests_running") == 0, "the one that ran has ended")
-        assert len(gate.began) == 1  # the other one never ran
+        assert len(gate.began) == 1  # the other text was never started
 
-    def test_the_time_of_tokenization_counts_towards_the_timeout_of_a_generation(
+    def test_the_time_of_the_tokenization_counts_towards_the_timeout_of_a_generation(
         self, wide: Path, start: Start, gate: Gate
     ) -> None:
         service = start(model=str(wide), request_timeout_seconds=1.0)
         with ThreadPoolExecutor(1) as pool:
             pending = pool.submit(service.post, "/generate", {"prompt": LONG, "max_tokens": 90_000, "ignore_eos": True})
-            wait_until(lambda: len(gate.began) == 1, "it is tokenized")
+            wait_until(lambda: len(gate.began) == 1, "it is being tokenized")
             threading.Event().wait(0.5)
             gate.open.set()
             answer = pending.result(PATIENCE_SECONDS).json()
         assert (answer["finish_reason"], answer["stop_reason"]) == ("cancelled", "timeout")
         assert 1.0 <= answer["timings"]["total_seconds"] < 1.4
 
-    def test_the_text_of_a_client_that_has_left_is_not_tokenized(self, wide: Path, start: Start, gate: Gate) -> None:
+    def test_the_waiting_text_of_a_disconnected_client_is_never_tokenized(
+        self, wide: Path, start: Start, gate: Gate
+    ) -> None:
         service = start(model=str(wide))
         clients = [service.send("/generate", {"prompt": f"{i}{LONG}", "max_tokens": 1}) for i in range(4)]
         wait_until(lambda: service.metric("num_requests_waiting") == 3, "three wait")
         for client in clients:
             client.close()
-        wait_until(lambda: service.metric("num_requests_waiting") == 0, "nobody waits")
+        wait_until(lambda: service.metric("num_requests_waiting") == 0, "nothing waits")
         gate.open.set()
         wait_until(lambda: service.metric("num_requests_running") == 0, "the one that ran has ended")
         assert len(gate.began) == 1
@@ -138,15 +164,19 @@ class TestLongTexts:
         assert bound is not None
         fits = "a" * (CONTEXT * bound)
         for path in ("/generate", "/logits", "/forward"):
-            assert tiny.post(path, {"prompt": fits}).json()["error"]["code"] == "context_length"  # it was tokenized
-        monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
+            assert (
+                tiny.post(path, {"prompt": fits}).json()["error"]["code"] == "context_length"
+            )  # only its tokens are too many
+        monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("the text was tokenized"))
         for path in ("/generate", "/logits", "/forward"):
             response = tiny.post(path, {"prompt": fits + "a"})
             error = response.json()["error"]
             assert (response.status_code, error["param"], error["code"]) == (400, "prompt", "context_length")
             assert f"at least {CONTEXT + 1} tokens" in error["message"]
 
-    def test_without_such_a_bound_it_is_tokenized(self, tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_a_bound_on_bytes_per_token_a_long_text_is_tokenized(
+        self, tiny: Running, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(tiny.checkpoint.tokenizer, "max_bytes_per_token", None)
         response = tiny.post("/generate", {"prompt": "a" * 100_000})
         assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length")
@@ -154,56 +184,6 @@ class TestLongTexts:
 
 
 class TestResponses:
-    def test_what_tokenize_would_answer_is_bounded_before_it_is_computed(
-        self, tiny_directory: Path, start: Start, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        service = start(model=str(tiny_directory), max_response_bytes=10_000)
-        assert service.answer("/tokenize", text="a" * 100)["count"] >= 1
-        assert service.post("/detokenize", {"tokens": [40] * 100}).status_code == 200
-        monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
-        monkeypatch.setattr(Tokenizer, "decode", lambda *_, **__: pytest.fail("it was decoded"))
-        for path, body, field in (
-            ("/tokenize", {"text": "a" * 1000}, "text"),
-            ("/detokenize", {"tokens": [40] * 1000}, "tokens"),
-        ):
-            response = service.post(path, body)
-            assert (response.status_code, response.json()["error"]["code"]) == (413, "response_too_large")
-            assert f"narrow {field}" in response.json()["error"]["message"]
-
-    @pytest.mark.parametrize(
-        ("path", "body"),
-        [
-            ("/generate", {"prompt": [1, 2], "max_tokens": 50, "logprobs": 20}),
-            ("/generate", {"prompt": [1, 2], "max_tokens": 50, "logprobs": 20, "stream": True}),
-            ("/generate", {"prompt": [1] * 50, "max_tokens": 1, "logprobs": 20, "echo": True}),
-            ("/generate", {"prompt": [1, 2], "max_tokens": 20, "logprobs": 2, "n": 20}),
-            ("/logits", {"prompt": [1] * 50, "positions": "all", "logprobs": True}),
-        ],
-        ids=lambda value: value if isinstance(value, str) else "-".join(value),
-    )
-    def test_log_probabilities_that_would_take_too_much_are_refused_before_anything_runs(
-        self, tiny_directory: Path, start: Start, path: str, body: dict[str, Any]
-    ) -> None:
-        service = start(model=str(tiny_directory), max_response_bytes=100_000)
-        with service.blocked():
-            response = service.post(path, body)
-        assert (response.status_code, response.json()["error"]["code"]) == (413, "response_too_large")
-        few = {"logprobs": 0, "n": 1} if path == "/generate" else {"positions": "last"}
-        assert service.post(path, body | few).status_code == 200
-
-    @pytest.mark.parametrize("text", ["a" * 3000, "\x01" * 3000, "\u20ac" * 1000, '"\\' * 1000, "the cat " * 300, ""])
-    def test_no_answer_of_tokenize_is_larger_than_its_estimate(
-        self, tiny: Running, monkeypatch: pytest.MonkeyPatch, text: str
-    ) -> None:
-        estimates: list[int] = []
-        monkeypatch.setattr("service.passes.Budget.check", lambda budget, _: estimates.append(budget.response_bytes))
-        response = tiny.post("/tokenize", {"text": text})
-        assert response.status_code == 200
-        assert len(response.content) <= estimates[0] + 64  # the count and the context
-        answer = response.json()
-        assert answer["count"] == len(answer["tokens"])
-        assert [token["position"] for token in answer["tokens"]] == list(range(answer["count"]))
-
     def test_many_tokens_are_answered_in_one_list(self, tiny: Running) -> None:
         text = "the cat sat on the log; " * 2000
         answer = tiny.answer("/tokenize", text=text)
@@ -212,7 +192,7 @@ class TestResponses:
         assert [token["id"] for token in answer["tokens"]] == tokenizer.encode(text)
         assert "".join(token["text"] for token in answer["tokens"]) == text
 
-    def test_responses_that_would_not_fit_into_memory_are_429_before_anything_is_computed(
+    def test_responses_that_do_not_fit_the_buffers_are_429_before_anything_is_computed(
         self, tmp_path: Path, start: Start
     ) -> None:
         mib = 1 << 20
@@ -226,13 +206,13 @@ class TestResponses:
             first = service.send("/forward", body)
             wait_until(lambda: service.metric("buffered_bytes") > 20 * mib, "its response is reserved")
             second = service.send("/forward", body)
-            wait_until(lambda: service.metric("buffered_bytes") > 60 * mib, "two are reserved")
+            wait_until(lambda: service.metric("buffered_bytes") > 60 * mib, "both are reserved")
             response = service.post("/forward", body)
             assert (response.status_code, response.json()["error"]["code"]) == (429, "buffers_full")
             assert int(response.headers["retry-after"]) >= 1
             first.close()
             second.close()
-            wait_until(lambda: service.metric("buffered_bytes") == 0, "their clients have left")
+            wait_until(lambda: service.metric("buffered_bytes") == 0, "their clients have disconnected")
         assert service.post("/forward", body).status_code == 200
         assert service.metric("trace_seconds_count") == before + 1
         wait_until(lambda: service.metric("buffered_bytes") == 0, "the response is sent")
@@ -241,9 +221,9 @@ class TestResponses:
 def test_the_unread_output_of_all_streams_together_is_bounded(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stream may hold more than its fair share only while there is room."""
+    """A stream may hold more than its fair share only while the total is below the limit."""
     mib = 1 << 20
-    monkeypatch.setattr("service.stream.MAX_UNREAD_BYTES", 100 * mib)
+    monkeypatch.setattr("service.request_stream.MAX_UNREAD_BYTES", 100 * mib)
     directory = write_checkpoint(tmp_path / "long", max_position_embeddings=1 << 14)
     service = start(
         model=str(directory), max_response_bytes=mib * 100, max_body_bytes=mib, max_buffered_bytes=101 * mib
@@ -265,8 +245,8 @@ def test_the_unread_output_of_all_streams_together_is_bounded(
             unread.connect(service.address)
             unread.sendall(head.encode() + content)
         streams = service.state.worker._streams
-        wait_until(lambda: len(streams) == 6 and all(one._is_held for one in streams.values()), "all are held")
+        wait_until(lambda: len(streams) == 6 and all(one._paused for one in streams.values()), "all are paused")
         assert 4 * mib <= service.metric("buffered_bytes") < 8 * mib
-        assert len(service.answer("/generate", **SHORT)["tokens"]) == 2  # small requests go on
+        assert len(service.answer("/generate", **SHORT)["tokens"]) == 2  # small requests are still served
         assert service.post("/tokenize", {"text": "a" * 70_000}).status_code == 429
     wait_until(lambda: service.metric("buffered_bytes") == 0, "nothing is held")

@@ -1,0 +1,53 @@
+"""Run a network once over one prompt and keep the selected stages."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from model.ops.interface import Backend
+from model.tracing.predictions import compute_loss
+from model.tracing.selection import Selection, StageCollector, StageTrace
+from model.tracing.tap import Recorder, Tap
+
+
+class Network(Protocol):
+    """A network that can be traced: a `Transformer`, or one of the worked examples."""
+
+    backend: Backend
+
+    def __call__(self, ids: Tensor, *, tap: Tap | None = None) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A traced pass: the selected stages in the order of computation, the logits (T, V), and the loss (T,) in nats."""
+
+    stages: list[StageTrace]
+    logits: Tensor
+    loss: Tensor
+
+
+@torch.inference_mode()
+def trace(
+    network: Network,
+    ids: Sequence[int],
+    targets: Sequence[int | None],
+    selection: Selection,
+    sizes: Mapping[str, int],
+    device: torch.device | str = "cpu",
+) -> Trace:
+    """Run `network` once over `ids` and keep the selected stages.
+
+    `targets` has one token id per position, or None; the loss of a position without a target is NaN. `sizes` gives the
+    length of each named dim for this number of tokens.
+    """
+    summaries = network.backend.summaries
+    collector = StageCollector(selection, sizes, summaries)
+    recorder = Recorder(selection.stages, collector)
+    logits = network(torch.tensor([list(ids)], device=device), tap=recorder)
+    loss = compute_loss(logits, targets, recorder, summaries)
+    collector.finish()
+    return Trace([recorder.kept[stage.name] for stage in selection.stages], logits[0], loss[0])

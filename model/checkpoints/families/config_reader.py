@@ -1,0 +1,159 @@
+"""Read a `config.json` key by key, and refuse keys that nothing has read."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from model.config import is_finite_number
+from model.errors import join_names, short_repr
+
+
+class ConfigReader:
+    """Reads one JSON object of a `config.json` and remembers which keys were read; `finish` refuses the other keys.
+
+    `parent_key` is the key of this object in the file, or empty for the whole file. A method that checks a key raises
+    `ValueError` naming the key if it is wrong.
+    """
+
+    # Keys that do not change the forward pass in any family: metadata, and settings of training and generation.
+    HARMLESS = frozenset(
+        {
+            "_attn_implementation_autoset",
+            "_name_or_path",
+            "architectures",
+            "attention_dropout",
+            "attn_pdrop",
+            "auto_map",
+            "bad_words_ids",
+            "begin_suppress_tokens",
+            "bos_token_id",
+            "chunk_size_feed_forward",
+            "cls_token_id",
+            "cross_attention_hidden_size",
+            "decoder_start_token_id",
+            "diversity_penalty",
+            "do_sample",
+            "dtype",
+            "early_stopping",
+            "embd_pdrop",
+            "encoder_no_repeat_ngram_size",
+            "eos_token_id",
+            "exponential_decay_length_penalty",
+            "finetuning_task",
+            "forced_bos_token_id",
+            "forced_eos_token_id",
+            "gradient_checkpointing",
+            "id2label",
+            "initializer_range",
+            "label2id",
+            "length_penalty",
+            "max_length",
+            "min_length",
+            "model_type",
+            "no_repeat_ngram_size",
+            "num_beam_groups",
+            "num_beams",
+            "num_return_sequences",
+            "output_attentions",
+            "output_hidden_states",
+            "output_scores",
+            "pad_token_id",
+            "prefix",
+            "pretraining_tp",
+            "problem_type",
+            "remove_invalid_values",
+            "repetition_penalty",
+            "resid_pdrop",
+            "return_dict",
+            "return_dict_in_generate",
+            "sep_token_id",
+            "suppress_tokens",
+            "task_specific_params",
+            "temperature",
+            "tf_legacy_loss",
+            "tie_encoder_decoder",
+            "tokenizer_class",
+            "top_k",
+            "top_p",
+            "torch_dtype",
+            "torchscript",
+            "transformers_version",
+            "typical_p",
+            "unk_token_id",
+            "unsloth_fixed",
+            "unsloth_version",
+            "use_bfloat16",
+            "use_cache",
+        }
+    )
+    # Keys that may be present in every family, each with the only value that does not change the forward pass.
+    NEUTRAL: Mapping[str, Any] = {
+        "add_cross_attention": False,
+        "is_decoder": False,
+        "is_encoder_decoder": False,
+        "pruned_heads": {},
+        "quantization_config": None,
+    }
+
+    def __init__(self, config: Mapping[str, Any], parent_key: str = "") -> None:
+        self._config = config
+        self._prefix = f"config.json: {parent_key}." if parent_key else "config.json: "
+        self._unread = {key for key, value in config.items() if value is not None} - self.HARMLESS
+
+    def has(self, key: str) -> bool:
+        """Whether the key is present, even if its value is null."""
+        return key in self._config
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """The key's value, or `default` if the key is missing or null."""
+        self._unread.discard(key)
+        value = self._config.get(key)
+        return default if value is None else value
+
+    def need(self, key: str) -> Any:
+        """The key's value. The key must be present and not null."""
+        value = self.take(key)
+        if value is None:
+            raise ValueError(f"{self._prefix}{key} is missing")
+        return value
+
+    def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int) -> int:
+        """The key's value, an integer from `low` to `high`. Without a `default` the key must be present."""
+        value = self.need(key) if default is None else self.take(key, default)
+        if type(value) is not int or not low <= value <= high:
+            raise ValueError(f"{self._prefix}{key} = {short_repr(value)} must be an integer from {low} to {high}")
+        return value
+
+    def number(self, key: str) -> float | None:
+        """The key's value, a finite number of at least 0, or None if the key is missing or null."""
+        value = self.take(key)
+        if value is not None and not (is_finite_number(value) and value >= 0):
+            raise ValueError(f"{self._prefix}{key} = {short_repr(value)} must be a finite number of at least 0")
+        return None if value is None else float(value)
+
+    def expect(self, key: str, value: Any) -> None:
+        """Check that the key is missing, null or this value. Other values are not implemented."""
+        actual = self.take(key, value)
+        if actual != value:
+            raise ValueError(f"{self._prefix}{key} = {short_repr(actual)} is not implemented (only {value!r})")
+
+    def ignore(self, *keys: str) -> None:
+        """Accept any value of these keys, because in this family they do not change the forward pass."""
+        self._unread.difference_update(keys)
+
+    def choice(self, key: str, names: Mapping[str, Any], default: str) -> Any:
+        """Look up the key's value in `names`. A missing or null key means `default`."""
+        value = self.take(key, default)
+        if not isinstance(value, str) or value not in names:
+            raise ValueError(f"{self._prefix}{key} = {short_repr(value)} is not implemented; known: {', '.join(names)}")
+        return names[value]
+
+    def finish(self) -> None:
+        """Raise `ValueError` for keys that nothing has read. Call it last."""
+        for key, value in self.NEUTRAL.items():
+            self.expect(key, value)
+        if self._unread:
+            unknown = join_names(sorted(self._unread), limit=20)
+            raise ValueError(
+                f"{self._prefix}{unknown}: unknown in this family; unknown keys are refused, because "
+                "they may change the computation"
+            )

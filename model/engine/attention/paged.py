@@ -1,0 +1,60 @@
+"""Attention that reads the blocks of the paged cache in place, with our own kernels: all sequences in one call."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from model.engine.attention.interface import cu_seqlens, slot_mapping
+from model.engine.cache import PagedCache
+from model.engine.scheduler import ScheduledSequence
+from model.ops.cpu.paged_attention import PagedAttention, PagedRead
+
+
+class PagedBackend:
+    """`AttentionBackend` with our own kernels."""
+
+    reads_unwritten_slots = False
+
+    def __init__(self, cache: PagedCache, kernels: PagedAttention) -> None:
+        self.cache = cache
+        self.kernels = kernels
+
+    def prepare(self, sequences: Sequence[ScheduledSequence], max_blocks: int | None = None) -> "PagedStep":
+        """`max_blocks`: how many blocks per sequence `PagedStep.update` must have room for."""
+        return PagedStep(self, sequences, max_blocks)
+
+
+class PagedStep:
+    """The tables of one step, in memory that a recorded step can read again after `update`."""
+
+    def __init__(self, backend: PagedBackend, sequences: Sequence[ScheduledSequence], max_blocks: int | None) -> None:
+        self._cache, self._kernels = backend.cache, backend.kernels
+        size = self._cache.block_size
+        num_blocks = max_blocks or max(len(scheduled.sequence.blocks) for scheduled in sequences)
+        blocks = [[*s.sequence.blocks, *[0] * (num_blocks - len(s.sequence.blocks))] for s in sequences]
+        self.positions, self._slots = torch.tensor(slot_mapping(sequences, size))
+        first_rows, start = _row_tables(sequences)
+        self._read = PagedRead(torch.tensor(blocks), torch.tensor(first_rows), torch.tensor(start), size)
+
+    def update(self, sequences: Sequence[ScheduledSequence]) -> None:
+        """Overwrite the tables with those of another step of as many sequences and tokens."""
+        read = self._read
+        tensors = (self.positions, self._slots, read.cu_seqlens, read.start)
+        tables = (*slot_mapping(sequences, read.block_size), *_row_tables(sequences))
+        for tensor, numbers in zip(tensors, tables, strict=True):
+            tensor.numpy()[:] = numbers
+        tables_of_blocks = read.blocks.numpy()
+        for row, scheduled in enumerate(sequences):
+            tables_of_blocks[row, : len(scheduled.sequence.blocks)] = scheduled.sequence.blocks
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache = self._cache
+        keys, values = cache.keys[layer], cache.values[layer]
+        self._kernels.write(k, v, keys, values, self._slots)
+        return self._kernels.attend(q, keys, values, self._read, cache.windows[layer], scale=cache.scale)
+
+
+def _row_tables(sequences: Sequence[ScheduledSequence]) -> tuple[list[int], list[int]]:
+    """The cumulative numbers of new tokens, and the position of the first new token of each sequence."""
+    return cu_seqlens([scheduled.num_new for scheduled in sequences]), [scheduled.start for scheduled in sequences]

@@ -1,0 +1,70 @@
+"""The attention context of one step: what a network calls to attend, for several sequences at once."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.engine.attention.gathered import GatheredBackend
+from model.engine.attention.interface import AttentionBackend, StepAttention
+from model.engine.attention.paged import PagedBackend
+from model.engine.attention.varlen import VarlenBackend, find_kernel
+from model.engine.cache import PagedCache
+from model.engine.scheduler import ScheduledSequence
+from model.network.attention import trace_attention
+from model.ops.interface import Backend, NetworkOps
+from model.ops.torch_attention import CausalMask, apply_pattern
+from model.tracing.tap import Probe, SequenceTap
+
+
+def choose_attention(cache: PagedCache, config: ModelConfig, backend: Backend) -> AttentionBackend:
+    """The fastest attention over the paged cache that the network's backend and the device have."""
+    if backend.paged_attention is not None:
+        return PagedBackend(cache, backend.paged_attention)
+    kernel = find_kernel(config, cache.keys.dtype, cache.device) if backend.allows_varlen else None
+    return GatheredBackend(cache) if kernel is None else VarlenBackend(cache, kernel)
+
+
+class StepContext:
+    """An `AttentionContext` for the new tokens of a step, which are in the order of `sequences`."""
+
+    def __init__(
+        self,
+        attention: StepAttention,
+        cache: PagedCache,
+        sequences: Sequence[ScheduledSequence],
+        ops: NetworkOps,
+    ) -> None:
+        self.positions = attention.positions
+        self._attention = attention
+        self._cache = cache
+        self._sequences = sequences
+        self._ops = ops
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe) -> Tensor:
+        z = self._attention.attend(layer, q[0], k[0], v[0])[None]
+        if probe.wants("scores", "attn_scores", "pattern"):
+            for index, tap, sequence_probe in probe.sequences():
+                # An error here, such as too little memory for the scores, ends this sequence alone.
+                with tap.guarded():
+                    self._trace(layer, self._sequences[index], tap, q, z, sequence_probe)
+        return probe("z", z)
+
+    def _trace(
+        self, layer: int, scheduled: ScheduledSequence, tap: SequenceTap, q: Tensor, z: Tensor, probe: Probe
+    ) -> None:
+        """Offer the scores and the pattern of one sequence over all its keys. If the tap changes them, change `z`."""
+        if not probe.wants("scores", "attn_scores", "pattern"):
+            return
+        cache = self._cache
+        blocks = torch.tensor(scheduled.sequence.blocks, device=cache.device)
+        end = scheduled.start + scheduled.num_new
+        keys, values = (pool[None, :end] for pool in cache.gather(layer, blocks))
+        mask = CausalMask(scheduled.start, scheduled.num_new, cache.windows[layer], cache.device)
+        changed = trace_attention(q[:, tap.tokens], keys, mask, probe, scale=cache.scale, ops=self._ops)
+        if changed is not None:
+            z[:, tap.tokens] = apply_pattern(changed, values)
+
+    def finish(self) -> None:
+        """Nothing to do: the scheduler counts the computed tokens."""

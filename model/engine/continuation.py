@@ -1,0 +1,126 @@
+"""One of the continuations of a request: its sequence, its sampler, its text, and what it has traced."""
+
+import time
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+from torch import Tensor
+
+from model.engine.request import Output, Request
+from model.engine.scheduler import ScheduledSequence
+from model.engine.sequence import SequenceState
+from model.engine.step_tracer import StepTracer
+from model.network.transformer import Transformer
+from model.text.sampling import Sampler, TokenLogprobs, token_logprobs
+from model.text.tokenizer import Tokenizer
+from model.text.transcript import Transcript
+from model.tracing.tap import Chain, Tap
+
+
+@dataclass
+class SequenceResult:
+    """What a step computed for one sequence.
+
+    `logits` (T, V) are those of all new tokens, if they were wanted. `token_ids` are the tokens that the sequence gets,
+    with their `logprobs` if those were asked for; none if the step did not reach the newest token. `error` is what
+    went wrong in this sequence. `trace_seconds` is the time that tracing took.
+    """
+
+    tracer: StepTracer | None = None
+    logits: Tensor | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    error: Exception | None = None
+    trace_seconds: float = 0.0
+
+
+class Continuation:
+    """One of the `n` continuations of a request, with everything that it does not share with the others.
+
+    `Output` and the HTTP API call it a choice.
+    """
+
+    def __init__(self, request: Request, index: int, sequence: SequenceState, tokenizer: Tokenizer | None) -> None:
+        params = request.params
+        self.request = request
+        self.index = index
+        self.sequence = sequence
+        self.sampler = Sampler(params.sampling.for_continuation(index), request.prompt_ids)
+        self.transcript = Transcript(tokenizer, request.prompt_ids, params)
+        self.traced_until = 0  # positions below this are not traced again after preemption
+        self.num_generated = 0
+        self.has_started = False
+        self.prompt_logprobs: list[TokenLogprobs] = []  # from the second prompt token on, if the prompt is echoed
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether tokens may be drafted: sampling is greedy, and the request has neither a trace nor a tap."""
+        return self.sampler.is_greedy and self.request.trace is None and self.request.tap is None
+
+    def mark_started(self) -> bool:
+        """Note that a step begins, and return whether it is the first one."""
+        is_first, self.has_started = not self.has_started, True
+        return is_first
+
+    def new_tracer(self, model: Transformer, scheduled: ScheduledSequence) -> StepTracer | None:
+        """The tracer of the next step; None if the request is not traced."""
+        trace = self.request.trace
+        return None if trace is None else StepTracer(model, trace, scheduled, self.traced_until)
+
+    def tap(self, tracer: StepTracer | None) -> Tap | None:
+        """The request's own tap, followed by the tracer's; None if there is neither."""
+        taps = [tap for tap in (self.request.tap, None if tracer is None else tracer.tap) if tap is not None]
+        return Chain(*taps) if taps else None
+
+    def needs_all_logits(self, scheduled: ScheduledSequence, tracer: StepTracer | None) -> bool:
+        """Whether the logits of all new tokens are needed, not only those after which a token is chosen."""
+        is_traced = tracer is not None and tracer.needs_logits
+        is_prompt = scheduled.start < self.sequence.num_prompt
+        return is_traced or (self.request.params.needs_prompt_logits and is_prompt and self.num_generated == 0)
+
+    def advance(self, scheduled: ScheduledSequence, result: SequenceResult) -> Output | None:
+        """Turn the result of a step into an output; None if there is nothing to report. Raises `result.error`."""
+        if result.error is not None:
+            raise result.error
+        params, tokens = self.request.params, []
+        if params.needs_prompt_logits and self.num_generated == 0 and result.logits is not None:
+            self._add_prompt_logprobs(scheduled, result.logits)
+        if result.token_ids and params.echo and self.num_generated == 0:
+            tokens += self.transcript.echo(self.prompt_logprobs)
+        for token_id, logprobs in zip_longest(result.token_ids, result.logprobs):
+            if self.transcript.end is None:  # an accepted draft may go on behind the end
+                tokens.append(self.transcript.push(token_id, logprobs))
+                self.num_generated += 1
+        trace = None
+        if result.tracer is not None:
+            begun, end_position = time.perf_counter(), scheduled.start + scheduled.num_new
+            next_tokens = self.sequence.tokens[scheduled.start + 1 : end_position + 1]
+            trace = result.tracer.finish(result.logits, next_tokens)
+            self.traced_until = max(self.traced_until, end_position)
+            result.trace_seconds += time.perf_counter() - begun
+        end = self.transcript.end
+        return self.output(tokens=tokens, trace=trace, end=end) if tokens or trace is not None else None
+
+    def _add_prompt_logprobs(self, scheduled: ScheduledSequence, logits: Tensor) -> None:
+        """Add the logprobs of prompt tokens, from the logits (T, V) of the new tokens.
+
+        The logprobs of tokens that are computed again after preemption are known already.
+        """
+        begin = max(scheduled.start, len(self.prompt_logprobs))
+        end = min(scheduled.start + scheduled.num_new, self.sequence.num_prompt - 1)
+        num_top = self.request.params.logprobs
+        if begin < end and num_top is not None:
+            next_tokens = self.sequence.tokens[begin + 1 : end + 1].tolist()
+            rows = logits[begin - scheduled.start : end - scheduled.start]
+            self.prompt_logprobs += token_logprobs(rows, next_tokens, num_top)
+
+    def output(self, **fields: Any) -> Output:
+        return Output(
+            self.request.id,
+            self.index,
+            num_prompt=self.sequence.num_prompt,
+            num_generated=self.num_generated,
+            num_cached=self.sequence.num_cached or 0,
+            **fields,
+        )

@@ -1,0 +1,98 @@
+"""Decode graphs: a step in which every sequence only decodes is recorded once per shape, then replayed.
+
+What a CUDA graph is to a GPU, a recording is to our CPU kernels: replaying it needs no Python between the kernels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from model.engine.attention.paged import PagedBackend
+from model.engine.attention.step_context import StepContext
+from model.engine.scheduler import ScheduledSequence
+from model.network.transformer import Transformer
+from model.ops.cpu.recording import Recording, RecordingMemory
+from model.ops.interface import Argmax
+
+
+@dataclass(frozen=True)
+class DecodeResult:
+    """The logits (N, V) of N tokens and the argmax of each row; and whether a recorded step was replayed for them."""
+
+    logits: Tensor
+    argmax: Argmax
+    was_replayed: bool
+
+
+class DecodeGraph:
+    """One recorded pass of `model` over the N new tokens of some decoding sequences, and the memory of its inputs."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        attention: PagedBackend,
+        sequences: Sequence[ScheduledSequence],
+        memory: RecordingMemory,
+        *,
+        watched: bool,
+    ) -> None:
+        cache, ops = attention.cache, model.backend
+        max_blocks = min(-(-model.config.max_positions // cache.block_size), cache.num_blocks)
+        self._step = attention.prepare(sequences, max_blocks)
+        ids = torch.tensor([_new_tokens(sequences)])
+        self._ids = ids.numpy()
+        self._recording = Recording(memory)
+        with self._recording.record(watched=watched):
+            logits = model(ids, context=StepContext(self._step, cache, sequences, ops.network))[0]
+            self.result = DecodeResult(logits, ops.sampling.argmax(logits), was_replayed=False)
+        self._replayed = replace(self.result, was_replayed=True)
+        self.is_whole = self._recording.is_whole
+
+    def replay(self, sequences: Sequence[ScheduledSequence]) -> DecodeResult:
+        """The result for other sequences. It is valid until the next graph runs."""
+        self.update_inputs(sequences)
+        self._recording.replay()
+        return self._replayed
+
+    def update_inputs(self, sequences: Sequence[ScheduledSequence]) -> None:
+        self._step.update(sequences)
+        self._ids[0] = _new_tokens(sequences)
+
+
+class DecodeGraphs:
+    """The graphs of a network that our kernels compute completely. Without paged kernels nothing is recorded."""
+
+    def __init__(self, model: Transformer, attention: PagedBackend | None) -> None:
+        self._model = model
+        self._attention = attention
+        self._memory = RecordingMemory()
+        self._graphs: dict[tuple[int, int], DecodeGraph] = {}  # by number of sequences and of new tokens
+
+    @property
+    def num_recorded(self) -> int:
+        return len(self._graphs)
+
+    def run(self, sequences: Sequence[ScheduledSequence]) -> DecodeResult | None:
+        """The result of the step, valid until the next call. None if the step cannot be recorded."""
+        if self._attention is None or not all(scheduled.is_decoding for scheduled in sequences):
+            return None
+        shape = len(sequences), sum(scheduled.num_new for scheduled in sequences)
+        graph = self._graphs.get(shape)
+        if graph is not None:
+            return graph.replay(sequences)
+        # To watch a recording is to look for computations by PyTorch, which cannot be replayed. It is slow, so it ends
+        # with the first watched recording of several tokens: with one token, PyTorch can return a view where it copies.
+        was_watched = any(num_tokens > 1 for _, num_tokens in self._graphs)
+        graph = DecodeGraph(self._model, self._attention, sequences, self._memory, watched=not was_watched)
+        if graph.is_whole:
+            self._graphs[shape] = graph
+        else:
+            self._attention = None  # PyTorch computes a part of this network, so nothing is recorded from now on
+            self._graphs.clear()
+        return graph.result
+
+
+def _new_tokens(sequences: Sequence[ScheduledSequence]) -> list[int]:
+    return [token for scheduled in sequences for token in scheduled.new_tokens]

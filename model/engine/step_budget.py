@@ -1,0 +1,86 @@
+"""How many prompt tokens a step may compute, and which drafts pay off, learned from measured step times.
+
+This module must not import torch (tests/test_layout.py).
+"""
+
+import math
+
+from model.errors import InvalidField
+
+STEP_HISTORY_WEIGHT = 0.95  # weight of all earlier steps when a new one is measured
+MIN_TOKENS = 16  # prompt tokens per step, however slow steps are: a prompt must make progress
+MAX_TOKENS = 1 << 20  # upper bound of `max_prompt_tokens`
+# Results of `min_acceptance`: before enough steps are measured, and its lower bound.
+DEFAULT_MIN_ACCEPTANCE, LOWEST_MIN_ACCEPTANCE = 0.1, 0.03
+
+
+class LinearFit:
+    """Fits the time of a step of x tokens as a + b * x, in seconds, to the steps so far. Older steps count less."""
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0  # weighted sums over the steps
+        self._slope = 0.0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Add a step of `num_tokens` tokens that took `seconds`."""
+        terms = (1.0, num_tokens, seconds, num_tokens * num_tokens, num_tokens * seconds)
+        sums = (self._weight, self._x, self._y, self._xx, self._xy)
+        self._weight, self._x, self._y, self._xx, self._xy = (
+            STEP_HISTORY_WEIGHT * total + term for total, term in zip(sums, terms, strict=True)
+        )
+
+    def marginal_cost(self, num_tokens: int) -> float | None:
+        """Estimate the cost of one more token in a step of `num_tokens`, as a fraction of the time of that step.
+
+        None if the steps so far do not determine it.
+        """
+        variance = self._weight * self._xx - self._x * self._x
+        slope = (self._weight * self._xy - self._x * self._y) / variance if variance > 1e-6 * self._xx else 0.0
+        slope = self._slope = slope if slope > 0 else self._slope  # steps of equal size do not determine a slope
+        if slope == 0:
+            return None
+        seconds = (self._y - slope * self._x) / self._weight + slope * num_tokens
+        return slope / seconds if seconds > 0 else math.inf
+
+
+class StepBudget:
+    """Keeps a step with prompts within `max_stretch` times the time that it would take without them."""
+
+    def __init__(self, max_stretch: float) -> None:
+        if not max_stretch > 1:
+            reason = f"{max_stretch} must be above 1: a step with prompts takes longer than the same step without them"
+            raise InvalidField("max_stretch", reason)
+        self._max_stretch = max_stretch
+        self._all_steps, self._replayed_steps = LinearFit(), LinearFit()
+        self._limit = MIN_TOKENS
+
+    def observe(self, num_tokens: int, seconds: float, *, replayed: bool = False) -> None:
+        """Add a measured step.
+
+        Steps of decoding sequences are replayed if possible, so `min_acceptance` uses only the times of replayed steps.
+        """
+        self._all_steps.observe(num_tokens, seconds)
+        if replayed:
+            self._replayed_steps.observe(num_tokens, seconds)
+
+    def max_prompt_tokens(self, num_decoding: int) -> int:
+        """The prompt tokens that the next step may compute beside `num_decoding` sequences.
+
+        At most twice what the last call returned.
+        """
+        cost, limit = self._all_steps.marginal_cost(num_decoding), 2.0 * self._limit
+        if cost is not None:
+            limit = min(limit, (self._max_stretch - 1) / cost)
+        self._limit = int(min(max(limit, MIN_TOKENS), MAX_TOKENS))
+        return self._limit
+
+    def min_acceptance(self, num_decoding: int) -> float:
+        """The lowest probability of acceptance at which a drafted token is worth its time.
+
+        One drafted token takes the fraction `cost` of the time of a step. In that time, steps without drafts would give
+        `num_decoding * cost` tokens, so it must be accepted with at least this probability.
+        """
+        cost = self._replayed_steps.marginal_cost(num_decoding)
+        if cost is None:
+            return DEFAULT_MIN_ACCEPTANCE
+        return min(max(num_decoding * cost, LOWEST_MIN_ACCEPTANCE), 1.0)

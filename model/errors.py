@@ -1,0 +1,63 @@
+"""Exceptions that a caller is expected to handle, and how their messages show values of any size."""
+
+import math
+import reprlib
+from collections.abc import Iterable
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
+_SHORT.maxdict = 12
+
+
+class InvalidField(ValueError):
+    """A field of a configuration or a request has an invalid value.
+
+    `field` is the name of the field, and `reason` says what is wrong with the value.
+    """
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+class CheckpointError(ValueError):
+    """A file of a checkpoint is missing, unreadable or does not fit the network. The message names what is wrong.
+
+    A `config.json` with an invalid or unsupported value, or a `tokenizer.json` that the tokenizers library cannot use,
+    raises a plain `ValueError` instead.
+    """
+
+
+def short_repr(value: object) -> str:
+    """A value from a file for an error message: its `repr`, with long strings and containers shortened.
+
+    Integers have up to 40 digits; of larger ones only the number of bits is stated.
+    """
+    if type(value) is int and abs(value) >= 10**40:
+        return f"an integer of {value.bit_length()} bits"  # Python refuses to print more than 4,300 digits
+    return _SHORT.repr(value)
+
+
+def shortened(value: object) -> str:
+    """A value from a request for an error message.
+
+    It is shorter than `short_repr`, because it is part of a response: at most the first 40 characters, and integers of
+    more than 30 digits as a power of ten.
+    """
+    if isinstance(value, int) and abs(value) >= 10**30:  # Python refuses to print more than 4,300 digits
+        return f"about {'-' if value < 0 else ''}10^{math.log10(abs(value)):.0f}"
+    text = str(value) if isinstance(value, (int, float)) else repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def printable_name(name: str) -> str:
+    """A name from a file for an error message: without unprintable characters such as line ends, and not too long."""
+    return name if name.isprintable() and len(name) <= 200 else short_repr(name)
+
+
+def join_names(names: Iterable[str], limit: int = 5) -> str:
+    """The first `limit` names from a file for an error message, and the number of the others."""
+    names = list(names)
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(map(printable_name, names[:limit])) + rest

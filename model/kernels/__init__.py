@@ -1,1 +1,0 @@
-"""Kernels for CPUs, where they are faster than PyTorch's."""

@@ -1,0 +1,137 @@
+"""How the attention of a network reaches its keys and values: the interface, and a cache for sequences of equal length.
+
+The engine implements the same interface for its paged cache. Dims: B batch, T new tokens, S keys (cached and new),
+H/Hkv heads, D head size.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.ops.interface import NetworkOps
+from model.ops.torch_attention import CausalMask, apply_pattern, mask_scores, softmax
+from model.ops.torch_ops import TORCH
+from model.tracing.tap import Probe
+
+
+class AttentionContext(Protocol):
+    """What the new tokens of one pass attend to: themselves, and tokens of earlier passes."""
+
+    positions: Tensor
+    """(T,) int64: the position of each new token in its own sequence."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe) -> Tensor:
+        """q (B, T, H, D), k and v (B, T, Hkv, D) of the new tokens -> z (B, T, H, D). Stores k and v for later."""
+
+    def finish(self) -> None:
+        """Called after the last layer: the new tokens now count as computed."""
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: CausalMask | None,
+    probe: Probe,
+    *,
+    scale: float,
+    ops: NetworkOps = TORCH.network,
+) -> Tensor:
+    """softmax(q k^T * scale + mask) v, each query head with the key and value head of its group.
+
+    q (B, T, H, D), k and v (B, S, Hkv, D) -> z (B, T, H, D). Without a mask every query sees every key.
+    """
+    z = ops.attend(q, k, v, mask, scale=scale)
+    if probe.wants("scores", "attn_scores", "pattern"):
+        changed = trace_attention(q, k, mask, probe, scale=scale, ops=ops)
+        if changed is not None:
+            z = apply_pattern(changed, v)
+    return probe("z", z)
+
+
+def trace_attention(
+    q: Tensor, k: Tensor, mask: CausalMask | None, probe: Probe, *, scale: float, ops: NetworkOps
+) -> Tensor | None:
+    """Compute the stages that fused attention skips, and offer them: `scores`, `attn_scores` and `pattern`.
+
+    Each is (B, H, T, S). Returns the pattern if the tap changed any of them, otherwise None.
+    """
+    scores, masked, pattern = ops.attention_scores(q, k, mask, scale=scale)
+    new_scores = probe("scores", scores)
+    if new_scores is not scores:
+        masked = mask_scores(new_scores, mask)
+    new_masked = probe("attn_scores", masked)
+    if new_scores is not scores or new_masked is not masked:
+        pattern = softmax(new_masked, q.dtype)
+    new_pattern = probe("pattern", pattern)
+    is_unchanged = new_scores is scores and new_masked is masked and new_pattern is pattern
+    return None if is_unchanged else new_pattern
+
+
+class KVCache:
+    """Keys and values of computed tokens: for each layer one buffer of `capacity` tokens.
+
+    `append` writes after the first `length` tokens and returns everything up to the end of what it wrote. `advance`
+    makes the new tokens count; it is called once per pass, after the last layer.
+    """
+
+    def __init__(
+        self, config: ModelConfig, capacity: int, *, dtype: torch.dtype, device: torch.device, batch: int = 1
+    ) -> None:
+        shape = (config.num_layers, 2, batch, capacity, config.num_kv_heads, config.d_head)
+        self._buffer = torch.empty(shape, dtype=dtype, device=device)
+        self.capacity = capacity
+        self.length = 0
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v (B, T, Hkv, D) of the new tokens -> keys and values (B, S, Hkv, D) of all tokens, without a copy."""
+        if k.shape[0] != self._buffer.shape[2]:
+            raise ValueError(f"the cache is for a batch of {self._buffer.shape[2]}, not of {k.shape[0]}")
+        end = self.length + k.shape[1]
+        if end > self.capacity:
+            raise ValueError(f"the cache holds {self.capacity} tokens, {end} do not fit")
+        keys, values = self._buffer[layer]
+        keys[:, self.length : end] = k
+        values[:, self.length : end] = v
+        return keys[:, :end], values[:, :end]
+
+    def advance(self, num_tokens: int) -> None:
+        self.length += num_tokens
+
+
+class DenseContext:
+    """The attention context of a batch of sequences of equal length, with a `KVCache` or without.
+
+    Raises `ValueError` if the positions exceed the config's `max_positions`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        cache: KVCache | None,
+        num_new: int,
+        device: torch.device,
+        ops: NetworkOps = TORCH.network,
+    ) -> None:
+        start = cache.length if cache is not None else 0
+        if start + num_new > config.max_positions:
+            raise ValueError(f"the pass needs {start + num_new} positions, the context holds {config.max_positions}")
+        self.positions = torch.arange(start, start + num_new, device=device)
+        self._config = config
+        self._cache = cache
+        self._num_new = num_new
+        self._ops = ops
+        windows = {config.window_of(layer) for layer in range(config.num_layers)}
+        self._masks = {window: CausalMask(start, num_new, window, device) for window in windows}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe) -> Tensor:
+        if self._cache is not None:
+            k, v = self._cache.append(layer, k, v)
+        mask = self._masks[self._config.window_of(layer)]
+        return attend(q, k, v, mask, probe, scale=self._config.d_head**-0.5, ops=self._ops)
+
+    def finish(self) -> None:
+        if self._cache is not None:
+            self._cache.advance(self._num_new)

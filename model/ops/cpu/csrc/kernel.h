@@ -1,0 +1,46 @@
+// What all kernels share: how they take their arguments, how their work is divided, and functions that several use.
+//
+// A kernel computes one operation, such as a norm. It is a C function of three arguments: an array of 64-bit values
+// (addresses, sizes, numbers), and the index of a task among the `num_tasks` tasks into which this call is divided.
+// `run_calls` of thread_pool.cpp runs all tasks of a call on several threads. A task writes only its own share of the
+// outputs, and each output is computed in the same order of operations whatever the number of tasks, so no bit of a
+// result depends on how a call is divided.
+
+#pragma once
+
+#include "simd.h"
+
+// Unroll loops over arrays that must stay in registers: one loop that is not unrolled forces its array into memory.
+#define UNROLL _Pragma("GCC unroll 16")
+
+#define KERNEL(name) extern "C" void name(Args args, long task, long num_tasks)
+
+// The arguments of a call, by index. Python passes them in the same order: `call` in model/ops/cpu/recording.py.
+struct Args {
+    const int64_t* values;
+
+    template <class T>
+    T* array(int index) const {
+        return reinterpret_cast<T*>(values[index]);
+    }
+    long integer(int index) const { return values[index]; }
+    float real(int index) const {  // passed as the bits of a double: `float_bits` in recording.py
+        double number;
+        std::memcpy(&number, values + index, sizeof number);
+        return number;
+    }
+};
+
+// e^x, accurate except for the last bit or two: 2^n e^r with |r| <= ln 2 / 2, and e^r by its Taylor series up
+// to r^7 / 7!. NaN stays NaN.
+inline Floats exp(Floats x) {
+    x = max(broadcast(-104.0f), x);  // e^x is 0 below
+    x = min(broadcast(104.0f), x);   // e^x is infinite above
+    const Floats n = round(x * broadcast(1.44269504f));
+    Floats r = fma(n, broadcast(-0.693145752f), x);  // ln 2 as the sum of two floats
+    r = fma(n, broadcast(-1.42860677e-6f), r);
+    Floats sum = broadcast(1.0f / 5040);
+    for (const float coefficient : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+        sum = fma(sum, r, broadcast(coefficient));
+    return times_power_of_two(sum, n);
+}

@@ -1,0 +1,120 @@
+// Linear layers: y = x w^T + b, for few rows of x or many.
+//
+// x (M, K), y (M, N), b (N). The weights w are packed in tiles of 16 outputs, so that a vector holds 16 outputs:
+//   float32:  [N / 16][K][16], one vector for each k.
+//   bfloat16: [N / 16][K / 2][16][2], one vector for each pair of k's.
+// The last tile is padded with zeros. For each group of up to ROWS rows of x, a product
+// reads every weight once, in the order in which the weights lie. A task has some of the tiles, for all rows (gemm.h).
+//
+// Each result is one float32 sum over k in order; the matrix unit (AMX) takes 32 k's at a time, and sums the even and the odd
+// ones separately. Neither order depends on M, so no bit of a row's result depends on the other rows.
+
+#include "amx.h"
+#include "kernel.h"
+#include "gemm.h"
+
+namespace {
+
+// How numbers are multiplied: DEPTH k's of an output lie side by side and are multiplied in STEPS instructions.
+struct Float32Format {
+    using Number = float;
+    using Input = float;
+    static constexpr int DEPTH = 1, STEPS = 1;
+    static Floats weight(const float* w, int) { return load(w); }
+    static Floats input(const float* x, int) { return broadcast(*x); }
+    static Floats multiply(Floats sum, Floats x, Floats w) { return fma(x, w, sum); }
+};
+
+#ifdef __AVX512BF16__
+struct BFloat16Format {  // both numbers of a pair in one instruction
+    using Number = BFloat16;
+    using Input = BFloat16;
+    static constexpr int DEPTH = 2, STEPS = 1;
+    static __m512bh weight(const BFloat16* w, int) { return (__m512bh)_mm512_loadu_si512(w); }
+    static __m512bh input(const BFloat16* x, int) {
+        int32_t pair;
+        std::memcpy(&pair, x, sizeof pair);
+        return (__m512bh)_mm512_set1_epi32(pair);
+    }
+    static Floats multiply(Floats sum, __m512bh x, __m512bh w) { return _mm512_dpbf16_ps(sum, w, x); }
+};
+#else
+struct BFloat16Format {  // in float32, one number of a pair after the other
+    using Number = BFloat16;
+    using Input = float;
+    static constexpr int DEPTH = 2, STEPS = 2;
+    static Floats weight(const BFloat16* w, int step) {
+        const Integers pairs = load_integers(w);
+        return as_floats(step ? pairs & broadcast_integer(0xffff0000) : pairs << 16);
+    }
+    static Floats input(const float* x, int step) { return broadcast(x[step]); }
+    static Floats multiply(Floats sum, Floats x, Floats w) { return fma(x, w, sum); }
+};
+#endif
+
+template <class Format>
+struct Product {
+    using Number = typename Format::Number;
+    static constexpr int ROWS = HAS_AVX512 ? 12 : 6;  // rows of x whose sums fit into the registers
+    const typename Format::Input* x;
+    const Number *w, *b;
+    Number* y;
+    long N, K;
+
+    long row_bytes() const { return K * sizeof(*x); }
+    long tile_bytes() const { return K * WIDTH * sizeof(*w); }
+
+    template <int rows, int tiles, bool prefetches_next>
+    void multiply(const Block& block) const {
+        const auto* const x = this->x + block.row * K;
+        const Number* const w = this->w + block.output * K;
+        Floats sums[rows][tiles];
+        UNROLL for (int row = 0; row < rows; row++)
+            UNROLL for (int tile = 0; tile < tiles; tile++) sums[row][tile] = Floats{};
+        for (long k = 0; k < K; k += Format::DEPTH) {
+            UNROLL for (int tile = 0; tile < tiles; tile++) block.prefetch<prefetches_next>(w, (tile * K + k) * WIDTH);
+            UNROLL for (int step = 0; step < Format::STEPS; step++)
+                UNROLL for (int row = 0; row < rows; row++)
+                    UNROLL for (int tile = 0; tile < tiles; tile++)
+                        sums[row][tile] = Format::multiply(
+                            sums[row][tile], Format::input(x + row * K + k, step),
+                            Format::weight(w + (tile * K + k) * WIDTH, step));
+        }
+        UNROLL for (int row = 0; row < rows; row++)
+            UNROLL for (int tile = 0; tile < tiles; tile++) finish(block, row, tile, sums[row][tile]);
+    }
+
+    // Adds the bias to the sums of one row and tile, and stores them.
+    void finish(const Block& block, int row, int tile, Floats sum) const {
+        const long n = block.output + tile * WIDTH;
+        if (b) sum = sum + load(b + n, block.valid(tile));
+        store(y + (block.row + row) * N + n, sum, block.valid(tile));
+    }
+};
+
+// Args: x, w, b (or 0), y, M, N, K.
+template <class Format, class Number = typename Format::Number>
+void linear(Args args, long task, long num_tasks) {
+    const long M = args.integer(4), N = args.integer(5), K = args.integer(6);
+    const Product<Format> product = {
+        args.array<typename Format::Input>(0), args.array<Number>(1), args.array<Number>(2), args.array<Number>(3),
+        N, K,
+    };
+    multiply_by_best_unit<std::is_same_v<Number, BFloat16>>(product, M, N, task, num_tasks);
+}
+
+}  // namespace
+
+KERNEL(linear_float32) { linear<Float32Format>(args, task, num_tasks); }
+KERNEL(linear_bfloat16) { linear<BFloat16Format>(args, task, num_tasks); }
+
+#ifndef __AVX512BF16__
+// Widens x to float32, as linear_bfloat16 reads it without AVX512-BF16. Args: x (count), out (count), count.
+KERNEL(widen_bfloat16) {
+    const long vectors = (args.integer(2) + WIDTH - 1) / WIDTH;
+    for (long vector = vectors * task / num_tasks; vector < vectors * (task + 1) / num_tasks; vector++) {
+        const Mask mask = first_lanes(args.integer(2) - vector * WIDTH);
+        store(args.array<float>(1) + vector * WIDTH, load(args.array<BFloat16>(0) + vector * WIDTH, mask), mask);
+    }
+}
+#endif

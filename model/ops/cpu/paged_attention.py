@@ -1,0 +1,84 @@
+"""Attention over keys and values in the blocks of a paged cache, with our own kernels (`csrc/attention.cpp`).
+
+Dims: N new tokens of all sequences, H/Hkv heads, D head size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.ops.cpu import build, recording
+from model.ops.cpu.layout import merge_outer_dims, num_tasks
+from model.ops.cpu.recording import call, empty, float_bits
+from model.ops.torch_attention import CausalMask
+
+VECTOR_WIDTH = 16  # lanes of a vector: WIDTH in simd.h
+
+
+@dataclass(frozen=True)
+class PagedRead:
+    """Which of the N new tokens of a step belong to which sequence, and where the keys of each sequence lie.
+
+    Sequence s has the rows from `cu_seqlens[s]` up to `cu_seqlens[s + 1]`. The first of them is at position `start[s]`.
+    Its keys are in the blocks `blocks[s]`, in order, each of `block_size` slots. All tensors are int64.
+    """
+
+    blocks: Tensor
+    cu_seqlens: Tensor
+    start: Tensor
+    block_size: int
+
+
+class PagedAttention:
+    """The kernels of one dtype that write keys and values to slots of a cache, and attend over blocks of slots."""
+
+    def __init__(self, write_rows: int, attention: int, attention_scores: int) -> None:
+        self._write_rows = write_rows
+        self._attention = attention
+        self._attention_scores = attention_scores
+
+    @classmethod
+    def find(cls, dtype: torch.dtype, d_head: int) -> "PagedAttention | None":
+        """The kernels of this dtype; None if this CPU has none, or `d_head` is not a multiple of a vector's width."""
+        if d_head % VECTOR_WIDTH != 0:
+            return None
+        write_rows = build.kernel("elementwise", "write_rows", dtype)
+        attention, scores = (build.kernel("attention", name, dtype) for name in ("attention", "attention_scores"))
+        if write_rows is None or attention is None or scores is None:
+            return None
+        return cls(write_rows, attention, scores)
+
+    def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Copy k and v (N, Hkv, D) to the slots (N,) of keys and values (num_slots, Hkv, D)."""
+        (k, k_stride), (v, v_stride) = merge_outer_dims(k, 2), merge_outer_dims(v, 2)
+        N, size = slots.shape[0], keys.shape[1] * keys.shape[2]
+        pointers = (keys.data_ptr(), values.data_ptr(), slots.data_ptr())
+        call(self._write_rows, num_tasks(k), k.data_ptr(), k_stride, v.data_ptr(), v_stride, *pointers, N, size)
+
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, read: PagedRead, window: int | None, *, scale: float
+    ) -> Tensor:
+        """q (N, H, D) of the new tokens, keys and values (num_slots, Hkv, D) of one layer -> z (N, H, D)."""
+        out = empty(q.shape, q.dtype)
+        q, q_stride = merge_outer_dims(q, 2)
+        tensors = (q, keys, values, out, read.blocks, read.cu_seqlens, read.start)
+        shape = (*read.blocks.shape, read.block_size, q.shape[1], *keys.shape[1:])
+        pointers, strides = (tensor.data_ptr() for tensor in tensors), (keys.stride(0), values.stride(0), q_stride)
+        call(self._attention, recording.MAX_TASKS, *pointers, *shape, window or 0, float_bits(scale), *strides)
+        return out
+
+    def attention_scores(
+        self, q: Tensor, k: Tensor, mask: CausalMask, *, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Like `NetworkOps.attention_scores`, but always with a mask."""
+        (B, N, H, D), S = q.shape, k.shape[1]
+        blocks = torch.zeros(1, dtype=torch.int64)  # all keys of a row of the batch are one block
+        scores, masked, pattern = (empty((B, H, N, S), q.dtype) for _ in range(3))
+        for row in range(B):
+            (row_q, q_stride), (row_k, k_stride) = merge_outer_dims(q[row], 2), merge_outer_dims(k[row], 2)
+            tensors = (row_q, row_k, blocks, scores[row], masked[row], pattern[row])
+            pointers = (tensor.data_ptr() for tensor in tensors)
+            shape = (N, mask.start, S, H, k.shape[2], D, mask.window or 0, float_bits(scale), q_stride, k_stride)
+            call(self._attention_scores, recording.MAX_TASKS, *pointers, *shape)
+        return scores, masked, pattern

@@ -1,0 +1,120 @@
+"""The operations that a network, a sampler and a trace need, as three interfaces, and the backend that bundles them.
+
+`torch_ops.py` implements them with PyTorch, `cpu/` with our own kernels. A network receives its backend when it is
+built.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from model.config import Activation
+from model.ops.quantization import Quantized
+from model.ops.summary import Summary
+from model.ops.torch_attention import CausalMask
+
+if TYPE_CHECKING:
+    from model.ops.cpu.paged_attention import PagedAttention
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines of the angles by which a pass turns its queries and keys."""
+
+
+class Argmax(NamedTuple):
+    """The largest value of each row (NaN if the row has a NaN) and the index of its first occurrence."""
+
+    values: Tensor
+    indices: Tensor
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How to draw a token from one row of logits. `key` (64 bits) determines the noise."""
+
+    row: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    key: int
+
+
+class NetworkOps(Protocol):
+    """What a network computes, and its linear layers.
+
+    Dims: B batch, T new tokens, S keys, C width, H/Hkv heads, D head size.
+    """
+
+    batch_invariant: bool
+    """Whether no bit of a token's result depends on the other tokens of the pass."""
+
+    def linear(self, weight: Tensor | Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
+        """A layer that computes x @ weight.T + bias in `dtype`: weight (N, K), bias (N,)."""
+
+    def embed(self, table: Tensor, index: Tensor) -> Tensor:
+        """Look up rows: table (V, C), index (...) int64 -> (..., C)."""
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor: ...
+
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Normalize the last dim: LayerNorm if there is a bias, otherwise RMSNorm."""
+
+    def norm_stages(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        """The scale (..., 1) in at least float32, the normalized values, and the result of `norm`."""
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Rotation:
+        """positions (T,), frequencies (D/2,) or (T, D/2) in radians per position -> the argument of `rotate`.
+
+        Cosines and sines are multiplied by `factor`.
+        """
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Rotate each pair (i, i + D/2) of every head by its angle: x (B, T, H, D) -> the same shape."""
+
+    def activate(self, activation: Activation, pre: Tensor, linear: Tensor | None = None) -> Tensor:
+        """activation(pre), multiplied by `linear` in a gated network."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, *, scale: float) -> Tensor:
+        """softmax(q k^T scale + mask) v: q (B, T, H, D), k and v (B, S, Hkv, D) -> (B, T, H, D)."""
+
+    def attention_scores(
+        self, q: Tensor, k: Tensor, mask: CausalMask | None, *, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The values that `attend` never stores, each (B, H, T, S): scores, masked scores and their softmax."""
+
+
+class SamplingOps(Protocol):
+    """How the next tokens are chosen from logits (N, V)."""
+
+    def argmax(self, logits: Tensor) -> Argmax:
+        """logits (N, V) -> values (N,) and indices (N,)."""
+
+    def draw(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+        """One token id for each draw. Every row that is drawn from has a finite largest logit."""
+
+
+class SummaryOps(Protocol):
+    """Statistics of stages and of logits."""
+
+    def summarize(self, tensors: Sequence[Tensor]) -> list[Summary]: ...
+
+    def distribution(self, logits: Tensor, *, wants_probabilities: bool) -> tuple[Tensor | None, Tensor]:
+        """logits (..., V) -> softmax if wanted, and log(sum(exp(logits))) (...), both in at least float32."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What computes a network, its samples and its summaries.
+
+    `paged_attention` attends over a paged key-value cache in place; None if the backend cannot. `allows_varlen`: the
+    engine may use `torch.nn.attention.varlen` on devices that have it.
+    """
+
+    network: NetworkOps
+    sampling: SamplingOps
+    summaries: SummaryOps
+    paged_attention: "PagedAttention | None" = None
+    allows_varlen: bool = True

@@ -1,0 +1,252 @@
+"""Convert text to token ids and back, and detokenize streams so that the pieces join to exactly the decoded text."""
+
+import codecs
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from model.errors import CheckpointError
+from model.files import read_regular_file
+
+MAX_FILE_BYTES = 128 << 20  # published files have up to 35 MB
+REPLACEMENT = "\ufffd"  # decoders write it for bytes that are not UTF-8
+MAX_CHARACTER_BYTES = 4  # in UTF-8
+
+
+class Tokenizer:
+    """A `tokenizer.json` with its own normalizer, special tokens and post-processor, but no truncation and no padding.
+
+    `max_bytes_per_token` is the largest number of UTF-8 bytes of a text that one token can represent, or None if there
+    is no limit. So a text of more than `n * max_bytes_per_token` bytes has more than `n` tokens.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        backend.no_truncation()  # prompts are never truncated
+        backend.no_padding()
+        self._backend = backend
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
+        self.longest_token_bytes: int = max((len(token.encode()) for token in vocabulary), default=0)
+        self._special_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        state = json.loads(backend.to_str())
+        self.max_bytes_per_token = max_bytes_per_token(backend, state)
+        decoder = state["decoder"]
+        self.is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
+        byte_names = (f"<0x{byte:02X}>" for byte in range(256)) if "ByteFallback" in json.dumps(decoder) else ()
+        self._byte_ids = frozenset(vocabulary[name] for name in byte_names if name in vocabulary)
+        self._anchor = self._find_anchor(sorted(vocabulary.values()))
+        self._anchor_text = self.decode(self._anchor)
+        self.token_text = lru_cache(maxsize=1 << 16)(self._token_text)
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> "Tokenizer":
+        return cls.from_file(directory / "tokenizer.json")
+
+    @classmethod
+    def from_file(cls, path: Path) -> "Tokenizer":
+        """Read one file. Raises `ValueError` naming the file if the tokenizers library cannot use it."""
+        try:
+            return cls(tokenizers.Tokenizer.from_buffer(read_regular_file(path, max_bytes=MAX_FILE_BYTES)))
+        except CheckpointError:
+            raise
+        except BaseException as error:
+            # The library raises bare Exceptions, and for some files a PanicException, which is not an Exception.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise ValueError(f"{path}: not a readable tokenizer.json: {error}") from error
+
+    def save(self, path: Path) -> None:
+        self._backend.save(str(path))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text.
+
+        With `add_special_tokens`, the checkpoint's post-processor adds tokens such as begin-of-sequence.
+        """
+        # A batch of one, because the library's `encode` holds the GIL, which would stop all other threads.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def decode_inside(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Decode tokens that follow other text. Unlike `decode`, it keeps their leading space."""
+        text = self.decode([*self._anchor, *ids], skip_special_tokens=skip_special_tokens)
+        return text.removeprefix(self._anchor_text)
+
+    def _token_text(self, token_id: int) -> str:
+        """The text of one token inside other text; a part of a character becomes U+FFFD."""
+        return self.decode_inside([token_id], skip_special_tokens=False)
+
+    def has_text(self, token_id: int) -> bool:
+        """Whether the token adds to a decoded text. Special tokens and ids outside the vocabulary do not."""
+        return token_id not in self._special_ids and self._backend.id_to_token(token_id) is not None
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether the token is one raw byte of a vocabulary with byte fallback, such as `<0x0A>`."""
+        return token_id in self._byte_ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token in a byte-level vocabulary."""
+        token = self._backend.id_to_token(token_id)
+        assert token is not None, "call has_text first"
+        try:
+            return bytes(BYTE_OF[character] for character in token)
+        except KeyError:  # added tokens are stored as plain text
+            return token.encode()
+
+    def _find_anchor(self, ids: Sequence[int]) -> list[int]:
+        """Find a token of letters, which `decode_inside` puts before other tokens. An empty list if there is none.
+
+        `ids` are all ids of the vocabulary.
+        """
+        for token_id in (*self.encode("a", add_special_tokens=False), *ids):
+            if self.has_text(token_id) and not self.is_byte(token_id) and self.decode([token_id]).isalpha():
+                return [token_id]
+        return []
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Printable character -> the byte that it represents in byte-level vocabularies (Radford et al. 2019)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_alphabet()
+
+
+def max_bytes_per_token(backend: tokenizers.Tokenizer, state: Mapping[str, Any]) -> int | None:
+    """The largest number of UTF-8 bytes of a text that one token can represent, or None if there is no bound.
+
+    `state` is the content of the `tokenizer.json`. A tokenizer normalizes a text, splits it, and encodes each piece. If
+    no step drops or shortens text, a token represents at most as many bytes as its own string has. A step that is not
+    known here might drop text, so with such a step the result is None.
+    """
+    model, vocabulary = state["model"], backend.get_vocab(with_added_tokens=False)
+    pre_tokenizers = _flatten(state["pre_tokenizer"], "pretokenizers")
+    keeps_text = (
+        model["type"] == "BPE"
+        and not model.get("continuing_subword_prefix")
+        and not model.get("end_of_word_suffix")
+        and len(set(vocabulary.values())) == len(vocabulary)  # merges are by id, so no two tokens may have the same
+        and all(map(_never_shortens, _flatten(state["normalizer"], "normalizers")))
+        and all(map(_keeps_all_text, pre_tokenizers))
+        and all(map(_keeps_all_tokens, _flatten(state["post_processor"], "processors")))
+        # With lstrip or rstrip, a token represents any number of spaces beside it.
+        and not any(token["lstrip"] or token["rstrip"] for token in state["added_tokens"])
+    )
+    if not keeps_text:
+        return None
+    # Every character must have tokens. Otherwise the model drops it, or joins many characters into one unknown token.
+    kinds = {step["type"] for step in pre_tokenizers}
+    if "ByteLevel" in kinds and "Metaspace" not in kinds and vocabulary.keys() >= BYTE_OF.keys():
+        lengths = [len(token) for token in vocabulary]  # each character represents one byte
+    elif model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
+        lengths = [len(token.encode()) for token in vocabulary]
+    else:
+        return None
+    for token in state["added_tokens"]:
+        content = token["content"]
+        if token["normalized"] and backend.normalizer is not None:  # the token is searched for in the normalized text
+            content = backend.normalizer.normalize_str(content)
+        lengths.append(len(content.encode()))
+    return max(lengths)
+
+
+def _flatten(step: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
+    """The steps of a normalizer, pre-tokenizer or post-processor, as a flat list.
+
+    A `Sequence` has its steps under `key`, and they may be sequences again. None has no steps.
+    """
+    if step is None:
+        return []
+    return [single for inner in step[key] for single in _flatten(inner, key)] if step["type"] == "Sequence" else [step]
+
+
+def _never_shortens(normalizer: Mapping[str, Any]) -> bool:
+    """Whether no text has fewer bytes after this normalizer. Unicode normal forms, for example, compose letters."""
+    if normalizer["type"] == "Replace":
+        old, new = normalizer["pattern"].get("String", ""), normalizer["content"]
+        return 0 < len(old.encode()) <= len(new.encode())
+    return bool(normalizer["type"] == "Prepend")
+
+
+def _keeps_all_text(pre_tokenizer: Mapping[str, Any]) -> bool:
+    """Whether this pre-tokenizer keeps all text. `Whitespace`, for example, drops spaces."""
+    if pre_tokenizer["type"] in ("Split", "Punctuation"):
+        return bool(pre_tokenizer["behavior"] != "Removed")
+    return pre_tokenizer["type"] in ("ByteLevel", "Metaspace", "Digits")
+
+
+def _keeps_all_tokens(post_processor: Mapping[str, Any]) -> bool:
+    """Whether this post-processor keeps all tokens of a text. A template may omit them."""
+    if post_processor["type"] == "TemplateProcessing":
+        return any(piece.get("Sequence", {}).get("id") == "A" for piece in post_processor["single"])
+    return post_processor["type"] in ("ByteLevel", "RobertaProcessing", "BertProcessing")
+
+
+class Detokenizer:
+    """Converts the tokens of a stream to text, one token at a time.
+
+    All pieces, including that of `flush`, join to the part of `decode(prompt + tokens)` that follows the prompt's text.
+    No piece ends inside a UTF-8 character: the bytes of a byte-level vocabulary are kept back until their character is
+    complete. A run of byte-fallback tokens is kept back until it ends, because it can only be decoded as a whole.
+    Special tokens have no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace") if tokenizer.is_byte_level else None
+        self._pending: list[int] = []  # a run of byte-fallback tokens, which may begin in the prompt
+        self._num_prompt_characters = 0  # characters of the run that belong to the prompt's text
+        self._is_first = True  # whether no text comes before the run
+        self._read_prompt([token_id for token_id in prompt_ids if tokenizer.has_text(token_id)])
+
+    def _read_prompt(self, prompt_ids: list[int]) -> None:
+        """Set the state after the prompt, whose last tokens may be part of a character."""
+        if self._utf8 is not None:
+            for token_id in prompt_ids[-MAX_CHARACTER_BYTES:]:  # each token has at least one byte
+                self.push(token_id)
+            return
+        start = len(prompt_ids)  # of the run of byte-fallback tokens at the end of the prompt
+        while start > 0 and self._tokenizer.is_byte(prompt_ids[start - 1]):
+            start -= 1
+        self._is_first = start == 0
+        self._pending = prompt_ids[start:]
+        text = self._pending_text()
+        # If the run ends inside a character, its text is not certain yet, so the first piece has the text of all of it.
+        self._num_prompt_characters = 0 if text.endswith(REPLACEMENT) else len(text)
+
+    def push(self, token_id: int) -> str:
+        """Add a token and return the text that it completes, which is often empty."""
+        if not self._tokenizer.has_text(token_id):
+            return ""
+        if self._utf8 is not None:
+            return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        self._pending.append(token_id)
+        return "" if self._tokenizer.is_byte(token_id) else self._take_pending()
+
+    def flush(self) -> str:
+        """Return the text that is still kept back. Call it after the last token."""
+        if self._utf8 is not None:
+            return self._utf8.decode(b"", final=True)
+        return self._take_pending()
+
+    def _take_pending(self) -> str:
+        piece = self._pending_text()[self._num_prompt_characters :]
+        self._is_first = self._is_first and not self._pending
+        self._pending, self._num_prompt_characters = [], 0
+        return piece
+
+    def _pending_text(self) -> str:
+        decode = self._tokenizer.decode if self._is_first else self._tokenizer.decode_inside
+        return decode(self._pending) if self._pending else ""

@@ -1,0 +1,209 @@
+"""Convert the tokens of one sequence to text, and end the sequence at a stop string, a stop token or its length limit.
+
+This module knows nothing of the network or of other sequences.
+"""
+
+from bisect import bisect_right, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from model.errors import InvalidField
+from model.text.sampling import MAX_INT, SamplingParams, TokenLogprobs, check_int
+from model.text.tokenizer import Detokenizer, Tokenizer
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+MAX_CHOICES = 1 << 14
+
+
+class StopIndex:
+    """The stop strings of a request, sorted for binary search. All sequences of the request share this read-only index.
+
+    An entry is a stop string, cut where the first stop string inside it ends, because a text matches there already: for
+    `b` and `abc` the entries are `b` and `ab`. So a text has a match exactly where it reaches the end of an entry, and
+    no entry is a prefix of another one.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._entries: list[str] = []
+        self._match_lengths: dict[str, int] = {}  # entry -> length of the longest stop string at its end
+        self._max_length = max(map(len, stops))
+        self._head_length = min(2, *map(len, stops))
+        # The first characters of all stop strings. Most positions of a text begin differently and need no search.
+        self._heads = {stop[:length] for stop in stops for length in range(1, self._head_length + 1)}
+        for stop in sorted(set(stops), key=len):  # so that a string comes after those it contains
+            begin, contained = self.find(stop)
+            end = len(stop) if contained is None else begin + len(contained)
+            entry = stop[:end]
+            if entry not in self._match_lengths:
+                insort(self._entries, entry)
+                self._match_lengths[entry] = end if contained is None or end == len(stop) else len(contained)
+
+    def find(self, text: str) -> tuple[int, str | None]:
+        """Find the stop string that ends first. Returns (index where it begins, stop string).
+
+        If several end at the same place, the longest one counts. Without a match, returns (index, None), where `index`
+        is the beginning of the longest suffix that more text can complete to a stop string.
+        """
+        entries = self._entries
+        for begin in range(len(text)):
+            if text[begin : begin + self._head_length] not in self._heads:
+                continue
+            rest = text[begin : begin + self._max_length]
+            next_entry = bisect_right(entries, rest)
+            # No entry is a prefix of another one, so only the entry right before `rest` can be a prefix of `rest`.
+            if next_entry > 0 and rest.startswith(entry := entries[next_entry - 1]):
+                end = begin + len(entry)
+                begin = end - self._match_lengths[entry]
+                return begin, text[begin:end]
+            if next_entry < len(entries) and entries[next_entry].startswith(rest):
+                return begin, None
+        return len(text), None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationParams:
+    """What to generate.
+
+    - `max_tokens`: the maximum number of tokens of each continuation.
+    - `n`: the number of continuations of the prompt. Continuation i uses the request's seed plus i.
+    - `stop`: strings that end a continuation. Its text ends before the string.
+    - `stop_token_ids`: tokens that end a continuation. They are its last token, without text.
+    - `logprobs`: the number of most likely tokens to report beside the chosen one; None reports no logprobs.
+    - `echo`: return the prompt's tokens first, like generated tokens.
+    """
+
+    max_tokens: int
+    n: int = 1
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: Sequence[str] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    echo: bool = False
+    stop_index: StopIndex | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_int("max_tokens", self.max_tokens, 1, MAX_INT)
+        check_int("n", self.n, 1, MAX_CHOICES)
+        if self.logprobs is not None:
+            check_int("logprobs", self.logprobs, 0, MAX_INT)
+        if any(not stop for stop in self.stop):
+            raise InvalidField("stop", "an empty string would match every text")
+        # Built in the thread that creates the request, so that no step of the engine waits for it.
+        object.__setattr__(self, "stop_index", StopIndex(self.stop) if self.stop else None)
+
+    def check(self, max_positions: int, num_prompt: int, *, has_text: bool) -> None:
+        """Raise `InvalidField` for a field that is not possible with this context, prompt length or tokenizer.
+
+        `max_positions` and `num_prompt` count tokens. `has_text` says whether the checkpoint has a tokenizer.
+        """
+        room = max_positions - num_prompt
+        if num_prompt == 0:
+            raise InvalidField("prompt", "is empty")
+        if room < 1:
+            raise InvalidField("prompt", f"has {num_prompt} tokens, which fills the context of {max_positions}")
+        if self.max_tokens > room:
+            raise InvalidField(
+                "max_tokens",
+                f"{self.max_tokens} after a prompt of {num_prompt} pass the context of {max_positions}; "
+                f"at most {room} fit",
+            )
+        if self.stop and not has_text:
+            raise InvalidField("stop", "the checkpoint has no tokenizer, so there is no text; use stop_token_ids")
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Whether the logits of the prompt's tokens are needed, for the logprobs of the echo."""
+        return self.echo and self.logprobs is not None
+
+
+@dataclass(frozen=True)
+class TokenOutput:
+    """One token, and the text that it completed."""
+
+    token_id: int
+    text: str
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class End:
+    """Why a sequence ended. `stop_reason`: the stop string, the id of the stop token, or why it was cancelled."""
+
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+
+
+class StopStrings:
+    """Finds stop strings in a text that arrives in pieces.
+
+    Text is returned as soon as it cannot be the beginning of a stop string. Each position of the text is excluded only
+    once, by a binary search.
+    """
+
+    def __init__(self, index: StopIndex | None) -> None:
+        self._index = index
+        self._pending = ""  # the suffix of the text that may be the beginning of a stop string
+
+    def push(self, piece: str) -> tuple[str, str | None]:
+        """Add a piece. Returns (text that is certain, stop string that was found).
+
+        The stop string is the one that ends first, and the longest one if several end at the same place.
+        """
+        if self._index is None:
+            return piece, None
+        text = self._pending + piece
+        end, stop = self._index.find(text)
+        self._pending = text[end:] if stop is None else ""
+        return text[:end], stop
+
+    def flush(self) -> str:
+        """Return the text that is still kept back, at the end of the text."""
+        pending, self._pending = self._pending, ""
+        return pending
+
+
+class Transcript:
+    """Converts the tokens of a sequence to text, one at a time, until `end` is set.
+
+    Without a tokenizer, all texts are empty.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], params: GenerationParams) -> None:
+        self._params = params
+        self._prompt_ids = prompt_ids
+        context = () if params.echo else prompt_ids
+        self._detokenizer = Detokenizer(tokenizer, context) if tokenizer is not None else None
+        self._stops = StopStrings(params.stop_index)
+        self._num_generated = 0
+        self.end: End | None = None
+
+    def echo(self, logprobs: Sequence[TokenLogprobs]) -> list[TokenOutput]:
+        """The outputs of the prompt's tokens.
+
+        `logprobs` are those of all tokens except the first, which has no prediction. They may be empty.
+        """
+        entries = [None, *logprobs] if logprobs else [None] * len(self._prompt_ids)
+        return [
+            TokenOutput(token_id, self._detokenizer.push(token_id) if self._detokenizer is not None else "", entry)
+            for token_id, entry in zip(self._prompt_ids, entries, strict=True)
+        ]
+
+    def push(self, token_id: int, logprobs: TokenLogprobs | None) -> TokenOutput:
+        """Add the next token. It sets `end` if the token ends the sequence."""
+        assert self.end is None
+        self._num_generated += 1
+        is_stop_token = token_id in self._params.stop_token_ids
+        is_last = is_stop_token or self._num_generated == self._params.max_tokens
+        piece = ""
+        if self._detokenizer is not None:
+            piece = "" if is_stop_token else self._detokenizer.push(token_id)
+            piece += self._detokenizer.flush() if is_last else ""
+        text, stop = self._stops.push(piece)
+        if stop is not None:
+            self.end = End("stop", stop)
+        elif is_last:
+            text += self._stops.flush()
+            self.end = End("stop", token_id) if is_stop_token else End("length")
+        return TokenOutput(token_id, text, logprobs)

@@ -1,0 +1,172 @@
+"""The table of stages: the name and dims of every tensor of the forward pass that can be read or changed.
+
+Names follow TransformerLens without `hook_`. The table names the dims of each stage, so its shape follows
+from the config and the length of the prompt, before the pass. This file does not import the network.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+from model.config import ModelConfig
+from model.tracing.globs import Names
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One named tensor and the names of its dims, e.g. `blocks.0.attn.pattern` (batch, head, query, key).
+
+    `has_selected_rows`: if a pass computes the logits of some positions only, the stage has only these positions.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    has_selected_rows: bool = False
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(sizes[dim] for dim in self.dims)
+
+
+RESIDUAL = ("batch", "position", "d_model")
+HEADS = ("batch", "position", "head", "d_head")
+KV_HEADS = ("batch", "position", "kv_head", "d_head")
+PATTERN = ("batch", "head", "query", "key")
+HIDDEN = ("batch", "position", "d_mlp")
+VOCABULARY = ("batch", "position", "d_vocab")
+
+OUTPUT_STAGES = (
+    Stage("logits", VOCABULARY, has_selected_rows=True),
+    Stage("probabilities", VOCABULARY, has_selected_rows=True),
+    Stage("loss", ("batch", "position"), has_selected_rows=True),
+)
+
+
+def norm_stages(name: str, dims: tuple[str, ...] = RESIDUAL, *, has_selected_rows: bool = False) -> list[Stage]:
+    """The three stages of a norm: the divisor, the result before gain and bias, and the result after them."""
+    all_dims = {"scale": (*dims[:-1], "one"), "normalized": dims, "out": dims}
+    return [Stage(f"{name}.{part}", part_dims, has_selected_rows) for part, part_dims in all_dims.items()]
+
+
+def _attention_stages(config: ModelConfig) -> list[Stage]:
+    stages = [Stage("attn.q", HEADS), Stage("attn.k", KV_HEADS), Stage("attn.v", KV_HEADS)]
+    if config.qk_norm:
+        stages += norm_stages("attn.q_norm", HEADS) + norm_stages("attn.k_norm", KV_HEADS)
+    if config.positions == "rotary":
+        stages += [Stage("attn.rot_q", HEADS), Stage("attn.rot_k", KV_HEADS)]
+    stages += [Stage(f"attn.{name}", PATTERN) for name in ("scores", "attn_scores", "pattern")]
+    return [*stages, Stage("attn.z", HEADS), Stage("attn_out", RESIDUAL)]
+
+
+def _mlp_stages(config: ModelConfig) -> list[Stage]:
+    names = ("mlp.pre", "mlp.pre_linear", "mlp.post") if config.gated else ("mlp.pre", "mlp.post")
+    return [*(Stage(name, HIDDEN) for name in names), Stage("mlp_out", RESIDUAL)]
+
+
+def _block_stages(config: ModelConfig) -> list[Stage]:
+    pre, mid, post = (Stage(name, RESIDUAL) for name in ("resid_pre", "resid_mid", "resid_post"))
+    ln1, ln2 = norm_stages("ln1"), norm_stages("ln2")
+    attention, mlp = _attention_stages(config), _mlp_stages(config)
+    if config.norm_placement == "pre":
+        return [pre, *ln1, *attention, mid, *ln2, *mlp, post]
+    return [pre, *attention, mid, *ln1, *mlp, post, *ln2]
+
+
+def stages_of(config: ModelConfig) -> list[Stage]:
+    """Every stage of a `Transformer` with this config, in the order of computation."""
+    stages = [Stage("embed", RESIDUAL)]
+    if config.positions != "rotary":
+        stages.append(Stage("pos_embed", RESIDUAL))
+    for layer in range(config.num_layers):
+        stages += [Stage(f"blocks.{layer}.{stage.name}", stage.dims) for stage in _block_stages(config)]
+    if config.has_final_norm:
+        stages += norm_stages("ln_final", has_selected_rows=True)
+    return [*stages, *OUTPUT_STAGES]
+
+
+class Widths(Protocol):
+    """The sizes that determine the shapes of stages; a `ModelConfig` and a `WorkedExample` have them."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def d_head(self) -> int: ...
+    @property
+    def d_model(self) -> int: ...
+    @property
+    def d_mlp(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+def sizes_of(config: Widths, num_positions: int) -> dict[str, int]:
+    """The length of each named dim for one prompt of `num_positions` tokens, computed without a cache."""
+    return {
+        "batch": 1,
+        "one": 1,
+        "position": num_positions,
+        "query": num_positions,
+        "key": num_positions,
+        "head": config.num_heads,
+        "kv_head": config.num_kv_heads,
+        "d_head": config.d_head,
+        "d_model": config.d_model,
+        "d_mlp": config.d_mlp,
+        "d_vocab": config.vocab_size,
+    }
+
+
+class UnknownStage(ValueError):
+    """A glob matches no stage. `index` is the place of the glob in the list of globs."""
+
+    def __init__(self, index: int, message: str) -> None:
+        super().__init__(message)
+        self.index = index
+
+
+def select(stages: Iterable[Stage], patterns: Sequence[str]) -> list[Stage]:
+    """Select the stages whose name matches any of the globs, in the order of computation.
+
+    TransformerLens's `hook_` is removed from the globs. Raises `UnknownStage`, which is a `ValueError`, for the first
+    glob that matches nothing; the message names similar stages.
+    """
+    stages = list(stages)
+    names = _names(tuple(stage.name for stage in stages))
+    selected = 0
+    for index, pattern in enumerate(patterns):
+        glob = pattern.replace("hook_", "")
+        matched = names.match(glob)
+        if not matched:
+            similar = _similar_names(glob, [stage.name for stage in stages])
+            hint = f"; similar names: {', '.join(similar)}" if similar else ""
+            raise UnknownStage(index, f"{pattern!r} matches no stage{hint}. GET /model lists all stages.")
+        selected |= matched
+    return [stages[index] for index in names.indices(selected)]
+
+
+@lru_cache(maxsize=8)
+def _names(names: tuple[str, ...]) -> Names:
+    """Index the stage names of a network. The index is cached: building it takes longer than matching most globs."""
+    return Names(names)
+
+
+def last_residuals(config: ModelConfig) -> list[Stage]:
+    """The stage of each block that the logit lens decodes. Decoding that of the last block gives the real logits."""
+    name = "resid_post" if config.norm_placement == "pre" else "ln2.out"
+    names = {f"blocks.{layer}.{name}" for layer in range(config.num_layers)}
+    return [stage for stage in stages_of(config) if stage.name in names]
+
+
+def _similar_names(glob: str, names: Sequence[str]) -> list[str]:
+    """Up to three stage names similar to the glob.
+
+    Only one layer is searched, since all layers have the same stages: the layer that the glob names, otherwise layer 0.
+    """
+    layer = re.search(r"\.\d+\.", glob)
+    of_layer = layer[0] if layer and any(layer[0] in name for name in names) else ".0."
+    candidates = [name for name in names if of_layer in name or not re.search(r"\.\d+\.", name)]
+    return difflib.get_close_matches(glob, candidates, n=3, cutoff=0.4)

@@ -1,0 +1,198 @@
+"""Taps: how the stages of a running pass are read or changed.
+
+A tap is called with the name and value of each stage as soon as it is computed, and the pass continues with the value
+that the tap returns: the network *offers* a stage to the tap. `Probe` is what the modules of a network see of a tap.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from model.tracing.stages import Stage
+
+Tap = Callable[[str, Tensor], Tensor]
+"""(full stage name, value) -> the value with which the pass continues.
+
+A tap may have a method `wants(name) -> bool`. Stages that it does not want are not offered to it, and are not computed
+if a fused kernel can skip them. To change a stage, a tap returns another tensor of the same shape and dtype; it must
+not write into the tensor that it was given.
+"""
+
+
+class Recorder:
+    """A tap that stores the chosen stages and changes nothing.
+
+    `keep` turns the value of a stage into what is stored (a slice or a summary, for example; by default the tensor
+    itself), so that no more memory is held than was asked for.
+    """
+
+    def __init__(self, stages: Iterable[Stage], keep: Callable[[Stage, Tensor], Any] = lambda stage, tensor: tensor):
+        self._stages = {stage.name: stage for stage in stages}
+        self._keep = keep
+        self.kept: dict[str, Any] = {}
+
+    def wants(self, name: str) -> bool:
+        return name in self._stages
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        self.kept[name] = self._keep(self._stages[name], tensor)
+        return tensor
+
+
+class Editor:
+    """A tap that replaces stages: `edits` maps a full stage name to a function of the tensor.
+
+    Ablation, steering and activation patching are such functions.
+    """
+
+    def __init__(self, edits: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
+        self._edits = dict(edits)
+
+    def wants(self, name: str) -> bool:
+        return name in self._edits
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        return self._edits[name](tensor)
+
+
+class Chain:
+    """Several taps in order; each sees what the one before it returned. For example an `Editor`, then a `Recorder`."""
+
+    def __init__(self, *taps: Tap) -> None:
+        self._taps = [(tap, wants_of(tap)) for tap in taps]
+
+    def wants(self, name: str) -> bool:
+        return any(wants(name) for _, wants in self._taps)
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        for tap, wants in self._taps:
+            if wants(name):
+                tensor = tap(name, tensor)
+        return tensor
+
+
+def wants_of(tap: Tap | None) -> Callable[[str], bool]:
+    """The `wants` method of a tap; a tap without one wants every stage."""
+    wants: Callable[[str], bool] = getattr(tap, "wants", lambda name: True)
+    return wants
+
+
+def call_tap(tap: Tap, name: str, tensor: Tensor) -> Tensor:
+    """What the tap returns. `ValueError` unless it has the same shape and dtype, which kernels rely on."""
+    returned = tap(name, tensor)
+    if returned is tensor:
+        return tensor
+    if not isinstance(returned, Tensor) or returned.shape != tensor.shape or returned.dtype != tensor.dtype:
+        raise ValueError(f"{name}: the tap must return a {tensor.dtype} tensor of shape {tuple(tensor.shape)}")
+    return returned
+
+
+@dataclass
+class SequenceTap:
+    """The tap of one sequence of a batch, and where its rows are: `tokens` in the pass, `rows` in the logits.
+
+    The first exception of the tap is kept as `error`; from then on the tap is not called again, so that the other
+    sequences of the batch are not affected. `seconds` is the time that the tap took.
+    """
+
+    tap: Tap
+    tokens: slice
+    rows: slice
+    error: Exception | None = None
+    seconds: float = 0.0
+
+    def wants(self, name: str) -> bool:
+        if self.error is not None:
+            return False
+        try:
+            return wants_of(self.tap)(name)
+        except Exception as error:  # the error ends this sequence only
+            self.error = error
+            return False
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        start = time.perf_counter()
+        try:
+            return call_tap(self.tap, name, tensor)
+        except Exception as error:  # the error ends this sequence only
+            self.error = error
+            return tensor
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Run work for this tap alone: an exception is kept as `error`, and the time of the work is counted."""
+        start, before = time.perf_counter(), self.seconds
+        try:
+            yield
+        except Exception as error:  # the error ends this sequence only
+            self.error = error
+        self.seconds = before + time.perf_counter() - start  # this includes the time of its calls
+
+
+class BatchTap:
+    """The taps of several sequences as one tap of the pass that computes them together.
+
+    `sequences` maps the index of a sequence in the batch to its tap; sequences that are not traced have none. Stages
+    in `row_selected_stages` have only the rows whose logits are computed.
+    """
+
+    def __init__(self, sequences: Mapping[int, SequenceTap], row_selected_stages: frozenset[str]) -> None:
+        self.sequences = sequences
+        self._row_selected_stages = row_selected_stages
+
+    def wants(self, name: str) -> bool:
+        return any(tap.wants(name) for tap in self.sequences.values())
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        result = tensor
+        for tap in self.sequences.values():
+            if tap.wants(name):
+                rows = tap.rows if name in self._row_selected_stages else tap.tokens
+                own = tensor[:, rows]
+                returned = tap(name, own)
+                if returned is not own:
+                    result = tensor.clone() if result is tensor else result
+                    result[:, rows] = returned
+        return result
+
+
+class Probe:
+    """A tap as one module of the network sees it: stage names are relative to the module's place.
+
+    Without a tap every call returns its tensor at once.
+    """
+
+    __slots__ = ("_prefix", "_tap", "_wants")
+
+    def __init__(self, tap: Tap | None, prefix: str = "") -> None:
+        self._tap = tap
+        self._prefix = prefix
+        self._wants = wants_of(tap)
+
+    def at(self, place: str) -> "Probe":
+        """The same tap one level deeper: `probe.at("attn")("q", x)` is the stage `attn.q`."""
+        return self if self._tap is None else Probe(self._tap, f"{self._prefix}{place}.")
+
+    def sequences(self) -> Sequence[tuple[int, SequenceTap, "Probe"]]:
+        """The traced sequences of a batch: index, tap, and the probe of that tap at this place."""
+        assert isinstance(self._tap, BatchTap), "the tap of a step must be a BatchTap"
+        return [(index, tap, Probe(tap, self._prefix)) for index, tap in self._tap.sequences.items()]
+
+    def wants(self, *names: str) -> bool:
+        return self._tap is not None and any(self._wants(self._prefix + name) for name in names)
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        if self._tap is None:
+            return tensor
+        full_name = self._prefix + name
+        if not self._wants(full_name):
+            return tensor
+        if isinstance(self._tap, BatchTap | SequenceTap):  # `SequenceTap` checks what its tap returns
+            return self._tap(full_name, tensor)
+        return call_tap(self._tap, full_name, tensor)

@@ -1,0 +1,69 @@
+"""Bound the size of the answer of a generation, traced or not, before it runs."""
+
+import math
+
+import torch
+
+from model.checkpoints.load import Checkpoint
+from model.text.transcript import GenerationParams
+from model.tracing.selection import Selection
+from model.tracing.stages import sizes_of
+from service.answers.budget import Budget, ResponseContents, pass_bytes, response_bytes
+from service.answers.prompts import longest_token_bytes
+from service.answers.step_trace_answers import TracePlan
+
+# The fields that can make a request smaller, without and with `trace`:
+TEXT_FIELDS = "prompt, echo, logprobs, n or max_tokens"
+TRACE_FIELDS = (
+    "trace.stages, trace.positions, trace.heads, trace.detail, trace.top_k, prompt, echo, logprobs, n or max_tokens"
+)
+
+
+def make_budget(
+    plan: TracePlan | None, params: GenerationParams, checkpoint: Checkpoint, num_prompt: int, max_step_tokens: int
+) -> Budget:
+    """Bound the answer of a generation, over all its steps, and the largest tensors of one step.
+
+    Without traces and log-probabilities, an answer holds only text and ids. Their size is limited by `n` and the
+    context, so they are not counted.
+    """
+    config = checkpoint.model.config
+    num_step_tokens = min(max_step_tokens, num_prompt)
+    num_records = num_predictions = num_values = num_scores = 0
+    needs_logits = params.needs_prompt_logits
+    if plan is not None or params.logprobs is not None:
+        num_tokens = params.max_tokens + (num_prompt if params.echo else 0)
+        num_records += num_tokens
+        # For each token: its id, its log-probability, and the most likely tokens.
+        num_predictions += num_tokens * (1 + 1 + (params.logprobs or 0))
+    if plan is not None:
+        num_positions = num_prompt + params.max_tokens - 1
+        selection, lens_top = plan.params.selection, plan.params.logit_lens
+        num_traced = num_positions if selection.positions is None else len(selection.positions)
+        num_records += 1 + num_traced * (1 + len(selection.stages))
+        num_predictions += num_traced * plan.params.top_k
+        if lens_top is not None:
+            num_records += params.max_tokens
+            num_predictions += params.max_tokens * config.num_layers * (1 + lens_top)
+        if selection.detail == "values":
+            sizes = sizes_of(config, num_traced) | {"key": num_positions}
+            heads = Selection(stages=selection.stages, heads=selection.heads)  # `sizes` has only the traced positions
+            num_values = sum(math.prod(heads.shape(stage, sizes)) for stage in selection.stages)
+        needs_logits |= plan.params.needs_logits
+        if any("key" in stage.dims for stage in selection.stages):
+            num_scores = config.num_heads * num_step_tokens * num_positions
+    contents = ResponseContents(
+        num_records=num_records,
+        num_predictions=num_predictions,
+        text_bytes=num_predictions * longest_token_bytes(checkpoint),
+        num_values=num_values,
+        dtype=torch.promote_types(checkpoint.model.embed.weight.dtype, torch.float32),
+        encoding="json" if plan is None else plan.encoding,
+        num_choices=params.n,
+    )
+    num_logits = num_step_tokens * config.vocab_size if needs_logits else 0
+    return Budget(
+        response_bytes(contents),
+        pass_bytes(num_logits=num_logits, num_scores=num_scores),
+        TEXT_FIELDS if plan is None else TRACE_FIELDS,
+    )

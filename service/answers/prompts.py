@@ -1,0 +1,90 @@
+"""Prompts and tokens of requests: checked, tokenized, and described in answers."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import Request
+
+from model.checkpoints.load import Checkpoint
+from model.errors import shortened
+from service.http.disconnects import unless_disconnected
+from service.http.errors import ApiError, invalid
+from service.state import State
+from service.worker import SHORT_TEXT
+
+
+async def prompt_ids(request: Request, state: State, checkpoint: Checkpoint, prompt: str | list[int]) -> list[int]:
+    """The token ids of a prompt. Raises 400 if it is empty, longer than the context, or has an unknown token."""
+    tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
+    if isinstance(prompt, list):
+        ids = prompt
+    elif tokenizer is None:
+        raise invalid("prompt", "this checkpoint has no tokenizer.json; send a list of token ids", "no_tokenizer")
+    else:
+        num_bytes = len(prompt.encode())
+        if tokenizer.max_bytes_per_token:
+            fewest = num_bytes / tokenizer.max_bytes_per_token
+            if fewest > config.max_positions:
+                raise too_long(f"at least {math.ceil(fewest)}", config.max_positions)
+        state.worker.check_room(0)  # refuse before the work of tokenizing, not after it
+        job = state.worker.run_text(lambda: tokenizer.encode(prompt), num_bytes)
+        ids = await (job if num_bytes <= SHORT_TEXT else unless_disconnected(request, job))
+    if not ids:
+        raise invalid("prompt", "is empty; send at least one token", "empty")
+    if len(ids) > config.max_positions:
+        raise too_long(f"{len(ids)}", config.max_positions)
+    check_ids(ids, config.vocab_size, "prompt")
+    return ids
+
+
+def too_long(num_tokens: str, max_positions: int) -> ApiError:
+    """400: the prompt is longer than the context."""
+    return invalid("prompt", f"has {num_tokens} tokens, but the context holds {max_positions}", "context_length")
+
+
+def check_ids(ids: Sequence[int | None], vocab_size: int, param: str) -> None:
+    """Raise 400 for the first id outside the vocabulary."""
+    for index, token_id in enumerate(ids):
+        if token_id is not None and not 0 <= token_id < vocab_size:
+            reason = f"{shortened(token_id)} is not a token id; the vocabulary has {vocab_size} tokens"
+            raise invalid(f"{param}.{index}", reason, "token_id")
+
+
+def check_indices(indices: Sequence[int] | None, size: int, param: str, items: str) -> None:
+    """Raise 400 if an index into `size` items is too large or repeated. `items` names them in the message.
+
+    The schemas refuse negative indices.
+    """
+    for place, index in enumerate(indices or ()):
+        if index >= size:
+            reason = f"{shortened(index)} is out of range; there are {size} {items}"
+            raise invalid(f"{param}.{place}", reason, "out_of_range")
+    if indices is not None and len(set(indices)) != len(indices):
+        raise invalid(param, "has the same index twice", "duplicate")
+
+
+def token_answers(ids: Sequence[int], checkpoint: Checkpoint, start: int = 0) -> list[dict[str, Any]]:
+    """Tokens with their texts and positions; the first is at position `start`."""
+    return [
+        {"id": token_id, "text": token_text(checkpoint, token_id), "position": position}
+        for position, token_id in enumerate(ids, start)
+    ]
+
+
+def token_text(checkpoint: Checkpoint, token_id: int) -> str | None:
+    """The text of one token. None if there is no tokenizer, or if it does not have the id.
+
+    The embedding table of some networks has more rows than the tokenizer has tokens.
+    """
+    if checkpoint.tokenizer is None or token_id >= checkpoint.tokenizer.vocab_size:
+        return None
+    return checkpoint.tokenizer.token_text(token_id)
+
+
+def longest_token_bytes(checkpoint: Checkpoint) -> int:
+    """The length of the longest token string in `tokenizer.json`, in UTF-8 bytes; 0 without a tokenizer.
+
+    Byte-level vocabularies write some bytes as characters of two bytes, so the text of a token can be shorter.
+    """
+    return 0 if checkpoint.tokenizer is None else checkpoint.tokenizer.longest_token_bytes

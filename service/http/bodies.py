@@ -1,0 +1,185 @@
+"""Parse and validate JSON request bodies, at a bounded cost.
+
+The JSON values of a body are counted before they are parsed, and the validation of a list stops at its first error.
+"""
+
+import codecs
+import difflib
+import json
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+
+from service.http.disconnects import unless_disconnected
+from service.http.errors import ApiError
+
+INLINE_BYTES = 1 << 16  # larger bodies are parsed on another thread
+BYTES_PER_VALUE = 16  # a body may hold one JSON value per this many bytes of the largest allowed body
+MAX_KEYS = 4096  # in one JSON object
+MAX_DIGITS = 1000  # in one number
+MAX_ERRORS = 20  # fields or reasons that one error message names
+
+
+class JsonRoute(APIRoute):
+    """A route whose body is parsed and validated by this module, large ones outside the event loop."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        assert self.body_field is not None, "a JSON route declares a body"
+        model: type[BaseModel] = self.body_field.field_info.annotation  # type: ignore[assignment]  # a model, for a JSON body
+
+        async def handle_json(request: Request) -> Response:
+            content = await request.body()
+            check_content_type(request.headers.get("content-type", ""))
+            state = request.app.state.forwardscope
+            max_values = state.settings.max_body_bytes // BYTES_PER_VALUE
+            if len(content) <= INLINE_BYTES:
+                body = parse(content, model, max_values)
+            else:
+                job = state.worker.run_body(lambda: parse(content, model, max_values))
+                body = await unless_disconnected(request, job)
+            return await handle(ParsedRequest(request.scope, request.receive, body))
+
+        return handle_json
+
+
+class ParsedRequest(Request):
+    """A request whose JSON body has already been parsed and validated."""
+
+    def __init__(self, scope: Any, receive: Any, body: BaseModel) -> None:
+        super().__init__(scope, receive)
+        self._parsed = body
+
+    async def body(self) -> bytes:
+        return b"{}"  # FastAPI only checks that the body is not empty
+
+    async def json(self) -> Any:
+        return self._parsed
+
+
+def check_content_type(content_type: str) -> None:
+    """Raise 422 unless the type is `application/json` or ends in `+json`."""
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise wrong_shape("body", "send JSON with the header 'Content-Type: application/json'", "content_type")
+
+
+def parse(content: bytes, model: type[BaseModel], max_values: int) -> BaseModel:
+    """Parse and validate a body. Raises 413 for too many values, and 422 if the body does not fit the model."""
+    content = content.removeprefix(codecs.BOM_UTF8)
+    check_num_values(content, max_values)
+    try:
+        values = json.loads(
+            content.decode(),  # for bytes, `loads` guesses the encoding, but the values were counted as UTF-8
+            object_pairs_hook=_object,
+            parse_int=_number(int) if len(content) > INLINE_BYTES else None,
+            parse_float=_number(float) if len(content) > INLINE_BYTES else None,
+        )
+    except (ValueError, RecursionError) as error:  # also: not UTF-8, too many digits, nested too deeply
+        raise wrong_shape("body", f"not valid JSON: {error}", "json_invalid") from None
+    if isinstance(values, dict):
+        check_names(values, model)
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise shape_error(error) from None
+
+
+def check_num_values(content: bytes, max_values: int) -> None:
+    """Raise 413 for more JSON values or strings than `max_values`, without parsing them.
+
+    Each entry of a list or object follows a comma or an opening bracket outside strings, so these are counted.
+    """
+    if b"\\" in content:
+        content = content.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote left begins or ends a string
+    num_values, counted = content.count(b'"') // 2, "strings"  # counted first, as `split` makes an object for each
+    if num_values <= max_values:
+        counted = "JSON values"
+        without_strings = b"".join(content.split(b'"')[::2])
+        num_values = sum(without_strings.count(mark) for mark in (b",", b"[", b"{"))
+    if num_values > max_values:
+        message = (
+            f"body: contains {num_values} {counted}; the limit is {max_values}, one per {BYTES_PER_VALUE} bytes of "
+            "--max-body-bytes"
+        )
+        raise ApiError(413, message, param="body", code="too_many_values")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object from its keys and values. Raises 422 for too many keys and for duplicate keys.
+
+    A duplicate key has no defined meaning: parsers differ in which of the values they use.
+    """
+    if len(pairs) > MAX_KEYS:
+        raise wrong_shape("body", f"an object has {len(pairs)} keys; the limit is {MAX_KEYS}", "too_many_keys")
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise wrong_shape("body", f"the key {key[:100]!r} occurs twice in one object", "duplicate_key")
+    return result
+
+
+def _number(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A converter for the numbers of large bodies.
+
+    Because it is a Python function, other threads can run between two numbers. The C parser alone would block them.
+    """
+
+    def read(text: str) -> Any:
+        if len(text) > MAX_DIGITS:
+            raise ValueError(f"a number has {len(text)} digits; the limit is {MAX_DIGITS}")
+        return convert(text)
+
+    return read
+
+
+def check_names(values: dict[str, Any], model: type[BaseModel]) -> None:
+    """Raise 422 for unknown fields, with the nearest known name. The model checks the fields of nested objects."""
+    unknown = [name for name in values if name not in model.model_fields]
+    if unknown:
+        known = list(model.model_fields)
+        near = difflib.get_close_matches(unknown[0][:100], known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known fields are {', '.join(known)}"
+        more = f" (nor are {_some(unknown[1:])})" if len(unknown) > 1 else ""
+        name = unknown[0][:100] if unknown[0].isprintable() else "body"
+        raise wrong_shape(name or "body", f"this field is not known{more}; {hint}", "extra_forbidden")
+
+
+def shape_error(error: ValidationError) -> ApiError:
+    """422 that names the wrong fields, at most `MAX_ERRORS`.
+
+    `param` is the most deeply nested one: for a prompt with a wrong token id, `prompt.3` says more than "prompt is not
+    a string", which is also an error of the same union.
+    """
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    fields = [_field(problem["loc"]) for problem in problems]
+    deepest = max(range(len(fields)), key=lambda i: len(fields[i]))
+    param = ".".join(map(str, fields[deepest])) or "body"
+    same = [i for i in range(len(fields)) if fields[i] == fields[deepest]]
+    messages = dict.fromkeys(problems[i]["msg"].removeprefix("Value error, ") for i in same)
+    others = dict.fromkeys(str(field[0]) for field in fields if field and field[0] != fields[deepest][0])
+    more = f"; also wrong: {_some(list(others))}" if others else ""
+    return wrong_shape(param, f"{'; or '.join(list(messages)[:MAX_ERRORS])}{more}", problems[deepest]["type"])
+
+
+def wrong_shape(param: str, message: str, code: str) -> ApiError:
+    """422: the body does not have the documented shape."""
+    return ApiError(422, f"{param}: {message}", param=param, code=code)
+
+
+def _some(names: list[str]) -> str:
+    listed = ", ".join(name[:100] for name in names[: MAX_ERRORS - 1])
+    return listed if len(names) < MAX_ERRORS else f"{listed} and {len(names) - MAX_ERRORS + 1} more"
+
+
+def _field(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """The part of an error's location that clients know: the name of the field, and indices.
+
+    A field of `trace` has two names. Further strings are dropped: they are branches of a union or keys of the client.
+    """
+    num_names = 2 if loc[:1] == ("trace",) else 1
+    return tuple(part for depth, part in enumerate(loc) if depth < num_names or isinstance(part, int))

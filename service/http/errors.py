@@ -1,0 +1,142 @@
+"""Error answers: all have the form `{"error": {"message", "type", "param", "code"}}`."""
+
+import json
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
+
+TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "too_large_error",
+    429: "overloaded_error",
+    500: "internal_error",
+    503: "unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """An error answer: `param` is the field of the request, `code` is for programs, and `message` says what to do."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+
+def draining() -> ApiError:
+    """503: the service is shutting down."""
+    return ApiError(503, "the server is shutting down; send the request to another server", code="draining")
+
+
+def queue_full(reason: str) -> ApiError:
+    """429: the request may not wait."""
+    return ApiError(429, f"{reason}; try again later", code="queue_full", headers={"Retry-After": "1"})
+
+
+def timed_out(seconds: float) -> ApiError:
+    """503: the request did not finish in time."""
+    message = f"no answer within {seconds:g} seconds; try again later"
+    return ApiError(503, message, code="timeout", headers={"Retry-After": "1"})
+
+
+class ClientGone(Exception):
+    """The client closed its connection, so the work for its request is cancelled."""
+
+
+def invalid(param: str, message: str, code: str = "invalid_value") -> ApiError:
+    """400: the field has the documented shape, but its value cannot be used here."""
+    return ApiError(400, f"{param}: {message}", param=param, code=code)
+
+
+def internal() -> ApiError:
+    """500: a bug. The server closes the connection afterwards, so the client must not send another request on it."""
+    message = "the server failed to handle this request; its log has the details"
+    return ApiError(500, message, code="internal", headers={"Connection": "close"})
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The JSON object of an error answer."""
+    kind = TYPES.get(error.status, "invalid_request_error")
+    param = None if error.param is None else _printable(error.param)
+    return {"error": {"message": _printable(error.message), "type": kind, "param": param, "code": error.code}}
+
+
+def _printable(text: str, limit: int = 1000) -> str:
+    """Cut a text that may quote the client, and escape lone surrogates, which UTF-8 cannot encode."""
+    short = text if len(text) <= limit else f"{text[:limit]}..."
+    return short.encode("utf-8", "backslashreplace").decode()
+
+
+def error_bytes(error: ApiError) -> bytes:
+    """The body of an error answer that is written without Starlette."""
+    return json.dumps(error_body(error)).encode()
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error_body(error), error.status, headers=error.headers)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer `ApiError`, `ClientGone`, and the errors of Starlette's router, such as 404."""
+
+    @app.exception_handler(ApiError)
+    async def _api_error(request: Request, error: ApiError) -> JSONResponse:
+        return error_response(error)
+
+    @app.exception_handler(ClientGone)
+    async def _client_gone(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=499)  # nobody reads this response, but the metrics count its status
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        code = HTTPStatus(error.status_code).name.lower()
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        headers = dict(error.headers or {})
+        return error_response(ApiError(error.status_code, message, code=code, headers=headers))
+
+
+class InternalErrors:
+    """ASGI middleware that answers 500 for an unexpected exception, and logs the exception with its traceback.
+
+    If the response has already begun, the exception is passed on to the server, which closes the connection.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_and_note)
+        except Exception:  # a bug
+            if scope["type"] != "http" or has_begun:
+                raise
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            await error_response(internal())(scope, receive, send)

@@ -1,0 +1,243 @@
+"""The checks before the routes, and the reading of request bodies.
+
+Everything that the head of a request decides is checked before its body is read: host, path, method, API key and size.
+Then the body is read, within a deadline and a limit of memory.
+"""
+
+import asyncio
+import hmac
+import re
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.http.buffers import Buffers, Reservation
+from service.http.errors import ApiError, ClientGone, error_response
+from service.settings import is_address
+
+HEALTH_PATHS = frozenset({"/health", "/ready"})  # begin at once, without `Turnstile`
+OPERATION_PATHS = HEALTH_PATHS | {"/metrics"}
+# These need no API key, because orchestrators and browsers have none.
+PUBLIC_PATHS = OPERATION_PATHS | {"/docs", "/redoc", "/openapi.json"}
+PUBLIC_PREFIX = "/static-offline-docs/"
+HOST = re.compile(r"(\[(?P<address>[^\]]*)\]|(?P<name>[^:]*))(:\d*)?")
+PIECE = 1 << 18  # bytes of a response that are passed to the connection at a time
+# Requests that may begin in one turn of the event loop. Most run for about a millisecond before they first wait.
+BEGIN_PER_TURN = 4
+LONG_TURN_SECONDS = 0.01  # after a longer turn of the event loop, only one request begins
+DROPPED_BODY = 1 << 26  # a refused body up to this size is read and dropped, so that the client sees the answer
+
+
+class Gate:
+    """ASGI middleware that checks the head of a request, and reads the body only if the head is right.
+
+    `scope["state"]["reservation"]` counts the memory that the request holds. It is released when the whole response has
+    been passed to the connection.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        routes: Sequence[BaseRoute],
+        buffers: Buffers,
+        api_key: str | None,
+        allowed_hosts: Collection[str],
+        max_body_bytes: int,
+        body_seconds: float,
+    ) -> None:
+        self.app = app
+        self._routes = routes
+        self._buffers = buffers
+        self._api_key = None if api_key is None else api_key.encode()
+        self._allowed_hosts = allowed_hosts
+        self._max_body_bytes = max_body_bytes
+        self._body_seconds = body_seconds
+        self._turnstile = Turnstile()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        if scope["method"] == "HEAD":  # handled like GET: the server sends no body
+            scope = {**scope, "method": "GET"}
+        reservation = scope.setdefault("state", {})["reservation"] = Reservation(self._buffers)
+        try:
+            if scope["path"] not in HEALTH_PATHS:
+                await self._turnstile.enter()
+            headers = dict(scope["headers"])
+            self._check_host(headers.get(b"host", b""))
+            self._check_key(scope["path"], headers.get(b"authorization", b""))
+            has_route = any(route.matches(scope)[0] is Match.FULL for route in self._routes)
+            if has_route and scope["method"] != "GET":
+                self._check_body_headers(headers)
+                receive = replayed(await self._read_body(receive, reservation), receive)
+            elif needs_closing(headers):
+                send = closing(send)
+            await self.app(scope, receive, in_pieces(send, scope["state"]))
+        except ClientGone:
+            pass
+        except ApiError as error:
+            await error_response(error)(scope, receive, closing(send) if needs_closing(headers) else send)
+        finally:
+            reservation.release()
+
+    def _check_host(self, host: bytes) -> None:
+        """Raise 400 for a host name that is not allowed.
+
+        This prevents DNS rebinding: a web page could point its own host name at this server, and read the answers in
+        the browser of somebody who may use the server. Addresses are safe: a web page can point a host name of its own
+        at this server, but not an address.
+        """
+        name = host_name(host.decode("latin-1"))
+        if "*" in self._allowed_hosts or name in self._allowed_hosts or name == "" or is_address(name):
+            return
+        message = f"Host: {name!r} is not allowed; to allow it, start the server with --allowed-hosts {name}"
+        raise ApiError(400, message, code="host_not_allowed")
+
+    def _check_key(self, path: str, header: bytes) -> None:
+        if self._api_key is None or path in PUBLIC_PATHS or path.startswith(PUBLIC_PREFIX):
+            return
+        scheme, _, given = header.partition(b" ")
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(given, self._api_key):
+            message = "send the header 'Authorization: Bearer <key>' with the server's API key"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+    def _check_body_headers(self, headers: dict[bytes, bytes]) -> None:
+        encoding = headers.get(b"content-encoding", b"identity")
+        if encoding.strip().lower() != b"identity":
+            message = "Content-Encoding: compressed bodies are not supported; send the body without compression"
+            raise ApiError(415, message, param="body", code="content_encoding")
+        stated = headers.get(b"content-length", b"")
+        if stated.isdigit() and int(stated) > self._max_body_bytes:
+            raise self._too_large(f"{int(stated)} bytes")
+
+    async def _read_body(self, receive: Receive, reservation: Reservation) -> bytes:
+        """Read the whole body. Raises 413 if it is too large, 408 after the deadline, and 429 if memory is used up."""
+        pieces: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self._body_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    piece = message.get("body", b"")
+                    size += len(piece)
+                    if size > self._max_body_bytes:
+                        raise self._too_large(f"more than {self._max_body_bytes} bytes")
+                    reservation.reserve(len(piece))
+                    pieces.append(piece)
+                    if not message.get("more_body", False):
+                        return b"".join(pieces)
+        except TimeoutError:
+            reason = f"body: only {size} bytes arrived within {self._body_seconds:g} seconds"
+            headers = {"Connection": "close"}
+            raise ApiError(408, reason, param="body", code="body_timeout", headers=headers) from None
+
+    def _too_large(self, size: str) -> ApiError:
+        message = f"body: has {size}; the limit is {self._max_body_bytes}"
+        return ApiError(413, message, param="body", code="body_too_large")
+
+
+class Turnstile:
+    """Lets only a few requests begin in each turn of the event loop, in the order of their arrival.
+
+    When many requests arrive at once, health checks and running streams do not have to wait for all of them.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._num_entered = 0  # in this turn
+        self._is_turning = False
+
+    async def enter(self) -> None:
+        """Wait until the request may begin."""
+        loop = asyncio.get_running_loop()
+        if not self._is_turning:
+            self._is_turning = True
+            loop.call_soon(self._turn, loop, time.perf_counter())
+        if self._num_entered < BEGIN_PER_TURN and not self._waiting:
+            self._num_entered += 1
+            return
+        entry = loop.create_future()
+        self._waiting.append(entry)
+        await entry
+
+    def _turn(self, loop: asyncio.AbstractEventLoop, began: float) -> None:
+        now = time.perf_counter()
+        max_entries = BEGIN_PER_TURN if now < began + LONG_TURN_SECONDS else 1
+        self._num_entered = 0
+        while self._waiting and self._num_entered < max_entries:
+            entry = self._waiting.popleft()
+            if not entry.done():  # done: its request was cancelled
+                entry.set_result(None)
+                self._num_entered += 1
+        self._is_turning = bool(self._num_entered)
+        if self._is_turning:
+            loop.call_soon(self._turn, loop, now)
+
+
+def needs_closing(headers: dict[bytes, bytes]) -> bool:
+    """Whether the connection must be closed after a request whose body was not read.
+
+    It must if the client waits for permission to send the body (Expect), or if the body is too large to be dropped. The
+    connection reads and drops other bodies, within its deadline.
+    """
+    length = headers.get(b"content-length", b"0")
+    return b"expect" in headers or not length.isdigit() or int(length) > DROPPED_BODY
+
+
+def closing(send: Send) -> Send:
+    """Add a header to the response that closes the connection after it."""
+
+    async def send_and_close(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], (b"connection", b"close")]
+        await send(message)
+
+    return send_and_close
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """Receive a body that has been read already, as one message, and then the messages of the connection."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay
+
+
+def in_pieces(send: Send, state: dict[str, Any]) -> Send:
+    """Send long messages in pieces, each after the operating system has taken most of the earlier ones.
+
+    The connection then holds no second copy of a long response. Between the pieces of one message, `state["probe"]`
+    (the comment that sse.py allows between events) is removed, so that `Connection._probe` writes nothing in between.
+    """
+
+    async def send_pieces(message: Message) -> None:
+        content = message.get("body", b"")
+        if len(content) <= PIECE:
+            await send(message)
+            return
+        content = memoryview(content)
+        probe = state.pop("probe", None)
+        for start in range(0, len(content), PIECE):
+            is_last = start + PIECE >= len(content)
+            piece = bytes(content[start : start + PIECE])
+            await send({**message, "body": piece, "more_body": not is_last or message.get("more_body", False)})
+        if probe is not None:
+            state["probe"] = probe
+
+    return send_pieces
+
+
+def host_name(host: str) -> str:
+    """The name or address in a Host header, without the port."""
+    match = HOST.fullmatch(host.strip().lower())
+    return host if match is None else match["address"] or match["name"]

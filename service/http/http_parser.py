@@ -1,0 +1,43 @@
+"""An HTTP/1.1 parser and writer, with limits that h11 does not have."""
+
+from typing import Any
+
+import h11
+
+# A body of n chunks must have at least `MIN_CHUNK` * (n - `FREE_CHUNKS`) bytes.
+FREE_CHUNKS = 1024
+MIN_CHUNK = 64
+
+
+class HttpParser(h11.Connection):
+    """The HTTP/1.1 parser and writer of one connection.
+
+    It refuses bodies in very many very small chunks, because each chunk costs as much as a large one. It refuses
+    ambiguous framing of a body (Transfer-Encoding with Content-Length, or in HTTP/1.0). And it counts the bytes that
+    are sent.
+    """
+
+    is_chunked = False
+    num_sent = 0
+    _num_chunks = 0
+    _num_bytes = 0
+
+    def send(self, event: Any) -> Any:
+        sent = super().send(event)
+        self.num_sent += len(sent or b"")
+        return sent
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_start
+            self._num_bytes += len(event.data)
+            if self.is_chunked and self._num_bytes < MIN_CHUNK * (self._num_chunks - FREE_CHUNKS):
+                raise h11.RemoteProtocolError("the body has too many small chunks")
+        elif isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = 0
+            names = [name for name, _ in event.headers]
+            self.is_chunked = b"transfer-encoding" in names
+            if self.is_chunked and (b"content-length" in names or event.http_version == b"1.0"):
+                raise h11.RemoteProtocolError("Transfer-Encoding together with Content-Length, or in HTTP/1.0")
+        return event

@@ -1,0 +1,44 @@
+"""Descriptions of answers and errors for the OpenAPI page."""
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from service.http.schemas import ErrorAnswer
+
+ERRORS = {
+    400: "A field has a value that cannot be used here",
+    401: "The API key is missing or wrong",
+    404: "No such path or model",
+    408: "The request did not arrive in time",
+    413: "The request or the answer is over a size limit",
+    415: "The body is compressed, which is not supported",
+    422: "The request does not have the documented shape",
+    429: "Too many requests are waiting, or requests hold too much memory; see Retry-After",
+    503: "The model is loading, no checkpoint is served, or the server is shutting down",
+}
+
+
+def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Describe the error answers with these statuses; without arguments, all of them."""
+    return {status: {"model": ErrorAnswer, "description": ERRORS[status]} for status in statuses or ERRORS}
+
+
+BINARY = {"type": "string"}
+EVENT = {
+    "type": "object",
+    "description": "One event: a TokenEvent, a FinishEvent, or (`event: error`) an error as JSON; at the end [DONE]",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+
+
+def answers(model: type[BaseModel], media_type: str, schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """Describe the answers of an endpoint: JSON (`model`) or, if the client asks for it, `media_type` (`schema`)."""
+    content = {media_type: {"schema": schema}}
+    return {200: {"model": model, "description": "The answer", "content": content}, **error_answers()}
+
+
+def answers_json(model: type[BaseModel], description: str) -> dict[int | str, dict[str, Any]]:
+    """Describe the answers of an endpoint that encodes its JSON itself."""
+    return {200: {"model": model, "description": description}, **error_answers()}

@@ -1,0 +1,102 @@
+"""The outputs of one admitted request, on their way from the worker to the client.
+
+If the client disconnects, the route closes the `RequestStream`: the continuations that have not ended are aborted, and
+unread outputs are dropped.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from model.engine.request import Output, Request
+from service.http.buffers import Buffers, Reservation
+from service.metrics import Progress
+
+# Bytes that a stream may hold for a client that does not read. Above them the request is paused: no step computes it.
+# `FAIR_UNREAD_BYTES` applies while the buffers of all requests together are full (`Buffers.is_full`).
+MAX_UNREAD_BYTES, FAIR_UNREAD_BYTES = 8 << 20, 1 << 16
+OUTPUT_BYTES = 1024  # estimate for one output without its traced values
+
+
+class Control(Protocol):
+    """The operations of the worker that a stream calls."""
+
+    def abort(self, request_id: str, reason: str | None) -> None: ...
+    def pause(self, request_id: str, paused: bool) -> None: ...
+
+
+class RequestStream:
+    """A queue of the outputs of one request, which ends when each of its choices has ended.
+
+    The worker calls `put` on the event loop's thread. If the client reads too slowly, the request is paused.
+    """
+
+    def __init__(
+        self, worker: Control, request: Request, progress: Progress, timeout_seconds: float, buffers: Buffers
+    ) -> None:
+        self.progress = progress
+        self.request = request
+        self._worker = worker
+        self._reservation = Reservation(buffers)
+        self._unread: deque[Output] = deque()
+        self._unread_bytes = 0
+        self._paused = False
+        self._is_closed = False
+        self._has_more = asyncio.Event()
+        self.open = set(range(request.params.n))  # the choices that have not ended
+        self._timer = asyncio.get_running_loop().call_later(timeout_seconds, self.cancel, "timeout")
+
+    async def outputs(self) -> AsyncIterator[Output]:
+        """Yield the outputs as they arrive, until every choice has ended."""
+        num_ended = 0
+        while num_ended < self.request.params.n:
+            while not self._unread:
+                self._has_more.clear()
+                await self._has_more.wait()
+            output = self._unread.popleft()
+            self._count(-_size(output))
+            num_ended += output.end is not None
+            yield output
+
+    def put(self, output: Output) -> None:
+        """Add an output of the worker."""
+        if not self._is_closed:
+            self._unread.append(output)
+            self._count(_size(output))
+            self._has_more.set()
+        if output.end is not None:
+            self.open.remove(output.choice)
+            if not self.open:
+                self._timer.cancel()
+
+    def close(self) -> None:
+        """Cancel the choices that have not ended, and drop all unread outputs.
+
+        `Run.close` of routes/generate.py calls this when the answer is complete or the client has disconnected. For a
+        streamed answer, `EventStream` of http/sse.py calls `Run.close`.
+        """
+        self.cancel()
+        self._unread.clear()
+        self._reservation.release()
+        self._is_closed = True
+
+    def cancel(self, reason: str | None = None) -> None:
+        """Cancel the choices that have not ended. Their cache blocks are free before the next step."""
+        if self.open:
+            self._worker.abort(self.request.id, reason)
+
+    def _count(self, num_bytes: int) -> None:
+        """Count bytes that became unread (negative: that were read), and pause or continue the request."""
+        self._unread_bytes += num_bytes
+        self._reservation.count(num_bytes)
+        limit = FAIR_UNREAD_BYTES if self._reservation.is_full else MAX_UNREAD_BYTES
+        is_full = self._unread_bytes > limit
+        if is_full != self._paused and self.open:
+            self._paused = is_full
+            self._worker.pause(self.request.id, is_full)
+
+
+def _size(output: Output) -> int:
+    stages = output.trace.stages if output.trace is not None else []
+    return OUTPUT_BYTES + sum(stage.values.nbytes for stage in stages if stage.values is not None)

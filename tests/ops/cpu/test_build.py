@@ -1,0 +1,102 @@
+"""Kernels are compiled once and cached; without a compiler or vector instructions, PyTorch's layers are used."""
+
+import logging
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from model.checkpoints.load import BUNDLED, load_checkpoint
+from model.ops.cpu import build
+from model.ops.quantization import Quantization
+from model.ops.torch_ops import TORCH
+from tests.ops.cpu.common import EMULATED, NO_KERNELS, by_kernels, compiled_for, compiled_with, forget_kernels
+
+SOURCE = Path(build.__file__).parent / "csrc" / "linear.cpp"
+
+
+class TestCompiling:
+    @pytest.fixture(autouse=True)
+    def cache_home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        if build.kernel("linear", "linear", torch.float32) is None:
+            pytest.skip(NO_KERNELS)
+        return tmp_path
+
+    def test_a_compiled_library_is_found_in_the_cache(self, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        library = build.compile_source(SOURCE)
+        assert library.parent == cache_home / "forwardscope"
+        assert list(library.parent.iterdir()) == [library]
+        commands: list[Any] = []
+        run = subprocess.run
+        monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command) or run(command, **_))
+        assert build.compile_source(SOURCE) == library
+        assert all("-o" not in command for command in commands)
+
+    def test_a_changed_source_is_compiled_to_another_library(self, tmp_path: Path) -> None:
+        changed = tmp_path / "linear.cpp"
+        changed.write_text(SOURCE.read_text() + "\n// changed\n")
+        assert build.compile_source(changed).name != build.compile_source(SOURCE).name
+
+    def test_kernels_are_compiled_without_a_cache_if_it_cannot_be_written(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
+        assert build.compile_source(SOURCE).exists()
+
+    def test_kernels_are_compiled_for_a_user_without_a_home(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def no_home() -> Path:
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", no_home)
+        assert build.compile_source(SOURCE).exists()
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            (lambda patch: patch.setattr(build, "COMPILERS", ("no-such-compiler",)), "no C++ compiler"),
+            (lambda patch: patch.setenv("CXXFLAGS", "-march=x86-64"), "neither AVX-512 nor AVX2"),
+        ],
+    )
+    def test_without_kernels_one_log_line_says_why_and_pytorchs_layers_are_used(
+        self, change: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        change(monkeypatch)
+        forget_kernels()
+        try:
+            with caplog.at_level(logging.INFO):
+                model = load_checkpoint(str(BUNDLED), kernels="auto").model
+            assert [reason in record.message for record in caplog.records] == [True]
+            assert model.backend is TORCH
+            assert isinstance(model.head, nn.Linear)
+            assert model(torch.zeros(1, 8, dtype=torch.int64)).shape == (1, 8, 4096)
+        finally:
+            forget_kernels()
+
+
+@torch.inference_mode()
+def logits(dtype: str, quantization: Quantization) -> torch.Tensor:
+    model = load_checkpoint(str(BUNDLED), dtype=dtype).model
+    return by_kernels(model, quantization)(torch.arange(100, 165)[None])
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_avx2_and_avx512_give_the_same_bits(quantization: Quantization) -> None:
+    wide = logits("float32", quantization)
+    with compiled_for("AVX2"):
+        assert torch.equal(logits("float32", quantization), wide)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_amx_and_its_emulation_give_the_same_bits(quantization: Quantization) -> None:
+    if "amx_bf16" not in build.describe_cpu().split():
+        pytest.skip("this machine has no AMX")
+    own = logits("bfloat16", quantization)
+    with compiled_with(EMULATED["amx_bf16"]):
+        assert torch.equal(logits("bfloat16", quantization), own)
+    with compiled_for("AVX512-BF16"):
+        assert not torch.equal(logits("bfloat16", quantization), own)  # the first two did use AMX code

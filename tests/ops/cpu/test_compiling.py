@@ -1,0 +1,191 @@
+"""Compiling leaves only libraries in the cache, and no files elsewhere."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from model.ops.cpu import build
+
+ROOT = Path(__file__).resolve().parents[3]
+SOURCE = 'extern "C" int answer() { return 42; }'
+OLD_SECONDS = 2 * 3600
+LOAD = """
+import os, signal, sys
+from pathlib import Path
+from model.ops.cpu import build
+
+build.CSRC = Path(sys.argv[1])
+library = build.load("answer")
+assert library.answer() == 42  # a loaded library works after its file is removed
+sys.stdout.write("loaded")
+sys.stdout.flush()
+if sys.argv[2] == "os._exit":
+    os._exit(0)
+if sys.argv[2] == "SIGKILL":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+SLOW_COMPILER = """#!/bin/sh
+[ "$1" = -v ] && exit
+echo half > "$TMPDIR/half.s"
+exec sleep 60
+"""
+
+
+@pytest.fixture(autouse=True)
+def _compiler() -> None:
+    if not any(map(shutil.which, build.COMPILERS)):
+        pytest.skip("there is no C++ compiler")
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """A folder with one small source, different for each test: a process loads a library only once."""
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "answer.cpp").write_text(f"{SOURCE} // {tmp_path}")
+    return tmp_path / "sources"
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The temporary folder of this process and of the processes that it starts."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path / "temporary"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "forwardscope").mkdir(parents=True)
+    return tmp_path / "cache" / "forwardscope"
+
+
+@pytest.fixture
+def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
+
+
+def aged(path: Path, *, is_folder: bool = True) -> Path:
+    """Make a folder with a file in it, or a file, that is two hours old."""
+    if is_folder:
+        path.mkdir()
+        (path / "half.so").touch()
+    else:
+        path.touch()
+    then = time.time() - OLD_SECONDS
+    os.utime(path, (then, then))
+    return path
+
+
+@pytest.mark.parametrize("end", ["return", "os._exit", "SIGKILL"])
+def test_without_a_cache_no_file_is_left_however_the_process_ends(
+    sources: Path, temporary: Path, no_cache: None, end: str
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LOAD, str(sources), end], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert ended.stdout == "loaded", ended.stderr
+    assert ended.returncode == (-signal.SIGKILL if end == "SIGKILL" else 0)
+    assert list(temporary.iterdir()) == []
+
+
+def test_without_a_cache_a_library_that_is_never_loaded_is_removed_when_the_process_ends(
+    sources: Path, temporary: Path, no_cache: None
+) -> None:
+    code = (
+        "import sys; from pathlib import Path; from model.ops.cpu import build;"
+        "assert build.compile_source(Path(sys.argv[1], 'answer.cpp')).exists()"
+    )
+    subprocess.run([sys.executable, "-c", code, str(sources)], cwd=ROOT, check=True, timeout=120)
+    assert list(temporary.iterdir()) == []
+
+
+def test_the_cache_holds_only_the_library(sources: Path, temporary: Path, cache: Path) -> None:
+    library = build.compile_source(sources / "answer.cpp")
+    assert list(cache.iterdir()) == [library]
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_failing_compiler_leaves_no_files(
+    sources: Path, temporary: Path, cache: Path, has_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_cache:
+        monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
+    (sources / "answer.cpp").write_text("this is not C++")
+    with pytest.raises(OSError, match="error"):
+        build.compile_source(sources / "answer.cpp")
+    assert list(cache.iterdir()) == list(temporary.iterdir()) == []
+
+
+def kill_while_it_compiles(sources: Path, tmp_path: Path) -> None:
+    """Start a process that compiles, and kill it while its compiler runs."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(SLOW_COMPILER)
+    compiler.chmod(0o755)
+    code = (
+        "import sys; from pathlib import Path; from model.ops.cpu import build;"
+        "build.COMPILERS = (sys.argv[2],); build.compile_source(Path(sys.argv[1], 'answer.cpp'))"
+    )
+    command = [sys.executable, "-c", code, str(sources), str(compiler)]
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    for _ in range(600):
+        if list(tmp_path.rglob("half.s")):
+            break
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)  # kills the compiler too, as when a container is killed
+    process.wait()
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_the_files_of_a_killed_process_are_removed_by_a_later_process(
+    sources: Path, tmp_path: Path, temporary: Path, cache: Path, has_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_cache:
+        monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
+    kill_while_it_compiles(sources, tmp_path)
+    used, unused = (cache, temporary) if has_cache else (temporary, cache)
+    assert list(unused.iterdir()) == []
+    (left_behind,) = used.iterdir()
+    build.compile_source(sources / "answer.cpp")
+    assert left_behind.exists(), "a new folder is kept, since its process may still run"
+    then = time.time() - OLD_SECONDS
+    os.utime(left_behind, (then, then))
+    build.compile_source(sources / "answer.cpp")
+    assert not left_behind.exists()
+
+
+def test_only_old_folders_are_removed_from_the_cache(sources: Path, tmp_path: Path, cache: Path) -> None:
+    stale = [
+        aged(cache / "tmp8_kq2x1z"),
+        aged(cache / f"{build.COMPILING}8_kq2x1z"),
+    ]  # the first name is that of earlier versions
+    library = aged(cache / "linear-0123456789abcdef.so", is_folder=False)
+    elsewhere = aged(tmp_path / "elsewhere")
+    link = cache / "link"
+    link.symlink_to(elsewhere)
+    then = time.time() - OLD_SECONDS
+    os.utime(link, (then, then), follow_symlinks=False)
+    fresh = cache / f"{build.COMPILING}fresh"
+    fresh.mkdir()
+    build.compile_source(sources / "answer.cpp")
+    assert not any(path.exists() for path in stale)
+    assert all(path.exists() for path in (library, link, fresh, elsewhere / "half.so"))
+
+
+def test_folders_of_other_programs_in_the_temporary_folder_are_kept(
+    sources: Path, temporary: Path, no_cache: None
+) -> None:
+    others = [aged(temporary / name) for name in ("tmp8_kq2x1z", "forwardscope-data", "forwardscope")]
+    stale = aged(temporary / f"{build.COMPILING}8_kq2x1z")
+    build.compile_source(sources / "answer.cpp")
+    assert not stale.exists()
+    assert all((path / "half.so").exists() for path in others)

@@ -1,0 +1,163 @@
+"""The CPU kernels other than linear layers and sampling, each compared with PyTorch in float64."""
+
+import pytest
+import torch
+
+from model.config import Activation
+from model.ops.torch_attention import CausalMask
+from model.ops.torch_ops import TORCH
+from tests.ops.cpu.common import DTYPES, ROUNDING, cpu_backend
+
+pytestmark = pytest.mark.usefixtures("instructions")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestOperations:
+    """Each result agrees with PyTorch in float64 to the rounding of the dtype."""
+
+    def check(self, found: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
+        assert found.dtype == dtype
+        tolerance = 8 * 2**-23 + ROUNDING[dtype]
+        torch.testing.assert_close(found.double(), exact, atol=tolerance, rtol=tolerance)
+
+    @pytest.mark.parametrize("size", [1, 15, 16, 33, 768])
+    @pytest.mark.parametrize("has_bias", [True, False])
+    def test_norms_agree(self, dtype: torch.dtype, size: int, has_bias: bool) -> None:
+        ops = cpu_backend(dtype).network
+        torch.manual_seed(0)
+        weight = torch.randn(size).to(dtype)
+        bias = torch.randn(size).to(dtype) if has_bias else None
+        wide = torch.randn(2, 5, 7, size + 3).to(dtype)
+        for x in (wide[0, 0, :, :size], wide[..., :size], wide[:, :, 2:4, :size], wide[0, 0, 0, :size]):
+            exact = TORCH.network.norm(x.double(), weight.double(), None if bias is None else bias.double(), 1e-5)
+            self.check(ops.norm(x, weight, bias, 1e-5), exact, dtype)
+
+    @pytest.mark.parametrize("d_head", [2, 16, 64, 72])
+    def test_rotations_agree(self, dtype: torch.dtype, d_head: int) -> None:
+        ops = cpu_backend(dtype).network
+        torch.manual_seed(0)
+        positions = torch.tensor([0, 1, 17, 4000])
+        frequencies = 1 / 10000 ** (torch.arange(0, d_head, 2) / d_head)
+        qkv = torch.randn(2, 4, 6, d_head).to(dtype)
+        for x in (qkv[:, :, :3], qkv[:, :, 5:]):
+            angles = (positions[:, None] * frequencies).double()  # the product is rounded to float32 first
+            ones = torch.ones_like(angles)
+            cos, sin = (torch.cat((half, half), -1)[:, None] for half in (angles.cos(), angles.sin()))
+            exact = TORCH.network.rotate(x.double(), (1.25 * cos, 1.25 * sin))
+            self.check(ops.rotate(x, ops.rotation(positions, frequencies, 1.25, dtype)), exact, dtype)
+            by_position = frequencies * ones.float()  # (T, D/2): frequencies for each position
+            self.check(ops.rotate(x, ops.rotation(positions, by_position, 1.25, dtype)), exact, dtype)
+
+    @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+    def test_activations_agree(self, dtype: torch.dtype, activation: Activation) -> None:
+        ops = cpu_backend(dtype).network
+        both = torch.cat((torch.linspace(-120, 120, 401), torch.linspace(-5, 5, 401))).repeat(3, 1).to(dtype)
+        pre, linear = both[:, :401], both[:, 401:]
+        self.check(ops.activate(activation, pre), TORCH.network.activate(activation, pre.double()), dtype)
+        gated = TORCH.network.activate(activation, pre.double(), linear.double())
+        self.check(ops.activate(activation, pre, linear), gated, dtype)
+
+    def test_addition_and_embedding_are_exact_and_check_the_ids(self, dtype: torch.dtype) -> None:
+        ops = cpu_backend(dtype).network
+        a, b = (torch.randn(3, 4001).to(dtype) for _ in range(2))
+        assert torch.equal(ops.add(a, b), a + b)
+        assert torch.equal(ops.add(a.T, b.T), (a + b).T)
+        index = torch.tensor([[2, 0], [2, 1]])
+        assert torch.equal(ops.embed(a, index), a[index])
+        for wrong in (-1, 3):
+            with pytest.raises(IndexError, match=f"index {wrong} is out of range; there are 3 rows"):
+                ops.embed(a, torch.tensor([0, wrong]))
+
+    def test_argmax_is_the_first_of_equal_maxima_and_nan_wins(self, dtype: torch.dtype) -> None:
+        ops = cpu_backend(dtype).sampling
+        x = torch.randn(6, 5003).to(dtype)
+        x[0, [77, 4, 5002]] = 9.0
+        x[1, 5002] = 9.0
+        x[2, 1] = torch.nan
+        x[3] = -torch.inf
+        x[4, 3] = torch.inf
+        values, indices = ops.argmax(x)
+        other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16  # like logits that a penalty changed
+        assert ops.argmax(x[4:5].to(other))[1].tolist() == [3]
+        assert indices[[0, 1, 3, 4, 5]].tolist() == [4, 5002, 0, 3, x[5].argmax()]
+        assert values.isnan().tolist() == [False, False, True, False, False, False]
+        assert values[[0, 1, 3, 4]].tolist() == [9, 9, -torch.inf, torch.inf]
+
+    @pytest.mark.parametrize("has_bias", [True, False])
+    def test_norm_stages_agree_and_the_result_is_bitwise_equal(self, dtype: torch.dtype, has_bias: bool) -> None:
+        ops = cpu_backend(dtype).network
+        generator = torch.Generator().manual_seed(0)
+        x = 3 + torch.randn(2, 5, 33, generator=generator).to(dtype)
+        weight, bias = torch.randn(2, 33, generator=generator).to(dtype)
+        parameters = (weight, bias if has_bias else None)
+        exact_bias = bias.double() if has_bias else None
+        exact = TORCH.network.norm_stages(x.double(), weight.double(), exact_bias, 1e-5)
+        scale, normalized, out = ops.norm_stages(x, *parameters, 1e-5)
+        torch.testing.assert_close(scale.double(), exact[0], atol=0, rtol=2**-21)
+        self.check(normalized, exact[1], dtype)
+        assert torch.equal(out, ops.norm(x, *parameters, 1e-5))
+
+    @pytest.mark.parametrize("wanted", [True, False])
+    def test_distributions_agree(self, dtype: torch.dtype, wanted: bool) -> None:
+        ops = cpu_backend(dtype).summaries
+        logits = 9 * torch.randn(1, 4, 5003, generator=torch.Generator().manual_seed(0)).to(dtype)
+        logits[0, 1, 7] = -torch.inf
+        logits[0, 2, 5002] = torch.nan
+        probabilities, log_totals = ops.distribution(logits, wants_probabilities=wanted)
+        exact, exact_totals = TORCH.summaries.distribution(logits.double(), wants_probabilities=True)
+        assert log_totals[0, 2].isnan()
+        torch.testing.assert_close(log_totals.double(), exact_totals, atol=2e-6, rtol=2e-6, equal_nan=True)
+        assert (probabilities is not None) == wanted
+        if probabilities is not None and exact is not None:
+            assert probabilities[0, 2].isnan().all()
+            torch.testing.assert_close(probabilities.double(), exact, atol=1e-12, rtol=1e-5, equal_nan=True)
+
+    def test_summaries_agree(self, dtype: torch.dtype) -> None:
+        ops, generator = cpu_backend(dtype).summaries, torch.Generator().manual_seed(0)
+        large = torch.randn(100_003, generator=generator)
+        views = torch.randn(2, 9, 6, 70, generator=generator)
+        masked = views.masked_fill(views > 0.5, -torch.inf)
+        shifted = 3000 + torch.randn(40_000, generator=generator)
+        for x in (large[:1], large, masked, views[:, :, 2:4], views[..., :33], views.transpose(1, 3), shifted):
+            x = x.to(dtype)
+            (found,), (exact,) = ops.summarize([x]), TORCH.summaries.summarize([x.double()])
+            assert (found.min, found.max, found.non_finite) == (exact.min, exact.max, exact.non_finite)
+            assert found.mean == pytest.approx(exact.mean, abs=1e-6, rel=1e-6)
+            assert found.std == pytest.approx(exact.std, abs=1e-6, rel=1e-5)
+            assert found.l2 == pytest.approx(exact.l2, rel=1e-6)
+        nothing = torch.tensor([torch.nan, torch.inf], dtype=dtype)
+        assert ops.summarize([nothing]) == TORCH.summaries.summarize([nothing])
+
+    def test_a_summary_does_not_depend_on_the_other_tensors(self, dtype: torch.dtype) -> None:
+        ops, generator = cpu_backend(dtype).summaries, torch.Generator().manual_seed(0)
+        sizes = (1, 5, 16_384, 16_385, 70_001, 3, 4 * 16_384)
+        dtypes = (dtype, torch.float32, torch.float64, dtype)
+        tensors = [torch.randn(size, generator=generator).to(each) for size in sizes for each in dtypes]
+        assert ops.summarize(tensors) == [ops.summarize([x])[0] for x in tensors]
+        assert ops.summarize([]) == []
+
+    @pytest.mark.parametrize("window", [None, 3])
+    @pytest.mark.parametrize("num_new", [1, 5, 40, 400])  # with 400, several tiles of a thread share transposed keys
+    def test_scores_and_pattern_agree(self, dtype: torch.dtype, num_new: int, window: int | None) -> None:
+        ops, S = cpu_backend(dtype).network, num_new + 4
+        heads = torch.randn(2, S, 24, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+        q, k, v = heads[:, 4:, :12], heads[:, :, 12:18], heads[:, :, 18:]
+        mask = CausalMask(4, num_new, window, q.device)
+        found = ops.attention_scores(q, k, mask, scale=0.3)
+        exact = TORCH.network.attention_scores(q.double(), k.double(), mask, scale=0.3)
+        for ours, theirs in zip(found, exact, strict=True):
+            tolerance = 2**-18 + 2 * ROUNDING[dtype]
+            torch.testing.assert_close(ours.double(), theirs, atol=tolerance, rtol=tolerance)
+        z = ops.attend(q, k, v, mask, scale=0.3)
+        expected = found[2].double() @ v.double().transpose(1, 2).repeat_interleave(2, dim=1)
+        torch.testing.assert_close(z.double(), expected.transpose(1, 2), atol=0.02, rtol=4 * ROUNDING[dtype])
+
+    @pytest.mark.parametrize("window", [None, 3])
+    def test_attention_over_rows_of_equal_length_agrees(self, dtype: torch.dtype, window: int | None) -> None:
+        ops = cpu_backend(dtype).network
+        torch.manual_seed(0)
+        qkv = torch.randn(3, 9, 8, 16).to(dtype)
+        q, k, v = qkv[:, 4:, :4], qkv[:, :, 4:6], qkv[:, :, 6:]
+        mask = CausalMask(4, 5, window, q.device)
+        exact = TORCH.network.attend(q.double(), k.double(), v.double(), mask, scale=0.3)
+        self.check(ops.attend(q, k, v, mask, scale=0.3), exact, dtype)

@@ -1,0 +1,61 @@
+"""Recordings: a replay computes with the current inputs, and computations of PyTorch are noticed."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from model.ops.cpu import recording as recording_module
+from model.ops.cpu.recording import Recording, RecordingMemory
+from tests.ops.cpu.common import cpu_backend
+
+
+class TestRecording:
+    def test_a_replay_computes_with_the_current_inputs(self) -> None:
+        operations = cpu_backend(torch.float32).network
+        a, b = torch.ones(5), torch.ones(5)
+        recording = Recording(RecordingMemory())
+        with recording.record():
+            total = operations.add(operations.add(a, b), b)
+        assert recording.is_whole
+        assert total.tolist() == [3.0] * 5
+        a[:] = torch.arange(5.0)
+        recording.replay()
+        assert total.tolist() == [2.0, 3.0, 4.0, 5.0, 6.0]
+        assert torch.equal(operations.add(a, b), a + 1)  # a later call is not part of the recording
+        recording.replay()
+        assert total.tolist() == [2.0, 3.0, 4.0, 5.0, 6.0]
+
+    @pytest.mark.parametrize("compute", [lambda x: x * 2, lambda x: x.add_(1), lambda x: x[::2].contiguous()])
+    def test_a_computation_by_pytorch_makes_a_recording_incomplete_and_a_view_does_not(
+        self, compute: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        operations, a = cpu_backend(torch.float32).network, torch.ones(6)
+        for function, is_whole in ((lambda x: x.view(2, 3).flatten()[2:4], True), (compute, False)):
+            recording = Recording(RecordingMemory())
+            with torch.inference_mode(), recording.record():
+                function(operations.add(a, a))
+            assert recording.is_whole is is_whole
+
+    def test_recordings_share_memory_which_grows_as_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(recording_module, "CHUNK", 256)
+        operations, memory = cpu_backend(torch.float32).network, RecordingMemory()
+        for _ in range(2):
+            recording, ones = Recording(memory), [torch.ones(size) for size in (10, 50, 200, 10)]
+            with recording.record():
+                tensors = [operations.add(x, x) for x in ones]
+            assert recording.is_whole
+            assert [bool((tensor == 2).all()) for tensor in tensors] == [True] * 4
+        assert [len(chunk) for chunk in memory.chunks] == [256, 256, 800, 256]
+
+
+@pytest.mark.usefixtures("instructions")
+def test_idle_kernel_threads_use_little_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with emulated instructions: an emulation that replaces system calls could keep waiting threads awake."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    ones = torch.ones(1 << 16)
+    cpu_backend(torch.float32).network.add(ones, ones)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.25

@@ -1,0 +1,308 @@
+"""Start of the service: loading, the command line, the process with its log, and the number of threads."""
+
+import asyncio
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service import app
+from service.__main__ import main
+from service.app import load, load_model, num_threads
+from service.settings import Settings
+from service.state import State
+from tests.service.checkpoints import write_checkpoint
+from tests.service.running import PATIENCE_SECONDS, ROOT, Running, process, wait_until
+
+PROMPT = "the cat sat on"
+SHORT: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}
+
+
+class TestLoading:
+    def test_a_service_is_healthy_while_it_loads_and_ready_afterwards(
+        self, tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        loaded = threading.Event()
+
+        def load_slowly(settings: Settings) -> Any:
+            assert loaded.wait(PATIENCE_SECONDS)
+            return load_model(settings)
+
+        monkeypatch.setattr("service.app.load_model", load_slowly)
+        loading = Running(Settings(model=str(tiny_directory), threads=1))
+        try:
+            assert loading.get("/health").status_code == 200
+            assert "num_requests_running" in loading.get("/metrics").text
+            assert loading.metric("ready") == 0
+            refused = [loading.get("/ready"), loading.get("/model")]
+            refused += [loading.post(path, {"prompt": PROMPT}) for path in ("/generate", "/forward", "/logits")]
+            refused += [loading.post("/tokenize", {"text": "a"}), loading.post("/detokenize", {"tokens": [1]})]
+            for response in refused:
+                assert (response.status_code, response.json()["error"]["code"]) == (503, "loading")
+                assert response.json()["error"]["type"] == "unavailable_error"
+                assert int(response.headers["retry-after"]) >= 1
+            loaded.set()
+            wait_until(lambda: loading.get("/ready").status_code == 200, "/ready")
+            assert loading.metric("ready") == 1
+            assert loading.post("/generate", SHORT).status_code == 200
+        finally:
+            loaded.set()
+            loading.stop()
+
+    def test_a_service_without_a_checkpoint_is_ready_and_its_errors_say_what_is_missing(self, empty: Running) -> None:
+        assert empty.get("/ready").status_code == 200
+        assert [entry["kind"] for entry in empty.get("/models").json()["models"]] == ["worked_example"] * 3
+        for response in (empty.get("/model"), empty.post("/generate", SHORT), empty.post("/forward", {"prompt": [1]})):
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "no_checkpoint")
+
+    @pytest.mark.parametrize("damage", ["directory", "config", "vocab_size", "layers", "tensor", "cut", "tokenizer"])
+    def test_a_broken_checkpoint_ends_the_service_with_a_message(
+        self, tmp_path: Path, damage: str, errors_logged: list[str]
+    ) -> None:
+        directory = write_checkpoint(tmp_path / "broken")
+        named = break_checkpoint(directory, damage)
+        check_refused(directory, named)
+        assert any(named in message for message in errors_logged)
+        errors_logged.clear()
+
+    @pytest.mark.parametrize(
+        ("generation", "named"),
+        [
+            ({"temperature": "hot"}, "temperature"),
+            ({"temperature": -1.0}, "temperature"),
+            ({"top_p": 2}, "top_p"),
+            ({"top_k": 1.5}, "top_k"),
+            ({"top_k": True}, "top_k"),
+            ({"eos_token_id": "2"}, "eos_token_id"),
+            ({"eos_token_id": [2, None]}, "eos_token_id"),
+        ],
+        ids=str,
+    )
+    def test_wrong_generation_defaults_end_the_service_with_a_message(
+        self, tmp_path: Path, generation: dict[str, Any], named: str, errors_logged: list[str]
+    ) -> None:
+        check_refused(write_checkpoint(tmp_path / "broken", generation=generation), named)
+        errors_logged.clear()
+
+    @pytest.mark.parametrize(
+        ("wrong", "named"),
+        [
+            ({"max_step_tokens": 8, "max_num_seqs": 64}, "8 tokens per step are fewer than the 64 sequences"),
+            ({"cache_bytes": 100}, "cache_bytes: 100"),
+            ({"cache_bytes": 1 << 60}, "bytes could not be allocated"),
+        ],
+        ids=str,
+    )
+    def test_unusable_settings_end_the_service_with_a_message(
+        self, tiny_directory: Path, wrong: dict[str, Any], named: str, errors_logged: list[str]
+    ) -> None:
+        check_refused(tiny_directory, named, **wrong)
+        (message,) = errors_logged
+        assert named in message
+        assert "Traceback" not in message
+        errors_logged.clear()
+
+
+def break_checkpoint(directory: Path, damage: str) -> str:
+    """Damage a checkpoint, and return what the error message must name."""
+    config = directory / "config.json"
+    content = json.loads(config.read_text())
+    if damage == "directory":
+        for path in directory.iterdir():
+            path.unlink()
+        directory.rmdir()
+        return str(directory)
+    if damage == "config":
+        config.write_text("{")
+        return "config.json"
+    if damage == "vocab_size":
+        config.write_text(json.dumps(content | {"vocab_size": "284"}))
+        return "vocab_size"
+    if damage == "layers":
+        config.write_text(json.dumps(content | {"num_hidden_layers": None}))
+        return "num_hidden_layers"
+    if damage == "tensor":
+        config.write_text(json.dumps(content | {"num_hidden_layers": 3}))
+        return "model.layers.2."
+    name = {"cut": "model.safetensors", "tokenizer": "tokenizer.json"}[damage]
+    (directory / name).write_bytes((directory / name).read_bytes()[:1000])
+    return name
+
+
+def check_refused(directory: Path, named: str, **settings: Any) -> None:
+    """Check that loading fails with a message that contains `named`, and that the service is told to stop."""
+    state = State(Settings(**{"model": str(directory), "threads": 1} | settings))
+    stopped: list[bool] = []
+    try:
+        asyncio.run(load(state, lambda: stopped.append(True)))
+    finally:
+        state.worker.close()
+    assert stopped == [True]
+    assert not state.loaded.is_set()
+    assert state.failure is not None
+    assert named in state.failure
+
+
+class TestCommandLine:
+    @pytest.fixture
+    def settings_of(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
+        """Run the command with arguments and environment variables, and return the settings that it uses."""
+
+        def run(*arguments: str, **environment: str) -> Settings:
+            for name, value in environment.items():
+                monkeypatch.setenv(f"FORWARDSCOPE_{name}", value)
+            found: list[Settings] = []
+
+            def create_app(settings: Settings, **_: Any) -> Any:
+                found.append(settings)
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr("service.__main__.create_app", create_app)
+            monkeypatch.setattr("logging.basicConfig", lambda **_: None)
+            monkeypatch.setattr(sys, "argv", ["forwardscope", *arguments])
+            with pytest.raises(KeyboardInterrupt):
+                main()
+            return found[0]
+
+        return run
+
+    def test_the_command_line_overrides_the_environment(self, settings_of: Callable[..., Settings]) -> None:
+        environment = {"MODEL": "/from/env", "PORT": "1234", "API_KEY": "secret", "MAX_WAITING_REQUESTS": "7"}
+        settings = settings_of("--port", "4321", "--dtype", "bfloat16", "--max-num-seqs", "3", **environment)
+        assert (settings.model, settings.port, settings.dtype) == ("/from/env", 4321, "bfloat16")
+        assert (settings.max_waiting_requests, settings.max_num_seqs) == (7, 3)
+        assert settings.api_key is not None
+        assert settings.api_key.get_secret_value() == "secret"
+        assert "secret" not in repr(settings)
+
+    def test_an_empty_value_means_the_default(self, settings_of: Callable[..., Settings]) -> None:
+        for settings in (settings_of(API_KEY="", CACHE_BYTES="", MODEL=""), settings_of("--api-key", "")):
+            assert (settings.api_key, settings.cache_bytes, settings.model) == (None, None, "bundled")
+
+    def test_a_variable_that_is_not_a_setting_is_named_in_a_warning(
+        self, settings_of: Callable[..., Settings], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        settings_of(MODLE="/x", PORT="1234")
+        assert [record.getMessage() for record in caplog.records] == [
+            "FORWARDSCOPE_MODLE is ignored: there is no such setting"
+        ]
+
+    def test_the_defaults_listen_on_loopback_without_a_key(self, settings_of: Callable[..., Settings]) -> None:
+        settings = settings_of()
+        assert (settings.model, settings.host, settings.port) == ("bundled", "127.0.0.1", 8000)
+        assert settings.api_key is None
+
+    @pytest.mark.parametrize(
+        ("arguments", "named"),
+        [
+            (["--port", "http"], "port"),
+            (["--port", "70000"], "port"),
+            (["--max-num-seqs", "0"], "max_num_seqs"),
+            (["--dtype", "int8"], "dtype"),
+            (["--no-such-setting", "1"], "no-such-setting"),
+            (["--threads", "0", "--port", "8000"], "threads"),
+        ],
+    )
+    def test_a_wrong_setting_ends_the_process_with_2_and_the_name_of_the_setting(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+    ) -> None:
+        monkeypatch.setattr(sys, "argv", ["forwardscope", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        assert named in capsys.readouterr().err
+
+    def test_a_wrong_environment_variable_ends_the_process_with_2_and_the_name_of_the_setting(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("FORWARDSCOPE_MAX_BODY_BYTES", "much")
+        monkeypatch.setattr(sys, "argv", ["forwardscope"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        assert "max_body_bytes" in capsys.readouterr().err
+
+
+class TestProcess:
+    def test_a_missing_checkpoint_ends_the_process_with_1(self, tmp_path: Path) -> None:
+        with process("--model", str(tmp_path / "nothing")) as service:
+            _, log = service.communicate(timeout=3 * PATIENCE_SECONDS)
+        assert service.returncode == 1
+        assert str(tmp_path / "nothing") in log
+        assert "Traceback" not in log
+
+    @pytest.mark.parametrize("device", ["cuda:99", "tpu"])
+    def test_a_missing_device_ends_the_process_with_1_and_the_name_of_the_device(self, device: str) -> None:
+        with process("--device", device) as service:
+            _, log = service.communicate(timeout=3 * PATIENCE_SECONDS)
+        assert service.returncode == 1
+        assert f"device '{device}' cannot be used here" in log
+        assert "Traceback" not in log
+
+    def test_an_address_in_use_ends_the_process_with_1_and_a_message(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken, process("--port", str(taken.getsockname()[1])) as service:
+            _, log = service.communicate(timeout=3 * PATIENCE_SECONDS)
+        assert service.returncode == 1
+        assert "Address already in use" in log
+        assert "Traceback" not in log
+        assert "terminate called" not in log
+        assert "Traceback" not in log
+
+    def test_the_log_names_the_served_checkpoint_and_the_address(self) -> None:
+        with process() as service:
+            assert service.stderr is not None
+            log = ""
+            while "metrics: " not in log:
+                line = service.stderr.readline()
+                assert line, log
+                log += line
+            service.terminate()
+            rest = service.communicate(timeout=PATIENCE_SECONDS)[1]
+        address = re.search(r"ready: (http://127\.0\.0\.1:[1-9]\d*)$", log, re.M)
+        assert address is not None, log
+        assert f"documentation: {address[1]}/docs" in log
+        assert f"metrics: {address[1]}/metrics" in log
+        assert re.search(r"serving bundled: [\d,]+ parameters, cpu, bfloat16, context 512", log)
+        assert "shutting down" in rest
+
+    def test_neither_the_start_nor_a_request_imports_the_compiler_of_torch(self) -> None:
+        """Importing `torch._dynamo` takes as long as importing everything else."""
+        code = (
+            "import sys; from service.app import *; from service.settings import Settings;"
+            "from model.engine.request import Request; from model.text.transcript import GenerationParams;"
+            "settings = Settings(); engine = build_engine(load_model(settings), settings);"
+            "engine.add(Request(id='', prompt_ids=[1, 2, 3], params=GenerationParams(max_tokens=5)));"
+            "assert sum(len(output.tokens) for _ in range(5) for output in engine.step().outputs) == 5;"
+            "assert 'torch' in sys.modules; print([name for name in sys.modules if name == 'torch._dynamo'])"
+        )
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+        assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("limit", "asked", "expected"),
+    [
+        (None, None, 8),
+        ("max 100000\n", None, 8),
+        ("", None, 8),
+        ("1600000 100000\n", None, 8),
+        ("250000 100000\n", None, 2),
+        ("50000 100000\n", None, 1),
+        ("250000 100000\n", 5, 5),
+    ],
+)
+def test_the_default_number_of_threads_is_limited_to_the_cpus_of_the_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, asked: int | None, expected: int
+) -> None:
+    if limit is not None:
+        (tmp_path / "cpu.max").write_text(limit)
+    monkeypatch.setattr(app, "CPU_MAX", tmp_path / "cpu.max")
+    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
+    assert num_threads(Settings(threads=asked)) == expected
