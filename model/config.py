@@ -95,7 +95,7 @@ class RopeScaling:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    # yarn: round the first and the last pair of dims of the transition (`_yarn_ramp` in rotary.py) to whole pairs
+    # yarn: round the bounds of the ramp (`low` and `high` in `_yarn_ramp`, rotary.py) to whole indices
     truncate: bool = True
     attention_factor: float = 1.0  # yarn: multiplies cosines and sines
 
@@ -202,7 +202,7 @@ class ModelConfig:
 
     @property
     def has_final_norm(self) -> bool:
-        """Whether a norm follows the last block: with pre-norm, no block normalizes the residual stream itself."""
+        """Whether a norm follows the last block: pre-norm blocks do not normalize the residual stream itself."""
         return self.norm_placement == "pre"
 
     def window_of(self, layer: int) -> int | None:

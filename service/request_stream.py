@@ -44,7 +44,7 @@ class RequestStream:
         self._paused = False
         self._is_closed = False
         self._has_more = asyncio.Event()
-        self.open = set(range(request.params.n))  # the choices that have not ended
+        self.open_choices = set(range(request.params.n))  # the choices that have not ended
         self._timer = asyncio.get_running_loop().call_later(timeout_seconds, self.cancel, "timeout")
 
     async def outputs(self) -> AsyncIterator[Output]:
@@ -66,8 +66,8 @@ class RequestStream:
             self._count(_size(output))
             self._has_more.set()
         if output.end is not None:
-            self.open.remove(output.choice)
-            if not self.open:
+            self.open_choices.remove(output.choice)
+            if not self.open_choices:
                 self._timer.cancel()
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class RequestStream:
 
     def cancel(self, reason: str | None = None) -> None:
         """Cancel the choices that have not ended. Their cache blocks are free before the next step."""
-        if self.open:
+        if self.open_choices:
             self._worker.abort(self.request.id, reason)
 
     def _count(self, num_bytes: int) -> None:
@@ -92,7 +92,7 @@ class RequestStream:
         self._reservation.count(num_bytes)
         limit = FAIR_UNREAD_BYTES if self._reservation.is_full else MAX_UNREAD_BYTES
         is_full = self._unread_bytes > limit
-        if is_full != self._paused and self.open:
+        if is_full != self._paused and self.open_choices:
             self._paused = is_full
             self._worker.pause(self.request.id, is_full)
 

@@ -308,7 +308,7 @@ class Worker:
             stream = self._streams[output.request_id]
             self._metrics.note_output(stream.progress, output, ended)
             stream.put(output)
-            if not stream.open:
+            if not stream.open_choices:
                 del self._streams[output.request_id]
         if step.num_sequences:
             self._metrics.note_step(step)
@@ -317,7 +317,7 @@ class Worker:
     def _fail(self, error: Exception) -> None:
         """End all requests with an error, and then the service, because the engine itself has failed."""
         for request_id, stream in list(self._streams.items()):
-            for choice in sorted(stream.open):
+            for choice in sorted(stream.open_choices):
                 output = Output(request_id, choice, end=End("error"), error=error)
                 self._deliver(Step(outputs=[output]), 0.0, time.perf_counter())
         self._is_draining = True

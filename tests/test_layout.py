@@ -90,6 +90,11 @@ def test_every_module_of_the_library_has_a_level_and_knows_nothing_of_http_and_t
     assert not {name.partition(".")[0] for name in imports_of(path)} & {"service", *FORBIDDEN_IN_MODEL}
 
 
+@pytest.mark.parametrize("path", modules("service"), ids=name_of)
+def test_every_module_of_the_service_has_a_level(path: Path) -> None:
+    assert name_of(path) == "service" or level_of(name_of(path), SERVICE_LEVELS) is not None
+
+
 @pytest.mark.parametrize("name", POLICY)
 def test_scheduling_policy_imports_no_torch(name: str) -> None:
     imported = set(imports_of(ROOT / "model" / "engine" / f"{name}.py"))

@@ -77,8 +77,8 @@ def load_checkpoint(
     """Load a checkpoint from a directory, or from the hub if `source` is not a directory.
 
     `dtype="auto"` is the dtype in which the token embedding is stored. `quantize` and `kernels` are those of
-    `prepare_model`, but the default of `kernels` is "torch": code in the same process gets PyTorch's exact reference
-    numbers unless it asks for kernels. Raises `CheckpointError`, or `ValueError` for a config that is not implemented.
+    `prepare_model`, but the default of `kernels` is "torch", so that a Python caller gets PyTorch's numbers unless it
+    asks for our kernels. Raises `CheckpointError`, or `ValueError` for a config that is not implemented.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not implemented; known: auto, {', '.join(DTYPES)}")

@@ -106,7 +106,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise `InvalidField` for a field that does not fit the vocabulary, the context or the cache."""
         config, num_prompt = self._model.config, len(request.prompt_ids)
-        request.params.check(config.max_positions, num_prompt, has_text=self._tokenizer is not None)
+        request.params.check(config.max_positions, num_prompt, has_tokenizer=self._tokenizer is not None)
         for field, ids in (("prompt", request.prompt_ids), ("logit_bias", request.params.sampling.logit_bias)):
             for token_id in ids:
                 if not 0 <= token_id < config.vocab_size:
@@ -254,10 +254,9 @@ class Engine:
         results: Mapping[ScheduledSequence, SequenceResult],
     ) -> None:
         """Choose the token that follows each sequence whose tokens are all computed, and those that follow a draft."""
-        choosing = [
-            each for each in forward.rows if each.reaches_newest_token and results[each].error is None
-        ]  # in row order
-        rows: list[int] = []  # of the logits, one for each choice
+        # In the order of the rows of `forward.logits`.
+        choosing = [each for each in forward.rows if each.reaches_newest_token and results[each].error is None]
+        rows: list[int] = []  # of the logits, one for each chosen token
         samplers: list[Sampler] = []
         for scheduled in choosing:
             end = forward.rows[scheduled].stop
@@ -289,7 +288,7 @@ class Engine:
         groups: dict[int, list[ScheduledSequence]] = defaultdict(list)
         for scheduled in first_rows:
             num_top = continuations[scheduled].request.params.logprobs
-            if num_top is not None:
+            if num_top is not None and results[scheduled].token_ids:
                 groups[num_top].append(scheduled)
         for num_top, sequences in groups.items():
             counts = [len(results[scheduled].token_ids) for scheduled in sequences]

@@ -79,12 +79,11 @@ def _round(groups: Tensor, scales: Tensor) -> Tensor:
 
 
 class QuantizedLinear(nn.Module):
-    """`nn.Linear` whose weights are rounded to 8 or 4 bits, each stored in a byte, and computed in `dtype`."""
+    """`nn.Linear` whose weights are rounded to 8 or 4 bits, each stored in a byte. It computes in the dtype of x."""
 
-    def __init__(self, quantized: Quantized, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, quantized: Quantized, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = quantized.values.shape
-        self.dtype = dtype
         self.quantized = quantized
         self.bias = bias
 

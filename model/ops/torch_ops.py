@@ -38,7 +38,7 @@ class TorchNetworkOps:
 
     def linear(self, weight: Tensor | Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
         if isinstance(weight, Quantized):
-            return QuantizedLinear(weight, bias, dtype)
+            return QuantizedLinear(weight, bias)
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
         layer.weight = nn.Parameter(weight, requires_grad=False)
         if bias is not None:

@@ -93,23 +93,25 @@ class GenerationParams:
         # Built in the thread that creates the request, so that no step of the engine waits for it.
         object.__setattr__(self, "stop_index", StopIndex(self.stop) if self.stop else None)
 
-    def check(self, max_positions: int, num_prompt: int, *, has_text: bool) -> None:
+    def check(self, max_positions: int, num_prompt: int, *, has_tokenizer: bool) -> None:
         """Raise `InvalidField` for a field that is not possible with this context, prompt length or tokenizer.
 
-        `max_positions` and `num_prompt` count tokens. `has_text` says whether the checkpoint has a tokenizer.
+        `max_positions` and `num_prompt` count tokens. Stop strings need a tokenizer.
         """
         room = max_positions - num_prompt
         if num_prompt == 0:
             raise InvalidField("prompt", "is empty")
         if room < 1:
-            raise InvalidField("prompt", f"has {num_prompt} tokens, which fills the context of {max_positions}")
+            raise InvalidField(
+                "prompt", f"has {num_prompt} tokens, which leaves no room in the context of {max_positions}"
+            )
         if self.max_tokens > room:
             raise InvalidField(
                 "max_tokens",
-                f"{self.max_tokens} after a prompt of {num_prompt} pass the context of {max_positions}; "
+                f"{self.max_tokens} after a prompt of {num_prompt} exceed the context of {max_positions}; "
                 f"at most {room} fit",
             )
-        if self.stop and not has_text:
+        if self.stop and not has_tokenizer:
             raise InvalidField("stop", "the checkpoint has no tokenizer, so there is no text; use stop_token_ids")
 
     @property

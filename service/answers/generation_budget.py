@@ -47,8 +47,9 @@ def make_budget(
             num_predictions += params.max_tokens * config.num_layers * (1 + lens_top)
         if selection.detail == "values":
             sizes = sizes_of(config, num_traced) | {"key": num_positions}
-            heads = Selection(stages=selection.stages, heads=selection.heads)  # `sizes` has only the traced positions
-            num_values = sum(math.prod(heads.shape(stage, sizes)) for stage in selection.stages)
+            # Without positions, because `sizes` counts only the traced ones.
+            head_selection = Selection(stages=selection.stages, heads=selection.heads)
+            num_values = sum(math.prod(head_selection.shape(stage, sizes)) for stage in selection.stages)
         needs_logits |= plan.params.needs_logits
         if any("key" in stage.dims for stage in selection.stages):
             num_scores = config.num_heads * num_step_tokens * num_positions

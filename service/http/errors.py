@@ -135,7 +135,7 @@ class InternalErrors:
 
         try:
             await self.app(scope, receive, send_and_note)
-        except Exception:  # a bug
+        except Exception:  # a bug: the client gets 500, and the other requests continue
             if scope["type"] != "http" or has_begun:
                 raise
             logger.exception("%s %s failed", scope["method"], scope["path"])

@@ -65,7 +65,7 @@ def make_server(app: FastAPI) -> "DrainingServer":
     state.metrics.watch_connections(lambda: len(connections))
     config = uvicorn.Config(
         app,
-        http=connections.protocol,  # type: ignore[arg-type]
+        http=connections.protocol,  # type: ignore[arg-type]  # uvicorn wants a class, but calls it like a function
         ws="none",
         log_config=None,
         # At the level "warning", uvicorn would log each invalid request.

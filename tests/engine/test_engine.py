@@ -403,7 +403,7 @@ class TestRefusals:
         [
             ({"prompt_ids": []}, "prompt: is empty"),
             ({"prompt_ids": [1] * 48, "max_tokens": 1}, "prompt: has 48 tokens"),
-            ({"prompt_ids": [1] * 40, "max_tokens": 9}, "max_tokens: 9 after a prompt of 40 pass the context"),
+            ({"prompt_ids": [1] * 40, "max_tokens": 9}, "max_tokens: 9 after a prompt of 40 exceed the context"),
             ({"prompt_ids": [1] * 20, "max_tokens": 21}, "max_tokens: 21 after a prompt of 20 exceed the cache of 40"),
             ({"prompt_ids": [1, 67]}, "67"),
             ({"prompt_ids": [-1]}, "-1"),

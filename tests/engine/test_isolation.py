@@ -388,7 +388,7 @@ class TestNumbers:
             assert_each_equals_alone(exact("llama"), results, *neighbours()[:2])
         else:
             assert complaint.startswith(f"{name}: ")
-            assert self.RANGES[name] in complaint or "pass the context of 48" in complaint
+            assert self.RANGES[name] in complaint or "exceed the context of 48" in complaint
             assert len(complaint) < 200
             assert not drive.engine.has_work
 

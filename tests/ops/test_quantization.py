@@ -73,7 +73,7 @@ def test_a_quantized_layer_multiplies_by_the_dequantized_weights(bits: int) -> N
     quantized = (quantize_int8 if bits == 8 else quantize_int4)(linear.weight)
     x = torch.randn(2, 3, 96)
     expected = x @ quantized.dequantize(torch.float32).T + linear.bias
-    torch.testing.assert_close(QuantizedLinear(quantized, linear.bias, torch.float32)(x), expected)
+    torch.testing.assert_close(QuantizedLinear(quantized, linear.bias)(x), expected)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class VarlenRead:
 class VarlenBackend:
     """`AttentionBackend` with one fused kernel for all sequences of a step."""
 
-    reads_unwritten_slots = True  # packed keys have no such slots, but this has not been tested on a GPU
+    reads_unwritten_slots = True  # packed keys have no such slots, so False should work; not tested on a GPU
 
     def __init__(self, cache: PagedCache, kernel: Kernel) -> None:
         self.cache = cache
@@ -103,7 +103,7 @@ class VarlenStep:
 
 
 def find_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernel | None:
-    """The kernel, if this torch and device have it and it agrees with the formula in a trial; otherwise None."""
+    """The kernel, if this torch and device have it and it agrees with `fused_attention` in a trial; otherwise None."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     try:
@@ -114,13 +114,15 @@ def find_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
         logger.info("no fused attention over the paged cache: %s", error)
         return None
     if not agrees:
-        logger.warning("torch's varlen_attn is not used: in a trial it differs from the formula")
+        logger.warning("torch's varlen_attn is not used: in a trial it differs from fused_attention")
     return kernel if agrees else None
 
 
 def check_kernel(kernel: Kernel, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel agrees with the formula on a decoding sequence and the end of a prompt, with and without a
-    window."""
+    """Whether the kernel agrees with `fused_attention`, with and without a window.
+
+    The trial has a decoding sequence and the end of a prompt.
+    """
     generator = torch.Generator().manual_seed(0)
     shapes = [(num, heads, config.d_head) for num, heads in ((4, config.num_heads), *[(12, config.num_kv_heads)] * 2)]
     q, keys, values = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)

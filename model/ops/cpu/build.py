@@ -48,7 +48,7 @@ def load(name: str) -> ctypes.CDLL | None:
             if library.parent.name.startswith(COMPILING):
                 shutil.rmtree(library.parent, ignore_errors=True)  # a loaded library does not need its file
     except OSError as error:
-        logger.info("using PyTorch's kernels instead of %s: %s", source.name, error)
+        logger.info("%s could not be built or loaded, so PyTorch is used in its place: %s", source.name, error)
         return None
 
 

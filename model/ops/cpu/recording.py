@@ -21,7 +21,8 @@ from model.ops.cpu import build
 from model.ops.cpu.buffer_pool import buffer_pool
 
 MAX_ARGS = 18  # of a kernel: as in thread_pool.cpp
-# Per call, so at most so many threads compute. With more tasks than threads, a suspended thread delays the others less.
+# A call has at most this many tasks, so at most this many threads compute it. With more tasks than threads, a
+# suspended thread delays the others less.
 MAX_TASKS = 32
 ALIGNMENT = 64  # bytes
 CHUNK = 1 << 24  # bytes that a recording's memory grows by, at least
@@ -132,7 +133,7 @@ class _ComputationWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  
     """Marks a recording as not whole if PyTorch does anything but make views of tensors."""
 
     def __init__(self, recording: Recording) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
         self._recording = recording
 
     @classmethod

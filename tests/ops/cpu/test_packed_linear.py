@@ -71,7 +71,7 @@ class TestPackedQuantizedLinear:
     def both(self, dtype: torch.dtype, quantize: Any, N: int, K: int, bias: bool) -> tuple[Any, QuantizedLinear]:
         torch.manual_seed(0)
         plain = nn.Linear(K, N, bias=bias, dtype=dtype).requires_grad_(False)
-        quantized = QuantizedLinear(quantize(plain.weight), plain.bias, dtype)
+        quantized = QuantizedLinear(quantize(plain.weight), plain.bias)
         packed = packed_layer(quantized.quantized, plain.bias, dtype)
         assert isinstance(packed, PackedQuantizedLinear)
         return packed, quantized

@@ -3,11 +3,11 @@
 // x (M, K), y (M, N), b (N). The weights w are packed in tiles of 16 outputs, so that a vector holds 16 outputs:
 //   float32:  [N / 16][K][16], one vector for each k.
 //   bfloat16: [N / 16][K / 2][16][2], one vector for each pair of k's.
-// The last tile is padded with zeros. For each group of up to ROWS rows of x, a product
-// reads every weight once, in the order in which the weights lie. A task has some of the tiles, for all rows (gemm.h).
+// The last tile is padded with zeros. For each group of up to ROWS rows of x, a product reads every weight once, in the
+// order in which the weights lie. A task has some of the tiles, for all rows (gemm.h).
 //
-// Each result is one float32 sum over k in order; the matrix unit (AMX) takes 32 k's at a time, and sums the even and the odd
-// ones separately. Neither order depends on M, so no bit of a row's result depends on the other rows.
+// Each result is one float32 sum over k in order; the matrix unit (AMX) takes 32 k's at a time, and sums the even and
+// the odd ones separately. Neither order depends on M, so no bit of a row's result depends on the other rows.
 
 #include "amx.h"
 #include "kernel.h"

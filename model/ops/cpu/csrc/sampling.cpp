@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr float MAX_NOISE = 16.7f;  // -ln(-ln u) of the largest u
+constexpr float MAX_NOISE = 16.7f;  // above the largest noise, -ln(-ln u) of the largest u
 constexpr float MINUS_INFINITY = -INFINITY;
 
 // ln x of a normal positive number, accurate except for the last bit or two (the polynomial is that of Cephes).
