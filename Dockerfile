@@ -17,6 +17,7 @@ RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))
     && pip install --requirement requirements.txt \
     && rm -r /opt/forwardscope/lib/python*/site-packages/torch/test
 COPY README.md LICENSE ./
+COPY forwardscope forwardscope
 COPY model model
 COPY service service
 RUN pip install --no-deps .

@@ -1,62 +1,65 @@
-"""The console command `forwardscope`, also `python -m service`."""
+"""The console command `forwardscope`, also `python -m service`: find the command, and run its module.
 
-import contextlib
-import logging
-import os
+A module is imported only when its command runs, so that `--help` and mistakes are answered at once.
+"""
+
+import difflib
 import sys
+from importlib import import_module
+from typing import NoReturn
 
-from pydantic import ValidationError
-from pydantic_settings import CliApp
+from model import __version__
 
-from service.app import create_app
-from service.http.server import listen, make_server
-from service.settings import PREFIX, Settings
+COMMANDS = {  # the function `main` of each module reads `sys.argv`
+    "serve": ("service.commands.serve", "serve a model over HTTP; also runs if only options are given"),
+    "chat": ("service.commands.chat", "talk to a running server, or to a model"),
+    "drift": ("model.analysis.drift", "compare a faster setting with float32, stage by stage"),
+    "perplexity": ("model.analysis.perplexity", "measure how well a model predicts text files"),
+    "train": ("model.training.train", "train a tokenizer and a small model on text files"),
+}
+HELP = """usage: forwardscope COMMAND [arguments]
 
-logger = logging.getLogger(__name__)
+{commands}
 
-# Seconds that a Python thread may run while another one waits. Python's default of 5 ms is long enough for the
-# network to generate a token.
-SWITCH_SECONDS = 0.0005
+forwardscope serve [MODEL] [options]
+                         MODEL is a directory, a hub id such as org/name, or "bundled" (the default)
+forwardscope COMMAND --help
+                         show the arguments of a command
+forwardscope --version   show the version
+"""
 
 
 def main() -> None:
-    """Serve until SIGINT or SIGTERM.
+    """Run the command that `sys.argv` names. It exits with 0, 1 after a failure, or 2 for a wrong command line."""
+    first = sys.argv[1] if len(sys.argv) > 1 else "serve"
+    if first in ("--help", "-h", "help"):
+        lines = (f"  {name:11} {description}" for name, (_, description) in COMMANDS.items())
+        sys.stdout.write(HELP.format(commands="\n".join(lines)))
+    elif first == "--version":
+        sys.stdout.write(f"forwardscope {__version__}\n")
+    elif first.startswith("-"):
+        run("serve", sys.argv[1:])
+    elif first in COMMANDS:
+        run(first, sys.argv[2:])
+    else:
+        nearest = difflib.get_close_matches(first, COMMANDS, n=1, cutoff=0.5)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"the commands are {', '.join(COMMANDS)}"
+        exit_with(2, f"{first!r} is not a command; {hint}")
 
-    Exit with 1 if the model cannot be loaded, the port cannot be opened or the engine fails, with 2 if a setting is
-    wrong.
-    """
+
+def run(name: str, arguments: list[str]) -> None:
+    sys.argv = [f"forwardscope {name}", *arguments]
     try:
-        settings = CliApp.run(Settings, cli_args=sys.argv[1:])
-    except ValidationError as error:
-        for problem in error.errors():
-            where = "".join(f"{part}: " for part in problem["loc"])
-            sys.stderr.write(f"forwardscope: {where}{problem['msg'].removeprefix('Value error, ')}\n")
-        sys.exit(2)
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+        module = import_module(COMMANDS[name][0])
+    except ModuleNotFoundError as error:
+        if name != "train":  # every other command needs only what is always installed
+            raise
+        exit_with(1, f"train needs {error.name}, which is not installed: pip install 'forwardscope[train]'")
+    module.main()
 
-    for name in sorted(os.environ):
-        if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in Settings.model_fields:
-            logger.warning("%s is ignored: there is no such setting", name)
 
-    sys.setswitchinterval(SWITCH_SECONDS)
-
-    def stop() -> None:
-        server.should_exit = True  # it is called while the server runs, so `server` is defined
-
-    app = create_app(settings, on_failure=stop)
-    state = app.state.forwardscope
-    try:
-        sockets = listen(settings.host, settings.port)
-    except OSError as error:
-        logger.error("cannot listen on %s, port %d: %s", settings.host, settings.port, error)
-        sys.exit(1)
-    server = make_server(app)
-    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises SIGINT again after its shutdown
-        server.run(sockets)
-    status = 0 if state.failure is None else 1
-    if state.worker.has_detached_job:  # a normal exit while torch runs on that thread would abort the process
-        logging.shutdown()
-        os._exit(status)
+def exit_with(status: int, message: str) -> NoReturn:
+    sys.stderr.write(f"forwardscope: {message}\n")
     sys.exit(status)
 
 

@@ -8,19 +8,24 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import torch
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi_offline import FastAPIOffline
 
+from model import __version__
 from model.checkpoints.load import BUNDLED, Checkpoint, load_checkpoint
 from model.engine.cache import bytes_of_token
 from model.engine.engine import Engine, EngineConfig
+from service.http.access_log import AccessLog
+from service.http.cors import Cors
 from service.http.errors import InternalErrors, install_error_handlers
 from service.http.gate import Gate
 from service.http.memory import trim_forever
-from service.http.openapi import error_answers
+from service.http.openapi import API_KEY, error_answers
 from service.metrics import HttpMetrics
 from service.routes import forward, generate, health, logits, tokenize
 from service.routes import model as model_route
+from service.routes.openai import chat, completions
+from service.routes.openai import models as openai_models
 from service.settings import Settings
 from service.state import State
 
@@ -49,13 +54,15 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None)
         state.worker.close()
 
     app = FastAPIOffline(  # its pages load nothing from other servers
-        title="Forwardscope", version="0.1.0", description=DESCRIPTION, lifespan=lifespan, redirect_slashes=False
+        title="Forwardscope", version=__version__, description=DESCRIPTION, lifespan=lifespan, redirect_slashes=False
     )
     app.state.forwardscope = state
     install_error_handlers(app)
-    for route in (forward, logits, generate, tokenize):
-        app.include_router(route.router, responses=error_answers())
-    app.include_router(model_route.router)
+    protected = [] if settings.api_key is None else [Depends(API_KEY)]
+    for route in (forward, logits, generate, tokenize, completions, chat):
+        app.include_router(route.router, responses=error_answers(), dependencies=protected)
+    app.include_router(model_route.router, dependencies=protected)
+    app.include_router(openai_models.router, dependencies=protected)
     app.include_router(health.router)
     app.add_middleware(
         Gate,
@@ -67,7 +74,11 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None)
         body_seconds=settings.body_timeout_seconds,
     )
     app.add_middleware(InternalErrors)
-    app.add_middleware(HttpMetrics, metrics=state.metrics, paths=app.openapi()["paths"])
+    if settings.cors_origin:
+        app.add_middleware(Cors, origins=settings.cors_origin)
+    paths = app.openapi()["paths"]
+    app.add_middleware(HttpMetrics, metrics=state.metrics, paths=paths)
+    app.add_middleware(AccessLog, paths=paths)
     return app
 
 
@@ -167,6 +178,7 @@ def load_model(settings: Settings) -> Checkpoint | None:
         name=name,
         quantize=settings.quantize,
         kernels=settings.kernels,
+        chat_template=settings.chat_template,
     )
     network = checkpoint.model
     logger.info(

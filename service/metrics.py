@@ -125,7 +125,7 @@ class Metrics:
 
     def note_output(self, progress: Progress, output: Output, now: float) -> None:
         """Update the metrics of a request with the output of a step that ended at `now`."""
-        if output.tokens:
+        if output.tokens or output.prompt_tokens:
             is_first_output = progress.first_token is None
             num_new, seconds = progress.note_tokens(output.choice, output.num_generated, now)
             self.generation_tokens.inc(num_new)
@@ -222,7 +222,17 @@ class HttpMetrics:
         try:
             await self.app(scope, receive, send_and_note)
         finally:
-            route = scope["path"] if scope["path"] in self.paths else "unmatched"
-            method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
-            self.metrics.http_requests.labels(route, method, str(status)).inc()
+            route = route_label(scope, self.paths)
+            self.metrics.http_requests.labels(route, method_label(scope), str(status)).inc()
             self.metrics.http_seconds.labels(route).observe(time.perf_counter() - start)
+
+
+def route_label(scope: Scope, paths: Collection[str]) -> str:
+    """The path of a request if it is one of `paths`, such as `/v1/models/{model}`, otherwise `unmatched`."""
+    path = getattr(scope.get("route"), "path_format", None) or scope["path"]  # FastAPI sets the route
+    return str(path) if path in paths else "unmatched"
+
+
+def method_label(scope: Scope) -> str:
+    """The method of a request if it is a common one, otherwise `other`."""
+    return scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"

@@ -1,4 +1,6 @@
-"""The outputs of one admitted request, on their way from the worker to the client.
+"""The outputs for one HTTP request on their way from the worker to the client.
+
+The HTTP request has one request of the engine for each of its prompts.
 
 If the client disconnects, the route closes the `RequestStream`: the continuations that have not ended are aborted, and
 unread outputs are dropped.
@@ -6,7 +8,7 @@ unread outputs are dropped.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from model.engine.request import Output, Request
@@ -16,7 +18,8 @@ from service.metrics import Progress
 # Bytes that a stream may hold for a client that does not read. Above them the request is paused: no step computes it.
 # `FAIR_UNREAD_BYTES` applies while the buffers of all requests together are full (`Buffers.is_full`).
 MAX_UNREAD_BYTES, FAIR_UNREAD_BYTES = 8 << 20, 1 << 16
-OUTPUT_BYTES = 1024  # estimate for one output without its traced values
+# Estimates for one output without its traced values, and for each log-probability of the prompt that it reports.
+OUTPUT_BYTES, ENTRY_BYTES = 1024, 128
 
 
 class Control(Protocol):
@@ -27,30 +30,37 @@ class Control(Protocol):
 
 
 class RequestStream:
-    """A queue of the outputs of one request, which ends when each of its choices has ended.
+    """A queue of the outputs of some requests of the engine. It ends when every choice of every request has ended.
 
-    The worker calls `put` on the event loop's thread. If the client reads too slowly, the request is paused.
+    The worker calls `put` on the event loop's thread. If the client reads too slowly, the requests are paused.
     """
 
     def __init__(
-        self, worker: Control, request: Request, progress: Progress, timeout_seconds: float, buffers: Buffers
+        self,
+        worker: Control,
+        requests: Sequence[Request],
+        progress: Sequence[Progress],
+        timeout_seconds: float,
+        buffers: Buffers,
     ) -> None:
-        self.progress = progress
-        self.request = request
         self._worker = worker
+        self.requests = {request.id: request for request in requests}
+        self.progress = dict(zip(self.requests, progress, strict=True))
+        self.open_choices = {request.id: set(range(request.params.n)) for request in requests}
+        """The choices of each request that have not ended."""
+        self._num_choices = sum(map(len, self.open_choices.values()))
         self._reservation = Reservation(buffers)
         self._unread: deque[Output] = deque()
         self._unread_bytes = 0
         self._paused = False
         self._is_closed = False
         self._has_more = asyncio.Event()
-        self.open_choices = set(range(request.params.n))  # the choices that have not ended
         self._timer = asyncio.get_running_loop().call_later(timeout_seconds, self.cancel, "timeout")
 
     async def outputs(self) -> AsyncIterator[Output]:
         """Yield the outputs as they arrive, until every choice has ended."""
         num_ended = 0
-        while num_ended < self.request.params.n:
+        while num_ended < self._num_choices:
             while not self._unread:
                 self._has_more.clear()
                 await self._has_more.wait()
@@ -66,15 +76,15 @@ class RequestStream:
             self._count(_size(output))
             self._has_more.set()
         if output.end is not None:
-            self.open_choices.remove(output.choice)
-            if not self.open_choices:
+            self.open_choices[output.request_id].remove(output.choice)
+            if not any(self.open_choices.values()):
                 self._timer.cancel()
 
     def close(self) -> None:
         """Cancel the choices that have not ended, and drop all unread outputs.
 
-        `Run.close` of routes/generate.py calls this when the answer is complete or the client has disconnected. For a
-        streamed answer, `EventStream` of http/sse.py calls `Run.close`.
+        `Generation.close` of answers/generation.py calls this when the answer is complete or the client has
+        disconnected. For a streamed answer, `EventStream` of http/sse.py calls `Generation.close`.
         """
         self.cancel()
         self._unread.clear()
@@ -83,8 +93,9 @@ class RequestStream:
 
     def cancel(self, reason: str | None = None) -> None:
         """Cancel the choices that have not ended. Their cache blocks are free before the next step."""
-        if self.open_choices:
-            self._worker.abort(self.request.id, reason)
+        for request_id, choices in self.open_choices.items():
+            if choices:
+                self._worker.abort(request_id, reason)
 
     def _count(self, num_bytes: int) -> None:
         """Count bytes that became unread (negative: that were read), and pause or continue the request."""
@@ -92,11 +103,15 @@ class RequestStream:
         self._reservation.count(num_bytes)
         limit = FAIR_UNREAD_BYTES if self._reservation.is_full else MAX_UNREAD_BYTES
         is_full = self._unread_bytes > limit
-        if is_full != self._paused and self.open_choices:
+        if is_full != self._paused:
             self._paused = is_full
-            self._worker.pause(self.request.id, is_full)
+            for request_id, choices in self.open_choices.items():
+                if choices:
+                    self._worker.pause(request_id, is_full)
 
 
 def _size(output: Output) -> int:
     stages = output.trace.stages if output.trace is not None else []
-    return OUTPUT_BYTES + sum(stage.values.nbytes for stage in stages if stage.values is not None)
+    num_entries = sum(1 + (0 if token.logprobs is None else len(token.logprobs.top)) for token in output.prompt_tokens)
+    fixed = OUTPUT_BYTES + ENTRY_BYTES * num_entries
+    return fixed + sum(stage.values.nbytes for stage in stages if stage.values is not None)

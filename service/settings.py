@@ -1,15 +1,34 @@
-"""The settings of the service: environment variables `FORWARDSCOPE_*`, or options of the command line, which win."""
+"""The settings of the service: environment variables `FORWARDSCOPE_*`, or options, which take precedence."""
 
+import re
 from ipaddress import ip_address
-from typing import Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SecretStr, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from model.ops.quantization import Quantization
 
 MIB = 1 << 20
 PREFIX = "FORWARDSCOPE_"
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
+
+
+def _split(value: Any) -> Any:
+    """Split texts at commas: a list from the command line, or the text of a variable."""
+    texts = [value] if isinstance(value, str) else value
+    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
+
+
+def _check_origins(origins: list[str]) -> list[str]:
+    for origin in origins:
+        if origin != "*" and not ORIGIN.fullmatch(origin):
+            raise ValueError(
+                f"{origin!r} is not an origin; write only scheme, host and port, in lower case, as in "
+                "https://example.org or http://localhost:3000, or * for all origins"
+            )
+    return origins
 
 
 class Settings(BaseSettings):
@@ -18,7 +37,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
         env_ignore_empty=True,
-        cli_prog_name="forwardscope",
+        cli_prog_name="forwardscope serve",
         cli_kebab_case=True,
         cli_implicit_flags=True,
         cli_hide_none_type=True,
@@ -31,6 +50,9 @@ class Settings(BaseSettings):
     )
     model_name: str | None = Field(
         None, description="name of the model in answers; default: the name of the directory, or the hub id"
+    )
+    chat_template: Path | None = Field(
+        None, description="file with a Jinja template for chats that replaces those of the checkpoint"
     )
     device: str = Field("auto", description="auto (cuda if available, else cpu), cpu, cuda, cuda:1, ...")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -128,6 +150,11 @@ class Settings(BaseSettings):
         description="names that are allowed in the Host header, separated by commas, or * for all; default: localhost "
         "if the service listens on a loopback address, else *. IP addresses are always allowed",
     )
+    cors_origin: Annotated[list[str], NoDecode, BeforeValidator(_split), AfterValidator(_check_origins)] = Field(
+        [],
+        description="origin of web pages of other sites that may use the service from a browser, such as "
+        "https://example.org, or * for all; repeatable, or several separated by commas",
+    )
     api_key: SecretStr | None = Field(
         None,
         description="key that requests must send as 'Authorization: Bearer <key>', except for health, metrics and docs",
@@ -151,8 +178,12 @@ class Settings(BaseSettings):
         """The names that are allowed in the Host header, in lower case; "*" allows all."""
         if self.allowed_hosts is not None:
             return frozenset(name.strip().lower() for name in self.allowed_hosts.split(","))
-        is_loopback = self.host == "localhost" or (is_address(self.host) and ip_address(self.host).is_loopback)
-        return frozenset({"localhost", self.host.lower()} if is_loopback else {"*"})
+        return frozenset({"localhost", self.host.lower()} if self.is_loopback else {"*"})
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the service."""
+        return self.host == "localhost" or (is_address(self.host) and ip_address(self.host).is_loopback)
 
 
 def is_address(name: str) -> bool:

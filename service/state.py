@@ -1,13 +1,15 @@
 """The state of the application that all routes share: the loaded model, the worker, the metrics and the settings."""
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
 
 from model.checkpoints.load import Checkpoint
 from model.engine.engine import Engine
+from model.text.grammar import Grammars
 from service.http.buffers import Buffers, Reservation
 from service.http.errors import ApiError, draining
 from service.metrics import Metrics
@@ -27,6 +29,7 @@ class State:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.began = time.time()
         self.metrics = Metrics()
         self.buffers = Buffers(settings.max_buffered_bytes)
         self.metrics.watch_buffers(lambda: self.buffers.num_bytes)
@@ -42,6 +45,9 @@ class State:
         )
         self.checkpoint: Checkpoint | None = None
         self.engine: Engine | None = None
+        # Made by the first request with a grammar. Each belongs to one thread of `run_grammar`.
+        self.slow_grammars: Grammars | None = None
+        self.grammars: Grammars | None = None
         self.loaded = asyncio.Event()
         self.failure: str | None = None
         self.metrics.watch_ready(lambda: self.loaded.is_set() and not self.worker.is_draining)
@@ -73,6 +79,14 @@ def served_checkpoint(state: State) -> Checkpoint:
             code="no_checkpoint",
         )
     return state.checkpoint
+
+
+def check_model(checkpoint: Checkpoint, name: str | None, others: Iterable[str] = ()) -> None:
+    """Raise 404 unless a request names the served model, or none. `others` are further names for the message."""
+    if name is not None and name != checkpoint.name:
+        known = ", ".join([checkpoint.name, *others])
+        message = f"model: {name!r} is not served; send {known}, or leave the field out"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def get_engine(state: State) -> Engine:

@@ -1,5 +1,5 @@
-"""The threads of the service beside the event loop: one runs the network, three handle texts and bodies, and one
-loads the checkpoint.
+"""The threads of the service beside the event loop: one runs the network, three handle texts and bodies, two compile
+grammars, and one loads the checkpoint.
 
 On the network's thread, steps of the engine and jobs (such as the pass of a POST /forward) alternate, and each side
 gets half of the time. The event loop posts functions to that thread, which sends its results back once per step.
@@ -9,10 +9,12 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -27,6 +29,7 @@ from service.request_stream import RequestStream
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 SHORT_TEXT = 1 << 14  # bytes; a text up to this size takes milliseconds; longer texts share a second thread
+MAX_WAITING_GRAMMARS = 8  # on each of the two threads for grammars
 BYTES_PER_TOKEN = 4  # texts that wait or run may have `max_waiting_tokens` times this many bytes together
 
 
@@ -58,13 +61,18 @@ class Worker:
         self._streams: dict[str, RequestStream] = {}
         self._jobs_in_flight: set[Future[Any]] = set()
         self._on_failure: Callable[[], None] = lambda: None
+        self._num_series = 0  # requests inside `series`
         self._is_draining = False
+        self._has_given_up = False
         self._is_idle = asyncio.Event()
         self._detached: threading.Thread | None = None
         self._text = ThreadPoolExecutor(max_workers=1, thread_name_prefix="text")
         self._long_text = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-text")
         self._bodies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
-        self._executor_jobs: set[Future[Any]] = set()  # of the three executors
+        self._grammars = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+        self._slow_grammars = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slow-grammars")
+        self._executor_jobs: set[Future[Any]] = set()  # of all executors
+        self._num_jobs: Counter[ThreadPoolExecutor] = Counter()  # of each executor
         self._text_bytes = 0  # of the texts of these jobs
         # Used on the network's thread:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -89,23 +97,44 @@ class Worker:
 
         self._inbox.put(install)
 
-    def admit(self, request: Request, arrived: float) -> RequestStream:
-        """Admit a request. The caller must close the returned stream.
+    def admit(self, requests: Sequence[Request], arrived: float) -> RequestStream:
+        """Admit all requests or none. The caller must close the returned stream.
 
         The timeout counts from `arrived`, in seconds of `time.perf_counter`. Raises 429 if too many requests wait, and
         503 on shutdown.
         """
-        self.check_room(request.params.n * len(request.prompt_ids))
-        progress = Progress(num_prompt=len(request.prompt_ids), arrived=arrived)
+        num_tokens = sum(request.params.n * len(request.prompt_ids) for request in requests)
+        self.check_room(num_tokens, num_requests=len(requests))
+        progress = [Progress(num_prompt=len(request.prompt_ids), arrived=arrived) for request in requests]
         seconds_left = max(0.0, arrived + self._limits.timeout_seconds - time.perf_counter())
-        stream = RequestStream(self, request, progress, seconds_left, self._buffers)
-        self._streams[request.id] = stream
+        stream = RequestStream(self, requests, progress, seconds_left, self._buffers)
+        self._streams |= dict.fromkeys(stream.requests, stream)
         self._is_idle.clear()
-        self._inbox.put(lambda: self._add(request))
+        for request in requests:
+            self._inbox.put(partial(self._add, request))
         return stream
 
+    @contextmanager
+    def series(self) -> Iterator[None]:
+        """Run several jobs of one request inside this block: a shutdown then waits for it, also between two jobs.
+
+        Between two jobs, steps of the engine and jobs of other requests can run.
+        """
+        self._num_series += 1
+        self._is_idle.clear()
+        try:
+            yield
+        finally:
+            self._num_series -= 1
+            self._note_idle()
+
     async def run(self, job: Callable[[], Result]) -> Result:
-        """Run a job on the network's thread, between two steps of the engine, and return its result."""
+        """Run a job on the network's thread, between two steps of the engine, and return its result.
+
+        Raises 503 if the shutdown has cancelled all requests.
+        """
+        if self._has_given_up:
+            raise draining()
         future: Future[Result] = Future()
 
         def work() -> bool:
@@ -146,6 +175,17 @@ class Worker:
         """
         return await self._run_on(self._bodies, job, 0)
 
+    async def run_grammar(self, job: Callable[[], Result], *, is_slow: bool = False) -> Result:
+        """Compile a grammar, with the timeout of `run_text`. Those known to be slow have a thread of their own.
+
+        Raises 429 if `MAX_WAITING_GRAMMARS` wait for the same thread. A job cannot be stopped, so its own limits must
+        be low: a fraction of a second, or a few seconds if `is_slow`.
+        """
+        executor = self._slow_grammars if is_slow else self._grammars
+        if self._num_jobs[executor] > MAX_WAITING_GRAMMARS:  # one of them runs
+            raise queue_full(f"{MAX_WAITING_GRAMMARS} grammars or schemas wait to be compiled already")
+        return await self._run_on(executor, job, 0)
+
     async def run_maintenance(self, job: Callable[[], Result]) -> Result:
         """Run a job that belongs to no request, on the thread of `run_body`. It is not counted or limited."""
         return await asyncio.get_running_loop().run_in_executor(self._bodies, job)
@@ -155,14 +195,16 @@ class Worker:
         if self._is_draining:
             raise draining()
         if len(self._executor_jobs) >= self._limits.max_running + self._limits.max_waiting:
-            raise queue_full(f"{len(self._executor_jobs)} texts and bodies are being handled already")
+            raise queue_full(f"{len(self._executor_jobs)} texts, bodies and grammars are being handled already")
         future = executor.submit(job)
         self._executor_jobs.add(future)
+        self._num_jobs[executor] += 1
         self._text_bytes += num_bytes
         self._is_idle.clear()
 
         def finish() -> None:
             self._executor_jobs.discard(future)
+            self._num_jobs[executor] -= 1
             self._text_bytes -= num_bytes
             self._note_idle()
 
@@ -243,15 +285,14 @@ class Worker:
     @property
     def _num_network_started(self) -> int:
         """The number of generations and passes that have started."""
-        started = sum(stream.progress.started is not None for stream in self._streams.values())
+        started = sum(stream.progress[id].started is not None for id, stream in self._streams.items())
         return started + sum(job.running() for job in self._jobs_in_flight)
 
-    def check_room(self, num_tokens: int) -> None:
-        """Raise 429 if a request with `num_tokens` prompt tokens may not wait, or 503 on shutdown.
+    def check_room(self, num_tokens: int, num_requests: int = 1) -> None:
+        """Raise 429 if requests with `num_tokens` prompt tokens together may not wait, or 503 on shutdown.
 
-        The first `max_running` requests are always admitted.
-        Each choice of a waiting generation counts as one waiting request. Prompt tokens of waiting passes are not
-        counted.
+        The first `max_running` requests are always admitted. Each choice of a waiting generation counts as one waiting
+        request. Prompt tokens of waiting passes are not counted.
         """
         if self._is_draining:
             raise draining()
@@ -259,10 +300,10 @@ class Worker:
         if self._num_network_admitted < limits.max_running:
             return
         num_waiting = self._num_network_admitted - self._num_network_started
-        waiting = [stream for stream in self._streams.values() if stream.progress.started is None]
-        num_waiting_tokens = sum(stream.request.params.n * stream.progress.num_prompt for stream in waiting)
-        num_waiting += sum(stream.request.params.n - 1 for stream in waiting)
-        if num_waiting >= limits.max_waiting:
+        waiting = [stream.requests[id] for id, stream in self._streams.items() if stream.progress[id].started is None]
+        num_waiting_tokens = sum(request.params.n * len(request.prompt_ids) for request in waiting)
+        num_waiting += sum(request.params.n - 1 for request in waiting)
+        if num_waiting + num_requests > limits.max_waiting:
             raise queue_full(f"{num_waiting} requests are waiting already")
         if waiting and num_waiting_tokens + num_tokens > limits.max_waiting_tokens:
             raise queue_full(f"prompts of {num_waiting_tokens} tokens are waiting already")
@@ -278,9 +319,10 @@ class Worker:
 
     def give_up(self) -> None:
         """Cancel all requests."""
+        self._has_given_up = True
         if num_cancelled := self.num_running + self.num_waiting:
             logger.warning("shutting down without further delay: %d requests are cancelled", num_cancelled)
-        for stream in self._streams.values():
+        for stream in set(self._streams.values()):
             stream.cancel("shutdown")
         for job in (*self._jobs_in_flight, *self._executor_jobs):
             job.cancel()
@@ -294,7 +336,7 @@ class Worker:
         for job in self._jobs_in_flight:
             job.cancel()
         self._inbox.put(end)
-        for executor in (self._text, self._long_text, self._bodies):
+        for executor in (self._text, self._long_text, self._bodies, self._grammars, self._slow_grammars):
             executor.shutdown(cancel_futures=True)
         self._thread.join()
 
@@ -303,12 +345,12 @@ class Worker:
     def _deliver(self, step: Step, began: float, ended: float) -> None:
         """Put the outputs of a step into their streams, and update the metrics."""
         for request_id in step.started:
-            self._streams[request_id].progress.start(began)
+            self._streams[request_id].progress[request_id].start(began)
         for output in step.outputs:
             stream = self._streams[output.request_id]
-            self._metrics.note_output(stream.progress, output, ended)
+            self._metrics.note_output(stream.progress[output.request_id], output, ended)
             stream.put(output)
-            if not stream.open_choices:
+            if not stream.open_choices[output.request_id]:
                 del self._streams[output.request_id]
         if step.num_sequences:
             self._metrics.note_step(step)
@@ -317,14 +359,14 @@ class Worker:
     def _fail(self, error: Exception) -> None:
         """End all requests with an error, and then the service, because the engine itself has failed."""
         for request_id, stream in list(self._streams.items()):
-            for choice in sorted(stream.open_choices):
+            for choice in sorted(stream.open_choices[request_id]):
                 output = Output(request_id, choice, end=End("error"), error=error)
                 self._deliver(Step(outputs=[output]), 0.0, time.perf_counter())
         self._is_draining = True
         self._on_failure()
 
     def _note_idle(self) -> None:
-        if not self._num_network_admitted and not self._executor_jobs:
+        if not self._num_network_admitted and not self._num_series and not self._executor_jobs:
             self._is_idle.set()
 
     # On the network's thread

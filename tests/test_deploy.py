@@ -98,6 +98,37 @@ def test_prometheus_scrapes_the_published_port_of_the_service() -> None:
     assert SERVICES["service"]["ports"] == ["8000:8000"]
 
 
+def test_one_of_two_services_runs_on_a_cpu_by_default_and_on_a_gpu_with_the_profile_gpu() -> None:
+    assert SERVICES["service"]["profiles"] == ["cpu"]
+    assert SERVICES["service-gpu"]["profiles"] == ["gpu"]
+    assert all("profiles" not in service for name, service in SERVICES.items() if not name.startswith("service"))
+    assert "\nCOMPOSE_PROFILES=cpu\n" in (DEPLOY / ".env").read_text(encoding="utf-8")
+    (device,) = SERVICES["service-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+    assert SERVICES["service-gpu"]["networks"]["default"]["aliases"] == ["service"]  # Prometheus scrapes this name
+
+
+def test_both_services_differ_only_in_what_a_gpu_needs() -> None:
+    def rest(name: str) -> dict[str, Any]:
+        service = {key: value for key, value in SERVICES[name].items() if key not in ("profiles", "build", "image")}
+        environment = service["environment"]
+        assert environment.keys() >= {"FORWARDSCOPE_MODEL", "FORWARDSCOPE_API_KEY", "HF_TOKEN"}
+        assert environment["HF_TOKEN"] is environment["FORWARDSCOPE_API_KEY"] is None  # from the shell
+        assert service["mem_limit"] == "${MEMORY_LIMIT:-4g}"
+        return service
+
+    cpu, gpu = rest("service"), rest("service-gpu")
+    assert gpu.keys() - cpu.keys() == {"networks", "deploy"}
+    assert {key for key in cpu if cpu[key] != gpu[key]} == {"environment"}
+    assert cpu["environment"].keys() - gpu["environment"].keys() == {"FORWARDSCOPE_CACHE_BYTES"}
+
+
+def test_the_readme_names_every_variable_that_compose_reads() -> None:
+    text = (DEPLOY / "compose.yaml").read_text(encoding="utf-8")
+    variables = set(re.findall(r"\$\{(\w+)", text)) | {"FORWARDSCOPE_API_KEY", "HF_TOKEN"}
+    assert set(re.findall(r"^- `([A-Z_]+)`:", (DEPLOY / "README.md").read_text(encoding="utf-8"), re.M)) == variables
+
+
 def test_queries_select_the_job_that_is_scraped() -> None:
     jobs = {job for query in QUERIES.values() for job in re.findall(r'job="([^"]*)"', query)}
     assert jobs == {scrape["job_name"] for scrape in SCRAPES}
@@ -184,7 +215,7 @@ def test_the_paths_in_the_configuration_of_a_container_are_mounted() -> None:
 
 def test_images_are_pinned_and_only_the_service_is_reachable_from_other_machines() -> None:
     for name, service in SERVICES.items():
-        if name != "service":
+        if not name.startswith("service"):
             assert re.fullmatch(r"[\w/]+:v?\d+\.\d+\.\d+", service["image"])
             assert all(port.startswith("127.0.0.1:") for port in service["ports"])
 

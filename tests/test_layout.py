@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 # From top to bottom. A package may import packages of lower levels, and itself; not another package of its own level.
 LEVELS = (
     ("service",),
+    ("forwardscope",),
     ("model.training",),
     ("model.analysis",),
     ("model.engine", "model.worked_examples"),
@@ -23,6 +24,7 @@ LEVELS = (
 )
 SERVICE_LEVELS = (
     ("service.__main__",),
+    ("service.commands",),
     ("service.app",),
     ("service.routes",),
     ("service.answers",),
@@ -73,7 +75,7 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-@pytest.mark.parametrize("path", [*modules("model"), *modules("service")], ids=name_of)
+@pytest.mark.parametrize("path", [*modules("forwardscope"), *modules("model"), *modules("service")], ids=name_of)
 def test_imports_point_downwards(path: Path) -> None:
     for levels in (LEVELS, SERVICE_LEVELS):
         own = level_of(name_of(path), levels)
@@ -95,6 +97,15 @@ def test_every_module_of_the_service_has_a_level(path: Path) -> None:
     assert name_of(path) == "service" or level_of(name_of(path), SERVICE_LEVELS) is not None
 
 
+@pytest.mark.parametrize("path", modules("forwardscope"), ids=name_of)
+def test_the_clients_import_neither_torch_nor_the_network(path: Path) -> None:
+    """Only `load` does, in the modules `local*`. Importing the version from `model` imports nothing else."""
+    if path.stem.startswith("local"):
+        return
+    allowed = {"model.__version__"}
+    assert not {name for name in imports_of(path) if name.partition(".")[0] in ("torch", "model")} - allowed
+
+
 @pytest.mark.parametrize("name", POLICY)
 def test_scheduling_policy_imports_no_torch(name: str) -> None:
     imported = set(imports_of(ROOT / "model" / "engine" / f"{name}.py"))
@@ -108,7 +119,7 @@ def test_only_the_worker_uses_threads(path: Path) -> None:
 
 
 def test_modules_import_each_other_in_no_circle() -> None:
-    names = {name_of(path): path for path in [*modules("model"), *modules("service")]}
+    names = {name_of(path): path for path in [*modules("forwardscope"), *modules("model"), *modules("service")]}
     graph = {
         name: {
             target

@@ -77,6 +77,9 @@ QUICK_START = [
 ]
 REPORTS = [example for example in EXAMPLES if example.code.startswith(".venv/bin/python -m model.analysis.drift")]
 CHECKS = [example for example in EXAMPLES if example.code.startswith(".venv/bin/python -m pytest")]  # as .ci/run does
+EVALUATIONS = [
+    example for example in EXAMPLES if example.code.startswith(".venv/bin/lm_eval")
+]  # clients/test_lm_eval.py
 DOCKER = [example for example in EXAMPLES if example.code.startswith("docker ")]
 PROMTOOL = [example for example in EXAMPLES if example.code.startswith("promtool ")]  # tests/test_deploy.py runs it
 
@@ -206,7 +209,7 @@ def test_every_installation_names_an_extra_that_exists(example: Example) -> None
 
 
 def test_every_example_is_run_by_some_test() -> None:
-    covered = {*REQUESTS, *SERVERS, *INSTALLATIONS, *REPORTS, *CHECKS, *DOCKER, *PROMTOOL}
+    covered = {*REQUESTS, *SERVERS, *INSTALLATIONS, *REPORTS, *CHECKS, *EVALUATIONS, *DOCKER, *PROMTOOL}
     assert set(EXAMPLES) == covered
     assert len(QUICK_START) == 2
     assert all(example.page == "README.md" for example in QUICK_START)
@@ -277,6 +280,7 @@ def test_the_metrics_table_is_the_metrics(bundled: Running) -> None:
     [
         ("`POST /generate` field", schemas.GenerateRequest),
         ("`trace` field", schemas.TraceRequest),
+        ("`structured_outputs` field", schemas.StructuredOutputs),
         ("`POST /forward` field", schemas.ForwardRequest),
         ("`POST /logits` field", schemas.LogitsRequest),
         ("`POST /tokenize` field", schemas.TokenizeRequest),
@@ -285,7 +289,11 @@ def test_the_metrics_table_is_the_metrics(bundled: Running) -> None:
 )
 def test_the_table_of_an_endpoint_has_its_fields_and_their_defaults(field: str, model: type[BaseModel]) -> None:
     (table,) = tables_with(field)
-    assert [row[:2] for row in table] == [[f"`{name}`", default_of(model, name)] for name in model.model_fields]
+    fields = model.model_fields
+    assert len(table) == len(fields)
+    assert {row[0]: row[1] for row in table} == {
+        f"`{fields[name].alias or name}`": default_of(model, name) for name in fields
+    }
 
 
 def default_of(model: type[BaseModel], name: str) -> str:
@@ -297,7 +305,7 @@ def default_of(model: type[BaseModel], name: str) -> str:
 
 def test_the_table_of_endpoints_is_the_api(bundled: Running) -> None:
     (table,) = tables_with("endpoint")
-    listed = {name for row in table for name in re.findall(r"`((?:GET|POST) /\w+)`", row[0])}
+    listed = {name for row in table for name in re.findall(r"`((?:GET|POST) /[\w/{}]+)`", row[0])}
     paths = bundled.get("/openapi.json").json()["paths"]
     assert listed == {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
 
@@ -361,7 +369,7 @@ def test_every_file_and_folder_that_is_named_exists(page: str) -> None:
 
 @cache
 def paths_of_the_checkout() -> frozenset[str]:
-    places = [ROOT / place for place in ("model", "service", "tests", "deploy", "docs")]
+    places = [ROOT / place for place in ("forwardscope", "model", "service", "tests", "deploy", "docs")]
     paths = [*places, *(path for place in places for path in place.rglob("*"))]
     return frozenset(f"/{path.relative_to(ROOT).as_posix()}" for path in paths)
 
@@ -381,7 +389,9 @@ def test_every_class_and_function_that_a_guide_names_exists(page: str) -> None:
 def defined_names() -> frozenset[str]:
     """Every class, function, method, argument, constant and field of the code, the macros of C++, and the stages."""
     names = set()
-    for path in (path for place in ("model", "service", "tests") for path in (ROOT / place).rglob("*.py")):
+    for path in (
+        path for place in ("forwardscope", "model", "service", "tests") for path in (ROOT / place).rglob("*.py")
+    ):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 names.add(node.name)

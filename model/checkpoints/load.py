@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from model.checkpoints.chat_templates import read_chat_template, read_special_tokens
 from model.checkpoints.families import translate
 from model.checkpoints.safetensors_directory import DTYPES, TensorFiles
 from model.errors import CheckpointError, short_repr
@@ -21,6 +22,7 @@ from model.network.parameters import ParameterCount, count_parameters
 from model.network.prepare import Kernels, prepare_model
 from model.network.transformer import Transformer
 from model.ops.quantization import Quantization
+from model.text.chat_template import ChatTemplate
 from model.text.sampling import SamplingParams
 from model.text.tokenizer import Tokenizer
 
@@ -41,7 +43,8 @@ NOT_IMPLEMENTED = {
     "begin_suppress_tokens": None,
     "forced_bos_token_id": None,
 }
-_HUB_GLOBS = ("*.json", "*.safetensors")
+_HUB_GLOBS = ("*.json", "*.safetensors", "*.jinja")
+_HUB_IGNORED = ("*/*.json", "*/*.safetensors", "consolidated*")
 BUNDLED = Path(__file__).parents[1] / "bundled"
 """The directory of the checkpoint that is part of the package."""
 
@@ -56,13 +59,20 @@ class GenerationDefaults:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded checkpoint. Without a `tokenizer.json`, `tokenizer` is None, and only token ids can be used."""
+    """A loaded checkpoint.
+
+    Without a `tokenizer.json`, `tokenizer` is None, and only token ids can be used. `chat_template` is None if the
+    checkpoint has no template for chats. `special_tokens` are the texts of the tokens that it names, such as
+    "bos_token".
+    """
 
     name: str
     model: Transformer
     tokenizer: Tokenizer | None
     generation: GenerationDefaults
     parameters: ParameterCount
+    chat_template: ChatTemplate | None = None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
 
 
 def load_checkpoint(
@@ -73,12 +83,14 @@ def load_checkpoint(
     name: str | None = None,
     quantize: Quantization = "none",
     kernels: Kernels = "torch",
+    chat_template: Path | None = None,
 ) -> Checkpoint:
     """Load a checkpoint from a directory, or from the hub if `source` is not a directory.
 
     `dtype="auto"` is the dtype in which the token embedding is stored. `quantize` and `kernels` are those of
     `prepare_model`, but the default of `kernels` is "torch", so that a Python caller gets PyTorch's numbers unless it
-    asks for our kernels. Raises `CheckpointError`, or `ValueError` for a config that is not implemented.
+    asks for our kernels. `chat_template` is a file with a template that replaces those of the checkpoint. Raises
+    `CheckpointError`, or `ValueError` for a config that is not implemented.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not implemented; known: auto, {', '.join(DTYPES)}")
@@ -87,6 +99,7 @@ def load_checkpoint(
     family, model_config = translate(config)
     defaults = read_generation_defaults(directory, config)
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").exists() else None
+    template = read_chat_template(directory, tokenizer, chat_template)
     tensors = TensorFiles(directory, family)
     torch_dtype = tensors.dtype() if dtype == "auto" else DTYPES[dtype]
     tensors.check(model_config)  # before memory is allocated, because a config can state any size
@@ -101,11 +114,22 @@ def load_checkpoint(
         )
     is_local = Path(source).expanduser().is_dir()
     name = name or (directory.resolve().name if is_local else source)
-    return Checkpoint(name, model, tokenizer, defaults, count_parameters(model_config))
+    return Checkpoint(
+        name,
+        model,
+        tokenizer,
+        defaults,
+        count_parameters(model_config),
+        template,
+        read_special_tokens(directory),
+    )
 
 
 def find_directory(source: str) -> Path:
-    """The directory of a checkpoint. A hub id is downloaded into the local cache (only JSON files and safetensors)."""
+    """The directory of a checkpoint.
+
+    A hub id is downloaded into the local cache: only its JSON files, safetensors and chat templates.
+    """
     path = Path(source).expanduser()
     if path.is_dir():
         return path
@@ -117,9 +141,7 @@ def find_directory(source: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(
-            snapshot_download(source, allow_patterns=list(_HUB_GLOBS), ignore_patterns=["*/*", "consolidated*"])
-        )
+        return Path(snapshot_download(source, allow_patterns=list(_HUB_GLOBS), ignore_patterns=list(_HUB_IGNORED)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(f"{source}: not a directory, and the download from the hub failed: {error}") from error
 

@@ -12,9 +12,10 @@ from model.engine.scheduler import ScheduledSequence
 from model.engine.sequence import SequenceState
 from model.engine.step_tracer import StepTracer
 from model.network.transformer import Transformer
-from model.text.sampling import Sampler, TokenLogprobs, token_logprobs
+from model.text.constraint import GrammarState
+from model.text.sampling import ConstraintEffect, Sampler, TokenLogprobs, token_logprobs
 from model.text.tokenizer import Tokenizer
-from model.text.transcript import Transcript
+from model.text.transcript import TokenOutput, Transcript
 from model.tracing.tap import Chain, Tap
 
 
@@ -23,14 +24,16 @@ class SequenceResult:
     """What a step computed for one sequence.
 
     `logits` (T, V) are those of all new tokens, if they were wanted. `token_ids` are the tokens that the sequence gets,
-    with their `logprobs` if those were asked for; none if the step did not reach the newest token. `error` is what
-    went wrong in this sequence. `trace_seconds` is the time that tracing took.
+    with their `logprobs` if those were asked for; none if the step did not reach the newest token. `constraint` is what
+    a grammar changed for the token of a traced sequence. `error` is what went wrong in this sequence. `trace_seconds`
+    is the time that tracing took.
     """
 
     tracer: StepTracer | None = None
     logits: Tensor | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    constraint: ConstraintEffect | None = None
     error: Exception | None = None
     trace_seconds: float = 0.0
 
@@ -48,10 +51,12 @@ class Continuation:
         self.sequence = sequence
         self.sampler = Sampler(params.sampling.for_continuation(index), request.prompt_ids)
         self.transcript = Transcript(tokenizer, request.prompt_ids, params)
+        constraint = params.constraint
+        self.grammar = None if constraint is None else GrammarState(constraint, params.stop_token_ids)
         self.traced_until = 0  # positions below this are not traced again after preemption
         self.num_generated = 0
         self.has_started = False
-        self.prompt_logprobs: list[TokenLogprobs] = []  # from the second prompt token on, if the prompt is echoed
+        self.prompt_logprobs: list[TokenLogprobs] = []  # from the second prompt token on, if they are asked for
 
     @property
     def can_draft(self) -> bool:
@@ -77,30 +82,43 @@ class Continuation:
         """Whether the logits of all new tokens are needed, not only those after which a token is chosen."""
         is_traced = tracer is not None and tracer.needs_logits
         is_prompt = scheduled.start < self.sequence.num_prompt
-        return is_traced or (self.request.params.needs_prompt_logits and is_prompt and self.num_generated == 0)
+        needs_prompt = self.request.params.prompt_logprobs is not None and is_prompt and self.num_generated == 0
+        return is_traced or needs_prompt
 
     def advance(self, scheduled: ScheduledSequence, result: SequenceResult) -> Output | None:
         """Turn the result of a step into an output; None if there is nothing to report. Raises `result.error`."""
         if result.error is not None:
             raise result.error
-        params, tokens = self.request.params, []
-        if params.needs_prompt_logits and self.num_generated == 0 and result.logits is not None:
+        params = self.request.params
+        tokens: list[TokenOutput] = []
+        prompt_tokens: list[TokenOutput] = []
+        if self.num_generated == 0 and result.logits is not None:
             self._add_prompt_logprobs(scheduled, result.logits)
-        if result.token_ids and params.echo and self.num_generated == 0:
-            tokens += self.transcript.echo(self.prompt_logprobs)
+        if self.num_generated == 0 and scheduled.reaches_newest_token and params.returns_prompt:
+            prompt_tokens = self.transcript.prompt_outputs(self.prompt_logprobs)
         for token_id, logprobs in zip_longest(result.token_ids, result.logprobs):
             if self.transcript.end is None:  # an accepted draft may go on behind the end
-                tokens.append(self.transcript.push(token_id, logprobs))
+                is_complete = self._grammar_ends(token_id)
+                tokens.append(self.transcript.push(token_id, logprobs, is_complete=is_complete))
                 self.num_generated += 1
         trace = None
         if result.tracer is not None:
             begun, end_position = time.perf_counter(), scheduled.start + scheduled.num_new
             next_tokens = self.sequence.tokens[scheduled.start + 1 : end_position + 1]
-            trace = result.tracer.finish(result.logits, next_tokens)
+            trace = result.tracer.finish(result.logits, next_tokens, result.constraint)
             self.traced_until = max(self.traced_until, end_position)
             result.trace_seconds += time.perf_counter() - begun
-        end = self.transcript.end
-        return self.output(tokens=tokens, trace=trace, end=end) if tokens or trace is not None else None
+        end = self.transcript.end if scheduled.reaches_newest_token else None
+        if not (tokens or prompt_tokens or trace is not None or end is not None):
+            return None
+        return self.output(prompt_tokens=prompt_tokens, tokens=tokens, trace=trace, end=end)
+
+    def _grammar_ends(self, token_id: int) -> bool:
+        """Add a token to the grammar of the request. Returns whether nothing can follow."""
+        if self.grammar is None or token_id in self.request.params.stop_token_ids:
+            return False
+        self.grammar.append(token_id)
+        return self.grammar.is_complete
 
     def _add_prompt_logprobs(self, scheduled: ScheduledSequence, logits: Tensor) -> None:
         """Add the logprobs of prompt tokens, from the logits (T, V) of the new tokens.
@@ -109,7 +127,7 @@ class Continuation:
         """
         begin = max(scheduled.start, len(self.prompt_logprobs))
         end = min(scheduled.start + scheduled.num_new, self.sequence.num_prompt - 1)
-        num_top = self.request.params.logprobs
+        num_top = self.request.params.prompt_logprobs
         if begin < end and num_top is not None:
             next_tokens = self.sequence.tokens[begin + 1 : end + 1].tolist()
             rows = logits[begin - scheduled.start : end - scheduled.start]

@@ -20,7 +20,8 @@ from model.engine.scheduler import ScheduledSequence, Scheduler
 from model.engine.sequence import SequenceState
 from model.errors import InvalidField, shortened
 from model.network.transformer import Transformer
-from model.text.sampling import Sampler, sample, token_logprobs
+from model.text.constraint import token_masks
+from model.text.sampling import Sampler, constraint_effect, sample, token_logprobs
 from model.text.tokenizer import Tokenizer
 from model.text.transcript import End
 
@@ -127,7 +128,7 @@ class Engine:
         self.check(request)
         if request.id in self._requests:
             raise InvalidField("id", f"{request.id!r} is running already")
-        shares_prefix = request.tap is None and not request.params.needs_prompt_logits
+        shares_prefix = request.tap is None and request.params.prompt_logprobs is None
         traced_positions = None if request.trace is None else request.trace.selection.positions
         max_length = len(request.prompt_ids) + request.params.max_tokens
         leader: SequenceState | None = None
@@ -267,13 +268,18 @@ class Engine:
         logits, argmax = forward.logits, forward.argmax
         if len(rows) < len(logits):
             logits, argmax = logits[torch.tensor(rows, device=logits.device)], None
-        chosen = sample(logits, samplers, self._model.backend.sampling, argmax)
+        states = [(continuations[scheduled].grammar, scheduled.draft) for scheduled in choosing]
+        masks = token_masks(states, self._model.config.vocab_size)
+        chosen = sample(logits, samplers, self._model.backend.sampling, argmax, masks)
         first_rows: dict[ScheduledSequence, int] = {}
         first = 0
         for scheduled in choosing:
             first_rows[scheduled] = first
             end = first + scheduled.num_sampled
             results[scheduled].token_ids, results[scheduled].error = accept_draft(chosen[first:end], scheduled.draft)
+            result = results[scheduled]
+            if masks is not None and continuations[scheduled].grammar and result.tracer and result.token_ids:
+                result.constraint = constraint_effect(logits[first], masks.words[first], result.token_ids[0])
             first = end
         self._add_logprobs(logits, first_rows, continuations, results)
 

@@ -30,13 +30,15 @@ class Request:
 class Output:
     """What one step produced for one choice of a request.
 
-    `tokens` are the new tokens; the first output also has those of an echoed prompt. The list is empty if the output
-    reports only the trace of a part of the prompt, or only the end of the choice. `num_generated` counts the tokens of
-    the choice so far. `num_cached` tokens of the prompt had been computed by other sequences.
+    `tokens` are the new tokens. The list is empty if the output reports only the trace of a part of the prompt, or only
+    the end of the choice. `prompt_tokens` are the tokens of the prompt, if the request asks for them; they are in the
+    output of the step that completes the prompt. `num_generated` counts the tokens of the choice so far. `num_cached`
+    tokens of the prompt had been computed by other sequences.
     """
 
     request_id: str
     choice: int
+    prompt_tokens: list[TokenOutput] = field(default_factory=list)
     tokens: list[TokenOutput] = field(default_factory=list)
     trace: StepTrace | None = None
     end: End | None = None

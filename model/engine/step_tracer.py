@@ -8,6 +8,7 @@ from torch import Tensor
 
 from model.engine.scheduler import ScheduledSequence
 from model.network.transformer import Transformer
+from model.text.sampling import ConstraintEffect
 from model.tracing.predictions import Predictions, compute_loss, predict
 from model.tracing.selection import Selection, StageCollector, StageTrace
 from model.tracing.stages import Stage, last_residuals, sizes_of
@@ -46,13 +47,15 @@ class LensLayer:
 class StepTrace:
     """What one step shows of one sequence: the traced `positions` that it computed, and their stages in order.
 
-    There are `predictions` for each position if any were asked for, and a `logit_lens` if the step chose a token.
+    There are `predictions` for each position if any were asked for, and a `logit_lens` if the step chose a token. If a
+    grammar constrained the choice, `constraint` is what the grammar changed.
     """
 
     positions: list[int]
     stages: list[StageTrace]
     predictions: list[Predictions]
     logit_lens: list[LensLayer] | None
+    constraint: ConstraintEffect | None = None
 
 
 class StepTracer:
@@ -86,7 +89,9 @@ class StepTracer:
     def needs_logits(self) -> bool:
         return bool(self.positions) and self._params.needs_logits
 
-    def finish(self, logits: Tensor | None, next_tokens: Sequence[int]) -> StepTrace | None:
+    def finish(
+        self, logits: Tensor | None, next_tokens: Sequence[int], constraint: ConstraintEffect | None = None
+    ) -> StepTrace | None:
         """logits (T, V) of the new positions if `needs_logits`, and the token that follows each of them.
 
         None if the step has nothing to show.
@@ -99,7 +104,8 @@ class StepTracer:
         self._collector.finish()
         stages = [trace for stage in self._params.selection.stages if (trace := self._recorder.kept.get(stage.name))]
         lens = self._decode_lens(next_tokens[-1])
-        return StepTrace(self.positions, stages, predictions, lens) if self.positions or lens else None
+        has_content = self.positions or lens or constraint
+        return StepTrace(self.positions, stages, predictions, lens, constraint) if has_content else None
 
     def _keep(self, stage: Stage, tensor: Tensor) -> StageTrace:
         kept = self._collector(stage, tensor)

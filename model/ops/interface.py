@@ -87,13 +87,17 @@ class NetworkOps(Protocol):
 
 
 class SamplingOps(Protocol):
-    """How the next tokens are chosen from logits (N, V)."""
+    """How the next tokens are chosen from logits (N, V).
 
-    def argmax(self, logits: Tensor) -> Argmax:
+    `masks` (N, W) int32 on the CPU say which tokens each row may choose: bit i % 32 of word i // 32 allows token i. The
+    logits of all other tokens count as -inf. None allows all tokens in all rows.
+    """
+
+    def argmax(self, logits: Tensor, masks: Tensor | None = None) -> Argmax:
         """logits (N, V) -> values (N,) and indices (N,)."""
 
-    def draw(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-        """One token id for each draw. Every row that is drawn from has a finite largest logit."""
+    def draw(self, logits: Tensor, draws: Sequence[Draw], masks: Tensor | None = None) -> list[int]:
+        """One token id for each draw. Every row that is drawn from has a finite largest logit among allowed tokens."""
 
 
 class SummaryOps(Protocol):

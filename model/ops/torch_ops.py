@@ -12,7 +12,7 @@ from model.ops.interface import Argmax, Backend, Draw, Rotation
 from model.ops.quantization import Quantized, QuantizedLinear
 from model.ops.summary import Summary, summarize
 from model.ops.torch_attention import CausalMask, attention_scores, fused_attention
-from model.ops.torch_sampling import draw_tokens
+from model.ops.torch_sampling import apply_masks, draw_tokens
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -87,12 +87,12 @@ class TorchNetworkOps:
 class TorchSamplingOps:
     """`SamplingOps` with PyTorch."""
 
-    def argmax(self, logits: Tensor) -> Argmax:
-        found = logits.max(dim=-1)
+    def argmax(self, logits: Tensor, masks: Tensor | None = None) -> Argmax:
+        found = apply_masks(logits, masks).max(dim=-1)
         return Argmax(found.values, found.indices)
 
-    def draw(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-        return draw_tokens(logits, draws)
+    def draw(self, logits: Tensor, draws: Sequence[Draw], masks: Tensor | None = None) -> list[int]:
+        return draw_tokens(apply_masks(logits, masks), draws)
 
 
 class TorchSummaryOps:

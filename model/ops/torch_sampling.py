@@ -15,6 +15,17 @@ from model.ops.interface import Draw
 TOP_CANDIDATES = 1024
 
 
+def apply_masks(logits: Tensor, masks: Tensor | None) -> Tensor:
+    """Set the logits (N, V) of excluded tokens to -inf. Masks (N, W) are those of `SamplingOps`; None excludes none."""
+    return logits if masks is None else logits.masked_fill(~unpack_masks(masks, logits), -torch.inf)
+
+
+def unpack_masks(masks: Tensor, logits: Tensor) -> Tensor:
+    """Masks (N, W) of 32 bits a word -> (N, V) bool for logits (N, V), on their device."""
+    bits = masks.to(logits.device)[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
+    return bits.flatten(1)[:, : logits.shape[-1]].bool()
+
+
 def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     """Draw one token id for each draw: logits (N, V)."""
     device = logits.device

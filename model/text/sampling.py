@@ -2,7 +2,8 @@
 
 The noise of a sequence depends only on its seed and on how many tokens it has drawn, so other sequences in the batch
 do not change it. The parameters apply in the order in which Hugging Face's transformers applies them: biases and
-penalties (here), then temperature, top-k, top-p and min-p (in the `SamplingOps` of the backend).
+penalties (here), then temperature, top-k, top-p and min-p (in the `SamplingOps` of the backend). Tokens that a grammar
+excludes are removed after biases and penalties.
 """
 
 import math
@@ -17,6 +18,8 @@ from torch import Tensor
 from model.errors import InvalidField, shortened
 from model.ops.interface import Argmax, Draw, SamplingOps
 from model.ops.torch_ops import TORCH
+from model.ops.torch_sampling import unpack_masks
+from model.text.constraint import TokenMasks
 
 Processor = Callable[[Sequence[int], Tensor], Tensor]
 """(tokens so far, logits (V,)) -> logits (V,). Processors run before biases, penalties and all other parameters."""
@@ -179,18 +182,25 @@ def _mix64(state: int) -> int:
 
 
 def sample(
-    logits: Tensor, samplers: Sequence[Sampler], ops: SamplingOps = TORCH.sampling, argmax: Argmax | None = None
+    logits: Tensor,
+    samplers: Sequence[Sampler],
+    ops: SamplingOps = TORCH.sampling,
+    argmax: Argmax | None = None,
+    masks: TokenMasks | None = None,
 ) -> list[int | Exception]:
     """Choose one token per row: logits (R, V) and one sampler per row -> R token ids, appended to their samplers.
 
-    `argmax` is the argmax of each row, if it is already known. A row that fails has an exception as its result; the
-    other rows are chosen as if that row were not there.
+    `argmax` is the argmax of each row, if it is already known. `masks` say which tokens may be chosen. A row that fails
+    has an exception as its result; the other rows are chosen as if that row were not there.
     """
     logits = logits.detach()
-    failures: dict[int, Exception] = {}
+    failures = dict(masks.failures) if masks is not None else {}
+    words = masks.words if masks is not None else None
+    if words is not None:
+        argmax = None
     if any(sampler.changes_logits for sampler in samplers):
         logits, argmax = _adjust_logits(logits.float(), samplers, failures), None
-    largest, indices = argmax or ops.argmax(logits)
+    largest, indices = argmax or ops.argmax(logits, words)
     token_ids = indices.tolist()
     is_valid = [math.isfinite(value) for value in largest.tolist()]  # the largest value is NaN if any value is NaN
     draws: list[Draw] = []
@@ -201,7 +211,7 @@ def sample(
             except Exception as error:  # only this row fails
                 failures[row] = error
     if draws:
-        for draw, token_id in zip(draws, _draw_each(logits, draws, ops), strict=True):
+        for draw, token_id in zip(draws, _draw_each(logits, draws, ops, words), strict=True):
             if isinstance(token_id, Exception):
                 failures[draw.row] = token_id
             else:
@@ -216,19 +226,21 @@ def sample(
     return results
 
 
-def _draw_each(logits: Tensor, draws: Sequence[Draw], ops: SamplingOps) -> Sequence[int | Exception]:
+def _draw_each(
+    logits: Tensor, draws: Sequence[Draw], ops: SamplingOps, words: Tensor | None
+) -> Sequence[int | Exception]:
     """Draw a token for each draw. A draw that also fails without the others has an exception as its result."""
     try:
-        return list(ops.draw(logits, draws))
+        return list(ops.draw(logits, draws, words))
     except Exception as error:  # usually the error of a single row, so each row is tried alone
         if len(draws) == 1:
             return [error]
-    separate = [_draw_each(logits, [draw], ops)[0] for draw in draws]
+    separate = [_draw_each(logits, [draw], ops, words)[0] for draw in draws]
     good = [draw for draw, token_id in zip(draws, separate, strict=True) if not isinstance(token_id, Exception)]
     if not 0 < len(good) < len(draws):
         return separate
     # Draw the good rows again as one batch, so that rounding is the same as without the rows that fail.
-    together = iter(_draw_each(logits, good, ops))
+    together = iter(_draw_each(logits, good, ops, words))
     return [token_id if isinstance(token_id, Exception) else next(together) for token_id in separate]
 
 
@@ -286,20 +298,46 @@ def _repeat_each(values: list[int] | list[float], repeats: list[int]) -> Tensor:
 class TokenLogprobs:
     """Natural logarithms of the probabilities of the chosen token and of the most likely tokens.
 
-    The probabilities are those of the network, before bias, penalties and temperature.
+    The probabilities are those of the network, before bias, penalties and temperature. `rank` is 1 for the most likely
+    token.
     """
 
     chosen: float
     top: list[tuple[int, float]]  # (token id, logprob)
+    rank: int
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
     """The logprobs of one token per row and of the `num_top` most likely tokens, from unchanged logits (R, V)."""
     logprobs = logits.detach().float().log_softmax(-1)
-    chosen = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
+    chosen = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])  # (R, 1)
+    ranks = (logprobs > chosen).sum(-1) + 1
     top = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
     pairs = (
         list(zip(ids, values, strict=True))
         for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
     )
-    return list(map(TokenLogprobs, chosen, pairs))
+    return list(map(TokenLogprobs, chosen[:, 0].tolist(), pairs, ranks.tolist()))
+
+
+@dataclass(frozen=True)
+class ConstraintEffect:
+    """What a grammar changed for a chosen token, under the network's own distribution.
+
+    `logprob` is the token's log-probability, and `constrained_logprob` the one among the allowed tokens alone.
+    `removed_mass` is the probability of all excluded tokens together.
+    """
+
+    logprob: float
+    constrained_logprob: float
+    removed_mass: float
+
+
+def constraint_effect(logits: Tensor, words: Tensor, token_id: int) -> ConstraintEffect:
+    """What a mask (W,) changed for a token, from unchanged logits (V,)."""
+    logprobs = logits.detach().double().log_softmax(-1)
+    allowed = unpack_masks(words[None], logprobs[None])[0]
+    total = logprobs.masked_fill(~allowed, -torch.inf).logsumexp(-1)
+    removed = logprobs.masked_fill(allowed, -torch.inf).logsumexp(-1).exp()
+    logprob = logprobs[token_id]
+    return ConstraintEffect(logprob.item(), (logprob - total).item(), removed.item())

@@ -31,10 +31,11 @@ class Tokenizer:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
         self.longest_token_bytes: int = max((len(token.encode()) for token in vocabulary), default=0)
-        self._special_ids = frozenset(
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
-        )
-        state = json.loads(backend.to_str())
+        added_tokens = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added_tokens.items() if token.special)
+        self.added_tokens: Mapping[str, bool] = {token.content: token.special for token in added_tokens.values()}
+        """The texts of the tokens that are found in a text before it is split, and whether each is special."""
+        state = self.state()
         self.max_bytes_per_token = max_bytes_per_token(backend, state)
         decoder = state["decoder"]
         self.is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
@@ -60,6 +61,20 @@ class Tokenizer:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise ValueError(f"{path}: not a readable tokenizer.json: {error}") from error
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "Tokenizer":
+        """A tokenizer with the given content of a `tokenizer.json`."""
+        return cls(tokenizers.Tokenizer.from_str(json.dumps(state)))
+
+    def state(self) -> dict[str, Any]:
+        """The content of the `tokenizer.json`."""
+        content: dict[str, Any] = json.loads(self._backend.to_str())
+        return content
+
+    def id_of(self, token: str) -> int | None:
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
 
     def save(self, path: Path) -> None:
         self._backend.save(str(path))
@@ -103,6 +118,20 @@ class Tokenizer:
         except KeyError:  # added tokens are stored as plain text
             return token.encode()
 
+    def streamed_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a stream of text (`Detokenizer`); empty if it adds none."""
+        if not self.has_text(token_id):
+            return b""
+        if self.is_byte_level:
+            return self.token_bytes(token_id)
+        if self.is_byte(token_id):  # its name is such as `<0x0A>`
+            return bytes([int(self._backend.id_to_token(token_id)[3:5], 16)])  # type: ignore[index]  # it has text
+        return self.decode_inside([token_id]).encode()
+
+    def special_name(self, token_id: int) -> str:
+        """The name of a special token, which has no text; empty for other tokens."""
+        return self._backend.id_to_token(token_id) or "" if token_id in self._special_ids else ""
+
     def _find_anchor(self, ids: Sequence[int]) -> list[int]:
         """Find a token of letters, which `decode_inside` puts before other tokens. An empty list if there is none.
 
@@ -132,15 +161,15 @@ def max_bytes_per_token(backend: tokenizers.Tokenizer, state: Mapping[str, Any])
     known here might drop text, so with such a step the result is None.
     """
     model, vocabulary = state["model"], backend.get_vocab(with_added_tokens=False)
-    pre_tokenizers = _flatten(state["pre_tokenizer"], "pretokenizers")
+    pre_tokenizers = flatten(state["pre_tokenizer"], "pretokenizers")
     keeps_text = (
         model["type"] == "BPE"
         and not model.get("continuing_subword_prefix")
         and not model.get("end_of_word_suffix")
         and len(set(vocabulary.values())) == len(vocabulary)  # merges are by id, so no two tokens may have the same
-        and all(map(_never_shortens, _flatten(state["normalizer"], "normalizers")))
+        and all(map(_never_shortens, flatten(state["normalizer"], "normalizers")))
         and all(map(_keeps_all_text, pre_tokenizers))
-        and all(map(_keeps_all_tokens, _flatten(state["post_processor"], "processors")))
+        and all(map(_keeps_all_tokens, flatten(state["post_processor"], "processors")))
         # With lstrip or rstrip, a token represents any number of spaces beside it.
         and not any(token["lstrip"] or token["rstrip"] for token in state["added_tokens"])
     )
@@ -162,14 +191,14 @@ def max_bytes_per_token(backend: tokenizers.Tokenizer, state: Mapping[str, Any])
     return max(lengths)
 
 
-def _flatten(step: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
+def flatten(step: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
     """The steps of a normalizer, pre-tokenizer or post-processor, as a flat list.
 
     A `Sequence` has its steps under `key`, and they may be sequences again. None has no steps.
     """
     if step is None:
         return []
-    return [single for inner in step[key] for single in _flatten(inner, key)] if step["type"] == "Sequence" else [step]
+    return [single for inner in step[key] for single in flatten(inner, key)] if step["type"] == "Sequence" else [step]
 
 
 def _never_shortens(normalizer: Mapping[str, Any]) -> bool:
@@ -200,16 +229,18 @@ class Detokenizer:
     All pieces, including that of `flush`, join to the part of `decode(prompt + tokens)` that follows the prompt's text.
     No piece ends inside a UTF-8 character: the bytes of a byte-level vocabulary are kept back until their character is
     complete. A run of byte-fallback tokens is kept back until it ends, because it can only be decoded as a whole.
-    Special tokens have no text.
+    Special tokens have no text. With `is_inside`, the first token is decoded like one that follows other text. Then
+    every token adds exactly its `streamed_bytes`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, is_inside: bool = False) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace") if tokenizer.is_byte_level else None
         self._pending: list[int] = []  # a run of byte-fallback tokens, which may begin in the prompt
         self._num_prompt_characters = 0  # characters of the run that belong to the prompt's text
         self._is_first = True  # whether no text comes before the run
         self._read_prompt([token_id for token_id in prompt_ids if tokenizer.has_text(token_id)])
+        self._is_first = self._is_first and not is_inside
 
     def _read_prompt(self, prompt_ids: list[int]) -> None:
         """Set the state after the prompt, whose last tokens may be part of a character."""

@@ -5,10 +5,12 @@ This module knows nothing of the network or of other sequences.
 
 from bisect import bisect_right, insort
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Literal
 
 from model.errors import InvalidField
+from model.text.constraint import Constraint
 from model.text.sampling import MAX_INT, SamplingParams, TokenLogprobs, check_int
 from model.text.tokenizer import Detokenizer, Tokenizer
 
@@ -66,12 +68,15 @@ class StopIndex:
 class GenerationParams:
     """What to generate.
 
-    - `max_tokens`: the maximum number of tokens of each continuation.
+    - `max_tokens`: the maximum number of tokens of each continuation; 0 only computes the prompt.
     - `n`: the number of continuations of the prompt. Continuation i uses the request's seed plus i.
     - `stop`: strings that end a continuation. Its text ends before the string.
     - `stop_token_ids`: tokens that end a continuation. They are its last token, without text.
-    - `logprobs`: the number of most likely tokens to report beside the chosen one; None reports no logprobs.
-    - `echo`: return the prompt's tokens first, like generated tokens.
+    - `logprobs`: for each new token, the number of most likely tokens to report beside it; None reports no logprobs.
+    - `prompt_logprobs`: the same for each token of the prompt.
+    - `echo`: return the prompt's tokens with their texts first, like generated tokens.
+    - `constraint`: what the text must look like. The text ends where no token can follow. A stop token can end it
+      earlier, wherever the text is complete.
     """
 
     max_tokens: int
@@ -80,18 +85,28 @@ class GenerationParams:
     stop: Sequence[str] = ()
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     echo: bool = False
+    constraint: Constraint | None = None
     stop_index: StopIndex | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_int("max_tokens", self.max_tokens, 1, MAX_INT)
+        check_int("max_tokens", self.max_tokens, 0, MAX_INT)
         check_int("n", self.n, 1, MAX_CHOICES)
-        if self.logprobs is not None:
-            check_int("logprobs", self.logprobs, 0, MAX_INT)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 0, MAX_INT)
         if any(not stop for stop in self.stop):
             raise InvalidField("stop", "an empty string would match every text")
         # Built in the thread that creates the request, so that no step of the engine waits for it.
         object.__setattr__(self, "stop_index", StopIndex(self.stop) if self.stop else None)
+
+    def with_max_tokens(self, max_tokens: int) -> "GenerationParams":
+        """The same parameters with another `max_tokens`. They share the index of the stop strings."""
+        check_int("max_tokens", max_tokens, 0, MAX_INT)
+        params = copy(self)
+        object.__setattr__(params, "max_tokens", max_tokens)
+        return params
 
     def check(self, max_positions: int, num_prompt: int, *, has_tokenizer: bool) -> None:
         """Raise `InvalidField` for a field that is not possible with this context, prompt length or tokenizer.
@@ -101,7 +116,7 @@ class GenerationParams:
         room = max_positions - num_prompt
         if num_prompt == 0:
             raise InvalidField("prompt", "is empty")
-        if room < 1:
+        if room < min(self.max_tokens, 1):
             raise InvalidField(
                 "prompt", f"has {num_prompt} tokens, which leaves no room in the context of {max_positions}"
             )
@@ -111,13 +126,15 @@ class GenerationParams:
                 f"{self.max_tokens} after a prompt of {num_prompt} exceed the context of {max_positions}; "
                 f"at most {room} fit",
             )
+        if self.constraint is not None and not has_tokenizer:
+            raise InvalidField(self.constraint.field, "the checkpoint has no tokenizer, so there is no text")
         if self.stop and not has_tokenizer:
             raise InvalidField("stop", "the checkpoint has no tokenizer, so there is no text; use stop_token_ids")
 
     @property
-    def needs_prompt_logits(self) -> bool:
-        """Whether the logits of the prompt's tokens are needed, for the logprobs of the echo."""
-        return self.echo and self.logprobs is not None
+    def returns_prompt(self) -> bool:
+        """Whether the prompt's tokens are returned."""
+        return self.echo or self.prompt_logprobs is not None
 
 
 @dataclass(frozen=True)
@@ -175,29 +192,35 @@ class Transcript:
     def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], params: GenerationParams) -> None:
         self._params = params
         self._prompt_ids = prompt_ids
-        context = () if params.echo else prompt_ids
-        self._detokenizer = Detokenizer(tokenizer, context) if tokenizer is not None else None
+        # The client gets the text that the grammar sees, which does not depend on the end of the prompt.
+        is_inside = params.constraint is not None and not params.echo
+        context = () if params.echo or is_inside else prompt_ids
+        self._detokenizer = Detokenizer(tokenizer, context, is_inside=is_inside) if tokenizer is not None else None
         self._stops = StopStrings(params.stop_index)
         self._num_generated = 0
-        self.end: End | None = None
+        self.end = End("length") if params.max_tokens == 0 else None
 
-    def echo(self, logprobs: Sequence[TokenLogprobs]) -> list[TokenOutput]:
-        """The outputs of the prompt's tokens.
+    def prompt_outputs(self, logprobs: Sequence[TokenLogprobs]) -> list[TokenOutput]:
+        """The outputs of the prompt's tokens. They have texts if the prompt is echoed.
 
         `logprobs` are those of all tokens except the first, which has no prediction. They may be empty.
         """
         entries = [None, *logprobs] if logprobs else [None] * len(self._prompt_ids)
-        return [
-            TokenOutput(token_id, self._detokenizer.push(token_id) if self._detokenizer is not None else "", entry)
-            for token_id, entry in zip(self._prompt_ids, entries, strict=True)
-        ]
+        texts = [""] * len(self._prompt_ids)
+        if self._params.echo and self._detokenizer is not None:
+            texts = [self._detokenizer.push(token_id) for token_id in self._prompt_ids]
+            texts[-1] += self._detokenizer.flush() if self.end is not None else ""
+        return list(map(TokenOutput, self._prompt_ids, texts, entries))
 
-    def push(self, token_id: int, logprobs: TokenLogprobs | None) -> TokenOutput:
-        """Add the next token. It sets `end` if the token ends the sequence."""
+    def push(self, token_id: int, logprobs: TokenLogprobs | None, *, is_complete: bool = False) -> TokenOutput:
+        """Add the next token. It sets `end` if the token ends the sequence.
+
+        `is_complete`: the grammar of the request allows nothing after this token.
+        """
         assert self.end is None
         self._num_generated += 1
         is_stop_token = token_id in self._params.stop_token_ids
-        is_last = is_stop_token or self._num_generated == self._params.max_tokens
+        is_last = is_stop_token or is_complete or self._num_generated == self._params.max_tokens
         piece = ""
         if self._detokenizer is not None:
             piece = "" if is_stop_token else self._detokenizer.push(token_id)
@@ -207,5 +230,5 @@ class Transcript:
             self.end = End("stop", stop)
         elif is_last:
             text += self._stops.flush()
-            self.end = End("stop", token_id) if is_stop_token else End("length")
+            self.end = End("stop", token_id) if is_stop_token else End("stop" if is_complete else "length")
         return TokenOutput(token_id, text, logprobs)

@@ -4,8 +4,6 @@ Names follow TransformerLens without `hook_`. The table names the dims of each s
 from the config and the length of the prompt, before the pass. This file does not import the network.
 """
 
-import difflib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +11,7 @@ from typing import Protocol
 
 from model.config import ModelConfig
 from model.tracing.globs import Names
+from model.tracing.stage_hints import stage_hint
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def select(stages: Iterable[Stage], patterns: Sequence[str]) -> list[Stage]:
     """Select the stages whose name matches any of the globs, in the order of computation.
 
     TransformerLens's `hook_` is removed from the globs. Raises `UnknownStage`, which is a `ValueError`, for the first
-    glob that matches nothing; the message names similar stages.
+    glob that matches nothing; the message says what is wrong, or names similar stages.
     """
     stages = list(stages)
     names = _names(tuple(stage.name for stage in stages))
@@ -141,9 +140,10 @@ def select(stages: Iterable[Stage], patterns: Sequence[str]) -> list[Stage]:
         glob = pattern.replace("hook_", "")
         matched = names.match(glob)
         if not matched:
-            similar = _similar_names(glob, [stage.name for stage in stages])
-            hint = f"; similar names: {', '.join(similar)}" if similar else ""
-            raise UnknownStage(index, f"{pattern!r} matches no stage{hint}. GET /model lists all stages.")
+            hint = stage_hint(glob, [stage.name for stage in stages], lambda other: bool(names.match(other)))
+            reason = f"matches no stage; {hint}" if hint else "matches no stage"
+            end = "" if reason.endswith("?") else "."
+            raise UnknownStage(index, f"{pattern!r} {reason}{end} GET /model lists all stages.")
         selected |= matched
     return [stages[index] for index in names.indices(selected)]
 
@@ -159,14 +159,3 @@ def last_residuals(config: ModelConfig) -> list[Stage]:
     name = "resid_post" if config.norm_placement == "pre" else "ln2.out"
     names = {f"blocks.{layer}.{name}" for layer in range(config.num_layers)}
     return [stage for stage in stages_of(config) if stage.name in names]
-
-
-def _similar_names(glob: str, names: Sequence[str]) -> list[str]:
-    """Up to three stage names similar to the glob.
-
-    Only one layer is searched, since all layers have the same stages: the layer that the glob names, otherwise layer 0.
-    """
-    layer = re.search(r"\.\d+\.", glob)
-    of_layer = layer[0] if layer and any(layer[0] in name for name in names) else ".0."
-    candidates = [name for name in names if of_layer in name or not re.search(r"\.\d+\.", name)]
-    return difflib.get_close_matches(glob, candidates, n=3, cutoff=0.4)

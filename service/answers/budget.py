@@ -3,6 +3,7 @@
 A route describes what its response holds at most as a `ResponseContents`. All sizes follow from it here.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,3 +79,12 @@ class Budget:
         state.metrics.budget_refusals.inc()
         message = f"the {what} would take up to {size} bytes, the limit is {limit}; reduce {self.fields}"
         raise ApiError(413, message, code=f"{what}_too_large")
+
+
+def total(budgets: Sequence[Budget]) -> Budget:
+    """The budget of a request with several passes, which run one after the other."""
+    return Budget(
+        sum(budget.response_bytes for budget in budgets),
+        max(budget.pass_bytes for budget in budgets),
+        budgets[0].fields,
+    )

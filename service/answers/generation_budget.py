@@ -13,7 +13,7 @@ from service.answers.prompts import longest_token_bytes
 from service.answers.step_trace_answers import TracePlan
 
 # The fields that can make a request smaller, without and with `trace`:
-TEXT_FIELDS = "prompt, echo, logprobs, n or max_tokens"
+TEXT_FIELDS = "prompt, echo, logprobs, prompt_logprobs, n or max_tokens"
 TRACE_FIELDS = (
     "trace.stages, trace.positions, trace.heads, trace.detail, trace.top_k, prompt, echo, logprobs, n or max_tokens"
 )
@@ -30,17 +30,21 @@ def make_budget(
     config = checkpoint.model.config
     num_step_tokens = min(max_step_tokens, num_prompt)
     num_records = num_predictions = num_values = num_scores = 0
-    needs_logits = params.needs_prompt_logits
+    needs_logits = params.prompt_logprobs is not None
     if plan is not None or params.logprobs is not None:
-        num_tokens = params.max_tokens + (num_prompt if params.echo else 0)
-        num_records += num_tokens
+        num_records += params.max_tokens
         # For each token: its id, its log-probability, and the most likely tokens.
-        num_predictions += num_tokens * (1 + 1 + (params.logprobs or 0))
+        num_predictions += params.max_tokens * (1 + 1 + (params.logprobs or 0))
+    if params.prompt_logprobs is not None:
+        num_records += num_prompt
+        num_predictions += num_prompt * (1 + 1 + params.prompt_logprobs)
     if plan is not None:
         num_positions = num_prompt + params.max_tokens - 1
         selection, lens_top = plan.params.selection, plan.params.logit_lens
         num_traced = num_positions if selection.positions is None else len(selection.positions)
         num_records += 1 + num_traced * (1 + len(selection.stages))
+        if params.constraint is not None:
+            num_records += params.max_tokens  # a step of its own for each token, and what the grammar changed for it
         num_predictions += num_traced * plan.params.top_k
         if lens_top is not None:
             num_records += params.max_tokens

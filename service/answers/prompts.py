@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -13,34 +14,66 @@ from service.http.errors import ApiError, invalid
 from service.state import State
 from service.worker import SHORT_TEXT
 
+Prompt = str | list[int]
 
-async def prompt_ids(request: Request, state: State, checkpoint: Checkpoint, prompt: str | list[int]) -> list[int]:
-    """The token ids of a prompt. Raises 400 if it is empty, longer than the context, or has an unknown token."""
+
+def as_list(prompt: Prompt | list[str] | list[list[int]]) -> tuple[list[Prompt], bool]:
+    """The prompts of a request that takes one prompt or a list of them, and whether it has sent a list."""
+    if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
+        return [prompt], False  # type: ignore[list-item]  # all items are of one type
+    return [*prompt], True
+
+
+def param_of(name: str, index: int, is_list: bool) -> str:
+    """The place of a prompt, or of a field for each prompt, in the request."""
+    return f"{name}.{index}" if is_list else name
+
+
+async def prompt_ids(
+    request: Request,
+    state: State,
+    checkpoint: Checkpoint,
+    prompt: Prompt,
+    param: str = "prompt",
+    *,
+    add_special_tokens: bool = True,
+) -> list[int]:
+    """The token ids of a prompt. Raises 400 if it is empty, longer than the context, or has an unknown token.
+
+    `param` is the place of the prompt in the request, for errors.
+    """
     tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
     if isinstance(prompt, list):
         ids = prompt
     elif tokenizer is None:
-        raise invalid("prompt", "this checkpoint has no tokenizer.json; send a list of token ids", "no_tokenizer")
+        raise invalid(param, "this checkpoint has no tokenizer.json; send a list of token ids", "no_tokenizer")
     else:
         num_bytes = len(prompt.encode())
         if tokenizer.max_bytes_per_token:
             fewest = num_bytes / tokenizer.max_bytes_per_token
             if fewest > config.max_positions:
-                raise too_long(f"at least {math.ceil(fewest)}", config.max_positions)
+                raise too_long(param, f"at least {math.ceil(fewest)}", config.max_positions)
         state.worker.check_room(0)  # refuse before the work of tokenizing, not after it
-        job = state.worker.run_text(lambda: tokenizer.encode(prompt), num_bytes)
+        encode = partial(tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
+        job = state.worker.run_text(encode, num_bytes)
         ids = await (job if num_bytes <= SHORT_TEXT else unless_disconnected(request, job))
-    if not ids:
-        raise invalid("prompt", "is empty; send at least one token", "empty")
-    if len(ids) > config.max_positions:
-        raise too_long(f"{len(ids)}", config.max_positions)
-    check_ids(ids, config.vocab_size, "prompt")
+    check_prompt_ids(ids, checkpoint, param)
     return ids
 
 
-def too_long(num_tokens: str, max_positions: int) -> ApiError:
+def check_prompt_ids(ids: Sequence[int], checkpoint: Checkpoint, param: str) -> None:
+    """Raise 400 if a prompt is empty, longer than the context, or has an unknown token."""
+    config = checkpoint.model.config
+    if not ids:
+        raise invalid(param, "is empty; send at least one token", "empty")
+    if len(ids) > config.max_positions:
+        raise too_long(param, f"{len(ids)}", config.max_positions)
+    check_ids(ids, config.vocab_size, param)
+
+
+def too_long(param: str, num_tokens: str, max_positions: int) -> ApiError:
     """400: the prompt is longer than the context."""
-    return invalid("prompt", f"has {num_tokens} tokens, but the context holds {max_positions}", "context_length")
+    return invalid(param, f"has {num_tokens} tokens, but the context holds {max_positions}", "context_length")
 
 
 def check_ids(ids: Sequence[int | None], vocab_size: int, param: str) -> None:
@@ -62,6 +95,26 @@ def check_indices(indices: Sequence[int] | None, size: int, param: str, items: s
             raise invalid(f"{param}.{place}", reason, "out_of_range")
     if indices is not None and len(set(indices)) != len(indices):
         raise invalid(param, "has the same index twice", "duplicate")
+
+
+def find_positions(
+    positions: Sequence[int], num_prompt: int, param: str, *, size: int | None = None, items: str = "tokens"
+) -> list[int]:
+    """The positions of a request, counted from the start.
+
+    Negative positions count from the end of the prompt. There are `size` positions, by default those of the prompt;
+    `items` names them in error messages. Raises 400 for a position that is out of range or occurs twice.
+    """
+    size = num_prompt if size is None else size
+    found = [position + num_prompt if position < 0 else position for position in positions]
+    for place, (position, given) in enumerate(zip(found, positions, strict=True)):
+        if not 0 <= position < size:
+            first = f"; a negative position is at least {-num_prompt}" if given < 0 else ""
+            reason = f"{shortened(given)} is out of range; there are {size} {items}{first}"
+            raise invalid(f"{param}.{place}", reason, "out_of_range")
+    if len(set(found)) != len(found):
+        raise invalid(param, "has the same position twice", "duplicate")
+    return found
 
 
 def token_answers(ids: Sequence[int], checkpoint: Checkpoint, start: int = 0) -> list[dict[str, Any]]:

@@ -1,14 +1,20 @@
-"""Run one forward pass for POST /forward or POST /logits, from the check of its budget to the response."""
+"""Run the forward passes of a POST /forward or POST /logits, from the check of their budget to the response."""
 
 import asyncio
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from fastapi import Request, Response
+from torch import Tensor
 
 from service.answers.budget import Budget
+from service.answers.prompts import param_of
+from service.http.access_log import note_tokens
 from service.http.disconnects import unless_disconnected
+from service.http.encoding import safetensors_bytes, to_json
 from service.http.errors import ApiError, timed_out
 from service.state import State, get_reservation
 
@@ -32,53 +38,114 @@ def wants_safetensors(request: Request) -> bool:
     return wanted > 0 and wanted >= json
 
 
-async def answer_pass(
-    request: Request,
-    state: State,
-    job: Callable[[float], bytes | memoryview],
-    *,
-    num_tokens: int,
-    budget: Budget,
-    as_safetensors: bool,
-) -> Response:
-    """Run `job` on the network's thread and return its response.
+@dataclass(frozen=True)
+class PassAnswer:
+    """The answer of one pass: its JSON object, and the tensors of a safetensors answer."""
 
-    `job` takes the seconds that it waited, and returns the encoded answer. Raises 413 if the budget or the number of
-    tokens is over its limit, 429 if too much waits, and 503 after the timeout.
+    content: dict[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass of a request. `run` takes the seconds that the pass waited."""
+
+    num_tokens: int
+    run: Callable[[float], PassAnswer]
+
+
+class Encoder:
+    """Encodes the answers of passes as one response, on the network's thread.
+
+    The response to a list of prompts has the answers in `results`. In safetensors, the names of their tensors begin
+    with the index of the prompt, as in `0/embed`.
+    """
+
+    def __init__(self, *, is_list: bool, as_safetensors: bool) -> None:
+        self._is_list = is_list
+        self._as_safetensors = as_safetensors
+        self._answers: list[PassAnswer] = []  # those that are not encoded yet
+        self._json = bytearray()
+
+    def add(self, answer: PassAnswer) -> None:
+        if self._is_list and not self._as_safetensors:  # at once, so that the numbers are not held until the end
+            self._json += b"," if self._json else b'{"results":['
+            self._json += to_json(answer.content)
+        else:
+            self._answers.append(answer)
+
+    def finish(self) -> bytes | memoryview:
+        if not self._is_list:
+            (answer,) = self._answers
+            tensors, content = answer.tensors, answer.content
+            return safetensors_bytes(tensors, content) if self._as_safetensors else to_json(content)
+        if not self._as_safetensors:
+            self._json += b"]}"
+            return memoryview(self._json)
+        tensors = {
+            f"{index}/{name}": tensor
+            for index, answer in enumerate(self._answers)
+            for name, tensor in answer.tensors.items()
+        }
+        return safetensors_bytes(tensors, {"results": [answer.content for answer in self._answers]})
+
+
+async def answer_passes(
+    request: Request, state: State, passes: Sequence[Pass], *, budget: Budget, is_list: bool, as_safetensors: bool
+) -> Response:
+    """Run passes on the network's thread, and return their response.
+
+    Several passes are separate jobs, one after the other, so that other requests are served in between. If the client
+    disconnects, the remaining ones do not run. Raises 413 if the budget or the number of tokens of a pass is over its
+    limit, 429 if too much waits, and 503 after the timeout.
     """
     budget.check(state)
     limit = state.settings.max_pass_tokens
-    if num_tokens > limit:
-        message = (
-            f"prompt: has {num_tokens} tokens, but one pass takes at most {limit}; shorten the prompt, or start the "
-            "server with a larger --max-pass-tokens"
-        )
-        raise ApiError(413, message, param="prompt", code="prompt_too_long")
+    for index, each in enumerate(passes):
+        if each.num_tokens > limit:
+            param = param_of("prompt", index, is_list)
+            message = (
+                f"{param}: has {each.num_tokens} tokens, but one pass takes at most {limit}; shorten the prompt, or "
+                "start the server with a larger --max-pass-tokens"
+            )
+            raise ApiError(413, message, param=param, code="prompt_too_long")
+    note_tokens(request, sum(each.num_tokens for each in passes))
     reservation = get_reservation(request)
     reservation.reserve(budget.response_bytes)
-    content = await unless_disconnected(request, _run(state, job, num_tokens))
+    encoder = Encoder(is_list=is_list, as_safetensors=as_safetensors)
+    content = await unless_disconnected(request, _run(state, passes, encoder))
     reservation.count(len(content) - budget.response_bytes)
     return Response(content, media_type=SAFETENSORS_MEDIA_TYPE if as_safetensors else "application/json")
 
 
-async def _run(state: State, job: Callable[[float], bytes | memoryview], num_tokens: int) -> bytes | memoryview:
-    """Wait for the result of `job`, within the timeout, and update the metrics."""
+async def _run(state: State, passes: Sequence[Pass], encoder: Encoder) -> bytes | memoryview:
+    """Wait for the passes, within the timeout, and return their encoded answers."""
+    content: bytes | memoryview = b""
+    state.worker.check_room(sum(each.num_tokens for each in passes))
+    try:
+        async with asyncio.timeout(state.settings.request_timeout_seconds):
+            with state.worker.series():
+                for each in passes:
+                    content = await _run_one(state, each, encoder, is_last=each is passes[-1])
+    except TimeoutError:
+        raise timed_out(state.settings.request_timeout_seconds) from None
+    state.metrics.trace_bytes.inc(len(content))
+    return content
+
+
+async def _run_one(state: State, each: Pass, encoder: Encoder, *, is_last: bool) -> bytes | memoryview:
+    """Wait for one pass, and update the metrics. Returns the encoded answers after the last pass."""
     arrived = time.perf_counter()
 
     def timed() -> tuple[bytes | memoryview, float, float]:
         began = time.perf_counter()
-        content = job(began - arrived)
+        encoder.add(each.run(began - arrived))
+        content = encoder.finish() if is_last else b""
         return content, began - arrived, time.perf_counter() - began
 
-    state.worker.check_room(num_tokens)
-    try:
-        async with asyncio.timeout(state.settings.request_timeout_seconds):
-            content, waited, seconds = await state.worker.run(timed)
-    except TimeoutError:
-        raise timed_out(state.settings.request_timeout_seconds) from None
+    content, waited, seconds = await state.worker.run(timed)
     metrics = state.metrics
     metrics.queue_seconds.observe(waited)
     metrics.trace_seconds.observe(seconds)
-    metrics.trace_bytes.inc(len(content))
-    metrics.prompt_tokens.inc(num_tokens)
+    metrics.prompt_tokens.inc(each.num_tokens)
     return content

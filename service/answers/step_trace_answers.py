@@ -1,14 +1,14 @@
 """Traced generations: check the `trace` of a request, and describe each traced step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from model.checkpoints.load import Checkpoint
 from model.engine.step_tracer import LensLayer, StepTrace, TraceParams
 from model.tracing.selection import Selection
-from model.tracing.stages import stages_of
-from service.answers.prompts import check_indices
+from model.tracing.stages import Stage, stages_of
+from service.answers.prompts import check_indices, find_positions
 from service.answers.stage_answers import TextOf, prediction_answers, select_stages, stage_answer, top_answer
 from service.http.errors import invalid
 from service.http.schemas import TraceRequest
@@ -24,21 +24,32 @@ class TracePlan:
     encoding: Literal["json", "base64"]
 
 
-def plan_trace(body: TraceRequest, checkpoint: Checkpoint, num_positions: int) -> TracePlan:
+def traced_stages(body: TraceRequest, checkpoint: Checkpoint) -> list[Stage]:
+    """The stages that a request traces. Raises 400 for a glob that matches none."""
+    globs = body.stages or ([] if body.logit_lens else ["*"])
+    return select_stages(stages_of(checkpoint.model.config), globs, "trace.stages")
+
+
+def plan_trace(
+    body: TraceRequest, stages: Sequence[Stage], checkpoint: Checkpoint, num_positions: int, num_prompt: int
+) -> TracePlan:
     """Check the `trace` of a request; each of its sequences computes `num_positions` positions.
 
-    Raises 400 for a wrong field.
+    The first `num_prompt` of them are the prompt. Negative positions count from the end of the prompt, because it is
+    not known yet how many tokens follow. Raises 400 for a wrong field.
     """
     config = checkpoint.model.config
-    globs = body.stages or ([] if body.logit_lens else ["*"])
-    stages = select_stages(stages_of(config), globs, "trace.stages")
-    check_indices(body.positions, num_positions, "trace.positions", "computed positions")
+    positions = body.positions
+    if positions is not None:
+        positions = find_positions(
+            positions, num_prompt, "trace.positions", size=num_positions, items="computed positions"
+        )
     check_indices(body.heads, config.num_heads, "trace.heads", "heads")
     if body.top_k is not None and body.top_k > config.vocab_size:
         raise invalid("trace.top_k", f"{body.top_k} is more than the vocabulary of {config.vocab_size} tokens")
     lens_top = min(DEFAULT_LENS_TOP, config.vocab_size) if body.top_k is None else body.top_k
     params = TraceParams(
-        selection=Selection(stages=stages, detail=body.detail, positions=body.positions, heads=body.heads),
+        selection=Selection(stages=stages, detail=body.detail, positions=positions, heads=body.heads),
         top_k=body.top_k or 0,
         logit_lens=lens_top if body.logit_lens else None,
     )
@@ -52,6 +63,7 @@ def trace_answer(trace: StepTrace, plan: TracePlan, text_of: TextOf) -> dict[str
         "stages": [stage_answer(kept, kept.values, plan.encoding) for kept in trace.stages],
         "predictions": prediction_answers(trace.positions, trace.predictions, text_of) if trace.predictions else [],
         "logit_lens": None if trace.logit_lens is None else lens_answer(trace.logit_lens, text_of),
+        "constraint": None if trace.constraint is None else asdict(trace.constraint),
     }
 
 

@@ -4,8 +4,9 @@ The JSON values of a body are counted before they are parsed, and the validation
 """
 
 import codecs
-import difflib
 import json
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -15,13 +16,16 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
 from service.http.disconnects import unless_disconnected
-from service.http.errors import ApiError
+from service.http.errors import MAX_NAMES, ApiError, join_some, wrong_shape
+from service.http.field_names import check_names, known_part
+from service.http.schemas import check_text
 
 INLINE_BYTES = 1 << 16  # larger bodies are parsed on another thread
 BYTES_PER_VALUE = 16  # a body may hold one JSON value per this many bytes of the largest allowed body
+# What JSON writes for a lone surrogate, a NUL character, or a number that is not finite. Rare in other texts.
+UNUSUAL = re.compile(rb"\\u(0000|[dD][89a-fA-F])|NaN|Infinity|[eE]\+?\d{3}")
 MAX_KEYS = 4096  # in one JSON object
 MAX_DIGITS = 1000  # in one number
-MAX_ERRORS = 20  # fields or reasons that one error message names
 
 
 class JsonRoute(APIRoute):
@@ -81,12 +85,33 @@ def parse(content: bytes, model: type[BaseModel], max_values: int) -> BaseModel:
         )
     except (ValueError, RecursionError) as error:  # also: not UTF-8, too many digits, nested too deeply
         raise wrong_shape("body", f"not valid JSON: {error}", "json_invalid") from None
-    if isinstance(values, dict):
-        check_names(values, model)
+    check_names(values, model)
     try:
-        return model.model_validate(values)
+        body = model.model_validate(values)
     except ValidationError as error:
-        raise shape_error(error) from None
+        raise shape_error(error, model) from None
+    if UNUSUAL.search(content):
+        check_open_values(values)
+    return body
+
+
+def check_open_values(values: dict[str, Any]) -> None:
+    """Raise 422 for texts and numbers that no field may have, in objects that may have any keys, such as schemas."""
+    for name, value in values.items():
+        stack = [value]
+        while stack:
+            each = stack.pop()
+            if isinstance(each, dict):
+                stack += [*each, *each.values()]
+            elif isinstance(each, list):
+                stack += each
+            elif isinstance(each, str):
+                try:
+                    check_text(each)
+                except ValueError as error:
+                    raise wrong_shape(name, str(error), "value_error") from None
+            elif isinstance(each, float) and not math.isfinite(each):
+                raise wrong_shape(name, "contains a number that is not finite", "finite_number")
 
 
 def check_num_values(content: bytes, max_values: int) -> None:
@@ -137,49 +162,18 @@ def _number(convert: Callable[[str], Any]) -> Callable[[str], Any]:
     return read
 
 
-def check_names(values: dict[str, Any], model: type[BaseModel]) -> None:
-    """Raise 422 for unknown fields, with the nearest known name. The model checks the fields of nested objects."""
-    unknown = [name for name in values if name not in model.model_fields]
-    if unknown:
-        known = list(model.model_fields)
-        near = difflib.get_close_matches(unknown[0][:100], known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known fields are {', '.join(known)}"
-        more = f" (nor are {_some(unknown[1:])})" if len(unknown) > 1 else ""
-        name = unknown[0][:100] if unknown[0].isprintable() else "body"
-        raise wrong_shape(name or "body", f"this field is not known{more}; {hint}", "extra_forbidden")
-
-
-def shape_error(error: ValidationError) -> ApiError:
-    """422 that names the wrong fields, at most `MAX_ERRORS`.
+def shape_error(error: ValidationError, model: type[BaseModel]) -> ApiError:
+    """422 that names the fields of a `model` that are wrong, at most `MAX_NAMES`.
 
     `param` is the most deeply nested one: for a prompt with a wrong token id, `prompt.3` says more than "prompt is not
     a string", which is also an error of the same union.
     """
     problems = error.errors(include_url=False, include_context=False, include_input=False)
-    fields = [_field(problem["loc"]) for problem in problems]
+    fields = [known_part(problem["loc"], model) for problem in problems]
     deepest = max(range(len(fields)), key=lambda i: len(fields[i]))
     param = ".".join(map(str, fields[deepest])) or "body"
     same = [i for i in range(len(fields)) if fields[i] == fields[deepest]]
     messages = dict.fromkeys(problems[i]["msg"].removeprefix("Value error, ") for i in same)
     others = dict.fromkeys(str(field[0]) for field in fields if field and field[0] != fields[deepest][0])
-    more = f"; also wrong: {_some(list(others))}" if others else ""
-    return wrong_shape(param, f"{'; or '.join(list(messages)[:MAX_ERRORS])}{more}", problems[deepest]["type"])
-
-
-def wrong_shape(param: str, message: str, code: str) -> ApiError:
-    """422: the body does not have the documented shape."""
-    return ApiError(422, f"{param}: {message}", param=param, code=code)
-
-
-def _some(names: list[str]) -> str:
-    listed = ", ".join(name[:100] for name in names[: MAX_ERRORS - 1])
-    return listed if len(names) < MAX_ERRORS else f"{listed} and {len(names) - MAX_ERRORS + 1} more"
-
-
-def _field(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """The part of an error's location that clients know: the name of the field, and indices.
-
-    A field of `trace` has two names. Further strings are dropped: they are branches of a union or keys of the client.
-    """
-    num_names = 2 if loc[:1] == ("trace",) else 1
-    return tuple(part for depth, part in enumerate(loc) if depth < num_names or isinstance(part, int))
+    more = f"; also wrong: {join_some(list(others))}" if others else ""
+    return wrong_shape(param, f"{'; or '.join(list(messages)[:MAX_NAMES])}{more}", problems[deepest]["type"])

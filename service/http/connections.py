@@ -15,6 +15,7 @@ import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from service.http.access_log import AccessLog, log_refusal
 from service.http.errors import ApiError, error_bytes, error_response
 from service.http.gate import OPERATION_PATHS, closing
 from service.http.http_parser import HttpParser
@@ -264,6 +265,7 @@ class Connection(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             content = error_bytes(error)
             headers = {"Content-Type": "application/json", "Content-Length": f"{len(content)}", "Connection": "close"}
+            headers["X-Request-Id"] = log_refusal(error.status)
             reason = HTTPStatus(error.status).phrase.encode()
             head = h11.Response(
                 status_code=error.status, headers=list((headers | error.headers).items()), reason=reason
@@ -352,9 +354,11 @@ def too_many_connections() -> ApiError:
 def health_only(app: ASGIApp) -> ASGIApp:
     """Wrap the application for connections above the limit: it answers `OPERATION_PATHS`, and 429 to all others."""
 
+    refuse = AccessLog(error_response(too_many_connections()), paths=())
+
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         is_health = scope["path"] in OPERATION_PATHS and scope["method"] in ("GET", "HEAD")
-        handle = app if is_health else error_response(too_many_connections())
+        handle = app if is_health else refuse
         await handle(scope, receive, closing(send))
 
     return answer

@@ -1,6 +1,6 @@
 """Cancel the work of a whole (not streamed) answer when its client disconnects.
 
-A stream ends otherwise: `EventStream` in sse.py calls `Run.close` (routes/generate.py), which closes the
+A stream ends otherwise: `EventStream` in sse.py calls `Generation.close` (answers/generation.py), which closes the
 `RequestStream` and so aborts the generation.
 """
 

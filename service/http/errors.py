@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
+MAX_NAMES = 20  # fields or reasons that one error message names
 TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -69,10 +70,21 @@ def invalid(param: str, message: str, code: str = "invalid_value") -> ApiError:
     return ApiError(400, f"{param}: {message}", param=param, code=code)
 
 
+def wrong_shape(param: str, message: str, code: str) -> ApiError:
+    """422: the body does not have the documented shape."""
+    return ApiError(422, f"{param}: {message}", param=param, code=code)
+
+
 def internal() -> ApiError:
     """500: a bug. The server closes the connection afterwards, so the client must not send another request on it."""
     message = "the server failed to handle this request; its log has the details"
     return ApiError(500, message, code="internal", headers={"Connection": "close"})
+
+
+def join_some(names: list[str], limit: int = MAX_NAMES) -> str:
+    """Join names for an error message; of more than `limit`, the last ones are only counted."""
+    listed = ", ".join(name[:100] for name in names[: limit - 1])
+    return listed if len(names) < limit else f"{listed} and {len(names) - limit + 1} more"
 
 
 def error_body(error: ApiError) -> dict[str, Any]:

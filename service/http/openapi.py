@@ -2,10 +2,13 @@
 
 from typing import Any
 
+from fastapi.security import HTTPBearer
 from pydantic import BaseModel
 
 from service.http.schemas import ErrorAnswer
 
+# Only a description, with which /docs shows its Authorize button: the key itself is checked in gate.py.
+API_KEY = HTTPBearer(auto_error=False, description="the server's API key")
 ERRORS = {
     400: "A field has a value that cannot be used here",
     401: "The API key is missing or wrong",
@@ -33,8 +36,8 @@ EVENT = {
 }
 
 
-def answers(model: type[BaseModel], media_type: str, schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-    """Describe the answers of an endpoint: JSON (`model`) or, if the client asks for it, `media_type` (`schema`)."""
+def answers(model: Any, media_type: str, schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """Describe the answers of an endpoint: JSON (of a model or a union of models) or, on request, `media_type`."""
     content = {media_type: {"schema": schema}}
     return {200: {"model": model, "description": "The answer", "content": content}, **error_answers()}
 

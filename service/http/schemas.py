@@ -4,16 +4,17 @@ Requests are strict: an unknown field, a boolean instead of a number, NaN, a NUL
 error, and is never ignored.
 """
 
-from typing import Annotated, Any, Literal
+import json
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from model.ops.quantization import Quantization
 
 PROMPT = "the cat sat on"
 
 
-def _is_text(text: str) -> str:
+def check_text(text: str) -> str:
     if "\0" in text:
         raise ValueError("contains a NUL character; if it is intended, send token ids instead")
     try:
@@ -23,7 +24,7 @@ def _is_text(text: str) -> str:
     return text
 
 
-def _at_most(max_length: int) -> BeforeValidator:
+def at_most(max_length: int) -> BeforeValidator:
     """Check the length of a list or object before its entries are validated.
 
     Otherwise a long list of wrong entries would make as many errors.
@@ -37,24 +38,73 @@ def _at_most(max_length: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-Text = Annotated[str, AfterValidator(_is_text)]
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Text = Annotated[str, AfterValidator(check_text)]
+ChoiceText = Annotated[Text, Field(min_length=1, max_length=1 << 12)]
 ShortText = Annotated[Text, Field(max_length=200)]
 TokenId = Annotated[int, Field(ge=0)]
 Index = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Indices = Annotated[list[Index], Field(fail_fast=True, min_length=1)]
-Globs = Annotated[list[ShortText], Field(fail_fast=True, min_length=1, max_length=200), _at_most(200)]
+Positions = Annotated[list[int], Field(fail_fast=True, min_length=1)]
+GlobList = Annotated[list[ShortText], Field(fail_fast=True, min_length=1, max_length=200), at_most(200)]
+Globs = Annotated[GlobList, BeforeValidator(_as_list, json_schema_input_type=ShortText | GlobList)]
 MAX_TOP_K = 2**31 - 1
 MAX_ENTRIES = 1024
 Prompt = Annotated[
     Text | TokenIds,
     Field(description="text, or token ids, which are used as they are"),
 ]
+MAX_PROMPTS = 256
+
+
+def _kind_of_prompt(value: Any) -> str:
+    """Which form a prompt has, so that errors speak of this form only."""
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, str | list):
+        return "texts" if isinstance(first, str) else "lists of ids"
+    if isinstance(value, str):
+        return "text"
+    return "ids" if isinstance(value, list) else "none"
+
+
+def _kind_of_targets(value: Any) -> str:
+    return "lists" if isinstance(value, list) and value and isinstance(value[0], list) else "list"
+
+
+PROMPT_KIND = Discriminator(
+    _kind_of_prompt,
+    custom_error_type="prompt_type",
+    custom_error_message="send text, a list of token ids, or a list of such prompts",
+)
+Prompts = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[list[Text], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("texts")]
+    | Annotated[list[TokenIds], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("lists of ids")],
+    PROMPT_KIND,
+    Field(description="text, or token ids, which are used as they are; or a list of at most 256 such prompts"),
+]
+TargetIds = Annotated[list[TokenId | None], Field(fail_fast=True)]
+Targets = Annotated[
+    Annotated[TargetIds, Tag("list")]
+    | Annotated[list[TargetIds], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("lists")],
+    Discriminator(_kind_of_targets),
+]
 Nested = Annotated[Any, Field(description="nested lists of numbers (null if not finite), or base64")]
 
 
 class Request(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class ModelRequest(Request):
+    """A request that may name its model, because clients for several models always do."""
+
+    model: ShortText | None = Field(None, description="the served model (default); see GET /models")
 
 
 class Answer(BaseModel):
@@ -82,21 +132,24 @@ class ErrorAnswer(Answer):
 # POST /forward
 
 
-class ForwardRequest(Request):
+class ForwardRequest(ModelRequest):
     model_config = example(prompt=PROMPT, stages=["blocks.0.attn.pattern", "*.resid_post"], detail="summary", top_k=3)
 
-    prompt: Prompt
-    targets: Annotated[list[TokenId | None], Field(fail_fast=True)] | None = Field(
+    prompt: Prompts
+    targets: Targets | None = Field(
         None,
-        description="the correct next token of each position, null for none; default: the next token of the prompt, "
-        "null at the last position; for a worked example on the prompt of its article, the targets of the article",
+        description="the correct next token of each position, null for none; for a list of prompts, a list of such "
+        "lists; default: the next token of the prompt, null at the last position; for a worked example on the prompt "
+        "of its article, the targets of the article",
     )
     model: ShortText | None = Field(
         None, description="the served model (default), or a worked example; see GET /models"
     )
-    stages: Globs = Field(["*"], description="globs over the stage names of GET /model")
+    stages: Globs = Field(["*"], description="a glob over the stage names of GET /model, or a list of globs")
     detail: Literal["summary", "values", "none"] = "summary"
-    positions: Indices | None = Field(None, description="positions to return; default: all")
+    positions: Positions | None = Field(
+        None, description="positions to return; a negative one counts from the end of the prompt; default: all"
+    )
     heads: Indices | None = Field(
         None,
         description="query heads to return, and for k and v the key-value heads that they read; default: all",
@@ -236,14 +289,20 @@ class ForwardAnswer(Answer):
     worked_example: WorkedExampleAnswer | None = None
 
 
+class ForwardAnswers(Answer):
+    """The answers for a list of prompts, in its order."""
+
+    results: list[ForwardAnswer]
+
+
 # POST /logits
 
 
-class LogitsRequest(Request):
+class LogitsRequest(ModelRequest):
     model_config = example(prompt=PROMPT, top_k=5, logprobs=True)
 
-    prompt: Prompt
-    positions: Literal["last", "all"] | Annotated[list[Index], Field(fail_fast=True)] = "last"
+    prompt: Prompts
+    positions: Literal["last", "all"] | Annotated[list[int], Field(fail_fast=True)] = "last"
     top_k: int | None = Field(None, ge=1, description="return only the most likely tokens; default: the whole row")
     logprobs: bool = Field(False, description="also return the natural logarithm of the softmax")
 
@@ -263,6 +322,12 @@ class LogitsAnswer(Answer):
     timings: ForwardTimings
 
 
+class LogitsAnswers(Answer):
+    """The answers for a list of prompts, in its order."""
+
+    results: list[LogitsAnswer]
+
+
 # POST /generate
 
 
@@ -270,12 +335,15 @@ class TraceRequest(Request):
     """What to trace in the steps of a generation, those of the prompt included: stages, predictions, the logit lens."""
 
     stages: Globs | None = Field(
-        None, description="globs over stage names, as in /forward; default: all stages, or none with logit_lens"
+        None,
+        description="a glob over stage names, or a list of globs, as in /forward; default: all stages, or none with "
+        "logit_lens",
     )
     detail: Literal["summary", "values", "none"] = "summary"
-    positions: Indices | None = Field(
+    positions: Positions | None = Field(
         None,
-        description="positions to return, each in the step that computes it; default: all computed ones",
+        description="positions to return, each in the step that computes it; a negative one counts from the end of "
+        "the prompt, so that -1 is its last token; default: all computed ones",
     )
     heads: Indices | None = Field(None, description="as in /forward")
     top_k: int | None = Field(
@@ -289,13 +357,46 @@ class TraceRequest(Request):
     )
 
 
-class GenerateRequest(Request):
-    model_config = example(prompt=PROMPT, max_tokens=32, temperature=0.8, seed=7)
+def _parsed(value: Any) -> Any:
+    """A JSON schema; vLLM's clients may send it as text."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        raise ValueError("is a text that is not JSON; send a JSON schema") from None
 
-    prompt: Prompt
+
+class StructuredOutputs(Request):
+    """What the generated text must look like. Exactly one of the fields is set."""
+
+    json_schema: Annotated[dict[str, Any], BeforeValidator(_parsed)] | None = Field(
+        None, alias="json", description="a JSON schema; the text is JSON that is valid under it"
+    )
+    regex: Annotated[Text, Field(min_length=1, max_length=1 << 16)] | None = Field(
+        None, description="a regular expression that matches the whole text, without look-around and back references"
+    )
+    choice: Annotated[list[ChoiceText], Field(min_length=1, max_length=MAX_ENTRIES), at_most(MAX_ENTRIES)] | None = (
+        Field(None, description="the text is one of these")
+    )
+    grammar: Annotated[Text, Field(min_length=1, max_length=1 << 16)] | None = Field(
+        None, description="a context-free grammar, in Lark (as llguidance reads it) or in EBNF (as llama.cpp does)"
+    )
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if sum(value is not None for value in (self.json_schema, self.regex, self.choice, self.grammar)) != 1:
+            raise ValueError("set exactly one of json, regex, choice and grammar")
+        return self
+
+
+class GenerationRequest(ModelRequest):
+    """The fields that POST /generate and the OpenAI routes share."""
+
     n: int = Field(1, ge=1, description="number of continuations; continuation i, from 0, uses seed + i")
     max_tokens: int | None = Field(
-        None, ge=1, description="maximum number of new tokens; default: 128, or less if the context has less room"
+        None,
+        ge=0,
+        description="maximum number of new tokens; 0 only returns the prompt, with echo; default: 128, or less if the "
+        "context has less room",
     )
     temperature: float | None = Field(
         None, ge=0, description="0 always takes the most likely token; default: the checkpoint's, else 1"
@@ -308,24 +409,20 @@ class GenerateRequest(Request):
     repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="default: the checkpoint's, else 1")
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: Annotated[dict[Text, Annotated[float, Field(ge=-100, le=100)]], _at_most(MAX_ENTRIES)] = Field(
+    logit_bias: Annotated[dict[Text, Annotated[float, Field(ge=-100, le=100)]], at_most(MAX_ENTRIES)] = Field(
         {}, max_length=MAX_ENTRIES, description="token id (as a string) -> number that is added to its logit"
     )
     seed: int | None = Field(None, ge=0, lt=2**63, description="default: a new random seed for each request")
-    stop: ShortText | Annotated[list[ShortText], Field(fail_fast=True), _at_most(200)] = Field(
+    stop: ShortText | Annotated[list[ShortText], Field(fail_fast=True), at_most(200)] = Field(
         [], max_length=200, description="strings that end the text; the text ends before the first one found"
     )
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), _at_most(MAX_ENTRIES)] = Field(
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), at_most(MAX_ENTRIES)] = Field(
         [], max_length=MAX_ENTRIES, description="token ids that end the text"
     )
     ignore_eos: bool = Field(False, description="continue after the end-of-sequence tokens of the checkpoint")
-    logprobs: int | None = Field(
-        None,
-        ge=0,
-        le=20,
-        description="report the log-probability of the chosen token and of this many most likely ones",
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="what the text must look like: a JSON schema, a regular expression, choices or a grammar"
     )
-    echo: bool = Field(False, description="return the tokens of the prompt first, as if they had been generated")
     cache_salt: ShortText | None = Field(
         None,
         description="share cached prompts only with requests that have the same salt, so that response times reveal "
@@ -335,6 +432,19 @@ class GenerateRequest(Request):
     trace: TraceRequest | None = Field(
         None, description="return stages of the steps of this generation, those of the prompt included"
     )
+
+
+class GenerateRequest(GenerationRequest):
+    model_config = example(prompt=PROMPT, max_tokens=32, temperature=0.8, seed=7)
+
+    prompt: Prompt
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=20,
+        description="report the log-probability of the chosen token and of this many most likely ones",
+    )
+    echo: bool = Field(False, description="return the tokens of the prompt first, as if they had been generated")
 
 
 class LogprobAnswer(Token):
@@ -370,6 +480,14 @@ class LayerGuessAnswer(Answer):
     )
 
 
+class ConstraintAnswer(Answer):
+    """What structured output changed for the token that the step chose, under the network's own distribution."""
+
+    logprob: float = Field(description="log-probability of the token")
+    constrained_logprob: float = Field(description="its log-probability among the tokens that the grammar allows")
+    removed_mass: float = Field(description="probability of all tokens that the grammar excludes")
+
+
 class StepTraceAnswer(Answer):
     """The trace of one step: the positions that it computed, and their stages as in /forward.
 
@@ -380,6 +498,9 @@ class StepTraceAnswer(Answer):
     stages: list[StageAnswer]
     predictions: list[PositionPredictions]
     logit_lens: list[LayerGuessAnswer] | None
+    constraint: ConstraintAnswer | None = Field(
+        None, description="null without structured output, and for steps that chose no token"
+    )
 
 
 class ChoiceAnswer(Answer):
@@ -435,20 +556,26 @@ class FinishEvent(Answer):
 # POST /tokenize and POST /detokenize
 
 
-class TokenizeRequest(Request):
+class TokenizeRequest(ModelRequest):
+    """The text is in `text`, or in `prompt` as vLLM's clients send it: then the answer has vLLM's form, too."""
+
     model_config = example(text=PROMPT)
 
-    text: Text
+    text: Text | None = None
+    prompt: Text | None = Field(None, description="the text, for an answer in vLLM's form")
     add_special_tokens: bool = True
+    return_token_strs: bool = Field(False, description="in vLLM's form: also return the texts of the tokens")
 
 
 class TokenizeAnswer(Answer):
-    tokens: list[PositionedToken]
+    tokens: list[PositionedToken] | list[int] = Field(description="only ids in vLLM's form")
     count: int
-    max_positions: int
+    max_positions: int | None = None
+    max_model_len: int | None = Field(None, description="max_positions, in vLLM's form")
+    token_strs: list[str | None] | None = None
 
 
-class DetokenizeRequest(Request):
+class DetokenizeRequest(ModelRequest):
     model_config = example(tokens=[3, 1, 2])
 
     tokens: TokenIds
@@ -457,6 +584,7 @@ class DetokenizeRequest(Request):
 
 class DetokenizeAnswer(Answer):
     text: str
+    prompt: str = Field(description="the text with its special tokens, as vLLM returns it")
 
 
 # GET

@@ -145,6 +145,12 @@ class DrainingServer(uvicorn.Server):
     async def _announce(self, address: str) -> None:
         """Log the address of the server, and its pages when it is ready."""
         logger.info("listening at %s", address)
+        settings = self._state.settings
+        if settings.api_key is None and not settings.is_loopback:
+            logger.warning(
+                "everybody who can reach this machine may use the service: to change that, set FORWARDSCOPE_API_KEY or "
+                "listen with --host 127.0.0.1"
+            )
         await self._state.loaded.wait()
         logger.info("ready: %s", address)
         logger.info("documentation: %s/docs", address)

@@ -23,7 +23,7 @@ class EventStream(StreamingResponse):
     when the generator is garbage-collected.
 
     `on_close` is called at the same time, even if no event was read from the generator. POST /generate passes
-    `Run.close`, which cancels the request.
+    `Generation.close`, which cancels the requests.
     """
 
     def __init__(self, frames: AsyncGenerator[bytes], on_close: Callable[[], None]) -> None:

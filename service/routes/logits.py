@@ -1,6 +1,7 @@
 """POST /logits: next-token logits of a prompt, for the whole vocabulary or the most likely tokens."""
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,15 +9,23 @@ from fastapi import APIRouter, Request, Response
 from torch import Tensor
 
 from model.checkpoints.load import Checkpoint
-from service.answers.budget import Budget, ResponseContents, pass_bytes, response_bytes
-from service.answers.prompts import check_indices, longest_token_bytes, prompt_ids, token_answers, token_text
-from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE, answer_pass, wants_safetensors
+from service.answers.budget import Budget, ResponseContents, pass_bytes, response_bytes, total
+from service.answers.prompts import (
+    as_list,
+    find_positions,
+    longest_token_bytes,
+    param_of,
+    prompt_ids,
+    token_answers,
+    token_text,
+)
+from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE, Pass, PassAnswer, answer_passes, wants_safetensors
 from service.http.bodies import JsonRoute
-from service.http.encoding import json_array, safetensors_bytes, to_json
+from service.http.encoding import json_array
 from service.http.errors import invalid
 from service.http.openapi import BINARY, answers
-from service.http.schemas import LogitsAnswer, LogitsRequest
-from service.state import CheckpointDep, StateDep
+from service.http.schemas import LogitsAnswer, LogitsAnswers, LogitsRequest
+from service.state import CheckpointDep, StateDep, check_model
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
 
@@ -25,22 +34,23 @@ router = APIRouter(route_class=JsonRoute, tags=["inside"])
     "/logits",
     summary="Next-token logits",
     response_model=None,
-    responses=answers(LogitsAnswer, SAFETENSORS_MEDIA_TYPE, BINARY),
+    responses=answers(LogitsAnswer | LogitsAnswers, SAFETENSORS_MEDIA_TYPE, BINARY),
 )
 async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
+    check_model(checkpoint, body.model)
     as_safetensors = wants_safetensors(request)
-    ids = await prompt_ids(request, state, checkpoint, body.prompt)
-    rows = find_rows(body, len(ids))
     vocab_size = checkpoint.model.config.vocab_size
     if body.top_k is not None and body.top_k > vocab_size:
         raise invalid("top_k", f"{body.top_k} is more than the vocabulary of {vocab_size} tokens")
-    return await answer_pass(
-        request,
-        state,
-        lambda waited: run(checkpoint, ids, rows, body, as_safetensors, waited),
-        num_tokens=len(ids),
-        budget=make_budget(checkpoint, ids, rows, body, as_safetensors),
-        as_safetensors=as_safetensors,
+    prompts, is_list = as_list(body.prompt)
+    passes, budgets = [], []
+    for index, prompt in enumerate(prompts):
+        ids = await prompt_ids(request, state, checkpoint, prompt, param_of("prompt", index, is_list))
+        rows = find_rows(body, len(ids))
+        passes.append(Pass(len(ids), partial(run, checkpoint, ids, rows, body, as_safetensors)))
+        budgets.append(make_budget(checkpoint, ids, rows, body, as_safetensors))
+    return await answer_passes(
+        request, state, passes, budget=total(budgets), is_list=is_list, as_safetensors=as_safetensors
     )
 
 
@@ -52,8 +62,7 @@ def find_rows(body: LogitsRequest, num_tokens: int) -> list[int]:
         return list(range(num_tokens))
     if not body.positions:
         raise invalid("positions", "is empty; send at least one position, or leave the field out")
-    check_indices(body.positions, num_tokens, "positions", "tokens")
-    return body.positions
+    return find_positions(body.positions, num_tokens, "positions")
 
 
 def make_budget(
@@ -77,8 +86,8 @@ def make_budget(
 
 def run(
     checkpoint: Checkpoint, ids: list[int], rows: list[int], body: LogitsRequest, as_safetensors: bool, waited: float
-) -> bytes | memoryview:
-    """Run the pass and encode its answer. Called on the network's thread."""
+) -> PassAnswer:
+    """Run the pass and describe it. Called on the network's thread."""
     start = time.perf_counter()
     with torch.inference_mode():
         device = checkpoint.model.embed.weight.device
@@ -104,4 +113,4 @@ def run(
         "positions": positions,
         "timings": {"queue_seconds": waited, "forward_seconds": seconds},
     }
-    return safetensors_bytes(tensors, answer) if as_safetensors else to_json(answer)
+    return PassAnswer(answer, tensors if as_safetensors else {})

@@ -6,14 +6,15 @@ from fastapi import APIRouter, Request, Response
 
 from model.text.tokenizer import Tokenizer
 from service.answers.budget import Budget, ResponseContents, response_bytes
-from service.answers.prompts import check_ids, longest_token_bytes, token_answers
+from service.answers.prompts import check_ids, longest_token_bytes, token_answers, token_text
+from service.http.access_log import note_tokens
 from service.http.bodies import JsonRoute
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
-from service.http.errors import invalid
+from service.http.errors import invalid, wrong_shape
 from service.http.openapi import answers_json
 from service.http.schemas import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
-from service.state import CheckpointDep, State, StateDep, get_reservation
+from service.state import CheckpointDep, State, StateDep, check_model, get_reservation
 
 router = APIRouter(route_class=JsonRoute, tags=["text"])
 SPECIAL_TOKENS = 16  # the most tokens that a tokenizer adds to a text
@@ -24,12 +25,19 @@ PIECE = 4096  # tokens that are encoded as JSON at a time, so that other threads
     "/tokenize", summary="Text to token ids", response_model=None, responses=answers_json(TokenizeAnswer, "The tokens")
 )
 async def tokenize(body: TokenizeRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
-    tokenizer = _require(checkpoint.tokenizer, "text")
-    num_bytes = len(body.text.encode())
+    check_model(checkpoint, body.model)
+    field, text = find_text(body)
+    tokenizer = _require(checkpoint.tokenizer, field)
+    num_bytes = len(text.encode())
     max_tokens = num_bytes + SPECIAL_TOKENS  # each token of the text has at least one byte
 
-    def answer() -> memoryview:
-        ids = tokenizer.encode(body.text, add_special_tokens=body.add_special_tokens)
+    def answer() -> bytes | memoryview:
+        ids = tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+        note_tokens(request, len(ids))
+        if body.prompt is not None:
+            strings = [token_text(checkpoint, token_id) for token_id in ids] if body.return_token_strs else None
+            max_positions = checkpoint.model.config.max_positions
+            return to_json({"count": len(ids), "max_model_len": max_positions, "tokens": ids, "token_strs": strings})
         # Each piece is encoded as a list; without their brackets, the pieces join to one list.
         content = bytearray(b'{"tokens":[')
         for start in range(0, len(ids), PIECE):
@@ -39,7 +47,7 @@ async def tokenize(body: TokenizeRequest, request: Request, state: StateDep, che
         return memoryview(content)
 
     contents = ResponseContents(num_tokens=max_tokens, text_bytes=max_tokens)
-    return await answer_text(request, state, answer, num_bytes, Budget(response_bytes(contents), 0, "text"))
+    return await answer_text(request, state, answer, num_bytes, Budget(response_bytes(contents), 0, field))
 
 
 @router.post(
@@ -49,21 +57,35 @@ async def tokenize(body: TokenizeRequest, request: Request, state: StateDep, che
     responses=answers_json(DetokenizeAnswer, "The text"),
 )
 async def detokenize(body: DetokenizeRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
+    check_model(checkpoint, body.model)
     tokenizer = _require(checkpoint.tokenizer, "tokens")
     check_ids(body.tokens, tokenizer.vocab_size, "tokens")
+    note_tokens(request, len(body.tokens))
     skip = body.skip_special_tokens
-    contents = ResponseContents(text_bytes=len(body.tokens) * longest_token_bytes(checkpoint))
+    contents = ResponseContents(text_bytes=2 * len(body.tokens) * longest_token_bytes(checkpoint))
 
     def answer() -> bytes:
-        return to_json({"text": tokenizer.decode(body.tokens, skip_special_tokens=skip)})
+        whole = tokenizer.decode(body.tokens, skip_special_tokens=False)
+        text = tokenizer.decode(body.tokens, skip_special_tokens=True) if skip else whole
+        return to_json({"text": text, "prompt": whole})
 
     return await answer_text(request, state, answer, len(body.tokens), Budget(response_bytes(contents), 0, "tokens"))
+
+
+def find_text(body: TokenizeRequest) -> tuple[str, str]:
+    """The field that has the text of a request, and the text. Raises 422 unless exactly one field has a text."""
+    texts = {name: text for name in ("text", "prompt") if (text := getattr(body, name)) is not None}
+    if not texts:
+        raise wrong_shape("text", "is missing; send text, or prompt for an answer in vLLM's form", "missing")
+    if len(texts) > 1:
+        raise wrong_shape("prompt", "send either text or prompt", "invalid_value")
+    return next(iter(texts.items()))
 
 
 async def answer_text(
     request: Request, state: State, job: Callable[[], bytes | memoryview], num_bytes: int, budget: Budget
 ) -> Response:
-    """Run a job on a text of `num_bytes` bytes, or on as many tokens. Raises 413 if the budget is over a limit."""
+    """Run a job on a text of `num_bytes` bytes, or on that many tokens. Raises 413 if the budget is over a limit."""
     budget.check(state)
     reservation = get_reservation(request)
     reservation.reserve(budget.response_bytes)

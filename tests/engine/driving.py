@@ -13,6 +13,7 @@ from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Output, Request, Step
 from model.engine.step_tracer import StepTrace, TraceParams
 from model.network.transformer import Transformer
+from model.text.constraint import GrammarState, token_masks
 from model.text.sampling import Sampler, SamplingParams, TokenLogprobs, sample, token_logprobs
 from model.text.tokenizer import Tokenizer
 from model.text.transcript import End, GenerationParams, Transcript
@@ -66,6 +67,8 @@ def ask(
     """
     sampling = {"seed": 7} | {name: value for name, value in params.items() if name in SAMPLING}
     others = {"logprobs": 1} | {name: value for name, value in params.items() if name not in SAMPLING}
+    if others.get("echo"):
+        others = {"prompt_logprobs": others["logprobs"]} | others
     generation = GenerationParams(max_tokens=max_tokens, sampling=SamplingParams(**sampling), **others)
     return Request(id=id, prompt_ids=prompt_ids, params=generation, trace=trace, tap=tap)
 
@@ -139,9 +142,10 @@ class Drive:
         for output in outputs:
             result = self.results[output.request_id, output.choice]
             assert result.end is None, "an output after the end"
-            result.ids += [token.token_id for token in output.tokens]
-            result.logprobs += [token.logprobs for token in output.tokens]
-            result.text += "".join(token.text for token in output.tokens)
+            tokens = [*output.prompt_tokens, *output.tokens]
+            result.ids += [token.token_id for token in tokens]
+            result.logprobs += [token.logprobs for token in tokens]
+            result.text += "".join(token.text for token in tokens)
             result.end, result.error, result.num_cached = output.end, output.error, output.num_cached
             result.traces += [output.trace] if output.trace is not None else []
 
@@ -159,19 +163,26 @@ def alone(model: Transformer, request: Request, choice: int = 0, tokenizer: Toke
     params, ids = request.params, list(request.prompt_ids)
     sampler = Sampler(params.sampling.for_continuation(choice), ids)
     transcript = Transcript(tokenizer, request.prompt_ids, params)
-    num_top = params.logprobs
+    grammar = None if params.constraint is None else GrammarState(params.constraint, params.stop_token_ids)
+    num_top, num_prompt_top = params.logprobs, params.prompt_logprobs
     result = Result()
+    if params.returns_prompt:
+        logits = model(torch.tensor([ids]))[0]
+        entries = [] if num_prompt_top is None else token_logprobs(logits[:-1], ids[1:], num_prompt_top)
+        result.ids = list(ids)
+        result.logprobs = [None] * len(ids) if num_prompt_top is None else [None, *entries]
+        result.text = "".join(token.text for token in transcript.prompt_outputs(entries))
     while transcript.end is None:
         logits = model(torch.tensor([ids]))[0]
-        if params.echo and not result.ids:
-            entries = [] if num_top is None else token_logprobs(logits[:-1], ids[1:], num_top)
-            result.ids = list(ids)
-            result.logprobs = [None, *entries] if num_top is not None else [None] * len(ids)
-            result.text = "".join(token.text for token in transcript.echo(entries))
-        [token_id] = sample(logits[-1:], [sampler])
+        masks = token_masks([(grammar, ())], logits.shape[-1])
+        [token_id] = sample(logits[-1:], [sampler], masks=masks)
         assert isinstance(token_id, int)
         entry = None if num_top is None else token_logprobs(logits[-1:], [token_id], num_top)[0]
-        result.text += transcript.push(token_id, entry).text
+        is_complete = False
+        if grammar is not None and token_id not in params.stop_token_ids:
+            grammar.append(token_id)
+            is_complete = grammar.is_complete
+        result.text += transcript.push(token_id, entry, is_complete=is_complete).text
         result.ids.append(token_id)
         result.logprobs.append(entry)
         ids.append(token_id)

@@ -210,6 +210,9 @@ def test_an_echoed_prompt_has_the_logprobs_of_one_pass_over_all_of_it(name: str,
         ask("twice", prompt(10, seed=2), max_tokens=18, echo=True, logprobs=0, n=2),
         ask("one", [3], max_tokens=12, echo=True, logprobs=2),
         ask("bare", prompt(8, seed=3), max_tokens=4, echo=True, logprobs=None),
+        ask("scored", prompt(21), max_tokens=0, echo=True, logprobs=3),
+        ask("without text", prompt(17, seed=4), max_tokens=2, logprobs=None, prompt_logprobs=1),
+        ask("not returned", prompt(5, seed=4), max_tokens=0),
     ]
     engine = new_engine(model, **limits)
     results = run(engine, *requests)
@@ -449,7 +452,7 @@ class TestRefusals:
             Engine(exact("llama"), None, EngineConfig(cache_bytes=1000))
 
     @pytest.mark.parametrize(
-        "wrong", [{"max_tokens": 0}, {"max_tokens": 1, "n": 0}, {"max_tokens": 1, "logprobs": -1}], ids=str
+        "wrong", [{"max_tokens": -1}, {"max_tokens": 1, "n": 0}, {"max_tokens": 1, "logprobs": -1}], ids=str
     )
     def test_the_error_about_a_meaningless_parameter_begins_with_its_name(self, wrong: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=f"^{list(wrong)[-1]}: "):
@@ -474,7 +477,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     sampling: dict[str, Any] = draw(st.sampled_from(SAMPLINGS))
     return sampling | {
         "prompt_ids": ids,
-        "max_tokens": draw(st.integers(1, 12)),
+        "max_tokens": draw(st.integers(0, 12)),
         "n": draw(st.sampled_from([1, 1, 1, 2, 3])),
         "seed": draw(st.integers(0, 3)),
         "stop_token_ids": draw(st.sampled_from([frozenset(), frozenset(range(0, 67, 9))])),

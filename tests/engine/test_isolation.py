@@ -369,7 +369,7 @@ class TestNumbers:
     """The number parameters of a request: each value works, or is refused with the allowed range."""
 
     RANGES: ClassVar[dict[str, str]] = {
-        "max_tokens": "an integer between 1 and 2147483647",
+        "max_tokens": "an integer between 0 and 2147483647",
         "n": "an integer between 1 and 16384",
         "logprobs": "an integer between 0 and 2147483647",
     }

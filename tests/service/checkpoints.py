@@ -13,6 +13,7 @@ EOS = "<eos>"
 NUM_TOKENS = 280
 VOCAB_SIZE = 284  # more rows than the tokenizer has tokens, as in many published checkpoints
 CONTEXT = 64
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -42,6 +43,7 @@ def write_checkpoint(
     if generation is not None:
         (directory / "generation_config.json").write_text(json.dumps(generation))
     write_tokenizer(directory / "tokenizer.json", extra_token)
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     save_file(_weights(CONFIG | config), directory / "model.safetensors")
     return directory
 

@@ -31,6 +31,10 @@ GOOD: dict[str, dict[str, Any]] = {
     "/tokenize": {"text": "a"},
     "/detokenize": {"tokens": [40, 41]},
 }
+OPENAI_GOOD: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": [1, 2], "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+}
 WITH_PROMPT = ("/forward", "/logits", "/generate")
 
 
@@ -69,7 +73,8 @@ def bad_ids(path: str, field: str, vocab_size: int) -> Iterator[Bad]:
     yield from rows(path, field, [vocab_size], [2**31], [2**63], [2**64], [2**200], huge, status=400, param=first)
     yield from rows(path, field, [1, vocab_size], status=400, param=f"{field}.1", code="token_id")
     yield from rows(path, field, [-1], [-(2**63)], [-(2**200)], status=422, param=first)
-    yield from rows(path, field, [True], [1.5], [1.0], ["1"], [None], [[1]], [{}], status=422, param=first)
+    yield from rows(path, field, [True], [1.5], [1.0], [None], [{}], status=422, param=first)
+    yield from rows(path, field, [1, "1"], [1, [1]], status=422, param=f"{field}.1")
     yield from rows(path, field, b"[NaN]", b"[Infinity]", b"[-Infinity]", b"[1e999]", b"[1e3]", status=422, param=first)
     yield from rows(path, field, None, 3, True, 1.5, {"a": 1}, b"NaN", status=422)
 
@@ -100,10 +105,30 @@ def bad_prompts(path: str) -> Iterator[Bad]:
     yield from rows(path, "prompt", [1] * (CONTEXT + 1), "\u20ac" * CONTEXT, status=400, code="context_length")
 
 
+def bad_prompt_lists(path: str) -> Iterator[Bad]:
+    """Lists of prompts: the place of the wrong prompt is named."""
+    yield from rows(path, "prompt", [[1], []], ["a", ""], status=400, param="prompt.1", code="empty")
+    yield from rows(path, "prompt", [[1], [1, VOCAB_SIZE]], status=400, param="prompt.1.1", code="token_id")
+    long = [[1], [1] * (CONTEXT + 1)]
+    yield from rows(
+        path, "prompt", long, ["a", "\u20ac" * CONTEXT], status=400, param="prompt.1", code="context_length"
+    )
+    yield from rows(path, "prompt", ["a", 1], ["a", [1]], [[1], "a"], ["a", None], status=422, param="prompt.1")
+    yield from rows(path, "prompt", [[1, -1]], [[1, True]], [[1, "a"]], [[1, [1]]], status=422, param="prompt.0.1")
+    yield from rows(path, "prompt", ["a"] * 257, [[1]] * 257, status=422)
+    yield Bad(path, {"prompt": [[1, 2], [1]], "positions": [1]}, 400, "positions.0", "out_of_range")
+
+
 def bad_numbers(path: str, field: str) -> Iterator[Bad]:
     """Values that no numeric field accepts."""
     not_numbers: tuple[Any, ...] = (True, "1", [1], {}, b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e999")
     yield from rows(path, field, *not_numbers, status=422)
+
+
+def bad_models(path: str) -> Iterator[Bad]:
+    others = () if path == "/forward" else ("ai-rocks",)  # a worked example, which only /forward runs
+    yield from rows(path, "model", "gpt-5", "", "Tiny", "../tiny", *others, status=404, code="model_not_found")
+    yield from rows(path, "model", "m" * 201, 1, True, b'"\\ud800"', "ai-rocks\0", status=422)
 
 
 def forward_rows() -> Iterator[Bad]:
@@ -112,23 +137,30 @@ def forward_rows() -> Iterator[Bad]:
 
     yield from bad("stages", ["nope"], [""], ["["], ["blocks.2.*"], ["EMBED"], status=400, param="stages.0")
     yield from bad("stages", ["embed", "nope*"], status=400, param="stages.1", code="unknown_stage")
-    yield from bad("stages", [], "embed", {}, None, status=422)
+    yield from bad("stages", "nope", "", "embed*.", status=400, param="stages.0", code="unknown_stage")
+    yield from bad("stages", [], {}, None, status=422)
     yield from bad("stages", ["embed"] * 201, status=422)
     yield from bad("stages", ["q" * 201], status=422, param="stages.0")
     yield from bad("stages", [1], [None], b'["\\ud800"]', ["\0"], status=422, param="stages.0")
     for field, size in (("heads", 6), ("positions", 2)):
         yield from bad(field, [size], [2**63], [2**200], status=400, param=f"{field}.0", code="out_of_range")
         yield from bad(field, [0, 0], status=400, code="duplicate")
-        yield from bad(field, [-1], [True], [0.0], ["0"], b"[NaN]", status=422, param=f"{field}.0")
+        yield from bad(field, [True], [0.0], ["0"], b"[NaN]", status=422, param=f"{field}.0")
         yield from bad(field, [], "last", 0, True, status=422)
+    yield from bad("heads", [-1], status=422, param="heads.0")
+    yield from bad("positions", [-3], [-(2**200)], status=400, param="positions.0", code="out_of_range")
+    yield from bad("positions", [1, -1], status=400, code="duplicate")
     yield from bad("top_k", VOCAB_SIZE + 1, 2**63, status=400)
     yield from bad("top_k", -1, 1.0, status=422)
     yield from bad_numbers("/forward", "top_k")
     yield from bad("targets", [1], [1, 2, 3], [], status=400)
     yield from bad("targets", [VOCAB_SIZE, 1], [2**63, None], status=400, param="targets.0", code="token_id")
     yield from bad("targets", [-1, None], [True, None], [1.5, 1], status=422, param="targets.0")
-    yield from bad("model", "gpt-5", "", "Tiny", "../tiny", status=404, code="model_not_found")
-    yield from bad("model", "m" * 201, 1, True, b'"\\ud800"', "ai-rocks\0", status=422)
+    yield from bad("targets", [[1, None]], status=400)
+    for targets in ([1, 2], [[1, 2]], [[1, 2], [1, 2], [1, 2]], [None, None]):
+        yield Bad("/forward", {"prompt": [[1, 2], [3, 4]], "targets": targets}, 400, "targets")
+    yield Bad("/forward", {"prompt": [[1, 2], [3]], "targets": [[1, 2], [3, 4]]}, 400, "targets.1")
+    yield Bad("/forward", {"prompt": [[1], [3]], "targets": [[1], [VOCAB_SIZE]]}, 400, "targets.1.0", "token_id")
     yield from bad("detail", "all", 1, None, status=422)
     yield from bad("dtype", "int8", "float", 32, status=422)
     yield from bad("encoding", "hex", None, status=422)
@@ -141,7 +173,9 @@ def logits_rows() -> Iterator[Bad]:
     yield from bad("positions", [], status=400)
     yield from bad("positions", [0, 0], status=400, code="duplicate")
     yield from bad("positions", [2], [2**63], status=400, param="positions.0", code="out_of_range")
-    yield from bad("positions", [-1], [True], [0.5], status=422, param="positions.0")
+    yield from bad("positions", [-3], [-(2**63)], status=400, param="positions.0", code="out_of_range")
+    yield from bad("positions", [0, -2], status=400, code="duplicate")
+    yield from bad("positions", [True], [0.5], status=422, param="positions.0")
     yield from bad("positions", "first", 0, None, status=422)
     yield from bad("top_k", VOCAB_SIZE + 1, 2**200, status=400)
     yield from bad("top_k", 0, -1, status=422)
@@ -161,9 +195,10 @@ def generate_rows() -> Iterator[Bad]:
     yield from bad("top_k", 2**31, 2**63, 10**309, status=422)
     yield from bad("stop_token_ids", [1] * 1025, status=422)
     yield from bad("logit_bias", {str(i): 1 for i in range(1025)}, status=422)
+    yield from bad("structured_outputs", 1, "a", [], {}, {"regex": "a", "choice": ["a"]}, status=422)
     yield from bad("cache_salt", 1, "a" * 201, "\0", status=422)
     yield from bad("max_tokens", CONTEXT - 1, 2**63, 2**200, status=400)
-    yield from bad("max_tokens", 0, status=422)
+    yield from bad("max_tokens", 0, status=400)
     yield from bad("temperature", -1e-9, status=422)
     yield from bad("top_p", 0, 1.01, -1, status=422)
     yield from bad("min_p", -0.1, 1.01, status=422)
@@ -208,6 +243,9 @@ def trace_rows() -> Iterator[Bad]:
         yield from bad(field, [size], [2**63], [2**200], status=400, param=f"trace.{field}.0", code="out_of_range")
         yield from bad(field, [0, size], status=400, param=f"trace.{field}.1", code="out_of_range")
         yield from bad(field, [0, 0], status=400, param=f"trace.{field}", code="duplicate")
+    yield from bad("positions", [-3], [-(2**200)], status=400, param="trace.positions.0", code="out_of_range")
+    yield from bad("positions", [-1, 1], status=400, param="trace.positions", code="duplicate")
+    yield from bad("stages", "nope", status=400, param="trace.stages.0", code="unknown_stage")
     yield from bad("top_k", VOCAB_SIZE + 1, 2**63, status=400, param="trace.top_k")
 
 
@@ -218,11 +256,12 @@ def misshapen_traces() -> Iterator[Bad]:
         field_of_body = f"trace.{field}" if param is None else param
         return rows("/generate", "trace", *({field: value} for value in values), status=422, param=field_of_body)
 
-    yield from bad("stages", [], "embed", {}, ["embed"] * 201)
+    yield from bad("stages", [], {}, ["embed"] * 201)
     yield from bad("stages", [1], [None], ["\0"], ["q" * 201], param="trace.stages.0")
     for field in ("heads", "positions"):
         yield from bad(field, [], "last", 0, True)
-        yield from bad(field, [-1], [True], [0.0], ["0"], param=f"trace.{field}.0")
+        yield from bad(field, [True], [0.0], ["0"], param=f"trace.{field}.0")
+    yield from bad("heads", [-1], param="trace.heads.0")
     yield from bad("top_k", -1, 1.0, "1", True)
     yield from bad("detail", "all", 1, None)
     yield from bad("encoding", "hex", "safetensors", None)
@@ -232,7 +271,10 @@ def misshapen_traces() -> Iterator[Bad]:
 
 def table() -> list[Bad]:
     bad = [row for path in GOOD for row in bad_bodies(path)]
+    bad += [row for path in GOOD for row in bad_models(path)]
     bad += [row for path in WITH_PROMPT for row in bad_prompts(path)]
+    bad += [*bad_prompt_lists("/forward"), *bad_prompt_lists("/logits")]
+    bad += rows("/generate", "prompt", ["a"], [[1]], status=422, param="prompt.0")
     bad += [*forward_rows(), *logits_rows(), *generate_rows()]
     bad += [*bad_texts("/tokenize", "text"), *rows("/tokenize", "text", 1, None, True, [1], status=422)]
     bad += rows("/tokenize", "add_special_tokens", 1, "true", None, status=422)
@@ -287,6 +329,18 @@ def test_a_wrong_field_inside_a_trace_is_named(tiny: Running) -> None:
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.parametrize("path", GOOD)
+def test_every_endpoint_takes_the_name_of_the_served_model_and_the_error_for_another_name_states_it(
+    tiny: Running, path: str
+) -> None:
+    name = tiny.get("/model").json()["name"]
+    assert tiny.post(path, GOOD[path] | {"model": name}).status_code == 200
+    assert tiny.post(path, GOOD[path] | {"model": None}).status_code == 200
+    error = tiny.post(path, GOOD[path] | {"model": "gpt-5"}).json()["error"]
+    assert "'gpt-5' is not served" in error["message"]
+    assert f"send {name}" in error["message"]
+
+
 @pytest.fixture(autouse=True)
 def a_good_request_is_served_afterwards(tiny: Running) -> Iterator[None]:
     """After every test, good requests are answered and none is left in the queue."""
@@ -315,9 +369,7 @@ def test_another_method_is_405_and_the_answer_names_the_allowed_one(tiny: Runnin
     assert response.headers["allow"] == "POST"
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/nope", "/forward/", "/forward/x", "/v1/chat/completions", "/%00", "/%ff", "//"]
-)
+@pytest.mark.parametrize("path", ["/", "/nope", "/forward/", "/forward/x", "/v1/embeddings", "/%00", "/%ff", "//"])
 def test_an_unknown_path_is_404_in_the_common_form(tiny: Running, path: str) -> None:
     for method in ("GET", "POST"):
         check_error(tiny.client.request(method, path), 404, None, "not_found")

@@ -10,8 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from service.http import bodies
-from service.http.bodies import INLINE_BYTES, MAX_ERRORS, check_num_values, parse
-from service.http.errors import ApiError
+from service.http.bodies import INLINE_BYTES, check_num_values, parse
+from service.http.errors import MAX_NAMES, ApiError
 from service.http.schemas import ForwardRequest, GenerateRequest
 from tests.service.running import PATIENCE_SECONDS, Running, Start, wait_until
 from tests.service.test_bad_input import JSON
@@ -74,7 +74,7 @@ class TestErrors:
         counts = []
         shape_error = bodies.shape_error
         monkeypatch.setattr(
-            bodies, "shape_error", lambda error: counts.append(error.error_count()) or shape_error(error)
+            bodies, "shape_error", lambda error, model: counts.append(error.error_count()) or shape_error(error, model)
         )
         wrong: list[tuple[Any, dict[str, Any]]] = [
             (GenerateRequest, {"prompt": [-1] * 100_000}),
@@ -102,7 +102,7 @@ class TestErrors:
 
     def test_at_most_twenty_unknown_fields_are_named(self) -> None:
         error = error_of({"prompt": [1]} | {f"unknown{i}": 1 for i in range(4000)})
-        assert error.message.count("unknown") == MAX_ERRORS
+        assert error.message.count("unknown") == MAX_NAMES
         assert "3980 more" in error.message
 
     @pytest.mark.parametrize("body", [b'{"prompt":[1],"prompt":[2]}', b'{"prompt":[1],"trace":{"top_k":1,"top_k":1}}'])
@@ -191,5 +191,5 @@ def test_extreme_numbers_do_not_change_the_tokens_of_another_request(tiny: Runni
 def test_shape_error_turns_a_validation_error_of_pydantic_into_a_422() -> None:
     with pytest.raises(ValidationError) as caught:
         GenerateRequest.model_validate({"prompt": 1.5})
-    error = bodies.shape_error(caught.value)
+    error = bodies.shape_error(caught.value, GenerateRequest)
     assert (error.status, error.param) == (422, "prompt")

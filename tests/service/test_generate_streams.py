@@ -47,12 +47,12 @@ class TestStreams:
         name = where.partition(".")[2]
         original, num_calls = getattr(owner, name), 0
 
-        def fail(*arguments: Any) -> Any:
+        def fail(*arguments: Any, **options: Any) -> Any:
             """Raise an error; in `__init__`, which is called once for each choice, only for the last choice."""
             nonlocal num_calls
             num_calls += 1
             if name == "__init__" and num_calls % n != 0:
-                return original(*arguments)
+                return original(*arguments, **options)
             raise RuntimeError("secret detail")
 
         with monkeypatch.context() as patch:

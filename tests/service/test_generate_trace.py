@@ -412,7 +412,7 @@ class TestFailures:
             "model.tracing.selection.StageCollector.__call__",
             "model.tracing.selection.StageCollector.finish",
             "model.engine.step_tracer.predict",
-            "service.routes.generate.trace_answer",
+            "service.answers.generation.trace_answer",
         ],
     )
     def test_an_error_in_a_trace_ends_only_its_own_request(

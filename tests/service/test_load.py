@@ -93,10 +93,10 @@ class TestLoad:
     ) -> None:
         push = Transcript.push
 
-        def fail_for_the_seed(transcript: Transcript, *arguments: Any) -> Any:
+        def fail_for_the_seed(transcript: Transcript, *arguments: Any, **options: Any) -> Any:
             if transcript._params.sampling.seed == 666:
                 raise RuntimeError("this request fails")
-            return push(transcript, *arguments)
+            return push(transcript, *arguments, **options)
 
         expected = tiny.answer("/generate", **SHORT, seed=3)["tokens"]
         monkeypatch.setattr(Transcript, "push", fail_for_the_seed)

@@ -11,13 +11,14 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from service.app import create_app
 from service.settings import Settings
-from tests.service.running import Running
-from tests.service.test_bad_input import GOOD, TABLE
+from tests.service.running import Running, Start
+from tests.service.test_bad_input import GOOD, OPENAI_GOOD, TABLE
 
 # A request that fits the schema may be answered with 400 or 422: a schema cannot say that an id is in the served
 # vocabulary or that a prompt fits the context, and for JSON Schema 1.0 is an integer. All other checks are on.
 EXCLUDED = [positive_data_acceptance]
-GETS = ("/models", "/model", "/health", "/ready", "/metrics")
+GETS = ("/models", "/model", "/health", "/ready", "/metrics", "/v1/models", "/v1/models/{model}", "/tokenizer_info")
+POSTS = (*GOOD, *OPENAI_GOOD)
 
 
 API = schemathesis.openapi.from_dict(create_app(Settings(model="none")).openapi())
@@ -28,7 +29,7 @@ OPERATIONS = {operation.ok().label: operation.ok() for operation in API.get_all_
     ("label", "mode"),
     [
         *((label, GenerationMode.POSITIVE) for label in OPERATIONS),
-        *((f"POST {path}", GenerationMode.NEGATIVE) for path in GOOD),  # a GET has no parameters
+        *((f"POST {path}", GenerationMode.NEGATIVE) for path in POSTS),  # a GET has no body
     ],
 )
 def test_random_requests_are_answered_as_documented(tiny: Running, label: str, mode: GenerationMode) -> None:
@@ -42,13 +43,13 @@ def test_random_requests_are_answered_as_documented(tiny: Running, label: str, m
 
 def test_the_page_lists_every_endpoint(tiny: Running) -> None:
     paths = tiny.get("/openapi.json").json()["paths"]
-    assert set(paths) == {*GOOD, *GETS}
-    assert all(set(paths[path]) == {"post"} for path in GOOD)
+    assert set(paths) == {*POSTS, *GETS}
+    assert all(set(paths[path]) == {"post"} for path in POSTS)
     assert all(set(paths[path]) == {"get"} for path in GETS)
     assert all(operation["summary"] for methods in paths.values() for operation in methods.values())
 
 
-@pytest.mark.parametrize("path", GOOD)
+@pytest.mark.parametrize("path", POSTS)
 def test_the_example_of_an_endpoint_works_unchanged(tiny: Running, path: str) -> None:
     page = tiny.get("/openapi.json").json()
     body = page["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
@@ -65,6 +66,22 @@ def test_the_example_of_an_endpoint_works_with_stories260k(stories: Running, pat
     page = stories.get("/openapi.json").json()
     name = f"{path.strip('/').capitalize()}Request"
     assert stories.post(path, page["components"]["schemas"][name]["examples"][0]).status_code == 200
+
+
+def test_the_page_has_an_authorize_button_for_the_routes_that_need_a_key_if_one_is_set(start: Start) -> None:
+    without = create_app(Settings(model="none")).openapi()
+    assert "securitySchemes" not in without["components"]
+    service = start(model="none", api_key="secret")
+    page = service.get("/openapi.json").json()
+    (name,) = page["components"]["securitySchemes"]
+    assert (
+        page["components"]["securitySchemes"][name] | {"type": "http", "scheme": "bearer"}
+        == page["components"]["securitySchemes"][name]
+    )
+    for path, methods in page["paths"].items():
+        for method, operation in methods.items():
+            needs_key = service.client.request(method, path).status_code == 401
+            assert operation.get("security", []) == ([{name: []}] if needs_key else []), path
 
 
 def test_every_endpoint_documents_the_statuses_of_bad_input(tiny: Running) -> None:

@@ -11,7 +11,7 @@ from fastapi import Request, Response
 from starlette.types import Message
 
 from service.answers.budget import Budget
-from service.answers.single_pass import answer_pass
+from service.answers.single_pass import Pass, PassAnswer, answer_passes
 from service.http.buffers import Buffers, Reservation
 from service.settings import Settings
 from tests.service.running import PATIENCE_SECONDS, Running, Start, wait_until
@@ -81,8 +81,9 @@ def test_passes_that_arrive_at_once_cannot_exceed_the_queue_limit(start: Start, 
     async def at_once() -> list[Response | BaseException]:
         scope = {"type": "http", "state": {"reservation": Reservation(Buffers(0))}}
         request, budget = Request(scope, never), Budget(0, 0, "")
+        one = Pass(1, lambda waited: PassAnswer({}, {}))
         passes = (
-            answer_pass(request, service.state, lambda waited: b"", num_tokens=1, budget=budget, as_safetensors=False)
+            answer_passes(request, service.state, [one], budget=budget, is_list=False, as_safetensors=False)
             for _ in range(20)
         )
         return await asyncio.gather(*passes, return_exceptions=True)

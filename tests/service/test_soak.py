@@ -7,7 +7,7 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
 from typing import Any
@@ -82,9 +82,9 @@ def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
     ledger = Ledger(Counter(), Counter())
     admit, put = Worker.admit, RequestStream.put
 
-    def note_admitted(worker: Worker, request: Request, arrived: float) -> RequestStream:
-        stream = admit(worker, request, arrived)
-        ledger.admitted.update((request.id, choice) for choice in range(request.params.n))
+    def note_admitted(worker: Worker, requests: Sequence[Request], arrived: float) -> RequestStream:
+        stream = admit(worker, requests, arrived)
+        ledger.admitted.update((request.id, choice) for request in requests for choice in range(request.params.n))
         return stream
 
     def note_end(stream: RequestStream, output: Output) -> None:

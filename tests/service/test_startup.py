@@ -164,7 +164,7 @@ class TestCommandLine:
                 found.append(settings)
                 raise KeyboardInterrupt
 
-            monkeypatch.setattr("service.__main__.create_app", create_app)
+            monkeypatch.setattr("service.commands.serve.create_app", create_app)
             monkeypatch.setattr("logging.basicConfig", lambda **_: None)
             monkeypatch.setattr(sys, "argv", ["forwardscope", *arguments])
             with pytest.raises(KeyboardInterrupt):
@@ -200,8 +200,32 @@ class TestCommandLine:
         assert settings.api_key is None
 
     @pytest.mark.parametrize(
+        ("arguments", "environment", "origins"),
+        [
+            ([], {}, []),
+            (["--cors-origin", "*"], {}, ["*"]),
+            (["--cors-origin", "https://a.org, http://b:1"], {}, ["https://a.org", "http://b:1"]),
+            (["--cors-origin", "https://a.org", "--cors-origin", "http://b:1"], {}, ["https://a.org", "http://b:1"]),
+            ([], {"CORS_ORIGIN": "https://a.org,tauri://localhost"}, ["https://a.org", "tauri://localhost"]),
+            ([], {"CORS_ORIGIN": ""}, []),
+        ],
+    )
+    def test_origins_are_repeated_or_separated_by_commas(
+        self,
+        settings_of: Callable[..., Settings],
+        arguments: list[str],
+        environment: dict[str, str],
+        origins: list[str],
+    ) -> None:
+        assert settings_of(*arguments, **environment).cors_origin == origins
+
+    @pytest.mark.parametrize(
         ("arguments", "named"),
         [
+            (["--cors-origin", "example.org"], "cors_origin: 'example.org' is not an origin"),
+            (["--cors-origin", "https://a.org/"], "cors_origin"),
+            (["--cors-origin", "https://a.org/path"], "cors_origin"),
+            (["--cors-origin", "HTTPS://a.org"], "cors_origin"),
             (["--port", "http"], "port"),
             (["--port", "70000"], "port"),
             (["--max-num-seqs", "0"], "max_num_seqs"),
@@ -271,6 +295,26 @@ class TestProcess:
         assert f"metrics: {address[1]}/metrics" in log
         assert re.search(r"serving bundled: [\d,]+ parameters, cpu, bfloat16, context 512", log)
         assert "shutting down" in rest
+
+    @pytest.mark.parametrize(
+        ("arguments", "is_warned"),
+        [
+            (["--host", "0.0.0.0"], True),
+            (["--host", "0.0.0.0", "--api-key", "secret"], False),
+            (["--host", "127.0.0.1"], False),
+            (["--host", "localhost"], False),
+        ],
+    )
+    def test_listening_on_all_addresses_without_a_key_is_a_warning(self, arguments: list[str], is_warned: bool) -> None:
+        with process("--model", "none", *arguments) as service:
+            assert service.stderr is not None
+            log = ""
+            while "metrics: " not in log:
+                line = service.stderr.readline()
+                assert line, log
+                log += line
+        assert ("WARNING everybody who can reach this machine may use the service" in log) == is_warned
+        assert ("set FORWARDSCOPE_API_KEY" in log) == is_warned
 
     def test_neither_the_start_nor_a_request_imports_the_compiler_of_torch(self) -> None:
         """Importing `torch._dynamo` takes as long as importing everything else."""

@@ -18,6 +18,7 @@ from model.ops.interface import Draw, SamplingOps
 from model.ops.torch_ops import TORCH
 from model.ops.torch_sampling import keep_top, uniforms
 from model.text import sampling
+from model.text.constraint import TokenMasks
 from model.text.sampling import Sampler, SamplingParams, key_of, token_logprobs
 from tests.ops.cpu.common import cpu_backend
 
@@ -565,11 +566,11 @@ def test_only_the_rows_that_cannot_be_drawn_fail(
 def test_only_the_row_whose_computation_fails_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {key_of(1, num_drawn) for num_drawn in range(1, 6)}
 
-    def failing(compute: Callable[[Tensor, Sequence[Draw]], Any]) -> Callable[[Tensor, Sequence[Draw]], Any]:
-        def run(logits: Tensor, draws: Sequence[Draw]) -> Any:
+    def failing(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def run(logits: Tensor, draws: Sequence[Draw], masks: Tensor | None) -> Any:
             if any(draw.key in keys for draw in draws):
                 raise Broken
-            return compute(logits, draws)
+            return compute(logits, draws, masks)
 
         return run
 
@@ -584,14 +585,36 @@ def test_only_the_row_whose_computation_fails_ends_with_an_error(monkeypatch: py
         assert [first, last] == expected
 
 
+def test_masked_rows_choose_among_allowed_tokens_after_bias_and_penalties() -> None:
+    """A mask removes tokens that a bias prefers, and keeps the effect of bias and penalties among the others."""
+    logits = torch.stack([random_logits(row) for row in range(4)])
+    is_allowed = torch.zeros(4, 32 * (logits.shape[-1] // 32 + 1), dtype=torch.bool)
+    is_allowed[:2, [3, 5, 8]] = True
+    is_allowed[2:] = True
+    words = (is_allowed.view(4, -1, 32).long() << torch.arange(32)).sum(-1).to(torch.int32)
+    masks = TokenMasks(words, {3: Broken()})
+    params: list[dict[str, Any]] = [
+        {"logit_bias": {4: 100.0, 8: 50.0}, "temperature": 0.0},
+        {"temperature": 1e30, "seed": 1, "presence_penalty": 0.5},
+        {"seed": 2},
+        {"seed": 3},
+    ]
+    samplers = [sampler(**each) for each in params]
+    first, second, third, failed = sampling.sample(logits, samplers, sampling_ops[0], masks=masks)
+    assert first == 8
+    assert second in (3, 5, 8)
+    assert [third] == sample(logits[2:3], [sampler(**params[2])])
+    assert isinstance(failed, Broken)
+
+
 def test_rows_that_fail_only_as_a_batch_are_drawn_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch can fail for lack of memory, for example."""
     compute = sampling_ops[0].draw
 
-    def draw(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    def draw(logits: Tensor, draws: Sequence[Draw], masks: Tensor | None) -> list[int]:
         if len(draws) > 1:
             raise Broken
-        return compute(logits, draws)
+        return compute(logits, draws, masks)
 
     logits = torch.stack([random_logits(row) for row in range(3)])
     expected = sample(logits, [sampler(seed=seed) for seed in range(3)])

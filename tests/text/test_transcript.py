@@ -31,7 +31,7 @@ def write(
 ) -> tuple[list[TokenOutput], End]:
     """Push these tokens until the sequence ends."""
     transcript = Transcript(tokenizer, prompt_ids or [], GenerationParams(**{"max_tokens": len(ids)} | params))
-    outputs = transcript.echo([]) if params.get("echo") else []
+    outputs = transcript.prompt_outputs([]) if params.get("echo") else []
     for token_id in ids:
         outputs.append(transcript.push(token_id, None))
         if transcript.end is not None:
@@ -112,8 +112,8 @@ def test_without_a_tokenizer_there_is_no_text_and_sequences_end_in_the_same_way(
 
 
 def test_an_echo_has_the_logprobs_of_all_tokens_but_the_first() -> None:
-    entries = [TokenLogprobs(-float(i), []) for i in range(2)]
-    echo = Transcript(None, [7, 8, 9], GenerationParams(max_tokens=1, echo=True)).echo(entries)
+    entries = [TokenLogprobs(-float(i), [], 1) for i in range(2)]
+    echo = Transcript(None, [7, 8, 9], GenerationParams(max_tokens=1, echo=True)).prompt_outputs(entries)
     assert [output.logprobs for output in echo] == [None, *entries]
 
 

@@ -17,6 +17,7 @@ from model.network.transformer import Transformer
 from model.ops.torch_attention import CausalMask
 from model.tracing.globs import Names
 from model.tracing.predictions import compute_loss
+from model.tracing.stage_hints import OTHER_NAMES, OTHER_OUTER_NAMES
 from model.tracing.stages import PATTERN, Stage, UnknownStage, select, sizes_of, stages_of
 from model.tracing.tap import Chain, Editor, Probe, Recorder
 from tests.tiny import BOTH_DTYPES, CONFIGS, ROUNDING, build, every_config, exact, random_ids, record
@@ -362,6 +363,42 @@ class TestSelection:
             with pytest.raises(ValueError, match="matches no stage"):
                 select(self.DEEP, [glob])
             assert len(compared) < 50
+
+    @pytest.mark.parametrize("layer", [3, 9, -1, 10**150])
+    def test_the_error_for_a_layer_that_does_not_exist_says_which_exist(self, layer: int) -> None:
+        with pytest.raises(UnknownStage) as error:
+            select(self.STAGES, [f"blocks.{layer}.attn.hook_pattern"])
+        named = "about 10^150" if layer > 9 else str(layer)
+        assert f"matches no stage; layer {named} does not exist: 3 layers, 0 to 2. GET" in str(error.value)
+
+    @pytest.mark.parametrize(
+        ("glob", "meant"),
+        [
+            ("resid_post", "*.resid_post"),
+            ("attn.pattern", "*.attn.pattern"),
+            ("attn.*", "*.attn.*"),
+            ("attentions", "*.attn.pattern"),
+            ("hidden_states", "*.resid_post"),
+            ("blocks.1.attn_weights", "blocks.1.attn.pattern"),
+            ("*.mlp.out", "*.mlp_out"),
+            ("layers.2.attn.z", "blocks.2.attn.z"),
+            ("model.layers.*.resid_pre", "blocks.*.resid_pre"),
+            ("h.0.mlp.post", "blocks.0.mlp.post"),
+            ("Blocks.0.RESID_PRE", "blocks.0.resid_pre"),
+            ("probs", "probabilities"),
+            ("embeddings", "embed"),
+        ],
+    )
+    def test_the_error_suggests_a_glob_for_the_stage_that_was_meant(self, glob: str, meant: str) -> None:
+        assert select(self.STAGES, [meant])
+        with pytest.raises(UnknownStage) as error:
+            select(self.STAGES, [glob])
+        assert str(error.value) == f"{glob!r} matches no stage; did you mean {meant!r}? GET /model lists all stages."
+
+    def test_every_other_name_stands_for_a_stage(self) -> None:
+        assert all(select(self.STAGES, [f"blocks.0.{name}"]) for name in OTHER_NAMES.values())
+        assert all(select(self.STAGES, [name]) for name in OTHER_OUTER_NAMES.values())
+        assert not {*OTHER_NAMES, *OTHER_OUTER_NAMES} & {stage.name.removeprefix("blocks.0.") for stage in self.STAGES}
 
     @pytest.mark.parametrize("index", [0, 1, 3])
     def test_the_error_has_the_index_of_the_glob(self, index: int) -> None:

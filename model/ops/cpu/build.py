@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 FLAGS = ("-O3", "-march=native", "-fno-tree-pre", "-ffp-contract=off", "-std=c++20", "-pthread", "-shared", "-fPIC")
 COMPILERS = ("g++", "c++")
 CSRC = Path(__file__).parent / "csrc"
+COMPILE_SECONDS = 10  # about what the slowest file takes; only logged
 COMPILING = "forwardscope-compiling-"  # prefix of the directories in which processes compile
 STALE_SECONDS = 3600.0  # far longer than a compiler takes: the process that made an older directory has ended
 
@@ -80,6 +81,8 @@ def compile_source(source: Path) -> Path:
     directory = Path(tempfile.mkdtemp(prefix=COMPILING, dir=cache_path))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     unfinished = directory / name
+    often = "once" if cache_path is not None else "at each start, because no cache directory can be written"
+    logger.info("compiling %s for this CPU (up to about %d seconds, %s)", source.name, COMPILE_SECONDS, often)
     command = [compiler, *flags, f"-I{CSRC}", str(source), "-o", str(unfinished)]
     # The compiler's temporary files go to the same directory, so that none of them is left behind either.
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TMPDIR": str(directory)})

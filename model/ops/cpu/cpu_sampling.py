@@ -29,19 +29,20 @@ class CpuSamplingOps:
         available = {each: kernel for each, kernel in draws.items() if kernel is not None}
         return None if argmax is None else cls(dtype, argmax, available)
 
-    def argmax(self, logits: Tensor) -> Argmax:
+    def argmax(self, logits: Tensor, masks: Tensor | None = None) -> Argmax:
         if logits.dtype != self._dtype:  # for example after penalties
-            return TORCH.sampling.argmax(logits)
+            return TORCH.sampling.argmax(logits, masks)
         N, size = logits.shape
         logits = logits.contiguous()
         values, indices = empty((N,), torch.float32), empty((N,), torch.int64)
-        call(self._argmax, N, logits.data_ptr(), values.data_ptr(), indices.data_ptr(), N, size)
+        outputs = values.data_ptr(), indices.data_ptr()
+        call(self._argmax, N, logits.data_ptr(), *outputs, N, size, *mask_arguments(masks))
         return Argmax(values, indices)
 
-    def draw(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    def draw(self, logits: Tensor, draws: Sequence[Draw], masks: Tensor | None = None) -> list[int]:
         kernel = self._draws.get(logits.dtype)
         if kernel is None:
-            return TORCH.sampling.draw(logits, draws)
+            return TORCH.sampling.draw(logits, draws, masks)
         logits, size = logits.contiguous(), logits.shape[-1]
         rows = torch.tensor([draw.row for draw in draws])
         # Four float64 numbers per draw: `Params` in sampling.cpp.
@@ -50,6 +51,14 @@ class CpuSamplingOps:
         keys = torch.tensor([draw.key for draw in draws], dtype=torch.uint64)
         chosen = empty(rows.shape, torch.int64)
         pointers = (tensor.data_ptr() for tensor in (logits, rows, params, keys, chosen))
-        call(kernel, len(draws), *pointers, len(draws), size)
+        call(kernel, len(draws), *pointers, len(draws), size, *mask_arguments(masks))
         token_ids: list[int] = chosen.tolist()
         return token_ids
+
+
+def mask_arguments(masks: Tensor | None) -> tuple[int, int]:
+    """The arguments of a kernel for masks (N, W): their address, and the words of a row."""
+    if masks is None:
+        return 0, 0
+    assert masks.is_contiguous()
+    return masks.data_ptr(), masks.shape[-1]

@@ -70,7 +70,8 @@ class TestCompiling:
         try:
             with caplog.at_level(logging.INFO):
                 model = load_checkpoint(str(BUNDLED), kernels="auto").model
-            assert [reason in record.message for record in caplog.records] == [True]
+            explained = [record.message for record in caplog.records if not record.message.startswith("compiling ")]
+            assert [reason in message for message in explained] == [True]
             assert model.backend is TORCH
             assert isinstance(model.head, nn.Linear)
             assert model(torch.zeros(1, 8, dtype=torch.int64)).shape == (1, 8, 4096)

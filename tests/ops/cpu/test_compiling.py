@@ -189,3 +189,23 @@ def test_folders_of_other_programs_in_the_temporary_folder_are_kept(
     build.compile_source(sources / "answer.cpp")
     assert not stale.exists()
     assert all((path / "half.so").exists() for path in others)
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_log_line_comes_before_each_compilation_and_only_then(
+    sources: Path,
+    temporary: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    has_cache: bool,
+) -> None:
+    if not has_cache:
+        monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
+    monkeypatch.setattr(build, "CSRC", sources)
+    with caplog.at_level("INFO"):
+        build.compile_source(sources / "answer.cpp")
+        build.compile_source(sources / "answer.cpp")
+    often = "once" if has_cache else "at each start, because no cache directory can be written"
+    line = f"compiling answer.cpp for this CPU (up to about 10 seconds, {often})"
+    assert [record.getMessage() for record in caplog.records] == [line] * (1 if has_cache else 2)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from model.ops.interface import Draw
+from model.ops.torch_ops import TORCH
 from model.ops.torch_sampling import keep_top, uniforms
 from model.text.sampling import key_of
 from tests.ops.cpu.common import DTYPES, cpu_backend
@@ -87,3 +88,64 @@ class TestDraw:
         mean = rows * steps / V
         assert sum((counts[i] - mean) ** 2 / mean for i in range(V)) < V + 5 * math.sqrt(2 * V)  # chi squared
         assert max(abs(counts[i] - mean) for i in range(V)) < 6 * math.sqrt(mean)
+
+
+def random_masks(num_rows: int, size: int, share: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bitmasks (R, W) with this share of allowed tokens, and the same as (R, V) bool. The last row allows all."""
+    generator = torch.Generator().manual_seed(3)
+    is_allowed = torch.rand(num_rows, size // 32 * 32 + 32, generator=generator) < share
+    is_allowed[:, 40] = True
+    is_allowed[-1] = True
+    words = (is_allowed.view(num_rows, -1, 32).long() << torch.arange(32)).sum(-1)
+    return words.to(torch.int32), is_allowed[:, :size]
+
+
+@pytest.mark.parametrize("size", [41, 64, 203, 50257])
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestMasks:
+    """Masked sampling is sampling from logits in which all excluded tokens have -inf."""
+
+    @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
+    def test_the_argmax_and_draws_are_those_of_logits_with_excluded_tokens_at_minus_infinity(
+        self, dtype: torch.dtype, size: int, share: float
+    ) -> None:
+        logits = (3 * torch.randn(5, size, generator=torch.Generator().manual_seed(0))).to(dtype)
+        masks, is_allowed = random_masks(5, size, share)
+        excluded = logits.masked_fill(~is_allowed, -torch.inf)
+        ops = cpu_backend(dtype).sampling
+        for found in (ops.argmax(logits, masks), TORCH.sampling.argmax(logits, masks)):
+            expected = excluded.max(dim=-1)
+            assert found.indices.tolist() == expected.indices.tolist()
+            assert found.values.tolist() == expected.values.tolist()
+        draws = [
+            draw_of(row, seed=seed, **params)
+            for seed in range(5)
+            for row in range(5)
+            for params in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2, "temperature": 0.5})
+        ]
+        token_ids = ops.draw(logits, draws, masks)
+        assert token_ids == ops.draw(excluded, draws)
+        assert all(is_allowed[draw.row, token_id] for draw, token_id in zip(draws, token_ids, strict=True))
+        assert TORCH.sampling.draw(logits, draws, masks) == TORCH.sampling.draw(excluded, draws)
+
+    def test_our_kernels_draw_the_same_allowed_tokens_as_pytorch(self, dtype: torch.dtype, size: int) -> None:
+        logits = (3 * torch.randn(5, size, generator=torch.Generator().manual_seed(0))).to(dtype)
+        masks, _ = random_masks(5, size, 0.3)
+        draws = [draw_of(row, seed=seed) for seed in range(20) for row in range(5)]
+        assert cpu_backend(dtype).sampling.draw(logits, draws, masks) == TORCH.sampling.draw(logits, draws, masks)
+
+    def test_a_row_that_allows_all_tokens_gets_the_same_as_without_masks(self, dtype: torch.dtype, size: int) -> None:
+        logits = (3 * torch.randn(5, size, generator=torch.Generator().manual_seed(0))).to(dtype)
+        masks, _ = random_masks(5, size, 0.1)
+        ops = cpu_backend(dtype).sampling
+        draws = [draw_of(4, seed=seed, top_k=seed) for seed in range(20)]
+        assert ops.draw(logits, draws, masks) == ops.draw(logits, draws)
+        assert [part[4] for part in ops.argmax(logits, masks)] == [part[4] for part in ops.argmax(logits)]
+
+    def test_excluded_nan_does_not_count_and_allowed_nan_does(self, dtype: torch.dtype, size: int) -> None:
+        logits = torch.zeros(2, size, dtype=dtype)
+        logits[:, 7] = torch.nan
+        masks = torch.full((2, size // 32 + 1), -1, dtype=torch.int32)
+        masks[0, 0] = ~(1 << 7)
+        for ops in (cpu_backend(dtype).sampling, TORCH.sampling):
+            assert ops.argmax(logits, masks).values.isnan().tolist() == [False, True]

@@ -212,18 +212,20 @@ void distribution(Args args, long task, long num_tasks) {
     });
 }
 
-// The maximum of each row, NaN if the row has a NaN, and the index of its first occurrence. Args: x (N, size), values
-// (N) float32, indices (N) int64, N, size.
+// The maximum of each row, NaN if the row has a NaN, and the index of its first occurrence. Numbers that a bitmask
+// excludes count as -inf. Args: x (N, size), values (N) float32, indices (N) int64, N, size, bitmasks (N, W) or null, W.
 template <class Number>
 void argmax(Args args, long task, long num_tasks) {
     const long size = args.integer(4);
     for_each_row(args.integer(3), task, num_tasks, [&](long row) {
         const Number* x = args.array<Number>(0) + row * size;
+        const Bitmask bitmask = Bitmask{args.array<uint32_t>(5), args.integer(6)}.row(row);
         Floats maxima = broadcast(-INFINITY);
         Integers first_index = Integers{};
         Mask is_nan_lane = {};
         for_each_vector(size, [&](long i, Mask mask) {
-            const Floats value = load(x + i, mask);
+            Floats value = load(x + i, mask);
+            if (bitmask.words != nullptr) value = select(bitmask.lanes(i), value, broadcast(-INFINITY));
             const Mask is_larger = is_greater(value, maxima) & mask;
             maxima = select(is_larger, value, maxima);
             first_index = select(is_larger, broadcast_integer(i), first_index);

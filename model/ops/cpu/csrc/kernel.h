@@ -31,6 +31,17 @@ struct Args {
     }
 };
 
+// Which numbers of some rows count: bit i % 32 of word i / 32 of a row allows number i. Without words, all of them do.
+struct Bitmask {
+    const uint32_t* words;
+    long words_per_row;
+
+    Bitmask row(long index) const { return {words ? words + index * words_per_row : nullptr, words_per_row}; }
+
+    // The lanes of the vector that begins at number i, a multiple of the vector's width.
+    Mask lanes(long i) const { return lanes_of(words[i / 32] >> (i % 32) & 0xffff); }
+};
+
 // e^x, accurate except for the last bit or two: 2^n e^r with |r| <= ln 2 / 2, and e^r by its Taylor series up
 // to r^7 / 7!. NaN stays NaN.
 inline Floats exp(Floats x) {

@@ -113,23 +113,25 @@ struct Params {
     }
 };
 
-// Draws a token from logits (size), whose maximum is finite.
+// Draws a token from logits (size), whose maximum is finite. Tokens that the bitmask excludes count as -inf.
 template <class Number>
-int64_t draw(const Number* logits, long size, const Params& params, uint64_t key) {
+int64_t draw(const Number* logits, long size, const Params& params, uint64_t key, Bitmask bitmask) {
     static thread_local std::vector<float> scaled;
     const long padded = (size + WIDTH - 1) / WIDTH * WIDTH;
     scaled.resize(padded);
     float* const z = scaled.data();
+    const auto lanes = [&](long i) {
+        return bitmask.words ? bitmask.lanes(i) & first_lanes(size - i) : first_lanes(size - i);
+    };
     Floats maxima = broadcast(MINUS_INFINITY);
     for (long i = 0; i < size; i += WIDTH)
-        maxima = max(
-            maxima,
-            select(first_lanes(size - i), load(logits + i, first_lanes(size - i)), broadcast(MINUS_INFINITY)));
+        maxima =
+            max(maxima, select(lanes(i), load(logits + i, first_lanes(size - i)), broadcast(MINUS_INFINITY)));
     const Floats shift = broadcast(reduce_max(maxima));
     const Floats temperature = broadcast((float)params.temperature);
     for (long i = 0; i < padded; i += WIDTH) {
         const Floats shifted = load(logits + i, first_lanes(size - i)) - shift;
-        store(z + i, select(first_lanes(size - i), shifted / temperature, broadcast(MINUS_INFINITY)));
+        store(z + i, select(lanes(i), shifted / temperature, broadcast(MINUS_INFINITY)));
     }
     const Floats threshold = broadcast(params.threshold(z, padded));
     Floats best = broadcast(MINUS_INFINITY);
@@ -147,15 +149,18 @@ int64_t draw(const Number* logits, long size, const Params& params, uint64_t key
     return reduce_min(select(is_equal(best, broadcast(reduce_max(best))), winners, broadcast_integer(size)));
 }
 
-// Args: logits (N, V), the row of each of R draws (R), params (R, 4) float64, keys (R), the drawn tokens (R), R, V.
+// Args: logits (N, V), the row of each of R draws (R), params (R, 4) float64, keys (R), the drawn tokens (R), R, V,
+// bitmasks (N, W) or null, W.
 template <class Number>
 void draw_rows(Args args, long task, long num_tasks) {
     const long num_draws = args.integer(5), size = args.integer(6);
     for (long i = num_draws * task / num_tasks; i < num_draws * (task + 1) / num_tasks; i++) {
         const double* const params = args.array<double>(2) + 4 * i;
-        const Number* const logits = args.array<Number>(0) + args.array<int64_t>(1)[i] * size;
+        const long row = args.array<int64_t>(1)[i];
+        const Number* const logits = args.array<Number>(0) + row * size;
+        const Bitmask bitmask = Bitmask{args.array<uint32_t>(7), args.integer(8)}.row(row);
         args.array<int64_t>(4)[i] =
-            draw(logits, size, Params{params[0], params[1], params[2], params[3]}, args.array<uint64_t>(3)[i]);
+            draw(logits, size, Params{params[0], params[1], params[2], params[3]}, args.array<uint64_t>(3)[i], bitmask);
     }
 }
 

@@ -41,6 +41,7 @@ inline float reduce_min(Floats a) { return _mm512_reduce_min_ps(a); }
 inline uint32_t reduce_min(Integers a) { return _mm512_reduce_min_epu32((__m512i)a); }
 
 inline Mask first_lanes(long count) { return count >= WIDTH ? 0xffff : (1 << std::max(count, 0L)) - 1; }
+inline Mask lanes_of(uint32_t bits) { return bits; }  // one bit for each lane
 inline Mask is_greater(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
 inline Mask is_greater_or_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 inline Mask is_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
@@ -195,6 +196,12 @@ inline Mask first_lanes(long count) {
     const int clamped = std::clamp(count, 0L, 16L);
     return {(Mask8)_mm256_cmpgt_epi32(_mm256_set1_epi32(clamped), index),
             (Mask8)_mm256_cmpgt_epi32(_mm256_set1_epi32(clamped - 8), index)};
+}
+inline Mask lanes_of(uint32_t bits) {
+    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i low = _mm256_set1_epi32(bits), high = _mm256_set1_epi32(bits >> 8);
+    return {(Mask8)_mm256_cmpeq_epi32(_mm256_and_si256(low, bit), bit),
+            (Mask8)_mm256_cmpeq_epi32(_mm256_and_si256(high, bit), bit)};
 }
 template <int predicate>
 inline Mask compare(Floats a, Floats b) {

@@ -1,0 +1,37 @@
+"""Look inside decoder-only transformers from Python.
+
+`load` runs a model in this process. `Client` and `AsyncClient` do the same over HTTP, with numpy arrays and without
+PyTorch. docs/python.md shows how.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from forwardscope.async_client import AsyncClient
+from forwardscope.client import Client
+from forwardscope.errors import ApiError, ConnectionFailed, ForwardscopeError, RequestTimeout, UnknownStage
+from model import __version__
+
+if TYPE_CHECKING:
+    from forwardscope.local import LocalModel, load
+
+__all__ = [
+    "ApiError",
+    "AsyncClient",
+    "Client",
+    "ConnectionFailed",
+    "ForwardscopeError",
+    "LocalModel",
+    "RequestTimeout",
+    "UnknownStage",
+    "__version__",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import PyTorch only when `load` is used: it takes seconds, and clients do not need it."""
+    if name in ("load", "LocalModel"):
+        from forwardscope import local
+
+        return getattr(local, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,137 @@
+"""`AsyncClient`: the asynchronous client of a server. It sends the same requests as `Client`."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from itertools import count
+from typing import Any, Concatenate, Generic, Self
+
+import anyio
+import httpx
+
+from forwardscope import requests
+from forwardscope.call import Call, Event, Request, Result, StreamCall, error_of, retry_delay
+from forwardscope.client import DEFAULT_TIMEOUT, DEFAULT_URL, MAX_RETRIES, Arguments, as_method
+from forwardscope.transport import http_options, translated_errors
+
+
+class AsyncStream(AsyncIterator[Event], Generic[Event]):
+    """The events of a stream. Leaving an `async with` block, or `aclose`, ends the request at the server."""
+
+    def __init__(self, events: AsyncGenerator[Event]) -> None:
+        self._events = events
+
+    async def __anext__(self) -> Event:
+        return await anext(self._events)
+
+    async def aclose(self) -> None:
+        await self._events.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+def method(
+    describe: Callable[Arguments, Call[Result]],
+) -> Callable[Concatenate["AsyncClient", Arguments], Coroutine[Any, Any, Result]]:
+    """A method that sends the request that `describe` returns for its arguments, and reads the answer."""
+
+    async def send(client: "AsyncClient", /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return await client._send(describe(*args, **kwargs))
+
+    return as_method(describe, send)
+
+
+def stream_method(
+    describe: Callable[Arguments, StreamCall[Event]],
+) -> Callable[Concatenate["AsyncClient", Arguments], AsyncStream[Event]]:
+    """The same for a request that is answered with a stream."""
+
+    def send(client: "AsyncClient", /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> AsyncStream[Event]:
+        return AsyncStream(client._stream(describe(*args, **kwargs)))
+
+    return as_method(describe, send)
+
+
+class AsyncClient:
+    """The client of a server at `url` for asynchronous programs. The arguments and methods are those of `Client`.
+
+    Read streams with `async for`, and await every other method.
+    """
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        api_key: str | None = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        max_retries: int = MAX_RETRIES,
+    ) -> None:
+        self.url = url
+        self.timeout = timeout
+        self.max_retries = max_retries
+        self._http = httpx.AsyncClient(**http_options(url, api_key, timeout))
+
+    run = method(requests.run)
+    logits = method(requests.logits)
+    generate = method(requests.generate)
+    stream = stream_method(requests.stream)
+    chat = method(requests.chat)
+    stream_chat = stream_method(requests.stream_chat)
+    to_tokens = method(requests.to_tokens)
+    to_text = method(requests.to_text)
+    model = method(requests.model)
+    models = method(requests.models)
+    health = method(requests.health)
+
+    async def aclose(self) -> None:
+        """Close the connections. `async with` around the client does the same."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def _send(self, call: Call[Result]) -> Result:
+        with translated_errors(self.url, self.timeout):
+            response = await self._open(call.request)
+            try:
+                content = await response.aread()
+            finally:
+                await response.aclose()
+        return call.read(content)
+
+    async def _stream(self, call: StreamCall[Event]) -> AsyncGenerator[Event]:
+        reader = call.reader()
+        with translated_errors(self.url, self.timeout):
+            response = await self._open(call.request)
+            try:
+                async for piece in response.aiter_bytes():
+                    for event in reader.push(piece):
+                        yield event
+            finally:
+                await response.aclose()
+        reader.finish()
+
+    async def _open(self, request: Request) -> httpx.Response:
+        """Send a request, again if the server asks for a retry. The caller reads and closes the response."""
+        for num_attempts in count(1):
+            sent = self._http.build_request(
+                request.method, request.path, content=request.content, headers=request.headers
+            )
+            response = await self._http.send(sent, stream=True)
+            if response.is_success:
+                return response
+            try:
+                content = await response.aread()
+            finally:
+                await response.aclose()
+            status, retry_after = response.status_code, response.headers.get("retry-after")
+            delay = retry_delay(status, retry_after, num_attempts, self.max_retries)
+            if delay is None:
+                raise error_of(status, content)
+            await anyio.sleep(delay)
+        raise AssertionError("the loop has no end")

@@ -1,0 +1,154 @@
+"""`Client`: the synchronous client of a server. `requests.py` describes each request; this file only sends it."""
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Generator, Iterator
+from itertools import count
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+
+import httpx
+
+from forwardscope import requests
+from forwardscope.call import Call, Event, Request, Result, StreamCall, error_of, retry_delay
+from forwardscope.transport import http_options, translated_errors
+
+Arguments = ParamSpec("Arguments")
+Method = TypeVar("Method", bound=Callable[..., Any])
+DEFAULT_URL = "http://localhost:8000"
+DEFAULT_TIMEOUT = 600.0
+MAX_RETRIES = 3
+
+
+class Stream(Iterator[Event], Generic[Event]):
+    """The events of a stream. Leaving a `with` block, or `close`, ends the request at the server."""
+
+    def __init__(self, events: Generator[Event]) -> None:
+        self._events = events
+
+    def __next__(self) -> Event:
+        return next(self._events)
+
+    def close(self) -> None:
+        self._events.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def as_method(describe: Callable[..., Any], send: Method) -> Method:
+    """Give a method the name, docstring and signature of the function that describes its request."""
+    functools.update_wrapper(send, describe)
+    signature = inspect.signature(describe)
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    send.__signature__ = signature.replace(  # type: ignore[attr-defined]  # `send` is a function
+        parameters=[this, *signature.parameters.values()], return_annotation=inspect.Signature.empty
+    )
+    return send
+
+
+def method(describe: Callable[Arguments, Call[Result]]) -> Callable[Concatenate["Client", Arguments], Result]:
+    """A method that sends the request that `describe` returns for its arguments, and reads the answer."""
+
+    def send(client: "Client", /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return client._send(describe(*args, **kwargs))
+
+    return as_method(describe, send)
+
+
+def stream_method(
+    describe: Callable[Arguments, StreamCall[Event]],
+) -> Callable[Concatenate["Client", Arguments], Stream[Event]]:
+    """The same for a request that is answered with a stream."""
+
+    def send(client: "Client", /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Stream[Event]:
+        return Stream(client._stream(describe(*args, **kwargs)))
+
+    return as_method(describe, send)
+
+
+class Client:
+    """The client of a server at `url`. Several threads may share one client.
+
+    `timeout` is the longest time, in seconds, for which the server may send nothing. If the server refuses a request
+    because it is busy (429) or not ready (503), the client sends the request again after the time that the server
+    names, at most `max_retries` times.
+    """
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        api_key: str | None = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        max_retries: int = MAX_RETRIES,
+    ) -> None:
+        self.url = url
+        self.timeout = timeout
+        self.max_retries = max_retries
+        self._http = httpx.Client(**http_options(url, api_key, timeout))
+
+    run = method(requests.run)
+    logits = method(requests.logits)
+    generate = method(requests.generate)
+    stream = stream_method(requests.stream)
+    chat = method(requests.chat)
+    stream_chat = stream_method(requests.stream_chat)
+    to_tokens = method(requests.to_tokens)
+    to_text = method(requests.to_text)
+    model = method(requests.model)
+    models = method(requests.models)
+    health = method(requests.health)
+
+    def close(self) -> None:
+        """Close the connections. `with` around the client does the same."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _send(self, call: Call[Result]) -> Result:
+        with translated_errors(self.url, self.timeout):
+            response = self._open(call.request)
+            try:
+                content = response.read()
+            finally:
+                response.close()
+        return call.read(content)
+
+    def _stream(self, call: StreamCall[Event]) -> Generator[Event]:
+        reader = call.reader()
+        with translated_errors(self.url, self.timeout):
+            response = self._open(call.request)
+            try:
+                for piece in response.iter_bytes():
+                    yield from reader.push(piece)
+            finally:
+                response.close()
+        reader.finish()
+
+    def _open(self, request: Request) -> httpx.Response:
+        """Send a request, again if the server asks for a retry. The caller reads and closes the response."""
+        for num_attempts in count(1):
+            sent = self._http.build_request(
+                request.method, request.path, content=request.content, headers=request.headers
+            )
+            response = self._http.send(sent, stream=True)
+            if response.is_success:
+                return response
+            try:
+                content = response.read()
+            finally:
+                response.close()
+            status, retry_after = response.status_code, response.headers.get("retry-after")
+            delay = retry_delay(status, retry_after, num_attempts, self.max_retries)
+            if delay is None:
+                raise error_of(status, content)
+            time.sleep(delay)
+        raise AssertionError("the loop has no end")

@@ -1,0 +1,249 @@
+"""`load`: a model in this process, with the methods of a client and PyTorch's tensors. It needs no server."""
+
+import operator
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forwardscope.local_generation import GenerationCollector, build_engine, read_params
+from forwardscope.local_trace import check_indices, describe_loss, describe_stage, values_of
+from forwardscope.results import ChatAnswer, Generation, Prediction, Token, Trace
+from model.analysis.forward_trace import trace as trace_pass
+from model.checkpoints.load import BUNDLED, Checkpoint, load_checkpoint
+from model.engine.engine import Engine
+from model.engine.request import Request
+from model.errors import InvalidField, shortened
+from model.network.prepare import Kernels
+from model.ops.quantization import Quantization
+from model.text.tokenizer import Tokenizer
+from model.tracing.predictions import predict
+from model.tracing.selection import Selection
+from model.tracing.stages import UnknownStage, select, sizes_of, stages_of
+
+DEFAULT_TOP_K = 10
+
+
+def load(
+    model: str = "bundled",
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantize: Quantization = "none",
+    kernels: Kernels = "auto",
+) -> "LocalModel":
+    """Load a model: "bundled", a checkpoint directory, or a hub id such as "HuggingFaceTB/SmolLM2-135M-Instruct".
+
+    The arguments have the names and the defaults of the server's settings, so both compute the same numbers. Raises a
+    `ValueError`, such as `CheckpointError`, whose message says what is wrong.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    is_bundled = model == "bundled"
+    checkpoint = load_checkpoint(
+        str(BUNDLED) if is_bundled else model,
+        dtype=dtype,
+        device=device,
+        name="bundled" if is_bundled else None,
+        quantize=quantize,
+        kernels=kernels,
+    )
+    return LocalModel(checkpoint)
+
+
+class LocalModel:
+    """A loaded model. Its methods work like those of `Client` with the same names. One thread at a time may use it.
+
+    `checkpoint` has the network, the tokenizer and the configuration, for everything that these methods do not do.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.name = checkpoint.name
+        self._engine: Engine | None = None
+
+    def __repr__(self) -> str:
+        weight = self.checkpoint.model.embed.weight
+        return f"<{self.name}: {self.checkpoint.parameters.total:,} parameters, {weight.dtype}, {weight.device}>"
+
+    @property
+    def stages(self) -> list[str]:
+        """The names of all stages, in the order of computation."""
+        return [stage.name for stage in stages_of(self.checkpoint.model.config)]
+
+    def run(
+        self,
+        prompt: str | Sequence[int],
+        stages: str | Sequence[str] = "*",
+        *,
+        positions: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+        targets: Sequence[int | None] | None = None,
+        top_k: int | None = None,
+    ) -> Trace[Tensor]:
+        """Run one forward pass over a prompt and return the tensors of its stages.
+
+        The arguments are those of `Client.run`. The trace always has the logits, because every pass computes them.
+        """
+        network, ids = self.checkpoint.model, self._ids_of(prompt)
+        config, weight = network.config, network.embed.weight
+        if len(ids) > config.max_positions:
+            raise InvalidField("prompt", f"has {len(ids)} tokens, but the context holds {config.max_positions}")
+        if top_k is not None and not 0 <= top_k <= config.vocab_size:
+            raise InvalidField("top_k", f"{shortened(top_k)} must be from 0 to {config.vocab_size}, the vocabulary")
+        if targets is not None and len(targets) != len(ids):
+            raise InvalidField("targets", f"has {len(targets)} entries for {len(ids)} tokens")
+        self._check_ids("targets", [each for each in targets or () if each is not None])
+        globs = [stages] if isinstance(stages, str) else list(stages)
+        try:
+            selected = select(stages_of(config), [*globs, "logits"])
+        except UnknownStage as error:
+            raise InvalidField("stages", str(error)) from None
+        selection = Selection(
+            stages=selected,
+            detail="values",
+            positions=check_indices("positions", positions, len(ids), "tokens"),
+            heads=check_indices("heads", heads, config.num_heads, "heads"),
+        )
+        own_targets = [*ids[1:], None] if targets is None else list(targets)
+        sizes = sizes_of(config, len(ids))
+        found = trace_pass(network, ids, own_targets, selection, sizes, weight.device)
+        rows = list(range(len(ids)) if selection.positions is None else selection.positions)
+        num_predictions = min(DEFAULT_TOP_K, config.vocab_size) if top_k is None else top_k
+        return Trace(
+            stages=tuple(map(describe_stage, found.stages)),
+            arrays={kept.stage.name: values_of(kept) for kept in found.stages},
+            model=self.name,
+            tokens=tuple(Token(each, self._text_of(each), position) for position, each in enumerate(ids)),
+            positions=tuple(rows),
+            predictions=self._predictions(found.logits[rows], num_predictions),
+            loss=describe_loss(found.loss),
+        )
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        n: int = 1,
+        logprobs: int | None = None,
+        **sampling: Any,
+    ) -> Generation[Tensor]:
+        """Continue a prompt, and return the whole text with its tokens.
+
+        Further arguments: `top_k`, `top_p`, `min_p`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`,
+        `logit_bias`, `stop_token_ids`, `ignore_eos`, `echo`. The defaults are those of the server. To look inside, call
+        `run` with the prompt and the generated tokens: it computes the same stages as the steps that generated them.
+        """
+        ids = self._ids_of(prompt)
+        self._check_ids("stop_token_ids", sampling.get("stop_token_ids") or ())
+        params = read_params(
+            self.checkpoint,
+            len(ids),
+            max_tokens=max_tokens,
+            n=n,
+            stop=[stop] if isinstance(stop, str) else list(stop),
+            logprobs=logprobs,
+            sampling=sampling | {"temperature": temperature, "seed": seed},
+        )
+        engine = self._running_engine()
+        request = Request(id=f"gen-{uuid.uuid4().hex}", prompt_ids=ids, params=params)
+        collector = GenerationCollector(request, self.name, self._text_of)
+        engine.add(request)
+        try:
+            while engine.has_work:
+                for output in engine.step().outputs:
+                    collector.add(output)
+        except BaseException:  # Ctrl-C, for example: the next call must not continue this request
+            self._engine = None
+            raise
+        return collector.generation()
+
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        **sampling: Any,
+    ) -> ChatAnswer:
+        """Answer a conversation: messages `{"role": "user", "content": "..."}`, or one question as a string.
+
+        The model needs a chat template. Without `max_tokens`, an answer may fill the context. Further arguments are
+        those of `generate`. The text of special tokens in a message is plain text. Tools need a server.
+        """
+        template = self.checkpoint.chat_template
+        if template is None:
+            raise InvalidField("messages", f"{self.name} has no chat template; `generate` continues a text instead")
+        own = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        ids = template.encode(own, add_generation_prompt=True)
+        if max_tokens is None:
+            context = min(self.checkpoint.model.config.max_positions, self._running_engine().num_cache_tokens)
+            max_tokens = max(1, context - len(ids))
+        found = self.generate(ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop, **sampling)
+        return ChatAnswer(
+            id=found.id,
+            model=self.name,
+            text=found.text,
+            message={"role": "assistant", "content": found.text},
+            finish_reason=found.finish_reason,
+            usage=found.usage,
+        )
+
+    def to_tokens(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text, with the special tokens of the checkpoint unless `add_special_tokens` is False."""
+        return self._tokenizer("text").encode(text, add_special_tokens=add_special_tokens)
+
+    def to_text(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids, without special tokens unless `skip_special_tokens` is False."""
+        ids = [operator.index(each) for each in ids]
+        self._check_ids("ids", ids)
+        return self._tokenizer("ids").decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def _running_engine(self) -> Engine:
+        """The engine, which is built for the first generation, because its cache takes memory."""
+        self._engine = self._engine or build_engine(self.checkpoint)
+        return self._engine
+
+    def _tokenizer(self, field: str) -> Tokenizer:
+        if self.checkpoint.tokenizer is None:
+            raise InvalidField(field, "this checkpoint has no tokenizer.json; use token ids")
+        return self.checkpoint.tokenizer
+
+    def _ids_of(self, prompt: str | Sequence[int]) -> list[int]:
+        ids = self.to_tokens(prompt) if isinstance(prompt, str) else [operator.index(each) for each in prompt]
+        if not ids:
+            raise InvalidField("prompt", "is empty; it needs at least one token")
+        self._check_ids("prompt", ids)
+        return ids
+
+    def _check_ids(self, field: str, ids: Sequence[int]) -> None:
+        vocab_size = self.checkpoint.model.config.vocab_size
+        for each in ids:
+            if not 0 <= each < vocab_size:
+                reason = f"{shortened(each)} is not a token id; the vocabulary has {vocab_size} tokens"
+                raise InvalidField(field, reason)
+
+    def _text_of(self, token_id: int) -> str | None:
+        """The text of a token; None if there is no tokenizer, or if it does not have the id."""
+        tokenizer = self.checkpoint.tokenizer
+        return None if tokenizer is None or token_id >= tokenizer.vocab_size else tokenizer.token_text(token_id)
+
+    def _predictions(self, logits: Tensor, top_k: int) -> tuple[tuple[Prediction, ...], ...]:
+        """logits (P, V) -> the most likely tokens of each row."""
+        if top_k == 0:
+            return ()
+        return tuple(
+            tuple(
+                Prediction(token_id, self._text_of(token_id), logit, probability)
+                for token_id, logit, probability in zip(found.token_ids, found.logits, found.probabilities, strict=True)
+            )
+            for found in predict(logits, top_k)
+        )

@@ -1,0 +1,41 @@
+"""Parts of a trace in this process: check indices, and convert stages and losses to results."""
+
+import operator
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from forwardscope.results import Loss, Stage
+from model.errors import InvalidField, shortened
+from model.tracing.selection import StageTrace
+
+
+def check_indices(field: str, indices: Sequence[int] | None, size: int, items: str) -> list[int] | None:
+    """Indices into `size` items, which `items` names; negative ones count from the end. Raises `InvalidField`."""
+    if indices is None:
+        return None
+    places = [operator.index(index) for index in indices]
+    for index in places:
+        if not -size <= index < size:
+            raise InvalidField(field, f"{shortened(index)} is out of range; there are {size} {items}")
+    places = [index % size for index in places]
+    if not places or len(set(places)) != len(places):
+        raise InvalidField(field, "has the same index twice" if places else "is empty; leave it out for all")
+    return places
+
+
+def describe_stage(kept: StageTrace) -> Stage:
+    return Stage(kept.stage.name, kept.stage.dims, kept.shape, str(kept.dtype).removeprefix("torch."))
+
+
+def values_of(kept: StageTrace) -> Tensor:
+    """A copy that the caller may change: tensors of inference mode cannot be changed, and stages may share memory."""
+    assert kept.values is not None, "the detail is `values`"
+    return kept.values.clone()
+
+
+def describe_loss(loss: Tensor) -> Loss[Tensor]:
+    """loss (T,), NaN where there is no target."""
+    counted = loss[~loss.isnan()].double()
+    mean = float(counted.mean()) if len(counted) else None
+    return Loss(loss.clone(), mean, None if mean is None else float(counted.mean().exp()))

@@ -1,0 +1,263 @@
+"""Every request of the clients, and how its answer is parsed. `Client` and `AsyncClient` send the requests.
+
+The signature and docstring of each function here are those of the clients' method of the same name. `**fields` are
+further fields of the request, as docs/api.md lists them; the server refuses unknown ones and names the nearest.
+"""
+
+import json
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from forwardscope import answers
+from forwardscope.call import EVENTS, SAFETENSORS, Call, Request, StreamCall
+from forwardscope.results import (
+    ChatAnswer,
+    ChatEvent,
+    Generation,
+    Logits,
+    ModelInfo,
+    ServedModel,
+    StreamEvent,
+    Trace,
+)
+from forwardscope.tensor_files import NumpyArray, read_safetensors
+
+Prompt = str | Sequence[int]
+Messages = str | Sequence[Mapping[str, Any]]
+
+
+def run(
+    prompt: Prompt,
+    stages: str | Sequence[str] = "*",
+    *,
+    positions: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    targets: Sequence[int | None] | None = None,
+    top_k: int | None = None,
+    model: str | None = None,
+    **fields: Any,
+) -> Call[Trace[NumpyArray]]:
+    """Run one forward pass over a prompt and return the arrays of its stages.
+
+    `stages` are globs over stage names, such as "blocks.*.attn.pattern". `positions` and `heads` select a part of each
+    stage. `targets` has the correct next token of each position, for the loss; by default, the next token of the
+    prompt. `top_k` is the number of predictions for each position.
+    """
+    body = without_none(
+        prompt=to_prompt(prompt),
+        stages=[stages] if isinstance(stages, str) else list(stages),
+        positions=to_indices(positions),
+        heads=to_indices(heads),
+        targets=None if targets is None else [None if each is None else operator.index(each) for each in targets],
+        top_k=top_k,
+        model=model,
+        **fields,
+    )
+    request = Request("/forward", body, SAFETENSORS)
+    return Call(request, lambda content: answers.trace(*read_safetensors(content), body.get("positions")))
+
+
+def logits(
+    prompt: Prompt,
+    positions: Literal["last", "all"] | Sequence[int] = "last",
+    *,
+    top_k: int | None = None,
+    logprobs: bool = False,
+    model: str | None = None,
+    **fields: Any,
+) -> Call[Logits[NumpyArray]]:
+    """The logits of the next token, at the last position or at others.
+
+    With `top_k`, only the logits of this many most likely tokens are returned. With `logprobs`, the logarithms of the
+    probabilities are returned as well.
+    """
+    body = without_none(
+        prompt=to_prompt(prompt),
+        positions=positions if isinstance(positions, str) else to_indices(positions),
+        top_k=top_k,
+        logprobs=logprobs,
+        model=model,
+        **fields,
+    )
+    return Call(Request("/logits", body, SAFETENSORS), lambda content: answers.logits(*read_safetensors(content)))
+
+
+def generate(
+    prompt: Prompt,
+    *,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    n: int | None = None,
+    logprobs: int | None = None,
+    trace: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> Call[Generation[NumpyArray]]:
+    """Continue a prompt, and return the whole text with its tokens.
+
+    `temperature=0` always takes the most likely token. `trace` returns stages of the steps, for example
+    `{"stages": ["*.attn.pattern"], "heads": [0]}` or `{"logit_lens": True}`. Further fields are `top_k`, `top_p`,
+    `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos`, `echo` and others.
+    """
+    body = generation_body(prompt, max_tokens, temperature, seed, stop, n, logprobs, trace, fields)
+    return Call(Request("/generate", body), parser(answers.generation))
+
+
+def stream(
+    prompt: Prompt,
+    *,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    n: int | None = None,
+    logprobs: int | None = None,
+    trace: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> StreamCall[StreamEvent[NumpyArray]]:
+    """Continue a prompt, and iterate over the tokens as the server computes them; the arguments are as in `generate`.
+
+    The request is sent when the first event is asked for. Leaving the loop early closes the connection, and the server
+    stops. A `with` block around the stream, or its method `close`, does so even if a variable still holds the stream.
+    """
+    body = generation_body(prompt, max_tokens, temperature, seed, stop, n, logprobs, trace, fields)
+    return StreamCall(Request("/generate", body | {"stream": True}, EVENTS), answers.stream_events)
+
+
+def chat(
+    messages: Messages,
+    *,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    model: str | None = None,
+    **fields: Any,
+) -> Call[ChatAnswer]:
+    """Answer a conversation: a list of messages `{"role": "user", "content": "..."}`, or one question as a string.
+
+    The model needs a chat template. The fields are those of OpenAI's chat completions.
+    """
+    body = chat_body(messages, max_tokens, temperature, seed, stop, model, fields)
+    return Call(Request("/v1/chat/completions", body), parser(answers.chat_answer))
+
+
+def stream_chat(
+    messages: Messages,
+    *,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    model: str | None = None,
+    **fields: Any,
+) -> StreamCall[ChatEvent]:
+    """Answer a conversation, and iterate over the pieces of the answer. The arguments are those of `chat`."""
+    body = chat_body(messages, max_tokens, temperature, seed, stop, model, fields)
+    return StreamCall(Request("/v1/chat/completions", body | {"stream": True}, EVENTS), answers.chat_events)
+
+
+def to_tokens(text: str, *, add_special_tokens: bool = True, **fields: Any) -> Call[list[int]]:
+    """The token ids of a text, with the special tokens of the checkpoint unless `add_special_tokens` is False."""
+    body = without_none(text=text, add_special_tokens=add_special_tokens, **fields)
+    return Call(Request("/tokenize", body), parser(lambda answer: [token["id"] for token in answer["tokens"]]))
+
+
+def to_text(ids: Sequence[int], *, skip_special_tokens: bool = True, **fields: Any) -> Call[str]:
+    """The text of token ids, without special tokens unless `skip_special_tokens` is False."""
+    body = without_none(tokens=to_indices(ids), skip_special_tokens=skip_special_tokens, **fields)
+    return Call(Request("/detokenize", body), parser(lambda answer: str(answer["text"])))
+
+
+def model() -> Call[ModelInfo]:
+    """The served model: its configuration, parameter counts, stages and limits."""
+    return Call(Request("/model"), parser(answers.model_info))
+
+
+def models() -> Call[list[ServedModel]]:
+    """The served model and the worked examples."""
+    return Call(Request("/models"), parser(answers.served_models))
+
+
+def health() -> Call[str]:
+    """Return "ok" if the server runs. Raises `ConnectionFailed` if it does not."""
+    return Call(Request("/health"), parser(lambda answer: str(answer["status"])))
+
+
+# Bodies
+
+
+def generation_body(
+    prompt: Prompt,
+    max_tokens: int | None,
+    temperature: float | None,
+    seed: int | None,
+    stop: str | Sequence[str] | None,
+    n: int | None,
+    logprobs: int | None,
+    trace: Mapping[str, Any] | None,
+    fields: dict[str, Any],
+) -> dict[str, Any]:
+    """The body of POST /generate. A trace has the values of its stages unless it names another `detail`."""
+    if trace is not None:
+        trace = ({"detail": "values"} if "stages" in trace else {}) | dict(trace) | {"encoding": "base64"}
+        if isinstance(trace.get("stages"), str):
+            trace["stages"] = [trace["stages"]]
+    return without_none(
+        prompt=to_prompt(prompt),
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        stop=stop if stop is None or isinstance(stop, str) else list(stop),
+        n=n,
+        logprobs=logprobs,
+        trace=trace,
+        **not_stream(fields),
+    )
+
+
+def chat_body(
+    messages: Messages,
+    max_tokens: int | None,
+    temperature: float | None,
+    seed: int | None,
+    stop: str | Sequence[str] | None,
+    model: str | None,
+    fields: dict[str, Any],
+) -> dict[str, Any]:
+    own = [{"role": "user", "content": messages}] if isinstance(messages, str) else [dict(each) for each in messages]
+    return without_none(
+        messages=own,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        stop=stop if stop is None or isinstance(stop, str) else list(stop),
+        model=model,
+        **not_stream(fields),
+    )
+
+
+def not_stream(fields: dict[str, Any]) -> dict[str, Any]:
+    if "stream" in fields:
+        raise TypeError("'stream' is not an argument: call `stream` or `stream_chat` for a stream")
+    return fields
+
+
+def without_none(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def to_prompt(prompt: Prompt) -> str | list[int]:
+    """Token ids may be a list, a numpy array or a tensor."""
+    return prompt if isinstance(prompt, str) else [operator.index(each) for each in prompt]
+
+
+def to_indices(indices: Sequence[int] | None) -> list[int] | None:
+    return None if indices is None else [operator.index(each) for each in indices]
+
+
+def parser(parse: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], Any]:
+    """A function that parses the JSON of an answer, and calls `parse` with it."""
+    return lambda content: parse(json.loads(content))

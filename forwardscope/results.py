@@ -1,0 +1,265 @@
+"""The results of calls, as plain dataclasses. Arrays are numpy arrays in a client, and tensors in `load`'s model."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+from forwardscope.errors import UnknownStage
+
+
+class Indexable(Protocol):
+    """A numpy array or a tensor."""
+
+    def __getitem__(self, key: Any, /) -> Any: ...
+
+
+Array = TypeVar("Array", bound=Indexable)
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of a prompt. `text` is None if the model has no tokenizer, or if its tokenizer does not have the id."""
+
+    id: int
+    text: str | None
+    position: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A token that may come next, with its logit and its probability over the whole vocabulary."""
+
+    id: int
+    text: str | None
+    logit: float
+    probability: float
+
+
+@dataclass(frozen=True)
+class Loss(Generic[Array]):
+    """Cross-entropy in nats: `per_token` (position,), NaN where there is no target, and its mean over the others.
+
+    `mean` and `perplexity` are None if no position has a target.
+    """
+
+    per_token: Array
+    mean: float | None
+    perplexity: float | None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage: its name, the names of its axes, its shape, and the dtype in which it was computed."""
+
+    name: str
+    dims: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StageArrays(Mapping[str, Array]):
+    """The arrays of stages by name, in the order of computation.
+
+    A name may be written as in TransformerLens, with `hook_`. A name that is not there raises `UnknownStage`, which is
+    a `KeyError` and names similar stages.
+    """
+
+    stages: tuple[Stage, ...]
+    arrays: Mapping[str, Array] = field(repr=False)
+
+    def __getitem__(self, name: str) -> Array:
+        plain = name.replace("hook_", "")
+        if plain not in self.arrays:
+            raise UnknownStage(name, self.arrays.keys())
+        return self.arrays[plain]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.arrays)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    def dims(self, name: str) -> tuple[str, ...]:
+        """The names of the axes of a stage, such as ("batch", "head", "query", "key")."""
+        self[name]  # raises `UnknownStage`
+        return next(stage.dims for stage in self.stages if stage.name == name.replace("hook_", ""))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Trace(StageArrays[Array]):
+    """One forward pass over a prompt.
+
+    `trace["blocks.0.attn.pattern"]` is the array of a stage. `positions` are the requested positions, and
+    `predictions` has the most likely next tokens of each of them.
+    """
+
+    model: str
+    tokens: tuple[Token, ...]
+    positions: tuple[int, ...]
+    predictions: tuple[tuple[Prediction, ...], ...]
+    loss: Loss[Array]
+
+    @property
+    def logits(self) -> Array:
+        """The logits (position, d_vocab). A client's trace has them only if they were among the requested `stages`."""
+        return cast(Array, self["logits"][0])
+
+
+@dataclass(frozen=True)
+class LensLayer:
+    """The most likely tokens after one block, and the probability that it gives to the token that was chosen."""
+
+    layer: int
+    top: tuple[Prediction, ...]
+    chosen_probability: float
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepTrace(StageArrays[Array]):
+    """The trace of one step of a generation: the stages of the `positions` that the step computed."""
+
+    positions: tuple[int, ...]
+    predictions: tuple[tuple[Prediction, ...], ...]
+    logit_lens: tuple[LensLayer, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logits(Generic[Array]):
+    """Next-token logits (position, d_vocab) at `positions`.
+
+    With `top_k`, their shape is (position, top_k), and `ids` has the token of each logit; otherwise `ids` is None.
+    `logprobs` is None unless the request asked for it.
+    """
+
+    model: str
+    tokens: tuple[Token, ...]
+    positions: tuple[int, ...]
+    logits: Array
+    ids: Array | None
+    logprobs: Array | None
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token with its log-probability, and the most likely tokens at its place.
+
+    `logprob` is None for the first token of an echoed prompt.
+    """
+
+    id: int
+    text: str | None
+    logprob: float | None
+    top: tuple["TokenLogprob", ...] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Counts of tokens. `cached_tokens` counts the prompt tokens that an earlier request had computed."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice(Generic[Array]):
+    """One continuation. `finish_reason` is "stop", "length" or "cancelled".
+
+    `stop_reason` is the stop string or the id of the stop token that ended the text.
+    """
+
+    choice: int
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+    stop_reason: str | int | None
+    usage: Usage
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    trace: tuple[StepTrace[Array], ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation(Choice[Array]):
+    """The first continuation, and all of them in `choices`. `timings` are in seconds."""
+
+    id: str
+    model: str
+    choices: tuple[Choice[Array], ...] = field(repr=False)
+    timings: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """How one continuation of a stream ended."""
+
+    finish_reason: str
+    stop_reason: str | int | None
+    usage: Usage
+    timings: Mapping[str, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamEvent(Generic[Array]):
+    """One event of a stream: a token of continuation `choice` with the text that it completes, or the end of a choice.
+
+    `token` is None in events that trace a part of a long prompt, and in the last event of a choice, which has `finish`.
+    """
+
+    choice: int
+    text: str
+    token: TokenLogprob | None = None
+    trace: StepTrace[Array] | None = None
+    finish: Finish | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatAnswer:
+    """The answer to a conversation. Append `message` to the messages before you ask the next question.
+
+    `text` is None if the model answered with tool calls alone; they are in `message`.
+    """
+
+    id: str
+    model: str
+    text: str | None
+    message: Mapping[str, Any]
+    finish_reason: str
+    usage: Usage
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatEvent:
+    """One event of a streamed chat answer: a piece of its text, or its end with `finish_reason`.
+
+    `delta` is the change of the message as the server sent it.
+    """
+
+    text: str
+    delta: Mapping[str, Any]
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """The served model. `stages` are pairs of a name and the names of its axes, in the order of computation."""
+
+    name: str
+    device: str
+    dtype: str
+    quantization: str
+    config: Mapping[str, Any]
+    parameters: Mapping[str, Any]
+    generation_defaults: Mapping[str, Any]
+    eos_token_ids: tuple[int, ...]
+    stages: tuple[tuple[str, tuple[str, ...]], ...]
+    limits: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A name for the field `model`: the served checkpoint, or a worked example with the title of its article."""
+
+    name: str
+    kind: str
+    title: str | None

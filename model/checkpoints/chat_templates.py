@@ -1,0 +1,98 @@
+"""Read the chat templates of a checkpoint from the files in which transformers saves them."""
+
+from pathlib import Path
+from typing import Any
+
+from model.errors import CheckpointError
+from model.files import read_json, read_regular_file
+from model.text.chat_template import MAX_SOURCE_CHARACTERS, ChatTemplate, InvalidTemplate
+from model.text.tokenizer import Tokenizer
+
+CONFIG = "tokenizer_config.json"
+MAX_TEMPLATES = 100
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def read_chat_template(
+    directory: Path, tokenizer: Tokenizer | None, override: Path | None = None
+) -> ChatTemplate | None:
+    """The chat templates of a checkpoint, or None if it has none.
+
+    They are `chat_template.jinja` and `additional_chat_templates/*.jinja`, or else `chat_template` in
+    `tokenizer_config.json`. The template in the file `override` replaces all of them. Raises a `CheckpointError` that
+    names the file.
+    """
+    if tokenizer is None:
+        if override is not None:
+            raise CheckpointError(f"{override}: a chat template needs a tokenizer.json, which the checkpoint lacks")
+        return None
+    config_path = directory / CONFIG
+    files = _template_files(directory) if override is None else {"default": override}
+    if files:
+        sources = {name: _read_text(path) for name, path in files.items()}
+    else:
+        sources = _templates_of(_read_config(directory).get("chat_template"), config_path)
+    if not sources:
+        return None
+    try:
+        return ChatTemplate(sources, tokenizer, read_special_tokens(directory))
+    except InvalidTemplate as error:
+        raise CheckpointError(f"{files.get(error.name, config_path)}: {error}") from error
+
+
+def _template_files(directory: Path) -> dict[str, Path]:
+    """The template files by name. If there are any, the templates in `tokenizer_config.json` have no effect."""
+    default = directory / "chat_template.jinja"
+    files = {"default": default} if default.exists() else {}
+    files |= {
+        path.name.removesuffix(".jinja"): path for path in (directory / "additional_chat_templates").glob("*.jinja")
+    }
+    if len(files) > MAX_TEMPLATES:
+        raise CheckpointError(f"{directory}: has more than {MAX_TEMPLATES} chat templates, the limit")
+    return files
+
+
+def _templates_of(value: Any, path: Path) -> dict[str, str]:
+    """The templates by name, from `value` in `tokenizer_config.json`: None, a text, an object, or a list of objects."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, dict):
+        value = [{"name": name, "template": template} for name, template in value.items()]
+    if not isinstance(value, list) or len(value) > MAX_TEMPLATES:
+        raise CheckpointError(f"{path}: chat_template must be a text or a list of templates, at most {MAX_TEMPLATES}")
+    sources = {}
+    for each in value:
+        if not isinstance(each, dict) or not all(isinstance(each.get(key), str) for key in ("name", "template")):
+            raise CheckpointError(f"{path}: each item of chat_template must have a name and a template")
+        sources[each["name"]] = each["template"]
+    return sources
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / CONFIG
+    return read_json(path) if path.exists() else {}
+
+
+def read_special_tokens(directory: Path) -> dict[str, str]:
+    """The texts of the special tokens that a checkpoint names, such as `bos_token`."""
+    config = _read_config(directory)
+    path = directory / "special_tokens_map.json"
+    is_legacy = "added_tokens_decoder" not in config and path.exists()
+    named = {**config, **(read_json(path) if is_legacy else {})}
+    tokens = {}
+    for key in SPECIAL_TOKENS:
+        token = named.get(key)
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str):
+            tokens[key] = content
+    return tokens
+
+
+def _read_text(path: Path) -> str:
+    content = read_regular_file(path, max_bytes=4 * MAX_SOURCE_CHARACTERS)
+    try:
+        return content.decode("utf-8").replace("\r\n", "\n")  # as when a file is opened in text mode
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: not a text in UTF-8") from error

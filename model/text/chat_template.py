@@ -1,0 +1,241 @@
+"""Chat templates: from a list of messages to the prompt that a model was trained on.
+
+A template comes from the checkpoint, the messages come from a client, and both are untrusted. So templates run in a
+sandbox with limits on time and memory (`template_sandbox.py`), and a special token in a client's text is plain text,
+unless the caller allows it (`special_token_names.py`). The ids equal those of transformers' `apply_chat_template`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jinja2
+from jinja2 import meta
+
+from model.errors import InvalidField, join_names, shortened
+from model.text.renamed_tokens import only_literal_matches, rename_tokens
+from model.text.special_token_names import SpecialTokenNames
+from model.text.template_budget import TooExpensive
+from model.text.template_sandbox import TemplateEnvironment, render
+from model.text.tokenizer import Tokenizer
+
+MAX_SOURCE_CHARACTERS = 1 << 18  # the longest published templates have some 20,000
+MAX_MESSAGE_CHARACTERS = 500  # of an error that a template raises
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # transformers accepts all of them
+
+Message = Mapping[str, Any]
+"""A message, as templates expect it: the fields of the OpenAI protocol, as plain JSON values.
+
+`role` and `content` (a string, None, or a list of parts such as `{"type": "text", "text": ...}`); where they apply,
+`name`, `tool_calls`, `tool_call_id` and `reasoning_content`. `function.arguments` of a tool call is an object, not the
+JSON text of the protocol: parse the text first. Fields that are None are left out. The caller checks roles and types.
+"""
+
+
+class InvalidTemplate(ValueError):
+    """A template that cannot be compiled. `name` is the name of the template."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"chat template {name!r}: {reason}")
+        self.name = name
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """A template of a checkpoint, compiled twice: as it is, and with names in place of its special tokens."""
+
+    source: str
+    plain: jinja2.Template
+    protected: jinja2.Template
+    variables: frozenset[str]
+
+
+class ChatTemplate:
+    """The chat templates of a checkpoint.
+
+    `source` is one template, or several by name. `special_tokens` are variables of the templates, such as `bos_token`.
+    Raises an `InvalidTemplate` that names the template and the line.
+    """
+
+    def __init__(
+        self, source: str | Mapping[str, str], tokenizer: Tokenizer, special_tokens: Mapping[str, str] | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._special_tokens = dict(special_tokens or {})
+        named = set(self._special_tokens.values())
+        special = {text for text, is_special in tokenizer.added_tokens.items() if is_special or text in named}
+        self._names = SpecialTokenNames(special)
+        self._only_literal_matches = only_literal_matches(tokenizer, special)
+        sources = {"default": source} if isinstance(source, str) else source
+        environment = TemplateEnvironment()
+        self._variants = {name: self._compile(environment, name, text) for name, text in sources.items()}
+
+    def _compile(self, environment: TemplateEnvironment, name: str, source: str) -> _Variant:
+        if len(source) > MAX_SOURCE_CHARACTERS:
+            raise InvalidTemplate(name, f"has more than {MAX_SOURCE_CHARACTERS} characters, the limit")
+        try:
+            plain, protected = environment.parse(source), environment.parse(source)
+            variables = frozenset(meta.find_undeclared_variables(plain))
+            self._names.hide_in_template(protected)
+            compiled = environment.compile_limited(plain), environment.compile_limited(protected)
+        except jinja2.TemplateSyntaxError as error:
+            raise InvalidTemplate(name, f"line {error.lineno}: {error.message}") from error
+        except Exception as error:  # Python's own compiler refuses, for example, too many nested loops
+            raise InvalidTemplate(name, f"cannot be compiled: {error}") from error
+        return _Variant(source, *compiled, variables)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the templates. A checkpoint with one template calls it "default"."""
+        return tuple(self._variants)
+
+    def source_for(self, *, with_tools: bool) -> str:
+        """The source of the template that is chosen by default, for conversations with or without tools."""
+        return self._choose(None, with_tools=with_tools).source
+
+    def uses(self, variable: str, *, name: str | None = None) -> bool:
+        """Whether a template refers to a variable, such as "tools" or "enable_thinking".
+
+        Without a `name`, whether any template that may be chosen by default refers to the variable.
+        """
+        names = ("default", "tool_use") if name is None else (name,)
+        return any(variable in self._variants[each].variables for each in names if each in self._variants)
+
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
+        """The prompt as text, for people to read. The arguments are those of `encode`."""
+        return self._names.show(self._render(messages, **options))
+
+    def encode(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        name: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        allow_special_tokens: bool = False,
+    ) -> list[int]:
+        """The token ids of the prompt.
+
+        `add_generation_prompt` ends the prompt with the beginning of an answer. `continue_final_message` ends it inside
+        the content of the last message, which the model then continues. `name` chooses a template; by default it is
+        "tool_use" if there are tools and such a template, else "default". `variables` are additional variables of the
+        template, such as `enable_thinking`; the caller refuses those that the template does not use.
+
+        The text of a special token in a message, a tool, a document or a variable is plain text, so that no client can
+        end its own message and begin another one. With `allow_special_tokens` it is the token, as in transformers.
+
+        Raises `InvalidField`. Its field is "messages" if the template refuses them, or takes too much time or memory.
+        """
+        text = self._render(
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            name=name,
+            variables=variables,
+            allow_special_tokens=allow_special_tokens,
+        )
+        # The template writes a begin-of-sequence token itself, if the model needs one.
+        if not allow_special_tokens and not (self._only_literal_matches and self._names.are_the_only_ones(text)):
+            return self._renamed.encode(text, add_special_tokens=False)
+        return self._tokenizer.encode(self._names.show(text), add_special_tokens=False)
+
+    @cached_property
+    def _renamed(self) -> Tokenizer:
+        """A tokenizer that finds special tokens only by their unguessable names, built when it is first needed."""
+        return rename_tokens(self._tokenizer, self._names.name_of)
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        name: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        allow_special_tokens: bool = False,
+    ) -> str:
+        """The prompt, with names in place of the special tokens that the template wrote, unless they are allowed."""
+        variant = self._choose(name, with_tools=tools is not None)
+        variables = variables or {}
+        for own in OWN_VARIABLES:
+            if own in variables:
+                raise InvalidField("chat_template_kwargs", f"{own!r} cannot be set here; it has a field of its own")
+        if not messages:
+            raise InvalidField("messages", "must have at least one message")
+        prepared = [_with_reasoning_fields({k: v for k, v in each.items() if v is not None}) for each in messages]
+        if continue_final_message:
+            if add_generation_prompt:
+                raise InvalidField("continue_final_message", "cannot be combined with add_generation_prompt")
+            final_text = self._mark_end(prepared, variant.source)
+        hide = str if allow_special_tokens else self._names.hide
+        special_tokens = {key: hide(token) for key, token in self._special_tokens.items()}
+        values = (prepared, tools, documents, add_generation_prompt)
+        template = variant.plain if allow_special_tokens else variant.protected
+        try:
+            text = render(template, {**special_tokens, **variables, **dict(zip(OWN_VARIABLES, values, strict=True))})
+        except TooExpensive as error:
+            raise InvalidField("messages", f"the chat template {error}; send less text, or fewer messages") from error
+        except Exception as error:  # a template can raise anything, mostly for messages that it was not written for
+            reason = self._names.show(str(error)) or type(error).__name__
+            is_own = isinstance(error, jinja2.TemplateError)
+            raise InvalidField(
+                "messages",
+                f"the chat template {'refuses them' if is_own else 'cannot render them'}: {_shortened(reason)}",
+            ) from error
+        if continue_final_message:
+            text = self._cut_at_end(text, final_text)
+        return text if allow_special_tokens else self._names.complete_roles(text)
+
+    def _choose(self, name: str | None, *, with_tools: bool) -> _Variant:
+        """The template that transformers chooses."""
+        if name is None:
+            name = "tool_use" if with_tools and "tool_use" in self._variants else "default"
+        if name not in self._variants:
+            known = join_names(self._variants)
+            raise InvalidField("chat_template", f"{shortened(name)} is not a template of this model; known: {known}")
+        return self._variants[name]
+
+    def _mark_end(self, messages: list[dict[str, Any]], source: str) -> str:
+        """Mark the end of the content of the last message. Returns the content."""
+        content = messages[-1].get("content")
+        if content is None or "content" not in source:
+            raise InvalidField("continue_final_message", "the last message has no content that could be continued")
+        if isinstance(content, str):
+            messages[-1]["content"] = content + self._names.end_mark
+            return content
+        parts = [dict(part) for part in content]
+        for part in reversed(parts):
+            if isinstance(part.get("text"), str):
+                text: str = part["text"]
+                part["text"] += self._names.end_mark
+                messages[-1]["content"] = parts
+                return text
+        raise InvalidField("continue_final_message", "the last message has no text that could be continued")
+
+    def _cut_at_end(self, text: str, final_text: str) -> str:
+        """The text before the mark of `_mark_end`, without spaces at its end if the template trims the content."""
+        mark = self._names.end_mark
+        place = text.rfind(mark.strip())
+        if place < 0 or final_text.strip() not in text:
+            raise InvalidField("continue_final_message", "the chat template does not write the last message as it is")
+        return text[:place] if text.startswith(mark, place) else text[:place].rstrip()
+
+
+def _with_reasoning_fields(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning under the names that templates read, as transformers gives it to them."""
+    reasoning = next((message[key] for key in REASONING_FIELDS if message.get(key) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _shortened(reason: str) -> str:
+    reason = " ".join(reason.split())
+    return reason if len(reason) <= MAX_MESSAGE_CHARACTERS else f"{reason[:MAX_MESSAGE_CHARACTERS]}..."

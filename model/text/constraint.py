@@ -1,0 +1,189 @@
+"""Constrain the text of a sequence: which tokens its grammar allows next, as bitmasks.
+
+A `Constraint` is compiled once for a request (grammar.py), and all continuations of the request share it. Each
+continuation has a `GrammarState`, which depends only on the tokens that the continuation has generated.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model.errors import InvalidField
+
+WORD_BITS = 32
+Words = NDArray[np.int32]
+
+
+class Constraint:
+    """A compiled grammar over a vocabulary of `vocab_size` tokens. `field` is its field in the request.
+
+    Raises `InvalidField` if the grammar is invalid, or allows nothing but the empty text.
+    """
+
+    def __init__(self, field: str, matcher: LLMatcher, vocab_size: int) -> None:
+        self.field = field
+        self.vocab_size = vocab_size
+        self._matcher = matcher
+        # The first mask is computed here, in the thread of the caller, because it takes longer than later ones.
+        words = np.zeros(num_words(vocab_size), dtype=np.int32)
+        if not matcher.is_error():
+            fill(matcher, words)
+        if matcher.is_error():
+            raise InvalidField(field, reason_of(matcher))
+        if not allows_tokens(words, vocab_size):
+            raise InvalidField(field, "allows nothing but the empty text")
+
+    def new_matcher(self) -> LLMatcher:
+        """A matcher at the beginning of the text. It shares nothing with others."""
+        return self._matcher.deep_copy()
+
+
+class GrammarState:
+    """How far one sequence has come in its grammar.
+
+    The `stop_token_ids` are allowed exactly where the text is complete, and no other rule of the grammar concerns them.
+    """
+
+    def __init__(self, constraint: Constraint, stop_token_ids: Collection[int] = ()) -> None:
+        self.constraint = constraint
+        self.is_complete = False
+        """Whether no token can follow. The sequence then ends, also without a stop token."""
+        self._matcher = constraint.new_matcher()
+        self._tokens: list[int] = []
+        self._stop_ids = [token_id for token_id in stop_token_ids if token_id < constraint.vocab_size]
+
+    def append(self, token_id: int) -> None:
+        """Add a generated token. The mask must have allowed it, and it must not be a stop token."""
+        self._tokens.append(token_id)
+        if not self._matcher.consume_token(token_id):
+            raise self._error()
+        if self._matcher.is_stopped():
+            self.is_complete = True
+        elif self._matcher.is_accepting():
+            words = np.zeros(num_words(self.constraint.vocab_size), dtype=np.int32)
+            fill(self._matcher, words)  # kept by the matcher, so that the next step does not compute it again
+            self.is_complete = not self._matcher.is_error() and not allows_tokens(words, self.constraint.vocab_size)
+
+    def fill_masks(self, words: Words, draft: Sequence[int]) -> InvalidField | None:
+        """Write the mask after the newest token, and one after each drafted token: words (1 + D, W).
+
+        If a drafted token is not allowed, the masks after it are not written, because no token is chosen with them.
+        Returns the error if the mask after the newest token fails. If a mask after a drafted token fails, it allows
+        nothing.
+        """
+        num_ahead = 0
+        for row in range(1 + len(draft)):
+            fill(self._matcher, words[row])
+            if self._matcher.is_error():
+                error = self._error()
+                if row == 0:
+                    return error
+                words[row] = 0  # a sequence that reaches this state meets the error in its next step
+                self._restart()
+                return None
+            if not self._mark_stop_ids(words[row]) and row == 0:
+                return self._error("every token that can follow is in stop_token_ids, but the text is not complete")
+            if row == len(draft) or not self._matcher.try_consume_tokens([draft[row]]):
+                break
+            num_ahead += 1
+        if num_ahead and not self._matcher.rollback(num_ahead):
+            self._restart()
+        return None
+
+    def _mark_stop_ids(self, words: Words) -> bool:
+        """Allow the stop tokens if the text is complete, otherwise exclude them. Returns whether any token is left."""
+        is_accepting = has_bit(words, self.constraint.vocab_size)
+        bits = words.view(np.uint32)
+        removed = False
+        for token_id in self._stop_ids:
+            word, bit = token_id // WORD_BITS, np.uint32(1 << token_id % WORD_BITS)
+            if is_accepting:
+                bits[word] |= bit
+            elif bits[word] & bit:
+                bits[word] &= ~bit
+                removed = True
+        return not removed or bool(words.any())
+
+    def _restart(self) -> None:
+        """Compute the state again from the generated tokens, after an error in a draft."""
+        self._matcher = self.constraint.new_matcher()
+        self._matcher.consume_tokens(self._tokens)
+
+    def _error(self, reason: str | None = None) -> InvalidField:
+        reason = reason or reason_of(self._matcher)
+        return InvalidField(self.constraint.field, f"after {len(self._tokens)} tokens: {reason}")
+
+
+@dataclass(frozen=True)
+class TokenMasks:
+    """Which tokens each row of logits (R, V) allows.
+
+    Bit i % 32 of word i // 32 says whether token i is allowed: words (R, W) int32. All bits are
+    set in rows without a constraint, and in the rows of a sequence whose mask failed. `failures` maps the first row of
+    such a sequence to the error.
+    """
+
+    words: Tensor
+    failures: Mapping[int, Exception]
+
+
+def token_masks(rows: Sequence[tuple[GrammarState | None, Sequence[int]]], vocab_size: int) -> TokenMasks | None:
+    """The masks of some sequences, each given as its state and its draft. None if no sequence has a constraint.
+
+    A sequence has one row, and one more for each drafted token.
+    """
+    if all(state is None for state, _ in rows):
+        return None
+    num_rows = sum(1 + len(draft) for _, draft in rows)
+    words = np.full((num_rows, num_words(vocab_size)), -1, dtype=np.int32)
+    failures: dict[int, Exception] = {}
+    first = 0
+    for state, draft in rows:
+        end = first + 1 + len(draft)
+        if state is not None:
+            error = state.fill_masks(words[first:end], draft)
+            if error is not None:
+                failures[first] = error
+                words[first:end] = -1
+        first = end
+    return TokenMasks(torch.from_numpy(words), failures)
+
+
+def num_words(vocab_size: int) -> int:
+    """The number of words of a mask, which has one bit for each token and one for the end of the text."""
+    return vocab_size // WORD_BITS + 1
+
+
+def fill(matcher: LLMatcher, words: Words) -> None:
+    """Write the mask of the matcher's state: words (W). It is not valid if the matcher has an error afterwards."""
+    matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+
+
+def has_bit(words: Words, index: int) -> bool:
+    return bool(int(words[index // WORD_BITS]) >> index % WORD_BITS & 1)
+
+
+def allows_tokens(words: Words, vocab_size: int) -> bool:
+    """Whether a mask allows anything but the end of the text."""
+    end, bit = divmod(vocab_size, WORD_BITS)
+    return bool(words[:end].any()) or bool(int(words[end]) & (1 << bit) - 1)
+
+
+def reason_of(matcher: LLMatcher) -> str:
+    return shorten_reason(matcher.get_error())
+
+
+def shorten_reason(text: str) -> str:
+    """Prepare an error message of llguidance for the client: remove internal details, and limit the length."""
+    if "NoExtension" in text:
+        return "no token of the vocabulary continues the text as the grammar demands"
+    if text.startswith("panic") or not text:
+        return "the grammar cannot be used"
+    text = " ".join(text.partition("<non-verbose/>")[0].partition("\n<")[0].split())
+    text = text.replace("Enable 'coerce_one_of' option to approximate oneOf with anyOf", "Use anyOf")
+    return text if len(text) <= 300 else f"{text[:300]}..."

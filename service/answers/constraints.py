@@ -1,0 +1,74 @@
+"""Structured output: compile the constraint of a request on its generated text."""
+
+from collections.abc import Callable
+
+from fastapi import Request
+
+from model.checkpoints.load import Checkpoint
+from model.errors import InvalidField
+from model.text.constraint import Constraint
+from model.text.grammar import Grammars
+from model.text.grammar_checker import NeedsMoreTime
+from service.http.disconnects import unless_disconnected
+from service.http.errors import ApiError, internal, invalid
+from service.http.schemas import StructuredOutputs
+from service.state import State
+
+Compile = Callable[[Grammars], Constraint]
+"""Compiles one constraint. Raises `InvalidField` if it is invalid or too expensive, `NeedsMoreTime` if it is slow."""
+FIELD = "structured_outputs"
+
+
+def structured_output(asked: StructuredOutputs | None) -> Compile | None:
+    """How to compile the `structured_outputs` of a request; None if it has none."""
+    if asked is None:
+        return None
+    if (schema := asked.json_schema) is not None:
+        return lambda grammars: grammars.json_schema(f"{FIELD}.json", schema)
+    if (pattern := asked.regex) is not None:
+        return lambda grammars: grammars.regex(f"{FIELD}.regex", pattern)
+    if (choices := asked.choice) is not None:
+        return lambda grammars: grammars.choice(f"{FIELD}.choice", choices)
+    text = asked.grammar
+    assert text is not None, "the schema requires exactly one of the four"
+    return lambda grammars: grammars.grammar(f"{FIELD}.grammar", text)
+
+
+async def compile_constraint(
+    request: Request, state: State, checkpoint: Checkpoint, compile_one: Compile | None
+) -> Constraint | None:
+    """Compile a constraint outside of the event loop; None if the request has none.
+
+    A slow one is given up after a fraction of a second, and compiled again on a second thread, so that it delays only
+    other slow ones. Raises 400 that names the field and the reason for one that is invalid or too expensive, and 429 if
+    too many wait.
+    """
+    if compile_one is None:
+        return None
+    tokenizer = checkpoint.tokenizer
+    if tokenizer is None:
+        raise invalid(FIELD, "this checkpoint has no tokenizer.json, so there is no text to constrain", "no_tokenizer")
+    state.worker.check_room(0)  # refuse before the work of compiling, not after it
+
+    def compile_quickly() -> Constraint:
+        if state.grammars is None:
+            state.slow_grammars = Grammars(tokenizer, checkpoint.model.config.vocab_size)
+            state.grammars = state.slow_grammars.quick()
+        return compile_one(state.grammars)
+
+    def compile_slowly() -> Constraint:
+        assert state.slow_grammars is not None, "made by compile_quickly"
+        return compile_one(state.slow_grammars)
+
+    try:
+        try:
+            return await unless_disconnected(request, state.worker.run_grammar(compile_quickly))
+        except NeedsMoreTime:
+            return await unless_disconnected(request, state.worker.run_grammar(compile_slowly, is_slow=True))
+    except InvalidField as error:
+        raise invalid(error.field, error.reason) from None
+
+
+def generation_error(error: Exception) -> ApiError:
+    """The answer for a failed choice: 400 if its own grammar is the reason, otherwise 500."""
+    return invalid(error.field, error.reason) if isinstance(error, InvalidField) else internal()

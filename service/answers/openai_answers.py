@@ -1,0 +1,105 @@
+"""Parts of answers that both OpenAI routes have: usage, token strings, and the log-probabilities of a prompt."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from model.text.sampling import TokenLogprobs
+from model.text.tokenizer import REPLACEMENT, Tokenizer
+from model.text.transcript import End, TokenOutput
+from service.answers.generation import Generation
+from service.http.errors import draining, invalid, timed_out
+from service.http.openai_schemas import Nullable
+
+
+def check_implemented(body: Nullable, where: str = "") -> None:
+    """Raise 400 for the first field that is not implemented and has no neutral value."""
+    for name, field in type(body).model_fields.items():
+        extra = field.json_schema_extra
+        if isinstance(extra, Mapping) and "neutral" in extra:
+            value, neutral = getattr(body, name), extra["neutral"]
+            assert isinstance(neutral, list)
+            if value is not None and not any(type(value) is type(each) and value == each for each in neutral):
+                accepted = f"; accepted are null and {', '.join(map(repr, neutral))}" if neutral else ""
+                reason = f"is not implemented, and would change the answer{accepted}; leave the field out"
+                raise invalid(f"{where}{name}", reason, "not_implemented")
+
+
+def usage(generation: Generation) -> dict[str, Any]:
+    """Count the tokens of a generation whose choices have all ended. Each prompt counts once."""
+    return {
+        "prompt_tokens": generation.num_prompt,
+        "completion_tokens": generation.num_generated,
+        "total_tokens": generation.num_prompt + generation.num_generated,
+        "prompt_tokens_details": {"cached_tokens": generation.num_cached},
+    }
+
+
+def finish_reason(end: End, generation: Generation) -> str:
+    """Name the reason: "stop" or "length". Raises 503 for a cancelled choice, for which OpenAI's API has no name."""
+    if end.finish_reason == "cancelled":
+        raise timed_out(generation.timeout_seconds) if end.stop_reason == "timeout" else draining()
+    return end.finish_reason
+
+
+class TokenStrings:
+    """Writes tokens as strings.
+
+    A token that holds only a part of a character is written as its bytes, `bytes:\\xe2\\x82`, as in OpenAI's API. With
+    `as_ids`, or without a tokenizer, every token is written as `token_id:7`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool) -> None:
+        self._tokenizer = None if as_ids else tokenizer
+
+    def text(self, token_id: int) -> str:
+        tokenizer = self._tokenizer
+        if tokenizer is None or token_id >= tokenizer.vocab_size:
+            return f"token_id:{token_id}"
+        text = tokenizer.token_text(token_id)
+        if REPLACEMENT in text and (raw := self.raw(token_id)) is not None:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        return text
+
+    def raw(self, token_id: int) -> bytes | None:
+        """The bytes of a token; None if it adds no text, or if there is no tokenizer that has it."""
+        tokenizer = self._tokenizer
+        if tokenizer is None or token_id >= tokenizer.vocab_size:
+            return None
+        return tokenizer.streamed_bytes(token_id) or None
+
+    def top(self, token_id: int, logprobs: TokenLogprobs, num_top: int) -> dict[str, float]:
+        """The log-probabilities of the `num_top` most likely tokens and of the token itself, by their strings.
+
+        If another token has the same string, it is written as `token_id:7`.
+        """
+        pairs = logprobs.top[:num_top]
+        if all(token_id != each for each, _ in pairs):
+            pairs.append((token_id, logprobs.chosen))
+        own = self.text(token_id)
+        result: dict[str, float] = {}
+        for each, logprob in pairs:
+            text = own if each == token_id else self.text(each)
+            is_taken = text in result or (text == own and each != token_id)
+            result[f"token_id:{each}" if is_taken else text] = logprob
+        return result
+
+
+def prompt_logprobs(tokens: Sequence[TokenOutput], num_top: int, strings: TokenStrings) -> list[dict[str, Any] | None]:
+    """Describe the tokens of a prompt as vLLM does: for each, token id -> log-probability, rank and text.
+
+    Each entry has the token itself and the `num_top` most likely ones. The first token has no prediction.
+    """
+
+    def describe(token: TokenOutput) -> dict[str, Any] | None:
+        logprobs = token.logprobs
+        if logprobs is None:
+            return None
+        entries = {
+            str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": strings.text(token_id)}
+            for rank, (token_id, logprob) in enumerate(logprobs.top[:num_top], 1)
+            if token_id != token.token_id
+        }
+        own = {"logprob": logprobs.chosen, "rank": logprobs.rank, "decoded_token": strings.text(token.token_id)}
+        return {str(token.token_id): own} | entries
+
+    return [describe(token) for token in tokens]

@@ -1,0 +1,97 @@
+"""The network that a POST /forward runs on: the served checkpoint or a worked example, and how it reads prompts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from fastapi import Request
+
+from model.analysis.forward_trace import Network
+from model.checkpoints.load import Checkpoint
+from model.tracing.stages import Stage, sizes_of, stages_of
+from model.worked_examples import WORKED_EXAMPLES, WorkedExample, worked_example
+from service.answers.prompts import Prompt, check_ids, longest_token_bytes, prompt_ids, token_text
+from service.http.errors import invalid
+from service.state import State, check_model, served_checkpoint
+
+MAX_EXAMPLE_TEXT = 10_000  # characters; the longest prompt that a worked example accepts is a few words
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A network with everything that an answer says about it. One of `checkpoint` and `example` is set."""
+
+    name: str
+    network: Network
+    stages: Sequence[Stage]
+    sizes: Callable[[int], Mapping[str, int]]
+    text_of: Callable[[int], str | None]
+    longest_token_bytes: int
+    dtype: torch.dtype
+    device: torch.device
+    checkpoint: Checkpoint | None = None
+    example: WorkedExample | None = None
+
+    async def read_prompt(self, request: Request, state: State, prompt: Prompt, param: str) -> list[int]:
+        """The token ids of a prompt. Raises 400 for one that this network cannot take."""
+        if self.checkpoint is not None:
+            return await prompt_ids(request, state, self.checkpoint, prompt, param)
+        assert self.example is not None
+        return example_ids(self.example, prompt, param)
+
+
+def find_subject(state: State, name: str | None) -> Subject:
+    """The network that a request names. Raises 404 for an unknown name."""
+    if name is not None and name in WORKED_EXAMPLES:
+        return example_subject(worked_example(name))
+    checkpoint = served_checkpoint(state)
+    check_model(checkpoint, name, others=WORKED_EXAMPLES)
+    return checkpoint_subject(checkpoint)
+
+
+def checkpoint_subject(checkpoint: Checkpoint) -> Subject:
+    config, weight = checkpoint.model.config, checkpoint.model.embed.weight
+    return Subject(
+        name=checkpoint.name,
+        network=checkpoint.model,
+        stages=stages_of(config),
+        sizes=lambda num_tokens: sizes_of(config, num_tokens),
+        text_of=lambda token_id: token_text(checkpoint, token_id),
+        longest_token_bytes=longest_token_bytes(checkpoint),
+        dtype=weight.dtype,
+        device=weight.device,
+        checkpoint=checkpoint,
+    )
+
+
+def example_subject(example: WorkedExample) -> Subject:
+    return Subject(
+        name=example.name,
+        network=example,
+        stages=example.stages,
+        sizes=example.sizes,
+        text_of=lambda token_id: example.vocabulary[token_id],
+        longest_token_bytes=max(len(word.encode()) for word in example.vocabulary),
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        example=example,
+    )
+
+
+def example_ids(example: WorkedExample, prompt: Prompt, param: str) -> list[int]:
+    if isinstance(prompt, list):
+        check_ids(prompt, len(example.vocabulary), param)
+        ids = prompt
+    else:
+        if len(prompt) > MAX_EXAMPLE_TEXT:
+            raise invalid(param, f"is longer than {MAX_EXAMPLE_TEXT} characters", "context_length")
+        try:
+            ids = example.encode(prompt)
+        except ValueError as error:
+            raise invalid(param, str(error), "unknown_word") from None
+    if not ids:
+        raise invalid(param, "is empty; send at least one token", "empty")
+    if len(ids) > example.max_positions:
+        reason = f"has {len(ids)} tokens, but {example.name} takes at most {example.max_positions}"
+        raise invalid(param, reason, "context_length")
+    return ids

@@ -1,0 +1,66 @@
+"""`forwardscope serve [MODEL] [options]`: serve one model over HTTP until SIGINT or SIGTERM."""
+
+import contextlib
+import logging
+import os
+import sys
+
+from pydantic import ValidationError
+from pydantic_settings import CliApp
+
+from service.app import create_app
+from service.http.server import listen, make_server
+from service.settings import PREFIX, Settings
+
+logger = logging.getLogger(__name__)
+
+# Seconds that a Python thread may run while another one waits. Python's default of 5 ms is long enough for the
+# network to generate a token.
+SWITCH_SECONDS = 0.0005
+
+
+def main() -> None:
+    """Serve until SIGINT or SIGTERM. A first argument that is not an option is the model.
+
+    Exit with 1 if the model cannot be loaded, the port cannot be opened or the engine fails, with 2 if a setting is
+    wrong.
+    """
+    arguments = sys.argv[1:]
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ["--model", *arguments]
+        if any(each == "--model" or each.startswith("--model=") for each in arguments[2:]):
+            sys.stderr.write("forwardscope serve: the model is given twice, as an argument and as --model\n")
+            sys.exit(2)
+    try:
+        settings = CliApp.run(Settings, cli_args=arguments)
+    except ValidationError as error:
+        for problem in error.errors():
+            where = "".join(f"{part}: " for part in problem["loc"])
+            sys.stderr.write(f"forwardscope: {where}{problem['msg'].removeprefix('Value error, ')}\n")
+        sys.exit(2)
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+
+    for name in sorted(os.environ):
+        if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in Settings.model_fields:
+            logger.warning("%s is ignored: there is no such setting", name)
+
+    sys.setswitchinterval(SWITCH_SECONDS)
+
+    def stop() -> None:
+        server.should_exit = True  # it is called while the server runs, so `server` is defined
+
+    app = create_app(settings, on_failure=stop)
+    state = app.state.forwardscope
+    try:
+        sockets = listen(settings.host, settings.port)
+    except OSError as error:
+        logger.error("cannot listen on %s, port %d: %s", settings.host, settings.port, error)
+        sys.exit(1)
+    server = make_server(app)
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises SIGINT again after its shutdown
+        server.run(sockets)
+    status = 0 if state.failure is None else 1
+    if state.worker.has_detached_job:  # a normal exit while torch runs on that thread would abort the process
+        logging.shutdown()
+        os._exit(status)
+    sys.exit(status)

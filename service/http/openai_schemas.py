@@ -1,0 +1,378 @@
+"""The JSON bodies of the OpenAI routes: the fields of OpenAI's API, vLLM's additions to it, and our own.
+
+Null means the default, as in OpenAI's API. Fields that do not change the answer are accepted (`Ignored`). A field that
+would change the answer, but is not implemented, is accepted only with its neutral values (`not_implemented`).
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, Tag, model_validator
+
+from service.http.schemas import (
+    MAX_TOP_K,
+    PROMPT,
+    PROMPT_KIND,
+    Answer,
+    GenerationRequest,
+    Request,
+    ShortText,
+    StepTraceAnswer,
+    Text,
+    TokenIds,
+    at_most,
+    example,
+)
+
+MAX_TOP = 20
+MAX_MESSAGES = 4096
+Ignored = Annotated[Any, Field(None, description="accepted; it does not change the answer")]
+JsonObject = dict[str, Any]
+
+
+def not_implemented(*neutral: Any) -> Any:
+    """A field that is refused unless it has one of its neutral values (or null)."""
+    description = "not implemented; null is accepted" if not neutral else f"not implemented; accepted: {neutral}"
+    return Field(None, description=description, json_schema_extra={"neutral": list(neutral)})
+
+
+class Nullable(Request):
+    """A request whose fields may be null, which means the default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class StreamOptions(Nullable):
+    include_usage: bool = Field(False, description="end the stream with a chunk that has `usage` and no choices")
+    include_obfuscation: Ignored
+    continuous_usage_stats: Any = not_implemented(False)
+
+
+class OpenAIRequest(Nullable, GenerationRequest):
+    """The fields that both routes have."""
+
+    top_k: int | None = Field(
+        None, ge=-1, le=MAX_TOP_K, description="0 or -1 keeps all tokens; default: the checkpoint's, else 0"
+    )
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="default: a new random seed for each request")
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP, description="report the log-probabilities of the prompt's tokens, as vLLM does"
+    )
+    return_token_ids: bool = Field(False, description="report the token ids of the prompt and of the choices")
+    return_tokens_as_token_ids: bool = Field(
+        False, description="write tokens in logprobs as `token_id:7`, also those that are no whole text"
+    )
+    user: Ignored
+    store: Ignored
+    metadata: Ignored
+    service_tier: Ignored
+    safety_identifier: Ignored
+    prompt_cache_key: Ignored
+    prompt_cache_retention: Ignored
+    prompt_cache_options: Ignored
+    priority: Any = not_implemented(0)
+    use_beam_search: Any = not_implemented(False)
+    length_penalty: Any = not_implemented(1, 1.0)
+    min_tokens: Any = not_implemented(0)
+    include_stop_str_in_output: Any = not_implemented(False)
+    skip_special_tokens: Any = not_implemented(True)
+    spaces_between_special_tokens: Any = not_implemented(True)
+    truncate_prompt_tokens: Any = not_implemented()
+    detokenize: Any = not_implemented(True)
+    bad_words: Any = not_implemented([])
+    allowed_token_ids: Any = not_implemented()
+    request_id: Ignored
+
+
+# POST /v1/completions
+
+MAX_PROMPTS = 2048  # as in OpenAI's API
+Prompts = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[list[Text], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("texts")]
+    | Annotated[list[TokenIds], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("lists of ids")],
+    PROMPT_KIND,
+    Field(description="text, or token ids, which are used as they are; or a list of at most 2048 such prompts"),
+]
+
+
+class CompletionRequest(OpenAIRequest):
+    model_config = example(prompt=PROMPT, max_tokens=16, temperature=0, logprobs=2)
+
+    prompt: Prompts
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_TOP,
+        description="report the log-probabilities of each token and of this many most likely ones",
+    )
+    echo: bool = Field(False, description="return the prompt before its continuation")
+    best_of: int | None = Field(
+        None, ge=1, description="generate this many continuations, and return the `n` with the highest mean logprob"
+    )
+    add_special_tokens: bool = Field(True, description="add the checkpoint's special tokens to a text")
+    suffix: Any = not_implemented("")
+
+
+class CompletionLogprobs(Answer):
+    """One entry per token. The first token of an echoed prompt has no log-probabilities (null)."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int] = Field(description="where the text of each token begins in `text`")
+
+
+class PromptLogprob(Answer):
+    logprob: float
+    rank: int | None = Field(description="1 for the most likely token")
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class CompletionChoice(Answer):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: str | int | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    trace: list[StepTraceAnswer] | None = None
+
+
+class PromptTokensDetails(Answer):
+    cached_tokens: int
+
+
+class OpenAIUsage(Answer):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionAnswer(Answer):
+    """A whole answer, or one chunk of a stream (with the new part of each choice)."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: OpenAIUsage | None = None
+
+
+# POST /v1/chat/completions
+
+
+class FunctionCall(Request):
+    name: ShortText
+    arguments: Text = Field(description="a JSON object, as text")
+
+
+class ToolCall(Nullable):
+    id: ShortText | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: Ignored
+
+
+class Message(Nullable):
+    """One message of a conversation. `developer` means `system`."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Text | Annotated[list[JsonObject], at_most(MAX_MESSAGES)] | None = Field(
+        None, description="a text, or a list of text parts"
+    )
+    name: ShortText | None = None
+    tool_calls: Annotated[list[ToolCall], at_most(MAX_MESSAGES)] | None = None
+    tool_call_id: ShortText | None = None
+    reasoning_content: Text | None = Field(None, description="passed to the chat template")
+    reasoning: Text | None = Field(None, description="another name of reasoning_content")
+    refusal: Text | None = None
+    annotations: Ignored
+    audio: Any = not_implemented()
+    function_call: Any = not_implemented()
+
+
+class Function(Nullable):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: Text | None = None
+    parameters: JsonObject | None = Field(None, description="JSON schema of the arguments; default: any object")
+    strict: bool = Field(False, description="calls follow the schema even if the model decides whether to call")
+
+
+class Tool(Nullable):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Request):
+    name: ShortText
+
+
+class NamedTool(Request):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Nullable):
+    name: ShortText
+    description: Text | None = None
+    schema_: JsonObject = Field({}, alias="schema", description="default: any JSON")
+    strict: bool = Field(True, description="no effect: the answer always follows the schema")
+
+
+class ResponseFormat(Nullable):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatRequest(OpenAIRequest):
+    model_config = example(
+        messages=[{"role": "user", "content": "What is the capital of France?"}], max_completion_tokens=16
+    )
+
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES)]
+    max_completion_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="maximum number of new tokens; default: as many as the context and the cache have room for, "
+        "but 1024 with logprobs or trace",
+    )
+    logprobs: bool = Field(False, description="report the log-probabilities of the new tokens")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP, description="with `logprobs`: report this many most likely tokens as well"
+    )
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True), at_most(128)] = Field([], description="functions to call")
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None, description="default: auto with tools, else none"
+    )
+    parallel_tool_calls: bool = Field(True, description="false: at most one call, if a grammar enforces its form")
+    add_generation_prompt: bool | None = Field(
+        None, description="begin a new message of the assistant; default: true, unless the last message is continued"
+    )
+    continue_final_message: bool = Field(False, description="continue the last message instead of beginning a new one")
+    chat_template_kwargs: JsonObject = Field({}, description="variables for the chat template, such as enable_thinking")
+    documents: Annotated[list[JsonObject], at_most(MAX_MESSAGES)] | None = Field(
+        None, description="passed to the chat template"
+    )
+    allow_special_tokens: bool = Field(
+        False, description="the text of a special token in the request is the token; default: plain text"
+    )
+    prediction: Ignored
+    modalities: Any = not_implemented(["text"])
+    audio: Any = not_implemented()
+    functions: Any = not_implemented()
+    function_call: Any = not_implemented()
+    reasoning_effort: ShortText | None = Field(None, description="passed to the chat template, which must use it")
+    verbosity: Any = not_implemented()
+    web_search_options: Any = not_implemented()
+    moderation: Any = not_implemented()
+    include_reasoning: Any = not_implemented(True)
+    chat_template: Any = not_implemented()
+    echo: Any = not_implemented(False)
+    add_special_tokens: Any = not_implemented(False)
+
+
+class TopLogprob(Answer):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Answer):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class FunctionCallAnswer(Answer):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallAnswer(Answer):
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCallAnswer
+    index: int | None = Field(None, description="in streams")
+
+
+class MessageAnswer(Answer):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    refusal: None = None
+    tool_calls: list[ToolCallAnswer] | None = None
+
+
+class ChatChoice(Answer):
+    """`message` in a whole answer, `delta` in a chunk of a stream."""
+
+    index: int
+    message: MessageAnswer | None = None
+    delta: MessageAnswer | None = None
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    trace: list[StepTraceAnswer] | None = None
+
+
+class ChatAnswer(Answer):
+    """A whole answer, or one chunk of a stream (with the new part of each choice)."""
+
+    id: str
+    object: Literal["chat.completion", "chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: OpenAIUsage | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+# GET
+
+
+class OpenAIModel(Answer):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class OpenAIModels(Answer):
+    object: Literal["list"] = "list"
+    data: list[OpenAIModel]
+
+
+class TokenizerInfo(Answer):
+    """The fields of a tokenizer_config.json that clients need."""
+
+    tokenizer_class: str
+    model_max_length: int
+    vocab_size: int
+    chat_template: str | None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    unk_token: str | None = None
+    sep_token: str | None = None
+    pad_token: str | None = None
+    cls_token: str | None = None
+    mask_token: str | None = None

@@ -1,0 +1,1 @@
+"""The endpoints of OpenAI's API, in the form of answers that the `openai` SDK reads."""

@@ -1,0 +1,203 @@
+"""POST /v1/completions: continue one or several prompts, in the form of OpenAI's API."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from model.text.transcript import End, TokenOutput
+from service.answers.constraints import compile_constraint, structured_output
+from service.answers.generation import (
+    Choice,
+    ChoiceOutput,
+    Generation,
+    Options,
+    make_plan,
+    num_preparations,
+    whole_answer,
+)
+from service.answers.openai_answers import TokenStrings, check_implemented, finish_reason, prompt_logprobs, usage
+from service.answers.prompts import as_list, param_of, prompt_ids
+from service.http.bodies import JsonRoute
+from service.http.errors import invalid
+from service.http.openai_schemas import CompletionAnswer, CompletionRequest
+from service.http.openapi import EVENT, answers
+from service.http.sse import EventStream, event
+from service.state import CheckpointDep, State, StateDep, check_model, run_plan
+
+router = APIRouter(route_class=JsonRoute, tags=["openai"])
+DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
+
+
+@router.post(
+    "/v1/completions",
+    summary="Continue prompts, in OpenAI's form",
+    response_model=None,
+    responses=answers(CompletionAnswer, "text/event-stream", EVENT),
+)
+async def completions(
+    body: CompletionRequest, request: Request, state: StateDep, checkpoint: CheckpointDep
+) -> Response:
+    arrived = time.perf_counter()
+    check_model(checkpoint, body.model)
+    check_implemented(body)
+    options = read_options(body)
+    prompts = await read_prompts(body, request, state)
+    constraint = await compile_constraint(request, state, checkpoint, structured_output(body.structured_outputs))
+    plan = await run_plan(
+        state,
+        num_preparations(body, len(prompts)),
+        lambda: make_plan(body, options, state, checkpoint, prompts, constraint),
+    )
+    generation = Generation(plan, request, state, checkpoint, arrived)
+    writer = Writer(body, generation)
+    if body.stream:
+        return EventStream(generation.events(writer.events, writer.last_events), on_close=generation.close)
+    return await whole_answer(request, generation, writer.answer())
+
+
+def read_options(body: CompletionRequest) -> Options:
+    """The fields that only this route has. Raises 400 for fields that contradict each other."""
+    if body.max_tokens == 0 and not (body.echo or body.prompt_logprobs is not None):
+        raise invalid("max_tokens", "0 generates nothing; send at least 1, or ask for the prompt with echo")
+    if body.best_of is not None and body.best_of < body.n:
+        raise invalid("best_of", f"{body.best_of} is less than n, which is {body.n}")
+    num_choices = body.best_of or body.n
+    if body.stream and num_choices > body.n:
+        raise invalid("best_of", "cannot be streamed, because the best choices are known only at the end")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "is only for streams; send stream: true")
+    if body.stream_options is not None:
+        check_implemented(body.stream_options, "stream_options.")
+    echoed = body.logprobs if body.echo else None
+    return Options(
+        id_prefix="cmpl",
+        max_tokens=body.max_tokens,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        num_choices=num_choices,
+        # The choices are ranked by their log-probabilities.
+        logprobs=0 if body.logprobs is None and num_choices > body.n else body.logprobs,
+        prompt_logprobs=max((each for each in (body.prompt_logprobs, echoed) if each is not None), default=None),
+        echo=body.echo,
+        field_names={"n": "best_of"} if body.best_of is not None else {},
+    )
+
+
+async def read_prompts(body: CompletionRequest, request: Request, state: State) -> list[list[int]]:
+    """The token ids of each prompt. Raises 400 for a wrong one."""
+    checkpoint, prompt = state.checkpoint, body.prompt
+    assert checkpoint is not None
+    prompts, is_list = as_list(prompt)
+    return [
+        await prompt_ids(
+            request,
+            state,
+            checkpoint,
+            each,
+            param=param_of("prompt", index, is_list),
+            add_special_tokens=body.add_special_tokens,
+        )
+        for index, each in enumerate(prompts)
+    ]
+
+
+class Writer:
+    """Writes the answer of a generation, whole or as the chunks of a stream."""
+
+    def __init__(self, body: CompletionRequest, generation: Generation) -> None:
+        self._body = body
+        self._generation = generation
+        self._strings = TokenStrings(generation.checkpoint.tokenizer, as_ids=body.return_tokens_as_token_ids)
+        self._head = {
+            "id": generation.id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": generation.checkpoint.name,
+        }
+        self._has_begun = [False] * generation.num_choices
+        self._text_lengths = [0] * generation.num_choices  # characters of each choice so far
+
+    async def answer(self) -> bytes:
+        """Wait until every choice has ended, and encode the answer."""
+        choices = await self._generation.collect()
+        num_generated, num_returned = self._generation.params.n, self._body.n
+        returned = []
+        for start in range(0, len(choices), num_generated):
+            of_prompt = choices[start : start + num_generated]
+            if num_returned < num_generated:
+                of_prompt = sorted(of_prompt, key=mean_logprob, reverse=True)[:num_returned]
+            returned += of_prompt
+        answers = [self._choice(index, choice) for index, choice in enumerate(returned)]
+        return self._generation.encode(self._head | {"choices": answers, "usage": usage(self._generation)})
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        assert choice.last is not None
+        traces = choice.traces if self._generation.is_traced else None
+        return self._part(index, choice.index, choice.prompt_tokens, choice.tokens, traces, choice.last.end)
+
+    def events(self, output: ChoiceOutput) -> Iterator[bytes]:
+        """Write one chunk for the output of one step."""
+        step = output.step
+        traces = None if output.trace is None else [output.trace]
+        part = self._part(output.index, output.index, step.prompt_tokens, step.tokens, traces, step.end)
+        yield event(self._head | {"choices": [part]})
+
+    def last_events(self) -> Iterator[bytes]:
+        """Write the chunk with the usage, if the request asks for it."""
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+            yield event(self._head | {"choices": [], "usage": usage(self._generation)})
+
+    def _part(
+        self,
+        index: int,
+        choice: int,
+        prompt_tokens: list[TokenOutput],
+        tokens: list[TokenOutput],
+        traces: list[orjson.Fragment] | None,
+        end: End | None,
+    ) -> dict[str, Any]:
+        """Describe a choice, or the new part of it. `index` is its number in the answer, `choice` in the generation."""
+        body = self._body
+        returned = [*prompt_tokens, *tokens] if body.echo else tokens
+        part: dict[str, Any] = {
+            "index": index,
+            "text": "".join(token.text for token in returned),
+            "logprobs": None if body.logprobs is None else self._logprobs(choice, returned, body.logprobs),
+            "finish_reason": None if end is None else finish_reason(end, self._generation),
+            "stop_reason": None if end is None else end.stop_reason,
+        }
+        if body.prompt_logprobs is not None and prompt_tokens:
+            part["prompt_logprobs"] = prompt_logprobs(prompt_tokens, body.prompt_logprobs, self._strings)
+        if body.return_token_ids:
+            part["token_ids"] = [token.token_id for token in tokens]
+            if not self._has_begun[choice]:
+                part["prompt_token_ids"] = self._generation.prompts[choice // self._generation.params.n]
+        if traces is not None:
+            part["trace"] = traces
+        self._has_begun[choice] = True
+        return part
+
+    def _logprobs(self, choice: int, tokens: list[TokenOutput], num_top: int) -> dict[str, Any]:
+        """Describe the log-probabilities of tokens, and where the text of each begins."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._text_lengths[choice])
+            self._text_lengths[choice] += len(token.text)
+        entries = [token.logprobs for token in tokens]
+        return {
+            "tokens": [self._strings.text(token.token_id) for token in tokens],
+            "token_logprobs": [None if entry is None else entry.chosen for entry in entries],
+            "top_logprobs": [
+                None if entry is None else self._strings.top(token.token_id, entry, num_top)
+                for token, entry in zip(tokens, entries, strict=True)
+            ],
+            "text_offset": offsets,
+        }
+
+
+def mean_logprob(choice: Choice) -> float:
+    """The mean log-probability of the tokens of a choice, by which `best_of` ranks the choices."""
+    values = [token.logprobs.chosen for token in choice.tokens if token.logprobs is not None]
+    return sum(values) / len(values) if values else 0.0

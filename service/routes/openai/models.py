@@ -1,0 +1,51 @@
+"""GET /v1/models, GET /v1/models/{model} and GET /tokenizer_info: the served checkpoint, as OpenAI and vLLM show it."""
+
+from fastapi import APIRouter
+
+from model.checkpoints.load import Checkpoint
+from service.http.errors import ApiError
+from service.http.openai_schemas import OpenAIModel, OpenAIModels, TokenizerInfo
+from service.http.openapi import error_answers
+from service.state import CheckpointDep, State, StateDep, check_model
+
+router = APIRouter(tags=["openai"], responses=error_answers(401, 503))
+
+
+@router.get("/v1/models", summary="The served model, in OpenAI's form")
+async def models(state: StateDep, checkpoint: CheckpointDep) -> OpenAIModels:
+    return OpenAIModels(data=[describe(state, checkpoint)])
+
+
+@router.get(
+    "/v1/models/{model:path}", summary="The served model, if it has this name", responses=error_answers(404, 422)
+)
+async def model(model: str, state: StateDep, checkpoint: CheckpointDep) -> OpenAIModel:
+    check_model(checkpoint, model)
+    return describe(state, checkpoint)
+
+
+def describe(state: State, checkpoint: Checkpoint) -> OpenAIModel:
+    """Describe the checkpoint. `created` is the start of the service, in seconds since 1970."""
+    return OpenAIModel(
+        id=checkpoint.name,
+        created=int(state.began),
+        owned_by="forwardscope",
+        max_model_len=checkpoint.model.config.max_positions,
+    )
+
+
+@router.get(
+    "/tokenizer_info", summary="The special tokens and the chat template, in vLLM's form", responses=error_answers(404)
+)
+async def tokenizer_info(checkpoint: CheckpointDep) -> TokenizerInfo:
+    tokenizer, template = checkpoint.tokenizer, checkpoint.chat_template
+    if tokenizer is None:
+        raise ApiError(404, "this checkpoint has no tokenizer.json", code="no_tokenizer")
+    eos_token = next((tokenizer.token_text(token_id) for token_id in checkpoint.generation.eos_token_ids), None)
+    return TokenizerInfo(
+        tokenizer_class="PreTrainedTokenizerFast",
+        model_max_length=checkpoint.model.config.max_positions,
+        vocab_size=tokenizer.vocab_size,
+        chat_template=None if template is None else template.source_for(with_tools=False),
+        **({"eos_token": eos_token} | dict(checkpoint.special_tokens)),
+    )

@@ -1,0 +1,41 @@
+"""Services for real clients, and OpenAI's own SDK as one of them."""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.published_models import smollm2
+from tests.service.running import Running, running
+
+
+@pytest.fixture(scope="session")
+def bundled() -> Iterator[Running]:
+    """A service with the bundled model, which has no chat template."""
+    with running(model="bundled", dtype="float32", kernels="torch") as service:
+        yield service
+
+
+@pytest.fixture(scope="session")
+def instruct() -> Iterator[Running]:
+    """A service with SmolLM2-135M-Instruct, in bfloat16 on our own kernels where they run."""
+    with running(model=str(smollm2()), dtype="bfloat16", threads=None) as service:
+        yield service
+
+
+@pytest.fixture(scope="session", params=["bundled", "instruct"])
+def service(request: pytest.FixtureRequest) -> Running:
+    """Each of the two services."""
+    found: Running = request.getfixturevalue(request.param)
+    return found
+
+
+def sdk(service: Running) -> openai.OpenAI:
+    """OpenAI's SDK for a service. It does not try again, so that no error is hidden."""
+    return openai.OpenAI(base_url=f"{service.client.base_url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def client(service: Running) -> Iterator[openai.OpenAI]:
+    with sdk(service) as client:
+        yield client

