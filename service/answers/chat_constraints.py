@@ -4,6 +4,7 @@ from typing import Any
 
 from model.text.grammar import embedded_schema
 from service.answers.constraints import Compile, structured_output
+from service.answers.conversations import offered_tools
 from service.answers.tool_calls import BEGIN, Form, call_rules
 from service.http.errors import invalid
 from service.http.openai_schemas import ChatRequest, NamedTool
@@ -24,7 +25,7 @@ def chat_constraint(body: ChatRequest, form: Form) -> Compile | None:
         several = body.parallel_tool_calls and not isinstance(body.tool_choice, NamedTool)
         return lambda grammars: grammars.lark("tools", lines("start: calls", *call_rules(form, tools, several=several)))
     several = body.parallel_tool_calls
-    offered = [] if body.tool_choice == "none" else [tool.model_dump(exclude_unset=True) for tool in body.tools]
+    offered = offered_tools(body)
     if schema is not None and not offered:
         return lambda grammars: grammars.json_schema("response_format", schema)
     if schema is not None:
@@ -66,7 +67,7 @@ def enforced_tools(body: ChatRequest) -> list[dict[str, Any]]:
         return []
     if not body.tools:
         raise invalid("tool_choice", "there are no tools; send the functions in tools")
-    tools = [tool.model_dump(exclude_unset=True) for tool in body.tools]
+    tools = offered_tools(body)
     if not isinstance(choice, NamedTool):
         return tools
     named = [tool for tool in tools if tool["function"]["name"] == choice.function.name]

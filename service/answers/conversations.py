@@ -36,7 +36,7 @@ async def conversation_ids(
 ) -> list[int]:
     """The token ids of a conversation. Raises 400 for fields that the chat template refuses or does not use."""
     messages = [read_message(message, index) for index, message in enumerate(body.messages)]
-    tools = [tool.model_dump(exclude_unset=True) for tool in body.tools] if body.tool_choice != "none" else []
+    tools = offered_tools(body)
     if not template.uses("tools"):
         messages = without_tools(messages, tools)
         tools = []
@@ -67,6 +67,11 @@ async def conversation_ids(
         raise invalid(error.field, error.reason) from None
     check_prompt_ids(ids, checkpoint, "messages")
     return ids
+
+
+def offered_tools(body: ChatRequest) -> list[JsonObject]:
+    """The functions that the model may call, with the fields that the client has sent."""
+    return [] if body.tool_choice == "none" else [tool.model_dump(exclude_unset=True) for tool in body.tools]
 
 
 def read_message(message: Message, index: int) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from model.text.tokenizer import REPLACEMENT, Tokenizer
 from model.text.transcript import End, TokenOutput
 from service.answers.generation import Generation
 from service.http.errors import draining, invalid, timed_out
-from service.http.openai_schemas import Nullable
+from service.http.openai_schemas import Nullable, OpenAIRequest
+from service.http.sse import event
 
 
 def check_implemented(body: Nullable, where: str = "") -> None:
@@ -32,6 +33,13 @@ def usage(generation: Generation) -> dict[str, Any]:
         "total_tokens": generation.num_prompt + generation.num_generated,
         "prompt_tokens_details": {"cached_tokens": generation.num_cached},
     }
+
+
+def usage_events(body: OpenAIRequest, head: dict[str, Any], generation: Generation) -> list[bytes]:
+    """The last chunk of a stream, with the usage and without choices, if the request asks for it."""
+    if body.stream_options is None or not body.stream_options.include_usage:
+        return []
+    return [event(head | {"choices": [], "usage": usage(generation)})]
 
 
 def finish_reason(end: End, generation: Generation) -> str:

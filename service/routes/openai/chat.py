@@ -10,9 +10,16 @@ from fastapi import APIRouter, Request, Response
 from model.text.transcript import End, TokenOutput
 from service.answers.chat_constraints import chat_constraint
 from service.answers.constraints import compile_constraint
-from service.answers.conversations import conversation_ids, find_template
+from service.answers.conversations import conversation_ids, find_template, offered_tools
 from service.answers.generation import ChoiceOutput, Generation, Options, make_plan, num_preparations, whole_answer
-from service.answers.openai_answers import TokenStrings, check_implemented, finish_reason, prompt_logprobs, usage
+from service.answers.openai_answers import (
+    TokenStrings,
+    check_implemented,
+    finish_reason,
+    prompt_logprobs,
+    usage,
+    usage_events,
+)
 from service.answers.tool_calls import Call, ToolCallParser, form_of
 from service.http.bodies import JsonRoute
 from service.http.errors import invalid
@@ -44,7 +51,7 @@ async def chat(body: ChatRequest, request: Request, state: StateDep, checkpoint:
         state, num_preparations(body), lambda: make_plan(body, options, state, checkpoint, [ids], constraint)
     )
     generation = Generation(plan, request, state, checkpoint, arrived)
-    names = [tool.function.name for tool in body.tools] if body.tool_choice != "none" else []
+    names = [tool["function"]["name"] for tool in offered_tools(body)]
     writer = Writer(body, generation, [ToolCallParser(form, names) if names else None for _ in range(body.n)])
     if body.stream:
         return EventStream(generation.events(writer.events, writer.last_events), on_close=generation.close)
@@ -132,10 +139,8 @@ class Writer:
             part = {"delta": delta} | self._part(index, step.tokens, traces, step.end)
             yield event(self._head | {"choices": [part]} | of_prompt)
 
-    def last_events(self) -> Iterator[bytes]:
-        """Write the chunk with the usage, if the request asks for it."""
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            yield event(self._head | {"choices": [], "usage": usage(self._generation)})
+    def last_events(self) -> list[bytes]:
+        return usage_events(self._body, self._head, self._generation)
 
     def _parse(self, index: int, text: str, *, is_last: bool) -> tuple[str, list[Call]]:
         """The content and the calls that a piece of text completes."""

@@ -18,7 +18,14 @@ from service.answers.generation import (
     num_preparations,
     whole_answer,
 )
-from service.answers.openai_answers import TokenStrings, check_implemented, finish_reason, prompt_logprobs, usage
+from service.answers.openai_answers import (
+    TokenStrings,
+    check_implemented,
+    finish_reason,
+    prompt_logprobs,
+    usage,
+    usage_events,
+)
 from service.answers.prompts import as_list, param_of, prompt_ids
 from service.http.bodies import JsonRoute
 from service.http.errors import invalid
@@ -144,10 +151,8 @@ class Writer:
         part = self._part(output.index, output.index, step.prompt_tokens, step.tokens, traces, step.end)
         yield event(self._head | {"choices": [part]})
 
-    def last_events(self) -> Iterator[bytes]:
-        """Write the chunk with the usage, if the request asks for it."""
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            yield event(self._head | {"choices": [], "usage": usage(self._generation)})
+    def last_events(self) -> list[bytes]:
+        return usage_events(self._body, self._head, self._generation)
 
     def _part(
         self,
