@@ -95,6 +95,8 @@ def make_plan(
     request_id = f"{options.id_prefix}-{uuid.uuid4().hex}"
     requests, budgets = [], []
     trace = None
+    traces: dict[int, TracePlan] = {}  # by the length of the prompt, on which alone a plan depends
+    sizes: dict[int, Budget] = {}  # likewise
     stages = [] if body.trace is None else traced_stages(body.trace, checkpoint)
     shared_params = read_params(body, options, checkpoint, constraint)
     for index, ids in enumerate(prompts):
@@ -102,7 +104,9 @@ def make_plan(
             params = shared_params.with_max_tokens(find_max_tokens(options, state, checkpoint, len(ids)))
             if body.trace is not None:
                 num_positions = len(ids) + max(params.max_tokens, 1) - 1
-                trace = plan_trace(body.trace, stages, checkpoint, num_positions, len(ids))
+                if len(ids) not in traces:
+                    traces[len(ids)] = plan_trace(body.trace, stages, checkpoint, num_positions, len(ids))
+                trace = traces[len(ids)]
             request = EngineRequest(
                 id=f"{request_id}-{index}" if len(prompts) > 1 else request_id,
                 prompt_ids=ids,
@@ -115,8 +119,10 @@ def make_plan(
             name = options.field_names.get(error.field, error.field)
             raise invalid(f"{name}.{index}" if name == "prompt" and len(prompts) > 1 else name, error.reason) from None
         requests.append(request)
-        max_step_tokens = get_engine(state).config.max_step_tokens
-        budgets.append(make_budget(trace, params, checkpoint, len(ids), max_step_tokens))
+        if len(ids) not in sizes:
+            max_step_tokens = get_engine(state).config.max_step_tokens
+            sizes[len(ids)] = make_budget(trace, params, checkpoint, len(ids), max_step_tokens)
+        budgets.append(sizes[len(ids)])
     budget = total(budgets)
     return Plan(request_id, requests, trace, budget, 0 if body.stream else budget.response_bytes)
 
