@@ -12,10 +12,11 @@ from typing import Any, Literal, get_args
 from model.errors import InvalidField, short_repr
 
 NormKind = Literal["rms", "layer"]
-Placement = Literal["pre", "post"]
+Placement = Literal["pre", "post", "both", "output"]
+QKNorm = Literal["head", "each_head", "projection"]
 Positions = Literal["rotary", "learned", "sinusoidal"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-ScalingKind = Literal["linear", "dynamic", "llama3", "yarn"]
+ScalingKind = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
 
 # The largest allowed value of each size. Each limit is several times the largest value of any published model, and
 # small enough that the number of elements of each parameter stays far below 2^63.
@@ -29,11 +30,21 @@ MAX_SIZES: Mapping[str, int] = {
     "d_mlp": 1 << 20,
     "max_positions": 1 << 27,
     "window": 1 << 27,
+    "num_experts": 1 << 12,
+    "num_experts_per_token": 1 << 12,
+    "d_expert": 1 << 20,
 }
 # The allowed range of each floating-point field. Within it, rotary frequencies and norms in float32 are finite.
 RANGES: Mapping[str, tuple[float, float]] = {
     "norm_eps": (1e-30, 1.0),
     "rope_theta": (1.001, 1e18),
+    "local_rope_theta": (1.001, 1e18),
+    "attention_scale": (1e-6, 1e6),
+    "attention_softcap": (1e-3, 1e6),
+    "logits_softcap": (1e-3, 1e6),
+    "embedding_scale": (1e-6, 1e6),
+    "residual_scale": (1e-6, 1e6),
+    "logits_scale": (1e-6, 1e6),
     "rope_scaling.factor": (1.0, 1e6),
     "rope_scaling.low_freq_factor": (1e-6, 1e6),
     "rope_scaling.high_freq_factor": (1e-6, 1e6),
@@ -73,7 +84,7 @@ def _require_numbers(config: Any, prefix: str = "") -> None:
         name, value = prefix + field.name, getattr(config, field.name)
         if field.type in (int, bool):
             _require(type(value) is field.type, name, f"{short_repr(value)} is not of type {field.type.__name__}")
-        elif field.type is float:
+        elif field.type is float or (field.type == float | None and value is not None):
             _require(is_finite_number(value), name, f"{short_repr(value)} is not a finite number")
             low, high = RANGES[name]
             _require(low <= value <= high, name, f"{value} must be between {low:g} and {high:g}")
@@ -85,7 +96,8 @@ class RopeScaling:
 
     `linear`: position interpolation (Chen et al. 2023, arXiv:2306.15595). `dynamic`: NTK-aware, the base of the
     frequencies grows with the position, beyond the training length. `llama3`: as in Llama 3.1. `yarn`: Peng et al. 2023
-    (arXiv:2309.00071).
+    (arXiv:2309.00071). `longrope`: Ding et al. 2024 (arXiv:2402.13753), two lists of divisors of the frequencies, one
+    for sequences within the training length and one for longer sequences.
     """
 
     kind: ScalingKind
@@ -97,7 +109,9 @@ class RopeScaling:
     beta_slow: float = 1.0  # yarn
     # yarn: round the bounds of the ramp (`low` and `high` in `_yarn_ramp`, rotary.py) to whole indices
     truncate: bool = True
-    attention_factor: float = 1.0  # yarn: multiplies cosines and sines
+    attention_factor: float = 1.0  # yarn and longrope: multiplies cosines and sines
+    short_factors: tuple[float, ...] = ()  # longrope: one divisor for each pair of dims that is rotated
+    long_factors: tuple[float, ...] = ()  # longrope: likewise, for sequences beyond the training length
 
     def __post_init__(self) -> None:
         _require_numbers(self, "rope_scaling.")
@@ -118,6 +132,16 @@ class RopeScaling:
             f"{self.beta_fast} must not be below beta_slow {self.beta_slow}",
         )
 
+    def check_factors(self, num_pairs: int) -> None:
+        """Raise `InvalidField` unless a longrope scaling, and no other one, has a divisor for each pair of dims."""
+        for field in ("short_factors", "long_factors"):
+            factors, name = getattr(self, field), f"rope_scaling.{field}"
+            expected = num_pairs if self.kind == "longrope" else 0
+            _require(len(factors) == expected, name, f"has {len(factors)} numbers, but {expected} are needed")
+            for factor in factors:
+                is_valid = is_finite_number(factor) and 1e-3 <= factor <= 1e6
+                _require(is_valid, name, f"{short_repr(factor)} is not a number between 0.001 and 1e+06")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -127,6 +151,13 @@ class ModelConfig:
     The block of Vaswani et al. 2017 has `norm_placement="post", norm="layer", positions="sinusoidal", gated=False,
     activation="relu"`. Raises `InvalidField` (a `ValueError`) for a value that is not allowed: `MAX_SIZES` limits the
     sizes, and `RANGES` the floating-point fields.
+
+    `norm_placement`: "pre": x + f(norm(x)). "output": x + norm(f(x)). "both": x + norm(f(norm(x))). "post":
+    norm(x + f(x)).
+
+    `qk_norm`: "head": one norm for all heads of q, and one for those of k. "each_head": a LayerNorm without bias for
+    each head. "projection": one norm over all heads of q together, and one over those of k. The first and the last are
+    RMSNorms.
     """
 
     vocab_size: int
@@ -139,33 +170,54 @@ class ModelConfig:
     d_head: int = 0  # 0: d_model / num_heads
     norm: NormKind = "rms"
     norm_eps: float = 1e-6
+    norm_offset: bool = False  # norms multiply by 1 + weight instead of by weight
     norm_placement: Placement = "pre"
+    parallel_residual: bool = False  # x + attn(ln1(x)) + mlp(ln2(x))
+    shared_norm: bool = False  # x + attn(ln1(x)) + mlp(ln1(x))
     positions: Positions = "rotary"
+    rotary_dim: int = 0  # how many dims of each head are rotated, from the first one on; 0: all of them
+    rotary_layers: tuple[bool, ...] | None = None  # which layers rotate q and k; None: every layer
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None  # of layers with a window, which then have no scaling; None: as in all others
     activation: Activation = "silu"
     gated: bool = True
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: QKNorm | None = None
+    attention_scale: float = 0.0  # factor of q k^T; 0: d_head ** -0.5
+    attention_softcap: float | None = None  # c: scores become c tanh(scores / c)
+    logits_softcap: float | None = None  # likewise
     window: int | None = None  # each query attends to itself and the window - 1 tokens before it
     windowed_layers: tuple[bool, ...] | None = None  # None: every layer, if `window` is set
+    embedding_scale: float = 1.0  # factor of the token embeddings, rounded to the dtype of the network
+    residual_scale: float = 1.0  # factor of what attention and feed-forward add to the residual stream
+    logits_scale: float = 1.0
     tied_head: bool = True
+    num_experts: int = 0  # 0: no mixture of experts
+    num_experts_per_token: int = 0
+    d_expert: int = 0  # d_mlp of one expert
+    expert_layers: tuple[bool, ...] | None = None  # None: every layer, if there are experts
+    normalize_expert_weights: bool = True  # the weights of the chosen experts are scaled so that their sum is 1
 
     def __post_init__(self) -> None:
-        _require_numbers(self)
-        for field in ("vocab_size", "d_model", "num_layers", "num_heads", "d_mlp", "max_positions"):
-            _require_size(field, getattr(self, field))
         if self.num_kv_heads == 0:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
-        if self.d_head == 0:
+        if self.d_head == 0 and all(type(size) is int and size > 0 for size in (self.d_model, self.num_heads)):
             _require(
                 self.d_model % self.num_heads == 0,
                 "num_heads",
                 f"{self.num_heads} does not divide d_model {self.d_model}; set d_head",
             )
             object.__setattr__(self, "d_head", self.d_model // self.num_heads)
+        if self.rotary_dim == 0 and self.positions == "rotary":
+            object.__setattr__(self, "rotary_dim", self.d_head)
+        if self.attention_scale == 0.0 and type(self.d_head) is int and self.d_head > 0:
+            object.__setattr__(self, "attention_scale", self.d_head**-0.5)
+        _require_numbers(self)
+        for field in ("vocab_size", "d_model", "num_layers", "num_heads", "d_mlp", "max_positions"):
+            _require_size(field, getattr(self, field))
         _require_size("d_head", self.d_head)
         _require_size("num_kv_heads", self.num_kv_heads)
         _require(
@@ -177,16 +229,39 @@ class ModelConfig:
         _require_choice("norm_placement", self.norm_placement, Placement)
         _require_choice("positions", self.positions, Positions)
         _require_choice("activation", self.activation, Activation)
+        if self.qk_norm is not None:
+            _require_choice("qk_norm", self.qk_norm, QKNorm)
+        self._check_residual()
         self._check_positions()
         self._check_window()
+        self._check_experts()
+
+    def _check_residual(self) -> None:
+        _require(not self.norm_offset or self.norm == "rms", "norm_offset", "needs RMSNorm")
+        _require(
+            not self.parallel_residual or self.norm_placement == "pre",
+            "parallel_residual",
+            f"needs norm_placement 'pre', not {self.norm_placement!r}",
+        )
+        _require(not self.shared_norm or self.parallel_residual, "shared_norm", "needs parallel_residual")
 
     def _check_positions(self) -> None:
         if self.positions == "rotary":
-            _require(self.d_head % 2 == 0, "d_head", f"{self.d_head} must be even for rotary positions")
+            dims = self.rotary_dim
+            is_valid = dims % 2 == 0 and 2 <= dims <= self.d_head
+            _require(is_valid or dims != self.d_head, "d_head", f"{self.d_head} must be even for rotary positions")
+            _require(is_valid, "rotary_dim", f"{dims} must be an even number from 2 to d_head {self.d_head}")
         else:
-            _require(self.rope_scaling is None, "rope_scaling", f"needs rotary positions, not {self.positions}")
-        if self.rope_scaling is not None and self.rope_scaling.kind == "dynamic":
-            _require(self.d_head > 2, "d_head", f"{self.d_head} must be above 2 with dynamic rope scaling")
+            for field in ("rope_scaling", "rotary_layers", "local_rope_theta"):
+                _require(getattr(self, field) is None, field, f"needs rotary positions, not {self.positions}")
+            _require(self.rotary_dim == 0, "rotary_dim", f"needs rotary positions, not {self.positions}")
+        if self.rope_scaling is not None:
+            self.rope_scaling.check_factors(self.rotary_dim // 2)
+            if self.rope_scaling.kind == "dynamic":
+                _require(self.rotary_dim > 2, "d_head", f"{self.rotary_dim} must be above 2 with dynamic rope scaling")
+        if self.local_rope_theta is not None:
+            _require(self.window is not None, "local_rope_theta", "needs window to be set")
+        self._check_layers("rotary_layers")
 
     def _check_window(self) -> None:
         if self.window is not None:
@@ -194,19 +269,48 @@ class ModelConfig:
             _require_size("window", self.window)
         if self.windowed_layers is not None:
             _require(self.window is not None, "windowed_layers", "needs window to be set")
-            _require(
-                len(self.windowed_layers) == self.num_layers,
-                "windowed_layers",
-                f"has {len(self.windowed_layers)} entries for {self.num_layers} layers",
-            )
+        self._check_layers("windowed_layers")
+
+    def _check_experts(self) -> None:
+        for field in ("num_experts", "num_experts_per_token", "d_expert"):
+            if getattr(self, field) != 0:
+                _require_size(field, getattr(self, field))
+        for field in ("num_experts_per_token", "d_expert", "expert_layers"):
+            if self.num_experts == 0:
+                _require(not getattr(self, field), field, "needs num_experts to be set")
+        if self.num_experts == 0:
+            return
+        for field in ("num_experts_per_token", "d_expert"):
+            _require_size(field, getattr(self, field))
+        _require(
+            self.num_experts_per_token <= self.num_experts,
+            "num_experts_per_token",
+            f"{self.num_experts_per_token} is more than num_experts {self.num_experts}",
+        )
+        _require(self.gated and not self.mlp_bias, "num_experts", "needs gated feed-forward networks without biases")
+        self._check_layers("expert_layers")
+
+    def _check_layers(self, field: str) -> None:
+        """Check the length of a field with an entry for each layer."""
+        entries = getattr(self, field)
+        if entries is not None:
+            _require(len(entries) == self.num_layers, field, f"has {len(entries)} entries for {self.num_layers} layers")
 
     @property
     def has_final_norm(self) -> bool:
-        """Whether a norm follows the last block: pre-norm blocks do not normalize the residual stream itself."""
-        return self.norm_placement == "pre"
+        """Whether a norm follows the last block: only "post" blocks normalize the residual stream itself."""
+        return self.norm_placement != "post"
 
     def window_of(self, layer: int) -> int | None:
         """The attention window of one layer, or None if its queries attend to all earlier tokens."""
         if self.windowed_layers is not None and not self.windowed_layers[layer]:
             return None
         return self.window
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer rotates its queries and keys."""
+        return self.positions == "rotary" and (self.rotary_layers is None or self.rotary_layers[layer])
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the feed-forward network of a layer is a mixture of experts."""
+        return self.num_experts > 0 and (self.expert_layers is None or self.expert_layers[layer])

@@ -192,7 +192,7 @@ class TestParameterCounts:
 
     @pytest.mark.parametrize("tied_head", [True, False])
     def test_the_components_add_up_to_every_parameter_once(self, tied_head: bool) -> None:
-        model = Transformer(ModelConfig(**TINY, qk_norm=True, qkv_bias=True, mlp_bias=True, tied_head=tied_head))
+        model = Transformer(ModelConfig(**TINY, qk_norm="head", qkv_bias=True, mlp_bias=True, tied_head=tied_head))
         count = count_parameters(model.config)
         assert sum(count.components.values()) == count.total == sum(p.numel() for p in model.parameters())
 

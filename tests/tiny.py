@@ -64,7 +64,7 @@ CONFIGS = {
     ),
     "mistral": ModelConfig(**_LLAMA, window=5),
     "qwen2": ModelConfig(**_LLAMA, qkv_bias=True, window=4, windowed_layers=(True, False, True)),
-    "qwen3": ModelConfig(**_LLAMA, qk_norm=True, window=7, windowed_layers=(False, True, False), tied_head=False),
+    "qwen3": ModelConfig(**_LLAMA, qk_norm="head", window=7, windowed_layers=(False, True, False), tied_head=False),
     "2017 block": ModelConfig(
         vocab_size=67,
         d_model=24,

@@ -13,7 +13,7 @@ def read(config: ConfigReader) -> ModelConfig:
         **qwen2.read_windows(config),
         qkv_bias=attention_bias,
         attention_out_bias=attention_bias,
-        qk_norm=True,
+        qk_norm="head",
         default_d_head=128,
     )
 
