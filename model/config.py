@@ -71,6 +71,7 @@ def _require_choice(field: str, value: object, choices: object) -> None:
 
 
 def _require_size(field: str, value: int) -> None:
+    _require(type(value) is int, field, f"{short_repr(value)} is not of type int")
     _require(value >= 1, field, f"{short_repr(value)} must be at least 1")
     _require(value <= MAX_SIZES[field], field, f"{short_repr(value)} must be at most {MAX_SIZES[field]}")
 
@@ -202,24 +203,9 @@ class ModelConfig:
     normalize_expert_weights: bool = True  # the weights of the chosen experts are scaled so that their sum is 1
 
     def __post_init__(self) -> None:
-        if self.num_kv_heads == 0:
-            object.__setattr__(self, "num_kv_heads", self.num_heads)
-        if self.d_head == 0 and all(type(size) is int and size > 0 for size in (self.d_model, self.num_heads)):
-            _require(
-                self.d_model % self.num_heads == 0,
-                "num_heads",
-                f"{self.num_heads} does not divide d_model {self.d_model}; set d_head",
-            )
-            object.__setattr__(self, "d_head", self.d_model // self.num_heads)
-        if self.rotary_dim == 0 and self.positions == "rotary":
-            object.__setattr__(self, "rotary_dim", self.d_head)
-        if self.attention_scale == 0.0 and type(self.d_head) is int and self.d_head > 0:
-            object.__setattr__(self, "attention_scale", self.d_head**-0.5)
+        self._check_sizes()
+        self._set_derived_values()
         _require_numbers(self)
-        for field in ("vocab_size", "d_model", "num_layers", "num_heads", "d_mlp", "max_positions"):
-            _require_size(field, getattr(self, field))
-        _require_size("d_head", self.d_head)
-        _require_size("num_kv_heads", self.num_kv_heads)
         _require(
             self.num_heads % self.num_kv_heads == 0,
             "num_kv_heads",
@@ -235,6 +221,30 @@ class ModelConfig:
         self._check_positions()
         self._check_window()
         self._check_experts()
+
+    def _check_sizes(self) -> None:
+        """Check the sizes before other values are derived from them."""
+        for field in ("vocab_size", "d_model", "num_layers", "num_heads", "d_mlp", "max_positions"):
+            _require_size(field, getattr(self, field))
+        for field in ("num_kv_heads", "d_head"):
+            if getattr(self, field) != 0:
+                _require_size(field, getattr(self, field))
+
+    def _set_derived_values(self) -> None:
+        """Replace each 0 that means "derive this value from the sizes"."""
+        if self.num_kv_heads == 0:
+            object.__setattr__(self, "num_kv_heads", self.num_heads)
+        if self.d_head == 0:
+            _require(
+                self.d_model % self.num_heads == 0,
+                "num_heads",
+                f"{self.num_heads} does not divide d_model {self.d_model}; set d_head",
+            )
+            object.__setattr__(self, "d_head", self.d_model // self.num_heads)
+        if self.rotary_dim == 0 and self.positions == "rotary":
+            object.__setattr__(self, "rotary_dim", self.d_head)
+        if self.attention_scale == 0.0:
+            object.__setattr__(self, "attention_scale", self.d_head**-0.5)
 
     def _check_residual(self) -> None:
         _require(not self.norm_offset or self.norm == "rms", "norm_offset", "needs RMSNorm")
@@ -265,7 +275,6 @@ class ModelConfig:
 
     def _check_window(self) -> None:
         if self.window is not None:
-            _require(type(self.window) is int, "window", f"{short_repr(self.window)} is not of type int")
             _require_size("window", self.window)
         if self.windowed_layers is not None:
             _require(self.window is not None, "windowed_layers", "needs window to be set")

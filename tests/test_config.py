@@ -56,7 +56,7 @@ def test_an_invalid_field_is_refused_and_named(field: str, options: dict[str, An
 @pytest.mark.parametrize(
     ("field", "options"),
     [
-        ("kind", {"kind": "longrope"}),
+        ("kind", {"kind": "ntk"}),
         ("factor", {"factor": 0.5}),
         ("factor", {"factor": float("nan")}),
         ("original_max_positions", {"original_max_positions": 0}),

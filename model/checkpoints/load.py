@@ -15,7 +15,8 @@ import torch
 
 from model.checkpoints.chat_templates import read_chat_template, read_special_tokens
 from model.checkpoints.families import translate
-from model.checkpoints.safetensors_directory import DTYPES, TensorFiles
+from model.checkpoints.network_weights import DTYPES, NetworkWeights
+from model.checkpoints.safetensors_directory import SafetensorsFiles
 from model.errors import CheckpointError, short_repr
 from model.files import read_json
 from model.network.parameters import ParameterCount, count_parameters
@@ -100,11 +101,11 @@ def load_checkpoint(
     defaults = read_generation_defaults(directory, config)
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").exists() else None
     template = read_chat_template(directory, tokenizer, chat_template)
-    tensors = TensorFiles(directory, family)
-    torch_dtype = tensors.dtype() if dtype == "auto" else DTYPES[dtype]
-    tensors.check(model_config)  # before memory is allocated, because a config can state any size
-    weights = tensors.read(model_config, torch_dtype, torch.device(device))
-    model = prepare_model(model_config, weights, quantize=quantize, kernels=kernels)
+    weights = NetworkWeights(SafetensorsFiles(directory), family, model_config)
+    torch_dtype = weights.dtype() if dtype == "auto" else DTYPES[dtype]
+    weights.check()  # before memory is allocated, because a config can state any size
+    parameters = weights.read(torch_dtype, torch.device(device))
+    model = prepare_model(model_config, parameters, quantize=quantize, kernels=kernels)
     if tokenizer is not None and tokenizer.vocab_size > model_config.vocab_size:
         logger.warning(
             "tokenizer.json has ids for %d tokens, but the network has %d: prompts with ids from %d on are refused",

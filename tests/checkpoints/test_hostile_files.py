@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from model.checkpoints.families import translate
 from model.checkpoints.load import load_checkpoint
-from model.checkpoints.safetensors_directory import TensorFiles
+from model.checkpoints.network_weights import NetworkWeights
 from model.config import MAX_SIZES, ModelConfig
 from model.errors import CheckpointError
 from model.network.rotary import rotary_frequencies
@@ -77,7 +77,7 @@ class TestHostileSizes:
 
         directory = copy_of(kind)
         edit_config(directory, **({"head_dim": 4} if kind == "untied" else {"n_head": 8}) | {key: MAX_SIZES[field]})
-        monkeypatch.setattr(TensorFiles, "read", allocate)
+        monkeypatch.setattr(NetworkWeights, "read", allocate)
         message = refusal_message(directory)
         assert "config asks for" in message or "the checkpoint lacks" in message or key in message
 

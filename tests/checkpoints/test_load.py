@@ -122,6 +122,22 @@ class TestTiedHead:
         with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from the embedding.*tie_word_embeddings"):
             load_checkpoint(str(directory))
 
+    @pytest.mark.parametrize(("kind", "embedding"), HEADS)
+    def test_a_tied_embedding_may_be_stored_under_the_name_of_the_head_alone(
+        self, copy_of: Callable[[str], Path], originals: dict[str, Path], kind: str, embedding: str
+    ) -> None:
+        directory = copy_of(kind)
+        edit_tensors(directory, lambda tensors: tensors.update({"lm_head.weight": tensors.pop(embedding)}))
+        ids = random_ids(71, 9)
+        expected = load_checkpoint(str(originals[kind])).model(ids)
+        assert torch.equal(load_checkpoint(str(directory)).model(ids), expected)
+
+    def test_an_untied_embedding_is_not_taken_from_the_head(self, copy_of: Callable[[str], Path]) -> None:
+        directory = copy_of("untied")
+        edit_tensors(directory, lambda tensors: tensors.pop("model.embed_tokens.weight"))
+        with pytest.raises(CheckpointError, match=r"lacks model\.embed_tokens\.weight$"):
+            load_checkpoint(str(directory))
+
     @pytest.mark.parametrize("tied", [True, False])
     def test_gpt2_names_without_their_prefix_may_include_a_head(
         self, copy_of: Callable[[str], Path], originals: dict[str, Path], tied: bool
@@ -137,6 +153,42 @@ class TestTiedHead:
         assert torch.equal(
             load_checkpoint(str(directory)).model(ids), load_checkpoint(str(originals["gpt2"])).model(ids)
         )
+
+
+class TestAliases:
+    """`safetensors.torch.save_model` stores equal tensors once, and names the others in the metadata of the file."""
+
+    EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+    def write(self, directory: Path, metadata: dict[str, str], *, without: str) -> None:
+        path = directory / "model.safetensors"
+        tensors = {name: tensor for name, tensor in load_file(path).items() if name != without}
+        save_file(tensors, path, metadata={"format": "pt"} | metadata)
+
+    @pytest.mark.parametrize(("stored", "alias"), [(EMBEDDING, HEAD), (HEAD, EMBEDDING)])
+    def test_an_alias_is_read_from_the_stored_tensor(
+        self, copy_of: Callable[[str], Path], stored: str, alias: str
+    ) -> None:
+        directory = copy_of("untied")
+        self.write(directory, {alias: stored}, without=alias)
+        model = load_checkpoint(str(directory)).model
+        expected = load_file(directory / "model.safetensors")[stored]
+        assert torch.equal(model.head.weight, expected)
+        assert torch.equal(model.embed.weight, expected)
+
+    def test_an_alias_of_a_stored_tensor_has_no_effect(
+        self, copy_of: Callable[[str], Path], originals: dict[str, Path]
+    ) -> None:
+        directory = copy_of("untied")
+        self.write(directory, {self.HEAD: self.EMBEDDING}, without="nothing")
+        model = load_checkpoint(str(directory)).model
+        assert torch.equal(model.head.weight, load_checkpoint(str(originals["untied"])).model.head.weight)
+
+    def test_an_alias_of_an_absent_tensor_has_no_effect(self, copy_of: Callable[[str], Path]) -> None:
+        directory = copy_of("untied")
+        self.write(directory, {self.HEAD: "model.nothing.weight"}, without=self.HEAD)
+        with pytest.raises(CheckpointError, match=r"lacks lm_head\.weight$"):
+            load_checkpoint(str(directory))
 
 
 class TestFiles:
@@ -260,6 +312,13 @@ class TestFiles:
         directory = copy_of("tied")
         edit_tensors(directory, lambda tensors: tensors.update({n: t.to(torch.int8) for n, t in tensors.items()}))
         with pytest.raises(CheckpointError, match="int8"):
+            load_checkpoint(str(directory))
+
+    def test_weights_of_8_bits_are_refused_by_name_with_the_reason(self, copy_of: Callable[[str], Path]) -> None:
+        directory = copy_of("tied")
+        name = "model.layers.1.mlp.up_proj.weight"
+        edit_tensors(directory, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
+        with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight is F8_E4M3, .* scales .*bfloat16"):
             load_checkpoint(str(directory))
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
