@@ -79,16 +79,31 @@ class TestIdentities:
     def test_the_residual_stream_is_a_running_sum(self, name: str) -> None:
         config = CONFIGS[name]
         stages, _, _ = record_all(config)
-        pre_norm = config.norm_placement == "pre"
+        norms_stream = config.norm_placement == "post"
         stream = stages["embed"] + stages["pos_embed"] if "pos_embed" in stages else stages["embed"]
         for layer in range(config.num_layers):
             block = f"blocks.{layer}"
             assert torch.equal(stages[f"{block}.resid_pre"], stream)
-            mid = stages[f"{block}.resid_mid"]
-            assert_equal_but_for_rounding(mid, stream + stages[f"{block}.attn_out"])
-            inner = mid if pre_norm else stages[f"{block}.ln1.out"]
+            mid = stream + stages[f"{block}.attn_out"]
+            if not config.parallel_residual:
+                assert_equal_but_for_rounding(stages[f"{block}.resid_mid"], mid)
+            inner = stages[f"{block}.ln1.out"] if norms_stream else mid
             assert_equal_but_for_rounding(stages[f"{block}.resid_post"], inner + stages[f"{block}.mlp_out"])
-            stream = stages[f"{block}.resid_post"] if pre_norm else stages[f"{block}.ln2.out"]
+            stream = stages[f"{block}.ln2.out"] if norms_stream else stages[f"{block}.resid_post"]
+
+    @every_config
+    def test_what_is_added_to_the_stream_is_the_last_norm_times_the_residual_scale(self, name: str) -> None:
+        config = CONFIGS[name]
+        stages, _, _ = record_all(config)
+        model = build(config, dtype=torch.float64)
+        for layer, block in enumerate(model.blocks):
+            place = f"blocks.{layer}"
+            if config.norm_placement in ("both", "output"):
+                for norm, out in (("ln1_post", "attn_out"), ("ln2_post", "mlp_out")):
+                    assert torch.equal(stages[f"{place}.{out}"], stages[f"{place}.{norm}.out"])
+            else:
+                attn_out = block.attn.out(stages[f"{place}.attn.z"].flatten(2)) * config.residual_scale
+                assert_equal_but_for_rounding(stages[f"{place}.attn_out"], attn_out)
 
     @every_config
     def test_the_pattern_is_the_softmax_of_the_masked_scores(self, name: str) -> None:
@@ -111,13 +126,15 @@ class TestIdentities:
         config = CONFIGS[name]
         stages, _, _ = record_all(config)
         group = config.num_heads // config.num_kv_heads
-        rotary = config.positions == "rotary"
         for layer in range(config.num_layers):
             attention = f"blocks.{layer}.attn"
-            q, k = (stages[f"{attention}.{'rot_' if rotary else ''}{side}"] for side in "qk")
+            last = "rot_{}" if config.rotates(layer) else "{}_norm.out" if config.qk_norm else "{}"
+            q, k = (stages[f"{attention}.{last.format(side)}"] for side in "qk")
             pattern, v = stages[f"{attention}.pattern"], stages[f"{attention}.v"]
             for head in range(config.num_heads):
-                scores = q[0, :, head] @ k[0, :, head // group].T / config.d_head**0.5
+                scores = q[0, :, head] @ k[0, :, head // group].T * config.attention_scale
+                if config.attention_softcap is not None:
+                    scores = config.attention_softcap * (scores / config.attention_softcap).tanh()
                 assert_equal_but_for_rounding(stages[f"{attention}.scores"][0, head], scores)
                 z = pattern[0, head] @ v[0, :, head // group]
                 assert_equal_but_for_rounding(stages[f"{attention}.z"][0, :, head], z)
@@ -129,14 +146,18 @@ class TestIdentities:
         if config.positions != "rotary":
             assert not any("rot_" in stage for stage in stages)
             return
+        factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
         for layer in range(config.num_layers):
-            for side in "qk":
+            assert config.rotates(layer) == (f"blocks.{layer}.attn.rot_q" in stages)
+            for side in "qk" if config.rotates(layer) else "":
                 source = f"{side}_norm.out" if config.qk_norm else side
-                before = stages[f"blocks.{layer}.attn.{source}"]
                 after = stages[f"blocks.{layer}.attn.rot_{side}"]
+                before = stages[f"blocks.{layer}.attn.{source}"].view(after.shape)
+                assert torch.equal(after[..., config.rotary_dim :], before[..., config.rotary_dim :])
+                after, before = after[..., : config.rotary_dim], before[..., : config.rotary_dim] * factor
                 # cos and sin are float32 numbers, so the points lie up to 1e-7 beside the unit circle.
                 torch.testing.assert_close(after.norm(dim=-1), before.norm(dim=-1), atol=1e-5, rtol=0)
-                assert torch.equal(after[:, 0], before[:, 0])
+                torch.testing.assert_close(after[:, 0], before[:, 0], atol=1e-6, rtol=0)
                 assert (after[:, 1:] - before[:, 1:]).abs().max() > 0.1
 
     @every_config
@@ -145,25 +166,36 @@ class TestIdentities:
         stages, _, _ = record_all(config)
         model = build(config, dtype=torch.float64)
         norms = [stage.removesuffix(".scale") for stage in stages if stage.endswith(".scale")]
-        assert len(norms) == config.num_layers * (4 if config.qk_norm else 2) + config.has_final_norm
+        num_block_norms = {"both": 4}.get(config.norm_placement, 2) - config.shared_norm + 2 * bool(config.qk_norm)
+        assert len(norms) == config.num_layers * num_block_norms + config.has_final_norm
         for place in norms:
             norm = model.get_submodule(place)
             normalized = stages[f"{place}.normalized"]
             bias = norm.bias if norm.bias is not None else 0.0
-            assert_equal_but_for_rounding(stages[f"{place}.out"], normalized * norm.weight + bias)
+            assert_equal_but_for_rounding(
+                stages[f"{place}.out"], normalized * (norm.weight + config.norm_offset) + bias
+            )
             # The scale includes eps, so the mean of squares is smaller than one by eps / scale^2.
             below_one = config.norm_eps / stages[f"{place}.scale"].squeeze(-1).square()
             assert_equal_but_for_rounding(normalized.square().mean(-1) + below_one, torch.ones_like(below_one))
-            if config.norm == "layer":
+            if norm.rule.kind == "layer":
                 assert normalized.mean(-1).abs().max() < 1e-12
 
     @every_config
     def test_normalized_of_a_norm_is_its_input_divided_by_scale(self, name: str) -> None:
         config = CONFIGS[name]
         stages, _, _ = record_all(config)
-        sources = {"pre": ("resid_pre", "resid_mid"), "post": ("resid_mid", "resid_post")}[config.norm_placement]
+        if config.norm_placement == "output":
+            assert not any(".ln1." in stage or ".ln2." in stage for stage in stages)
+            return
+        sources = ("resid_mid", "resid_post") if config.norm_placement == "post" else ("resid_pre", "resid_mid")
+        if config.parallel_residual:
+            sources = ("resid_pre", "resid_pre")
         for layer in range(config.num_layers):
             for norm, source in zip(("ln1", "ln2"), sources, strict=True):
+                if norm == "ln2" and config.shared_norm:
+                    assert not any(".ln2." in stage for stage in stages)
+                    continue
                 place, x = f"blocks.{layer}.{norm}", stages[f"blocks.{layer}.{source}"]
                 centered = x - x.mean(-1, keepdim=True) if config.norm == "layer" else x
                 assert_equal_but_for_rounding(
@@ -176,7 +208,7 @@ class TestIdentities:
         stages, _, ids = record_all(config)
         model = build(config, dtype=torch.float64)
         last = f"blocks.{config.num_layers - 1}"
-        residual = stages[f"{last}.resid_post" if config.norm_placement == "pre" else f"{last}.ln2.out"]
+        residual = stages[f"{last}.ln2.out" if config.norm_placement == "post" else f"{last}.resid_post"]
         assert_equal_but_for_rounding(model.decode(residual), model(ids))
         assert_equal_but_for_rounding(model.decode(residual), stages["logits"])
         rows = [0, 5]
