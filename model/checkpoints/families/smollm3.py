@@ -19,7 +19,7 @@ def read(config: ConfigReader) -> ModelConfig:
     attention_bias = config.take("attention_bias", False)
     rotated = read_rotary_layers(config)
     window = config.take("sliding_window") if config.take("use_sliding_window", False) else None
-    config.ignore("sliding_window")
+    config.ignore("sliding_window", "max_window_layers")  # the latter is not used
     # Without `layer_types`, the layers without rotary positions have the window.
     windows = read_layer_windows(config, window, default=[window is not None and not each for each in rotated])
     return llama.read_common(
