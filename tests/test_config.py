@@ -8,8 +8,10 @@ import torch
 
 from model.config import MAX_SIZES, RANGES, ModelConfig, RopeScaling
 from model.network.parameters import count_parameters
+from model.network.norms import Norm
 from model.network.rotary import rotary_frequencies, sinusoidal_positions
-from model.network.transformer import Norm, Transformer
+from model.network.transformer import Transformer
+from model.ops.interface import NormRule
 from model.tracing.stages import norm_stages
 from model.tracing.tap import Probe, Recorder
 
@@ -200,7 +202,7 @@ class TestParameterCounts:
 class TestSmallExamplesOfArticle002:
     @pytest.mark.parametrize("traced", [False, True])
     def test_layer_norm_gives_the_printed_numbers(self, traced: bool) -> None:
-        norm = Norm(4, eps=1e-12, kind="layer")
+        norm = Norm(4, rule=NormRule(1e-12, "layer"))
         recorder = Recorder(norm_stages("ln") if traced else [])
         out = norm(torch.tensor([0.5, -0.3, 1.2, 0.8]), Probe(recorder).at("ln"))
         printed = torch.tensor([-0.091, -1.545, 1.182, 0.455])

@@ -53,6 +53,14 @@ _LLAMA: dict[str, Any] = {
     "norm_eps": 1e-3,
     "rope_theta": 100.0,
 }
+_GEMMA: dict[str, Any] = _LLAMA | {
+    "d_head": 8,
+    "norm_offset": True,
+    "norm_placement": "both",
+    "activation": "gelu_tanh",
+    "attention_scale": 0.1,  # norms of q and k with gains of about 2 make large products
+    "embedding_scale": 24**0.5,
+}
 CONFIGS = {
     "gpt2": GPT2,
     "llama": ModelConfig(**_LLAMA),
@@ -65,6 +73,58 @@ CONFIGS = {
     "mistral": ModelConfig(**_LLAMA, window=5),
     "qwen2": ModelConfig(**_LLAMA, qkv_bias=True, window=4, windowed_layers=(True, False, True)),
     "qwen3": ModelConfig(**_LLAMA, qk_norm="head", window=7, windowed_layers=(False, True, False), tied_head=False),
+    "gpt_neox": ModelConfig(
+        **_LLAMA,
+        norm="layer",
+        rotary_dim=2,
+        parallel_residual=True,
+        activation="gelu",
+        gated=False,
+        qkv_bias=True,
+        attention_out_bias=True,
+        mlp_bias=True,
+        tied_head=False,
+    ),
+    "gemma2": ModelConfig(
+        **_GEMMA, attention_softcap=2.5, logits_softcap=9.0, window=4, windowed_layers=(True, False, True)
+    ),
+    "gemma3": ModelConfig(
+        **_GEMMA, qk_norm="head", window=5, windowed_layers=(True, True, False), local_rope_theta=10.0
+    ),
+    "phi3": ModelConfig(
+        **_LLAMA | {"d_head": 8},
+        rotary_dim=6,
+        rope_scaling=RopeScaling(
+            kind="longrope",
+            factor=4.0,
+            original_max_positions=12,
+            attention_factor=1.2,
+            short_factors=(1.0, 1.1, 1.3),
+            long_factors=(1.2, 2.0, 4.0),
+        ),
+    ),
+    "olmo2": ModelConfig(**_LLAMA, norm_placement="output", qk_norm="projection"),
+    "smollm3": ModelConfig(**_LLAMA, rotary_layers=(True, False, True)),
+    "granite": ModelConfig(**_LLAMA, attention_scale=0.3, embedding_scale=3.0, residual_scale=0.4, logits_scale=0.7),
+    "stablelm": ModelConfig(
+        **_LLAMA,
+        norm="layer",
+        rotary_dim=4,
+        parallel_residual=True,
+        shared_norm=True,
+        qk_norm="each_head",
+        qkv_bias=True,
+    ),
+    "mixtral": ModelConfig(**_LLAMA, num_experts=5, num_experts_per_token=2, d_expert=12),
+    "qwen3_moe": ModelConfig(
+        **_LLAMA,
+        qk_norm="head",
+        num_experts=4,
+        num_experts_per_token=3,
+        d_expert=12,
+        expert_layers=(True, False, True),
+        normalize_expert_weights=False,
+    ),
     "2017 block": ModelConfig(
         vocab_size=67,
         d_model=24,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.errors import InvalidField
+from model.network.attention import score_rule
 
 MAX_GATHERED = 1024  # blocks that are gathered at a time, unless one sequence alone has more
 
@@ -18,7 +19,7 @@ class PagedCache:
     """Keys and values of `num_blocks` blocks in every layer: `keys[layer]` is (num_blocks * block_size, Hkv, D).
 
     Masked values must be finite (0 * NaN is NaN), so the cache is zero-initialised. `windows[layer]` is the sliding
-    window of a layer, and `scale` the factor of its scores.
+    window of a layer, and `score_rule` says how its scores are computed.
     """
 
     def __init__(
@@ -28,7 +29,7 @@ class PagedCache:
         self.block_size = block_size
         self.device = device
         self.windows = [config.window_of(layer) for layer in range(config.num_layers)]
-        self.scale = config.d_head**-0.5
+        self.score_rule = score_rule(config)
         shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.d_head)
         try:
             # Written now: the system provides each page of memory at the first write, which would slow down steps.

@@ -141,7 +141,8 @@ class Engine:
                 # Traced positions must be computed by this sequence, so only tokens before them are taken from others.
                 max_cached=min(traced_positions or (), default=sys.maxsize),
                 prefix_leader=leader,
-                cache_salt=request.cache_salt,
+                cache_salt=self._cache_salt(request, max_length),
+                max_length=max_length,
             )
             leader = leader or sequence
             continuation = Continuation(request, index, sequence, self._tokenizer)
@@ -150,6 +151,12 @@ class Engine:
             self._requests.setdefault(request.id, []).append(continuation)
             self._continuations[sequence] = continuation
             self._scheduler.add(sequence)
+
+    def _cache_salt(self, request: Request, max_length: int) -> str | None:
+        """Sequences share computed blocks only if all that their keys and values depend on is equal."""
+        scaling = self._model.config.rope_scaling
+        is_long = scaling is not None and scaling.kind == "longrope" and max_length > scaling.original_max_positions
+        return repr((request.cache_salt, is_long)) if request.cache_salt is not None or is_long else None
 
     def abort(self, request_id: str, stop_reason: str | None = None) -> list[Output]:
         """Cancel the continuations of a request that have not ended. Their blocks are released at once."""

@@ -14,8 +14,9 @@ class SequenceState:
     `order` is the order of arrival: a smaller number came earlier. A sequence with a `prefix_leader` starts when the
     leader's prompt is computed, so that it can share the leader's blocks, or when the leader has ended. Without
     `shares_prefix` a sequence neither uses computed blocks of others nor offers its own. At most `max_cached` tokens
-    are taken from others. Sequences with different values of `cache_salt` never share blocks. A `paused` sequence takes
-    part in no step. `lookup` drafts the tokens that may follow; without it nothing is drafted.
+    are taken from others. The sequence never has more than `max_length` tokens. Sequences with different values of
+    `cache_salt` never share blocks. A `paused` sequence takes part in no step. `lookup` drafts the tokens that may
+    follow; without it nothing is drafted.
     """
 
     __slots__ = (
@@ -24,6 +25,7 @@ class SequenceState:
         "blocks",
         "lookup",
         "max_cached",
+        "max_length",
         "num_cached",
         "num_computed",
         "num_prompt",
@@ -43,6 +45,7 @@ class SequenceState:
         max_cached: int = sys.maxsize,
         prefix_leader: "SequenceState | None" = None,
         cache_salt: str | None = None,
+        max_length: int = sys.maxsize,
     ) -> None:
         self.order = order
         self.tokens = array("q", prompt)
@@ -52,6 +55,7 @@ class SequenceState:
         self.blocks: list[int] = []
         self.shares_prefix = shares_prefix
         self.max_cached = max_cached
+        self.max_length = max_length
         self.prefix_leader = prefix_leader
         self.paused = False
         self.lookup: PromptLookup | None = None

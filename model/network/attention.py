@@ -11,9 +11,14 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.ops.interface import NetworkOps
-from model.ops.torch_attention import CausalMask, apply_pattern, mask_scores, softmax
+from model.ops.torch_attention import CausalMask, ScoreRule, apply_pattern, mask_scores, softmax
 from model.ops.torch_ops import TORCH
 from model.tracing.tap import Probe
+
+
+def score_rule(config: ModelConfig) -> ScoreRule:
+    """How the layers of a network compute their scores."""
+    return ScoreRule(config.attention_scale, config.attention_softcap)
 
 
 class AttentionContext(Protocol):
@@ -21,6 +26,9 @@ class AttentionContext(Protocol):
 
     positions: Tensor
     """(T,) int64: the position of each new token in its own sequence."""
+
+    lengths: Tensor
+    """(T,) int64: the number of tokens that the sequence of each new token may have at most."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe) -> Tensor:
         """q (B, T, H, D), k and v (B, T, Hkv, D) of the new tokens -> z (B, T, H, D). Stores k and v for later."""
@@ -36,29 +44,29 @@ def attend(
     mask: CausalMask | None,
     probe: Probe,
     *,
-    scale: float,
+    rule: ScoreRule,
     ops: NetworkOps = TORCH.network,
 ) -> Tensor:
-    """softmax(q k^T * scale + mask) v, each query head with the key and value head of its group.
+    """softmax(scores + mask) v, each query head with the key and value head of its group.
 
     q (B, T, H, D), k and v (B, S, Hkv, D) -> z (B, T, H, D). Without a mask every query sees every key.
     """
-    z = ops.attend(q, k, v, mask, scale=scale)
+    z = ops.attend(q, k, v, mask, rule)
     if probe.wants("scores", "attn_scores", "pattern"):
-        changed = trace_attention(q, k, mask, probe, scale=scale, ops=ops)
+        changed = trace_attention(q, k, mask, probe, rule=rule, ops=ops)
         if changed is not None:
             z = apply_pattern(changed, v)
     return probe("z", z)
 
 
 def trace_attention(
-    q: Tensor, k: Tensor, mask: CausalMask | None, probe: Probe, *, scale: float, ops: NetworkOps
+    q: Tensor, k: Tensor, mask: CausalMask | None, probe: Probe, *, rule: ScoreRule, ops: NetworkOps
 ) -> Tensor | None:
     """Compute the stages that fused attention skips, and offer them: `scores`, `attn_scores` and `pattern`.
 
     Each is (B, H, T, S). Returns the pattern if the tap changed any of them, otherwise None.
     """
-    scores, masked, pattern = ops.attention_scores(q, k, mask, scale=scale)
+    scores, masked, pattern = ops.attention_scores(q, k, mask, rule)
     new_scores = probe("scores", scores)
     if new_scores is not scores:
         masked = mask_scores(new_scores, mask)
@@ -119,6 +127,7 @@ class DenseContext:
         if start + num_new > config.max_positions:
             raise ValueError(f"the pass needs {start + num_new} positions, the context holds {config.max_positions}")
         self.positions = torch.arange(start, start + num_new, device=device)
+        self.lengths = torch.full_like(self.positions, start + num_new if cache is None else cache.capacity)
         self._config = config
         self._cache = cache
         self._num_new = num_new
@@ -130,7 +139,7 @@ class DenseContext:
         if self._cache is not None:
             k, v = self._cache.append(layer, k, v)
         mask = self._masks[self._config.window_of(layer)]
-        return attend(q, k, v, mask, probe, scale=self._config.d_head**-0.5, ops=self._ops)
+        return attend(q, k, v, mask, probe, rule=score_rule(self._config), ops=self._ops)
 
     def finish(self) -> None:
         if self._cache is not None:

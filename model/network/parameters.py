@@ -30,15 +30,15 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     def size(module: nn.Module | None) -> int:
         return 0 if module is None else sum(p.numel() for p in module.parameters())
 
-    def in_all_blocks(*paths: str) -> int:
-        return sum(size(block.get_submodule(path)) for block in model.blocks for path in paths)
+    def in_all_blocks(*parts: str) -> int:
+        return sum(size(getattr(block, part)) for block in model.blocks for part in parts)
 
     head = 0 if config.tied_head else size(model.head)
     embeddings = {"token_embedding": size(model.embed), "position_embedding": size(model.pos_embed)}
     network = {
         "attention": in_all_blocks("attn"),
         "feed_forward": in_all_blocks("mlp"),
-        "block_norms": in_all_blocks("ln1", "ln2"),
+        "block_norms": in_all_blocks("ln1", "ln1_post", "ln2", "ln2_post"),
         "final_norm": size(model.ln_final),
     }
     components = {**embeddings, **network, "head": head}

@@ -1,55 +1,27 @@
 """The network: token ids in, next-token logits out. Every stage on the way is offered to one tap.
 
-Read it from top to bottom: norm, attention, feed-forward, block, transformer. Dims: B batch, T new tokens, R selected
+Read it from top to bottom: attention, block, transformer. Dims: B batch, T new tokens, R selected
 rows, C width, H/Hkv heads, D head size, V vocabulary. Stages that fused kernels skip are computed separately, on
 request; the pass uses them only if a tap has changed them, so reading a stage changes no bit of the result.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
-from model.config import ModelConfig, NormKind
+from model.config import ModelConfig
 from model.network.attention import AttentionContext, DenseContext, KVCache
-from model.network.rotary import RotaryPositions, sinusoidal_positions
+from model.network.experts import Experts
+from model.network.feed_forward import FeedForward
+from model.network.linear import LinearFactory, trainable_linear
+from model.network.norms import HeadNorm, Norm, block_norm
+from model.network.rotary import Rotations, sinusoidal_positions
 from model.ops.interface import Backend, NetworkOps, Rotation
 from model.ops.quantization import QuantizedLinear
-from model.ops.torch_ops import TORCH, centered
+from model.ops.torch_ops import TORCH
 from model.tracing.tap import Probe, Tap
-
-LinearFactory = Callable[[str, int, int, bool], nn.Module]
-"""(name, number of inputs, number of outputs, has a bias) -> a linear layer. Names are those of `named_modules`."""
-
-
-def trainable_linear(name: str, num_inputs: int, num_outputs: int, has_bias: bool) -> nn.Module:
-    return nn.Linear(num_inputs, num_outputs, bias=has_bias)
-
-
-class Norm(nn.Module):
-    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019) over the last dim; eps is inside the square root.
-
-    Stages: `scale` is the divisor, `normalized` the result before gain and bias, `out` the result after them.
-    """
-
-    def __init__(self, size: int, *, eps: float, kind: NormKind, ops: NetworkOps = TORCH.network) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size))
-        self.bias = nn.Parameter(torch.zeros(size)) if kind == "layer" else None
-        self._ops = ops
-
-    def forward(self, x: Tensor, probe: Probe) -> Tensor:  # (..., size) -> (..., size)
-        if not probe.wants("scale", "normalized"):
-            return probe("out", self._ops.norm(x, self.weight, self.bias, self.eps))
-        scale, normalized, out = self._ops.norm_stages(x, self.weight, self.bias, self.eps)
-        new_scale = probe("scale", scale)  # (..., 1)
-        if new_scale is not scale:
-            normalized = (centered(x, self.bias) / new_scale).to(x.dtype)
-        new_normalized = probe("normalized", normalized)
-        if new_scale is not scale or new_normalized is not normalized:
-            out = new_normalized * self.weight if self.bias is None else new_normalized * self.weight + self.bias
-        return probe("out", out)
 
 
 class Attention(nn.Module):
@@ -66,8 +38,8 @@ class Attention(nn.Module):
         place = f"blocks.{layer}.attn"
         self.qkv = linear(f"{place}.qkv", config.d_model, num_rows, config.qkv_bias)
         self.out = linear(f"{place}.out", self.num_heads * self.d_head, config.d_model, config.attention_out_bias)
-        self.q_norm = Norm(self.d_head, eps=config.norm_eps, kind="rms", ops=ops) if config.qk_norm else None
-        self.k_norm = Norm(self.d_head, eps=config.norm_eps, kind="rms", ops=ops) if config.qk_norm else None
+        self.q_norm = HeadNorm(config, self.num_heads, ops) if config.qk_norm is not None else None
+        self.k_norm = HeadNorm(config, self.num_kv_heads, ops) if config.qk_norm is not None else None
         self._ops = ops
 
     def forward(
@@ -93,45 +65,33 @@ class Attention(nn.Module):
         return out
 
 
-class FeedForward(nn.Module):
-    """`down(act(up x))`, or gated (Shazeer 2020): `down(act(gate x) * linear x)`; then `up` has the rows of
-    `gate`, then those of `linear`."""
-
-    def __init__(self, config: ModelConfig, layer: int, ops: NetworkOps, linear: LinearFactory) -> None:
-        super().__init__()
-        self.activation = config.activation
-        self.gated = config.gated
-        num_hidden = config.d_mlp * (2 if config.gated else 1)
-        self.up = linear(f"blocks.{layer}.mlp.up", config.d_model, num_hidden, config.mlp_bias)
-        self.down = linear(f"blocks.{layer}.mlp.down", config.d_mlp, config.d_model, config.mlp_bias)
-        self._ops = ops
-
-    def forward(self, x: Tensor, probe: Probe) -> Tensor:  # (B, T, C) -> (B, T, C)
-        if self.gated:
-            pre, linear = self.up(x).chunk(2, dim=-1)  # (B, T, d_mlp) each
-            pre, linear = probe("pre", pre), probe("pre_linear", linear)
-            post = self._ops.activate(self.activation, pre, linear)
-        else:
-            post = self._ops.activate(self.activation, probe("pre", self.up(x)))
-        out: Tensor = self.down(probe("post", post))
-        return out
-
-
 class Block(nn.Module):
-    """Attention, then feed-forward, each with a norm and a residual connection.
+    """Attention, then feed-forward, each with norms and a residual connection; see `ModelConfig.norm_placement`.
 
-    Pre-norm: x + attn(ln1(x)), then x + mlp(ln2(x)). Post-norm (Vaswani et al. 2017): ln1(x + attn(x)), then
-    ln2(x + mlp(x)). In a post-norm block `resid_mid` and `resid_post` are the sums before the norm, as in
-    TransformerLens.
+    `attn_out` and `mlp_out` are what is added to the residual stream: with norms after attention and feed-forward
+    (`ln1_post`, `ln2_post`), their results. In a block with "post" norms, `resid_mid` and `resid_post` are the sums
+    before the norm, as in TransformerLens. A parallel block has no `resid_mid`.
     """
 
     def __init__(self, config: ModelConfig, layer: int, ops: NetworkOps, linear: LinearFactory) -> None:
         super().__init__()
-        self.pre_norm = config.norm_placement == "pre"
-        self.ln1 = Norm(config.d_model, eps=config.norm_eps, kind=config.norm, ops=ops)
+        self.norms_input = config.norm_placement in ("pre", "both")
+        self.norms_stream = config.norm_placement == "post"
+        self.is_parallel = config.parallel_residual
+        self.residual_scale = config.residual_scale
+        norms_output = config.norm_placement in ("both", "output")
+        has_ln1 = config.norm_placement != "output"
+        self.ln1 = block_norm(config, ops) if has_ln1 else None
         self.attn = Attention(config, layer, ops, linear)
-        self.ln2 = Norm(config.d_model, eps=config.norm_eps, kind=config.norm, ops=ops)
-        self.mlp = FeedForward(config, layer, ops, linear)
+        self.ln1_post = block_norm(config, ops) if norms_output else None
+        self.ln2 = block_norm(config, ops) if has_ln1 and not config.shared_norm else None
+        place = f"blocks.{layer}.mlp"
+        self.mlp = (
+            Experts(config, place, ops, linear)
+            if config.has_experts(layer)
+            else FeedForward(config, place, config.d_mlp, ops, linear)
+        )
+        self.ln2_post = block_norm(config, ops) if norms_output else None
         self._ops = ops
 
     def forward(
@@ -143,16 +103,31 @@ class Block(nn.Module):
         rows: Tensor | None = None,
     ) -> Tensor:  # (B, T, C) -> (B, T, C); with `rows` (B, R, C): other rows skip everything after attention
         x = probe("resid_pre", x)
-        normed = self.ln1(x, probe.at("ln1")) if self.pre_norm else x
-        attn_out = probe("attn_out", self.attn(normed, rotation, context, probe.at("attn"), rows))
-        x = self._ops.add(x if rows is None else x.index_select(1, rows), attn_out)
-        x = probe("resid_mid", x)
-        if not self.pre_norm:
+        normed = self.ln1(x, probe.at("ln1")) if self.ln1 is not None and self.norms_input else x
+        attn_out = self.attn(normed, rotation, context, probe.at("attn"), rows)
+        attn_out = probe("attn_out", self._added(attn_out, self.ln1_post, probe.at("ln1_post")))
+        if rows is not None:
+            x = x.index_select(1, rows)
+        if self.is_parallel:
+            if self.ln2 is not None:
+                normed = self.ln2(x, probe.at("ln2"))
+            elif rows is not None:
+                normed = normed.index_select(1, rows)
+            mlp_out = probe("mlp_out", self._added(self.mlp(normed, probe.at("mlp")), None, probe))
+            return probe("resid_post", self._ops.add(x, self._ops.add(attn_out, mlp_out)))
+        x = probe("resid_mid", self._ops.add(x, attn_out))
+        if self.ln1 is not None and self.norms_stream:
             x = self.ln1(x, probe.at("ln1"))
-        normed = self.ln2(x, probe.at("ln2")) if self.pre_norm else x
-        x = self._ops.add(x, probe("mlp_out", self.mlp(normed, probe.at("mlp"))))
-        x = probe("resid_post", x)
-        return x if self.pre_norm else self.ln2(x, probe.at("ln2"))
+        normed = self.ln2(x, probe.at("ln2")) if self.ln2 is not None and self.norms_input else x
+        mlp_out = self._added(self.mlp(normed, probe.at("mlp")), self.ln2_post, probe.at("ln2_post"))
+        x = probe("resid_post", self._ops.add(x, probe("mlp_out", mlp_out)))
+        return self.ln2(x, probe.at("ln2")) if self.ln2 is not None and self.norms_stream else x
+
+    def _added(self, out: Tensor, norm: Norm | None, probe: Probe) -> Tensor:
+        """What is added to the residual stream for the output of attention or feed-forward."""
+        if norm is not None:
+            out = norm(out, probe)
+        return out if self.residual_scale == 1.0 else self._ops.scale(out, self.residual_scale)
 
 
 class Transformer(nn.Module):
@@ -173,11 +148,9 @@ class Transformer(nn.Module):
         ops = backend.network
         self.embed = _zero_table(config.vocab_size, config.d_model)
         self.pos_embed = _zero_table(config.max_positions, config.d_model) if config.positions == "learned" else None
-        self.rotary = RotaryPositions(config) if config.positions == "rotary" else None
+        self.rotary = Rotations(config) if config.positions == "rotary" else None
         self.blocks = nn.ModuleList(Block(config, layer, ops, linear) for layer in range(config.num_layers))
-        self.ln_final = (
-            Norm(config.d_model, eps=config.norm_eps, kind=config.norm, ops=ops) if config.has_final_norm else None
-        )
+        self.ln_final = block_norm(config, ops) if config.has_final_norm else None
         self.head = linear("head", config.d_model, config.vocab_size, False)
         self.tie_head()
         has_torch_layers = any(isinstance(module, (nn.Linear, QuantizedLinear)) for module in self.modules())
@@ -207,11 +180,12 @@ class Transformer(nn.Module):
         probe = Probe(tap)
 
         x = self._embed(ids, context.positions, probe)  # (B, T, C)
-        rotation = None if self.rotary is None else self.rotary(context.positions, x.dtype, ops)
+        rotations = None if self.rotary is None else self.rotary(context.positions, context.lengths, x.dtype, ops)
         index = None if rows is None else torch.as_tensor(rows, dtype=torch.int64, device=x.device)
         skips_rows = tap is None and self.batch_invariant
         for layer, block in enumerate(self.blocks):
             block_rows = index if skips_rows and layer == self.config.num_layers - 1 else None
+            rotation = None if rotations is None else rotations[layer]
             x = block(x, rotation, context, probe.at("blocks").at(str(layer)), block_rows)
         context.finish()
 
@@ -221,7 +195,10 @@ class Transformer(nn.Module):
 
     def _embed(self, ids: Tensor, positions: Tensor, probe: Probe) -> Tensor:
         ops = self.backend.network
-        x = probe("embed", ops.embed(self.embed.weight, ids))
+        x = ops.embed(self.embed.weight, ids)
+        if self.config.embedding_scale != 1.0:
+            x = ops.scale(x, _rounded(self.config.embedding_scale, x.dtype))
+        x = probe("embed", x)
         if self.rotary is not None:
             return x
         if self.pos_embed is not None:
@@ -231,11 +208,14 @@ class Transformer(nn.Module):
         return ops.add(x, probe("pos_embed", table.expand_as(x)))
 
     def decode(self, residual: Tensor, probe: Probe | None = None) -> Tensor:
-        """Apply the final norm, if the network has one, and the head: residual (..., C) -> logits (..., V)."""
+        """Decode a residual (..., C) to logits (..., V): the final norm, the head, and the scale and cap of logits."""
         if self.ln_final is not None:
             residual = self.ln_final(residual, (probe or Probe(None)).at("ln_final"))
+        ops, config = self.backend.network, self.config
         logits: Tensor = self.head(residual)
-        return logits
+        if config.logits_scale != 1.0:
+            logits = ops.scale(logits, config.logits_scale)
+        return logits if config.logits_softcap is None else ops.softcap(logits, config.logits_softcap)
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """An empty cache for `capacity` tokens, in the dtype and on the device of the weights."""
@@ -253,12 +233,17 @@ class Transformer(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 parameter.zero_()
-            elif parameter.dim() == 1:
-                parameter.fill_(1.0)
+            elif "norm" in name or "ln" in name:
+                parameter.fill_(0.0 if self.config.norm_offset else 1.0)
             else:
                 is_residual = name.endswith(("attn.out.weight", "mlp.down.weight"))
                 scale = (2 * self.config.num_layers) ** -0.5 if is_residual else 1.0
                 parameter.normal_(0.0, std * scale, generator=generator)
+
+
+@cache
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(number, dtype=dtype).item())
 
 
 def _zero_table(num_rows: int, size: int) -> nn.Embedding:

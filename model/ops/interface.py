@@ -11,16 +11,27 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from model.config import Activation
+from model.config import Activation, NormKind
 from model.ops.quantization import Quantized
 from model.ops.summary import Summary
-from model.ops.torch_attention import CausalMask
+from model.ops.torch_attention import CausalMask, ScoreRule
 
 if TYPE_CHECKING:
     from model.ops.cpu.paged_attention import PagedAttention
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of the angles by which a pass turns its queries and keys."""
+
+
+class NormRule(NamedTuple):
+    """How a norm computes: x, minus its mean if the kind is "layer", divided by its scale, times the gain.
+
+    `eps` is added inside of the square root. The gain is the weight, or 1 + weight if there is an `offset`.
+    """
+
+    eps: float
+    kind: NormKind
+    offset: bool = False
 
 
 class Argmax(NamedTuple):
@@ -59,29 +70,43 @@ class NetworkOps(Protocol):
 
     def add(self, a: Tensor, b: Tensor) -> Tensor: ...
 
-    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """Normalize the last dim: LayerNorm if there is a bias, otherwise RMSNorm."""
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """x times `factor`."""
 
-    def norm_stages(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """cap tanh(x / cap)."""
+
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, rule: NormRule) -> Tensor:
+        """Normalize the last dim: x (..., C), weight (C,), or x (..., H, C) and weight (H, C); bias (C,)."""
+
+    def norm_stages(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, rule: NormRule
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The scale (..., 1) in at least float32, the normalized values, and the result of `norm`."""
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Rotation:
-        """positions (T,), frequencies (D/2,) or (T, D/2) in radians per position -> the argument of `rotate`.
+        """positions (T,), frequencies (R/2,) or (T, R/2) in radians per position -> the argument of `rotate`.
 
-        Cosines and sines are multiplied by `factor`.
+        Cosines and sines are multiplied by `factor`. R dims of each head are rotated.
         """
 
+    def select_rotation(self, short: Rotation, long: Rotation, lengths: Tensor, limit: int) -> Rotation:
+        """The rotation `long` for each of the T tokens whose entry of `lengths` (T,) is above `limit`, else `short`."""
+
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Rotate each pair (i, i + D/2) of every head by its angle: x (B, T, H, D) -> the same shape."""
+        """Rotate each pair (i, i + R/2) of every head by its angle: x (B, T, H, D) -> the same shape.
+
+        The dims from R on stay as they are.
+        """
 
     def activate(self, activation: Activation, pre: Tensor, linear: Tensor | None = None) -> Tensor:
         """activation(pre), multiplied by `linear` in a gated network."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, *, scale: float) -> Tensor:
-        """softmax(q k^T scale + mask) v: q (B, T, H, D), k and v (B, S, Hkv, D) -> (B, T, H, D)."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, rule: ScoreRule) -> Tensor:
+        """softmax(scores + mask) v: q (B, T, H, D), k and v (B, S, Hkv, D) -> (B, T, H, D)."""
 
     def attention_scores(
-        self, q: Tensor, k: Tensor, mask: CausalMask | None, *, scale: float
+        self, q: Tensor, k: Tensor, mask: CausalMask | None, rule: ScoreRule
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The values that `attend` never stores, each (B, H, T, S): scores, masked scores and their softmax."""
 

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.config import Activation
-from model.ops.interface import Argmax, Backend, Draw, Rotation
+from model.config import Activation, NormKind
+from model.ops.interface import Argmax, Backend, Draw, NormRule, Rotation
 from model.ops.quantization import Quantized, QuantizedLinear
 from model.ops.summary import Summary, summarize
-from model.ops.torch_attention import CausalMask, attention_scores, fused_attention
+from model.ops.torch_attention import CausalMask, ScoreRule, attention_scores, fused_attention, softcap
 from model.ops.torch_sampling import apply_masks, draw_tokens
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -22,13 +22,13 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-def centered(x: Tensor, bias: Tensor | None) -> Tensor:
-    """The values that a norm divides by its scale: x minus the row's mean for LayerNorm (with a bias), x for RMSNorm.
+def centered(x: Tensor, kind: NormKind) -> Tensor:
+    """The values that a norm divides by its scale: x minus the row's mean for LayerNorm, x for RMSNorm.
 
     In at least float32, because the sum of squares needs the range.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return wide if bias is None else wide - wide.mean(-1, keepdim=True)
+    return wide - wide.mean(-1, keepdim=True) if kind == "layer" else wide
 
 
 class TorchNetworkOps:
@@ -51,37 +51,59 @@ class TorchNetworkOps:
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
 
-    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        if bias is None:
-            return F.rms_norm(x, weight.shape, weight, eps)
-        return F.layer_norm(x, weight.shape, weight, bias, eps)
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x * factor
 
-    def norm_stages(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        wide = centered(x, bias)
-        scale = (wide.square().mean(-1, keepdim=True) + eps).sqrt()
-        return scale, (wide / scale).to(x.dtype), self.norm(x, weight, bias, eps)
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return softcap(x, cap)
+
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, rule: NormRule) -> Tensor:
+        size = weight.shape[-1:]
+        is_plain = not rule.offset and weight.dim() == 1
+        if is_plain and rule.kind == "layer":
+            return F.layer_norm(x, size, weight, bias, rule.eps)
+        if is_plain and bias is None:
+            return F.rms_norm(x, size, weight, rule.eps)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normalize = F.layer_norm if rule.kind == "layer" else F.rms_norm
+        scaled = normalize(wide, size, eps=rule.eps) * (weight.to(wide.dtype) + float(rule.offset))
+        return (scaled if bias is None else scaled + bias).to(x.dtype)
+
+    def norm_stages(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, rule: NormRule
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = centered(x, rule.kind)
+        scale = (wide.square().mean(-1, keepdim=True) + rule.eps).sqrt()
+        return scale, (wide / scale).to(x.dtype), self.norm(x, weight, bias, rule)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Rotation:
         angles = positions[:, None] * frequencies
         angles = torch.cat((angles, angles), dim=-1)[:, None, :]  # (T, 1, D)
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
+    def select_rotation(self, short: Rotation, long: Rotation, lengths: Tensor, limit: int) -> Rotation:
+        is_long = (lengths > limit)[:, None, None]
+        return torch.where(is_long, long[0], short[0]), torch.where(is_long, long[1], short[1])
+
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         cos, sin = rotation
-        first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((-second, first), dim=-1) * sin
+        rotary_dim = cos.shape[-1]
+        rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+        first, second = rotated.chunk(2, dim=-1)
+        rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
+        return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
     def activate(self, activation: Activation, pre: Tensor, linear: Tensor | None = None) -> Tensor:
         post = ACTIVATIONS[activation](pre)
         return post if linear is None else post * linear
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, *, scale: float) -> Tensor:
-        return fused_attention(q, k, v, mask, scale=scale)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, rule: ScoreRule) -> Tensor:
+        return fused_attention(q, k, v, mask, rule)
 
     def attention_scores(
-        self, q: Tensor, k: Tensor, mask: CausalMask | None, *, scale: float
+        self, q: Tensor, k: Tensor, mask: CausalMask | None, rule: ScoreRule
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return attention_scores(q, k, mask, scale=scale)
+        return attention_scores(q, k, mask, rule)
 
 
 class TorchSamplingOps:

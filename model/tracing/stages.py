@@ -49,28 +49,50 @@ def norm_stages(name: str, dims: tuple[str, ...] = RESIDUAL, *, has_selected_row
     return [Stage(f"{name}.{part}", part_dims, has_selected_rows) for part, part_dims in all_dims.items()]
 
 
-def _attention_stages(config: ModelConfig) -> list[Stage]:
+def _attention_stages(config: ModelConfig, layer: int) -> list[Stage]:
     stages = [Stage("attn.q", HEADS), Stage("attn.k", KV_HEADS), Stage("attn.v", KV_HEADS)]
-    if config.qk_norm:
+    if config.qk_norm == "projection":  # all heads are normalized together
+        stages += norm_stages("attn.q_norm", ("batch", "position", "d_q"))
+        stages += norm_stages("attn.k_norm", ("batch", "position", "d_k"))
+    elif config.qk_norm is not None:
         stages += norm_stages("attn.q_norm", HEADS) + norm_stages("attn.k_norm", KV_HEADS)
-    if config.positions == "rotary":
+    if config.rotates(layer):
         stages += [Stage("attn.rot_q", HEADS), Stage("attn.rot_k", KV_HEADS)]
     stages += [Stage(f"attn.{name}", PATTERN) for name in ("scores", "attn_scores", "pattern")]
-    return [*stages, Stage("attn.z", HEADS), Stage("attn_out", RESIDUAL)]
+    return [*stages, Stage("attn.z", HEADS)]
 
 
-def _mlp_stages(config: ModelConfig) -> list[Stage]:
+def _mlp_stages(config: ModelConfig, layer: int) -> list[Stage]:
+    if config.has_experts(layer):
+        chosen = ("batch", "position", "expert_rank")
+        return [
+            Stage("mlp.router_logits", ("batch", "position", "expert")),
+            Stage("mlp.expert_weights", chosen),
+            Stage("mlp.expert_indices", chosen),
+        ]
     names = ("mlp.pre", "mlp.pre_linear", "mlp.post") if config.gated else ("mlp.pre", "mlp.post")
-    return [*(Stage(name, HIDDEN) for name in names), Stage("mlp_out", RESIDUAL)]
+    return [Stage(name, HIDDEN) for name in names]
 
 
-def _block_stages(config: ModelConfig) -> list[Stage]:
-    pre, mid, post = (Stage(name, RESIDUAL) for name in ("resid_pre", "resid_mid", "resid_post"))
+def _block_stages(config: ModelConfig, layer: int) -> list[Stage]:
+    """The stages of a block in the order of computation: see `Block`."""
+    pre, mid, post, attn_out, mlp_out = (
+        Stage(name, RESIDUAL) for name in ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
+    )
+    attention, mlp = _attention_stages(config, layer), _mlp_stages(config, layer)
     ln1, ln2 = norm_stages("ln1"), norm_stages("ln2")
-    attention, mlp = _attention_stages(config), _mlp_stages(config)
-    if config.norm_placement == "pre":
-        return [pre, *ln1, *attention, mid, *ln2, *mlp, post]
-    return [pre, *attention, mid, *ln1, *mlp, post, *ln2]
+    if config.norm_placement == "post":
+        return [pre, *attention, attn_out, mid, *ln1, *mlp, mlp_out, post, *ln2]
+    norms_output = config.norm_placement in ("both", "output")
+    after = norm_stages("ln1_post"), norm_stages("ln2_post")
+    attention = [*attention, *(after[0] if norms_output else ()), attn_out]
+    mlp = [*mlp, *(after[1] if norms_output else ()), mlp_out]
+    if config.norm_placement == "output":
+        ln1, ln2 = [], []
+    if config.shared_norm:
+        ln2 = []
+    middle = [] if config.parallel_residual else [mid]
+    return [pre, *ln1, *attention, *middle, *ln2, *mlp, post]
 
 
 def stages_of(config: ModelConfig) -> list[Stage]:
@@ -79,7 +101,7 @@ def stages_of(config: ModelConfig) -> list[Stage]:
     if config.positions != "rotary":
         stages.append(Stage("pos_embed", RESIDUAL))
     for layer in range(config.num_layers):
-        stages += [Stage(f"blocks.{layer}.{stage.name}", stage.dims) for stage in _block_stages(config)]
+        stages += [Stage(f"blocks.{layer}.{stage.name}", stage.dims) for stage in _block_stages(config, layer)]
     if config.has_final_norm:
         stages += norm_stages("ln_final", has_selected_rows=True)
     return [*stages, *OUTPUT_STAGES]
@@ -104,7 +126,7 @@ class Widths(Protocol):
 
 def sizes_of(config: Widths, num_positions: int) -> dict[str, int]:
     """The length of each named dim for one prompt of `num_positions` tokens, computed without a cache."""
-    return {
+    sizes = {
         "batch": 1,
         "one": 1,
         "position": num_positions,
@@ -116,7 +138,12 @@ def sizes_of(config: Widths, num_positions: int) -> dict[str, int]:
         "d_model": config.d_model,
         "d_mlp": config.d_mlp,
         "d_vocab": config.vocab_size,
+        "d_q": config.num_heads * config.d_head,
+        "d_k": config.num_kv_heads * config.d_head,
     }
+    if isinstance(config, ModelConfig) and config.num_experts:
+        sizes |= {"expert": config.num_experts, "expert_rank": config.num_experts_per_token}
+    return sizes
 
 
 class UnknownStage(ValueError):
@@ -156,6 +183,6 @@ def _names(names: tuple[str, ...]) -> Names:
 
 def last_residuals(config: ModelConfig) -> list[Stage]:
     """The stage of each block that the logit lens decodes. Decoding that of the last block gives the real logits."""
-    name = "resid_post" if config.norm_placement == "pre" else "ln2.out"
+    name = "ln2.out" if config.norm_placement == "post" else "resid_post"
     names = {f"blocks.{layer}.{name}" for layer in range(config.num_layers)}
     return [stage for stage in stages_of(config) if stage.name in names]

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from model.network.attention import attend
-from model.ops.torch_attention import CausalMask
+from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.torch_ops import ACTIVATIONS
 from model.tracing.stages import HIDDEN, OUTPUT_STAGES, RESIDUAL, Stage, norm_stages
 from model.tracing.tap import Probe, Recorder
@@ -198,7 +198,7 @@ class AIRocks(WorkedExample):
         # Rounding can make the variance of y1 one or more. Then no c solves the equation above, and c is made so large
         # that eps does not matter.
         missing = (1 - y1.var(-1, correction=0, keepdim=True)).clamp(min=1e-4)
-        self.P = fixed((self.ln1.eps / missing).sqrt() * y1 - self.E[self.prompt_ids])
+        self.P = fixed((self.ln1.rule.eps / missing).sqrt() * y1 - self.E[self.prompt_ids])
 
         # Of the seeds 0 to 10, this one gives the fitted W_O whose largest entry is smallest in absolute value.
         generator = random.Random(10)
@@ -231,7 +231,7 @@ class AIRocks(WorkedExample):
         k = attn("k", project_heads(y, self.W_K))
         v = attn("v", project_heads(y, self.W_V))
         mask = CausalMask(0, ids.shape[1], None, ids.device)
-        z = attend(q, k, v, mask, attn, scale=self.d_head**-0.5)
+        z = attend(q, k, v, mask, attn, rule=ScoreRule(self.d_head**-0.5))
         x = block("resid_mid", shortcut + block("attn_out", z.flatten(2) @ self.W_O))
 
         y = self.ln2(x, block.at("ln2"))

@@ -11,8 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from model.network.transformer import Norm
-from model.ops.interface import Backend
+from model.network.norms import Norm
+from model.ops.interface import Backend, NormRule
 from model.ops.torch_ops import TORCH
 from model.tracing.stages import HEADS, KV_HEADS, PATTERN, Stage, sizes_of
 from model.tracing.tap import Probe, Tap
@@ -44,7 +44,7 @@ def drawn(generator: random.Random, rows: int, columns: int) -> list[list[float]
 
 def layer_norm(size: int) -> Norm:
     """The articles' LayerNorm: gain one, bias zero, eps 1e-5."""
-    return Norm(size, eps=1e-5, kind="layer").double().requires_grad_(False)
+    return Norm(size, rule=NormRule(1e-5, "layer")).double().requires_grad_(False)
 
 
 def project_heads(x: Tensor, weights: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model.network.attention import DenseContext, attend, trace_attention
-from model.ops.torch_attention import CausalMask, apply_pattern, folded_attention, fused_attention
+from model.ops.torch_attention import CausalMask, ScoreRule, apply_pattern, folded_attention, fused_attention
 from model.ops.torch_ops import TORCH
 from model.tracing.stages import PATTERN, Stage
 from model.tracing.tap import Editor, Probe, Recorder
@@ -66,13 +66,13 @@ def some_visible(num_new: int, num_keys: int, *, is_batched: bool) -> Tensor:
 def test_folded_attention_equals_the_formula(num_heads: int, num_kv_heads: int, num_new: int, mask: str) -> None:
     q, k, v = random_qkv(num_heads, num_kv_heads, num_new, 7)
     visible = None if mask == "none" else some_visible(num_new, 7, is_batched=mask == "per sequence")
-    assert_equal_but_for_rounding(folded_attention(q, k, v, visible, scale=SCALE), formula(q, k, v, visible))
+    assert_equal_but_for_rounding(folded_attention(q, k, v, visible, ScoreRule(SCALE)), formula(q, k, v, visible))
 
 
 @every_grouping
 def test_folded_attention_in_bfloat16_equals_the_formula_to_its_rounding(num_heads: int, num_kv_heads: int) -> None:
     q, k, v = random_qkv(num_heads, num_kv_heads, 1, 7, dtype=torch.bfloat16)
-    found = folded_attention(q, k, v, None, scale=SCALE)
+    found = folded_attention(q, k, v, None, ScoreRule(SCALE))
     assert found.shape == q.shape
     torch.testing.assert_close(found.double(), formula(*(x.double() for x in (q, k, v)), None), atol=2e-2, rtol=2e-2)
 
@@ -89,7 +89,7 @@ def test_the_memory_layout_of_a_kernels_result_does_not_matter(
 
     q, k, v = random_qkv(num_heads, num_kv_heads, 5, 7)
     monkeypatch.setattr(F, "scaled_dot_product_attention", transposed)
-    assert_equal_but_for_rounding(folded_attention(q, k, v, None, scale=SCALE), formula(q, k, v, None))
+    assert_equal_but_for_rounding(folded_attention(q, k, v, None, ScoreRule(SCALE)), formula(q, k, v, None))
 
 
 def visible_by_definition(start: int, num_new: int, window: int | None) -> Tensor:
@@ -124,9 +124,9 @@ def test_fused_and_traced_attention_equal_the_formula(
     q, k, v = random_qkv(num_heads, num_kv_heads, num_new, start + num_new)
     mask = CausalMask(start, num_new, window, q.device)
     expected = formula(q, k, v, visible_by_definition(start, num_new, window))
-    assert_equal_but_for_rounding(fused_attention(q, k, v, mask, scale=SCALE), expected)
+    assert_equal_but_for_rounding(fused_attention(q, k, v, mask, ScoreRule(SCALE)), expected)
     recorder = Recorder([Stage(name, PATTERN) for name in STAGES])
-    assert trace_attention(q, k, mask, Probe(recorder), scale=SCALE, ops=TORCH.network) is None
+    assert trace_attention(q, k, mask, Probe(recorder), rule=ScoreRule(SCALE), ops=TORCH.network) is None
     assert list(recorder.kept) == list(STAGES)
     assert_equal_but_for_rounding(apply_pattern(recorder.kept["pattern"], v), expected)
 
@@ -134,10 +134,11 @@ def test_fused_and_traced_attention_equal_the_formula(
 def test_without_a_mask_every_query_sees_every_key() -> None:
     q, k, v = random_qkv(6, 2, 3, 7)
     expected = formula(q, k, v, None)
-    assert_equal_but_for_rounding(attend(q, k, v, None, Probe(None), scale=SCALE), expected)
+    assert_equal_but_for_rounding(attend(q, k, v, None, Probe(None), rule=ScoreRule(SCALE)), expected)
     recorder = Recorder([Stage("pattern", PATTERN)])
     assert torch.equal(
-        attend(q, k, v, None, Probe(recorder), scale=SCALE), attend(q, k, v, None, Probe(None), scale=SCALE)
+        attend(q, k, v, None, Probe(recorder), rule=ScoreRule(SCALE)),
+        attend(q, k, v, None, Probe(None), rule=ScoreRule(SCALE)),
     )
     assert_equal_but_for_rounding(apply_pattern(recorder.kept["pattern"], v), expected)
 
@@ -151,16 +152,18 @@ def halve_the_first_key(tensor: Tensor) -> Tensor:
 def test_an_edit_of_scores_or_pattern_changes_the_weights_of_the_values(stage: str, window: int | None) -> None:
     q, k, v = random_qkv(6, 2, 5, 5)
     mask = CausalMask(0, 5, window, q.device)
-    found = attend(q, k, v, mask, Probe(Editor({stage: halve_the_first_key})), scale=SCALE)
+    found = attend(q, k, v, mask, Probe(Editor({stage: halve_the_first_key})), rule=ScoreRule(SCALE))
     edit: dict[str, Callable[[Tensor], Tensor]] = {stage: halve_the_first_key}
     scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(3, 2)) * SCALE
     scores = edit.get("scores", torch.clone)(scores).masked_fill(~visible_by_definition(0, 5, window), -math.inf)
     pattern = edit.get("pattern", torch.clone)(edit.get("attn_scores", torch.clone)(scores).softmax(-1))
     expected = torch.einsum("bhts,bshd->bthd", pattern, v.repeat_interleave(3, 2))
     assert_equal_but_for_rounding(found, expected)
-    plain = attend(q, k, v, mask, Probe(None), scale=SCALE)
+    plain = attend(q, k, v, mask, Probe(None), rule=ScoreRule(SCALE))
     assert (found - plain).abs().max() > 1e-3
-    assert_equal_but_for_rounding(attend(q, k, v, mask, Probe(Editor({stage: torch.clone})), scale=SCALE), plain)
+    assert_equal_but_for_rounding(
+        attend(q, k, v, mask, Probe(Editor({stage: torch.clone})), rule=ScoreRule(SCALE)), plain
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])

@@ -55,10 +55,10 @@ def test_chunks_of_any_sizes_equal_one_full_pass(name: str, borders: set[int], d
 def test_unused_capacity_of_a_cache_changes_no_bit(name: str) -> None:
     """The part of the buffer behind the written tokens is uninitialized memory, and is never read."""
     model = build(CONFIGS[name])
-    ids = random_ids(67, 9)
+    ids = random_ids(67, 13)  # longer than the training length of the longrope network, so both caches rotate alike
     roomy = model.new_cache(40)
     roomy._buffer.fill_(torch.nan)
-    assert torch.equal(model(ids, roomy), model(ids, model.new_cache(9)))
+    assert torch.equal(model(ids, roomy), model(ids, model.new_cache(13)))
 
 
 @pytest.mark.parametrize("name", ["llama", "llama with dynamic scaling", "qwen3"])
@@ -90,11 +90,15 @@ def test_logits_depend_on_the_order_of_the_earlier_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_logit_depends_on_a_later_token(name: str) -> None:
-    model = build(CONFIGS[name])
+    model = build(CONFIGS[name], dtype=torch.float64)
     ids = random_ids(67, LENGTH)
     changed = ids.clone()
     changed[:, 20:] = (changed[:, 20:] + 1) % 67
-    assert torch.equal(model(ids)[:, :20], model(changed)[:, :20])
+    found, expected = model(changed)[:, :20], model(ids)[:, :20]
+    if CONFIGS[name].num_experts:  # PyTorch multiplies the tokens of an expert together, whose number changes
+        assert_equal_but_for_rounding(found, expected)
+    else:
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(("name", "reach"), [("mistral", 3 * (5 - 1))])

@@ -51,7 +51,7 @@ class GatheredStep:
     def __init__(self, cache: PagedCache, sequences: Sequence[ScheduledSequence]) -> None:
         self._cache = cache
         mapping = slot_mapping(sequences, cache.block_size)
-        self.positions, self._slots = torch.tensor(mapping, device=cache.device)
+        self.positions, self.lengths, self._slots = torch.tensor(mapping, device=cache.device)
         self._reads = {
             window: plan_reads(sequences, window, cache.block_size, cache.device) for window in set(cache.windows)
         }
@@ -70,7 +70,7 @@ class GatheredStep:
             keys = keys.view(*batch, *keys.shape[1:])[:, : read.num_keys]
             values = values.view(*batch, *values.shape[1:])[:, : read.num_keys]
             queries = q[read.rows].view(*batch, *q.shape[1:])
-            z[read.rows] = folded_attention(queries, keys, values, read.visible, scale=cache.scale).flatten(0, 1)
+            z[read.rows] = folded_attention(queries, keys, values, read.visible, cache.score_rule).flatten(0, 1)
         return z
 
 

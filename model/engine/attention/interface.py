@@ -18,6 +18,9 @@ class StepAttention(Protocol):
     positions: Tensor
     """(N,) int64: the position of each new token in its sequence."""
 
+    lengths: Tensor
+    """(N,) int64: the number of tokens that the sequence of each new token may have at most."""
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v (N, Hkv, D) of the new tokens in the cache, then attend: q (N, H, D) -> (N, H, D)."""
 
@@ -33,15 +36,16 @@ class AttentionBackend(Protocol):
         """Compute where the keys of each sequence of a step are. Its tokens are in the order of `sequences`."""
 
 
-def slot_mapping(sequences: Sequence[ScheduledSequence], block_size: int) -> tuple[list[int], list[int]]:
-    """For each new token its position in its sequence, and its slot in the cache."""
-    positions, slots = [], []
+def slot_mapping(sequences: Sequence[ScheduledSequence], block_size: int) -> tuple[list[int], list[int], list[int]]:
+    """For each new token its position in its sequence, the sequence's maximum length, and its slot in the cache."""
+    positions, lengths, slots = [], [], []
     for scheduled in sequences:
         blocks = scheduled.sequence.blocks
+        lengths += [scheduled.sequence.max_length] * scheduled.num_new
         for position in range(scheduled.start, scheduled.start + scheduled.num_new):
             positions.append(position)
             slots.append(blocks[position // block_size] * block_size + position % block_size)
-    return positions, slots
+    return positions, lengths, slots
 
 
 def cu_seqlens(lengths: Sequence[int]) -> list[int]:

@@ -33,14 +33,14 @@ class PagedStep:
         size = self._cache.block_size
         num_blocks = max_blocks or max(len(scheduled.sequence.blocks) for scheduled in sequences)
         blocks = [[*s.sequence.blocks, *[0] * (num_blocks - len(s.sequence.blocks))] for s in sequences]
-        self.positions, self._slots = torch.tensor(slot_mapping(sequences, size))
+        self.positions, self.lengths, self._slots = torch.tensor(slot_mapping(sequences, size))
         first_rows, start = _row_tables(sequences)
         self._read = PagedRead(torch.tensor(blocks), torch.tensor(first_rows), torch.tensor(start), size)
 
     def update(self, sequences: Sequence[ScheduledSequence]) -> None:
         """Overwrite the tables with those of another step of as many sequences and tokens."""
         read = self._read
-        tensors = (self.positions, self._slots, read.cu_seqlens, read.start)
+        tensors = (self.positions, self.lengths, self._slots, read.cu_seqlens, read.start)
         tables = (*slot_mapping(sequences, read.block_size), *_row_tables(sequences))
         for tensor, numbers in zip(tensors, tables, strict=True):
             tensor.numpy()[:] = numbers
@@ -52,7 +52,7 @@ class PagedStep:
         cache = self._cache
         keys, values = cache.keys[layer], cache.values[layer]
         self._kernels.write(k, v, keys, values, self._slots)
-        return self._kernels.attend(q, keys, values, self._read, cache.windows[layer], scale=cache.scale)
+        return self._kernels.attend(q, keys, values, self._read, cache.windows[layer], cache.score_rule)
 
 
 def _row_tables(sequences: Sequence[ScheduledSequence]) -> tuple[list[int], list[int]]:

@@ -36,7 +36,7 @@ class StepContext:
         sequences: Sequence[ScheduledSequence],
         ops: NetworkOps,
     ) -> None:
-        self.positions = attention.positions
+        self.positions, self.lengths = attention.positions, attention.lengths
         self._attention = attention
         self._cache = cache
         self._sequences = sequences
@@ -62,7 +62,7 @@ class StepContext:
         end = scheduled.start + scheduled.num_new
         keys, values = (pool[None, :end] for pool in cache.gather(layer, blocks))
         mask = CausalMask(scheduled.start, scheduled.num_new, cache.windows[layer], cache.device)
-        changed = trace_attention(q[:, tap.tokens], keys, mask, probe, scale=cache.scale, ops=self._ops)
+        changed = trace_attention(q[:, tap.tokens], keys, mask, probe, rule=cache.score_rule, ops=self._ops)
         if changed is not None:
             z[:, tap.tokens] = apply_pattern(changed, values)
 

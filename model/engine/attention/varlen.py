@@ -17,7 +17,7 @@ from model.config import ModelConfig
 from model.engine.attention.interface import cu_seqlens, slot_mapping
 from model.engine.cache import PagedCache
 from model.engine.scheduler import ScheduledSequence
-from model.ops.torch_attention import CausalMask, fused_attention
+from model.ops.torch_attention import CausalMask, ScoreRule, fused_attention
 
 logger = logging.getLogger(__name__)
 Kernel = Callable[..., Tensor]
@@ -91,7 +91,7 @@ class VarlenStep:
     def __init__(self, backend: VarlenBackend, sequences: Sequence[ScheduledSequence]) -> None:
         self._cache, self._kernel = backend.cache, backend.kernel
         size, device = self._cache.block_size, self._cache.device
-        self.positions, self._slots = torch.tensor(slot_mapping(sequences, size), device=device)
+        self.positions, self.lengths, self._slots = torch.tensor(slot_mapping(sequences, size), device=device)
         self._read = VarlenRead.of(sequences, size, device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -99,12 +99,14 @@ class VarlenStep:
         keys, values = cache.keys[layer], cache.values[layer]
         keys.index_copy_(0, self._slots, k)
         values.index_copy_(0, self._slots, v)
-        return self._read.attend(self._kernel, q, keys, values, cache.windows[layer], scale=cache.scale)
+        return self._read.attend(self._kernel, q, keys, values, cache.windows[layer], scale=cache.score_rule.scale)
 
 
 def find_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernel | None:
     """The kernel, if this torch and device have it and it agrees with `fused_attention` in a trial; otherwise None."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if config.attention_softcap is not None:  # the kernel has none
         return None
     try:
         varlen = importlib.import_module("torch.nn.attention.varlen")
@@ -129,13 +131,13 @@ def check_kernel(kernel: Kernel, config: ModelConfig, dtype: torch.dtype, device
     begins = torch.tensor([[0, 1, 4], [0, 5, 12]], dtype=torch.int32, device=device)
     slots = torch.arange(12, device=device).flip(0)
     read = VarlenRead(slots, begins[0], begins[1], 3, 7)
-    scale = config.d_head**-0.5
+    rule = ScoreRule(config.attention_scale)
     for window in (None, 4):
-        found = read.attend(kernel, q, keys, values, window, scale=scale)
+        found = read.attend(kernel, q, keys, values, window, scale=rule.scale)
         for rows, own in ((slice(0, 1), slots[:5]), (slice(1, 4), slots[5:])):
             num_new = rows.stop - rows.start
             mask = CausalMask(len(own) - num_new, num_new, window, device)
-            expected = fused_attention(q[None, rows], keys[None, own], values[None, own], mask, scale=scale)[0]
+            expected = fused_attention(q[None, rows], keys[None, own], values[None, own], mask, rule)[0]
             if not torch.allclose(found[rows].float(), expected.float(), atol=TOLERANCE):
                 return False
     return True

@@ -15,13 +15,14 @@ from model.ops.cpu.layout import merge_outer_dims, num_tasks
 from model.ops.cpu.packed_linear import pack_linear
 from model.ops.cpu.paged_attention import PagedAttention, PagedRead
 from model.ops.cpu.recording import call, empty, float_bits, pointer
-from model.ops.interface import Backend, NetworkOps, Rotation
+from model.ops.interface import Backend, NetworkOps, NormRule, Rotation
 from model.ops.quantization import Quantized
-from model.ops.torch_attention import CausalMask
+from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.torch_ops import TORCH
 
 DTYPES = (torch.float32, torch.bfloat16)
-KERNELS = ("take_rows", "add", "norm", "rotate", "silu", "gelu_tanh", "relu")
+KERNELS = ("take_rows", "add", "scale", "softcap", "norm", "rotate", "silu", "gelu", "gelu_tanh", "relu")
+FLOAT32_KERNELS = ("rotation", "select_rotation")  # for every dtype
 
 
 def find_backend(dtype: torch.dtype, d_head: int) -> Backend | None:
@@ -32,7 +33,7 @@ def find_backend(dtype: torch.dtype, d_head: int) -> Backend | None:
     if recording.runner() is None or build.load("elementwise") is None:
         return None
     kernels = {name: build.kernel("elementwise", name, dtype) for name in KERNELS}
-    kernels["rotation"] = build.kernel("elementwise", "rotation", torch.float32)
+    kernels |= {name: build.kernel("elementwise", name, torch.float32) for name in FLOAT32_KERNELS}
     available = {name: kernel for name, kernel in kernels.items() if kernel is not None}
     sampling, summaries = CpuSamplingOps.find(dtype), CpuSummaryOps.find(dtype)
     paged_attention = PagedAttention.find(dtype, d_head)
@@ -71,15 +72,29 @@ class CpuNetworkOps:
         call(self._kernels["add"], num_tasks(out), a.data_ptr(), b.data_ptr(), out.data_ptr(), a.numel())
         return out
 
-    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return self._map("scale", x, factor)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return self._map("softcap", x, cap)
+
+    def _map(self, kernel: str, x: Tensor, parameter: float) -> Tensor:
+        x = x.contiguous()
         out = empty(x.shape, x.dtype)
-        self._norm(x, weight, bias, eps, out)
+        call(self._kernels[kernel], num_tasks(out), x.data_ptr(), out.data_ptr(), x.numel(), float_bits(parameter))
         return out
 
-    def norm_stages(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, rule: NormRule) -> Tensor:
+        out = empty(x.shape, x.dtype)
+        self._norm(x, weight, bias, rule, out)
+        return out
+
+    def norm_stages(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, rule: NormRule
+    ) -> tuple[Tensor, Tensor, Tensor]:
         scales = empty((*x.shape[:-1], 1), torch.float32)
         normalized, out = empty(x.shape, x.dtype), empty(x.shape, x.dtype)
-        self._norm(x, weight, bias, eps, out, scales, normalized)
+        self._norm(x, weight, bias, rule, out, scales, normalized)
         return scales, normalized, out
 
     def _norm(
@@ -87,11 +102,13 @@ class CpuNetworkOps:
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        eps: float,
+        rule: NormRule,
         out: Tensor,
         scales: Tensor | None = None,
         normalized: Tensor | None = None,
     ) -> None:
+        if weight.dim() == 1 and x.dim() > 2 and x.stride(-2) != x.shape[-1]:
+            x = x.unsqueeze(-2)  # rows that do not lie next to each other
         inner = x.shape[-2] if x.dim() > 1 else 1
         x, outer_stride = merge_outer_dims(x, 2)
         call(
@@ -106,10 +123,12 @@ class CpuNetworkOps:
             outer_stride,
             x.stride(-2) if x.dim() > 1 else 0,
             x.shape[-1],
-            float_bits(eps),
-            bias is not None,
+            float_bits(rule.eps),
+            rule.kind == "layer",
             pointer(scales),
             pointer(normalized),
+            weight.shape[-1] if weight.dim() > 1 else 0,
+            float_bits(float(rule.offset)),
         )
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Rotation:
@@ -122,13 +141,19 @@ class CpuNetworkOps:
         call(self._kernels["rotation"], len(positions), *pointers, len(positions), len(frequencies), float_bits(factor))
         return cos, sin
 
+    def select_rotation(self, short: Rotation, long: Rotation, lengths: Tensor, limit: int) -> Rotation:
+        cos, sin = (empty(short[0].shape, torch.float32) for _ in range(2))
+        pointers = (tensor.data_ptr() for tensor in (*short, *long, lengths.contiguous(), cos, sin))
+        call(self._kernels["select_rotation"], len(cos), *pointers, *cos.shape, limit)
+        return cos, sin
+
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
         out = empty(x.shape, x.dtype)
         B, T, H, D = x.shape
         x, stride = merge_outer_dims(x, 2)
         cos, sin = rotation
         pointers = (out.data_ptr(), cos.data_ptr(), sin.data_ptr())
-        call(self._kernels["rotate"], num_tasks(out), x.data_ptr(), stride, *pointers, B * T, H, D, T)
+        call(self._kernels["rotate"], num_tasks(out), x.data_ptr(), stride, *pointers, B * T, H, D, T, cos.shape[-1])
         return out
 
     def activate(self, activation: Activation, pre: Tensor, linear: Tensor | None = None) -> Tensor:
@@ -151,9 +176,9 @@ class CpuNetworkOps:
         )
         return out
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, *, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, rule: ScoreRule) -> Tensor:
         if self._paged_attention is None or mask is None:
-            return self._torch.attend(q, k, v, mask, scale=scale)
+            return self._torch.attend(q, k, v, mask, rule)
         (B, S, Hkv, D), T = k.shape, q.shape[1]
         # The keys of each row of the batch become one block of a paged cache. A block is longer than S if k is part
         # of a longer cache.
@@ -167,11 +192,11 @@ class CpuNetworkOps:
             start=torch.full((B,), mask.start),
             block_size=block_size,
         )
-        return self._paged_attention.attend(q.flatten(0, 1), keys, values, read, mask.window, scale=scale).view(q.shape)
+        return self._paged_attention.attend(q.flatten(0, 1), keys, values, read, mask.window, rule).view(q.shape)
 
     def attention_scores(
-        self, q: Tensor, k: Tensor, mask: CausalMask | None, *, scale: float
+        self, q: Tensor, k: Tensor, mask: CausalMask | None, rule: ScoreRule
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self._paged_attention is None or mask is None:
-            return self._torch.attention_scores(q, k, mask, scale=scale)
-        return self._paged_attention.attention_scores(q, k, mask, scale=scale)
+            return self._torch.attention_scores(q, k, mask, rule)
+        return self._paged_attention.attention_scores(q, k, mask, rule)

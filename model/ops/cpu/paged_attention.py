@@ -11,7 +11,7 @@ from torch import Tensor
 from model.ops.cpu import build, recording
 from model.ops.cpu.layout import merge_outer_dims, num_tasks
 from model.ops.cpu.recording import call, empty, float_bits
-from model.ops.torch_attention import CausalMask
+from model.ops.torch_attention import CausalMask, ScoreRule
 
 VECTOR_WIDTH = 16  # lanes of a vector: WIDTH in simd.h
 
@@ -57,7 +57,7 @@ class PagedAttention:
         call(self._write_rows, num_tasks(k), k.data_ptr(), k_stride, v.data_ptr(), v_stride, *pointers, N, size)
 
     def attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, read: PagedRead, window: int | None, *, scale: float
+        self, q: Tensor, keys: Tensor, values: Tensor, read: PagedRead, window: int | None, rule: ScoreRule
     ) -> Tensor:
         """q (N, H, D) of the new tokens, keys and values (num_slots, Hkv, D) of one layer -> z (N, H, D)."""
         out = empty(q.shape, q.dtype)
@@ -65,11 +65,12 @@ class PagedAttention:
         tensors = (q, keys, values, out, read.blocks, read.cu_seqlens, read.start)
         shape = (*read.blocks.shape, read.block_size, q.shape[1], *keys.shape[1:])
         pointers, strides = (tensor.data_ptr() for tensor in tensors), (keys.stride(0), values.stride(0), q_stride)
-        call(self._attention, recording.MAX_TASKS, *pointers, *shape, window or 0, float_bits(scale), *strides)
+        numbers = (window or 0, float_bits(rule.scale), *strides, float_bits(rule.softcap or 0.0))
+        call(self._attention, recording.MAX_TASKS, *pointers, *shape, *numbers)
         return out
 
     def attention_scores(
-        self, q: Tensor, k: Tensor, mask: CausalMask, *, scale: float
+        self, q: Tensor, k: Tensor, mask: CausalMask, rule: ScoreRule
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Like `NetworkOps.attention_scores`, but always with a mask."""
         (B, N, H, D), S = q.shape, k.shape[1]
@@ -79,6 +80,7 @@ class PagedAttention:
             (row_q, q_stride), (row_k, k_stride) = merge_outer_dims(q[row], 2), merge_outer_dims(k[row], 2)
             tensors = (row_q, row_k, blocks, scores[row], masked[row], pattern[row])
             pointers = (tensor.data_ptr() for tensor in tensors)
-            shape = (N, mask.start, S, H, k.shape[2], D, mask.window or 0, float_bits(scale), q_stride, k_stride)
-            call(self._attention_scores, recording.MAX_TASKS, *pointers, *shape)
+            shape = (N, mask.start, S, H, k.shape[2], D, mask.window or 0)
+            numbers = (float_bits(rule.scale), q_stride, k_stride, float_bits(rule.softcap or 0.0))
+            call(self._attention_scores, recording.MAX_TASKS, *pointers, *shape, *numbers)
         return scores, masked, pattern

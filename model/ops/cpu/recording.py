@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model.ops.cpu import build
 from model.ops.cpu.buffer_pool import buffer_pool
 
-MAX_ARGS = 18  # of a kernel: as in thread_pool.cpp
+MAX_ARGS = 20  # of a kernel: as in thread_pool.cpp
 # A call has at most this many tasks, so at most this many threads compute it. With more tasks than threads, a
 # suspended thread delays the others less.
 MAX_TASKS = 32

@@ -9,6 +9,7 @@ import torch
 
 from model.ops.cpu.cpu_ops import find_backend
 from model.ops.cpu.paged_attention import PagedAttention, PagedRead
+from model.ops.torch_attention import ScoreRule
 from tests.ops.cpu.common import DTYPES, cpu_backend
 
 pytestmark = pytest.mark.usefixtures("instructions")
@@ -63,7 +64,7 @@ class TestPagedAttention:
             )
             queries = zip(sequences, ends, counts, strict=True)
             q = torch.cat([self.queries[s][length - count : length] for s, length, count in queries])
-            z = kernels.attend(q, self.keys, self.values, read, window, scale=D**-0.5)
+            z = kernels.attend(q, self.keys, self.values, read, window, ScoreRule(D**-0.5))
             return list(z.split(counts))
 
         return run
@@ -162,9 +163,9 @@ def test_a_long_prompt_has_the_same_results_as_its_tokens_one_by_one(dtype: torc
     blocks = torch.randperm(N // size, generator=generator)[None]
     whole = PagedRead(blocks, torch.tensor([0, N]), torch.tensor([0]), size)
     alone = PagedRead(blocks.expand(N, -1).contiguous(), torch.arange(N + 1), torch.arange(N), size)
-    expected = kernels.attend(q, keys, values, alone, window, scale=0.25)
+    expected = kernels.attend(q, keys, values, alone, window, ScoreRule(0.25))
     with ThreadPoolExecutor(1) as new_thread:
-        found = new_thread.submit(kernels.attend, q, keys, values, whole, window, scale=0.25).result()
+        found = new_thread.submit(kernels.attend, q, keys, values, whole, window, ScoreRule(0.25)).result()
     assert torch.equal(found, expected)
 
 

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from model.config import Activation
-from model.ops.torch_attention import CausalMask
+from model.ops.interface import NormRule
+from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.torch_ops import TORCH
 from tests.ops.cpu.common import DTYPES, ROUNDING, cpu_backend
 
 pytestmark = pytest.mark.usefixtures("instructions")
+RULES = [NormRule(1e-5, "rms"), NormRule(1e-3, "layer"), NormRule(1e-5, "rms", offset=True)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -22,15 +24,45 @@ class TestOperations:
 
     @pytest.mark.parametrize("size", [1, 15, 16, 33, 768])
     @pytest.mark.parametrize("has_bias", [True, False])
-    def test_norms_agree(self, dtype: torch.dtype, size: int, has_bias: bool) -> None:
+    @pytest.mark.parametrize("rule", RULES)
+    def test_norms_agree(self, dtype: torch.dtype, size: int, has_bias: bool, rule: NormRule) -> None:
         ops = cpu_backend(dtype).network
         torch.manual_seed(0)
         weight = torch.randn(size).to(dtype)
         bias = torch.randn(size).to(dtype) if has_bias else None
         wide = torch.randn(2, 5, 7, size + 3).to(dtype)
         for x in (wide[0, 0, :, :size], wide[..., :size], wide[:, :, 2:4, :size], wide[0, 0, 0, :size]):
-            exact = TORCH.network.norm(x.double(), weight.double(), None if bias is None else bias.double(), 1e-5)
-            self.check(ops.norm(x, weight, bias, 1e-5), exact, dtype)
+            exact = TORCH.network.norm(x.double(), weight.double(), None if bias is None else bias.double(), rule)
+            self.check(ops.norm(x, weight, bias, rule), exact, dtype)
+
+    def test_norms_with_a_weight_for_each_head_agree(self, dtype: torch.dtype) -> None:
+        ops, generator = cpu_backend(dtype).network, torch.Generator().manual_seed(0)
+        weight = torch.randn(3, 20, generator=generator).to(dtype)
+        heads = torch.randn(2, 5, 7, 20, generator=generator).to(dtype)
+        for rule in RULES:
+            for x in (heads[:, :, 2:5], heads[0, 0, :3]):
+                exact = TORCH.network.norm(x.double(), weight.double(), None, rule)
+                self.check(ops.norm(x, weight, None, rule), exact, dtype)
+                self.check(
+                    exact.to(dtype),
+                    torch.stack(
+                        [
+                            TORCH.network.norm(x[..., head, :].double(), weight[head].double(), None, rule)
+                            for head in range(3)
+                        ],
+                        dim=-2,
+                    ),
+                    dtype,
+                )
+
+    def test_scales_and_softcaps_agree(self, dtype: torch.dtype) -> None:
+        ops = cpu_backend(dtype).network
+        x = torch.cat((torch.linspace(-200, 200, 3001), torch.linspace(-1, 1, 1001))).to(dtype)
+        self.check(ops.scale(x, 0.22), 0.22 * x.double(), dtype)
+        for cap in (1.0, 30.0):
+            self.check(ops.softcap(x, cap), cap * (x.double() / cap).tanh(), dtype)
+        special = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0], dtype=dtype)
+        assert str(ops.softcap(special, 30.0).tolist()) == "[nan, 30.0, -30.0, -0.0]"
 
     @pytest.mark.parametrize("d_head", [2, 16, 64, 72])
     def test_rotations_agree(self, dtype: torch.dtype, d_head: int) -> None:
@@ -47,6 +79,25 @@ class TestOperations:
             self.check(ops.rotate(x, ops.rotation(positions, frequencies, 1.25, dtype)), exact, dtype)
             by_position = frequencies * ones.float()  # (T, D/2): frequencies for each position
             self.check(ops.rotate(x, ops.rotation(positions, by_position, 1.25, dtype)), exact, dtype)
+
+    @pytest.mark.parametrize("rotary_dim", [2, 20, 32, 62])
+    def test_a_rotation_of_some_dims_leaves_the_others_as_they_are(self, dtype: torch.dtype, rotary_dim: int) -> None:
+        ops = cpu_backend(dtype).network
+        positions = torch.tensor([0, 3, 900])
+        frequencies = 1 / 100 ** (torch.arange(0, rotary_dim, 2) / rotary_dim)
+        x = torch.randn(1, 3, 5, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+        found = ops.rotate(x, ops.rotation(positions, frequencies, 1.0, dtype))
+        alone = ops.rotate(x[..., :rotary_dim].contiguous(), ops.rotation(positions, frequencies, 1.0, dtype))
+        assert torch.equal(found, torch.cat((alone, x[..., rotary_dim:]), dim=-1))
+        exact = TORCH.network.rotation(positions, frequencies, 1.0, torch.float32)
+        self.check(found, TORCH.network.rotate(x.float(), exact).double(), dtype)
+
+    def test_each_token_gets_the_rotation_for_the_length_of_its_sequence(self, dtype: torch.dtype) -> None:
+        short, long = (tuple(torch.randn(2, 4, 3).unbind()) for _ in range(2))
+        lengths = torch.tensor([10, 11, 1, 5000])
+        found = cpu_backend(dtype).network.select_rotation(short, long, lengths, 10)
+        for mine, own_short, own_long in zip(found, short, long, strict=True):
+            assert torch.equal(mine, torch.stack((own_short[0], own_long[1], own_short[2], own_long[3])))
 
     @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
     def test_activations_agree(self, dtype: torch.dtype, activation: Activation) -> None:
@@ -84,18 +135,21 @@ class TestOperations:
         assert values[[0, 1, 3, 4]].tolist() == [9, 9, -torch.inf, torch.inf]
 
     @pytest.mark.parametrize("has_bias", [True, False])
-    def test_norm_stages_agree_and_the_result_is_bitwise_equal(self, dtype: torch.dtype, has_bias: bool) -> None:
+    @pytest.mark.parametrize("rule", RULES)
+    def test_norm_stages_agree_and_the_result_is_bitwise_equal(
+        self, dtype: torch.dtype, has_bias: bool, rule: NormRule
+    ) -> None:
         ops = cpu_backend(dtype).network
         generator = torch.Generator().manual_seed(0)
         x = 3 + torch.randn(2, 5, 33, generator=generator).to(dtype)
         weight, bias = torch.randn(2, 33, generator=generator).to(dtype)
         parameters = (weight, bias if has_bias else None)
         exact_bias = bias.double() if has_bias else None
-        exact = TORCH.network.norm_stages(x.double(), weight.double(), exact_bias, 1e-5)
-        scale, normalized, out = ops.norm_stages(x, *parameters, 1e-5)
+        exact = TORCH.network.norm_stages(x.double(), weight.double(), exact_bias, rule)
+        scale, normalized, out = ops.norm_stages(x, *parameters, rule)
         torch.testing.assert_close(scale.double(), exact[0], atol=0, rtol=2**-21)
         self.check(normalized, exact[1], dtype)
-        assert torch.equal(out, ops.norm(x, *parameters, 1e-5))
+        assert torch.equal(out, ops.norm(x, *parameters, rule))
 
     @pytest.mark.parametrize("wanted", [True, False])
     def test_distributions_agree(self, dtype: torch.dtype, wanted: bool) -> None:
@@ -136,19 +190,22 @@ class TestOperations:
         assert ops.summarize(tensors) == [ops.summarize([x])[0] for x in tensors]
         assert ops.summarize([]) == []
 
+    @pytest.mark.parametrize("rule", [ScoreRule(0.3), ScoreRule(0.3, 0.7)])
     @pytest.mark.parametrize("window", [None, 3])
     @pytest.mark.parametrize("num_new", [1, 5, 40, 400])  # with 400, several tiles of a thread share transposed keys
-    def test_scores_and_pattern_agree(self, dtype: torch.dtype, num_new: int, window: int | None) -> None:
+    def test_scores_and_pattern_agree(
+        self, dtype: torch.dtype, num_new: int, window: int | None, rule: ScoreRule
+    ) -> None:
         ops, S = cpu_backend(dtype).network, num_new + 4
         heads = torch.randn(2, S, 24, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
         q, k, v = heads[:, 4:, :12], heads[:, :, 12:18], heads[:, :, 18:]
         mask = CausalMask(4, num_new, window, q.device)
-        found = ops.attention_scores(q, k, mask, scale=0.3)
-        exact = TORCH.network.attention_scores(q.double(), k.double(), mask, scale=0.3)
+        found = ops.attention_scores(q, k, mask, rule)
+        exact = TORCH.network.attention_scores(q.double(), k.double(), mask, rule)
         for ours, theirs in zip(found, exact, strict=True):
             tolerance = 2**-18 + 2 * ROUNDING[dtype]
             torch.testing.assert_close(ours.double(), theirs, atol=tolerance, rtol=tolerance)
-        z = ops.attend(q, k, v, mask, scale=0.3)
+        z = ops.attend(q, k, v, mask, rule)
         expected = found[2].double() @ v.double().transpose(1, 2).repeat_interleave(2, dim=1)
         torch.testing.assert_close(z.double(), expected.transpose(1, 2), atol=0.02, rtol=4 * ROUNDING[dtype])
 
@@ -159,5 +216,5 @@ class TestOperations:
         qkv = torch.randn(3, 9, 8, 16).to(dtype)
         q, k, v = qkv[:, 4:, :4], qkv[:, :, 4:6], qkv[:, :, 6:]
         mask = CausalMask(4, 5, window, q.device)
-        exact = TORCH.network.attend(q.double(), k.double(), v.double(), mask, scale=0.3)
-        self.check(ops.attend(q, k, v, mask, scale=0.3), exact, dtype)
+        exact = TORCH.network.attend(q.double(), k.double(), v.double(), mask, ScoreRule(0.3))
+        self.check(ops.attend(q, k, v, mask, ScoreRule(0.3)), exact, dtype)

@@ -224,7 +224,7 @@ struct SequenceAttention {
     Number* z;        // likewise
     // start: the position of the first new token. num_heads: key heads. group: query heads per key head.
     long start, num_heads, group, q_stride, H, D, window;
-    float scale;
+    float scale, cap;  // scores become cap tanh(score / cap), unless cap is 0
     Scratch& scratch;
     Packed &transposed_keys, &packed_values;
 
@@ -267,6 +267,17 @@ struct SequenceAttention {
                 store(
                     queries + row * num_lanes() + lane,
                     load_lanes(q + tile.token(row) * q_stride + tile.head(row) * D, lane));
+        multiply(tile, queries, scores);
+        const long num_keys = tile.last_key - tile.first_key;  // whole vectors of scores have room
+        for (long row = 0; cap != 0 && row < tile.rows; row++)
+            for (long i = 0; i < num_keys; i += WIDTH) {
+                float* const vector = scores + row * tile.score_stride + i;
+                store(vector, softcap(load(vector), broadcast(cap)));
+            }
+    }
+
+    // Computes the products of the queries and keys of a tile, times `scale`.
+    void multiply(const Tile& tile, const float* queries, float* scores) const {
 #ifdef HAS_AMX
         if constexpr (USES_AMX) return score_by_amx(tile, queries, scores);
 #endif
@@ -626,7 +637,7 @@ struct SequenceAttention {
 // Sequence s has the rows of q from cu_seqlens[s] up to cu_seqlens[s + 1], the first of them at position start[s].
 //
 // Args: q, keys, values, z, blocks (S, max_blocks), cu_seqlens (S + 1), start (S), S, max_blocks, block_size, H, Hkv,
-// D, window (or 0), scale, the strides of keys, of values and of q.
+// D, window (or 0), scale, the strides of keys, of values and of q, softcap (or 0).
 template <class Number, class Dot>
 void attention(Args args, long task, long num_tasks) {
     const Number *q = args.array<Number>(0), *keys = args.array<Number>(1), *values = args.array<Number>(2);
@@ -664,7 +675,7 @@ void attention(Args args, long task, long num_tasks) {
                         q + cu_seqlens[s] * q_stride + key_head * group * D,
                         z + (cu_seqlens[s] * H + key_head * group) * D,
                         start[s], num_heads, group, q_stride, H, D, window,
-                        args.real(14), scratch, transposed_keys, packed_values,
+                        args.real(14), args.real(18), scratch, transposed_keys, packed_values,
                     };
                     attention.attend(begin, std::min(begin + tile_tokens, num_new));
                 }
@@ -676,7 +687,7 @@ void attention(Args args, long task, long num_tasks) {
 // at position `start`, and S keys.
 //
 // Args: q (N, H, D), keys (S, Hkv, D), blocks (a single 0), scores, masked scores, pattern, N, start, S, H, Hkv, D,
-// window (or 0), scale, the strides of q and of keys.
+// window (or 0), scale, the strides of q and of keys, softcap (or 0).
 template <class Number, class Dot>
 void attention_scores(Args args, long task, long num_tasks) {
     const Number *q = args.array<Number>(0), *keys = args.array<Number>(1);
@@ -693,7 +704,7 @@ void attention_scores(Args args, long task, long num_tasks) {
         const CacheRows<Number> head_keys = {keys + key_head * D, args.array<int64_t>(2), S, k_stride, D, nullptr};
         const SequenceAttention<Number, Dot> attention = {
             head_keys, head_keys, q + key_head * group * D, nullptr, start, 1, group, q_stride, H, D,
-            args.integer(12), args.real(13), scratch, transposed_keys, packed_values,
+            args.integer(12), args.real(13), args.real(16), scratch, transposed_keys, packed_values,
         };
         attention.write_scores(
             begin, std::min(begin + tile_tokens, N), N, S, args.array<Number>(3) + to, args.array<Number>(4) + to,

@@ -71,11 +71,26 @@ void add(Args args, long task, long num_tasks) {
     });
 }
 
+// out = factor x, or cap tanh(x / cap). Args: x, out, count, factor or cap.
+template <class Number, class Operation>
+void map_numbers(Args args, long task, long num_tasks, Operation operation) {
+    const Number* x = args.array<Number>(0);
+    Number* out = args.array<Number>(1);
+    const Floats parameter = broadcast(args.real(3));
+    const long count = args.integer(2);
+    for_each_row((count + WIDTH - 1) / WIDTH, task, num_tasks, [&](long vector) {
+        const long i = vector * WIDTH;
+        const Mask mask = first_lanes(count - i);
+        store(out + i, operation(load(x + i, mask), parameter), mask);
+    });
+}
+
 // LayerNorm or RMSNorm: x (outer, inner, size) -> out, contiguous. A row, minus its mean if it is to be centered
-// (LayerNorm), is divided by its scale, multiplied by the weight, and the bias is added. Also stores the `scales`
-// (outer, inner) in float32, and the rows before the weight, `normalized`, if these are wanted.
+// (LayerNorm), is divided by its scale, multiplied by the gain (the weight plus `offset`), and the bias is added. All
+// rows share one weight if the stride of the weight is 0; otherwise each of the `inner` rows has its own. Also stores
+// the `scales` (outer, inner) in float32, and the rows before the gain, `normalized`, if these are wanted.
 // Args: x, weight, bias (or 0), out, outer, inner, the outer and the inner stride of x, size, eps, whether to center,
-// scales (or 0), normalized (or 0).
+// scales (or 0), normalized (or 0), the stride of the weight, offset.
 template <class Number>
 void norm(Args args, long task, long num_tasks) {
     const Number *x = args.array<Number>(0), *weight = args.array<Number>(1), *bias = args.array<Number>(2);
@@ -84,6 +99,8 @@ void norm(Args args, long task, long num_tasks) {
     const float eps = args.real(9);
     float* const scales = args.array<float>(11);
     Number* const normalized = args.array<Number>(12);
+    const long weight_stride = args.integer(13);
+    const Floats offset = broadcast(args.real(14));
     for_each_row(args.integer(4) * inner, task, num_tasks, [&](long row) {
         const Number* from = x + row / inner * outer_stride + row % inner * inner_stride;
         Number* to = args.array<Number>(3) + row * size;
@@ -102,7 +119,7 @@ void norm(Args args, long task, long num_tasks) {
         for_each_vector(size, [&](long i, Mask mask) {
             Floats value = (load(from + i, mask) - shift) * factor;
             if (normalized) store(normalized + row * size + i, value, mask);
-            value = value * load(weight + i, mask);
+            value = value * (load(weight + row % inner * weight_stride + i, mask) + offset);
             if (bias) value = value + load(bias + i, mask);
             store(to + i, value, mask);
         });
@@ -124,19 +141,33 @@ void rotation(Args args, long task, long num_tasks) {
     });
 }
 
-// Rotates each pair (i, i + D/2) of every head by its angle: x (N, H, D) -> out. Row n takes the angles of row n %
-// period. Args: x, its stride, out, cosines (period, D/2), sines, N, H, D, period.
+// Chooses the angles of each row: of `long` if lengths[row] is above the limit, otherwise of `short`. Args: cosines
+// (N, half) and sines of `short`, likewise of `long`, lengths (N), cosines and sines to write, N, half, limit.
+void select_rotation(Args args, long task, long num_tasks) {
+    const long half = args.integer(8);
+    for_each_row(args.integer(7), task, num_tasks, [&](long row) {
+        const int from = args.array<int64_t>(4)[row] > args.integer(9) ? 2 : 0;
+        for (int i = 0; i < 2; i++)
+            std::memcpy(
+                args.array<float>(5 + i) + row * half, args.array<float>(from + i) + row * half, half * sizeof(float));
+    });
+}
+
+// Rotates each pair (i, i + half) of every head by its angle: x (N, H, D) -> out. The dims from 2 half on stay as they
+// are. Row n takes the angles of row n % period. Args: x, its stride, out, cosines (period, half), sines, N, H, D,
+// period, half.
 template <class Number>
 void rotate(Args args, long task, long num_tasks) {
-    const long heads = args.integer(6), half = args.integer(7) / 2, period = args.integer(8);
-    const StridedRows<Number> x = {args.array<Number>(0), args.integer(1), heads * 2 * half};
+    const long heads = args.integer(6), size = args.integer(7), period = args.integer(8), half = args.integer(9);
+    const StridedRows<Number> x = {args.array<Number>(0), args.integer(1), heads * size};
     const StridedRows<Number> out = {args.array<Number>(2), x.size, x.size};
     for_each_row(args.integer(5), task, num_tasks, [&](long row) {
         const float* const cosines = args.array<float>(3) + row % period * half;
         const float* const sines = args.array<float>(4) + row % period * half;
         for (long head = 0; head < heads; head++) {
-            const Number* from = x[row] + head * 2 * half;
-            Number* to = out[row] + head * 2 * half;
+            const Number* from = x[row] + head * size;
+            Number* to = out[row] + head * size;
+            if (size > 2 * half) std::memcpy(to + 2 * half, from + 2 * half, (size - 2 * half) * sizeof(Number));
             for_each_vector(half, [&](long i, Mask mask) {
                 const Floats cosine = load(cosines + i, mask), sine = load(sines + i, mask);
                 const Floats first = load(from + i, mask), second = load(from + half + i, mask);
@@ -159,6 +190,23 @@ Floats gelu_tanh(Floats x) {
     const Floats cubed = x * x * x;
     const Floats inner = fma(broadcast(0.044715f), cubed, x);
     return x * sigmoid(broadcast(1.5957691216f) * inner);
+}
+
+// erf: a polynomial near 0, otherwise 1 - e^(-x^2) p(1 / (1 + x/2)). Both are Chebyshev fits; the error is below 2e-7.
+Floats erf(Floats x) {
+    constexpr float NEAR[] = {1.1283792f,  -0.37612638f,  0.11283783f,   -0.026865438f,
+                              0.00522105349f, -0.00084843964f, 0.00011268254f, -9.6735912e-06f};
+    constexpr float FAR[] = {1.0225382e-05f, 0.28183228f, 0.28510171f, 0.22661601f,  0.26444668f,
+                             -0.17508414f,   0.50723499f, -0.70665616f, 0.4031744f, -0.0867068395f};
+    const Floats one = broadcast(1.0f), square = x * x, size = min(abs(x), broadcast(4.5f));
+    const Floats fraction = one / fma(broadcast(0.5f), size, one);
+    const Floats far = copy_sign(one - exp(Floats{} - size * size) * polynomial(FAR, fraction), x);
+    return select(is_greater(one, abs(x)), x * polynomial(NEAR, square), select(is_nan(x), x, far));
+}
+
+// x/2 (1 + erf(x / sqrt 2))
+Floats gelu(Floats x) {
+    return x * broadcast(0.5f) * (broadcast(1.0f) + erf(x * broadcast(0.70710678f)));
 }
 
 Floats relu(Floats x) { return max(Floats{}, x); }  // NaN stays
@@ -361,17 +409,23 @@ void summaries(Args args) {
 
 KERNEL(summaries_float32) { summaries(args); }
 KERNEL(rotation_float32) { rotation(args, task, num_tasks); }
+KERNEL(select_rotation_float32) { select_rotation(args, task, num_tasks); }
 
 #define KERNELS(Number, dtype)                                                                    \
     KERNEL(take_rows_##dtype) { take_rows<Number>(args, task, num_tasks); }                       \
     KERNEL(write_rows_##dtype) { write_rows<Number>(args, task, num_tasks); }                     \
     KERNEL(add_##dtype) { add<Number>(args, task, num_tasks); }                                   \
+    KERNEL(scale_##dtype) {                                                                       \
+        map_numbers<Number>(args, task, num_tasks, [](Floats x, Floats factor) { return factor * x; }); \
+    }                                                                                             \
+    KERNEL(softcap_##dtype) { map_numbers<Number>(args, task, num_tasks, softcap); }              \
     KERNEL(norm_##dtype) { norm<Number>(args, task, num_tasks); }                                 \
     KERNEL(rotate_##dtype) { rotate<Number>(args, task, num_tasks); }                             \
     KERNEL(argmax_##dtype) { argmax<Number>(args, task, num_tasks); }                             \
     KERNEL(distribution_##dtype) { distribution<Number>(args, task, num_tasks); }                 \
     KERNEL(moments_##dtype) { moments<Number>(args, task, num_tasks); }                           \
     KERNEL(silu_##dtype) { activate<Number, silu>(args, task, num_tasks); }                       \
+    KERNEL(gelu_##dtype) { activate<Number, gelu>(args, task, num_tasks); }                       \
     KERNEL(gelu_tanh_##dtype) { activate<Number, gelu_tanh>(args, task, num_tasks); }             \
     KERNEL(relu_##dtype) { activate<Number, relu>(args, task, num_tasks); }
 

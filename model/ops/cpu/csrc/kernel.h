@@ -55,3 +55,27 @@ inline Floats exp(Floats x) {
         sum = fma(sum, r, broadcast(coefficient));
     return times_power_of_two(sum, n);
 }
+
+// c0 + c1 x + c2 x^2 + ...
+template <int count>
+Floats polynomial(const float (&coefficients)[count], Floats x) {
+    Floats sum = broadcast(coefficients[count - 1]);
+    for (int i = count - 2; i >= 0; i--) sum = fma(sum, x, broadcast(coefficients[i]));
+    return sum;
+}
+
+inline Floats copy_sign(Floats magnitude, Floats sign) {
+    return as_floats(as_bits(magnitude) | (as_bits(sign) & broadcast_integer(0x80000000)));
+}
+
+// tanh, with an error of about one unit in the last place: a polynomial near 0, otherwise by e^(-2|x|). The polynomial
+// is a Chebyshev fit of tanh(x) / x in x^2. NaN stays NaN.
+inline Floats tanh(Floats x) {
+    constexpr float NEAR[] = {1.0f, -0.33333254f, 0.13330957f, -0.053707067f, 0.020544905f, -0.0056076888f};
+    const Floats size = abs(x), one = broadcast(1.0f), power = exp(size * broadcast(-2.0f));
+    const Floats far = copy_sign((one - power) / (one + power), x);
+    return select(is_greater(broadcast(0.63f), size), x * polynomial(NEAR, x * x), far);
+}
+
+// cap tanh(x / cap)
+inline Floats softcap(Floats x, Floats cap) { return cap * tanh(x / cap); }

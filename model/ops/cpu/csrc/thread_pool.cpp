@@ -20,7 +20,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int MAX_ARGS = 18;  // as in model/ops/cpu/recording.py
+constexpr int MAX_ARGS = 20;  // as in model/ops/cpu/recording.py
 constexpr int SPINS_BEFORE_YIELD = 2000;
 constexpr std::chrono::milliseconds IDLE_BEFORE_SLEEP{5};
 
