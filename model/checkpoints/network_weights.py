@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.checkpoints.families.family import Family, Source, stacked_rows
+from model.checkpoints.families.family import Family, Part
 from model.checkpoints.tensor_source import TensorSource
 from model.config import ModelConfig
 from model.errors import CheckpointError, join_names
@@ -62,7 +62,7 @@ class NetworkWeights:
 
     def dtype(self) -> torch.dtype:
         """The checkpoint's dtype, taken from its token embedding."""
-        (name,) = self._stored_names("embed.weight")
+        name = self._embedding_name()
         if name not in self._source.headers:
             raise CheckpointError(f"the checkpoint lacks {name}")
         return self._require_dtype(name)
@@ -73,9 +73,9 @@ class NetworkWeights:
         The error names the tensors that are wrong. Only headers are read, except that a head stored beside a tied
         embedding is compared with it.
         """
-        headers, shapes = self._source.headers, parameter_shapes(self._config)
-        stored_names = {name: self._stored_names(name) for name in shapes}
-        needed = {stored_name for names in stored_names.values() for stored_name in names}
+        headers = self._source.headers
+        parts = [part for name, shape in parameter_shapes(self._config).items() for part in self._parts(name, shape)]
+        needed = {part.name for part in parts}
         missing = sorted(needed - headers.keys())
         if missing:
             raise CheckpointError(f"the checkpoint lacks {join_names(missing)}")
@@ -84,15 +84,11 @@ class NetworkWeights:
         surplus = sorted(name for name in headers.keys() - needed if not self._may_be_surplus(name))
         if surplus:
             raise CheckpointError(f"the checkpoint has tensors that its config does not use: {join_names(surplus)}")
-        for name, shape in shapes.items():
-            rows = self._rows_of_parts(name, shape[0])
-            for stored_name, num_rows in zip(stored_names[name], rows, strict=True):
-                stored_shape, expected = headers[stored_name].shape, (num_rows, *shape[1:])
-                expected = expected[::-1] if self._family.source(name).transposed else expected
-                if stored_shape != expected:
-                    raise CheckpointError(
-                        f"{stored_name} has the shape {stored_shape}, but the config asks for {expected}"
-                    )
+        for part in parts:
+            if headers[part.name].shape != part.shape:
+                raise CheckpointError(
+                    f"{part.name} has the shape {headers[part.name].shape}, but the config asks for {part.shape}"
+                )
         self._check_duplicate_head()
 
     def read(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
@@ -100,30 +96,28 @@ class NetworkWeights:
         weights = {}
         for name, shape in parameter_shapes(self._config).items():
             weight = weights[name] = torch.empty(shape, dtype=dtype, device=device)
-            parts = torch.split(weight, self._rows_of_parts(name, shape[0]))
-            for stored_name, part in zip(self._stored_names(name), parts, strict=True):
-                part.copy_(self._read_part(self._family.source(name), stored_name))
+            parts = self._parts(name, shape)
+            for part, rows in zip(parts, torch.split(weight, [part.num_rows for part in parts]), strict=True):
+                rows.copy_(part.to_rows(self._source.read(part.name)))
         return weights
 
-    def _read_part(self, source: Source, stored_name: str) -> Tensor:
-        """Read a tensor as the rows (out, in) that it fills in its parameter."""
-        tensor = self._source.read(stored_name)
-        return tensor.T if source.transposed else tensor
+    def _parts(self, name: str, shape: tuple[int, ...]) -> list[Part]:
+        """The tensors that fill a parameter, with the names under which they are stored."""
+        parts = self._family.parts(name, shape, self._config)
+        if name == "embed.weight":
+            return [dataclasses.replace(part, name=self._embedding_name()) for part in parts]
+        return [dataclasses.replace(part, name=self._stored_name(part.name)) for part in parts]
 
-    def _rows_of_parts(self, name: str, num_rows: int) -> list[int]:
-        """The number of rows of each tensor that is stacked into this parameter."""
-        num_parts = len(self._family.source(name).names)
-        if ".qkv." in name and num_parts > 1:
-            return stacked_rows(name, self._config)
-        return [num_rows // num_parts] * num_parts
+    def _embedding_name(self) -> str:
+        """The name of the stored token embedding. A tied embedding may be stored under the name of the head."""
+        name, head = self._name_of("embed.weight"), self._name_of("head.weight")
+        is_head = self._config.tied_head and name not in self._source.headers and head in self._source.headers
+        return head if is_head else name
 
-    def _stored_names(self, name: str) -> list[str]:
-        """The names of the tensors that fill a parameter. A tied embedding may be stored under the name of the head."""
-        names = [self._stored_name(stored_name) for stored_name in self._family.source(name).names]
-        if name == "embed.weight" and self._config.tied_head and names[0] not in self._source.headers:
-            (head,) = self._stored_names("head.weight")
-            return [head] if head in self._source.headers else names
-        return names
+    def _name_of(self, parameter: str) -> str:
+        """The name under which the only tensor of a parameter is stored."""
+        (name,) = self._family.source(parameter).names
+        return self._stored_name(name)
 
     def _stored_name(self, name: str) -> str:
         """The name under which a tensor is stored: without the family's optional prefix, or that of an equal tensor."""
@@ -132,13 +126,13 @@ class NetworkWeights:
 
     def _may_be_surplus(self, stored_name: str) -> bool:
         """Whether an unused tensor is allowed: it has no weights in it, or is the head of a tied model."""
-        if self._config.tied_head and [stored_name] == self._stored_names("head.weight"):
+        if self._config.tied_head and stored_name == self._name_of("head.weight"):
             return True
         return any(fnmatchcase(stored_name, self._stored_name(pattern)) for pattern in self._family.surplus)
 
     def _check_duplicate_head(self) -> None:
         """Raise `CheckpointError` if a tied model stores a head that differs from the embedding."""
-        names = [self._stored_names(name)[0] for name in ("head.weight", "embed.weight")]
+        names = [self._name_of("head.weight"), self._embedding_name()]
         if not self._config.tied_head or names[0] not in self._source.headers or names[0] == names[1]:
             return
         head, embedding = (self._source.headers[name] for name in names)

@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.checkpoints.families import llama, translate
-from model.checkpoints.families.family import stacked_rows
 from model.config import ModelConfig
 from model.network.transformer import Transformer
 from model.text.corpus import END_OF_TEXT, END_OF_TEXT_ID
@@ -54,10 +53,9 @@ def save_checkpoint(model: Transformer, tokenizer: Tokenizer, directory: Path) -
         )
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        source = llama.FAMILY.source(name)
-        weights = parameter.detach().cpu().bfloat16()
-        parts = torch.split(weights, stacked_rows(name, config)) if len(source.names) > 1 else (weights,)
-        tensors |= {part_name: part.contiguous() for part_name, part in zip(source.names, parts, strict=True)}
+        parts = llama.FAMILY.parts(name, tuple(parameter.shape), config)  # all of them stored as rows (out, in)
+        rows = torch.split(parameter.detach().cpu().bfloat16(), [part.num_rows for part in parts])
+        tensors |= {part.name: each.contiguous() for part, each in zip(parts, rows, strict=True)}
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     (directory / "model.safetensors").chmod(0o644)  # save_file lets only the owner read it
     tokenizer.save(directory / "tokenizer.json")

@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from model.checkpoints.families import translate
+from model.checkpoints.families import FAMILIES, translate
 from model.checkpoints.load import load_checkpoint
 from model.checkpoints.network_weights import NetworkWeights
 from model.config import MAX_SIZES, ModelConfig
@@ -150,7 +150,7 @@ VALUES = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
     max_leaves=5,
 )
-KINDS = ["llama", "mistral", "qwen2", "qwen3", "gpt2"]
+KINDS = sorted(FAMILIES)
 GPT2 = {"vocab_size": 71, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 40}
 ALL_KEYS = [
     *SIZES,
@@ -159,17 +159,27 @@ ALL_KEYS = [
     *("rope_scaling", "rope_parameters", "original_max_position_embeddings", "partial_rotary_factor"),
     *("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "sliding_window"),
     *("max_window_layers", "layer_types", "architectures", "model_type", "quantization_config", "unknown"),
+    *("rotary_pct", "rotary_emb_base", "use_parallel_residual", "layer_norm_eps", "qk_layernorm", "use_qkv_bias"),
+    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "rope_local_base_freq"),
+    *("sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval", "num_local_experts", "num_experts"),
+    *("num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers", "decoder_sparse_step", "norm_topk_prob"),
+    *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
 ]
 SCALING_KEYS = [
     *("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
     *("truncate", "attention_factor", "mscale", "mscale_all_dim", "rope_theta", "rope_type", "type", "unknown"),
+    *("short_factor", "long_factor", "full_attention", "sliding_attention"),
 ]
 SCALING = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 
 
+EXPERT_SIZES = ("num_experts", "num_experts_per_token", "d_expert")  # 0 without experts
+
+
 def check_limits(translated: ModelConfig) -> None:
     for field, largest in MAX_SIZES.items():
-        assert getattr(translated, field) is None or 1 <= getattr(translated, field) <= largest
+        size = getattr(translated, field)
+        assert size is None or 1 <= size <= largest or (size == 0 and field in EXPERT_SIZES)
     if translated.positions == "rotary":
         assert rotary_frequencies(translated.d_head, translated.rope_theta, translated.rope_scaling).isfinite().all()
 
@@ -188,6 +198,8 @@ def test_any_config_is_translated_or_refused_with_a_short_value_error(
     kind: str, changes: dict[str, Any], scaling_kind: str | None, scaling: dict[str, Any]
 ) -> None:
     config: dict[str, Any] = {"model_type": kind} | (GPT2 if kind == "gpt2" else SIZES)
+    if kind in ("mixtral", "qwen3_moe"):
+        config |= {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     if scaling_kind is not None and kind != "gpt2":
         used = SCALING if scaling_kind == "llama3" else {"factor": 2.0}
         config["rope_scaling"] = used | {"rope_type": scaling_kind} | scaling

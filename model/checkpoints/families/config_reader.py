@@ -1,5 +1,6 @@
 """Read a `config.json` key by key, and refuse keys that nothing has read."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,17 +19,22 @@ class ConfigReader:
     HARMLESS = frozenset(
         {
             "_attn_implementation_autoset",
+            "_model_name_or_path",
             "_name_or_path",
             "architectures",
             "attention_dropout",
+            "attention_probs_dropout_prob",
             "attn_pdrop",
             "auto_map",
             "bad_words_ids",
             "begin_suppress_tokens",
             "bos_token_id",
+            "cache_implementation",
             "chunk_size_feed_forward",
+            "classifier_dropout",
             "cls_token_id",
             "cross_attention_hidden_size",
+            "custom_pipelines",
             "decoder_start_token_id",
             "diversity_penalty",
             "do_sample",
@@ -42,10 +48,13 @@ class ConfigReader:
             "forced_bos_token_id",
             "forced_eos_token_id",
             "gradient_checkpointing",
+            "hidden_dropout",
+            "hidden_dropout_prob",
             "id2label",
             "initializer_range",
             "label2id",
             "length_penalty",
+            "line_by_line",
             "max_length",
             "min_length",
             "model_type",
@@ -65,7 +74,9 @@ class ConfigReader:
             "resid_pdrop",
             "return_dict",
             "return_dict_in_generate",
+            "selective_checkpoint_enabled",
             "sep_token_id",
+            "sequence_parallel_enabled",
             "suppress_tokens",
             "task_specific_params",
             "temperature",
@@ -91,7 +102,6 @@ class ConfigReader:
         "is_decoder": False,
         "is_encoder_decoder": False,
         "pruned_heads": {},
-        "quantization_config": None,
     }
 
     def __init__(self, config: Mapping[str, Any], parent_key: str = "") -> None:
@@ -109,6 +119,10 @@ class ConfigReader:
         value = self._config.get(key)
         return default if value is None else value
 
+    def take_nullable(self, key: str, default: Any) -> Any:
+        """The key's value, which may be None, or `default` if the key is missing."""
+        return self.take(key) if self.has(key) else default
+
     def need(self, key: str) -> Any:
         """The key's value. The key must be present and not null."""
         value = self.take(key)
@@ -123,12 +137,34 @@ class ConfigReader:
             raise ValueError(f"{self._prefix}{key} = {short_repr(value)} must be an integer from {low} to {high}")
         return value
 
+    def flag(self, key: str, default: bool) -> bool:
+        """The key's value, true or false."""
+        value = self.take(key, default)
+        if type(value) is not bool:
+            raise ValueError(f"{self._prefix}{key} = {short_repr(value)} must be true or false")
+        return value
+
     def number(self, key: str) -> float | None:
         """The key's value, a finite number of at least 0, or None if the key is missing or null."""
         value = self.take(key)
         if value is not None and not (is_finite_number(value) and value >= 0):
             raise ValueError(f"{self._prefix}{key} = {short_repr(value)} must be a finite number of at least 0")
         return None if value is None else float(value)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """The key's value, a list of finite numbers. The key must be present."""
+        values = self.need(key)
+        if not isinstance(values, list) or not all(map(is_finite_number, values)):
+            raise ValueError(f"{self._prefix}{key} = {short_repr(values)} must be a list of finite numbers")
+        return tuple(map(float, values))
+
+    def positive(self, key: str, default: float, *, high: float = sys.float_info.max) -> float:
+        """The key's value, a number above 0 and up to `high`."""
+        value = self.take(key, default)
+        if not (is_finite_number(value) and 0 < value <= high):
+            limit = f"a number above 0 and at most {high:g}" if high < sys.float_info.max else "a finite number above 0"
+            raise ValueError(f"{self._prefix}{key} = {short_repr(value)} must be {limit}")
+        return float(value)
 
     def expect(self, key: str, value: Any) -> None:
         """Check that the key is missing, null or this value. Other values are not implemented."""

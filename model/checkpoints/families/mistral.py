@@ -5,12 +5,13 @@ from model.checkpoints.families.config_reader import ConfigReader
 from model.checkpoints.families.family import Family
 from model.config import ModelConfig
 
+DEFAULTS = llama.DEFAULTS | {"max_position_embeddings": 131072, "num_key_value_heads": 8}
+
 
 def read(config: ConfigReader) -> ModelConfig:
     config.expect("attention_bias", False)
     config.expect("mlp_bias", False)
-    window = config.take("sliding_window") if config.has("sliding_window") else 4096  # the default of transformers
-    return llama.read_common(config, window=window)
+    return llama.read_common(config, defaults=DEFAULTS, window=config.take_nullable("sliding_window", 4096))
 
 
 FAMILY = Family(

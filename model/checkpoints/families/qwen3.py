@@ -5,16 +5,23 @@ from model.checkpoints.families.config_reader import ConfigReader
 from model.checkpoints.families.family import Family, rows
 from model.config import ModelConfig
 
+DEFAULTS = qwen2.DEFAULTS | {"head_dim": 128}
+# The norms of q and k, beside the tensors of Llama.
+TENSORS = llama.TENSORS | {
+    "blocks.{i}.attn.q_norm.weight": rows("model.layers.{i}.self_attn.q_norm.weight"),
+    "blocks.{i}.attn.k_norm.weight": rows("model.layers.{i}.self_attn.k_norm.weight"),
+}
+
 
 def read(config: ConfigReader) -> ModelConfig:
     attention_bias = config.take("attention_bias", False)
     return llama.read_common(
         config,
+        defaults=DEFAULTS,
         **qwen2.read_windows(config),
         qkv_bias=attention_bias,
         attention_out_bias=attention_bias,
         qk_norm="head",
-        default_d_head=128,
     )
 
 
@@ -22,11 +29,7 @@ FAMILY = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     read=read,
-    tensors=llama.TENSORS
-    | {
-        "blocks.{i}.attn.q_norm.weight": rows("model.layers.{i}.self_attn.q_norm.weight"),
-        "blocks.{i}.attn.k_norm.weight": rows("model.layers.{i}.self_attn.k_norm.weight"),
-    },
+    tensors=TENSORS,
     keys=llama.KEYS,
     surplus=llama.SURPLUS,
 )

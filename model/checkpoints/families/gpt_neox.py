@@ -1,0 +1,65 @@
+"""GPT-NeoX and Pythia (Black et al. 2022, Biderman et al. 2023).
+
+LayerNorm, attention and feed-forward in parallel, rotary positions in part of each head, GELU without a gate, biases.
+"""
+
+from model.checkpoints.families import llama
+from model.checkpoints.families.config_reader import ConfigReader
+from model.checkpoints.families.family import Family, interleaved, rows
+from model.checkpoints.families.rope import RopeKeys
+from model.config import ModelConfig
+
+DEFAULTS = llama.DEFAULTS | {"norm_eps": 1e-5, "hidden_act": "gelu"}
+ROPE_KEYS = RopeKeys(theta="rotary_emb_base", fraction="rotary_pct", default_fraction=0.25)
+
+
+def read(config: ConfigReader) -> ModelConfig:
+    for key in ("head_dim", "num_key_value_heads"):
+        config.expect(key, None)
+    attention_bias = config.take("attention_bias", True)
+    return llama.read_common(
+        config,
+        defaults=DEFAULTS,
+        rope_keys=ROPE_KEYS,
+        norm_eps_key="layer_norm_eps",
+        norm="layer",
+        parallel_residual=config.take("use_parallel_residual", True),
+        gated=False,
+        qkv_bias=attention_bias,
+        attention_out_bias=attention_bias,
+        mlp_bias=True,
+    )
+
+
+FAMILY = Family(
+    model_type="gpt_neox",
+    architecture="GPTNeoXForCausalLM",
+    read=read,
+    keys=llama.KEYS
+    | {"norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base", "rotary_dim": "rotary_pct"}
+    | {"parallel_residual": "use_parallel_residual"},
+    # Causal masks and rotary frequencies, which old versions of transformers stored.
+    surplus=(
+        "gpt_neox.layers.*.attention.bias",
+        "gpt_neox.layers.*.attention.masked_bias",
+        "gpt_neox.layers.*.attention.rotary_emb.inv_freq",
+    ),
+    tensors={
+        "embed.weight": rows("gpt_neox.embed_in.weight"),
+        "blocks.{i}.ln1.weight": rows("gpt_neox.layers.{i}.input_layernorm.weight"),
+        "blocks.{i}.ln1.bias": rows("gpt_neox.layers.{i}.input_layernorm.bias"),
+        "blocks.{i}.attn.qkv.weight": interleaved("gpt_neox.layers.{i}.attention.query_key_value.weight"),
+        "blocks.{i}.attn.qkv.bias": interleaved("gpt_neox.layers.{i}.attention.query_key_value.bias"),
+        "blocks.{i}.attn.out.weight": rows("gpt_neox.layers.{i}.attention.dense.weight"),
+        "blocks.{i}.attn.out.bias": rows("gpt_neox.layers.{i}.attention.dense.bias"),
+        "blocks.{i}.ln2.weight": rows("gpt_neox.layers.{i}.post_attention_layernorm.weight"),
+        "blocks.{i}.ln2.bias": rows("gpt_neox.layers.{i}.post_attention_layernorm.bias"),
+        "blocks.{i}.mlp.up.weight": rows("gpt_neox.layers.{i}.mlp.dense_h_to_4h.weight"),
+        "blocks.{i}.mlp.up.bias": rows("gpt_neox.layers.{i}.mlp.dense_h_to_4h.bias"),
+        "blocks.{i}.mlp.down.weight": rows("gpt_neox.layers.{i}.mlp.dense_4h_to_h.weight"),
+        "blocks.{i}.mlp.down.bias": rows("gpt_neox.layers.{i}.mlp.dense_4h_to_h.bias"),
+        "ln_final.weight": rows("gpt_neox.final_layer_norm.weight"),
+        "ln_final.bias": rows("gpt_neox.final_layer_norm.bias"),
+        "head.weight": rows("embed_out.weight"),
+    },
+)

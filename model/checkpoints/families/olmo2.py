@@ -1,0 +1,35 @@
+"""OLMo 2 (OLMo Team 2024): Llama with norms after attention and feed-forward, and norms over all heads of q and k."""
+
+from model.checkpoints.families import llama, qwen3
+from model.checkpoints.families.config_reader import ConfigReader
+from model.checkpoints.families.family import Family, rows
+from model.config import ModelConfig
+
+DEFAULTS = llama.DEFAULTS | {"norm_eps": 1e-5}
+OUTPUT_NORMS = {
+    "blocks.{i}.ln1_post.weight": rows("model.layers.{i}.post_attention_layernorm.weight"),
+    "blocks.{i}.ln2_post.weight": rows("model.layers.{i}.post_feedforward_layernorm.weight"),
+}
+TENSORS = qwen3.TENSORS | OUTPUT_NORMS
+
+
+def read(config: ConfigReader) -> ModelConfig:
+    attention_bias = config.take("attention_bias", False)
+    return llama.read_common(
+        config,
+        defaults=DEFAULTS,
+        norm_placement="output",
+        qkv_bias=attention_bias,
+        attention_out_bias=attention_bias,
+        qk_norm="projection",
+    )
+
+
+FAMILY = Family(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    read=read,
+    tensors={name: source for name, source in TENSORS.items() if ".ln1." not in name and ".ln2." not in name},
+    keys=llama.KEYS,
+    surplus=llama.SURPLUS,
+)

@@ -1,0 +1,30 @@
+"""Read which layers have a sliding attention window, from `layer_types` or from older keys."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from model.checkpoints.families.config_reader import ConfigReader
+from model.errors import short_repr
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def read_layer_windows(config: ConfigReader, window: int | None, default: Sequence[bool]) -> dict[str, Any]:
+    """Read the fields `window` and `windowed_layers` of a `ModelConfig`. No fields if no layer has a window.
+
+    `default` says which layers have a window in a config without `layer_types`.
+    """
+    windowed = tuple(default)
+    kinds = config.take("layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list):
+            raise ValueError(f"config.json: layer_types = {short_repr(kinds)} is not a list")
+        unknown = [kind for kind in kinds if kind not in (SLIDING, FULL)]
+        if unknown:
+            raise ValueError(f"config.json: layer_types {short_repr(unknown)} is not implemented")
+        windowed = tuple(kind == SLIDING for kind in kinds)
+    if not any(windowed):
+        return {}
+    if window is None:
+        raise ValueError(f"config.json: layer_types asks for {SLIDING}, but there is no sliding_window")
+    return {"window": window, "windowed_layers": windowed}
