@@ -155,6 +155,8 @@ def _phi3(source: ConfigSource) -> dict[str, Any]:
     config = read_common(source, "phi3", "Phi3ForCausalLM", partial_key="partial_rotary_factor")
     original = reader.integer("rope.scaling.original_context_length", config["max_position_embeddings"])
     window = reader.integer("attention.sliding_window", 0) or None
+    if config["partial_rotary_factor"] == 1.0:
+        del config["partial_rotary_factor"]
     return config | {"original_max_position_embeddings": original, "sliding_window": window}
 
 

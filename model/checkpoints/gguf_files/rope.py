@@ -69,13 +69,11 @@ def _yarn(reader: MetadataReader, factors: dict[str, Factors], factor: float, or
     reader.expect("rope.scaling.yarn_ext_factor", 1.0)
     reader.expect("rope.scaling.yarn_attn_factor", 1.0)
     reader.expect("rope.scaling.yarn_log_multiplier", 0.0)
-    return {
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": original,
-        "beta_fast": reader.number("rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": reader.number("rope.scaling.yarn_beta_slow", 1.0),
-    }
+    settings: dict[str, Any] = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    for name in ("beta_fast", "beta_slow"):
+        if reader.has(f"rope.scaling.yarn_{name}"):
+            settings[name] = reader.number(f"rope.scaling.yarn_{name}")
+    return settings
 
 
 def _longrope(reader: MetadataReader, factors: dict[str, Factors], original: int, max_positions: int) -> dict[str, Any]:
