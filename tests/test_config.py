@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from model.config import MAX_SIZES, RANGES, ModelConfig, RopeScaling
-from model.network.parameters import count_parameters
 from model.network.norms import Norm
+from model.network.parameters import count_parameters
 from model.network.rotary import rotary_frequencies, sinusoidal_positions
 from model.network.transformer import Transformer
 from model.ops.interface import NormRule
