@@ -187,7 +187,12 @@ def build_reference(config: Any, *, seed: int = 0) -> Any:
 
     reference = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     randomize(reference, seed)
-    return reference.requires_grad_(False)
+    reference.requires_grad_(False)
+    if config.model_type.startswith("gemma"):  # its norms multiply by 1 + weight
+        for name, parameter in reference.named_parameters():
+            if "norm" in name:
+                parameter -= 1
+    return reference
 
 
 def write_reference(config: Any, directory: Path, *, seed: int = 0, **save: Any) -> Any:
