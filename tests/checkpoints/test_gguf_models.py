@@ -76,7 +76,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
         "qwen3_moe",
         LLAMA
-        | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True},
+        | {
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "norm_topk_prob": True,
+        },
     ),
     "gemma2": ("gemma2", LLAMA | GEMMA),
     "gemma3": ("gemma3_text", LLAMA | GEMMA | {"num_hidden_layers": 7, "rope_parameters": GEMMA3_ROPE}),
@@ -100,8 +106,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", NEOX | {"num_key_value_heads": 2}),
     "stablelm 2": (
         "stablelm",
-        NEOX
-        | {"num_key_value_heads": 2, "use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
+        NEOX | {"num_key_value_heads": 2, "use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
     ),
     "gpt_neox": ("gpt_neox", NEOX),
     "gpt_neox in sequence": ("gpt_neox", NEOX | {"use_parallel_residual": False}),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoints.gguf_files.config import read_config
+from model.checkpoints.gguf_files.metadata import shortest_decimal
 from model.checkpoints.gguf_files.parts import GGUFFiles, read_files
 from model.checkpoints.gguf_files.tensors import GGUFTensors
 from model.checkpoints.gguf_files.tokenizer import build_tokenizer
@@ -65,7 +66,11 @@ def read_gguf_checkpoint(path: Path) -> GGUFCheckpoint:
 def _generation(files: GGUFFiles) -> dict[str, Any]:
     """Sampling parameters, with the names and types of generation_config.json."""
     found = {name: files.metadata.get(f"general.sampling.{key}") for name, key in SAMPLING.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    return {
+        name: shortest_decimal(value) if type(value) is float else value
+        for name, value in found.items()
+        if value is not None
+    }
 
 
 def _templates(files: GGUFFiles) -> dict[str, str]:

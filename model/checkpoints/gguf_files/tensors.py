@@ -18,10 +18,12 @@ from model.checkpoints.gguf_files.dequantize import FLOATS, TensorRows, value_dt
 from model.checkpoints.gguf_files.header import StoredTensor
 from model.checkpoints.gguf_files.tensor_names import TABLES, Change, Target
 from model.checkpoints.tensor_source import TensorHeader
+from model.config import MAX_SIZES
 from model.errors import CheckpointError, printable_name
 
 # Tensors that `rope.py` reads into the config.
 CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+MAX_PARTS = max(MAX_SIZES["num_experts"], MAX_SIZES["num_heads"])  # of one tensor
 _LAYER = re.compile(r"blk\.(\d{1,9})\.")
 # Old files store each expert of a layer as a tensor of its own.
 _EXPERT = re.compile(r"(ffn_(?:gate|down|up))\.(\d{1,9})\.weight")
@@ -119,6 +121,9 @@ class GGUFTensors:
         for size in shape[:-1]:
             num_rows *= size
         if "{e}" in target.name and len(shape) > 1:
+            if shape[0] > MAX_PARTS:
+                shown = printable_name(tensor.name)
+                raise CheckpointError(f"{tensor.file}: {shown} has {shape[0]} parts, more than {MAX_PARTS}, the limit")
             step = num_rows // shape[0]
             for index in range(shape[0]):
                 name = target.name.replace("{e}", str(index))
