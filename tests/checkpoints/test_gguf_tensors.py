@@ -1,5 +1,6 @@
 """The values of GGUF tensors are bitwise those of the `gguf` package, however they are read."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -13,7 +14,7 @@ from model.checkpoints.gguf_files.dequantize import FLOATS, QUANTIZED, TensorRow
 from model.checkpoints.gguf_files.header import read_header
 from model.checkpoints.gguf_files.tensors import GGUFTensors
 from tests.checkpoints.test_gguf_models import CASES, tiny_config
-from tests.published_models import smollm2_gguf
+from tests.published_models import gemma3_gguf, smollm2_gguf
 from tests.tiny import write_reference
 from tests.tiny_gguf import write_gguf
 
@@ -96,16 +97,19 @@ def test_a_tensor_is_read_into_memory_of_another_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_published_file_gives_the_config_and_the_weights_that_transformers_reads() -> None:
+@pytest.mark.parametrize("published", [smollm2_gguf, gemma3_gguf])
+def test_a_published_file_gives_the_config_and_the_weights_that_transformers_reads(
+    published: Callable[[], Path],
+) -> None:
     transformers = pytest.importorskip("transformers")
-    path = smollm2_gguf()
+    path = published()
     checkpoint = read_gguf_checkpoint(path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     theirs = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}
     assert checkpoint.tensors.headers.keys() == theirs.keys()
     for name, weight in theirs.items():
         assert checkpoint.tensors.read(name).equal(weight), name
-    ours = tiny_config("llama", dict(checkpoint.config)).to_dict()
+    ours = tiny_config(checkpoint.config["model_type"], dict(checkpoint.config)).to_dict()
     config = model.config.to_dict()
     for key in ours.keys() - {"architectures", "rms_norm_eps", "_name_or_path", "dtype", "quantization_config"}:
         assert ours[key] == config[key], key
