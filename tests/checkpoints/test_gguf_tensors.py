@@ -64,9 +64,11 @@ def test_values_are_bitwise_those_of_the_gguf_package(
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(Kind.F16, torch.float16), (Kind.Q4_K, torch.bfloat16)])
-def test_the_token_embedding_decides_the_dtype_that_is_served(kind: Kind, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_only_quantized_tensors_get_the_dtype_that_is_asked_for(kind: Kind, dtype: torch.dtype, tmp_path: Path) -> None:
     header = read_header(write_tensor(tmp_path / "model.gguf", random_blocks(kind), kind))
-    assert GGUFTensors([header.file], header.tensors, {"model_type": "llama"}).auto_dtype == dtype
+    tensors = GGUFTensors([header.file], header.tensors, {"model_type": "llama"}, quantized_as=torch.bfloat16)
+    assert tensors.headers["model.embed_tokens.weight"].dtype == dtype
+    assert tensors.read("model.embed_tokens.weight").dtype == dtype
 
 
 @pytest.mark.parametrize("name", ["llama with biases", "gpt2", "gpt_neox", "mixtral", "gemma3", "stablelm 2"])
@@ -75,7 +77,8 @@ def test_quantized_rows_go_to_the_same_places_as_rows_of_float32(name: str, tmp_
     model_type, options = CASES[name]
     write_reference(tiny_config(model_type, options | {key: sizes[key] for key in sizes.keys() & options}), tmp_path)
     exact = read_gguf_checkpoint(write_gguf(tmp_path, tmp_path / "f32.gguf")).tensors
-    rounded = read_gguf_checkpoint(write_gguf(tmp_path, tmp_path / "q8.gguf", kind=Kind.Q8_0)).tensors
+    path = write_gguf(tmp_path, tmp_path / "q8.gguf", kind=Kind.Q8_0)
+    rounded = read_gguf_checkpoint(path, quantized_as=torch.float32).tensors
     assert exact.headers.keys() == rounded.headers.keys()
     kinds = {header.stored_as for header in rounded.headers.values()}
     assert kinds == {"F32", "Q8_0"}
@@ -103,7 +106,7 @@ def test_a_published_file_gives_the_config_and_the_weights_that_transformers_rea
 ) -> None:
     transformers = pytest.importorskip("transformers")
     path = published()
-    checkpoint = read_gguf_checkpoint(path)
+    checkpoint = read_gguf_checkpoint(path, quantized_as=torch.float32)
     model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     theirs = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}
     assert checkpoint.tensors.headers.keys() == theirs.keys()
