@@ -75,6 +75,6 @@ def _hint(config: Mapping[str, Any]) -> str:
     if isinstance(model_type, str):
         # A name with other digits is another model: qwen is not a misspelled qwen2.
         same_digits = [name for name in FAMILIES if re.findall(r"\d", name) == re.findall(r"\d", model_type)]
-        for similar in get_close_matches(model_type.lower(), same_digits, n=1, cutoff=0.88):
+        for similar in get_close_matches(model_type.lower().replace("-", "_"), same_digits, n=1, cutoff=0.88):
             return f" (is {similar!r} meant?)"
     return ""
