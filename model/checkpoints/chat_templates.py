@@ -1,5 +1,6 @@
 """Read the chat templates of a checkpoint from the files in which transformers saves them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,38 @@ def read_chat_template(
     `tokenizer_config.json`. The template in the file `override` replaces all of them. Raises a `CheckpointError` that
     names the file.
     """
+    if tokenizer is None or override is not None:
+        return make_chat_template({}, tokenizer, read_special_tokens(directory), override)
+    sources = {name: (path, _read_text(path)) for name, path in _template_files(directory).items()}
+    if not sources:
+        path = directory / CONFIG
+        templates = _templates_of(_read_config(directory).get("chat_template"), path)
+        sources = {name: (path, source) for name, source in templates.items()}
+    return make_chat_template(sources, tokenizer, read_special_tokens(directory), override)
+
+
+def make_chat_template(
+    sources: Mapping[str, tuple[Path, str]],
+    tokenizer: Tokenizer | None,
+    special_tokens: Mapping[str, str],
+    override: Path | None = None,
+) -> ChatTemplate | None:
+    """The chat templates of a checkpoint: name -> the file that holds it, and its source. None if there are none.
+
+    The template in the file `override` replaces all of them. Raises a `CheckpointError` that names the file.
+    """
     if tokenizer is None:
         if override is not None:
-            raise CheckpointError(f"{override}: a chat template needs a tokenizer.json, which the checkpoint lacks")
+            raise CheckpointError(f"{override}: a chat template needs a tokenizer, which the checkpoint lacks")
         return None
-    config_path = directory / CONFIG
-    files = _template_files(directory) if override is None else {"default": override}
-    if files:
-        sources = {name: _read_text(path) for name, path in files.items()}
-    else:
-        sources = _templates_of(_read_config(directory).get("chat_template"), config_path)
+    if override is not None:
+        sources = {"default": (override, _read_text(override))}
     if not sources:
         return None
     try:
-        return ChatTemplate(sources, tokenizer, read_special_tokens(directory))
+        return ChatTemplate({name: source for name, (_, source) in sources.items()}, tokenizer, special_tokens)
     except InvalidTemplate as error:
-        raise CheckpointError(f"{files.get(error.name, config_path)}: {error}") from error
+        raise CheckpointError(f"{sources[error.name][0]}: {error}") from error
 
 
 def _template_files(directory: Path) -> dict[str, Path]:

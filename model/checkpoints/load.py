@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 
-from model.checkpoints.chat_templates import read_chat_template, read_special_tokens
-from model.checkpoints.families import translate
+from model.checkpoints.chat_templates import make_chat_template, read_chat_template, read_special_tokens
+from model.checkpoints.families import Family, translate
+from model.checkpoints.gguf_files import find_gguf, read_gguf_checkpoint
 from model.checkpoints.network_weights import DTYPES, NetworkWeights
 from model.checkpoints.safetensors_directory import SafetensorsFiles
+from model.checkpoints.tensor_source import TensorSource
+from model.config import ModelConfig
 from model.errors import CheckpointError, short_repr
 from model.files import read_json
 from model.network.parameters import ParameterCount, count_parameters
@@ -95,44 +98,92 @@ def load_checkpoint(
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not implemented; known: auto, {', '.join(DTYPES)}")
-    directory = find_directory(source)
-    config = read_json(directory / "config.json")
-    family, model_config = translate(config)
-    defaults = read_generation_defaults(directory, config)
-    tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").exists() else None
-    template = read_chat_template(directory, tokenizer, chat_template)
-    weights = NetworkWeights(SafetensorsFiles(directory), family, model_config)
-    torch_dtype = weights.dtype() if dtype == "auto" else DTYPES[dtype]
+    path = find_checkpoint(source)
+    gguf = None if (path / "config.json").exists() else find_gguf(path)
+    contents = _read_directory(path, chat_template) if gguf is None else _read_gguf(gguf, chat_template)
+    family, model_config = contents.family, contents.model_config
+    weights = NetworkWeights(contents.tensors, family, model_config)
+    torch_dtype = (contents.auto_dtype or weights.dtype()) if dtype == "auto" else DTYPES[dtype]
     weights.check()  # before memory is allocated, because a config can state any size
     parameters = weights.read(torch_dtype, torch.device(device))
     model = prepare_model(model_config, parameters, quantize=quantize, kernels=kernels)
+    tokenizer = contents.tokenizer
     if tokenizer is not None and tokenizer.vocab_size > model_config.vocab_size:
         logger.warning(
-            "tokenizer.json has ids for %d tokens, but the network has %d: prompts with ids from %d on are refused",
+            "the tokenizer has ids for %d tokens, but the network has %d: prompts with ids from %d on are refused",
             tokenizer.vocab_size,
             model_config.vocab_size,
             model_config.vocab_size,
         )
-    is_local = Path(source).expanduser().is_dir()
-    name = name or (directory.resolve().name if is_local else source)
+    is_local = Path(source).expanduser().exists()
+    local_name = path.resolve().name if gguf is None else gguf.name.removesuffix(".gguf")
     return Checkpoint(
-        name,
+        name or (local_name if is_local else source),
         model,
         tokenizer,
-        defaults,
+        contents.generation,
         count_parameters(model_config),
-        template,
-        read_special_tokens(directory),
+        contents.template,
+        contents.special_tokens,
     )
 
 
-def find_directory(source: str) -> Path:
-    """The directory of a checkpoint.
+@dataclass(frozen=True)
+class _Contents:
+    """What the files of a checkpoint hold, except for the values of its tensors.
+
+    `auto_dtype` is what `dtype="auto"` means; None: the dtype of the stored embedding.
+    """
+
+    family: Family
+    model_config: ModelConfig
+    generation: GenerationDefaults
+    tensors: TensorSource
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None
+    special_tokens: Mapping[str, str]
+    auto_dtype: torch.dtype | None = None
+
+
+def _read_directory(directory: Path, chat_template: Path | None) -> _Contents:
+    """A checkpoint in Hugging Face layout."""
+    config = read_json(directory / "config.json")
+    family, model_config = translate(config)
+    path = directory / "generation_config.json"
+    defaults = read_generation_defaults(read_json(path) if path.exists() else {}, config)
+    tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").exists() else None
+    template = read_chat_template(directory, tokenizer, chat_template)
+    special_tokens = read_special_tokens(directory)
+    tensors = SafetensorsFiles(directory)
+    return _Contents(family, model_config, defaults, tensors, tokenizer, template, special_tokens)
+
+
+def _read_gguf(path: Path, chat_template: Path | None) -> _Contents:
+    """A GGUF file, or all parts of a split one."""
+    found = read_gguf_checkpoint(path)
+    family, model_config = translate(found.config)
+    defaults = read_generation_defaults(found.generation, found.config)
+    sources = {name: (found.file, source) for name, source in found.chat_templates.items()}
+    template = make_chat_template(sources, found.tokenizer, found.special_tokens, chat_template)
+    return _Contents(
+        family,
+        model_config,
+        defaults,
+        found.tensors,
+        found.tokenizer,
+        template,
+        found.special_tokens,
+        found.tensors.auto_dtype,
+    )
+
+
+def find_checkpoint(source: str) -> Path:
+    """The directory of a checkpoint, or its GGUF file.
 
     A hub id is downloaded into the local cache: only its JSON files, safetensors and chat templates.
     """
     path = Path(source).expanduser()
-    if path.is_dir():
+    if path.is_dir() or find_gguf(path) == path:
         return path
     if path.exists() or source.startswith(("/", ".", "~")) or source.count("/") > 1:
         raise CheckpointError(
@@ -147,21 +198,19 @@ def find_directory(source: str) -> Path:
         raise CheckpointError(f"{source}: not a directory, and the download from the hub failed: {error}") from error
 
 
-def read_generation_defaults(directory: Path, config: Mapping[str, Any]) -> GenerationDefaults:
-    """Read `generation_config.json`. Without an `eos_token_id` there, the one of `config.json` is used."""
-    path = directory / "generation_config.json"
-    generation = read_json(path) if path.exists() else {}
+def read_generation_defaults(generation: Mapping[str, Any], config: Mapping[str, Any]) -> GenerationDefaults:
+    """Read a `generation_config.json`. Without an `eos_token_id` there, the one of `config.json` is used."""
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     eos_token_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
     if any(type(token_id) is not int for token_id in eos_token_ids):
         raise CheckpointError(f"eos_token_id: {short_repr(eos)} is neither a token id nor a list of token ids")
     ignored = [key for key, neutral in NOT_IMPLEMENTED.items() if generation.get(key) not in (None, neutral)]
     if ignored:
-        logger.warning("%s: not implemented, so without effect: %s", path.name, ", ".join(ignored))
+        logger.warning("generation_config.json: not implemented, so without effect: %s", ", ".join(ignored))
     try:
         return GenerationDefaults(eos_token_ids, read_sampling(generation))
     except ValueError as error:
-        raise CheckpointError(f"{path.name}: {error}") from error
+        raise CheckpointError(f"generation_config.json: {error}") from error
 
 
 def read_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ class Experts(nn.Module):
     """A mixture of experts (Shazeer et al. 2017; Fedus et al. 2021): each token is computed by a few feed-forward
     networks, which its router chooses.
 
-    Stages: `router_logits`, and the softmax weights and the indices of the chosen experts, the heaviest first. A
+    Stages: `router_logits`, and the softmax weights and the indices of the chosen experts, the heaviest first. The
+    indices are offered as float32 numbers, like all stages, and changed ones are limited to the experts there are. A
     token's result is the sum of its experts in this order, so it does not depend on the other tokens of the pass.
     """
 
@@ -37,7 +38,8 @@ class Experts(nn.Module):
         weights, indices = logits.to(torch.promote_types(x.dtype, torch.float32)).softmax(-1).topk(self.num_chosen)
         if self.normalizes:
             weights = weights / weights.sum(-1, keepdim=True)
-        weights, indices = probe("expert_weights", weights.to(x.dtype)), probe("expert_indices", indices)
+        weights = probe("expert_weights", weights.to(x.dtype))
+        indices = probe("expert_indices", indices.float()).long().clamp(0, len(self.experts) - 1)
         outputs = self._compute_experts(x.flatten(0, 1), indices.flatten(0, 1))  # (B T, K, C)
         weighted = outputs * weights.flatten(0, 1)[..., None]
         total = weighted[:, 0]

@@ -214,7 +214,7 @@ class TestLogitLens:
         lens = TraceParams(selection=Selection(stages=stages_of(config), positions=[]), logit_lens=4)
         request = ask("traced", prompt(17), max_tokens=8, temperature=1.3, trace=lens)
         result = run(new_engine(model, **limits), *NEIGHBOURS, request)["traced", 0]
-        residual = "resid_post" if config.norm_placement == "pre" else "ln2.out"
+        residual = "ln2.out" if config.norm_placement == "post" else "resid_post"
         residuals = Selection(stages=select(stages_of(config), [f"blocks.*.{residual}"]))
         full = full_pass(model, [*request.prompt_ids, *result.ids], TraceParams(selection=residuals))
         for step, chosen, position in zip(result.traces, result.ids, range(16, 24), strict=True):

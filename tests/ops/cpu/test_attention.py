@@ -20,6 +20,7 @@ ATTENTION_SHAPES = [  # H, Hkv, D, tokens per block
     (6, 1, 64, 16),
     (2, 2, 128, 32),
     (3, 3, 80, 4),
+    (4, 1, 256, 16),
 ]
 
 
@@ -51,7 +52,11 @@ class TestPagedAttention:
         self.queries = [torch.randn(n, H, D, generator=generator).to(dtype) for n in self.LENGTHS]
 
         def run(
-            sequences: Sequence[int], num_new: int = 1, window: int | None = None, end: int | None = None
+            sequences: Sequence[int],
+            num_new: int = 1,
+            window: int | None = None,
+            end: int | None = None,
+            softcap: float | None = None,
         ) -> list[torch.Tensor]:
             ends = [min(self.LENGTHS[s], end or self.LENGTHS[s]) for s in sequences]
             counts = [min(num_new, length) for length in ends]
@@ -64,7 +69,7 @@ class TestPagedAttention:
             )
             queries = zip(sequences, ends, counts, strict=True)
             q = torch.cat([self.queries[s][length - count : length] for s, length, count in queries])
-            z = kernels.attend(q, self.keys, self.values, read, window, ScoreRule(D**-0.5))
+            z = kernels.attend(q, self.keys, self.values, read, window, ScoreRule(D**-0.5, softcap))
             return list(z.split(counts))
 
         return run
@@ -75,17 +80,21 @@ class TestPagedAttention:
         return slots[: self.LENGTHS[sequence]]
 
     @pytest.mark.parametrize("num_new", [1, 2, 7, 33, 150])
-    @pytest.mark.parametrize("window", [None, 1, 5, 100])
+    @pytest.mark.parametrize(
+        ("window", "softcap"), [(None, None), (1, None), (5, None), (100, None), (None, 0.8), (5, 0.8)]
+    )
     def test_paged_attention_equals_the_formula(
-        self, attend: Any, dtype: torch.dtype, window: int | None, num_new: int
+        self, attend: Any, dtype: torch.dtype, window: int | None, num_new: int, softcap: float | None
     ) -> None:
-        found = attend(range(len(self.LENGTHS)), num_new, window)
+        found = attend(range(len(self.LENGTHS)), num_new, window, softcap=softcap)
         for sequence, z in enumerate(found):
             slots, num_queries = self.slots(sequence), len(z)
             q = self.queries[sequence][-num_queries:].double()
             k, v = self.keys[slots].double(), self.values[slots].double()
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # (S, H, D)
             scores = torch.einsum("thd,shd->hts", q, k) * q.shape[2] ** -0.5
+            if softcap is not None:
+                scores = softcap * (scores / softcap).tanh()
             own, keys = torch.arange(len(slots) - num_queries, len(slots))[:, None], torch.arange(len(slots))
             visible = (keys <= own) & (keys > own - (window or len(slots)))
             exact = torch.einsum("hts,shd->thd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
@@ -94,16 +103,16 @@ class TestPagedAttention:
             )  # sums are float32; bfloat16 also rounds weights and sums
             torch.testing.assert_close(z.double(), exact, atol=tolerance, rtol=tolerance)
 
-    @pytest.mark.parametrize("window", [None, 20])
+    @pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 0.8)])
     def test_a_row_depends_neither_on_the_other_rows_nor_on_how_a_prompt_is_divided(
-        self, attend: Any, window: int | None
+        self, attend: Any, window: int | None, softcap: float | None
     ) -> None:
-        everything = attend(range(len(self.LENGTHS)), 150, window)
+        everything = attend(range(len(self.LENGTHS)), 150, window, softcap=softcap)
         for sequence, whole in enumerate(everything):
-            assert torch.equal(attend([sequence], 150, window)[0], whole)
-        assert all(map(torch.equal, attend([3, 1], 150, window), [everything[3], everything[1]]))
+            assert torch.equal(attend([sequence], 150, window, softcap=softcap)[0], whole)
+        assert all(map(torch.equal, attend([3, 1], 150, window, softcap=softcap), [everything[3], everything[1]]))
         for end, num_new in ((150, 1), (149, 1), (150, 3), (100, 40), (33, 2), (70, 70)):
-            part = attend([4], num_new, window, end)[0]
+            part = attend([4], num_new, window, end, softcap)[0]
             assert torch.equal(part, everything[4][end - num_new : end])
 
     def test_nan_changes_only_the_rows_that_see_it(self, attend: Any) -> None:

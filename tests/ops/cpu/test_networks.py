@@ -77,7 +77,8 @@ def test_the_last_block_skips_unselected_rows_and_no_bit_changes(name: str, dtyp
 
 def with_kernel_heads(config: ModelConfig, dtype: str) -> Transformer:
     """A network of the config, but with heads of 16, a size that our attention kernels support."""
-    model = Transformer(replace(config, d_head=16))
+    rotary_dim = 0 if config.rotary_dim == config.d_head else config.rotary_dim
+    model = Transformer(replace(config, d_head=16, rotary_dim=rotary_dim))
     model.initialize(torch.Generator().manual_seed(0), std=0.2)
     return by_kernels(model.to(DTYPES_BY_NAME[dtype]).requires_grad_(False))
 

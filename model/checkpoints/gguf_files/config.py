@@ -1,0 +1,247 @@
+"""Translate the metadata of a GGUF file to the config.json of the same model in Hugging Face layout.
+
+Defaults are those of llama.cpp, which these files are made for: a setting without a key has one fixed value.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from model.checkpoints.gguf_files.config_parts import ConfigSource, read_common, read_sizes
+from model.checkpoints.gguf_files.header import StoredTensor
+from model.checkpoints.gguf_files.metadata import MetadataReader
+from model.errors import CheckpointError, short_repr
+
+GEMMA3_LOCAL_THETA = 10000.0
+# Every such layer attends to all tokens; the others have a window.
+GEMMA2_PERIOD, GEMMA3_PERIOD = 2, 6
+# The models with this number of layers (27B) scale attention by the width of the network over its heads.
+GEMMA2_WIDE_LAYERS, GEMMA3_WIDE_LAYERS = 46, 62
+SMOLLM3_PERIOD = 4  # every such layer has no rotary positions
+
+
+def read_config(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """The config.json of a checkpoint. Raises `CheckpointError` naming a key that is invalid or not implemented."""
+    kind = metadata.get("general.type", "model")
+    if kind != "model":
+        raise CheckpointError(f"{file}: general.type is {short_repr(kind)}; only a 'model' can be served")
+    source = ConfigSource(MetadataReader(file, metadata), tensors)
+    architecture = source.reader.architecture
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise CheckpointError(
+            f"{file}: general.architecture {short_repr(architecture)} is not implemented; known: {known}"
+        )
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None:
+        raise CheckpointError(f"{file}: the checkpoint lacks token_embd.weight")
+    source.reader.expect("attention.causal", True)
+    config = ARCHITECTURES[architecture](source)
+    source.reader.finish()
+    config |= {"vocab_size": embedding.shape[0], "tie_word_embeddings": "output.weight" not in tensors}
+    for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
+        token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if type(token_id) is int:
+            config[key] = token_id
+    return config
+
+
+def _expect_no_experts(source: ConfigSource) -> None:
+    source.reader.expect("expert_count", 0)
+    source.reader.expect("expert_used_count", 0)
+
+
+def _expect_plain_routing(source: ConfigSource) -> None:
+    """Check that the experts are chosen by a softmax, and weighted so that the sum of the weights is 1."""
+    source.reader.expect("expert_gating_func", 1)  # softmax
+    source.reader.expect("expert_weights_scale", 0.0, 1.0)
+    source.reader.expect("expert_weights_norm", True)
+    for key in ("expert_shared_count", "expert_group_count", "leading_dense_block_count"):
+        source.reader.expect(key, 0)
+
+
+def _biases(source: ConfigSource) -> dict[str, bool]:
+    return {"attention_bias": source.has("attn_q.bias"), "mlp_bias": source.has("ffn_up.bias")}
+
+
+def _llama(source: ConfigSource) -> dict[str, Any]:
+    """Llama, Mistral and Mixtral have the same architecture in llama.cpp."""
+    reader = source.reader
+    reader.ignore("rope.scaling.finetuned")
+    if reader.integer("expert_count", 0) > 0:
+        _expect_plain_routing(source)
+        return read_common(source, "mixtral", "MixtralForCausalLM") | {
+            "num_local_experts": reader.integer("expert_count"),
+            "num_experts_per_tok": reader.integer("expert_used_count"),
+            "sliding_window": reader.integer("attention.sliding_window", 0) or None,
+        }
+    _expect_no_experts(source)
+    window = reader.integer("attention.sliding_window", 0)
+    if window > 0:
+        return read_common(source, "mistral", "MistralForCausalLM") | {"sliding_window": window}
+    return read_common(source, "llama", "LlamaForCausalLM") | _biases(source)
+
+
+def _qwen2(source: ConfigSource) -> dict[str, Any]:
+    source.reader.ignore("rope.scaling.finetuned")
+    return read_common(source, "qwen2", "Qwen2ForCausalLM")
+
+
+def _qwen3(source: ConfigSource) -> dict[str, Any]:
+    source.reader.ignore("rope.scaling.finetuned")
+    config = read_common(source, "qwen3", "Qwen3ForCausalLM", always_head_dim=True)
+    return config | {"attention_bias": source.has("attn_q.bias")}
+
+
+def _qwen3_moe(source: ConfigSource) -> dict[str, Any]:
+    reader = source.reader
+    reader.ignore("rope.scaling.finetuned")
+    _expect_plain_routing(source)
+    config = read_common(source, "qwen3_moe", "Qwen3MoeForCausalLM", always_head_dim=True)
+    return config | {
+        "attention_bias": source.has("attn_q.bias"),
+        "num_experts": reader.integer("expert_count"),
+        "num_experts_per_tok": reader.integer("expert_used_count"),
+        "moe_intermediate_size": reader.integer("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _layer_kinds(num_layers: int, period: int) -> list[str]:
+    return ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(num_layers)]
+
+
+def _gemma(source: ConfigSource, model_type: str, architecture: str, wide_layers: int) -> dict[str, Any]:
+    """The keys that Gemma 2 and Gemma 3 share. `wide_layers`: the number of layers of the 27B model."""
+    reader = source.reader
+    reader.ignore("rope.scaling.finetuned")
+    config = read_common(source, model_type, architecture, always_head_dim=True)
+    is_wide = config["num_hidden_layers"] == wide_layers
+    query_scalar = config["hidden_size"] // config["num_attention_heads"] if is_wide else config["head_dim"]
+    return config | {"query_pre_attn_scalar": query_scalar, "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _gemma2(source: ConfigSource) -> dict[str, Any]:
+    reader = source.reader
+    config = _gemma(source, "gemma2", "Gemma2ForCausalLM", GEMMA2_WIDE_LAYERS)
+    reader.expect("attention.sliding_window_pattern", GEMMA2_PERIOD)
+    return config | {
+        "attn_logit_softcapping": reader.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": reader.number("final_logit_softcapping", 30.0),
+        "sliding_window": reader.integer("attention.sliding_window", 4096),
+        "layer_types": _layer_kinds(config["num_hidden_layers"], GEMMA2_PERIOD),
+    }
+
+
+def _gemma3(source: ConfigSource) -> dict[str, Any]:
+    reader = source.reader
+    config = _gemma(source, "gemma3_text", "Gemma3ForCausalLM", GEMMA3_WIDE_LAYERS)
+    reader.expect("attention.sliding_window_pattern", GEMMA3_PERIOD)
+    # Without a window, all layers use `rope_theta`.
+    window = reader.integer("attention.sliding_window", 0)
+    config["rope_local_base_freq"] = reader.number("rope.freq_base_swa", GEMMA3_LOCAL_THETA)
+    config["final_logit_softcapping"] = reader.number("final_logit_softcapping", 0.0) or None
+    num_layers = config["num_hidden_layers"]
+    kinds = _layer_kinds(num_layers, GEMMA3_PERIOD) if window else ["full_attention"] * num_layers
+    return config | {"sliding_window": window or None, "layer_types": kinds}
+
+
+def _phi3(source: ConfigSource) -> dict[str, Any]:
+    reader = source.reader
+    reader.ignore("rope.scaling.finetuned")
+    _expect_no_experts(source)
+    config = read_common(source, "phi3", "Phi3ForCausalLM", partial_key="partial_rotary_factor")
+    original = reader.integer("rope.scaling.original_context_length", config["max_position_embeddings"])
+    window = reader.integer("attention.sliding_window", 0) or None
+    if config["partial_rotary_factor"] == 1.0:
+        del config["partial_rotary_factor"]
+    return config | {"original_max_position_embeddings": original, "sliding_window": window}
+
+
+def _olmo2(source: ConfigSource) -> dict[str, Any]:
+    if source.reader.has("attention.sliding_window"):
+        raise source.reader.error("attention.sliding_window", "is set, so this is Olmo 3, which is not implemented")
+    source.reader.ignore("rope.scaling.finetuned")
+    return read_common(source, "olmo2", "Olmo2ForCausalLM") | {"attention_bias": False}
+
+
+def _smollm3(source: ConfigSource) -> dict[str, Any]:
+    source.reader.ignore("rope.scaling.finetuned")
+    config = read_common(source, "smollm3", "SmolLM3ForCausalLM")
+    layers = range(config["num_hidden_layers"])
+    return config | _biases(source) | {"no_rope_layers": [int((layer + 1) % SMOLLM3_PERIOD != 0) for layer in layers]}
+
+
+def _granite(source: ConfigSource) -> dict[str, Any]:
+    reader = source.reader
+    reader.expect("rope.scaling.finetuned", True)  # False turns rotary positions off
+    _expect_no_experts(source)
+    config = read_common(source, "granite", "GraniteForCausalLM") | _biases(source)
+    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    return config | {
+        "attention_multiplier": reader.number("attention.scale", 0.0) or head_dim**-0.5,
+        "embedding_multiplier": reader.number("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": reader.number("residual_scale", 0.0) or 1.0,
+        "logits_scaling": reader.number("logit_scale"),
+    }
+
+
+def _stablelm(source: ConfigSource) -> dict[str, Any]:
+    reader = source.reader
+    reader.ignore("rope.scaling.finetuned", "use_parallel_residual")  # llama.cpp goes by the tensors
+    config = read_common(
+        source, "stablelm", "StableLmForCausalLM", partial_key="partial_rotary_factor", eps_key="layer_norm_eps"
+    )
+    return config | {
+        "use_qkv_bias": source.has("attn_q.bias"),
+        "qk_layernorm": source.has("attn_q_norm.weight"),
+        "use_parallel_residual": not source.has("ffn_norm.weight"),
+    }
+
+
+def _gpt_neox(source: ConfigSource) -> dict[str, Any]:
+    reader = source.reader
+    is_parallel = reader.take("use_parallel_residual")
+    if type(is_parallel) is not bool:
+        raise reader.error("use_parallel_residual", "is missing, or neither true nor false")
+    config = read_common(source, "gpt_neox", "GPTNeoXForCausalLM", partial_key="rotary_pct", eps_key="layer_norm_eps")
+    if config.pop("num_key_value_heads") != config["num_attention_heads"]:
+        raise reader.error("attention.head_count_kv", "differs from attention.head_count, which is not implemented")
+    config["rotary_emb_base"] = config.pop("rope_theta")
+    return config | {"use_parallel_residual": is_parallel, "hidden_act": "gelu", "attention_bias": True}
+
+
+def _gpt2(source: ConfigSource) -> dict[str, Any]:
+    reader, sizes = source.reader, read_sizes(source)
+    reader.expect("attention.head_count_kv", sizes["num_attention_heads"])
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": sizes["hidden_size"],
+        "n_layer": sizes["num_hidden_layers"],
+        "n_head": sizes["num_attention_heads"],
+        "n_positions": sizes["max_position_embeddings"],
+        "n_inner": reader.integer("feed_forward_length"),
+        "layer_norm_epsilon": reader.number("attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+    }
+
+
+# general.architecture -> what reads the config.
+ARCHITECTURES: Mapping[str, Callable[[ConfigSource], dict[str, Any]]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3moe": _qwen3_moe,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    "olmo2": _olmo2,
+    "smollm3": _smollm3,
+    "granite": _granite,
+    "stablelm": _stablelm,
+    "gptneox": _gpt_neox,
+    "gpt2": _gpt2,
+}

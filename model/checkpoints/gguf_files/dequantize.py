@@ -1,0 +1,86 @@
+"""Read the data of GGUF tensors as numbers, in chunks of rows, so that no second copy of a tensor is in memory.
+
+The numbers are bitwise those of the `gguf` package, which is the reference for quantized types.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+
+from model.checkpoints.gguf_files.header import StoredTensor
+from model.errors import CheckpointError, printable_name
+
+Kind = GGMLQuantizationType
+FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
+QUANTIZED = (
+    *(Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1),
+    *(Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS),
+)
+# The temporary arrays of a chunk of this size stay in the processor's cache.
+CHUNK_ELEMENTS = 1 << 16
+MAX_THREADS = 8
+
+
+def value_dtype(tensor: StoredTensor) -> torch.dtype:
+    """The dtype of a tensor's values: that of the file, or float32 for a quantized type."""
+    dtype = FLOATS.get(tensor.kind)
+    if dtype is None and tensor.kind not in QUANTIZED:
+        known = ", ".join(kind.name for kind in (*FLOATS, *QUANTIZED))
+        raise CheckpointError(
+            f"{tensor.file}: {printable_name(tensor.name)} is {tensor.kind.name}, which is not implemented; "
+            f"known: {known}"
+        )
+    return dtype or torch.float32
+
+
+class TensorRows:
+    """The rows of one tensor: all dims except the last one are flattened into rows."""
+
+    def __init__(self, tensor: StoredTensor) -> None:
+        block_size, block_bytes = GGML_QUANT_SIZES[tensor.kind]
+        self.dtype = value_dtype(tensor)
+        self.num_columns = tensor.shape[-1]
+        row_bytes = self.num_columns // block_size * block_bytes
+        self.num_rows = tensor.num_bytes // row_bytes
+        self._kind = tensor.kind
+        data = np.memmap(tensor.file, np.uint8, mode="r", offset=tensor.offset, shape=(tensor.num_bytes,))
+        self._data = np.asarray(data).reshape(self.num_rows, row_bytes)
+
+    def values(self, start: int, stop: int) -> Tensor:
+        """The values of some rows, (stop - start, num_columns), of `dtype`."""
+        data = self._data[start:stop]
+        if self._kind in FLOATS:
+            return torch.from_numpy(np.array(data)).view(self.dtype)  # a copy: the file is mapped read-only
+        with np.errstate(all="ignore"):  # a scale may be infinite
+            return torch.from_numpy(dequantize(data, self._kind))
+
+    def chunks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The bounds of chunks of the rows from `start` to `stop`."""
+        step = max(1, CHUNK_ELEMENTS // self.num_columns)
+        for first in range(start, stop, step):
+            yield first, min(first + step, stop)
+
+    def copy(self, start: int, stop: int, put: Callable[[int, int, Tensor], None]) -> None:
+        """Call `put(first, last, values)` for chunks that cover the rows from `start` to `stop`, in several threads.
+
+        `first` and `last` are relative to `start`.
+        """
+
+        def copy_chunk(bounds: tuple[int, int]) -> None:
+            put(bounds[0] - start, bounds[1] - start, self.values(*bounds))
+
+        chunks = list(self.chunks(start, stop))
+        num_threads = min(len(chunks), os.cpu_count() or 1, MAX_THREADS)
+        if num_threads <= 1:
+            for bounds in chunks:
+                copy_chunk(bounds)
+            return
+        with ThreadPoolExecutor(num_threads) as pool:
+            for _ in pool.map(copy_chunk, chunks):
+                pass

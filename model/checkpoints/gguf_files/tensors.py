@@ -1,0 +1,172 @@
+"""The tensors of a GGUF checkpoint by their names, shapes and values in Hugging Face layout.
+
+The changes that llama.cpp's converter made to names and values are undone (`tensor_names.py`), so that the families
+read these tensors like those of safetensors files.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.checkpoints.gguf_files.dequantize import FLOATS, TensorRows, value_dtype
+from model.checkpoints.gguf_files.header import StoredTensor
+from model.checkpoints.gguf_files.tensor_names import TABLES, Change, Target
+from model.checkpoints.tensor_source import TensorHeader
+from model.errors import CheckpointError, printable_name
+
+# Tensors that `rope.py` reads into the config.
+CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_LAYER = re.compile(r"blk\.(\d{1,9})\.")
+# Old files store each expert of a layer as a tensor of its own.
+_EXPERT = re.compile(r"(ffn_(?:gate|down|up))\.(\d{1,9})\.weight")
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where the values of a tensor are: all rows of a stored tensor, or those from `start` to `stop`."""
+
+    stored: StoredTensor
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    change: Change | None = None
+
+
+class GGUFTensors:
+    """The tensors of one checkpoint (a `TensorSource`).
+
+    Quantized tensors are read as float32. A tensor that the family does not know keeps its GGUF name, so that the
+    check of the network refuses it.
+    """
+
+    def __init__(self, files: Sequence[Path], stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> None:
+        self.files = tuple(files)
+        self.aliases: Mapping[str, str] = {}
+        self._config = config
+        self._sources: dict[str, _Source] = {}
+        for tensor in stored.values():
+            if tensor.name not in CONFIG_TENSORS:
+                for name, source in self._locate(tensor):
+                    if name in self._sources:
+                        names = f"{printable_name(self._sources[name].stored.name)} and {printable_name(tensor.name)}"
+                        raise CheckpointError(f"{tensor.file}: the tensors {names} are both {printable_name(name)}")
+                    self._sources[name] = source
+
+    @cached_property
+    def headers(self) -> Mapping[str, TensorHeader]:
+        """All tensors by their names in Hugging Face layout. No data is read for this."""
+        return {
+            name: TensorHeader(source.shape, value_dtype(source.stored), source.stored.kind.name, source.stored.file)
+            for name, source in self._sources.items()
+        }
+
+    @property
+    def auto_dtype(self) -> torch.dtype:
+        """The dtype in which `--dtype auto` serves the checkpoint: that of the token embedding.
+
+        bfloat16 if the embedding is quantized: the error of rounding to bfloat16 (2^-9 of a value) is below that of
+        quantization, and weights take half the memory and time of float32.
+        """
+        for name, target in TABLES[self._config["model_type"]].items():
+            if name == "token_embd.weight" and target.name in self._sources:
+                return FLOATS.get(self._sources[target.name].stored.kind, torch.bfloat16)
+        raise CheckpointError(f"{self.files[0]}: the checkpoint lacks token_embd.weight")
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Read a tensor, as `dtype`, or as the dtype of its header."""
+        source = self._sources[name]
+        return self.read_into(name, torch.empty(source.shape, dtype=dtype or value_dtype(source.stored)))
+
+    def read_into(self, name: str, destination: Tensor) -> Tensor:
+        """Read a tensor into a tensor of the same shape and any dtype, without a second copy. Returns it."""
+        source = self._sources[name]
+        assert destination.shape == source.shape
+        rows = TensorRows(source.stored)
+        change = source.change
+        if len(source.stored.shape) == 1:
+            values = rows.values(0, 1)[0]
+            if change == "plus_one":
+                values = values - 1
+            elif change is not None:
+                values = torch.empty_like(values).index_copy_(0, self._places(change, len(values)), values)
+            return destination.copy_(values)
+        assert change != "plus_one"
+        matrix = destination.T if change == "transposed" else destination.view(-1, rows.num_columns)
+        if change is None or change == "transposed":
+
+            def put(first: int, last: int, values: Tensor) -> None:
+                matrix[first:last] = values
+        else:
+            places = self._places(change, len(matrix)).to(destination.device)
+
+            def put(first: int, last: int, values: Tensor) -> None:
+                matrix.index_copy_(0, places[first:last], values.to(matrix.device, matrix.dtype))
+
+        rows.copy(source.start, source.stop, put)
+        return destination
+
+    def _locate(self, tensor: StoredTensor) -> Iterator[tuple[str, _Source]]:
+        """The tensors in Hugging Face layout that one stored tensor holds."""
+        target = self._target(tensor)
+        shape = tensor.shape
+        num_rows = 1
+        for size in shape[:-1]:
+            num_rows *= size
+        if "{e}" in target.name and len(shape) > 1:
+            step = num_rows // shape[0]
+            for index in range(shape[0]):
+                name = target.name.replace("{e}", str(index))
+                yield name, _Source(tensor, shape[1:], index * step, (index + 1) * step, target.change)
+            return
+        self._check_rows(tensor, target.change)
+        shape = shape[::-1] if target.change == "transposed" else shape
+        yield target.name, _Source(tensor, shape, 0, num_rows, target.change)
+
+    def _target(self, tensor: StoredTensor) -> Target:
+        """The target of a stored tensor, with the index of its layer. Unknown tensors keep their names."""
+        table = TABLES[self._config["model_type"]]
+        layer = _LAYER.match(tensor.name)
+        template = tensor.name if layer is None else f"blk.{{i}}.{tensor.name[layer.end() :]}"
+        expert = _EXPERT.fullmatch(template.removeprefix("blk.{i}."))
+        if expert is not None:
+            template = f"blk.{{i}}.{expert[1]}_exps.weight"
+        target = table.get(template, Target(tensor.name))
+        name = target.name if layer is None else target.name.replace("{i}", str(int(layer[1])))
+        if expert is not None:
+            name = name.replace("{e}", expert[2])
+        return Target(name, target.change)
+
+    def _check_rows(self, tensor: StoredTensor, change: Change | None) -> None:
+        """Raise `CheckpointError` if a change of rows does not fit the number of rows."""
+        shape = tensor.shape
+        fits = True
+        if change in ("q_rows", "k_rows", "qkv_rows"):
+            num_rows = shape[0]
+            fits = len(shape) <= 2 and num_rows % (self._num_groups(change) * (3 if change == "qkv_rows" else 2)) == 0
+        elif change == "transposed":
+            fits = len(shape) == 2
+        elif change == "plus_one":
+            fits = len(shape) == 1
+        if not fits:
+            raise CheckpointError(
+                f"{tensor.file}: {printable_name(tensor.name)} has the shape {shape}, which does not fit the number "
+                "of heads"
+            )
+
+    def _num_groups(self, change: Change) -> int:
+        key = "num_key_value_heads" if change == "k_rows" else "num_attention_heads"
+        num_heads: int = self._config[key]
+        return num_heads
+
+    def _places(self, change: Change, num_rows: int) -> Tensor:
+        """The row in Hugging Face layout of each row of a stored tensor."""
+        rows, num_heads = torch.arange(num_rows), self._num_groups(change)
+        if change == "qkv_rows":  # (head, q or k or v, dim) -> (q or k or v, head, dim)
+            return rows.view(num_heads, 3, -1).transpose(0, 1).reshape(-1)
+        return rows.view(num_heads, 2, -1).transpose(1, 2).reshape(-1)  # (head, half, dim) -> (head, dim, half)

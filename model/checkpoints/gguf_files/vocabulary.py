@@ -1,0 +1,114 @@
+"""Read the vocabulary of a GGUF file: its tokens with their types and scores, and the special tokens that it names."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from model.errors import CheckpointError, short_repr
+
+# Names of special tokens in Hugging Face layout -> the keys of their ids.
+SPECIAL_TOKENS = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "sep_token": "seperator",  # the format's spelling
+    "pad_token": "padding",
+    "cls_token": "cls",
+    "mask_token": "mask",
+}
+END_KEYS = ("eos", "eot", "eom")
+# The texts of tokens that end an answer. llama.cpp knows them by their texts, too.
+END_TEXTS = frozenset(
+    {
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<end_of_turn>",
+        "<end_of_utterance>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek
+    }
+)
+
+
+class TokenType(IntEnum):
+    """`tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens by their ids. `scores` is empty if the file has none."""
+
+    file: Path
+    metadata: Mapping[str, Any]
+    tokens: Sequence[str]
+    types: Sequence[int]
+    scores: Sequence[float]
+
+    def special_id(self, name: str) -> int | None:
+        """The id of a special token, such as "bos", or None if the file names none."""
+        key = f"tokenizer.ggml.{name}_token_id"
+        token_id = self.metadata.get(key)
+        if token_id is None:
+            return None
+        if type(token_id) is not int or not 0 <= token_id < len(self.tokens):
+            raise CheckpointError(f"{self.file}: {key} is {short_repr(token_id)}, not the id of a token")
+        return token_id
+
+    def flag(self, name: str, default: bool) -> bool:
+        """The value of a key that is true or false, such as "add_bos_token"."""
+        key = f"tokenizer.ggml.{name}"
+        value = self.metadata.get(key, default)
+        if type(value) is not bool:
+            raise CheckpointError(f"{self.file}: {key} is {short_repr(value)}, neither true nor false")
+        return value
+
+    def special_tokens(self) -> dict[str, str]:
+        """The texts of the special tokens that templates write by name, such as `bos_token`."""
+        ids = {name: self.special_id(key) for name, key in SPECIAL_TOKENS.items()}
+        return {name: self.tokens[token_id] for name, token_id in ids.items() if token_id is not None}
+
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids of the tokens that end an answer: those that the file names, and special ones known by their text."""
+        ids = [token_id for name in END_KEYS if (token_id := self.special_id(name)) is not None]
+        known = (TokenType.CONTROL, TokenType.USER_DEFINED)
+        ids += [i for i, text in enumerate(self.tokens) if text in END_TEXTS and self.types[i] in known]
+        return tuple(dict.fromkeys(ids))
+
+
+def read_vocabulary(file: Path, metadata: Mapping[str, Any]) -> Vocabulary:
+    """Read the vocabulary. Raises `CheckpointError` if its lists do not fit each other."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise CheckpointError(f"{file}: tokenizer.ggml.tokens is missing, or not a list of texts")
+    types = _numbers(file, metadata, "token_type", len(tokens))
+    scores = _numbers(file, metadata, "scores", len(tokens))
+    if scores and not np.isfinite(scores).all():
+        raise CheckpointError(f"{file}: tokenizer.ggml.scores has a number that is not finite")
+    return Vocabulary(file, metadata, tokens, types or [int(TokenType.NORMAL)] * len(tokens), scores)
+
+
+def _numbers(file: Path, metadata: Mapping[str, Any], name: str, count: int) -> list[Any]:
+    values = metadata.get(f"tokenizer.ggml.{name}")
+    if values is None:
+        return []
+    if not isinstance(values, np.ndarray) or len(values) != count:
+        raise CheckpointError(f"{file}: tokenizer.ggml.{name} is not a list of {count} numbers, one for each token")
+    numbers: list[Any] = values.tolist()
+    return numbers
