@@ -158,7 +158,7 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 40,
 }
 # Configs of multimodal models have that of their text model in them.
-GEMMA3 = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}, "vision_config": {}}
+LLAVA = {"model_type": "llava", "text_config": {"model_type": "llama"}, "vision_config": {}}
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ GEMMA3 = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}, 
         ({"model_type": "mistrl"}, "model_type 'mistrl' is not implemented (is 'mistral' meant?); known: gpt2,"),
         ({"model_type": "granitemoe"}, "model_type 'granitemoe' is not implemented; known: gpt2,"),
         ({"model_type": None}, "model_type None is not implemented; known: gpt2,"),
-        (GEMMA3, "it is more than a text model; use a checkpoint of its text model alone (model_type 'gemma3_text')"),
+        (LLAVA, "it is more than a text model; use a checkpoint of its text model alone (model_type 'llama'); known"),
         (LLAMA | {"quantization_config": {"quant_method": "awq", "bits": 4}}, "weights quantized with 'awq'"),
         (LLAMA | {"quantization_config": {"quant_method": "mxfp4"}}, "weights quantized with 'mxfp4'"),
         (LLAMA | {"quantization_config": {}}, "quantization_config: weights quantized with {}"),

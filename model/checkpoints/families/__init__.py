@@ -8,6 +8,7 @@ from typing import Any
 from model.checkpoints.families import (
     gemma2,
     gemma3,
+    gemma3_images,
     gpt2,
     gpt_neox,
     granite,
@@ -39,6 +40,7 @@ FAMILIES: dict[str, Family] = {
         qwen3_moe,
         gemma2,
         gemma3,
+        gemma3_images,
         phi3,
         olmo2,
         smollm3,
