@@ -125,7 +125,7 @@ class NetworkWeights:
         return self._source.aliases.get(name, name)
 
     def _may_be_surplus(self, stored_name: str) -> bool:
-        """Whether an unused tensor is allowed: it has no weights in it, or is the head of a tied model."""
+        """Whether an unused tensor is allowed: the family says so, or it is the head of a tied model."""
         if self._config.tied_head and stored_name == self._name_of("head.weight"):
             return True
         return any(fnmatchcase(stored_name, self._stored_name(pattern)) for pattern in self._family.surplus)

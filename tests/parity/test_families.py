@@ -4,6 +4,7 @@ See `test_transformers.py` for what is compared, and `test_random_configs.py` fo
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from model.checkpoints.families import translate
 from model.checkpoints.load import load_checkpoint
-from tests.parity.reference import GEMMA, LLAMA, LOCAL_ROPE, ROPE, assert_same_numbers, config_of
-from tests.tiny import write_reference
+from tests.parity.reference import GEMMA, LLAMA, LOCAL_ROPE, ROPE, assert_same_numbers, config_of, transformers
+from tests.tiny import random_ids, write_reference
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 LINEAR = {"rope_type": "linear", "rope_theta": 150.0, "factor": 2.5}
@@ -188,6 +189,70 @@ class TestOlderKeys:
         reference = write_reference(config_of("stablelm", {}), tmp_path)
         rewrite(tmp_path, rope_parameters=None, rope_theta=150.0, partial_rotary_factor=0.5)
         assert_same_numbers(reference, tmp_path, num_tokens=20)
+
+
+class TestGemma3WithImages:
+    """The text model of a checkpoint that also has an image encoder."""
+
+    TEXT = GEMMA | {"rope_parameters": LOCAL_ROPE, "layer_types": [SLIDING, FULL, SLIDING]}
+    VISION: Mapping[str, Any] = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+
+    def write(self, directory: Path) -> Any:
+        tokens = {"image_token_index": 70, "boi_token_index": 69, "eoi_token_index": 68}
+        text = transformers.Gemma3TextConfig(**self.TEXT)
+        config = transformers.Gemma3Config(
+            text_config=text, vision_config=dict(self.VISION), mm_tokens_per_image=4, **tokens
+        )
+        return write_reference(config, directory)
+
+    def test_its_logits_equal_transformers(self, tmp_path: Path) -> None:
+        reference = self.write(tmp_path)
+        model = load_checkpoint(str(tmp_path)).model
+        ids = random_ids(60, 30, batch=2)
+        torch.testing.assert_close(model(ids), reference(ids, use_cache=False).logits, atol=1e-5, rtol=1e-5)
+
+    def test_it_is_the_network_of_its_text_config(self, tmp_path: Path) -> None:
+        self.write(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        text = config["text_config"]
+        assert translate(config)[1] == translate(text)[1]
+        published = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240}
+        published |= {
+            "num_hidden_layers": 34,
+            "sliding_window": 1024,
+            "rope_scaling": {"factor": 8.0, "type": "linear"},
+        }
+        sizes = translate(config | {"text_config": published})[1]
+        assert (sizes.vocab_size, sizes.num_heads, sizes.num_kv_heads, sizes.d_head) == (262208, 8, 4, 256)
+        assert (sizes.rope_theta, sizes.local_rope_theta, sizes.max_positions) == (1e6, 10000.0, 131072)
+        assert sizes.windowed_layers is not None
+        assert sizes.windowed_layers[:7] == (True, True, True, True, True, False, True)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"text_config": None}, "text_config is missing"),
+            ({"text_config": {"model_type": "llama"}}, "is not that of a gemma3_text model"),
+            ({"tie_word_embeddings": False}, "tie_word_embeddings = False"),
+            ({"unknown": 1}, "unknown: unknown in this family"),
+        ],
+        ids=str,
+    )
+    def test_other_configs_are_refused(self, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+        self.write(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        with pytest.raises(ValueError, match=message):
+            translate(config | changes)
+        with pytest.raises(ValueError, match=r"text_config\.unknown: unknown in this family"):
+            translate(config | {"text_config": config["text_config"] | {"unknown": 1}})
 
 
 class TestRefusals:

@@ -84,7 +84,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def test_every_family_is_compared() -> None:
-    assert CLASSES.keys() == BASES.keys() == FAMILIES.keys()
+    assert CLASSES.keys() == BASES.keys() == FAMILIES.keys() - {"gemma3"}, "test_families.py compares gemma3"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -194,7 +194,7 @@ def test_gpt2_tensor_names_without_the_transformer_prefix_give_the_same_network(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CLASSES)
 def test_16_bit_weights_give_errors_no_larger_than_those_of_transformers(
     family: str, dtype: str, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from model.checkpoints.families import (
     gemma2,
     gemma3,
+    gemma3_images,
     gpt2,
     gpt_neox,
     granite,
@@ -39,6 +40,7 @@ FAMILIES: dict[str, Family] = {
         qwen3_moe,
         gemma2,
         gemma3,
+        gemma3_images,
         phi3,
         olmo2,
         smollm3,
@@ -75,6 +77,6 @@ def _hint(config: Mapping[str, Any]) -> str:
     if isinstance(model_type, str):
         # A name with other digits is another model: qwen is not a misspelled qwen2.
         same_digits = [name for name in FAMILIES if re.findall(r"\d", name) == re.findall(r"\d", model_type)]
-        for similar in get_close_matches(model_type.lower(), same_digits, n=1, cutoff=0.88):
+        for similar in get_close_matches(model_type.lower().replace("-", "_"), same_digits, n=1, cutoff=0.88):
             return f" (is {similar!r} meant?)"
     return ""

@@ -123,9 +123,9 @@ class ConfigReader:
         """The key's value, which may be None, or `default` if the key is missing."""
         return self.take(key) if self.has(key) else default
 
-    def need(self, key: str) -> Any:
-        """The key's value. The key must be present and not null."""
-        value = self.take(key)
+    def need(self, key: str, default: Any = None) -> Any:
+        """The key's value. Without a `default` the key must be present and not null."""
+        value = self.take(key, default)
         if value is None:
             raise ValueError(f"{self._prefix}{key} is missing")
         return value

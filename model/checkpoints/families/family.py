@@ -97,7 +97,7 @@ class Family:
 
     `tensors` maps each of our parameters to its source, where `{i}` stands for the layer and `{e}` for the expert. A
     network may lack some of these parameters, such as biases, or the head of a tied model. `surplus` are globs of
-    tensors that hold no weights. `keys` maps fields of `ModelConfig` to their keys in `config.json`, for errors.
+    tensors that the network does not need. `keys` maps fields of `ModelConfig` to keys in `config.json`, for errors.
     """
 
     model_type: str

@@ -59,6 +59,8 @@ KEYS = {
 }
 # The value that transformers takes for a missing key.
 DEFAULTS: dict[str, Any] = {
+    "vocab_size": None,  # must be present
+    "num_attention_heads": None,  # must be present
     "max_position_embeddings": 2048,
     "num_key_value_heads": None,  # as many as heads
     "head_dim": 0,  # hidden_size / num_attention_heads
@@ -83,7 +85,7 @@ def read_common(
     config.expect("rope_interleaved", False)
     config.expect("use_mrope", False)
     config.ignore("is_llama_config", "transformers.js_config")
-    num_heads = config.integer("num_attention_heads", high=MAX_SIZES["num_heads"])
+    num_heads = config.integer("num_attention_heads", defaults["num_attention_heads"], high=MAX_SIZES["num_heads"])
     d_model = config.integer("hidden_size", high=MAX_SIZES["d_model"])
     d_head = config.integer("head_dim", defaults["head_dim"], low=0, high=MAX_SIZES["d_head"])
     num_kv_heads = config.take_nullable("num_key_value_heads", defaults["num_key_value_heads"])
@@ -91,7 +93,7 @@ def read_common(
     if rope.fraction != 1.0:
         options["rotary_dim"] = rope.rotary_dim(d_head or d_model // num_heads)
     return ModelConfig(
-        vocab_size=config.need("vocab_size"),
+        vocab_size=config.need("vocab_size", defaults["vocab_size"]),
         d_model=d_model,
         num_layers=config.need("num_hidden_layers"),
         num_heads=num_heads,
