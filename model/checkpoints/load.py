@@ -15,6 +15,7 @@ import torch
 
 from model.checkpoints.chat_templates import read_chat_template, read_special_tokens
 from model.checkpoints.families import translate
+from model.checkpoints.locate import locate
 from model.checkpoints.network_weights import DTYPES, NetworkWeights
 from model.checkpoints.safetensors_directory import SafetensorsFiles
 from model.errors import CheckpointError, short_repr
@@ -44,8 +45,6 @@ NOT_IMPLEMENTED = {
     "begin_suppress_tokens": None,
     "forced_bos_token_id": None,
 }
-_HUB_GLOBS = ("*.json", "*.safetensors", "*.jinja")
-_HUB_IGNORED = ("*/*.json", "*/*.safetensors", "consolidated*")
 BUNDLED = Path(__file__).parents[1] / "bundled"
 """The directory of the checkpoint that is part of the package."""
 
@@ -85,9 +84,11 @@ def load_checkpoint(
     quantize: Quantization = "none",
     kernels: Kernels = "torch",
     chat_template: Path | None = None,
+    revision: str | None = None,
 ) -> Checkpoint:
-    """Load a checkpoint from a directory, or from the hub if `source` is not a directory.
+    """Load a checkpoint from a directory, from one safetensors file with a config.json beside it, or from the hub.
 
+    `revision` is a branch, a tag or a commit of a hub id.
     `dtype="auto"` is the dtype in which the token embedding is stored. `quantize` and `kernels` are those of
     `prepare_model`, but the default of `kernels` is "torch", so that a Python caller gets PyTorch's numbers unless it
     asks for our kernels. `chat_template` is a file with a template that replaces those of the checkpoint. Raises
@@ -95,13 +96,14 @@ def load_checkpoint(
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not implemented; known: auto, {', '.join(DTYPES)}")
-    directory = find_directory(source)
+    location = locate(source, revision)
+    directory = location.directory
     config = read_json(directory / "config.json")
     family, model_config = translate(config)
     defaults = read_generation_defaults(directory, config)
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").exists() else None
     template = read_chat_template(directory, tokenizer, chat_template)
-    weights = NetworkWeights(SafetensorsFiles(directory), family, model_config)
+    weights = NetworkWeights(SafetensorsFiles(location.weights), family, model_config)
     torch_dtype = weights.dtype() if dtype == "auto" else DTYPES[dtype]
     weights.check()  # before memory is allocated, because a config can state any size
     parameters = weights.read(torch_dtype, torch.device(device))
@@ -113,8 +115,7 @@ def load_checkpoint(
             model_config.vocab_size,
             model_config.vocab_size,
         )
-    is_local = Path(source).expanduser().is_dir()
-    name = name or (directory.resolve().name if is_local else source)
+    name = name or (location.name if location.is_local else source)
     return Checkpoint(
         name,
         model,
@@ -124,27 +125,6 @@ def load_checkpoint(
         template,
         read_special_tokens(directory),
     )
-
-
-def find_directory(source: str) -> Path:
-    """The directory of a checkpoint.
-
-    A hub id is downloaded into the local cache: only its JSON files, safetensors and chat templates.
-    """
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists() or source.startswith(("/", ".", "~")) or source.count("/") > 1:
-        raise CheckpointError(
-            f"{source}: no such directory; use a directory with a config.json, or a hub id such as org/name"
-        )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(source, allow_patterns=list(_HUB_GLOBS), ignore_patterns=list(_HUB_IGNORED)))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(f"{source}: not a directory, and the download from the hub failed: {error}") from error
 
 
 def read_generation_defaults(directory: Path, config: Mapping[str, Any]) -> GenerationDefaults:
