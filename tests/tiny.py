@@ -154,16 +154,6 @@ ENGINE_CONFIGS = (
     "smollm3",
     "mixtral",
 )
-    "gpt2",
-    "llama with dynamic scaling",
-    "mistral",
-    "qwen3",
-    "gemma2",
-    "gemma3",
-    "phi3",
-    "smollm3",
-    "mixtral",
-)
 every_engine_config = pytest.mark.parametrize("name", ENGINE_CONFIGS)
 
 
