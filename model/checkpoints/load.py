@@ -91,11 +91,11 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Load a checkpoint from a directory, a GGUF file, a safetensors file with a config.json beside it, or the hub.
 
-    `revision` is a branch, a tag or a commit of a hub id.
-    `dtype="auto"` is the dtype in which the token embedding is stored, or bfloat16 if it is stored quantized. `quantize` and `kernels` are those of
-    `prepare_model`, but the default of `kernels` is "torch", so that a Python caller gets PyTorch's numbers unless it
-    asks for our kernels. `chat_template` is a file with a template that replaces those of the checkpoint. Raises
-    `CheckpointError`, or `ValueError` for a config that is not implemented.
+    `revision` is a branch, a tag or a commit of a hub id. `dtype="auto"` is the dtype in which the token embedding is
+    stored, or bfloat16 if it is stored quantized. `quantize` and `kernels` are those of `prepare_model`, but the
+    default of `kernels` is "torch", so that a Python caller gets PyTorch's numbers unless it asks for our kernels.
+    `chat_template` is a file with a template that replaces those of the checkpoint. Raises `CheckpointError`, or
+    `ValueError` for a config that is not implemented.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not implemented; known: auto, {', '.join(DTYPES)}")

@@ -53,10 +53,11 @@ def locate(source: str, revision: str | None = None) -> Location:
     from model.checkpoints.download import download  # the library of the hub is slow to import
 
     try:
-        directory = download(source, revision)
+        found = download(source, revision)
     except CheckpointError as error:
         raise CheckpointError(f"{error}{_similar_names(path)}") from error
-    return Location(directory, _weights_of(directory), is_local=False)
+    directory = found if found.is_dir() else found.parent
+    return Location(directory, found if found != directory else _weights_of(directory), is_local=False)
 
 
 def _weights_of(directory: Path) -> Path:

@@ -14,6 +14,7 @@ from model.network.transformer import Transformer
 from model.ops.cpu.cpu_ops import find_backend
 from model.ops.cpu.packed_linear import PackedQuantizedLinear, has_kernel, packed_layer
 from model.ops.cpu.packing import pack_rows
+from model.ops.cpu.paged_attention import VECTOR_WIDTH
 from model.ops.interface import Backend
 from model.ops.quantization import Quantization, QuantizedLinear, bits_of, quantize_to
 from model.ops.stacked_rows import StackedRows
@@ -97,6 +98,26 @@ def _log_choice(model: Transformer, quantize: Quantization) -> None:
     if quantize != "none":
         logger.info("%d linear layers in %s", num_packed + num_unpacked, quantize)
     if model.backend.network is not TORCH.network:
-        logger.info("the network is computed by our own kernels")
+        rest = _computed_by_torch(model)
+        exceptions = f", except for {', '.join(rest)}, which PyTorch computes" if rest else ""
+        logger.info("the network is computed by our own kernels%s", exceptions)
     if num_unpacked:
         logger.warning("no kernel for %s weights here: they are smaller, but not faster", quantize)
+
+
+def _computed_by_torch(model: Transformer) -> list[str]:
+    """The parts of a network that our kernels do not support. Steps of a network with such parts are not recorded."""
+    config = model.config
+    num_linear = sum(isinstance(module, (nn.Linear, QuantizedLinear)) for module in model.modules())
+    parts = {
+        f"attention (heads of {config.d_head} numbers, not a multiple of {VECTOR_WIDTH})": (
+            model.backend.paged_attention is None
+        ),
+        "sinusoidal positions": config.positions == "sinusoidal",
+        "the frequencies of dynamic rope scaling": (
+            config.rope_scaling is not None and config.rope_scaling.kind == "dynamic"
+        ),
+        "the choice of experts": config.num_experts > 0,
+        f"{num_linear} linear layers": num_linear > 0,
+    }
+    return [part for part, is_there in parts.items() if is_there]

@@ -95,6 +95,8 @@ class QuantizedLinear(nn.Module):
 
 def bits_of(name: str, num_inputs: int, quantization: Quantization) -> int | None:
     """The number of bits in which the layer `name` stores a weight; None if it keeps its weight as it is."""
+    if name.endswith(".router"):
+        return None  # it has few weights, and a small error can choose other experts
     if quantization == "int4" and name != "head" and num_inputs % GROUP == 0:
         return 4
     if quantization != "none" and num_inputs % INPUTS_PER_STEP == 0:

@@ -136,6 +136,7 @@ def test_templates_are_downloaded_with_a_hub_checkpoint(monkeypatch: pytest.Monk
     from huggingface_hub.utils import filter_repo_objects
 
     wanted: dict[str, list[str]] = {}
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda *_, **__: ["model.safetensors"])
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda _, **patterns: wanted.update(patterns) or ".")
     locate("org/name")
     wanted = {key: value for key, value in wanted.items() if key.endswith("_patterns")}

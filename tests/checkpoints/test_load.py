@@ -275,6 +275,7 @@ class TestFiles:
     def test_the_name_of_a_hub_checkpoint_is_its_id(
         self, originals: dict[str, Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr("huggingface_hub.list_repo_files", lambda *_, **__: ["model.safetensors"])
         monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(originals["tied"]))
         assert load_checkpoint("org/name").name == "org/name"
 
