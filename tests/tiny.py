@@ -142,6 +142,19 @@ CONFIGS = {
     ),
 }
 every_config = pytest.mark.parametrize("name", CONFIGS)
+# The networks whose caches, positions or batches differ in a way that an engine must handle.
+ENGINE_CONFIGS = (
+    "gpt2",
+    "llama with dynamic scaling",
+    "mistral",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "smollm3",
+    "mixtral",
+)
+every_engine_config = pytest.mark.parametrize("name", ENGINE_CONFIGS)
 
 
 @torch.no_grad()

@@ -71,7 +71,7 @@ def write_gguf(
     if extra is not None:
         extra(writer)
     for name, values in gguf_tensors(config, load_file(directory / "model.safetensors")).items():
-        is_matrix = values.ndim >= 2 and kind is not Kind.F32
+        is_matrix = values.ndim >= 2 and "_norm." not in name and kind is not Kind.F32
         data = gguf.quants.quantize(values, kind) if is_matrix else values
         writer.add_tensor(name, data, raw_dtype=kind if is_matrix else None)
     writer.write_header_to_file()

@@ -15,7 +15,8 @@ import torch
 
 from model.checkpoints.chat_templates import make_chat_template, read_chat_template, read_special_tokens
 from model.checkpoints.families import Family, translate
-from model.checkpoints.gguf_files import find_gguf, read_gguf_checkpoint
+from model.checkpoints.gguf_files import read_gguf_checkpoint
+from model.checkpoints.locate import Location, locate
 from model.checkpoints.network_weights import DTYPES, NetworkWeights
 from model.checkpoints.safetensors_directory import SafetensorsFiles
 from model.checkpoints.tensor_source import TensorSource
@@ -47,8 +48,6 @@ NOT_IMPLEMENTED = {
     "begin_suppress_tokens": None,
     "forced_bos_token_id": None,
 }
-_HUB_GLOBS = ("*.json", "*.safetensors", "*.jinja")
-_HUB_IGNORED = ("*/*.json", "*/*.safetensors", "consolidated*")
 BUNDLED = Path(__file__).parents[1] / "bundled"
 """The directory of the checkpoint that is part of the package."""
 
@@ -88,22 +87,24 @@ def load_checkpoint(
     quantize: Quantization = "none",
     kernels: Kernels = "torch",
     chat_template: Path | None = None,
+    revision: str | None = None,
 ) -> Checkpoint:
-    """Load a checkpoint from a directory, or from the hub if `source` is not a directory.
+    """Load a checkpoint from a directory, a GGUF file, a safetensors file with a config.json beside it, or the hub.
 
-    `dtype="auto"` is the dtype in which the token embedding is stored. `quantize` and `kernels` are those of
-    `prepare_model`, but the default of `kernels` is "torch", so that a Python caller gets PyTorch's numbers unless it
-    asks for our kernels. `chat_template` is a file with a template that replaces those of the checkpoint. Raises
-    `CheckpointError`, or `ValueError` for a config that is not implemented.
+    `revision` is a branch, a tag or a commit of a hub id. `dtype="auto"` is the dtype in which the token embedding is
+    stored, or bfloat16 if it is stored quantized. `quantize` and `kernels` are those of `prepare_model`, but the
+    default of `kernels` is "torch", so that a Python caller gets PyTorch's numbers unless it asks for our kernels.
+    `chat_template` is a file with a template that replaces those of the checkpoint. Raises `CheckpointError`, or
+    `ValueError` for a config that is not implemented.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not implemented; known: auto, {', '.join(DTYPES)}")
-    path = find_checkpoint(source)
-    gguf = None if (path / "config.json").exists() else find_gguf(path)
-    contents = _read_directory(path, chat_template) if gguf is None else _read_gguf(gguf, chat_template)
+    location = locate(source, revision)
+    is_gguf = location.weights.suffix == ".gguf"
+    contents = _read_gguf(location, dtype, chat_template) if is_gguf else _read_directory(location, chat_template)
     family, model_config = contents.family, contents.model_config
     weights = NetworkWeights(contents.tensors, family, model_config)
-    torch_dtype = (contents.auto_dtype or weights.dtype()) if dtype == "auto" else DTYPES[dtype]
+    torch_dtype = weights.dtype() if dtype == "auto" else DTYPES[dtype]
     weights.check()  # before memory is allocated, because a config can state any size
     parameters = weights.read(torch_dtype, torch.device(device))
     model = prepare_model(model_config, parameters, quantize=quantize, kernels=kernels)
@@ -115,10 +116,8 @@ def load_checkpoint(
             model_config.vocab_size,
             model_config.vocab_size,
         )
-    is_local = Path(source).expanduser().exists()
-    local_name = path.resolve().name if gguf is None else gguf.name.removesuffix(".gguf")
     return Checkpoint(
-        name or (local_name if is_local else source),
+        name or (location.name if location.is_local else source),
         model,
         tokenizer,
         contents.generation,
@@ -130,10 +129,7 @@ def load_checkpoint(
 
 @dataclass(frozen=True)
 class _Contents:
-    """What the files of a checkpoint hold, except for the values of its tensors.
-
-    `auto_dtype` is what `dtype="auto"` means; None: the dtype of the stored embedding.
-    """
+    """What the files of a checkpoint hold, except for the values of its tensors."""
 
     family: Family
     model_config: ModelConfig
@@ -142,11 +138,11 @@ class _Contents:
     tokenizer: Tokenizer | None
     template: ChatTemplate | None
     special_tokens: Mapping[str, str]
-    auto_dtype: torch.dtype | None = None
 
 
-def _read_directory(directory: Path, chat_template: Path | None) -> _Contents:
+def _read_directory(location: Location, chat_template: Path | None) -> _Contents:
     """A checkpoint in Hugging Face layout."""
+    directory = location.directory
     config = read_json(directory / "config.json")
     family, model_config = translate(config)
     path = directory / "generation_config.json"
@@ -154,13 +150,13 @@ def _read_directory(directory: Path, chat_template: Path | None) -> _Contents:
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").exists() else None
     template = read_chat_template(directory, tokenizer, chat_template)
     special_tokens = read_special_tokens(directory)
-    tensors = SafetensorsFiles(directory)
+    tensors = SafetensorsFiles(location.weights)
     return _Contents(family, model_config, defaults, tensors, tokenizer, template, special_tokens)
 
 
-def _read_gguf(path: Path, chat_template: Path | None) -> _Contents:
-    """A GGUF file, or all parts of a split one."""
-    found = read_gguf_checkpoint(path)
+def _read_gguf(location: Location, dtype: str, chat_template: Path | None) -> _Contents:
+    """A GGUF file, or all parts of a split one. With "auto", quantized tensors are read as bfloat16."""
+    found = read_gguf_checkpoint(location.weights, quantized_as=DTYPES.get(dtype, torch.bfloat16))
     family, model_config = translate(found.config)
     defaults = read_generation_defaults(found.generation, found.config)
     sources = {name: (found.file, source) for name, source in found.chat_templates.items()}
@@ -173,29 +169,7 @@ def _read_gguf(path: Path, chat_template: Path | None) -> _Contents:
         found.tokenizer,
         template,
         found.special_tokens,
-        found.tensors.auto_dtype,
     )
-
-
-def find_checkpoint(source: str) -> Path:
-    """The directory of a checkpoint, or its GGUF file.
-
-    A hub id is downloaded into the local cache: only its JSON files, safetensors and chat templates.
-    """
-    path = Path(source).expanduser()
-    if path.is_dir() or find_gguf(path) == path:
-        return path
-    if path.exists() or source.startswith(("/", ".", "~")) or source.count("/") > 1:
-        raise CheckpointError(
-            f"{source}: no such directory; use a directory with a config.json, or a hub id such as org/name"
-        )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(source, allow_patterns=list(_HUB_GLOBS), ignore_patterns=list(_HUB_IGNORED)))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(f"{source}: not a directory, and the download from the hub failed: {error}") from error
 
 
 def read_generation_defaults(generation: Mapping[str, Any], config: Mapping[str, Any]) -> GenerationDefaults:

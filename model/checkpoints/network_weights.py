@@ -5,6 +5,7 @@ checked. This module knows the tensor names of a family, but neither a file form
 """
 
 import dataclasses
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,6 +17,7 @@ from model.checkpoints.tensor_source import TensorSource
 from model.config import ModelConfig
 from model.errors import CheckpointError, join_names
 from model.network.transformer import Transformer
+from model.ops.stacked_rows import StackedRows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 # The largest published mixtures of experts have about 50,000 weight matrices.
@@ -48,6 +50,34 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             names = [name] if in_block == name else [f"blocks.{layer}.{in_block}" for layer in places]
             shapes |= dict.fromkeys(names, tuple(parameter.shape))
     return shapes
+
+
+class LazyWeights(MutableMapping[str, Tensor | StackedRows]):
+    """Parameters by name, each read when it is looked up and not kept, unless it has been replaced by a tensor."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], StackedRows]) -> None:
+        self._read = read
+        self._kept: dict[str, Tensor | StackedRows | None] = dict.fromkeys(names)
+
+    def __getitem__(self, name: str) -> Tensor | StackedRows:
+        kept = self._kept[name]
+        return self._read(name) if kept is None else kept
+
+    def __setitem__(self, name: str, weight: Tensor | StackedRows) -> None:
+        self._kept[name] = weight
+
+    def __delitem__(self, name: str) -> None:
+        del self._kept[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def clear(self) -> None:
+        """Forget all parameters, without reading them as the inherited method would."""
+        self._kept.clear()
 
 
 class NetworkWeights:
@@ -91,15 +121,18 @@ class NetworkWeights:
                 )
         self._check_duplicate_head()
 
-    def read(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Read all parameters, cast to `dtype`: parameter name -> tensor. Call `check` first."""
-        weights = {}
-        for name, shape in parameter_shapes(self._config).items():
-            weight = weights[name] = torch.empty(shape, dtype=dtype, device=device)
-            parts = self._parts(name, shape)
-            for part, rows in zip(parts, torch.split(weight, [part.num_rows for part in parts]), strict=True):
-                rows.copy_(part.to_rows(self._source.read(part.name)))
-        return weights
+    def read(self, dtype: torch.dtype, device: torch.device) -> "LazyWeights":
+        """All parameters, to be cast to `dtype`: parameter name -> rows. Call `check` first.
+
+        Each is read when it is looked up.
+        """
+        shapes = parameter_shapes(self._config)
+
+        def read_parameter(name: str) -> StackedRows:
+            parts = self._parts(name, shapes[name])
+            return StackedRows(tuple(part.to_rows(self._source.read(part.name)) for part in parts), dtype, device)
+
+        return LazyWeights(shapes, read_parameter)
 
     def _parts(self, name: str, shape: tuple[int, ...]) -> list[Part]:
         """The tensors that fill a parameter, with the names under which they are stored."""

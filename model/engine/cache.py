@@ -11,6 +11,7 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.errors import InvalidField
 from model.network.attention import score_rule
+from model.ops.cpu import large_memory
 
 MAX_GATHERED = 1024  # blocks that are gathered at a time, unless one sequence alone has more
 
@@ -33,7 +34,7 @@ class PagedCache:
         shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.d_head)
         try:
             # Written now: the system provides each page of memory at the first write, which would slow down steps.
-            self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+            self.keys, self.values = (_zeros(shape, dtype, device) for _ in range(2))
         except RuntimeError as error:
             size = num_blocks * block_size * bytes_of_token(config, dtype)
             raise InvalidField("cache_bytes", f"{size} bytes could not be allocated") from error
@@ -59,6 +60,12 @@ class PagedCache:
         index = torch.tensor(blocks, device=self.device)
         for slots in (self.keys, self.values):
             slots.view(len(slots), -1, self.block_size, *slots.shape[2:]).index_fill_(1, index, 0)
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return large_memory.empty(shape, dtype).zero_()
+    return torch.zeros(*shape, dtype=dtype, device=device)
 
 
 def bytes_of_token(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -112,6 +112,7 @@ class KVCache:
 class DenseContext:
     """The attention context of a batch of sequences of equal length, with a `KVCache` or without.
 
+    A sequence may have `max_length` tokens: by default as many as the cache has room for, or as the pass has tokens.
     Raises `ValueError` if the positions exceed the config's `max_positions`.
     """
 
@@ -122,12 +123,15 @@ class DenseContext:
         num_new: int,
         device: torch.device,
         ops: NetworkOps = TORCH.network,
+        max_length: int | None = None,
     ) -> None:
         start = cache.length if cache is not None else 0
         if start + num_new > config.max_positions:
             raise ValueError(f"the pass needs {start + num_new} positions, the context holds {config.max_positions}")
         self.positions = torch.arange(start, start + num_new, device=device)
-        self.lengths = torch.full_like(self.positions, start + num_new if cache is None else cache.capacity)
+        if max_length is None:
+            max_length = num_new if cache is None else cache.capacity
+        self.lengths = torch.full_like(self.positions, max_length)
         self._config = config
         self._cache = cache
         self._num_new = num_new

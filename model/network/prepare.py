@@ -9,12 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.network.parameters import count_parameters
 from model.network.transformer import Transformer
 from model.ops.cpu.cpu_ops import find_backend
-from model.ops.cpu.packed_linear import PackedQuantizedLinear
+from model.ops.cpu.packed_linear import PackedQuantizedLinear, has_kernel, packed_layer
+from model.ops.cpu.packing import pack_rows
+from model.ops.cpu.paged_attention import VECTOR_WIDTH
 from model.ops.interface import Backend
-from model.ops.quantization import Quantization, QuantizedLinear, quantize_weight
+from model.ops.quantization import Quantization, QuantizedLinear, bits_of, quantize_to
+from model.ops.stacked_rows import StackedRows
 from model.ops.torch_ops import TORCH
+from model.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +29,7 @@ Kernels = Literal["auto", "torch"]
 
 def prepare_model(
     config: ModelConfig,
-    weights: MutableMapping[str, Tensor],
+    weights: MutableMapping[str, Tensor | StackedRows],
     *,
     quantize: Quantization = "none",
     kernels: Kernels = "auto",
@@ -32,29 +37,52 @@ def prepare_model(
     """Build a network from the parameters of a plain `Transformer(config)`, named as in its `state_dict`.
 
     The network computes in the dtype and on the device of `weights`. `weights` is emptied: each matrix can be freed as
-    soon as its layer is built, so that at most one matrix is in memory twice.
+    soon as its layer is built, so that at most one matrix is in memory twice. Our kernels pack and quantize the rows of
+    `StackedRows` where they lie.
     """
-    embedding = weights["embed.weight"]
+    embedding = weights["embed.weight"] = _whole(weights["embed.weight"])
     dtype, device = embedding.dtype, embedding.device
     backend = choose_backend(config, dtype, device, kernels)
     if config.tied_head:
         weights["head.weight"] = embedding
+    progress = Progress("preparing weights", total=count_parameters(config).total)
 
     def linear(name: str, num_inputs: int, num_outputs: int, has_bias: bool) -> nn.Module:
-        weight = weights.pop(f"{name}.weight").detach()
-        bias = weights.pop(f"{name}.bias").detach() if has_bias else None
+        weight = weights.pop(f"{name}.weight")
+        bias = _whole(weights.pop(f"{name}.bias")).detach() if has_bias else None
+        bits = bits_of(name, num_inputs, quantize)
         with torch.device(device):  # this runs while the rest of the network is laid out on the meta device
-            return backend.network.linear(quantize_weight(name, weight, quantize) or weight, bias, dtype)
+            layer = _linear(backend, weight, bits, bias, dtype)
+        progress.advance(num_inputs * num_outputs)
+        return layer
 
     with torch.device("meta"):
         model = Transformer(config, backend=backend, linear=linear)
-    surplus = model.load_state_dict(weights, strict=False, assign=True).unexpected_keys
+    rest = {name: _whole(weights[name]) for name in weights}
+    surplus = model.load_state_dict(rest, strict=False, assign=True).unexpected_keys
     model.tie_head()
     weights.clear()
+    progress.finish()
     assert not surplus, f"no parameter for {', '.join(surplus)}"
     assert not any(parameter.is_meta for parameter in model.parameters()), "a parameter has no weight"
     _log_choice(model, quantize)
     return model.requires_grad_(False).eval()
+
+
+def _whole(weight: Tensor | StackedRows) -> Tensor:
+    return weight.tensor() if isinstance(weight, StackedRows) else weight
+
+
+def _linear(
+    backend: Backend, weight: Tensor | StackedRows, bits: int | None, bias: Tensor | None, dtype: torch.dtype
+) -> nn.Module:
+    """A linear layer of this backend, with its weight quantized to `bits` bits if that is not None."""
+    is_ours = backend.network is not TORCH.network
+    if is_ours and has_kernel(weight.shape[1], bits, dtype):
+        rows = weight if isinstance(weight, StackedRows) else StackedRows((weight.detach(),), dtype, weight.device)
+        return packed_layer(pack_rows(rows, bits), bias, dtype)
+    whole = _whole(weight).detach()
+    return backend.network.linear(whole if bits is None else quantize_to(whole, bits), bias, dtype)
 
 
 def choose_backend(config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> Backend:
@@ -70,6 +98,26 @@ def _log_choice(model: Transformer, quantize: Quantization) -> None:
     if quantize != "none":
         logger.info("%d linear layers in %s", num_packed + num_unpacked, quantize)
     if model.backend.network is not TORCH.network:
-        logger.info("the network is computed by our own kernels")
+        rest = _computed_by_torch(model)
+        exceptions = f", except for {', '.join(rest)}, which PyTorch computes" if rest else ""
+        logger.info("the network is computed by our own kernels%s", exceptions)
     if num_unpacked:
         logger.warning("no kernel for %s weights here: they are smaller, but not faster", quantize)
+
+
+def _computed_by_torch(model: Transformer) -> list[str]:
+    """The parts of a network that our kernels do not support. Steps of a network with such parts are not recorded."""
+    config = model.config
+    num_linear = sum(isinstance(module, (nn.Linear, QuantizedLinear)) for module in model.modules())
+    parts = {
+        f"attention (heads of {config.d_head} numbers, not a multiple of {VECTOR_WIDTH})": (
+            model.backend.paged_attention is None
+        ),
+        "sinusoidal positions": config.positions == "sinusoidal",
+        "the frequencies of dynamic rope scaling": (
+            config.rope_scaling is not None and config.rope_scaling.kind == "dynamic"
+        ),
+        "the choice of experts": config.num_experts > 0,
+        f"{num_linear} linear layers": num_linear > 0,
+    }
+    return [part for part, is_there in parts.items() if is_there]

@@ -75,7 +75,9 @@ def _quantize_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _round(groups: Tensor, scales: Tensor) -> Tensor:
-    return (groups * torch.where(scales == 0, 0, 1 / scales)).round_().clamp_(-8, 7)
+    # The inverse of a smaller scale would not be finite. No such scale is kept, because float16 rounds it to 0.
+    is_tiny = scales.abs() < torch.finfo(torch.float32).tiny
+    return (groups * torch.where(is_tiny, 0, 1 / scales)).round_().clamp_(-8, 7)
 
 
 class QuantizedLinear(nn.Module):
@@ -91,11 +93,18 @@ class QuantizedLinear(nn.Module):
         return F.linear(x, self.quantized.dequantize(x.dtype), self.bias)
 
 
-def quantize_weight(name: str, weight: Tensor, quantization: Quantization) -> Quantized | None:
-    """Quantize the weight (N, K) of the layer `name`; None if the layer keeps its weight as it is."""
-    num_inputs = weight.shape[1]
+def bits_of(name: str, num_inputs: int, quantization: Quantization) -> int | None:
+    """The number of bits in which the layer `name` stores a weight; None if it keeps its weight as it is."""
+    if name.endswith(".router"):
+        return None  # it has few weights, and a small error can choose other experts
     if quantization == "int4" and name != "head" and num_inputs % GROUP == 0:
-        return quantize_int4(weight)
+        return 4
     if quantization != "none" and num_inputs % INPUTS_PER_STEP == 0:
-        return quantize_int8(weight)
+        return 8
     return None
+
+
+def quantize_to(weight: Tensor, bits: int) -> Quantized:
+    """Quantize a weight (N, K) to 8 or 4 bits."""
+    assert bits in (4, 8)
+    return quantize_int8(weight) if bits == 8 else quantize_int4(weight)

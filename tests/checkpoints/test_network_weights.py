@@ -64,7 +64,9 @@ def test_a_network_is_read_from_any_source_of_tensors() -> None:
         TensorsInMemory(tensors, {"lm_head.weight": "model.embed_tokens.weight"}), FAMILIES["llama"], config
     )
     weights.check()
-    parameters = weights.read(torch.float32, torch.device("cpu"))
+    read = weights.read(torch.float32, torch.device("cpu"))
+    assert list(read) == list(parameter_shapes(config))
+    parameters = {name: read[name].tensor() for name in read}
     assert torch.equal(parameters["head.weight"], tensors["model.embed_tokens.weight"])
     assert parameters["head.weight"].shape == head.shape
     q, k, v = (tensors[f"model.layers.1.self_attn.{side}_proj.weight"] for side in "qkv")

@@ -12,6 +12,7 @@ from model.engine.cache import bytes_of_token
 from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Output, Request, Step
 from model.engine.step_tracer import StepTrace, TraceParams
+from model.network.attention import DenseContext
 from model.network.transformer import Transformer
 from model.text.constraint import GrammarState, token_masks
 from model.text.sampling import Sampler, SamplingParams, TokenLogprobs, sample, token_logprobs
@@ -173,7 +174,9 @@ def alone(model: Transformer, request: Request, choice: int = 0, tokenizer: Toke
         result.logprobs = [None] * len(ids) if num_prompt_top is None else [None, *entries]
         result.text = "".join(token.text for token in transcript.prompt_outputs(entries))
     while transcript.end is None:
-        logits = model(torch.tensor([ids]))[0]
+        max_length = len(request.prompt_ids) + params.max_tokens
+        context = DenseContext(model.config, None, len(ids), torch.device("cpu"), max_length=max_length)
+        logits = model(torch.tensor([ids]), context=context)[0]
         masks = token_masks([(grammar, ())], logits.shape[-1])
         [token_id] = sample(logits[-1:], [sampler], masks=masks)
         assert isinstance(token_id, int)

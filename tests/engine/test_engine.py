@@ -37,7 +37,7 @@ from tests.engine.driving import (
     run,
 )
 from tests.service.checkpoints import VOCAB_SIZE, write_tokenizer
-from tests.tiny import CONFIGS, build, every_config, exact
+from tests.tiny import CONFIGS, build, every_engine_config, exact
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +54,7 @@ def mixed() -> list[Request]:
     ]
 
 
-@every_config
+@every_engine_config
 @pytest.mark.parametrize(
     "limits",
     [
@@ -71,7 +71,7 @@ def test_requests_in_a_batch_get_the_same_tokens_as_alone(name: str, limits: dic
     assert_each_equals_alone(model, run(new_engine(model, **limits), *mixed()), *mixed())
 
 
-@every_config
+@every_engine_config
 def test_preempted_requests_get_the_same_tokens_as_alone(name: str) -> None:
     model = exact(name)
     engine = new_engine(model, num_blocks=11, max_step_tokens=16)
@@ -81,7 +81,7 @@ def test_preempted_requests_get_the_same_tokens_as_alone(name: str) -> None:
     assert_each_equals_alone(model, results, *requests)
 
 
-@every_config
+@every_engine_config
 @pytest.mark.parametrize("is_running", [False, True], ids=["with an ended request", "with a running request"])
 def test_requests_that_share_a_prefix_get_the_same_tokens_as_alone(name: str, is_running: bool) -> None:
     model, common = exact(name), prompt(19)
@@ -106,7 +106,7 @@ def test_requests_that_share_a_prefix_get_the_same_tokens_as_alone(name: str, is
     assert_each_equals_alone(model, results, first, *requests)
 
 
-@every_config
+@every_engine_config
 def test_generated_tokens_are_shared_as_a_prefix_too(name: str) -> None:
     model = exact(name)
     engine = new_engine(model)
@@ -174,7 +174,7 @@ class TestCacheSalt:
             assert drive.finish()[f"{salt}", 0].num_cached == num_cached
 
 
-@every_config
+@every_engine_config
 @pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 6, "max_sequences": 3}], ids=["whole", "in chunks"])
 def test_choices_share_their_prompt_and_choice_i_equals_a_request_with_the_seed_plus_i(
     name: str, limits: dict[str, Any]
@@ -196,7 +196,7 @@ def test_choices_without_a_seed_differ() -> None:
     assert len({tuple(result.ids) for result in results.values()}) == 4
 
 
-@every_config
+@every_engine_config
 @pytest.mark.parametrize(
     "limits",
     [{}, {"max_step_tokens": 4, "max_sequences": 4}, {"num_blocks": 11, "max_step_tokens": 6}],
@@ -236,7 +236,7 @@ def test_an_echoed_prompt_that_is_preempted_half_computed_is_reported_once() -> 
 
 
 class TestStopping:
-    @every_config
+    @every_engine_config
     def test_a_stop_token_ends_only_its_own_request_and_is_the_last_token(self, name: str) -> None:
         model = exact(name)
         free = [ask(f"{i}", prompt(7, seed=i), max_tokens=16, seed=i, temperature=1.3) for i in range(4)]
@@ -498,7 +498,7 @@ EVENTS = st.lists(
 )
 
 
-@every_config
+@every_engine_config
 @settings(max_examples=12, deadline=None)
 @given(
     events=EVENTS,

@@ -34,7 +34,7 @@ from tests.engine.driving import (
     run,
 )
 from tests.ops.cpu.common import by_kernels
-from tests.tiny import CONFIGS, build, every_config, exact
+from tests.tiny import CONFIGS, build, every_engine_config, exact
 
 
 def neighbours() -> list[Request]:
@@ -111,7 +111,7 @@ class TestTaps:
             assert results["faulty", 0].ids == []
             assert_each_equals_alone(model, results, neighbour)
 
-    @every_config
+    @every_engine_config
     def test_a_tap_that_raises_in_a_later_step_ends_its_request_in_that_step(self, name: str) -> None:
         calls = 0
 
@@ -216,7 +216,7 @@ class TestNonFiniteValues:
         drive.add(*later)
         assert_each_equals_alone(model, drive.finish(), *later)
 
-    @every_config
+    @every_engine_config
     def test_they_are_not_read_after_the_request_was_preempted(self, name: str) -> None:
         """A decoding sequence takes over its blocks while the prompt of the request is computed in chunks."""
         model = exact(name)
@@ -405,7 +405,7 @@ def complaint_about(drive: Drive, wrong: dict[str, Any]) -> str | None:
 class TestEditing:
     """An edit changes only the sequence to which it belongs."""
 
-    @every_config
+    @every_engine_config
     def test_an_edited_request_gets_what_the_edited_network_gives_it_alone(self, name: str) -> None:
         model = exact(name)
         for stage in ("blocks.1.attn.k", "blocks.0.attn.pattern", "blocks.2.mlp.post", "embed"):

@@ -21,7 +21,7 @@ from model.tracing.predictions import Predictions, predict
 from model.tracing.selection import Selection
 from model.tracing.stages import Stage, select, sizes_of, stages_of
 from tests.engine.driving import Drive, Result, alone, ask, assert_each_equals_alone, new_engine, prompt, run
-from tests.tiny import CONFIGS, ROUNDING, build, every_config, exact
+from tests.tiny import CONFIGS, ROUNDING, build, every_engine_config, exact
 
 NEIGHBOURS = [
     ask("short", [1, 2], max_tokens=20, temperature=1.2),
@@ -90,7 +90,7 @@ def assert_same_predictions(found: Sequence[Predictions], expected: Sequence[Pre
         assert one.probabilities == pytest.approx(other.probabilities, abs=1e-5)
 
 
-@every_config
+@every_engine_config
 @pytest.mark.parametrize(
     ("dtype", "limits"),
     [
@@ -112,7 +112,7 @@ def test_the_traces_of_the_steps_equal_the_trace_of_one_pass(
         assert result.ids == alone(model, request).ids
 
 
-@every_config
+@every_engine_config
 def test_a_position_that_is_computed_again_after_preemption_is_not_traced_again(name: str) -> None:
     model = exact(name)
     other = ask("other", [1, 2], max_tokens=28)
@@ -135,7 +135,7 @@ def run_with_cached_prefix(name: str, **trace: Any) -> tuple[Transformer, Reques
     return model, request, drive.finish()
 
 
-@every_config
+@every_engine_config
 def test_without_named_positions_cached_tokens_are_not_traced_and_all_others_are(name: str) -> None:
     model, request, results = run_with_cached_prefix(name)
     for choice in range(2):
@@ -144,7 +144,7 @@ def test_without_named_positions_cached_tokens_are_not_traced_and_all_others_are
     assert_each_equals_alone(model, results, request)
 
 
-@every_config
+@every_engine_config
 def test_named_positions_are_traced_even_if_other_requests_have_computed_them(name: str) -> None:
     model, request, results = run_with_cached_prefix(name, positions=[9, 17, 20])
     for choice in range(2):
@@ -153,7 +153,7 @@ def test_named_positions_are_traced_even_if_other_requests_have_computed_them(na
     assert_each_equals_alone(model, results, request)
 
 
-@every_config
+@every_engine_config
 def test_only_the_selected_positions_and_heads_are_traced(name: str) -> None:
     model = exact(name)
     trace = all_stages(name, positions=[21, 3, 0, 18, 10, 9, 3, 90], heads=[3, 0])
@@ -206,7 +206,7 @@ def test_a_step_without_a_selected_position_has_no_trace() -> None:
 
 
 class TestLogitLens:
-    @every_config
+    @every_engine_config
     @pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 7, "max_sequences": 3}], ids=["whole", "in chunks"])
     def test_the_entry_of_each_layer_is_its_decoded_residual(self, name: str, limits: dict[str, Any]) -> None:
         config = CONFIGS[name]
@@ -241,7 +241,7 @@ class TestTracingChangesNothing:
     There is one exception: if the read-out of the prompt's positions is traced, the head multiplies more rows at once.
     """
 
-    @every_config
+    @every_engine_config
     @pytest.mark.parametrize("case", ["every stage but the read-out", "every stage of generated positions"])
     def test_the_logits_that_choose_tokens_are_bitwise_the_same(self, name: str, case: str) -> None:
         model = build(CONFIGS[name])
@@ -280,7 +280,7 @@ class TestTracingChangesNothing:
         run(engine, request, *NEIGHBOURS)
         return found
 
-    @every_config
+    @every_engine_config
     def test_the_tokens_are_the_same(self, name: str) -> None:
         model = exact(name)
         params = TraceParams(selection=all_stages(name).selection, top_k=2, logit_lens=2)

@@ -11,7 +11,7 @@ from model.analysis.perplexity import score_ids
 from model.checkpoints.load import BUNDLED, load_checkpoint
 from model.network.prepare import Kernels
 from model.ops.cpu.packed_linear import PackedQuantizedLinear
-from model.ops.quantization import GROUP, Quantization, QuantizedLinear, quantize_int4, quantize_int8, quantize_weight
+from model.ops.quantization import GROUP, Quantization, QuantizedLinear, bits_of, quantize_int4, quantize_int8
 from model.ops.torch_ops import TORCH
 from model.text.corpus import Corpus
 from tests.conftest import shared
@@ -57,6 +57,13 @@ def test_the_scale_of_an_int4_group_is_finite_in_float16() -> None:
     assert quantize_int4(weight).scales.half().isfinite().all()
 
 
+def test_a_group_of_subnormal_numbers_becomes_zeros() -> None:
+    """The inverse of its scale would be infinite, and infinity times zero is not a number."""
+    weight = torch.full((1, GROUP), 1e-40)
+    weight[0, ::2] = 0
+    assert torch.equal(quantize_int4(weight).dequantize(torch.float32), torch.zeros(1, GROUP))
+
+
 def test_int4_does_not_depend_on_the_number_of_rows_that_are_quantized_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -81,10 +88,8 @@ def test_a_quantized_layer_multiplies_by_the_dequantized_weights(bits: int) -> N
     [("a", 64, 4), ("odd", 36, 8), ("none", 33, None), ("head", 64, 8)],
 )
 def test_int4_uses_int8_for_the_head_and_for_incomplete_groups(name: str, num_inputs: int, bits: int | None) -> None:
-    weight = torch.ones(8, num_inputs)
-    quantized = quantize_weight(name, weight, "int4")
-    assert (None if quantized is None else quantized.bits) == bits
-    assert quantize_weight(name, weight, "none") is None
+    assert bits_of(name, num_inputs, "int4") == bits
+    assert bits_of(name, num_inputs, "none") is None
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -10,6 +10,16 @@ from model.config import is_finite_number
 from model.errors import CheckpointError, join_names, printable_name, short_repr
 
 
+def shortest_decimal(value: float) -> float:
+    """The number with the fewest digits that is equal to `value` in float32, such as 1e-05.
+
+    Files store numbers in float32. A number that is not exact in float32 is returned as it is.
+    """
+    with np.errstate(over="ignore"):
+        rounded = np.float32(value)
+    return float(str(rounded)) if float(rounded) == value else float(value)
+
+
 class MetadataReader:
     """Reads the keys `ARCHITECTURE.*` and remembers which were read; `finish` refuses the other ones.
 
@@ -61,10 +71,7 @@ class MetadataReader:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """The key's value, a finite number of at least 0. Without a `default` the key must be present.
-
-        Files store float32. The number is the shortest decimal that is equal to it in float32, such as 1e-05.
-        """
+        """The key's value, a finite number of at least 0. Without a `default` the key must be present."""
         value = self.take(key)
         if value is None:
             if default is None:
@@ -72,8 +79,7 @@ class MetadataReader:
             return default
         if not is_finite_number(value) or value < 0:
             raise self.error(key, f"is {short_repr(value)}, not a finite number of at least 0")
-        rounded = np.float32(value) if type(value) is float and abs(value) < 3e38 else None
-        return float(str(rounded)) if rounded is not None and float(rounded) == value else float(value)
+        return shortest_decimal(value)
 
     def text(self, key: str, default: str) -> str:
         value = self.take(key)

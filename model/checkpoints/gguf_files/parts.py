@@ -33,7 +33,7 @@ def find_gguf(path: Path) -> Path | None:
     if not path.is_dir():
         return path if path.suffix == SUFFIX else None
     files = sorted(each for each in path.iterdir() if each.suffix == SUFFIX)
-    models = {_first_part(file) for file in files}
+    models = {first_part(file) for file in files}
     if len(models) > 1:
         raise CheckpointError(
             f"{path}: has several GGUF files ({join_names(file.name for file in sorted(models))}); name one of them"
@@ -66,7 +66,8 @@ def read_files(path: Path) -> GGUFFiles:
     return GGUFFiles(files[0], tuple(files), headers[0].metadata, tensors)
 
 
-def _first_part(file: Path) -> Path:
+def first_part(file: Path) -> Path:
+    """The first file of a split model; the file itself if its model is not split."""
     match = _PART.fullmatch(file.name)
     return file if match is None else file.with_name(f"{match[1]}-00001-of-{match[3]}{SUFFIX}")
 

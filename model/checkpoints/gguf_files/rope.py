@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from model.checkpoints.gguf_files.metadata import MetadataReader
+from model.checkpoints.gguf_files.metadata import MetadataReader, shortest_decimal
 from model.errors import short_repr
 
 # llama.cpp's converter stores the divisors of Llama 3's frequencies, not the settings they were computed from.
@@ -40,6 +40,8 @@ def _read_scaling(
     kind = reader.text("rope.scaling.type", "linear")  # the default of llama.cpp
     factor = reader.number("rope.scaling.factor", reader.number("rope.scale_linear", 1.0))
     original = reader.integer("rope.scaling.original_context_length", max_positions)
+    if original < 1:
+        raise reader.error("rope.scaling.original_context_length", "is 0; it must be at least 1")
     for name, values in factors.items():
         if len(values) != rotary_dim // 2 or not (np.isfinite(values) & (values > 0)).all():
             raise reader.error("rope.dimension_count", f"does not fit {name}.weight, or its factors are not positive")
@@ -96,7 +98,7 @@ def _longrope(reader: MetadataReader, factors: dict[str, Factors], original: int
 
 def _llama3(divisors: Factors, theta: float, original: int) -> dict[str, Any] | None:
     """The settings of Llama 3 that give these divisors, or else the divisors themselves, as `longrope`."""
-    factor = float(str(divisors.max()))
+    factor = shortest_decimal(divisors.max())
     if factor == 1.0 and divisors.min() == 1.0:
         return None
     for length in (*LLAMA3_ORIGINAL_LENGTHS, original):
@@ -125,13 +127,14 @@ def llama3_divisors(theta: float, rotary_dim: int, factor: float, original: int)
     Wavelengths above `original / low_freq_factor` are divided by `factor`, those below `original / high_freq_factor`
     are not, and those between them change smoothly from one to the other.
     """
-    wavelengths = 2 * math.pi * theta ** (np.arange(0, rotary_dim, 2) / rotary_dim)
     low, high = LLAMA3_LOW_FREQ_FACTOR, LLAMA3_HIGH_FREQ_FACTOR
-    smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
-    divisors: NDArray[np.float64] = 1 / ((1 - smooth) / factor + smooth)
+    with np.errstate(all="ignore"):  # an absurd theta is refused later
+        wavelengths = 2 * math.pi * np.float64(theta) ** (np.arange(0, rotary_dim, 2) / rotary_dim)
+        smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
+        divisors: NDArray[np.float64] = 1 / ((1 - smooth) / factor + smooth)
     return divisors
 
 
 def _decimals(values: Factors) -> list[float]:
     """The shortest decimals that are equal to these numbers in float32."""
-    return [float(str(value)) for value in values]
+    return [shortest_decimal(value) for value in values]

@@ -18,10 +18,12 @@ from model.checkpoints.gguf_files.dequantize import FLOATS, TensorRows, value_dt
 from model.checkpoints.gguf_files.header import StoredTensor
 from model.checkpoints.gguf_files.tensor_names import TABLES, Change, Target
 from model.checkpoints.tensor_source import TensorHeader
+from model.config import MAX_SIZES
 from model.errors import CheckpointError, printable_name
 
 # Tensors that `rope.py` reads into the config.
 CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+MAX_PARTS = max(MAX_SIZES["num_experts"], MAX_SIZES["num_heads"])  # of one tensor
 _LAYER = re.compile(r"blk\.(\d{1,9})\.")
 # Old files store each expert of a layer as a tensor of its own.
 _EXPERT = re.compile(r"(ffn_(?:gate|down|up))\.(\d{1,9})\.weight")
@@ -41,14 +43,22 @@ class _Source:
 class GGUFTensors:
     """The tensors of one checkpoint (a `TensorSource`).
 
-    Quantized tensors are read as float32. A tensor that the family does not know keeps its GGUF name, so that the
-    check of the network refuses it.
+    Quantized tensors are dequantized to float32 and rounded to the dtype `quantized_as`. A tensor that the family does
+    not know keeps its GGUF name, so that the check of the network refuses it.
     """
 
-    def __init__(self, files: Sequence[Path], stored: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        files: Sequence[Path],
+        stored: Mapping[str, StoredTensor],
+        config: Mapping[str, Any],
+        *,
+        quantized_as: torch.dtype = torch.float32,
+    ) -> None:
         self.files = tuple(files)
         self.aliases: Mapping[str, str] = {}
         self._config = config
+        self._quantized_as = quantized_as
         self._sources: dict[str, _Source] = {}
         for tensor in stored.values():
             if tensor.name not in CONFIG_TENSORS:
@@ -62,26 +72,14 @@ class GGUFTensors:
     def headers(self) -> Mapping[str, TensorHeader]:
         """All tensors by their names in Hugging Face layout. No data is read for this."""
         return {
-            name: TensorHeader(source.shape, value_dtype(source.stored), source.stored.kind.name, source.stored.file)
+            name: TensorHeader(source.shape, self._dtype(source), source.stored.kind.name, source.stored.file)
             for name, source in self._sources.items()
         }
-
-    @property
-    def auto_dtype(self) -> torch.dtype:
-        """The dtype in which `--dtype auto` serves the checkpoint: that of the token embedding.
-
-        bfloat16 if the embedding is quantized: the error of rounding to bfloat16 (2^-9 of a value) is below that of
-        quantization, and weights take half the memory and time of float32.
-        """
-        for name, target in TABLES[self._config["model_type"]].items():
-            if name == "token_embd.weight" and target.name in self._sources:
-                return FLOATS.get(self._sources[target.name].stored.kind, torch.bfloat16)
-        raise CheckpointError(f"{self.files[0]}: the checkpoint lacks token_embd.weight")
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read a tensor, as `dtype`, or as the dtype of its header."""
         source = self._sources[name]
-        return self.read_into(name, torch.empty(source.shape, dtype=dtype or value_dtype(source.stored)))
+        return self.read_into(name, torch.empty(source.shape, dtype=dtype or self._dtype(source)))
 
     def read_into(self, name: str, destination: Tensor) -> Tensor:
         """Read a tensor into a tensor of the same shape and any dtype, without a second copy. Returns it."""
@@ -111,6 +109,11 @@ class GGUFTensors:
         rows.copy(source.start, source.stop, put)
         return destination
 
+    def _dtype(self, source: _Source) -> torch.dtype:
+        """The dtype of a tensor that `read` returns. Raises `CheckpointError` if its type is not implemented."""
+        dtype = value_dtype(source.stored)
+        return dtype if source.stored.kind in FLOATS else self._quantized_as
+
     def _locate(self, tensor: StoredTensor) -> Iterator[tuple[str, _Source]]:
         """The tensors in Hugging Face layout that one stored tensor holds."""
         target = self._target(tensor)
@@ -119,6 +122,9 @@ class GGUFTensors:
         for size in shape[:-1]:
             num_rows *= size
         if "{e}" in target.name and len(shape) > 1:
+            if shape[0] > MAX_PARTS:
+                shown = printable_name(tensor.name)
+                raise CheckpointError(f"{tensor.file}: {shown} has {shape[0]} parts, more than {MAX_PARTS}, the limit")
             step = num_rows // shape[0]
             for index in range(shape[0]):
                 name = target.name.replace("{e}", str(index))

@@ -16,8 +16,8 @@ from model.errors import CheckpointError, short_repr
 from model.text.tokenizer import Tokenizer
 
 SPACE = "\u2581"  # how SentencePiece writes a space
-# Phi-3 drops the spaces after special tokens, except after these.
-PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
+# Phi-3 drops the spaces after added tokens, except after these. GGUF files do not say so; this is its tokenizer.json.
+PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>", "<|system|>", "<|end|>", "<|user|>")
 
 
 def build_tokenizer(vocabulary: Vocabulary, architecture: str) -> Tokenizer:
@@ -102,18 +102,18 @@ def derive_merges(
 ) -> list[tuple[str, str]]:
     """The merges that give SentencePiece's result: every split of a token into two tokens, best tokens first.
 
-    SentencePiece merges the two neighbours whose result has the highest score. Tokens that the user defined come before
-    all others, in the order of their ids, whatever their scores are.
+    SentencePiece merges the two neighbours whose result has the highest score. Tokens with equal scores are in
+    the order of their ids. Tokens that the user defined come before all others, whatever their scores are.
     """
     skipped = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.BYTE)
-    merges: list[tuple[float, float, int, int, str, str]] = []
+    merges: list[tuple[bool, float, int, int, int, str, str]] = []
     find = ids.get
     for token_id, token in enumerate(tokens):
         kind = types[token_id]
         if len(token) < 2 or kind in skipped:
             continue
         is_defined = kind == TokenType.USER_DEFINED
-        rank = (0.0, float(token_id)) if is_defined else (1.0, -scores[token_id])
+        rank = (not is_defined, 0.0 if is_defined else -scores[token_id], token_id)
         for cut in range(1, len(token)):
             left = token[:cut]
             left_id = find(left)
@@ -124,7 +124,7 @@ def derive_merges(
             if right_id is not None:
                 merges.append((*rank, left_id, right_id, left, right))
     merges.sort()
-    return [merge[4:] for merge in merges]
+    return [merge[5:] for merge in merges]
 
 
 def _ids(vocabulary: Vocabulary, tokens: Sequence[str]) -> dict[str, int]:

@@ -10,6 +10,10 @@ import numpy as np
 
 from model.errors import CheckpointError, short_repr
 
+# Limits for the time to build a tokenizer. Gemma 3, the largest vocabulary served, has 2.2
+# million characters.
+MAX_TOKEN_CHARACTERS = 1 << 12
+MAX_VOCABULARY_CHARACTERS = 1 << 23
 # Names of special tokens in Hugging Face layout -> the keys of their ids.
 SPECIAL_TOKENS = {
     "bos_token": "bos",
@@ -97,6 +101,13 @@ def read_vocabulary(file: Path, metadata: Mapping[str, Any]) -> Vocabulary:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
         raise CheckpointError(f"{file}: tokenizer.ggml.tokens is missing, or not a list of texts")
+    tokens = [text or f"[EMPTY_{token_id}]" for token_id, text in enumerate(tokens)]  # as in llama.cpp
+    lengths = list(map(len, tokens))
+    if max(lengths) > MAX_TOKEN_CHARACTERS or sum(lengths) > MAX_VOCABULARY_CHARACTERS:
+        raise CheckpointError(
+            f"{file}: tokenizer.ggml.tokens has more than {MAX_TOKEN_CHARACTERS} characters in a token, or "
+            f"{MAX_VOCABULARY_CHARACTERS} in all, the limits"
+        )
     types = _numbers(file, metadata, "token_type", len(tokens))
     scores = _numbers(file, metadata, "scores", len(tokens))
     if scores and not np.isfinite(scores).all():

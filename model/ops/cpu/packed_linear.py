@@ -8,30 +8,28 @@ are in the step.
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.ops.cpu import build
+from model.ops.cpu.packing import DEPTH, PackedWeight, pack, pack_quantized
 from model.ops.cpu.recording import call, empty, pointer
 from model.ops.quantization import Quantized
 
-TILE = 16  # outputs of a tile: WIDTH in simd.h
 MIN_OUTPUTS_PER_TASK = 128  # several tiles one after the other, so that the next one can be prefetched
 NUMBERS_PER_WIDEN_TASK = 16384  # with fewer numbers, starting another thread costs more than widening them
-DEPTH = {torch.float32: 1, torch.bfloat16: 2}  # inputs of one output that lie side by side: as in linear.cpp
 
 
 class PackedLinear(nn.Module):
     """`nn.Linear` with packed weights, for inference on a CPU: x (..., K) -> (..., N)."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kernel: int) -> None:
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, kernel: int) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.packed = pack(weight)
+        self.packed = weight.packed
         self.bias = None if bias is None else bias.contiguous()
         self._kernel = kernel
         # Exists only for bfloat16 on CPUs without AVX512-BF16, where the kernel reads x in float32.
-        self._widen = build.kernel("linear", "widen", weight.dtype)
+        self._widen = build.kernel("linear", "widen", weight.packed.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         x = _check_input(x, self.packed.dtype, self.in_features)
@@ -55,14 +53,15 @@ class PackedQuantizedLinear(nn.Module):
     """`QuantizedLinear` with packed weights, for inference on a CPU. The rows of x are rounded to bytes, too."""
 
     def __init__(
-        self, quantized: Quantized, bias: Tensor | None, dtype: torch.dtype, kernel: int, quantize: int
+        self, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, kernel: int, quantize: int
     ) -> None:
         super().__init__()
-        self.out_features, self.in_features = quantized.values.shape
+        assert weight.bits is not None
+        assert weight.scales is not None
+        self.out_features, self.in_features = weight.shape
         self.dtype = dtype
-        self.bits = quantized.bits
-        self.group = quantized.group or self.in_features
-        self.packed, self.scales = pack_quantized(quantized)
+        self.bits, self.group = weight.bits, weight.group
+        self.packed, self.scales = weight.packed, weight.scales
         self.bias = None if bias is None else bias.contiguous()
         self._kernel, self._quantize = kernel, quantize
 
@@ -91,37 +90,36 @@ class PackedQuantizedLinear(nn.Module):
 
 def pack_linear(weight: Tensor | Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module | None:
     """A layer that multiplies by `weight` with our kernels; None if there is no kernel for it."""
-    if isinstance(weight, Quantized):
-        kernel = build.kernel("quantized_linear", f"linear_int{weight.bits}", dtype)
-        quantize = build.kernel("quantized_linear", "quantize", dtype)
-        if weight.values.device.type != "cpu" or kernel is None or quantize is None:
-            return None
-        return PackedQuantizedLinear(weight, bias, dtype, kernel, quantize)
-    if weight.device.type != "cpu" or dtype not in DEPTH or weight.shape[1] % DEPTH[dtype] != 0:
+    values = weight.values if isinstance(weight, Quantized) else weight
+    bits = weight.bits if isinstance(weight, Quantized) else None
+    if values.device.type != "cpu" or not has_kernel(values.shape[1], bits, dtype):
         return None
-    kernel = build.kernel("linear", "linear", dtype)
-    return None if kernel is None else PackedLinear(weight, bias, kernel)
+    if isinstance(weight, Quantized):
+        packed = pack_quantized(weight)
+    else:
+        packed = PackedWeight((weight.shape[0], weight.shape[1]), pack(weight))
+    return packed_layer(packed, bias, dtype)
 
 
-def pack(weight: Tensor) -> Tensor:
-    """weight (N, K) -> tiles (ceil(N / 16), K / depth, 16, depth), the last tile padded with zeros."""
-    return _pack_tiles(weight, DEPTH[weight.dtype])
+def has_kernel(num_inputs: int, bits: int | None, dtype: torch.dtype) -> bool:
+    """Whether our kernels can multiply by a packed weight with `num_inputs` inputs, in its dtype or in `bits` bits."""
+    if bits is not None:
+        kernels = (f"linear_int{bits}", "quantize")
+        return all(build.kernel("quantized_linear", kernel, dtype) is not None for kernel in kernels)
+    return dtype in DEPTH and num_inputs % DEPTH[dtype] == 0 and build.kernel("linear", "linear", dtype) is not None
 
 
-def pack_quantized(quantized: Quantized) -> tuple[Tensor, Tensor]:
-    """The packed weights and the scales in the layout that `quantized_linear.cpp` describes."""
-    values = (quantized.values + (1 << quantized.bits - 1)).to(torch.uint8)
-    if quantized.bits == 8:
-        return _pack_tiles(values, 4), quantized.scales.flatten().contiguous()
-    fours = _pack_tiles(values, 4).view(-1, values.shape[1] // 8, 2, TILE, 4)
-    pairs = fours[:, :, 0] | fours[:, :, 1] << 4
-    return pairs.contiguous(), _pack_tiles(quantized.scales.half(), 1)
-
-
-def _pack_tiles(matrix: Tensor, depth: int) -> Tensor:
-    """(N, K) -> (ceil(N / 16), K / depth, 16, depth)."""
-    padded = F.pad(matrix, (0, 0, 0, -matrix.shape[0] % TILE))
-    return padded.view(-1, TILE, matrix.shape[1] // depth, depth).transpose(1, 2).contiguous()
+def packed_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
+    """The layer of a packed weight, for which `has_kernel` holds."""
+    if weight.bits is None:
+        kernel = build.kernel("linear", "linear", dtype)
+        assert kernel is not None
+        return PackedLinear(weight, bias, kernel)
+    kernel = build.kernel("quantized_linear", f"linear_int{weight.bits}", dtype)
+    quantize = build.kernel("quantized_linear", "quantize", dtype)
+    assert kernel is not None
+    assert quantize is not None
+    return PackedQuantizedLinear(weight, bias, dtype, kernel, quantize)
 
 
 def _check_input(x: Tensor, dtype: torch.dtype, size: int) -> Tensor:

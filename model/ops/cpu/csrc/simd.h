@@ -76,6 +76,9 @@ inline void store_uint16(uint16_t* to, Integers a, Mask mask) {
 inline Floats load_float16(const uint16_t* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 }
+inline void store_float16(uint16_t* to, Floats a) {
+    _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
 
 // Adds to each lane of `sum` the four products of the lane's unsigned bytes of w and signed bytes of x.
 inline Integers add_byte_products(Integers sum, Integers w, Integers x) {
@@ -261,6 +264,10 @@ inline void store_int8(int8_t* to, Integers a, Mask mask) {
 inline Floats load_float16(const uint16_t* from) {
     const __m128i* const halves = (const __m128i*)from;
     return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
+}
+inline void store_float16(uint16_t* to, Floats a) {
+    _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph(a.low, _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128((__m128i*)to + 1, _mm256_cvtps_ph(a.high, _MM_FROUND_TO_NEAREST_INT));
 }
 
 inline Integers8 add_byte_products(Integers8 sum, Integers8 w, Integers8 x) {
