@@ -181,14 +181,16 @@ def check_limits(translated: ModelConfig) -> None:
         size = getattr(translated, field)
         assert size is None or 1 <= size <= largest or (size == 0 and field in EXPERT_SIZES)
     if translated.positions == "rotary":
-        assert rotary_frequencies(translated.d_head, translated.rope_theta, translated.rope_scaling).isfinite().all()
+        assert (
+            rotary_frequencies(translated.rotary_dim, translated.rope_theta, translated.rope_scaling).isfinite().all()
+        )
 
 
 @settings(max_examples=500, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     changes=st.dictionaries(st.sampled_from(ALL_KEYS), VALUES, max_size=3),
-    scaling_kind=st.sampled_from([None, "linear", "dynamic", "llama3", "yarn"]),
+    scaling_kind=st.sampled_from([None, "linear", "dynamic", "llama3", "yarn", "longrope"]),
     scaling=st.dictionaries(st.sampled_from(SCALING_KEYS), VALUES, max_size=2),
 )
 @example("llama", {}, "yarn", {"beta_slow": 5e-324})
@@ -202,6 +204,8 @@ def test_any_config_is_translated_or_refused_with_a_short_value_error(
         config |= {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     if scaling_kind is not None and kind != "gpt2":
         used = SCALING if scaling_kind == "llama3" else {"factor": 2.0}
+        if scaling_kind == "longrope":
+            used |= {"short_factor": [1.0] * 2, "long_factor": [2.0] * 2}  # heads of 4
         config["rope_scaling"] = used | {"rope_type": scaling_kind} | scaling
     try:
         _, translated = translate(config | changes)
