@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from model.checkpoints.chat_templates import read_chat_template, read_special_tokens
-from model.checkpoints.families import translate
+from model.checkpoints.families import Family, translate
 from model.checkpoints.network_weights import DTYPES, NetworkWeights
 from model.checkpoints.safetensors_directory import SafetensorsFiles
 from model.errors import CheckpointError, short_repr
 from model.files import read_json
+from model.network.adapters import Adapter
 from model.network.parameters import ParameterCount, count_parameters
 from model.network.prepare import Kernels, prepare_model
 from model.network.transformer import Transformer
@@ -64,7 +65,7 @@ class Checkpoint:
 
     Without a `tokenizer.json`, `tokenizer` is None, and only token ids can be used. `chat_template` is None if the
     checkpoint has no template for chats. `special_tokens` are the texts of the tokens that it names, such as
-    "bos_token".
+    "bos_token". `family` knows the names of its tensors. `adapters` are those that requests may choose, by name.
     """
 
     name: str
@@ -74,6 +75,8 @@ class Checkpoint:
     parameters: ParameterCount
     chat_template: ChatTemplate | None = None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    family: Family | None = None
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
 
 
 def load_checkpoint(
@@ -123,6 +126,7 @@ def load_checkpoint(
         count_parameters(model_config),
         template,
         read_special_tokens(directory),
+        family,
     )
 
 
