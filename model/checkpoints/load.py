@@ -27,6 +27,7 @@ from model.ops.quantization import Quantization
 from model.text.chat_template import ChatTemplate
 from model.text.sampling import SamplingParams
 from model.text.tokenizer import Tokenizer
+from model.tracing.stages import Stage, stages_of
 
 __all__ = ["BUNDLED", "DTYPES", "Checkpoint", "GenerationDefaults", "load_checkpoint"]
 
@@ -77,6 +78,11 @@ class Checkpoint:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     family: Family | None = None
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Every stage of a pass, with those of adapters if there are any."""
+        return stages_of(self.model.config, adapters=bool(self.adapters))
 
 
 def load_checkpoint(
