@@ -24,10 +24,10 @@ class LowRankLayer(nn.Module):
     def __init__(self, a: Tensor, b: Tensor, ops: NetworkOps) -> None:
         """a (r, K), and b (N, r), which includes the factor s; both in the dtype of the network."""
         super().__init__()
-        self.num_bytes = a.nbytes + b.nbytes
         num_zeros = -a.shape[0] % RANK_STEP
-        self.a = ops.linear(F.pad(a, (0, 0, 0, num_zeros)).contiguous(), None, a.dtype)
-        self.b = ops.linear(F.pad(b, (0, num_zeros)).contiguous(), None, b.dtype)
+        a, b = F.pad(a, (0, 0, 0, num_zeros)), F.pad(b, (0, num_zeros))
+        self.num_bytes = a.nbytes + b.nbytes
+        self.a, self.b = (ops.linear(matrix, None, matrix.dtype) for matrix in (a, b))
 
     def forward(self, x: Tensor) -> Tensor:
         added: Tensor = self.b(self.a(x))
