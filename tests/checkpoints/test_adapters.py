@@ -121,7 +121,7 @@ def test_a_pattern_takes_little_time(base: Checkpoint, adapter: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({Q + "lora_B.weight": None}, "lacks model.layers.0.self_attn.q_proj.lora_B.weight$"),
+        ({Q + "lora_B.weight": None}, "lacks .*layers.0.self_attn.q_proj.lora_B.weight$"),
         (
             {Q + "lora_A.weight": None, Q + "lora_B.weight": None},
             "lacks .*q_proj.lora_A.weight, .*q_proj.lora_B.weight$",
@@ -140,7 +140,7 @@ def test_missing_surplus_and_misshapen_tensors_are_named(
     base: Checkpoint, adapter: Path, changes: dict[str, torch.Tensor | None], reason: str
 ) -> None:
     edit_tensors(adapter, {PREFIX + name: tensor for name, tensor in changes.items()})
-    assert re.search(reason.replace("lacks model.", "lacks base_model.model.model."), refusal(base, adapter))
+    assert re.search(reason, refusal(base, adapter))
 
 
 def test_an_adapter_without_tensors_is_refused(base: Checkpoint, adapter: Path) -> None:
