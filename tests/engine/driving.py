@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from model.config import ModelConfig
 from model.engine.cache import bytes_of_token
@@ -167,16 +168,20 @@ def alone(model: Transformer, request: Request, choice: int = 0, tokenizer: Toke
     grammar = None if params.constraint is None else GrammarState(params.constraint, params.stop_token_ids)
     num_top, num_prompt_top = params.logprobs, params.prompt_logprobs
     result = Result()
+    max_length = len(ids) + params.max_tokens
+
+    def full_pass(ids: Sequence[int]) -> Tensor:
+        context = DenseContext(model.config, None, len(ids), torch.device("cpu"), max_length=max_length)
+        return model(torch.tensor([ids]), context=context)[0]
+
     if params.returns_prompt:
-        logits = model(torch.tensor([ids]))[0]
+        logits = full_pass(ids)
         entries = [] if num_prompt_top is None else token_logprobs(logits[:-1], ids[1:], num_prompt_top)
         result.ids = list(ids)
         result.logprobs = [None] * len(ids) if num_prompt_top is None else [None, *entries]
         result.text = "".join(token.text for token in transcript.prompt_outputs(entries))
     while transcript.end is None:
-        max_length = len(request.prompt_ids) + params.max_tokens
-        context = DenseContext(model.config, None, len(ids), torch.device("cpu"), max_length=max_length)
-        logits = model(torch.tensor([ids]), context=context)[0]
+        logits = full_pass(ids)
         masks = token_masks([(grammar, ())], logits.shape[-1])
         [token_id] = sample(logits[-1:], [sampler], masks=masks)
         assert isinstance(token_id, int)
