@@ -109,9 +109,7 @@ class TestGGUFModelsOnTheHub:
         return asked
 
     def test_several_models_are_an_error_that_lists_them(self, hub: dict[str, Any]) -> None:
-        with pytest.raises(
-            CheckpointError, match=r"m-Q4_K_M\.gguf.*m-Q8_0-00001-of.*as in org/name:Q4_K_M"
-        ):
+        with pytest.raises(CheckpointError, match=r"m-Q4_K_M\.gguf.*m-Q8_0-00001-of.*as in org/name:Q4_K_M"):
             locate("org/name")
 
     @pytest.mark.parametrize(("tag", "file"), [("q4_k_m", "m-Q4_K_M.gguf"), ("Q8_0", "m-Q8_0-00001-of-00002.gguf")])
