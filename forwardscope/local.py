@@ -3,6 +3,8 @@
 import operator
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,16 +14,19 @@ from forwardscope.local_generation import GenerationCollector, build_engine, rea
 from forwardscope.local_trace import check_indices, describe_loss, describe_stage, values_of
 from forwardscope.results import ChatAnswer, Generation, Prediction, Token, Trace
 from model.analysis.forward_trace import trace as trace_pass
+from model.checkpoints.adapters import load_adapter
 from model.checkpoints.load import BUNDLED, Checkpoint, load_checkpoint
 from model.engine.engine import Engine
 from model.engine.request import Request
-from model.errors import InvalidField, shortened
+from model.errors import InvalidField, join_names, shortened
+from model.network.adapted_network import AdaptedNetwork
+from model.network.adapters import Adapter
 from model.network.prepare import Kernels
 from model.ops.quantization import Quantization
 from model.text.tokenizer import Tokenizer
 from model.tracing.predictions import predict
 from model.tracing.selection import Selection
-from model.tracing.stages import UnknownStage, select, sizes_of, stages_of
+from model.tracing.stages import UnknownStage, select, sizes_of
 
 DEFAULT_TOP_K = 10
 
@@ -33,11 +38,13 @@ def load(
     device: str = "auto",
     quantize: Quantization = "none",
     kernels: Kernels = "auto",
+    adapters: Mapping[str, str | Path] | None = None,
 ) -> "LocalModel":
     """Load a model: "bundled", a checkpoint directory, or a hub id such as "HuggingFaceTB/SmolLM2-135M-Instruct".
 
-    The arguments have the names and the defaults of the server's settings, so both compute the same numbers. Raises a
-    `ValueError`, such as `CheckpointError`, whose message says what is wrong.
+    The arguments have the names and the defaults of the server's settings, so both compute the same numbers.
+    `adapters` maps names to directories of LoRA adapters, which calls choose by name. Raises a `ValueError`, such as
+    `CheckpointError`, whose message says what is wrong.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,7 +57,8 @@ def load(
         quantize=quantize,
         kernels=kernels,
     )
-    return LocalModel(checkpoint)
+    loaded = {name: load_adapter(checkpoint, path, name) for name, path in (adapters or {}).items()}
+    return LocalModel(replace(checkpoint, adapters=loaded))
 
 
 class LocalModel:
@@ -71,7 +79,7 @@ class LocalModel:
     @property
     def stages(self) -> list[str]:
         """The names of all stages, in the order of computation."""
-        return [stage.name for stage in stages_of(self.checkpoint.model.config)]
+        return [stage.name for stage in self.checkpoint.stages]
 
     def run(
         self,
@@ -82,6 +90,7 @@ class LocalModel:
         heads: Sequence[int] | None = None,
         targets: Sequence[int | None] | None = None,
         top_k: int | None = None,
+        adapter: str | None = None,
     ) -> Trace[Tensor]:
         """Run one forward pass over a prompt and return the tensors of its stages.
 
@@ -98,7 +107,7 @@ class LocalModel:
         self._check_ids("targets", [each for each in targets or () if each is not None])
         globs = [stages] if isinstance(stages, str) else list(stages)
         try:
-            selected = select(stages_of(config), [*globs, "logits"])
+            selected = select(self.checkpoint.stages, [*globs, "logits"])
         except UnknownStage as error:
             raise InvalidField("stages", str(error)) from None
         selection = Selection(
@@ -109,7 +118,9 @@ class LocalModel:
         )
         own_targets = [*ids[1:], None] if targets is None else list(targets)
         sizes = sizes_of(config, len(ids))
-        found = trace_pass(network, ids, own_targets, selection, sizes, weight.device)
+        own_adapter = self._find_adapter(adapter)
+        adapted = AdaptedNetwork(network, own_adapter) if self.checkpoint.adapters else network
+        found = trace_pass(adapted, ids, own_targets, selection, sizes, weight.device)
         rows = list(range(len(ids)) if selection.positions is None else selection.positions)
         num_predictions = min(DEFAULT_TOP_K, config.vocab_size) if top_k is None else top_k
         return Trace(
@@ -132,6 +143,7 @@ class LocalModel:
         stop: str | Sequence[str] = (),
         n: int = 1,
         logprobs: int | None = None,
+        adapter: str | None = None,
         **sampling: Any,
     ) -> Generation[Tensor]:
         """Continue a prompt, and return the whole text with its tokens.
@@ -152,7 +164,7 @@ class LocalModel:
             sampling=sampling | {"temperature": temperature, "seed": seed},
         )
         engine = self._running_engine()
-        request = Request(id=f"gen-{uuid.uuid4().hex}", prompt_ids=ids, params=params)
+        request = Request(id=f"gen-{uuid.uuid4().hex}", prompt_ids=ids, params=params, adapter=adapter)
         collector = GenerationCollector(request, self.name, self._text_of)
         engine.add(request)
         try:
@@ -211,6 +223,12 @@ class LocalModel:
         """The engine, which is built for the first generation, because its cache takes memory."""
         self._engine = self._engine or build_engine(self.checkpoint)
         return self._engine
+
+    def _find_adapter(self, name: str | None) -> Adapter | None:
+        adapters = self.checkpoint.adapters
+        if name is not None and name not in adapters:
+            raise InvalidField("adapter", f"{shortened(name)} is not loaded; loaded: {join_names(adapters) or 'none'}")
+        return None if name is None else adapters[name]
 
     def _tokenizer(self, field: str) -> Tokenizer:
         if self.checkpoint.tokenizer is None:

@@ -29,7 +29,7 @@ def build_engine(checkpoint: Checkpoint) -> Engine:
     size = EngineConfig.block_size
     num_tokens = NUM_CONTEXTS * -(-network.config.max_positions // size) * size
     cache_bytes = min(MAX_CACHE_BYTES, num_tokens * bytes_of_token(network.config, network.embed.weight.dtype))
-    return Engine(network, checkpoint.tokenizer, EngineConfig(cache_bytes=cache_bytes))
+    return Engine(network, checkpoint.tokenizer, EngineConfig(cache_bytes=cache_bytes), checkpoint.adapters)
 
 
 def read_params(

@@ -2,6 +2,7 @@
 
 The signature and docstring of each function here are those of the clients' method of the same name. `**fields` are
 further fields of the request, as docs/api.md lists them; the server refuses unknown ones and names the nearest.
+`adapter` is the name of a LoRA adapter that the server has loaded.
 """
 
 import json
@@ -36,6 +37,7 @@ def run(
     targets: Sequence[int | None] | None = None,
     top_k: int | None = None,
     model: str | None = None,
+    adapter: str | None = None,
     **fields: Any,
 ) -> Call[Trace[NumpyArray]]:
     """Run one forward pass over a prompt and return the arrays of its stages.
@@ -52,6 +54,7 @@ def run(
         targets=None if targets is None else [None if each is None else operator.index(each) for each in targets],
         top_k=top_k,
         model=model,
+        adapter=adapter,
         **fields,
     )
     request = Request("/forward", body, SAFETENSORS)
@@ -65,6 +68,7 @@ def logits(
     top_k: int | None = None,
     logprobs: bool = False,
     model: str | None = None,
+    adapter: str | None = None,
     **fields: Any,
 ) -> Call[Logits[NumpyArray]]:
     """The logits of the next token, at the last position or at others.
@@ -78,6 +82,7 @@ def logits(
         top_k=top_k,
         logprobs=logprobs,
         model=model,
+        adapter=adapter,
         **fields,
     )
     return Call(Request("/logits", body, SAFETENSORS), lambda content: answers.logits(*read_safetensors(content)))
@@ -93,6 +98,7 @@ def generate(
     n: int | None = None,
     logprobs: int | None = None,
     trace: Mapping[str, Any] | None = None,
+    adapter: str | None = None,
     **fields: Any,
 ) -> Call[Generation[NumpyArray]]:
     """Continue a prompt, and return the whole text with its tokens.
@@ -101,7 +107,7 @@ def generate(
     `{"stages": ["*.attn.pattern"], "heads": [0]}` or `{"logit_lens": True}`. Further fields are `top_k`, `top_p`,
     `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos`, `echo` and others.
     """
-    body = generation_body(prompt, max_tokens, temperature, seed, stop, n, logprobs, trace, fields)
+    body = generation_body(prompt, max_tokens, temperature, seed, stop, n, logprobs, trace, adapter, fields)
     return Call(Request("/generate", body), parser(answers.generation))
 
 
@@ -115,6 +121,7 @@ def stream(
     n: int | None = None,
     logprobs: int | None = None,
     trace: Mapping[str, Any] | None = None,
+    adapter: str | None = None,
     **fields: Any,
 ) -> StreamCall[StreamEvent[NumpyArray]]:
     """Continue a prompt, and iterate over the tokens as the server computes them; the arguments are as in `generate`.
@@ -122,7 +129,7 @@ def stream(
     The request is sent when the first event is asked for. Leaving the loop early closes the connection, and the server
     stops. A `with` block around the stream, or its method `close`, does so even if a variable still holds the stream.
     """
-    body = generation_body(prompt, max_tokens, temperature, seed, stop, n, logprobs, trace, fields)
+    body = generation_body(prompt, max_tokens, temperature, seed, stop, n, logprobs, trace, adapter, fields)
     return StreamCall(Request("/generate", body | {"stream": True}, EVENTS), answers.stream_events)
 
 
@@ -134,13 +141,14 @@ def chat(
     seed: int | None = None,
     stop: str | Sequence[str] | None = None,
     model: str | None = None,
+    adapter: str | None = None,
     **fields: Any,
 ) -> Call[ChatAnswer]:
     """Answer a conversation: a list of messages `{"role": "user", "content": "..."}`, or one question as a string.
 
     The model needs a chat template. The fields are those of OpenAI's chat completions.
     """
-    body = chat_body(messages, max_tokens, temperature, seed, stop, model, fields)
+    body = chat_body(messages, max_tokens, temperature, seed, stop, model, adapter, fields)
     return Call(Request("/v1/chat/completions", body), parser(answers.chat_answer))
 
 
@@ -152,10 +160,11 @@ def stream_chat(
     seed: int | None = None,
     stop: str | Sequence[str] | None = None,
     model: str | None = None,
+    adapter: str | None = None,
     **fields: Any,
 ) -> StreamCall[ChatEvent]:
     """Answer a conversation, and iterate over the pieces of the answer. The arguments are those of `chat`."""
-    body = chat_body(messages, max_tokens, temperature, seed, stop, model, fields)
+    body = chat_body(messages, max_tokens, temperature, seed, stop, model, adapter, fields)
     return StreamCall(Request("/v1/chat/completions", body | {"stream": True}, EVENTS), answers.chat_events)
 
 
@@ -198,6 +207,7 @@ def generation_body(
     n: int | None,
     logprobs: int | None,
     trace: Mapping[str, Any] | None,
+    adapter: str | None,
     fields: dict[str, Any],
 ) -> dict[str, Any]:
     """The body of POST /generate. A trace has the values of its stages unless it names another `detail`."""
@@ -214,6 +224,7 @@ def generation_body(
         n=n,
         logprobs=logprobs,
         trace=trace,
+        adapter=adapter,
         **not_stream(fields),
     )
 
@@ -225,6 +236,7 @@ def chat_body(
     seed: int | None,
     stop: str | Sequence[str] | None,
     model: str | None,
+    adapter: str | None,
     fields: dict[str, Any],
 ) -> dict[str, Any]:
     own = [{"role": "user", "content": messages}] if isinstance(messages, str) else [dict(each) for each in messages]
@@ -235,6 +247,7 @@ def chat_body(
         seed=seed,
         stop=stop if stop is None or isinstance(stop, str) else list(stop),
         model=model,
+        adapter=adapter,
         **not_stream(fields),
     )
 

@@ -258,7 +258,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A name for the field `model`: the served checkpoint, or a worked example with the title of its article."""
+    """A name for the field `model`: the served checkpoint, an adapter, or a worked example with its article's title."""
 
     name: str
     kind: str

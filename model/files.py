@@ -12,8 +12,7 @@ from typing import Any
 
 from model.errors import CheckpointError, printable_name
 
-# The model.safetensors.index.json of the largest network that `ModelConfig` allows has less than 1.5 MB, and a
-# config.json has some kilobytes.
+# A config.json has some kilobytes.
 MAX_JSON_BYTES = 2 << 20
 MAX_JSON_DEPTH = 64
 FILE_KINDS = {
@@ -50,9 +49,9 @@ def read_regular_file(path: Path, *, max_bytes: int) -> bytes:
     return content
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Read a JSON object. Raises `CheckpointError` for anything else, and for numbers that are not finite."""
-    text = read_regular_file(path, max_bytes=MAX_JSON_BYTES)
+    text = read_regular_file(path, max_bytes=max_bytes)
     non_finite: list[str] = []
 
     def parse_float(literal: str) -> float:

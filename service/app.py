@@ -5,6 +5,7 @@ import gc
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,9 +13,12 @@ from fastapi import Depends, FastAPI
 from fastapi_offline import FastAPIOffline
 
 from model import __version__
+from model.checkpoints.adapters import load_adapter
 from model.checkpoints.load import BUNDLED, Checkpoint, load_checkpoint
 from model.engine.cache import bytes_of_token
 from model.engine.engine import Engine, EngineConfig
+from model.network.adapters import Adapter
+from model.worked_examples import WORKED_EXAMPLES
 from service.http.access_log import AccessLog
 from service.http.cors import Cors
 from service.http.errors import InternalErrors, install_error_handlers
@@ -146,6 +150,7 @@ def build_engine(checkpoint: Checkpoint, settings: Settings) -> Engine:
             max_stretch=settings.max_step_stretch,
             speculates=settings.speculate,
         ),
+        checkpoint.adapters,
     )
     logger.info("cache of %d tokens, at most %d sequences per step", engine.num_cache_tokens, settings.max_num_seqs)
     return engine
@@ -162,6 +167,8 @@ def check_device(device: str) -> None:
 def load_model(settings: Settings) -> Checkpoint | None:
     """Load the checkpoint that the settings name. None if the setting is "none"."""
     if settings.model == "none":
+        if settings.adapter:
+            raise ValueError("adapters change a model, but --model none serves none; leave --adapter out")
         logger.info("no checkpoint is served; POST /forward runs the worked examples")
         return None
     device = settings.device
@@ -190,4 +197,21 @@ def load_model(settings: Settings) -> Checkpoint | None:
         str(network.embed.weight.dtype).removeprefix("torch."),
         network.config.max_positions,
     )
-    return checkpoint
+    return replace(checkpoint, adapters=load_adapters(checkpoint, settings))
+
+
+def load_adapters(checkpoint: Checkpoint, settings: Settings) -> dict[str, Adapter]:
+    """Load the adapters that the settings name."""
+    adapters = {}
+    for name, path in settings.adapters.items():
+        if name == checkpoint.name or name in WORKED_EXAMPLES:
+            raise ValueError(f"the adapter {name!r} has the name of a model; give it another name")
+        adapter = adapters[name] = load_adapter(checkpoint, path, name)
+        logger.info(
+            "adapter %s: %d layers, rank %s, %.1f MB",
+            name,
+            len(adapter.layers),
+            ", ".join(map(str, adapter.ranks)),
+            adapter.num_bytes / 1e6,
+        )
+    return adapters

@@ -13,6 +13,7 @@ from model.ops.quantization import Quantization
 MIB = 1 << 20
 PREFIX = "FORWARDSCOPE_"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
+ADAPTER = re.compile(r"[^\s=]{1,200}=.+")
 
 
 def _split(value: Any) -> Any:
@@ -29,6 +30,16 @@ def _check_origins(origins: list[str]) -> list[str]:
                 "https://example.org or http://localhost:3000, or * for all origins"
             )
     return origins
+
+
+def _check_adapters(adapters: list[str]) -> list[str]:
+    names = [adapter.partition("=")[0] for adapter in adapters]
+    for adapter, name in zip(adapters, names, strict=True):
+        if not ADAPTER.fullmatch(adapter):
+            raise ValueError(f"{adapter!r} is not NAME=PATH, with a name of at most 200 characters without spaces")
+        if names.count(name) > 1:
+            raise ValueError(f"the name {name!r} is given twice; each adapter needs a name of its own")
+    return adapters
 
 
 class Settings(BaseSettings):
@@ -52,6 +63,11 @@ class Settings(BaseSettings):
     revision: str | None = Field(None, description="branch, tag or commit of a hub id; default: its main branch")
     model_name: str | None = Field(
         None, description="name of the model in answers; default: the name of the directory, or the hub id"
+    )
+    adapter: Annotated[list[str], NoDecode, BeforeValidator(_split), AfterValidator(_check_adapters)] = Field(
+        [],
+        description="LoRA adapter as NAME=PATH, the directory that PEFT has saved; requests choose it by the name; "
+        "repeatable, or several separated by commas",
     )
     chat_template: Path | None = Field(
         None, description="file with a Jinja template for chats that replaces those of the checkpoint"
@@ -174,6 +190,11 @@ class Settings(BaseSettings):
                 f"which is {largest}"
             )
         return self
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The adapters: name -> path."""
+        return dict(adapter.split("=", 1) for adapter in self.adapter)
 
     @property
     def host_names(self) -> frozenset[str]:

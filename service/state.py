@@ -11,7 +11,7 @@ from model.checkpoints.load import Checkpoint
 from model.engine.engine import Engine
 from model.text.grammar import Grammars
 from service.http.buffers import Buffers, Reservation
-from service.http.errors import ApiError, draining
+from service.http.errors import ApiError, draining, invalid
 from service.metrics import Metrics
 from service.settings import Settings
 from service.worker import Worker, WorkerLimits
@@ -82,11 +82,33 @@ def served_checkpoint(state: State) -> Checkpoint:
 
 
 def check_model(checkpoint: Checkpoint, name: str | None, others: Iterable[str] = ()) -> None:
-    """Raise 404 unless a request names the served model, or none. `others` are further names for the message."""
-    if name is not None and name != checkpoint.name:
-        known = ", ".join([checkpoint.name, *others])
+    """Raise 404 unless a request names the served model, one of its adapters, or none.
+
+    `others` are further names for the message.
+    """
+    if name is not None and name != checkpoint.name and name not in checkpoint.adapters:
+        known = ", ".join([checkpoint.name, *checkpoint.adapters, *others])
         message = f"model: {name!r} is not served; send {known}, or leave the field out"
         raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def find_adapter(checkpoint: Checkpoint, model: str | None, adapter: str | None) -> str | None:
+    """The adapter that a request asks for, with `adapter` or as its `model`; None if it asks for none.
+
+    Raises 404 for a name that is not served, and 400 if the two fields name different adapters.
+    """
+    check_model(checkpoint, model)
+    if adapter is not None and adapter not in checkpoint.adapters:
+        known = ", ".join(checkpoint.adapters)
+        advice = f"send {known}" if known else "this server has no adapters; start it with --adapter NAME=PATH"
+        message = f"adapter: {adapter!r} is not served; {advice}, or leave the field out"
+        raise ApiError(404, message, param="adapter", code="adapter_not_found")
+    by_model = model if model in checkpoint.adapters else None
+    if adapter is not None and by_model not in (None, adapter):
+        raise invalid(
+            "adapter", f"{adapter!r} is not the adapter {by_model!r} that `model` names; send only one of them"
+        )
+    return adapter or by_model
 
 
 def get_engine(state: State) -> Engine:

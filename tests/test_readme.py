@@ -315,7 +315,7 @@ def test_the_table_of_stages_has_every_stage_and_its_dims() -> None:
     found = {
         (re.sub(r"^blocks\.\d+\.", "blocks.i.", stage.name), ", ".join(stage.dims))
         for config in CONFIGS.values()
-        for stage in stages_of(config)
+        for stage in stages_of(config, adapters=True)
     }
     assert {(row[0].strip("`"), row[1]) for row in table} == found
 
@@ -402,7 +402,7 @@ def defined_names() -> frozenset[str]:
     for path in (ROOT / "model").rglob("*.h"):
         names |= set(re.findall(r"#define (\w+)", path.read_text(encoding="utf-8")))
     names |= set(dir(builtins))
-    return frozenset(names | {stage.name.rpartition(".")[2] for stage in stages_of(CONFIGS["qwen3"])})
+    return frozenset(names | {stage.name.rpartition(".")[2] for stage in stages_of(CONFIGS["qwen3"], adapters=True)})
 
 
 def test_every_test_that_the_security_page_names_is_there() -> None:

@@ -25,7 +25,7 @@ IGNORED = ("*/*.json", "*/*.safetensors", "consolidated*")
 LOG_SECONDS = 5.0
 
 
-class LoggedBar(tqdm_asyncio):  # type: ignore[type-arg]  # tqdm has no generic classes at run time
+class LoggedBar(tqdm_asyncio):  # type: ignore[type-arg]  # generic in its types only, not when it runs
     """A progress bar of the hub's library that is no bar, but a log line every five seconds."""
 
     def __init__(self, *args: Any, **options: Any) -> None:

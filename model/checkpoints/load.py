@@ -23,6 +23,7 @@ from model.checkpoints.tensor_source import TensorSource
 from model.config import ModelConfig
 from model.errors import CheckpointError, short_repr
 from model.files import read_json
+from model.network.adapters import Adapter
 from model.network.parameters import ParameterCount, count_parameters
 from model.network.prepare import Kernels, prepare_model
 from model.network.transformer import Transformer
@@ -30,6 +31,7 @@ from model.ops.quantization import Quantization
 from model.text.chat_template import ChatTemplate
 from model.text.sampling import SamplingParams
 from model.text.tokenizer import Tokenizer
+from model.tracing.stages import Stage, stages_of
 
 __all__ = ["BUNDLED", "DTYPES", "Checkpoint", "GenerationDefaults", "load_checkpoint"]
 
@@ -66,7 +68,7 @@ class Checkpoint:
 
     Without a `tokenizer.json`, `tokenizer` is None, and only token ids can be used. `chat_template` is None if the
     checkpoint has no template for chats. `special_tokens` are the texts of the tokens that it names, such as
-    "bos_token".
+    "bos_token". `family` knows the names of its tensors. `adapters` are those that requests may choose, by name.
     """
 
     name: str
@@ -76,6 +78,13 @@ class Checkpoint:
     parameters: ParameterCount
     chat_template: ChatTemplate | None = None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    family: Family | None = None
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Every stage of a pass, with those of adapters if there are any."""
+        return stages_of(self.model.config, adapters=bool(self.adapters))
 
 
 def load_checkpoint(
@@ -124,6 +133,7 @@ def load_checkpoint(
         count_parameters(model_config),
         contents.template,
         contents.special_tokens,
+        family,
     )
 
 

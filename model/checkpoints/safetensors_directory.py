@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SUFFIX = ".safetensors"
-# The largest network that `ModelConfig` allows, in one file, has a header of about 2 MB.
-MAX_HEADER_BYTES = 4 << 20
+# The largest published mixtures of experts have about 50,000 tensors, each with about 100 bytes in the index.
+MAX_INDEX_BYTES = 8 << 20
+MAX_HEADER_BYTES = 8 << 20
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 PICKLE_HINT = (
     "is a pickle. Pickles are refused, because opening one can run code. If you trust it, convert it: "
@@ -173,7 +174,7 @@ def _read_index(directory: Path) -> dict[str, str] | None:
     """Read the index: tensor name -> file name. None if there is no index."""
     if not (directory / INDEX).exists():
         return None
-    weight_map = read_json(directory / INDEX).get("weight_map")
+    weight_map = read_json(directory / INDEX, max_bytes=MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{directory / INDEX}: weight_map is not an object of file names")
     return weight_map

@@ -1,5 +1,8 @@
 """Decode graphs: a step in which every sequence only decodes is recorded once per shape, then replayed.
 
+Steps with adapters are recorded once for each way in which their rows are divided among adapters. There may be very
+many ways, so only those that were used last are kept.
+
 What a CUDA graph is to a GPU, a recording is to our CPU kernels: replaying it needs no Python between the kernels.
 """
 
@@ -12,9 +15,12 @@ from torch import Tensor
 from model.engine.attention.paged import PagedBackend
 from model.engine.attention.step_context import StepContext
 from model.engine.scheduler import ScheduledSequence
+from model.network.adapters import PassAdapters
 from model.network.transformer import Transformer
 from model.ops.cpu.recording import Recording, RecordingMemory
 from model.ops.interface import Argmax
+
+MAX_ADAPTED_GRAPHS = 64
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,10 @@ class DecodeResult:
 
 
 class DecodeGraph:
-    """One recorded pass of `model` over the N new tokens of some decoding sequences, and the memory of its inputs."""
+    """One recorded pass of `model` over the N new tokens of some decoding sequences, and the memory of its inputs.
+
+    The rows of `adapters` are part of the recording.
+    """
 
     def __init__(
         self,
@@ -35,6 +44,7 @@ class DecodeGraph:
         attention: PagedBackend,
         sequences: Sequence[ScheduledSequence],
         memory: RecordingMemory,
+        adapters: PassAdapters | None,
         *,
         watched: bool,
     ) -> None:
@@ -45,7 +55,7 @@ class DecodeGraph:
         self._ids = ids.numpy()
         self._recording = Recording(memory)
         with self._recording.record(watched=watched):
-            logits = model(ids, context=StepContext(self._step, cache, sequences, ops.network))[0]
+            logits = model(ids, context=StepContext(self._step, cache, sequences, ops.network), adapters=adapters)[0]
             self.result = DecodeResult(logits, ops.sampling.argmax(logits), was_replayed=False)
         self._replayed = replace(self.result, was_replayed=True)
         self.is_whole = self._recording.is_whole
@@ -61,6 +71,24 @@ class DecodeGraph:
         self._ids[0] = _new_tokens(sequences)
 
 
+@dataclass(frozen=True)
+class Shape:
+    """What two steps must have in common to share a graph."""
+
+    num_sequences: int
+    num_tokens: int
+    adapted: tuple[tuple[str, int, int], ...]  # the name of an adapter, and the first row of its run and the last + 1
+
+    @classmethod
+    def of(cls, sequences: Sequence[ScheduledSequence], adapters: PassAdapters | None) -> "Shape":
+        runs = () if adapters is None else adapters.tokens
+        return cls(
+            len(sequences),
+            sum(scheduled.num_new for scheduled in sequences),
+            tuple((each.adapter.name, each.rows.start, each.rows.stop) for each in runs),
+        )
+
+
 class DecodeGraphs:
     """The graphs of a network that our kernels compute completely. Without paged kernels nothing is recorded."""
 
@@ -68,30 +96,54 @@ class DecodeGraphs:
         self._model = model
         self._attention = attention
         self._memory = RecordingMemory()
-        self._graphs: dict[tuple[int, int], DecodeGraph] = {}  # by number of sequences and of new tokens
+        self._graphs: dict[Shape, DecodeGraph] = {}  # those with adapters in the order of their last use
+        self._was_watched: set[bool] = set()  # whether a recording was watched without adapters, and with them
 
     @property
     def num_recorded(self) -> int:
         return len(self._graphs)
 
-    def run(self, sequences: Sequence[ScheduledSequence]) -> DecodeResult | None:
+    def run(self, sequences: Sequence[ScheduledSequence], adapters: PassAdapters | None = None) -> DecodeResult | None:
         """The result of the step, valid until the next call. None if the step cannot be recorded."""
         if self._attention is None or not all(scheduled.is_decoding for scheduled in sequences):
             return None
-        shape = len(sequences), sum(scheduled.num_new for scheduled in sequences)
+        shape = Shape.of(sequences, adapters)
         graph = self._graphs.get(shape)
         if graph is not None:
+            if shape.adapted:
+                self._graphs[shape] = self._graphs.pop(shape)
             return graph.replay(sequences)
-        # To watch a recording is to look for computations by PyTorch, which cannot be replayed. It is slow, so it ends
-        # with the first watched recording of several tokens: with one token, PyTorch can return a view where it copies.
-        was_watched = any(num_tokens > 1 for _, num_tokens in self._graphs)
-        graph = DecodeGraph(self._model, self._attention, sequences, self._memory, watched=not was_watched)
+        graph = self._record(self._attention, sequences, adapters, shape)
         if graph.is_whole:
             self._graphs[shape] = graph
+            adapted = [each for each in self._graphs if each.adapted]
+            if len(adapted) > MAX_ADAPTED_GRAPHS:
+                del self._graphs[adapted[0]]
         else:
             self._attention = None  # PyTorch computes a part of this network, so nothing is recorded from now on
             self._graphs.clear()
         return graph.result
+
+    def _record(
+        self,
+        attention: PagedBackend,
+        sequences: Sequence[ScheduledSequence],
+        adapters: PassAdapters | None,
+        shape: Shape,
+    ) -> DecodeGraph:
+        """Record a step.
+
+        To watch a recording is to look for computations by PyTorch, which cannot be replayed. It is slow, so it ends
+        with the first watched recording of several tokens: with one token, PyTorch can return a view where it copies.
+        """
+        is_adapted = bool(shape.adapted)
+        watched = is_adapted not in self._was_watched
+        graph = DecodeGraph(
+            self._model, attention, sequences, self._memory, adapters if is_adapted else None, watched=watched
+        )
+        if shape.num_tokens > 1:
+            self._was_watched.add(is_adapted)
+        return graph
 
 
 def _new_tokens(sequences: Sequence[ScheduledSequence]) -> list[int]:

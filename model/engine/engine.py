@@ -18,7 +18,8 @@ from model.engine.request import Output, Request, Step
 from model.engine.runner import ForwardResult, Runner
 from model.engine.scheduler import ScheduledSequence, Scheduler
 from model.engine.sequence import SequenceState
-from model.errors import InvalidField, shortened
+from model.errors import InvalidField, join_names, shortened
+from model.network.adapters import Adapter
 from model.network.transformer import Transformer
 from model.text.constraint import token_masks
 from model.text.sampling import Sampler, constraint_effect, sample, token_logprobs
@@ -61,9 +62,18 @@ class Stats:
 
 
 class Engine:
-    """Continuous batching of one model. `tokenizer` may be None: then there is no text."""
+    """Continuous batching of one model. `tokenizer` may be None: then there is no text.
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
+    `adapters` are the adapters that requests may choose, by name.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig,
+        adapters: Mapping[str, Adapter] | None = None,
+    ) -> None:
         weight = model.embed.weight
         needed = bytes_of_token(model.config, weight.dtype) * config.block_size
         num_blocks = config.cache_bytes // needed
@@ -84,7 +94,8 @@ class Engine:
             device=weight.device,
         )
         self._pool = BlockPool(num_blocks, config.block_size)
-        self._runner = Runner(model, self._cache)
+        self._adapters = adapters or {}
+        self._runner = Runner(model, self._cache, self._adapters)
         self._scheduler = Scheduler(
             self._pool,
             max_sequences=config.max_sequences,
@@ -113,6 +124,9 @@ class Engine:
                 if not 0 <= token_id < config.vocab_size:
                     reason = f"{shortened(token_id)} is no token id; the vocabulary has {config.vocab_size}"
                     raise InvalidField(field, reason)
+        if request.adapter is not None and request.adapter not in self._adapters:
+            known = join_names(self._adapters) or "none"
+            raise InvalidField("adapter", f"{shortened(request.adapter)} is not loaded; loaded: {known}")
         if num_prompt + request.params.max_tokens > self.num_cache_tokens:
             reason = (
                 f"{request.params.max_tokens} after a prompt of {num_prompt} exceed the cache of "
@@ -143,6 +157,7 @@ class Engine:
                 prefix_leader=leader,
                 cache_salt=self._cache_salt(request, max_length),
                 max_length=max_length,
+                adapter=request.adapter,
             )
             leader = leader or sequence
             continuation = Continuation(request, index, sequence, self._tokenizer)
@@ -156,7 +171,8 @@ class Engine:
         """Sequences share computed blocks only if all that their keys and values depend on is equal."""
         scaling = self._model.config.rope_scaling
         is_long = scaling is not None and scaling.kind == "longrope" and max_length > scaling.original_max_positions
-        return repr((request.cache_salt, is_long)) if request.cache_salt is not None or is_long else None
+        parts = (request.cache_salt, is_long, request.adapter)
+        return None if parts == (None, False, None) else repr(parts)
 
     def abort(self, request_id: str, stop_reason: str | None = None) -> list[Output]:
         """Cancel the continuations of a request that have not ended. Their blocks are released at once."""

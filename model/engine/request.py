@@ -11,11 +11,13 @@ from model.tracing.tap import Tap
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt, and what to generate after it. `trace` reports stages of its steps. `tap` reads or changes
-    stages, for callers in the same process.
+    stages, for callers in the same process. `adapter` is the name of a loaded adapter that changes the network for
+    this request.
 
     A sequence with a `tap` neither shares its keys and values nor takes those of others. Two requests share the keys
-    and values of a common prefix only if their `cache_salt` is the same. The time to the first token reveals whether a
-    prefix was computed before, so users who must not learn of each other's prompts need different salts.
+    and values of a common prefix only if their `adapter` and their `cache_salt` are the same. The time to the first
+    token reveals whether a prefix was computed before, so users who must not learn of each other's prompts need
+    different salts.
     """
 
     id: str
@@ -24,6 +26,7 @@ class Request:
     trace: TraceParams | None = None
     tap: Tap | None = None
     cache_salt: str | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from model.engine.attention.step_context import StepContext, choose_attention
 from model.engine.cache import PagedCache
 from model.engine.decode_graphs import DecodeGraphs
 from model.engine.scheduler import ScheduledSequence
+from model.network.adapters import AdaptedRows, Adapter, PassAdapters
 from model.network.transformer import Transformer
 from model.ops.interface import Argmax
 from model.tracing.stages import stages_of
@@ -33,11 +35,12 @@ class ForwardResult:
 
 
 class Runner:
-    """Runs `model` over the sequences of a step, on its paged cache."""
+    """Runs `model` over the sequences of a step, on its paged cache, each with its own adapter or with none."""
 
-    def __init__(self, model: Transformer, cache: PagedCache) -> None:
+    def __init__(self, model: Transformer, cache: PagedCache, adapters: Mapping[str, Adapter]) -> None:
         self._model = model
         self._cache = cache
+        self._adapters = adapters
         self._attention = choose_attention(cache, model.config, model.backend)
         self._decode_graphs = DecodeGraphs(
             model, self._attention if isinstance(self._attention, PagedBackend) else None
@@ -67,13 +70,16 @@ class Runner:
     ) -> ForwardResult:
         """The logits of those tokens after which a token is chosen; for sequences in `all_rows`, of all new tokens."""
         ordered = in_attention_order(sequences)
+        if self._adapters and isinstance(self._attention, PagedBackend):  # any order will do, so have few runs
+            ordered.sort(key=lambda scheduled: (not scheduled.is_decoding, scheduled.sequence.adapter or ""))
         rows: dict[ScheduledSequence, slice] = {}
         first_row = 0
         for scheduled in ordered:
             end_row = first_row + (scheduled.num_new if scheduled in all_rows else scheduled.num_sampled)
             rows[scheduled] = slice(first_row, end_row)
             first_row = end_row
-        decoded = None if taps else self._decode_graphs.run(ordered)
+        adapters = self._pass_adapters(ordered, rows) if self._adapters else None
+        decoded = None if taps else self._decode_graphs.run(ordered, adapters)
         if decoded is not None:
             replayed = decoded.was_replayed
             return ForwardResult(decoded.logits, decoded.argmax, rows, {}, not replayed, replayed)
@@ -92,9 +98,28 @@ class Runner:
             tap=BatchTap(batch, self._row_selected_stages) if batch else None,
             rows=selected,
             context=StepContext(attention, self._cache, ordered, self._model.backend.network),
+            adapters=adapters,
         )[0]
         sequence_taps = {ordered[index]: tap for index, tap in batch.items()}
         return ForwardResult(logits, None, rows, sequence_taps, was_recorded=False, was_replayed=False)
+
+    def _pass_adapters(
+        self, ordered: Sequence[ScheduledSequence], rows: Mapping[ScheduledSequence, slice]
+    ) -> PassAdapters:
+        """The adapters of a pass. Neighbours with the same adapter are one run of rows."""
+        tokens: list[AdaptedRows] = []
+        selected: list[AdaptedRows] = []
+        first = 0
+        for name, group in groupby(ordered, key=lambda scheduled: scheduled.sequence.adapter):
+            run = list(group)
+            end = first + sum(scheduled.num_new for scheduled in run)
+            if name is not None:
+                adapter, own = self._adapters[name], slice(rows[run[0]].start, rows[run[-1]].stop)
+                tokens.append(AdaptedRows(adapter, slice(first, end)))
+                if own.start < own.stop:
+                    selected.append(AdaptedRows(adapter, own))
+            first = end
+        return PassAdapters(tokens, selected)
 
 
 def in_attention_order(sequences: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:

@@ -16,12 +16,13 @@ class SequenceState:
     `shares_prefix` a sequence neither uses computed blocks of others nor offers its own. At most `max_cached` tokens
     are taken from others. The sequence never has more than `max_length` tokens. Sequences with different values of
     `cache_salt` never share blocks. A `paused` sequence takes part in no step. `lookup` drafts the tokens that may
-    follow; without it nothing is drafted.
+    follow; without it nothing is drafted. `adapter` is the name of the adapter that computes the sequence.
     """
 
     __slots__ = (
         "_hashes",
         "_root",
+        "adapter",
         "blocks",
         "lookup",
         "max_cached",
@@ -46,8 +47,10 @@ class SequenceState:
         prefix_leader: "SequenceState | None" = None,
         cache_salt: str | None = None,
         max_length: int = sys.maxsize,
+        adapter: str | None = None,
     ) -> None:
         self.order = order
+        self.adapter = adapter
         self.tokens = array("q", prompt)
         self.num_prompt = len(prompt)
         self.num_computed = 0

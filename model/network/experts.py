@@ -3,10 +3,13 @@
 Dims: B batch, T tokens, N = B T, C width, E experts, K chosen experts of a token.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.network.adapters import AdaptedRows
 from model.network.feed_forward import FeedForward
 from model.network.linear import LinearFactory
 from model.ops.interface import NetworkOps
@@ -33,7 +36,9 @@ class Experts(nn.Module):
         )
         self._ops = ops
 
-    def forward(self, x: Tensor, probe: Probe) -> Tensor:  # (B, T, C) -> (B, T, C)
+    def forward(
+        self, x: Tensor, probe: Probe, adapted: Sequence[AdaptedRows] | None = None
+    ) -> Tensor:  # (B, T, C) -> (B, T, C); no adapter changes experts, so `adapted` has no effect
         logits = probe("router_logits", self.router(x))  # (B, T, E)
         weights, indices = logits.to(torch.promote_types(x.dtype, torch.float32)).softmax(-1).topk(self.num_chosen)
         if self.normalizes:

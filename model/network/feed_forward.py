@@ -1,8 +1,11 @@
 """The feed-forward network of a block. Dims: B batch, T tokens, C width."""
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.network.adapters import AdaptedLayer, AdaptedRows
 from model.network.linear import LinearFactory
 from model.ops.interface import NetworkOps
 from model.tracing.tap import Probe
@@ -19,14 +22,25 @@ class FeedForward(nn.Module):
         num_hidden = d_mlp * (2 if config.gated else 1)
         self.up = linear(f"{place}.up", config.d_model, num_hidden, config.mlp_bias)
         self.down = linear(f"{place}.down", d_mlp, config.d_model, config.mlp_bias)
+        stages = ("lora_pre", "lora_pre_linear") if config.gated else ("lora_pre",)
+        self._adapted_up = AdaptedLayer(f"{place}.up", dict.fromkeys(stages, d_mlp), ops)
+        self._adapted_down = AdaptedLayer(f"{place}.down", {"lora_out": config.d_model}, ops)
         self._ops = ops
 
-    def forward(self, x: Tensor, probe: Probe) -> Tensor:  # (B, T, C) -> (B, T, C)
+    def forward(
+        self, x: Tensor, probe: Probe, adapted: Sequence[AdaptedRows] | None = None
+    ) -> Tensor:  # (B, T, C) -> (B, T, C)
+        hidden: Tensor = self.up(x)
+        if adapted is not None:
+            hidden = self._adapted_up.add(adapted, x, hidden, probe)
         if self.gated:
-            pre, linear = self.up(x).chunk(2, dim=-1)  # (B, T, d_mlp) each
+            pre, linear = hidden.chunk(2, dim=-1)  # (B, T, d_mlp) each
             pre, linear = probe("pre", pre), probe("pre_linear", linear)
             post = self._ops.activate(self.activation, pre, linear)
         else:
-            post = self._ops.activate(self.activation, probe("pre", self.up(x)))
-        out: Tensor = self.down(probe("post", post))
+            post = self._ops.activate(self.activation, probe("pre", hidden))
+        post = probe("post", post)
+        out: Tensor = self.down(post)
+        if adapted is not None:
+            out = self._adapted_down.add(adapted, post, out, probe)
         return out

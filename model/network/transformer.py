@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.network.adapters import AdaptedLayer, AdaptedRows, PassAdapters
 from model.network.attention import AttentionContext, DenseContext, KVCache
 from model.network.experts import Experts
 from model.network.feed_forward import FeedForward
@@ -40,6 +41,10 @@ class Attention(nn.Module):
         self.out = linear(f"{place}.out", self.num_heads * self.d_head, config.d_model, config.attention_out_bias)
         self.q_norm = HeadNorm(config, self.num_heads, ops) if config.qk_norm is not None else None
         self.k_norm = HeadNorm(config, self.num_kv_heads, ops) if config.qk_norm is not None else None
+        widths = {"lora_q": self.num_heads, "lora_k": self.num_kv_heads, "lora_v": self.num_kv_heads}
+        stages = {stage: num_heads * self.d_head for stage, num_heads in widths.items()}
+        self._adapted_qkv = AdaptedLayer(f"{place}.qkv", stages, ops, d_head=self.d_head)
+        self._adapted_out = AdaptedLayer(f"{place}.out", {"lora_out": config.d_model}, ops)
         self._ops = ops
 
     def forward(
@@ -49,8 +54,12 @@ class Attention(nn.Module):
         context: AttentionContext,
         probe: Probe,
         rows: Tensor | None = None,
+        adapters: PassAdapters | None = None,
     ) -> Tensor:  # (B, T, C) -> (B, T, C), or (B, R, C) of the selected rows
-        heads = self.qkv(x).unflatten(-1, (-1, self.d_head))  # (B, T, H + 2 Hkv, D)
+        projected = self.qkv(x)
+        if adapters is not None:
+            projected = self._adapted_qkv.add(adapters.tokens, x, projected, probe)
+        heads = projected.unflatten(-1, (-1, self.d_head))  # (B, T, H + 2 Hkv, D)
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
         q, k, v = probe("q", q), probe("k", k), probe("v", v)
         if self.q_norm is not None and self.k_norm is not None:
@@ -61,7 +70,10 @@ class Attention(nn.Module):
         z = context.attend(self.layer, q, k, v, probe)
         if rows is not None:
             z = z.index_select(1, rows)
-        out: Tensor = self.out(z.flatten(2))
+        z = z.flatten(2)
+        out: Tensor = self.out(z)
+        if adapters is not None:
+            out = self._adapted_out.add(adapters.tokens if rows is None else adapters.selected, z, out, probe)
         return out
 
 
@@ -101,25 +113,30 @@ class Block(nn.Module):
         context: AttentionContext,
         probe: Probe,
         rows: Tensor | None = None,
+        adapters: PassAdapters | None = None,
     ) -> Tensor:  # (B, T, C) -> (B, T, C); with `rows` (B, R, C): other rows skip everything after attention
         x = probe("resid_pre", x)
         normed = self.ln1(x, probe.at("ln1")) if self.ln1 is not None and self.norms_input else x
-        attn_out = self.attn(normed, rotation, context, probe.at("attn"), rows)
+        attn_out = self.attn(normed, rotation, context, probe.at("attn"), rows, adapters)
         attn_out = probe("attn_out", self._added(attn_out, self.ln1_post, probe.at("ln1_post")))
+        adapted: Sequence[AdaptedRows] | None = None if adapters is None else adapters.tokens
         if rows is not None:
             x = x.index_select(1, rows)
+            adapted = None if adapters is None else adapters.selected
         if self.is_parallel:
             if self.ln2 is not None:
                 normed = self.ln2(x, probe.at("ln2"))
             elif rows is not None:
                 normed = normed.index_select(1, rows)
-            mlp_out = probe("mlp_out", self._added(self.mlp(normed, probe.at("mlp")), None, probe))
+            mlp_out = self.mlp(normed, probe.at("mlp"), adapted)
+            mlp_out = probe("mlp_out", self._added(mlp_out, None, probe))
             return probe("resid_post", self._ops.add(x, self._ops.add(attn_out, mlp_out)))
         x = probe("resid_mid", self._ops.add(x, attn_out))
         if self.ln1 is not None and self.norms_stream:
             x = self.ln1(x, probe.at("ln1"))
         normed = self.ln2(x, probe.at("ln2")) if self.ln2 is not None and self.norms_input else x
-        mlp_out = self._added(self.mlp(normed, probe.at("mlp")), self.ln2_post, probe.at("ln2_post"))
+        mlp_out = self.mlp(normed, probe.at("mlp"), adapted)
+        mlp_out = self._added(mlp_out, self.ln2_post, probe.at("ln2_post"))
         x = probe("resid_post", self._ops.add(x, probe("mlp_out", mlp_out)))
         return self.ln2(x, probe.at("ln2")) if self.ln2 is not None and self.norms_stream else x
 
@@ -164,13 +181,15 @@ class Transformer(nn.Module):
         rows: Sequence[int] | Tensor | None = None,
         *,
         context: AttentionContext | None = None,
+        adapters: PassAdapters | None = None,
     ) -> Tensor:
         """ids (B, T) int64 -> logits (B, T, V).
 
         With a `cache`, the new tokens follow the cached ones, and are in the cache afterwards. A `context` replaces
         the cache if the tokens belong to several sequences. `rows` limits the logits to R of the T positions:
         (B, R, V); a tap then sees `ln_final` and `logits` of those rows only. Without a tap, and if the network is
-        batch-invariant, the last block skips everything after attention for the other rows.
+        batch-invariant, the last block skips everything after attention for the other rows. `adapters` change some of
+        the rows.
 
         Without a `context`, raises `ValueError` if the positions exceed `max_positions`.
         """
@@ -186,7 +205,7 @@ class Transformer(nn.Module):
         for layer, block in enumerate(self.blocks):
             block_rows = index if skips_rows and layer == self.config.num_layers - 1 else None
             rotation = None if rotations is None else rotations[layer]
-            x = block(x, rotation, context, probe.at("blocks").at(str(layer)), block_rows)
+            x = block(x, rotation, context, probe.at("blocks").at(str(layer)), block_rows, adapters)
         context.finish()
 
         if index is not None and not skips_rows:

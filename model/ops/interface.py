@@ -70,6 +70,9 @@ class NetworkOps(Protocol):
 
     def add(self, a: Tensor, b: Tensor) -> Tensor: ...
 
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        """Add x to `total`, which is contiguous, in place."""
+
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """x times `factor`."""
 

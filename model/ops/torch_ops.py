@@ -51,6 +51,9 @@ class TorchNetworkOps:
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
 
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        total += x
+
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x * factor
 

@@ -49,8 +49,10 @@ def norm_stages(name: str, dims: tuple[str, ...] = RESIDUAL, *, has_selected_row
     return [Stage(f"{name}.{part}", part_dims, has_selected_rows) for part, part_dims in all_dims.items()]
 
 
-def _attention_stages(config: ModelConfig, layer: int) -> list[Stage]:
+def _attention_stages(config: ModelConfig, layer: int, adapters: bool) -> list[Stage]:
     stages = [Stage("attn.q", HEADS), Stage("attn.k", KV_HEADS), Stage("attn.v", KV_HEADS)]
+    if adapters:
+        stages = [Stage(stage.name.replace("attn.", "attn.lora_"), stage.dims) for stage in stages] + stages
     if config.qk_norm == "projection":  # all heads are normalized together
         stages += norm_stages("attn.q_norm", ("batch", "position", "d_q"))
         stages += norm_stages("attn.k_norm", ("batch", "position", "d_k"))
@@ -59,10 +61,10 @@ def _attention_stages(config: ModelConfig, layer: int) -> list[Stage]:
     if config.rotates(layer):
         stages += [Stage("attn.rot_q", HEADS), Stage("attn.rot_k", KV_HEADS)]
     stages += [Stage(f"attn.{name}", PATTERN) for name in ("scores", "attn_scores", "pattern")]
-    return [*stages, Stage("attn.z", HEADS)]
+    return [*stages, Stage("attn.z", HEADS), *([Stage("attn.lora_out", RESIDUAL)] if adapters else ())]
 
 
-def _mlp_stages(config: ModelConfig, layer: int) -> list[Stage]:
+def _mlp_stages(config: ModelConfig, layer: int, adapters: bool) -> list[Stage]:
     if config.has_experts(layer):
         chosen = ("batch", "position", "expert_rank")
         return [
@@ -70,16 +72,18 @@ def _mlp_stages(config: ModelConfig, layer: int) -> list[Stage]:
             Stage("mlp.expert_weights", chosen),
             Stage("mlp.expert_indices", chosen),
         ]
-    names = ("mlp.pre", "mlp.pre_linear", "mlp.post") if config.gated else ("mlp.pre", "mlp.post")
-    return [Stage(name, HIDDEN) for name in names]
+    before = ("pre", "pre_linear") if config.gated else ("pre",)
+    names = [*(f"lora_{name}" for name in before if adapters), *before, "post"]
+    stages = [Stage(f"mlp.{name}", HIDDEN) for name in names]
+    return [*stages, Stage("mlp.lora_out", RESIDUAL)] if adapters else stages
 
 
-def _block_stages(config: ModelConfig, layer: int) -> list[Stage]:
+def _block_stages(config: ModelConfig, layer: int, adapters: bool) -> list[Stage]:
     """The stages of a block in the order of computation: see `Block`."""
     pre, mid, post, attn_out, mlp_out = (
         Stage(name, RESIDUAL) for name in ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
     )
-    attention, mlp = _attention_stages(config, layer), _mlp_stages(config, layer)
+    attention, mlp = _attention_stages(config, layer, adapters), _mlp_stages(config, layer, adapters)
     ln1, ln2 = norm_stages("ln1"), norm_stages("ln2")
     if config.norm_placement == "post":
         return [pre, *attention, attn_out, mid, *ln1, *mlp, mlp_out, post, *ln2]
@@ -95,13 +99,18 @@ def _block_stages(config: ModelConfig, layer: int) -> list[Stage]:
     return [pre, *ln1, *attention, *middle, *ln2, *mlp, post]
 
 
-def stages_of(config: ModelConfig) -> list[Stage]:
-    """Every stage of a `Transformer` with this config, in the order of computation."""
+def stages_of(config: ModelConfig, *, adapters: bool = False) -> list[Stage]:
+    """Every stage of a `Transformer` with this config, in the order of computation.
+
+    `adapters`: also those that show what adapters add, which a pass has if any adapter is loaded.
+    """
     stages = [Stage("embed", RESIDUAL)]
     if config.positions != "rotary":
         stages.append(Stage("pos_embed", RESIDUAL))
     for layer in range(config.num_layers):
-        stages += [Stage(f"blocks.{layer}.{stage.name}", stage.dims) for stage in _block_stages(config, layer)]
+        stages += [
+            Stage(f"blocks.{layer}.{stage.name}", stage.dims) for stage in _block_stages(config, layer, adapters)
+        ]
     if config.has_final_norm:
         stages += norm_stages("ln_final", has_selected_rows=True)
     return [*stages, *OUTPUT_STAGES]

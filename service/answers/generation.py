@@ -81,6 +81,7 @@ def make_plan(
     checkpoint: Checkpoint,
     prompts: Sequence[list[int]],
     constraint: Constraint | None,
+    adapter: str | None,
 ) -> Plan:
     """Check a request against the checkpoint and the settings. Raises 400 for a wrong field."""
     settings = state.settings
@@ -113,6 +114,7 @@ def make_plan(
                 params=params,
                 trace=None if trace is None else trace.params,
                 cache_salt=body.cache_salt,
+                adapter=adapter,
             )
             get_engine(state).check(request)
         except InvalidField as error:
@@ -208,6 +210,7 @@ class Generation:
         self.is_traced = plan.trace is not None
         self.num_cached = 0  # prompt tokens that other requests had computed
         self.checkpoint = checkpoint
+        self.model_name = plan.requests[0].adapter or checkpoint.name
         self._num_generated = [0] * self.num_choices  # tokens of each choice so far
         self._request = request
         self.text_of = partial(token_text, checkpoint)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from model.checkpoints.load import Checkpoint
 from model.engine.step_tracer import LensLayer, StepTrace, TraceParams
 from model.tracing.selection import Selection
-from model.tracing.stages import Stage, stages_of
+from model.tracing.stages import Stage
 from service.answers.prompts import check_indices, find_positions
 from service.answers.stage_answers import TextOf, prediction_answers, select_stages, stage_answer, top_answer
 from service.http.errors import invalid
@@ -27,7 +27,7 @@ class TracePlan:
 def traced_stages(body: TraceRequest, checkpoint: Checkpoint) -> list[Stage]:
     """The stages that a request traces. Raises 400 for a glob that matches none."""
     globs = body.stages or ([] if body.logit_lens else ["*"])
-    return select_stages(stages_of(checkpoint.model.config), globs, "trace.stages")
+    return select_stages(checkpoint.stages, globs, "trace.stages")
 
 
 def plan_trace(

@@ -8,11 +8,13 @@ from fastapi import Request
 
 from model.analysis.forward_trace import Network
 from model.checkpoints.load import Checkpoint
-from model.tracing.stages import Stage, sizes_of, stages_of
+from model.network.adapted_network import AdaptedNetwork
+from model.network.transformer import Transformer
+from model.tracing.stages import Stage, sizes_of
 from model.worked_examples import WORKED_EXAMPLES, WorkedExample, worked_example
 from service.answers.prompts import Prompt, check_ids, longest_token_bytes, prompt_ids, token_text
 from service.http.errors import invalid
-from service.state import State, check_model, served_checkpoint
+from service.state import State, check_model, find_adapter, served_checkpoint
 
 MAX_EXAMPLE_TEXT = 10_000  # characters; the longest prompt that a worked example accepts is a few words
 
@@ -40,21 +42,30 @@ class Subject:
         return example_ids(self.example, prompt, param)
 
 
-def find_subject(state: State, name: str | None) -> Subject:
-    """The network that a request names. Raises 404 for an unknown name."""
+def find_subject(state: State, name: str | None, adapter: str | None) -> Subject:
+    """The network that a request names, with its adapter. Raises 404 for an unknown name."""
     if name is not None and name in WORKED_EXAMPLES:
+        if adapter is not None:
+            raise invalid("adapter", f"changes the served model, but not the worked example {name!r}; leave it out")
         return example_subject(worked_example(name))
     checkpoint = served_checkpoint(state)
     check_model(checkpoint, name, others=WORKED_EXAMPLES)
-    return checkpoint_subject(checkpoint)
+    return checkpoint_subject(checkpoint, find_adapter(checkpoint, name, adapter))
 
 
-def checkpoint_subject(checkpoint: Checkpoint) -> Subject:
+def adapted_network(checkpoint: Checkpoint, adapter: str | None) -> AdaptedNetwork | Transformer:
+    """The network of a checkpoint with one of its adapters, or with none."""
+    if not checkpoint.adapters:
+        return checkpoint.model
+    return AdaptedNetwork(checkpoint.model, None if adapter is None else checkpoint.adapters[adapter])
+
+
+def checkpoint_subject(checkpoint: Checkpoint, adapter: str | None) -> Subject:
     config, weight = checkpoint.model.config, checkpoint.model.embed.weight
     return Subject(
-        name=checkpoint.name,
-        network=checkpoint.model,
-        stages=stages_of(config),
+        name=adapter or checkpoint.name,
+        network=adapted_network(checkpoint, adapter),
+        stages=checkpoint.stages,
         sizes=lambda num_tokens: sizes_of(config, num_tokens),
         text_of=lambda token_id: token_text(checkpoint, token_id),
         longest_token_bytes=longest_token_bytes(checkpoint),

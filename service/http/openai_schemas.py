@@ -355,6 +355,7 @@ class OpenAIModel(Answer):
     created: int
     owned_by: str
     max_model_len: int
+    parent: str | None = Field(None, description="of an adapter: the served model, which the adapter changes")
 
 
 class OpenAIModels(Answer):

@@ -104,7 +104,17 @@ class Request(BaseModel):
 class ModelRequest(Request):
     """A request that may name its model, because clients for several models always do."""
 
-    model: ShortText | None = Field(None, description="the served model (default); see GET /models")
+    model: ShortText | None = Field(
+        None, description="the served model (default), or one of its adapters; see GET /models"
+    )
+
+
+class AdaptedRequest(ModelRequest):
+    """A request that may choose an adapter, also by its name in `model`."""
+
+    adapter: ShortText | None = Field(
+        None, description="the name of an adapter, see GET /models; default: the one that `model` names, else none"
+    )
 
 
 class Answer(BaseModel):
@@ -132,7 +142,7 @@ class ErrorAnswer(Answer):
 # POST /forward
 
 
-class ForwardRequest(ModelRequest):
+class ForwardRequest(AdaptedRequest):
     model_config = example(prompt=PROMPT, stages=["blocks.0.attn.pattern", "*.resid_post"], detail="summary", top_k=3)
 
     prompt: Prompts
@@ -143,7 +153,7 @@ class ForwardRequest(ModelRequest):
         "of its article, the targets of the article",
     )
     model: ShortText | None = Field(
-        None, description="the served model (default), or a worked example; see GET /models"
+        None, description="the served model (default), one of its adapters, or a worked example; see GET /models"
     )
     stages: Globs = Field(["*"], description="a glob over the stage names of GET /model, or a list of globs")
     detail: Literal["summary", "values", "none"] = "summary"
@@ -298,7 +308,7 @@ class ForwardAnswers(Answer):
 # POST /logits
 
 
-class LogitsRequest(ModelRequest):
+class LogitsRequest(AdaptedRequest):
     model_config = example(prompt=PROMPT, top_k=5, logprobs=True)
 
     prompt: Prompts
@@ -388,7 +398,7 @@ class StructuredOutputs(Request):
         return self
 
 
-class GenerationRequest(ModelRequest):
+class GenerationRequest(AdaptedRequest):
     """The fields that POST /generate and the OpenAI routes share."""
 
     n: int = Field(1, ge=1, description="number of continuations; continuation i, from 0, uses seed + i")
@@ -596,7 +606,7 @@ class Status(Answer):
 
 class ModelEntry(Answer):
     name: str
-    kind: Literal["checkpoint", "worked_example"]
+    kind: Literal["checkpoint", "adapter", "worked_example"]
     title: str | None = None
 
 

@@ -69,7 +69,7 @@ class Plan:
 )
 async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Response:
     as_safetensors = wants_safetensors(request)
-    subject = find_subject(state, body.model)
+    subject = find_subject(state, body.model, body.adapter)
     prompts, is_list = as_list(body.prompt)
     prompt_ids = [
         await subject.read_prompt(request, state, prompt, param_of("prompt", index, is_list))

@@ -25,7 +25,7 @@ from service.http.errors import invalid
 from service.http.openapi import EVENT, answers
 from service.http.schemas import GenerateAnswer, GenerateRequest
 from service.http.sse import EventStream, event
-from service.state import CheckpointDep, StateDep, check_model, run_plan
+from service.state import CheckpointDep, StateDep, find_adapter, run_plan
 
 router = APIRouter(route_class=JsonRoute, tags=["text"])
 DEFAULT_MAX_TOKENS = 128
@@ -39,7 +39,7 @@ DEFAULT_MAX_TOKENS = 128
 )
 async def generate(body: GenerateRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
     arrived = time.perf_counter()
-    check_model(checkpoint, body.model)
+    adapter = find_adapter(checkpoint, body.model, body.adapter)
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens", "0 generates nothing; send at least 1, or ask for the prompt with echo")
     ids = await prompt_ids(request, state, checkpoint, body.prompt)
@@ -54,7 +54,7 @@ async def generate(body: GenerateRequest, request: Request, state: StateDep, che
     )
     constraint = await compile_constraint(request, state, checkpoint, structured_output(body.structured_outputs))
     plan = await run_plan(
-        state, num_preparations(body), lambda: make_plan(body, options, state, checkpoint, [ids], constraint)
+        state, num_preparations(body), lambda: make_plan(body, options, state, checkpoint, [ids], constraint, adapter)
     )
     generation = Generation(plan, request, state, checkpoint, arrived)
     if body.stream:
@@ -96,7 +96,7 @@ async def answer(generation: Generation) -> bytes:
     return generation.encode(
         {
             "id": generation.id,
-            "model": generation.checkpoint.name,
+            "model": generation.model_name,
             **choices[0],
             "choices": choices if len(choices) > 1 else None,
             "timings": generation.timings(),

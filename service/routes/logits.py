@@ -20,12 +20,13 @@ from service.answers.prompts import (
     token_text,
 )
 from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE, Pass, PassAnswer, answer_passes, wants_safetensors
+from service.answers.subject import adapted_network
 from service.http.bodies import JsonRoute
 from service.http.encoding import json_array
 from service.http.errors import invalid
 from service.http.openapi import BINARY, answers
 from service.http.schemas import LogitsAnswer, LogitsAnswers, LogitsRequest
-from service.state import CheckpointDep, StateDep, check_model
+from service.state import CheckpointDep, StateDep, find_adapter
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
 
@@ -37,7 +38,7 @@ router = APIRouter(route_class=JsonRoute, tags=["inside"])
     responses=answers(LogitsAnswer | LogitsAnswers, SAFETENSORS_MEDIA_TYPE, BINARY),
 )
 async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
-    check_model(checkpoint, body.model)
+    adapter = find_adapter(checkpoint, body.model, body.adapter)
     as_safetensors = wants_safetensors(request)
     vocab_size = checkpoint.model.config.vocab_size
     if body.top_k is not None and body.top_k > vocab_size:
@@ -47,7 +48,7 @@ async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpo
     for index, prompt in enumerate(prompts):
         ids = await prompt_ids(request, state, checkpoint, prompt, param_of("prompt", index, is_list))
         rows = find_rows(body, len(ids))
-        passes.append(Pass(len(ids), partial(run, checkpoint, ids, rows, body, as_safetensors)))
+        passes.append(Pass(len(ids), partial(run, checkpoint, adapter, ids, rows, body, as_safetensors)))
         budgets.append(make_budget(checkpoint, ids, rows, body, as_safetensors))
     return await answer_passes(
         request, state, passes, budget=total(budgets), is_list=is_list, as_safetensors=as_safetensors
@@ -85,13 +86,20 @@ def make_budget(
 
 
 def run(
-    checkpoint: Checkpoint, ids: list[int], rows: list[int], body: LogitsRequest, as_safetensors: bool, waited: float
+    checkpoint: Checkpoint,
+    adapter: str | None,
+    ids: list[int],
+    rows: list[int],
+    body: LogitsRequest,
+    as_safetensors: bool,
+    waited: float,
 ) -> PassAnswer:
     """Run the pass and describe it. Called on the network's thread."""
     start = time.perf_counter()
     with torch.inference_mode():
         device = checkpoint.model.embed.weight.device
-        found = checkpoint.model(torch.tensor([ids], device=device), rows=rows)[0].float()  # (rows, V)
+        network = adapted_network(checkpoint, adapter)
+        found = network(torch.tensor([ids], device=device), rows=rows)[0].float()  # (rows, V)
         tensors: dict[str, Tensor] = {"logits": found}
         if body.logprobs:
             tensors["logprobs"] = found.log_softmax(-1)
@@ -108,7 +116,7 @@ def run(
                 if name == "ids":
                     position["texts"] = [token_text(checkpoint, token_id) for token_id in numbers.tolist()]
     answer = {
-        "model": checkpoint.name,
+        "model": adapter or checkpoint.name,
         "tokens": token_answers(ids, checkpoint),
         "positions": positions,
         "timings": {"queue_seconds": waited, "forward_seconds": seconds},

@@ -1,10 +1,10 @@
-"""GET /models and GET /model: the served model with its shape, parameters and stages, and the limits."""
+"""GET /models and GET /model: the served model with its adapters, shape, parameters and stages, and the limits."""
 
 from dataclasses import asdict
 
 from fastapi import APIRouter
 
-from model.tracing.stages import sizes_of, stages_of
+from model.tracing.stages import sizes_of
 from model.worked_examples import WORKED_EXAMPLES
 from service.http.encoding import NAMES
 from service.http.openapi import error_answers
@@ -14,9 +14,11 @@ from service.state import CheckpointDep, StateDep, get_engine
 router = APIRouter(tags=["model"])
 
 
-@router.get("/models", summary="The served model and the worked examples")
+@router.get("/models", summary="The served model, its adapters and the worked examples")
 async def models(state: StateDep) -> ModelsAnswer:
     served = [] if state.checkpoint is None else [ModelEntry(name=state.checkpoint.name, kind="checkpoint")]
+    if state.checkpoint is not None:
+        served += [ModelEntry(name=name, kind="adapter") for name in state.checkpoint.adapters]
     examples = [
         ModelEntry(name=name, kind="worked_example", title=example.title) for name, example in WORKED_EXAMPLES.items()
     ]
@@ -42,7 +44,7 @@ async def model(state: StateDep, checkpoint: CheckpointDep) -> ModelAnswer:
         generation_defaults=dict(checkpoint.generation.sampling),
         eos_token_ids=list(checkpoint.generation.eos_token_ids),
         sizes={dim: "T" if dim in prompt_dims else size for dim, size in sizes_of(network.config, 0).items()},
-        stages=[CatalogueStage(name=stage.name, dims=list(stage.dims)) for stage in stages_of(network.config)],
+        stages=[CatalogueStage(name=stage.name, dims=list(stage.dims)) for stage in checkpoint.stages],
         limits=Limits(
             max_positions=network.config.max_positions,
             max_body_bytes=settings.max_body_bytes,

@@ -13,8 +13,10 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from model.checkpoints.gguf_files import find_gguf, read_gguf_checkpoint
+from model.checkpoints.gguf_files.checkpoint import _generation, _templates
 from model.checkpoints.gguf_files.dequantize import value_dtype
 from model.checkpoints.gguf_files.header import MAX_STRINGS, read_header
+from model.checkpoints.gguf_files.parts import GGUFFiles
 from model.errors import CheckpointError
 from tests.checkpoints.files import time_limit
 
@@ -169,7 +171,7 @@ def test_numbers_replaced_by_extreme_ones_give_a_checkpoint_error_or_a_result(
         (header(num_keys=1) + string("a") + struct.pack("<IIQ", 9, 9, 1), "an array of arrays"),
         (header(num_keys=1) + string("a") + struct.pack("<IIQ", 9, 8, 2**60), f"over {MAX_STRINGS}"),
         (header(num_keys=1) + string("a") + struct.pack("<IIQ", 9, 8, 10**6), "the file ends inside its header"),
-        (header(num_keys=1) + string("a") + struct.pack("<IIQ", 9, 4, 2**61), "more than 67108864"),
+        (header(num_keys=1) + string("a") + struct.pack("<IIQ", 9, 4, 2**61), "over 67108864"),
         (header(num_keys=1) + string("a") + struct.pack("<IIQ", 9, 4, 2**20), "the file ends inside its header"),
         (header(num_keys=2) + 2 * (string("a") + struct.pack("<IB", 7, 1)), "the key a occurs twice"),
         (header(num_keys=1) + string("a") + struct.pack("<IB", 7, 2), "neither 0 nor 1"),
@@ -260,3 +262,26 @@ def test_a_named_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.gguf")
     with time_limit(), pytest.raises(CheckpointError, match="is a named pipe"):
         read_gguf_checkpoint(tmp_path / "model.gguf")
+
+
+def test_settings_of_generation_have_the_names_of_generation_config_json(tmp_path: Path) -> None:
+    keys = {"temp": 0.7, "top_p": 0.95, "top_k": 20, "penalty_repeat": 1.1, "mirostat": 2}
+    metadata = {f"general.sampling.{key}": value for key, value in keys.items()}
+    metadata["general.sampling.temp"] = float(np.float32(0.7))
+    metadata["tokenizer.ggml.suppress_tokens"] = np.array([3, 4], np.int32)
+    files = GGUFFiles(tmp_path, (tmp_path,), metadata, {})
+    assert _generation(files) == {
+        "temperature": 0.7,
+        "top_p": 0.95,
+        "top_k": 20,
+        "repetition_penalty": 1.1,
+        "suppress_tokens": [3, 4],
+    }
+
+
+def test_templates_with_names_are_found_beside_the_default(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "model.gguf")
+    reader = read_header(path)
+    metadata = dict(reader.metadata) | {"tokenizer.chat_template.tool_use": "b", "tokenizer.chat_templates": ["x"]}
+    files = GGUFFiles(path, (path,), metadata, {})
+    assert _templates(files) == {"default": "{{ messages[0].content }}", "tool_use": "b"}

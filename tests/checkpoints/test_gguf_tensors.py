@@ -136,3 +136,13 @@ def test_rows_of_an_old_file_with_one_tensor_for_each_expert_are_found(tmp_path:
     assert len(old.headers) == 4
     for name in old.headers:
         assert old.read(name).equal(files.tensors.read(name))
+
+
+@pytest.mark.parametrize("name", ["llama with biases", "gpt2", "gpt_neox"])
+def test_values_are_read_while_a_network_is_built_on_the_meta_device(name: str, tmp_path: Path) -> None:
+    write_reference(tiny_config(*CASES[name]), tmp_path)
+    tensors = read_gguf_checkpoint(write_gguf(tmp_path, tmp_path / "model.gguf")).tensors
+    for tensor in tensors.headers:
+        with torch.device("meta"):
+            values = tensors.read(tensor)
+        assert values.equal(tensors.read(tensor))

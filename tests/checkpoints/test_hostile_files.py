@@ -309,7 +309,7 @@ class TestHostileFiles:
             (b'{"a": ' * 100_000, "nested too deeply"),
             (b'{"a": "\xff\xfe"}', "not valid JSON: 'utf-8' codec"),
             (b'{"a": ' + b"9" * 10_000 + b"}", "not valid JSON: Exceeds the limit"),
-            (b'{"a": "' + b" " * (5 << 20) + b'"}', "has more than 2097152 bytes"),
+            (b'{"a": "' + b" " * (9 << 20) + b'"}', "has more than"),
         ],
         ids=["deep list", "list of 500 levels", "deep object", "not UTF-8", "long integer", "large"],
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from model.checkpoints.gguf_files.config import read_config
@@ -70,8 +71,11 @@ def read_gguf_checkpoint(path: Path, *, quantized_as: torch.dtype = torch.bfloat
 
 
 def _generation(files: GGUFFiles) -> dict[str, Any]:
-    """Sampling parameters, with the names and types of generation_config.json."""
+    """Settings of generation, with the names and types of generation_config.json."""
     found = {name: files.metadata.get(f"general.sampling.{key}") for name, key in SAMPLING.items()}
+    suppressed = files.metadata.get("tokenizer.ggml.suppress_tokens")
+    if isinstance(suppressed, np.ndarray) and len(suppressed):
+        found["suppress_tokens"] = suppressed.tolist()
     return {
         name: shortest_decimal(value) if type(value) is float else value
         for name, value in found.items()

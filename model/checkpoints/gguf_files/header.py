@@ -26,7 +26,7 @@ MAX_KEYS = 1 << 14
 MAX_TENSORS = 1 << 16
 MAX_STRINGS = 1 << 21
 MAX_STRING_BYTES = 1 << 26  # of all strings together
-MAX_ARRAY_BYTES = 1 << 26  # of one array of numbers
+MAX_ARRAY_BYTES = 1 << 26  # of all arrays of numbers together
 MAX_NAME_BYTES = 1 << 10
 MAX_ALIGNMENT = 1 << 20
 MAX_DIMS = 4
@@ -95,6 +95,7 @@ class _Parser:
         self._position = 0
         self._strings_left = MAX_STRINGS
         self._string_bytes_left = MAX_STRING_BYTES
+        self._array_bytes_left = MAX_ARRAY_BYTES
 
     def header(self) -> GGUFHeader:
         num_tensors, num_keys = self._counts()
@@ -205,8 +206,9 @@ class _Parser:
             raise self._invalid(f"{printable_name(key)} is an array of arrays, which is not implemented")
         dtype = _DTYPES[kind]
         num_bytes = count * dtype.itemsize
-        if num_bytes > MAX_ARRAY_BYTES:
-            raise self._invalid(f"{printable_name(key)} has {num_bytes} bytes, more than {MAX_ARRAY_BYTES}, the limit")
+        if num_bytes > self._array_bytes_left:
+            raise self._invalid(f"{printable_name(key)} brings the arrays over {MAX_ARRAY_BYTES} bytes, the limit")
+        self._array_bytes_left -= num_bytes
         start = self._take(num_bytes)
         return np.frombuffer(self._content[start : self._position], dtype)
 

@@ -79,7 +79,7 @@ class GGUFTensors:
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read a tensor, as `dtype`, or as the dtype of its header."""
         source = self._sources[name]
-        return self.read_into(name, torch.empty(source.shape, dtype=dtype or self._dtype(source)))
+        return self.read_into(name, torch.empty(source.shape, dtype=dtype or self._dtype(source), device="cpu"))
 
     def read_into(self, name: str, destination: Tensor) -> Tensor:
         """Read a tensor into a tensor of the same shape and any dtype, without a second copy. Returns it."""
@@ -172,7 +172,7 @@ class GGUFTensors:
 
     def _places(self, change: Change, num_rows: int) -> Tensor:
         """The row in Hugging Face layout of each row of a stored tensor."""
-        rows, num_heads = torch.arange(num_rows), self._num_groups(change)
+        rows, num_heads = torch.arange(num_rows, device="cpu"), self._num_groups(change)
         if change == "qkv_rows":  # (head, q or k or v, dim) -> (q or k or v, head, dim)
             return rows.view(num_heads, 3, -1).transpose(0, 1).reshape(-1)
         return rows.view(num_heads, 2, -1).transpose(1, 2).reshape(-1)  # (head, half, dim) -> (head, dim, half)

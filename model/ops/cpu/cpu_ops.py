@@ -72,6 +72,11 @@ class CpuNetworkOps:
         call(self._kernels["add"], num_tasks(out), a.data_ptr(), b.data_ptr(), out.data_ptr(), a.numel())
         return out
 
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        assert total.is_contiguous(), "a contiguous copy would get the sum"
+        x = x.contiguous()
+        call(self._kernels["add"], num_tasks(x), total.data_ptr(), x.data_ptr(), total.data_ptr(), x.numel())
+
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return self._map("scale", x, factor)
 

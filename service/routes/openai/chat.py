@@ -26,7 +26,7 @@ from service.http.errors import invalid
 from service.http.openai_schemas import ChatAnswer, ChatRequest
 from service.http.openapi import EVENT, answers
 from service.http.sse import EventStream, event
-from service.state import CheckpointDep, StateDep, check_model, run_plan
+from service.state import CheckpointDep, StateDep, find_adapter, run_plan
 
 router = APIRouter(route_class=JsonRoute, tags=["openai"])
 DEFAULT_LARGE_MAX_TOKENS = 1024  # with log-probabilities or a trace for each token
@@ -40,7 +40,7 @@ DEFAULT_LARGE_MAX_TOKENS = 1024  # with log-probabilities or a trace for each to
 )
 async def chat(body: ChatRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
     arrived = time.perf_counter()
-    check_model(checkpoint, body.model)
+    adapter = find_adapter(checkpoint, body.model, body.adapter)
     check_implemented(body)
     options = read_options(body)
     template = find_template(checkpoint)
@@ -48,7 +48,7 @@ async def chat(body: ChatRequest, request: Request, state: StateDep, checkpoint:
     ids = await conversation_ids(body, request, state, checkpoint, template)
     constraint = await compile_constraint(request, state, checkpoint, chat_constraint(body, form))
     plan = await run_plan(
-        state, num_preparations(body), lambda: make_plan(body, options, state, checkpoint, [ids], constraint)
+        state, num_preparations(body), lambda: make_plan(body, options, state, checkpoint, [ids], constraint, adapter)
     )
     generation = Generation(plan, request, state, checkpoint, arrived)
     names = [tool["function"]["name"] for tool in offered_tools(body)]
@@ -100,7 +100,7 @@ class Writer:
             "id": generation.id,
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
-            "model": generation.checkpoint.name,
+            "model": generation.model_name,
         }
 
     async def answer(self) -> bytes:

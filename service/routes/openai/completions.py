@@ -32,7 +32,7 @@ from service.http.errors import invalid
 from service.http.openai_schemas import CompletionAnswer, CompletionRequest
 from service.http.openapi import EVENT, answers
 from service.http.sse import EventStream, event
-from service.state import CheckpointDep, State, StateDep, check_model, run_plan
+from service.state import CheckpointDep, State, StateDep, find_adapter, run_plan
 
 router = APIRouter(route_class=JsonRoute, tags=["openai"])
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
@@ -48,7 +48,7 @@ async def completions(
     body: CompletionRequest, request: Request, state: StateDep, checkpoint: CheckpointDep
 ) -> Response:
     arrived = time.perf_counter()
-    check_model(checkpoint, body.model)
+    adapter = find_adapter(checkpoint, body.model, body.adapter)
     check_implemented(body)
     options = read_options(body)
     prompts = await read_prompts(body, request, state)
@@ -56,7 +56,7 @@ async def completions(
     plan = await run_plan(
         state,
         num_preparations(body, len(prompts)),
-        lambda: make_plan(body, options, state, checkpoint, prompts, constraint),
+        lambda: make_plan(body, options, state, checkpoint, prompts, constraint, adapter),
     )
     generation = Generation(plan, request, state, checkpoint, arrived)
     writer = Writer(body, generation)
@@ -121,7 +121,7 @@ class Writer:
             "id": generation.id,
             "object": "text_completion",
             "created": int(time.time()),
-            "model": generation.checkpoint.name,
+            "model": generation.model_name,
         }
         self._has_begun = [False] * generation.num_choices
         self._text_lengths = [0] * generation.num_choices  # characters of each choice so far

@@ -1,4 +1,4 @@
-"""GET /v1/models, GET /v1/models/{model} and GET /tokenizer_info: the served checkpoint, as OpenAI and vLLM show it."""
+"""GET /v1/models, GET /v1/models/{model} and GET /tokenizer_info: what is served, as OpenAI and vLLM show it."""
 
 from fastapi import APIRouter
 
@@ -11,26 +11,27 @@ from service.state import CheckpointDep, State, StateDep, check_model
 router = APIRouter(tags=["openai"], responses=error_answers(401, 503))
 
 
-@router.get("/v1/models", summary="The served model, in OpenAI's form")
+@router.get("/v1/models", summary="The served model and its adapters, in OpenAI's form")
 async def models(state: StateDep, checkpoint: CheckpointDep) -> OpenAIModels:
-    return OpenAIModels(data=[describe(state, checkpoint)])
+    return OpenAIModels(data=[describe(state, checkpoint, name) for name in (checkpoint.name, *checkpoint.adapters)])
 
 
 @router.get(
-    "/v1/models/{model:path}", summary="The served model, if it has this name", responses=error_answers(404, 422)
+    "/v1/models/{model:path}", summary="The served model or adapter of this name", responses=error_answers(404, 422)
 )
 async def model(model: str, state: StateDep, checkpoint: CheckpointDep) -> OpenAIModel:
     check_model(checkpoint, model)
-    return describe(state, checkpoint)
+    return describe(state, checkpoint, model)
 
 
-def describe(state: State, checkpoint: Checkpoint) -> OpenAIModel:
-    """Describe the checkpoint. `created` is the start of the service, in seconds since 1970."""
+def describe(state: State, checkpoint: Checkpoint, name: str) -> OpenAIModel:
+    """Describe the checkpoint or one of its adapters. `created` is the start of the service, in seconds since 1970."""
     return OpenAIModel(
-        id=checkpoint.name,
+        id=name,
         created=int(state.began),
         owned_by="forwardscope",
         max_model_len=checkpoint.model.config.max_positions,
+        parent=None if name == checkpoint.name else checkpoint.name,
     )
 
 

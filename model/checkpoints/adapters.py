@@ -1,0 +1,160 @@
+"""Load a LoRA adapter that PEFT has saved, for the network of a loaded checkpoint.
+
+As for checkpoints, loading is strict, and files are untrusted: only safetensors are read, and names, shapes and dtypes
+of all tensors are checked before any data is read. The names of the changed modules are those of the checkpoint's
+family, so that adapters of every family can be loaded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from model.checkpoints.adapter_config import CONFIG, AdapterConfig, read_adapter_config
+from model.checkpoints.families.family import Family, stacked_rows
+from model.checkpoints.load import Checkpoint
+from model.checkpoints.network_weights import DTYPES
+from model.checkpoints.safetensors_directory import SafetensorsFiles
+from model.checkpoints.tensor_source import TensorSource
+from model.config import ModelConfig
+from model.errors import CheckpointError, join_names
+from model.network.adapters import Adapter, LowRankLayer
+
+WEIGHTS = "adapter_model.safetensors"
+PICKLE = "adapter_model.bin"
+PICKLE_REASON = "is a pickle, and pickles are refused, because opening one can run code"
+PREFIX = "base_model.model."
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+
+
+@dataclass(frozen=True)
+class Module:
+    """A linear module of the network that an adapter was trained for, and the outputs of our layer that it computes."""
+
+    name: str
+    layer: int  # its number in the network
+    num_inputs: int
+    num_outputs: int
+    first_output: int
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The names of its two tensors."""
+        return f"{PREFIX}{self.name}{LORA_A}", f"{PREFIX}{self.name}{LORA_B}"
+
+
+def load_adapter(checkpoint: Checkpoint, path: str | Path, name: str | None = None) -> Adapter:
+    """Load the adapter in the directory `path` for the network of `checkpoint`, in its dtype and on its device.
+
+    `name` is by default the name of the directory. Raises `CheckpointError`, whose message says what is wrong.
+    """
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        raise CheckpointError(f"{path}: no such directory; use one with {CONFIG} and {WEIGHTS}, as PEFT saves them")
+    if not (directory / WEIGHTS).exists() and (directory / PICKLE).exists():
+        raise CheckpointError(f"{directory / PICKLE}: {PICKLE_REASON}; save the adapter again, as {WEIGHTS}")
+    if checkpoint.family is None:
+        raise CheckpointError(f"{path}: adapters need a checkpoint that was loaded from files")
+    config = read_adapter_config(directory / CONFIG)
+    source = SafetensorsFiles(directory / WEIGHTS)
+    layers = adaptable_layers(checkpoint.family, checkpoint.model.config)
+    check_tensors(source, config, [module for modules in layers.values() for module in modules])
+    weight, ops = checkpoint.model.embed.weight, checkpoint.model.backend.network
+    adapted, ranks = {}, set()
+    for layer_name, modules in layers.items():
+        own = [module for module in modules if module.names[0] in source.headers]
+        if own:
+            matrices = read_matrices(source, config, own, num_outputs=sum(each.num_outputs for each in modules))
+            a, b = (matrix.to(weight.device, weight.dtype) for matrix in matrices)
+            adapted[layer_name] = LowRankLayer(a, b, ops)
+            ranks |= {config.rank_of(module.name) for module in own}
+    return Adapter(name or directory.resolve().name, adapted, sorted(ranks))
+
+
+def adaptable_layers(family: Family, config: ModelConfig) -> dict[str, list[Module]]:
+    """The linear layers that an adapter may change, and the modules of the family that each of them computes.
+
+    Embeddings, the head, and layers of experts are not among them.
+    """
+    width, num_heads = config.d_model, config.num_heads + 2 * config.num_kv_heads
+    sizes = {
+        "attn.qkv": (width, num_heads * config.d_head),
+        "attn.out": (config.num_heads * config.d_head, width),
+        "mlp.up": (width, config.d_mlp * (2 if config.gated else 1)),
+        "mlp.down": (config.d_mlp, width),
+    }
+    return {
+        f"blocks.{layer}.{place}": _modules(family, config, layer, place, *size)
+        for layer in range(config.num_layers)
+        for place, size in sizes.items()
+        if place.startswith("attn.") or not config.has_experts(layer)
+    }
+
+
+def _modules(
+    family: Family, config: ModelConfig, layer: int, place: str, num_inputs: int, num_outputs: int
+) -> list[Module]:
+    parameter = f"blocks.{layer}.{place}.weight"
+    names = family.source(parameter).names
+    num_rows = stacked_rows(parameter, config) if len(names) > 1 else [num_outputs]
+    ends = list(accumulate(num_rows))
+    return [
+        Module(name.removesuffix(".weight"), layer, num_inputs, rows, end - rows)
+        for name, rows, end in zip(names, num_rows, ends, strict=True)
+    ]
+
+
+def check_tensors(source: TensorSource, config: AdapterConfig, modules: Sequence[Module]) -> None:
+    """Raise `CheckpointError` unless the file has exactly the tensors that the config asks for, in the right shapes.
+
+    Only headers are read.
+    """
+    headers = source.headers
+    surplus = sorted(headers.keys() - {name for module in modules for name in module.names})
+    if surplus:
+        raise CheckpointError(
+            f"{WEIGHTS} has tensors that are not implemented: {join_names(surplus)}; an adapter may change linear "
+            "layers of attention and of feed-forward networks, but not embeddings, the head or experts"
+        )
+    stored = [module for module in modules if any(name in headers for name in module.names)]
+    wanted = [module for module in modules if config.includes(module.name, module.layer)] if config.is_complete else []
+    missing = sorted({name for module in (*stored, *wanted) for name in module.names} - headers.keys())
+    if missing:
+        raise CheckpointError(f"{WEIGHTS} lacks {join_names(missing)}")
+    if config.is_complete and len(wanted) < len(stored):
+        others = [name for module in stored if module not in wanted for name in module.names]
+        raise CheckpointError(f"{WEIGHTS} has tensors that {CONFIG} does not name: {join_names(others)}")
+    if not stored:
+        raise CheckpointError(f"{WEIGHTS} has no tensors")
+    for module in stored:
+        rank = config.rank_of(module.name)
+        shapes = (rank, module.num_inputs), (module.num_outputs, rank)
+        for name, shape in zip(module.names, shapes, strict=True):
+            header = headers[name]
+            if header.shape != shape:
+                raise CheckpointError(f"{name} has the shape {header.shape}, but network and config ask for {shape}")
+            if header.dtype not in DTYPES.values():
+                raise CheckpointError(
+                    f"{name} is {header.stored_as}, which is not implemented; known: {', '.join(DTYPES)}"
+                )
+
+
+def read_matrices(
+    source: TensorSource, config: AdapterConfig, modules: Sequence[Module], *, num_outputs: int
+) -> tuple[Tensor, Tensor]:
+    """The matrices a (r, K) and b (N, r) in float64 that add to one of our layers what all its modules add.
+
+    `a` has the rows of all modules. In `b`, which includes the scales, each module has its own rows and columns.
+    """
+    parts = [source.read(module.names[0]).double() for module in modules]
+    b = torch.zeros(num_outputs, sum(map(len, parts)), dtype=torch.float64)
+    begin = 0
+    for module, part in zip(modules, parts, strict=True):
+        own = source.read(module.names[1]).double() * config.scale_of(module.name)
+        outputs = slice(module.first_output, module.first_output + module.num_outputs)
+        b[outputs, begin : begin + len(part)] = own
+        begin += len(part)
+    return torch.cat(parts), b
