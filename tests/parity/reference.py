@@ -46,6 +46,16 @@ LLAMA = SIZES | {"num_key_value_heads": 2, "rms_norm_eps": 3e-3, "rope_parameter
 GEMMA = LLAMA | {"head_dim": 8, "query_pre_attn_scalar": 20, "sliding_window": 6, "num_hidden_layers": 3}
 LOCAL_ROPE = {"full_attention": ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 20.0}}
 PARTIAL_ROPE = ROPE | {"partial_rotary_factor": 0.5}
+SLIDING, FULL = "sliding_attention", "full_attention"
+LINEAR = {"rope_type": "linear", "rope_theta": 150.0, "factor": 2.5}
+# A head of 8 has four pairs of dims. The prompts are longer than the trained length.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 150.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.5],
+    "long_factor": [1.3, 2.0, 3.0, 4.0],
+}
+SHORT, LONG = {"original_max_position_embeddings": 36}, {"original_max_position_embeddings": 12}
 # A small but complete config of each family. Heads are wide enough for a part of each to be rotated. transformers
 # needs expert matrices whose rows are multiples of 16 bytes.
 BASES: dict[str, dict[str, Any]] = {

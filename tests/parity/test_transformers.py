@@ -84,7 +84,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def test_every_family_is_compared() -> None:
-    assert CLASSES.keys() == BASES.keys() == FAMILIES.keys() - {"gemma3"}, "test_families.py compares gemma3"
+    assert CLASSES.keys() == BASES.keys() == FAMILIES.keys() - {"gemma3"}, "test_stored_formats.py compares gemma3"
 
 
 @pytest.mark.parametrize("case", CASES)
