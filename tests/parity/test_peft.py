@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from model.checkpoints.adapters import load_adapter
+from model.checkpoints.families import FAMILIES
 from model.checkpoints.load import load_checkpoint
 from model.network.adapted_network import AdaptedNetwork
 from tests.tiny import ROUNDING, random_ids, write_reference
@@ -36,6 +37,26 @@ SIZES = {
 LLAMA = transformers.LlamaConfig(**SIZES)
 GPT2 = transformers.GPT2Config(vocab_size=71, n_embd=24, n_layer=3, n_head=4, n_positions=40, layer_norm_epsilon=3e-3)
 QWEN3 = transformers.Qwen3Config(**SIZES, head_dim=8)
+HEADS = SIZES | {"head_dim": 8, "pad_token_id": 0}
+PLAIN = {key: value for key, value in SIZES.items() if key not in ("num_key_value_heads", "rms_norm_eps")}
+# One network of every family, all of whose linear layers are adapted, except experts.
+FAMILY_CONFIGS: dict[str, Any] = {
+    "gpt2": GPT2,
+    "gpt_neox": transformers.GPTNeoXConfig(**PLAIN, rotary_pct=0.5),
+    "llama": LLAMA,
+    "mistral": transformers.MistralConfig(**SIZES),
+    "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=4),
+    "qwen2": transformers.Qwen2Config(**SIZES),
+    "qwen3": QWEN3,
+    "qwen3_moe": transformers.Qwen3MoeConfig(**HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12),
+    "gemma2": transformers.Gemma2Config(**HEADS),
+    "gemma3_text": transformers.Gemma3TextConfig(**HEADS),
+    "phi3": transformers.Phi3Config(**SIZES, pad_token_id=0),
+    "olmo2": transformers.Olmo2Config(**SIZES),
+    "smollm3": transformers.SmolLM3Config(**SIZES, pad_token_id=0),
+    "granite": transformers.GraniteConfig(**SIZES),
+    "stablelm": transformers.StableLmConfig(**PLAIN, num_key_value_heads=2),
+}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -57,10 +78,25 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
             "alpha_pattern": {"k_proj": 20, "layers.2.self_attn.q_proj": 1},
         },
     ),
-    "qwen3": (QWEN3, {"target_modules": ATTENTION + MLP, "r": 4}),
-    "gpt2": (GPT2, {"target_modules": ["c_attn", "c_proj", "c_fc"], "r": 4, "fan_in_fan_out": True}),
+    **{
+        family: (
+            FAMILY_CONFIGS[family],
+            {
+                "target_modules": ATTENTION if family in ("mixtral", "qwen3_moe") else "all-linear",
+                "r": 4,
+                "fan_in_fan_out": family == "gpt2",
+            },
+        )
+        for family in FAMILIES
+        if family in FAMILY_CONFIGS
+    },
     "gpt2, attention only": (GPT2, {"target_modules": ["attn.c_attn", "attn.c_proj"], "r": 4, "fan_in_fan_out": True}),
 }
+
+
+def test_every_family_is_compared() -> None:
+    """The text model of gemma3 is that of gemma3_text."""
+    assert FAMILIES.keys() - {"gemma3"} <= FAMILY_CONFIGS.keys()
 
 
 def write_adapter(network: Any, directory: Path, *, seed: int = 3, **config: Any) -> Any:
