@@ -13,6 +13,7 @@ from model.engine.cache import bytes_of_token
 from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Output, Request, Step
 from model.engine.step_tracer import StepTrace, TraceParams
+from model.network.adapters import Adapter, PassAdapters
 from model.network.attention import DenseContext
 from model.network.transformer import Transformer
 from model.text.constraint import GrammarState, token_masks
@@ -160,7 +161,13 @@ def run(engine: Engine, *requests: Request) -> dict[tuple[str, int], Result]:
 
 
 @torch.inference_mode()
-def alone(model: Transformer, request: Request, choice: int = 0, tokenizer: Tokenizer | None = None) -> Result:
+def alone(
+    model: Transformer,
+    request: Request,
+    choice: int = 0,
+    tokenizer: Tokenizer | None = None,
+    adapter: Adapter | None = None,
+) -> Result:
     """The result of a request from the plain network: one pass over all previous tokens for each token, no cache."""
     params, ids = request.params, list(request.prompt_ids)
     sampler = Sampler(params.sampling.for_continuation(choice), ids)
@@ -172,7 +179,7 @@ def alone(model: Transformer, request: Request, choice: int = 0, tokenizer: Toke
 
     def full_pass(ids: Sequence[int]) -> Tensor:
         context = DenseContext(model.config, None, len(ids), torch.device("cpu"), max_length=max_length)
-        return model(torch.tensor([ids]), context=context)[0]
+        return model(torch.tensor([ids]), context=context, adapters=PassAdapters.of(adapter))[0]
 
     if params.returns_prompt:
         logits = full_pass(ids)
