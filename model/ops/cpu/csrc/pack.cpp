@@ -229,25 +229,6 @@ void quantize_int4(Args args, long task, long num_tasks) {
     });
 }
 
-// A checksum of each of `num_chunks` parts of some memory, of which the size is a multiple of 64 bytes. Any single
-// change of a part changes its checksum. Args: data, checksums, number of units of 64 bytes, num_chunks.
-void checksum(Args args, long task, long num_tasks) {
-    constexpr int LANES = 8;
-    constexpr uint64_t FACTOR = 0x9e3779b97f4a7c15;  // odd, so that the multiplication loses nothing
-    const long num_units = args.integer(2), num_chunks = args.integer(3);
-    for (long chunk = num_chunks * task / num_tasks; chunk < num_chunks * (task + 1) / num_tasks; chunk++) {
-        uint64_t sums[LANES] = {1, 2, 3, 4, 5, 6, 7, 8};
-        for (long unit = num_units * chunk / num_chunks; unit < num_units * (chunk + 1) / num_chunks; unit++) {
-            uint64_t words[LANES];
-            std::memcpy(words, args.array<uint64_t>(0) + unit * LANES, sizeof words);
-            for (int lane = 0; lane < LANES; lane++) sums[lane] = (sums[lane] ^ words[lane]) * FACTOR;
-        }
-        uint64_t total = 0;
-        for (const uint64_t sum : sums) total = (total ^ sum ^ sum >> 32) * FACTOR;
-        args.array<uint64_t>(1)[chunk] = total;
-    }
-}
-
 }  // namespace
 
 #define KERNELS(From, from, To, to)                                                                         \
@@ -261,4 +242,3 @@ KERNELS(Float16, float16, float, float32)
 KERNELS(float, float32, BFloat16, bfloat16)
 KERNELS(BFloat16, bfloat16, BFloat16, bfloat16)
 KERNELS(Float16, float16, BFloat16, bfloat16)
-KERNEL(checksum_uint8) { checksum(args, task, num_tasks); }
