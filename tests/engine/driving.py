@@ -167,6 +167,7 @@ def alone(
     choice: int = 0,
     tokenizer: Tokenizer | None = None,
     adapter: Adapter | None = None,
+    tap: Tap | None = None,
 ) -> Result:
     """The result of a request from the plain network: one pass over all previous tokens for each token, no cache."""
     params, ids = request.params, list(request.prompt_ids)
@@ -179,7 +180,7 @@ def alone(
 
     def full_pass(ids: Sequence[int]) -> Tensor:
         context = DenseContext(model.config, None, len(ids), torch.device("cpu"), max_length=max_length)
-        return model(torch.tensor([ids]), context=context, adapters=PassAdapters.of(adapter))[0]
+        return model(torch.tensor([ids]), tap=tap, context=context, adapters=PassAdapters.of(adapter))[0]
 
     if params.returns_prompt:
         logits = full_pass(ids)

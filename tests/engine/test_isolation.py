@@ -418,13 +418,7 @@ class TestEditing:
 
     @staticmethod
     def alone_edited(model: Transformer, request: Request) -> Result:
-        class Edited(torch.nn.Module):
-            def forward(self, ids: Tensor) -> Tensor:
-                logits: Tensor = model(ids, tap=request.tap)
-                return logits
-
-        edited: Any = Edited()
-        return alone(edited, request)
+        return alone(model, request, tap=request.tap)
 
     @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
     def test_an_edit_at_any_stage_changes_no_bit_of_its_neighbours(self, name: str) -> None:
