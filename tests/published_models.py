@@ -81,8 +81,18 @@ def gemma3_gguf() -> Path:
 @cache
 def smollm2() -> Path:
     """A directory with SmolLM2-135M-Instruct in float32, as transformers reads it from the GGUF file."""
-    source = smollm2_gguf()
-    directory = CACHE / "SmolLM2-135M-Instruct"
+    return _as_transformers_reads(smollm2_gguf(), "SmolLM2-135M-Instruct")
+
+
+@cache
+def gemma3() -> Path:
+    """A directory with Gemma 3 270M in float32, as transformers reads it from the GGUF file."""
+    return _as_transformers_reads(gemma3_gguf(), "gemma-3-270m")
+
+
+def _as_transformers_reads(source: Path, name: str) -> Path:
+    """A directory in the cache with the model of a GGUF file. It is made once, because that takes minutes."""
+    directory = CACHE / name
     if not (directory / "config.json").exists():
         from safetensors.torch import save_file
         from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -99,7 +99,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "embedding_multiplier": 12.0,
             "attention_multiplier": 0.5,
             "residual_multiplier": 0.22,
-            "logits_scaling": 8.0,
+            "logits_scaling": 1.5,
             "tie_word_embeddings": True,
         },
     ),
