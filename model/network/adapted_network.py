@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from model.network.adapters import Adapter, PassAdapters
-from model.network.attention import AttentionContext
 from model.network.transformer import Transformer
 from model.tracing.tap import Tap
 
@@ -14,18 +13,11 @@ class AdaptedNetwork:
     """`model` with `adapter` for all tokens, for single passes. None: no adapter, but the stages of adapters."""
 
     def __init__(self, model: Transformer, adapter: Adapter | None) -> None:
-        self.config, self.backend = model.config, model.backend
+        self.backend = model.backend
         self._model = model
         self._adapters = PassAdapters.of(adapter)
 
-    def __call__(
-        self,
-        ids: Tensor,
-        *,
-        tap: Tap | None = None,
-        rows: Sequence[int] | None = None,
-        context: AttentionContext | None = None,
-    ) -> Tensor:
+    def __call__(self, ids: Tensor, *, tap: Tap | None = None, rows: Sequence[int] | None = None) -> Tensor:
         """The logits, as `Transformer.forward` returns them."""
-        logits: Tensor = self._model(ids, tap=tap, rows=rows, context=context, adapters=self._adapters)
+        logits: Tensor = self._model(ids, tap=tap, rows=rows, adapters=self._adapters)
         return logits

@@ -408,7 +408,8 @@ class TestEditing:
     @every_engine_config
     def test_an_edited_request_gets_what_the_edited_network_gives_it_alone(self, name: str) -> None:
         model = exact(name)
-        for stage in ("blocks.1.attn.k", "blocks.0.attn.pattern", "blocks.2.mlp.post", "embed"):
+        mlp_stage = "mlp.router_logits" if model.config.has_experts(2) else "mlp.post"
+        for stage in ("blocks.1.attn.k", "blocks.0.attn.pattern", f"blocks.2.{mlp_stage}", "embed"):
             edit = Editor({stage: lambda tensor: -tensor})
             edited = ask("edited", prompt(15), max_tokens=7, tap=edit, temperature=1.2)
             results = run(new_engine(model, max_step_tokens=10), edited, *neighbours())
