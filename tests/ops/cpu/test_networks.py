@@ -163,9 +163,9 @@ class TestEngine:
         replayed: list[int] = []
         run = DecodeGraphs.run
         monkeypatch.setattr(
-            DecodeGraphs, "run", lambda self, sequences: replayed.append(len(self._graphs)) or run(self, sequences)
+            DecodeGraphs, "run", lambda self, *args: replayed.append(len(self._graphs)) or run(self, *args)
         )
         found = generate(build(1 << 24), 1, 2, 3)
         assert max(replayed) > 0
-        monkeypatch.setattr(DecodeGraphs, "run", lambda self, sequences: None)
+        monkeypatch.setattr(DecodeGraphs, "run", lambda self, *args: None)
         assert generate(build(1 << 24), 1, 2, 3) == found
