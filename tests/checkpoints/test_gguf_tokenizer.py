@@ -11,8 +11,8 @@ from tokenizers import pre_tokenizers
 
 from model.checkpoints.gguf_files.header import read_header
 from model.checkpoints.gguf_files.pre_tokenizers import PRE_TOKENIZATIONS
-from model.checkpoints.gguf_files.tokenizer import SPACE, build_tokenizer
-from model.checkpoints.gguf_files.vocabulary import Vocabulary, read_vocabulary
+from model.checkpoints.gguf_files.tokenizer import build_tokenizer
+from model.checkpoints.gguf_files.vocabulary import SPACE, Vocabulary, read_vocabulary
 from model.errors import CheckpointError
 from model.text.tokenizer import Tokenizer
 from tests.conftest import shared
@@ -117,7 +117,7 @@ def test_a_vocabulary_without_a_space_prefix_gets_none() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model": "bert"}, r"tokenizer\.ggml\.model is 'bert', which is not implemented; known: gpt2, llama"),
+        ({"model": "bert"}, r"tokenizer\.ggml\.model is 'bert', which is not implemented; known: gpt2, llama, t5"),
         ({"model": "gpt2"}, r"tokenizer\.ggml\.pre, which says how texts are split, is missing; known: default, gpt-2"),
         ({"model": "gpt2", "pre": "new"}, r"tokenizer\.ggml\.pre, .* is 'new', which is not implemented"),
         ({"model": "gpt2", "pre": "gpt-2"}, r"tokenizer\.ggml\.merges is missing"),

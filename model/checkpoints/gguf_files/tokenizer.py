@@ -1,7 +1,7 @@
 """Build the tokenizer of a GGUF file from its vocabulary.
 
-Two kinds are implemented: byte-level BPE ("gpt2"), and SentencePiece's BPE ("llama"), whose merges follow from the
-scores of its tokens.
+Three kinds are implemented: byte-level BPE ("gpt2"), SentencePiece's BPE ("llama"), whose merges follow from the scores
+of its tokens, and SentencePiece's Unigram ("t5", `unigram.py`).
 """
 
 from collections.abc import Collection, Sequence
@@ -11,11 +11,11 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from model.checkpoints.gguf_files.pre_tokenizers import PRE_TOKENIZATIONS
-from model.checkpoints.gguf_files.vocabulary import END_TEXTS, TokenType, Vocabulary
+from model.checkpoints.gguf_files.unigram import build_unigram
+from model.checkpoints.gguf_files.vocabulary import END_TEXTS, SPACE, TokenType, Vocabulary
 from model.errors import CheckpointError, short_repr
 from model.text.tokenizer import Tokenizer
 
-SPACE = "\u2581"  # how SentencePiece writes a space
 # Phi-3 drops the spaces after added tokens, except after these. GGUF files do not say so; this is its tokenizer.json.
 PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>", "<|system|>", "<|end|>", "<|user|>")
 
@@ -28,6 +28,8 @@ def build_tokenizer(vocabulary: Vocabulary, architecture: str) -> Tokenizer:
             return Tokenizer(_byte_level(vocabulary))
         if kind == "llama":
             return Tokenizer(_sentencepiece(vocabulary, drops_spaces=architecture == "phi3"))
+        if kind == "t5":
+            return Tokenizer(_unigram(vocabulary))
     except CheckpointError:
         raise
     except BaseException as error:
@@ -37,7 +39,7 @@ def build_tokenizer(vocabulary: Vocabulary, architecture: str) -> Tokenizer:
         reason = short_repr(str(error))
         raise CheckpointError(f"{vocabulary.file}: the vocabulary cannot be used: {reason}") from error
     raise CheckpointError(
-        f"{vocabulary.file}: tokenizer.ggml.model is {short_repr(kind)}, which is not implemented; known: gpt2, llama"
+        f"{vocabulary.file}: tokenizer.ggml.model is {short_repr(kind)}, which is not implemented; known: gpt2, llama, t5"
     )
 
 
@@ -73,9 +75,7 @@ def _sentencepiece(vocabulary: Vocabulary, *, drops_spaces: bool) -> tokenizers.
     # The file writes runs of spaces as such, where SentencePiece writes its own character.
     tokens = [SPACE * len(text) if text and not text.strip(" ") else text for text in vocabulary.tokens]
     ids = _ids(vocabulary, tokens)
-    unknown = vocabulary.special_id("unknown")
-    if unknown is None:
-        unknown = next((i for i, kind in enumerate(vocabulary.types) if kind == TokenType.UNKNOWN), None)
+    unknown = vocabulary.unknown_id()
     model = models.BPE(
         vocab=ids,
         merges=derive_merges(tokens, vocabulary.types, vocabulary.scores, ids),
@@ -94,6 +94,14 @@ def _sentencepiece(vocabulary: Vocabulary, *, drops_spaces: bool) -> tokenizers.
     backend.decoder = decoders.Sequence(steps)
     _add_tokens(backend, vocabulary, ids.keys(), drops_spaces=drops_spaces)
     _add_ends(backend, vocabulary, adds_bos=True)
+    return backend
+
+
+def _unigram(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
+    ids = _ids(vocabulary, vocabulary.tokens)
+    backend = build_unigram(vocabulary)
+    _add_tokens(backend, vocabulary, ids.keys())
+    _add_ends(backend, vocabulary, adds_bos=False, adds_eos=True)
     return backend
 
 
@@ -159,11 +167,11 @@ def _add_tokens(
     backend.add_tokens(added)
 
 
-def _add_ends(backend: tokenizers.Tokenizer, vocabulary: Vocabulary, *, adds_bos: bool) -> None:
-    """Add the begin-of-sequence and end-of-sequence tokens to texts as the file says. `adds_bos` is the default."""
+def _add_ends(backend: tokenizers.Tokenizer, vocabulary: Vocabulary, *, adds_bos: bool, adds_eos: bool = False) -> None:
+    """Add the begin-of-sequence and end-of-sequence tokens to texts as the file says, or else by these defaults."""
     template = "$A"
     special = []
-    for name, default, ends in (("bos", adds_bos, "{token} $A"), ("eos", False, "$A {token}")):
+    for name, default, ends in (("bos", adds_bos, "{token} $A"), ("eos", adds_eos, "$A {token}")):
         key = f"add_{name}_token"
         if not vocabulary.flag(key, default=default):
             continue

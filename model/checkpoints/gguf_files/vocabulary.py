@@ -10,6 +10,7 @@ import numpy as np
 
 from model.errors import CheckpointError, short_repr
 
+SPACE = "\u2581"  # how SentencePiece writes a space
 # Limits for the time to build a tokenizer. Gemma 3, the largest vocabulary served, has 2.2
 # million characters.
 MAX_TOKEN_CHARACTERS = 1 << 12
@@ -74,6 +75,13 @@ class Vocabulary:
         if type(token_id) is not int or not 0 <= token_id < len(self.tokens):
             raise CheckpointError(f"{self.file}: {key} is {short_repr(token_id)}, not the id of a token")
         return token_id
+
+    def unknown_id(self) -> int | None:
+        """The id of the token for text without tokens, by its key or else by its type. None if there is none."""
+        token_id = self.special_id("unknown")
+        if token_id is not None:
+            return token_id
+        return next((i for i, kind in enumerate(self.types) if kind == TokenType.UNKNOWN), None)
 
     def flag(self, name: str, default: bool) -> bool:
         """The value of a key that is true or false, such as "add_bos_token"."""
