@@ -191,7 +191,9 @@ def test_prompts_in_parts_and_drafts_change_no_bit_of_an_adapted_request() -> No
     model = served("llama")
     repeated = prompt(4) * 7
     requests = [with_adapter(ask(f"{name}", repeated, temperature=0.0, max_tokens=16), name) for name in NAMES]
-    parts = run(engine_of(model, max_step_tokens=9), *requests)
+    engine = engine_of(model, max_step_tokens=9)
+    parts = run(engine, *requests)
+    assert engine.stats().num_drafted > 0
     plain = run(engine_of(model, speculates=False), *requests)
     assert all(same_bits(parts, request, plain[request.id, 0]) for request in requests)
 
