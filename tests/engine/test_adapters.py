@@ -147,6 +147,17 @@ def test_steps_with_adapters_are_replayed_and_only_the_last_layouts_are_kept(mon
         assert same_bits(together, request, run(engine_of(model), request)[request.id, 0])
 
 
+def test_a_recorded_step_is_not_replayed_for_other_adapters_or_rows() -> None:
+    """All of these batches have four sequences, and most have as many runs of rows with the same adapter."""
+    model = served("llama")
+    engine = engine_of(model)
+    for names in (("a", "a", None, "b"), ("a", "b", "b", None), ("a", "a", None, "c"), (None, None, None, None)):
+        requests = [with_adapter(ask(f"{i}", prompt(5, seed=i)), name) for i, name in enumerate(names)]
+        together = run(engine, *requests)
+        for request in requests:
+            assert same_bits(together, request, run(engine_of(model), request)[request.id, 0])
+
+
 def test_requests_with_different_adapters_share_no_prefix() -> None:
     model = build(CONFIGS["llama"])
     engine, ids = engine_of(model), prompt(24)
@@ -180,7 +191,9 @@ def test_prompts_in_parts_and_drafts_change_no_bit_of_an_adapted_request() -> No
     model = served("llama")
     repeated = prompt(4) * 7
     requests = [with_adapter(ask(f"{name}", repeated, temperature=0.0, max_tokens=16), name) for name in NAMES]
-    parts = run(engine_of(model, max_step_tokens=9), *requests)
+    engine = engine_of(model, max_step_tokens=9)
+    parts = run(engine, *requests)
+    assert engine.stats().num_drafted > 0
     plain = run(engine_of(model, speculates=False), *requests)
     assert all(same_bits(parts, request, plain[request.id, 0]) for request in requests)
 
