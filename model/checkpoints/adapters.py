@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from model.checkpoints.adapter_config import CONFIG, AdapterConfig, read_adapter_config
-from model.checkpoints.families.family import Family, stacked_rows
+from model.checkpoints.families.family import Family, Part
 from model.checkpoints.load import Checkpoint
 from model.checkpoints.network_weights import DTYPES
 from model.checkpoints.safetensors_directory import SafetensorsFiles
@@ -34,11 +34,18 @@ LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 class Module:
     """A linear module of the network that an adapter was trained for, and the outputs of our layer that it computes."""
 
-    name: str
+    part: Part
     layer: int  # its number in the network
     num_inputs: int
-    num_outputs: int
     first_output: int
+
+    @property
+    def name(self) -> str:
+        return self.part.name.removesuffix(".weight")
+
+    @property
+    def num_outputs(self) -> int:
+        return self.part.num_rows
 
     @property
     def names(self) -> tuple[str, str]:
@@ -97,14 +104,9 @@ def adaptable_layers(family: Family, config: ModelConfig) -> dict[str, list[Modu
 def _modules(
     family: Family, config: ModelConfig, layer: int, place: str, num_inputs: int, num_outputs: int
 ) -> list[Module]:
-    parameter = f"blocks.{layer}.{place}.weight"
-    names = family.source(parameter).names
-    num_rows = stacked_rows(parameter, config) if len(names) > 1 else [num_outputs]
-    ends = list(accumulate(num_rows))
-    return [
-        Module(name.removesuffix(".weight"), layer, num_inputs, rows, end - rows)
-        for name, rows, end in zip(names, num_rows, ends, strict=True)
-    ]
+    parts = family.parts(f"blocks.{layer}.{place}.weight", (num_outputs, num_inputs), config)
+    ends = accumulate(part.num_rows for part in parts)
+    return [Module(part, layer, num_inputs, end - part.num_rows) for part, end in zip(parts, ends, strict=True)]
 
 
 def check_tensors(source: TensorSource, config: AdapterConfig, modules: Sequence[Module]) -> None:
@@ -154,6 +156,8 @@ def read_matrices(
     begin = 0
     for module, part in zip(modules, parts, strict=True):
         own = source.read(module.names[1]).double() * config.scale_of(module.name)
+        if module.part.layout == "interleaved":
+            own = module.part.to_rows(own)  # in the order of our rows, as the weight
         outputs = slice(module.first_output, module.first_output + module.num_outputs)
         b[outputs, begin : begin + len(part)] = own
         begin += len(part)
