@@ -28,7 +28,7 @@ BODY: dict[str, Any] = {"prompt": PROMPT, "seed": 3, "max_tokens": 12, "ignore_e
 
 def plan_of(body: ForwardRequest, state: State, as_safetensors: bool) -> Plan:
     """Plan a request as the route does."""
-    subject = find_subject(state, body.model)
+    subject = find_subject(state, body.model, body.adapter)
     assert not isinstance(body.prompt, str)
     (plan,), _ = make_plans(body, subject, [list(body.prompt)], False, as_safetensors)
     return plan
