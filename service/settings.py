@@ -57,8 +57,8 @@ class Settings(BaseSettings):
 
     model: str = Field(
         "bundled",
-        description="checkpoint directory, *.safetensors file, hub id, 'bundled', or 'none' to serve only the worked "
-        "examples",
+        description="checkpoint directory, *.safetensors or *.gguf file, hub id (`org/name:Q4_K_M` for a GGUF model), "
+        "'bundled', or 'none' to serve only the worked examples",
     )
     revision: str | None = Field(None, description="branch, tag or commit of a hub id; default: its main branch")
     model_name: str | None = Field(

@@ -47,7 +47,8 @@ def trained() -> tuple[tuple[str, float], ...]:
     trainer = trainers.UnigramTrainer(vocab_size=600, show_progress=False, special_tokens=["<unk>"], unk_token="<unk>")
     backend.train_from_iterator(ascii_lines, trainer)
     scores = {token: score for token, score in state_of(backend)["vocab"] if token != "<unk>"}
-    assert len(scores) > 300 and SPACE in scores
+    assert len(scores) > 300
+    assert SPACE in scores
     return tuple(scores.items())
 
 
@@ -140,6 +141,12 @@ def test_bytes_of_characters_without_tokens_are_encoded_as_tokenizers_does(adds_
             assert ours.decode(ids) == line
         stream = Detokenizer(ours)
         assert "".join([*map(stream.push, ids), stream.flush()]) == ours.decode(ids)
+
+
+def test_a_token_with_a_space_inside_is_found() -> None:
+    pairs = [*pairs_of(), ("to\u2581the", -1.0)]
+    tokenizer = build_tokenizer(unigram_vocabulary(pairs, add_eos_token=False), "llama")
+    assert tokenizer.encode("to the") == [len(pairs) - 1]
 
 
 def test_the_name_of_a_byte_is_text() -> None:

@@ -39,7 +39,8 @@ def build_tokenizer(vocabulary: Vocabulary, architecture: str) -> Tokenizer:
         reason = short_repr(str(error))
         raise CheckpointError(f"{vocabulary.file}: the vocabulary cannot be used: {reason}") from error
     raise CheckpointError(
-        f"{vocabulary.file}: tokenizer.ggml.model is {short_repr(kind)}, which is not implemented; known: gpt2, llama, t5"
+        f"{vocabulary.file}: tokenizer.ggml.model is {short_repr(kind)}, which is not implemented; "
+        "known: gpt2, llama, t5"
     )
 
 

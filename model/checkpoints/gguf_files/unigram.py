@@ -31,9 +31,7 @@ def build_unigram(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     removes_spaces = vocabulary.flag("remove_extra_whitespaces", default=False)
     adds_space = vocabulary.flag("add_space_prefix", default=False) or removes_spaces
     backend.normalizer = normalizers.Sequence(_normalizers(vocabulary, removes_spaces, adds_space))
-    if has_bytes:
-        # Split the names of byte tokens, because the library would find them in texts, too.
-        backend.pre_tokenizer = pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(_splits(vocabulary, has_bytes))
     decoder: list[Any] = [decoders.Replace(SPACE, " ")]
     decoder += [decoders.ByteFallback()] if has_bytes else []
     decoder += [decoders.Fuse()]
@@ -51,6 +49,17 @@ def _normalizers(vocabulary: Vocabulary, removes_spaces: bool, adds_space: bool)
     if adds_space:
         steps.append(normalizers.Prepend(SPACE))
     return [*steps, normalizers.Replace(" ", SPACE)]
+
+
+def _splits(vocabulary: Vocabulary, has_bytes: bool) -> list[Any]:
+    """Split a text where no token can be, which changes nothing but the choice between equal sums of scores."""
+    steps: list[Any] = []
+    if SPACE in vocabulary.tokens and not any(SPACE in token[1:] for token in vocabulary.tokens):
+        steps.append(pre_tokenizers.Split(SPACE, behavior="merged_with_next"))  # as transformers does
+    if has_bytes:
+        # Split the names of byte tokens, because the library would find them in texts, too.
+        steps.append(pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), behavior="isolated"))
+    return steps
 
 
 def _charsmap(vocabulary: Vocabulary) -> bytes:

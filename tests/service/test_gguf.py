@@ -1,0 +1,31 @@
+"""The service answers from published GGUF files, with and without quantization."""
+
+import pytest
+
+from tests.published_models import gemma3_gguf, smollm2_gguf
+from tests.service.running import Start
+
+pytestmark = pytest.mark.slow
+PARIS = "The capital of France is Paris."
+CAPITALS = "Berlin is the capital of Germany. Madrid is the capital of Spain. Rome is the capital of"
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_smollm2_answers_from_its_gguf_file(start: Start, quantize: str) -> None:
+    service = start(model=str(smollm2_gguf()), quantize=quantize)
+    answer = service.answer("/generate", prompt=CAPITALS, max_tokens=2, temperature=0)
+    assert answer["text"] == " Italy."
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    chat = service.answer("/v1/chat/completions", messages=messages, temperature=0, max_tokens=20)
+    (choice,) = chat["choices"]
+    assert choice["finish_reason"] == "stop"  # by <|im_end|>
+    content = choice["message"]["content"]
+    # int8 rounds the weights, which the file has in four bits, a second time.
+    assert content == PARIS if quantize == "none" else content.startswith(PARIS.removesuffix("."))
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_gemma3_answers_from_its_gguf_file(start: Start, quantize: str) -> None:
+    service = start(model=str(gemma3_gguf()), quantize=quantize)
+    answer = service.answer("/generate", prompt=CAPITALS, max_tokens=2, temperature=0)
+    assert answer["text"] == " Italy."
