@@ -197,5 +197,5 @@ def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path_factory: pytest.Te
 
 
 def test_a_model_that_does_not_exist_is_an_error_that_names_it() -> None:
-    with pytest.raises(ValueError, match="no/such/model: no such directory"):
+    with pytest.raises(ValueError, match="no/such/model: no such file or directory"):
         load("no/such/model")

@@ -97,7 +97,7 @@ def test_a_model_that_does_not_exist_ends_every_command_with_1(text_file: str) -
     ):
         found = forwardscope(*arguments)
         assert found.returncode == 1, arguments
-        assert "no/such/model: no such directory" in found.stderr
+        assert "no/such/model: no such file or directory" in found.stderr
         assert "Traceback" not in found.stderr
 
 
