@@ -22,7 +22,8 @@ from model.tracing.tap import Editor, Recorder
 from tests.engine.driving import ask, new_engine, prompt, run
 from tests.ops.cpu.common import by_kernels
 from tests.service.running import running
-from tests.tiny import CONFIGS
+from tests.tiny import CONFIGS, ROUNDING, random_ids, record
+from tests.tiny import build as build_network
 
 pytestmark = pytest.mark.usefixtures("instructions")
 
@@ -39,6 +40,20 @@ def test_a_network_with_kernels_agrees_with_pytorch(dtype: str) -> None:
         expected, found = plain(ids), packed(ids)
     tolerance = 1e-4 if dtype == "float32" else 0.2  # bfloat16 has 8 bits, and each layer rounds
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_network_has_the_same_residuals_and_logits_with_kernels_as_with_pytorch(name: str) -> None:
+    """In float32, to the rounding of sums in another order (`ROUNDING`), in proportion where values exceed 1."""
+    config = with_heads_of_16(CONFIGS[name])
+    ids = random_ids(config.vocab_size, 40, batch=2)
+    with torch.inference_mode():
+        expected_logits, expected = record(build_network(config), ids)
+        logits, found = record(by_kernels(build_network(config)), ids)
+    for stage, value in {**expected, "logits": expected_logits}.items():
+        if stage.endswith(("resid_pre", "resid_post", "logits")):
+            tolerance = 2 * ROUNDING[torch.float32] * max(1.0, value.abs().max().item())
+            torch.testing.assert_close({**found, "logits": logits}[stage], value, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -75,10 +90,14 @@ def test_the_last_block_skips_unselected_rows_and_no_bit_changes(name: str, dtyp
     assert torch.equal(traced, found)
 
 
+def with_heads_of_16(config: ModelConfig) -> ModelConfig:
+    """The config with a size of heads that our attention kernels support."""
+    return replace(config, d_head=16, rotary_dim=0 if config.rotary_dim == config.d_head else config.rotary_dim)
+
+
 def with_kernel_heads(config: ModelConfig, dtype: str) -> Transformer:
-    """A network of the config, but with heads of 16, a size that our attention kernels support."""
-    rotary_dim = 0 if config.rotary_dim == config.d_head else config.rotary_dim
-    model = Transformer(replace(config, d_head=16, rotary_dim=rotary_dim))
+    """A network of the config, computed by our kernels."""
+    model = Transformer(with_heads_of_16(config))
     model.initialize(torch.Generator().manual_seed(0), std=0.2)
     return by_kernels(model.to(DTYPES_BY_NAME[dtype]).requires_grad_(False))
 
