@@ -58,7 +58,7 @@ _GEMMA: dict[str, Any] = _LLAMA | {
     "norm_offset": True,
     "norm_placement": "both",
     "activation": "gelu_tanh",
-    "attention_scale": 0.1,  # norms of q and k with gains of about 2 make large products
+    "attention_scale": 0.3,
     "embedding_scale": 24**0.5,
 }
 CONFIGS = {
@@ -158,8 +158,11 @@ every_engine_config = pytest.mark.parametrize("name", ENGINE_CONFIGS)
 
 
 @torch.no_grad()
-def randomize(model: nn.Module, seed: int = 0) -> None:
-    """Set the weights that the module docstring describes, in one of our networks or in one of transformers."""
+def randomize(model: nn.Module, seed: int = 0, *, norm_offset: bool = False) -> None:
+    """Set the weights that the module docstring describes, in one of our networks or in one of transformers.
+
+    With `norm_offset`, norms multiply by 1 + weight.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -168,13 +171,13 @@ def randomize(model: nn.Module, seed: int = 0) -> None:
         elif name.endswith("bias"):
             parameter.copy_(0.5 * noise)
         else:
-            parameter.copy_(1 + 0.3 * noise)
+            parameter.copy_(0.3 * noise if norm_offset else 1 + 0.3 * noise)
 
 
 def build(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Transformer:
     """A network of this config with random weights that reveal errors."""
     model = Transformer(config)
-    randomize(model, seed)
+    randomize(model, seed, norm_offset=config.norm_offset)
     return model.to(dtype).requires_grad_(False).eval()
 
 
@@ -199,13 +202,8 @@ def build_reference(config: Any, *, seed: int = 0) -> Any:
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    randomize(reference, seed)
-    reference.requires_grad_(False)
-    if config.model_type.startswith("gemma"):  # its norms multiply by 1 + weight
-        for name, parameter in reference.named_parameters():
-            if "norm" in name:
-                parameter -= 1
-    return reference
+    randomize(reference, seed, norm_offset=config.model_type.startswith("gemma"))
+    return reference.requires_grad_(False)
 
 
 def write_reference(config: Any, directory: Path, *, seed: int = 0, **save: Any) -> Any:
