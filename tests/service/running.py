@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -14,6 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+import fastapi.dependencies.models
 import httpx
 
 from model.checkpoints.load import Checkpoint
@@ -56,6 +58,12 @@ class Running:
         assert not self._thread.is_alive(), "the service does not stop"
         for listening in self._sockets:
             listening.close()
+        # Let the next collection free the weights and the key-value cache: the service froze all objects when it was
+        # ready, and FastAPI remembers its routes, and thus the application.
+        gc.unfreeze()
+        for function in vars(fastapi.dependencies.models).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         return self.client.get(path, **options)
