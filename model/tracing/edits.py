@@ -26,6 +26,7 @@ from model.tracing.stages import Stage, UnknownStage, Widths, select, sizes_of
 __all__ = ["BoundEdits", "Edit", "EditMatch", "EditPlan", "EditSource", "Op", "Positions", "SourcePass", "plan_edits"]
 
 MAX_EDITS = 64
+MAX_CHANGED_STAGES = 2048  # of all edits together: each costs time in every step
 FINAL_STAGES = ("probabilities", "loss")  # nothing depends on them
 MAX_SEED = (1 << 63) - 1
 
@@ -77,6 +78,9 @@ def plan_edits(
         raise InvalidField("edits", f"has {len(edits)} entries; at most {MAX_EDITS} are allowed")
     planner = _Planner(config, stages, prompt_ids, max_length)
     planned = [planner.plan(edit, f"edits.{index}") for index, edit in enumerate(edits)]
+    num_changed = sum(len(edit.stages) for edit in planned)
+    if num_changed > MAX_CHANGED_STAGES:
+        raise InvalidField("edits", f"change {num_changed} stages in all; at most {MAX_CHANGED_STAGES} are allowed")
     sources = planner.sources()
     return EditPlan(
         sources=sources,

@@ -250,6 +250,13 @@ def test_the_number_of_edits_is_limited() -> None:
         plan(*[edit()] * (MAX_EDITS + 1))
 
 
+def test_the_number_of_changed_stages_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.tracing.edits.MAX_CHANGED_STAGES", 6)
+    plan(*[edit(stage="blocks.*.mlp_out")] * 2)
+    with pytest.raises(InvalidField, match="edits: change 7 stages in all; at most 6 are allowed"):
+        plan(*[edit(stage="blocks.*.mlp_out")] * 2, edit())
+
+
 def test_no_edits_change_nothing() -> None:
     model = build(LLAMA)
     assert torch.equal(edited_pass(model, IDS, plan().bind()), model(torch.tensor([IDS]))[0])
