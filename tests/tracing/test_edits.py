@@ -401,6 +401,40 @@ class TestTaps:
         assert [edits.is_active(start, 2) for start in (0, 2, 3, 5)] == [True, False, True, False]
 
 
+class TestUniformEdits:
+    """The edits with which a step of decoding sequences can be recorded."""
+
+    def test_they_change_all_new_positions_alike(self) -> None:
+        edits = bound(edit("zero", positions=[(5, 6)]), edit("add", value=1.0, positions="generated"))
+        keys = {(start, num): edits.uniform(start, num) for start in range(12) for num in (1, 2, 3)}
+        both = {at: None if found is None else len(found.edits) for at, found in keys.items()}
+        assert both[5, 1] == both[6, 1] == both[5, 2] == both[8, 1] == both[9, 3] == 1
+        assert both[0, 3] == both[7, 1] == 0
+        assert both[4, 2] is both[6, 2] is both[6, 3] is both[7, 2] is None
+
+    def test_equal_edits_have_equal_keys_wherever_they_are(self) -> None:
+        add = edit("add", vector=torch.arange(24.0), positions="generated")
+        first, second = bound(add).uniform(8, 1), bound(add, ids=IDS[:5]).uniform(9, 2)
+        other = bound(replace(add, scale=2.0)).uniform(8, 1)
+        assert first is not None
+        assert second is not None
+        assert other is not None
+        assert first.key == second.key != other.key
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            edit("noise", std=1.0),
+            edit(stage="blocks.0.ln1.scale"),
+            edit(stage="blocks.0.ln1.normalized"),
+            edit(stage="blocks.0.attn.pattern"),
+            edit("add", vector=torch.ones(2, 24), positions=[8, 9]),
+        ],
+    )
+    def test_there_are_none_where_kernels_alone_do_not_compute_them(self, wrong: Edit) -> None:
+        assert bound(wrong).uniform(8, 1) is None
+
+
 class TestDigests:
     def digest(self, *edits: Edit, first: int = 0, end: int = 4, **options: Any) -> bytes | None:
         return bound(*edits, **options).digest(first, end)
