@@ -2,8 +2,8 @@
 
 `plan_edits` checks a list of `Edit`s (`declared_edits.py`) against the stages of a network and the length of a prompt.
 An `EditPlan` (`edit_plan.py`) says which passes must run first, because edits take numbers from them (mean and patch).
-`EditPlan.bind` gives the `BoundEdits` (`bound_edits.py`), which make the tap of every pass (`edit_tap.py`). On the way:
-`edit_positions.py` (which positions), `edit_operands.py` (which numbers), and `model/ops/row_edits.py` (the arithmetic).
+`EditPlan.bind` gives the `BoundEdits` (`bound_edits.py`), which make the tap of every pass (`edit_tap.py`). Positions
+are in `edit_positions.py`, numbers in `edit_operands.py`, and the arithmetic is in `model/ops/row_edits.py`.
 """
 
 from collections.abc import Mapping, Sequence
