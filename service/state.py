@@ -14,6 +14,7 @@ from service.http.buffers import Buffers, Reservation
 from service.http.errors import ApiError, draining, invalid
 from service.metrics import Metrics
 from service.settings import Settings
+from service.vectors import VectorStore
 from service.worker import Worker, WorkerLimits
 
 Result = TypeVar("Result")
@@ -43,6 +44,8 @@ class State:
             ),
             self.buffers,
         )
+        self.vectors = VectorStore(settings.max_vectors)
+        self.metrics.watch_vectors(lambda: self.vectors.num_bytes)
         self.checkpoint: Checkpoint | None = None
         self.engine: Engine | None = None
         # Made by the first request with a grammar. Each belongs to one thread of `run_grammar`.
