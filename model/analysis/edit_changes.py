@@ -6,7 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.tracing.selection import StageTrace
+from model.analysis.edit_sources import Network, edited_pass
+from model.config import ModelConfig
+from model.tracing.edits import BoundEdits
+from model.tracing.selection import Selection, StageCollector, StageTrace
+from model.tracing.stages import last_residuals, sizes_of
+from model.tracing.tap import Recorder
 
 
 @dataclass(frozen=True)
@@ -43,3 +48,22 @@ def change_of(plain: Tensor, edited: Tensor) -> tuple[float, float | None]:
     norm = float(torch.linalg.vector_norm(after - before))
     size = float(torch.linalg.vector_norm(before))
     return norm, norm / size if size else None
+
+
+@torch.inference_mode()
+def residuals(
+    network: Network,
+    config: ModelConfig,
+    ids: Sequence[int],
+    edits: BoundEdits | None = None,
+    device: torch.device | str = "cpu",
+) -> list[StageTrace]:
+    """The residuals after each block of one pass over `ids`, plain or edited."""
+    stages, rows = last_residuals(config), [len(ids) - 1]
+    selection = Selection(stages=stages, detail="values")
+    recorder = Recorder(stages, StageCollector(selection, sizes_of(config, len(ids))))
+    if edits is None:
+        network(torch.tensor([list(ids)], device=device), tap=recorder, rows=rows)
+    else:
+        edited_pass(network, ids, edits, tap=recorder, rows=rows, device=device)
+    return [recorder.kept[stage.name] for stage in stages]

@@ -67,7 +67,7 @@ def read_vector_bytes(content: bytes, stages: Sequence[str]) -> NamedVector:
     if int.from_bytes(content[:8], "little") > min(len(content), MAX_HEADER_BYTES):
         raise CheckpointError("not a safetensors file: it states a header that is longer than the file or the limit")
     try:
-        stored = dict(safetensors.deserialize(content))  # checks that the offsets fit the shapes and the size
+        stored = dict(safetensors.deserialize(content))  # type: ignore[no-untyped-call]  # checks that the offsets fit the shapes and the size
     except (safetensors.SafetensorError, ValueError) as error:
         raise CheckpointError(f"not a safetensors file: {error}") from None
     _check_num_tensors(len(stored))

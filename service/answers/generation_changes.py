@@ -10,14 +10,10 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import torch
-from model.tracing.edits import BoundEdits
-
 from model.analysis.edit_changes import stage_changes
 from model.checkpoints.load import Checkpoint
-from model.tracing.selection import Selection, StageCollector, StageTrace
-from model.tracing.stages import last_residuals, sizes_of
-from model.tracing.tap import Chain, Recorder
+from model.tracing.edits import BoundEdits
+from model.tracing.stages import last_residuals
 from service.answers.budget import Budget, ResponseContents, response_bytes
 from service.answers.edits import run_series, stage_bytes
 from service.answers.subject import adapted_network
@@ -45,22 +41,7 @@ async def changes_answer(
     state: State, checkpoint: Checkpoint, adapter: str | None, edits: BoundEdits, ids: Sequence[int]
 ) -> list[dict[str, Any]]:
     """Describe the changes of one choice, whose computed positions have the tokens `ids`."""
-    run = partial(residuals, checkpoint, adapter, ids)
-    plain, edited = await run_series(state, [partial(run, None), partial(run, edits)])
+    network, weight = adapted_network(checkpoint, adapter), checkpoint.model.embed.weight
+    run = partial(residuals, network, checkpoint.model.config, ids, device=weight.device)
+    plain, edited = await run_series(state, [run, partial(run, edits=edits)])
     return [asdict(change) for change in stage_changes(plain, edited)]
-
-
-@torch.inference_mode()
-def residuals(
-    checkpoint: Checkpoint, adapter: str | None, ids: Sequence[int], edits: BoundEdits | None
-) -> list[StageTrace]:
-    """The residuals after each block, of one pass. Called on the network's thread."""
-    stages, last = last_residuals(checkpoint.model.config), len(ids) - 1
-    selection = Selection(stages=stages, detail="values")
-    sizes = sizes_of(checkpoint.model.config, len(ids))
-    recorder = Recorder(stages, StageCollector(selection, sizes))
-    network = adapted_network(checkpoint, adapter)
-    tap = recorder if edits is None else Chain(edits.tap(0, len(ids), [last], network.backend.network), recorder)
-    tokens = torch.tensor([list(ids)], device=checkpoint.model.embed.weight.device)
-    network(tokens, tap=tap, rows=[last])
-    return [recorder.kept[stage.name] for stage in stages]

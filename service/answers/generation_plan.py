@@ -3,12 +3,12 @@
 A route reads its prompts and the fields that only it has (`Options`).
 """
 
+import secrets
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from fastapi import Request
-from model.tracing.edits import EditPlan
 
 from model.checkpoints.load import Checkpoint
 from model.engine.request import Request as EngineRequest
@@ -16,6 +16,7 @@ from model.errors import InvalidField
 from model.text.constraint import Constraint
 from model.text.sampling import SamplingParams
 from model.text.transcript import GenerationParams
+from model.tracing.edits import EditPlan
 from service.answers.budget import Budget, total
 from service.answers.edits import EditPlanner, answer_bytes, bind_edits, read_edits
 from service.answers.generation_budget import make_budget
@@ -209,7 +210,7 @@ def read_params(
                 presence_penalty=body.presence_penalty,
                 frequency_penalty=body.frequency_penalty,
                 logit_bias=read_bias(body.logit_bias, config.vocab_size),
-                seed=None if body.seed is None else body.seed % 2**63,
+                seed=find_seed(body, options),
             ),
             stop=[body.stop] if isinstance(body.stop, str) else body.stop,
             stop_token_ids=frozenset(body.stop_token_ids) | frozenset(eos_token_ids),
@@ -220,6 +221,13 @@ def read_params(
         )
     except InvalidField as error:
         raise invalid(error.field, error.reason) from None
+
+
+def find_seed(body: GenerationRequest, options: Options) -> int | None:
+    """The seed of the request; None for a new one in each request of the engine, but a baseline needs the same."""
+    if body.seed is None:
+        return secrets.randbits(63) if options.baseline else None
+    return body.seed % 2**63
 
 
 def read_bias(logit_bias: dict[str, float], vocab_size: int) -> dict[int, float]:

@@ -87,8 +87,8 @@ class EncodedTensor(Request):
 
 
 def _kind_of_vector(value: Any) -> str:
-    kinds = {str: "name", list: "numbers", dict: "tensor", EncodedTensor: "tensor"}
-    return kinds.get(type(value), "none")
+    kinds = (("name", str), ("numbers", list), ("tensor", dict | EncodedTensor))
+    return next((kind for kind, types in kinds if isinstance(value, types)), "none")
 
 
 Vector = Annotated[
