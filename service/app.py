@@ -227,7 +227,7 @@ def load_vectors(checkpoint: Checkpoint, settings: Settings) -> dict[str, NamedV
     """Read the vectors in the directory that the settings name."""
     if settings.vectors is None:
         return {}
-    vectors = read_vectors(settings.vectors, checkpoint.model.config, [stage.name for stage in checkpoint.stages])
+    vectors = read_vectors(settings.vectors, checkpoint.model.config, checkpoint.stages)
     num_bytes = sum(vector.num_bytes for vector in vectors.values())
     logger.info("%d vectors from %s, %.1f MB", len(vectors), settings.vectors, num_bytes / 1e6)
     return vectors

@@ -305,7 +305,7 @@ def default_of(model: type[BaseModel], name: str) -> str:
 
 def test_the_table_of_endpoints_is_the_api(bundled: Running) -> None:
     (table,) = tables_with("endpoint")
-    listed = {name for row in table for name in re.findall(r"`((?:GET|POST) /[\w/{}]+)`", row[0])}
+    listed = {name for row in table for name in re.findall(r"`((?:GET|POST|PUT|DELETE) /[\w/{}]+)`", row[0])}
     paths = bundled.get("/openapi.json").json()["paths"]
     assert listed == {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
 

@@ -19,7 +19,7 @@ from model.checkpoints.gguf_files.header import GGUFHeader, read_header
 from model.checkpoints.safetensors_directory import HEADER_DTYPES, MAX_HEADER_BYTES, SafetensorsFiles
 from model.config import ModelConfig
 from model.errors import CheckpointError, printable_name, short_repr
-from model.tracing.stages import last_residuals
+from model.tracing.stages import Stage, last_residuals
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 NAME_RULE = "1 to 100 letters, digits, dots, underscores and hyphens, of which the first is a letter or digit"
@@ -43,10 +43,10 @@ class NamedVector:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def read_vectors(directory: Path, config: ModelConfig, stages: Sequence[str]) -> dict[str, NamedVector]:
+def read_vectors(directory: Path, config: ModelConfig, stages: Sequence[Stage]) -> dict[str, NamedVector]:
     """Read every file of a directory whose name ends in `.safetensors` or `.gguf`: name without the ending -> vector.
 
-    `stages` are the names of the stages of the network. Raises `CheckpointError`, whose message names the file.
+    `stages` are those of the network. Raises `CheckpointError`, whose message names the file.
     """
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory; use one with *.safetensors or *.gguf files of vectors")
@@ -62,7 +62,7 @@ def read_vectors(directory: Path, config: ModelConfig, stages: Sequence[str]) ->
     return vectors
 
 
-def read_vector_bytes(content: bytes, stages: Sequence[str]) -> NamedVector:
+def read_vector_bytes(content: bytes, stages: Sequence[Stage]) -> NamedVector:
     """Read the content of a safetensors file. Raises `CheckpointError` if it is not one, or not one of vectors."""
     if int.from_bytes(content[:8], "little") > min(len(content), MAX_HEADER_BYTES):
         raise CheckpointError("not a safetensors file: it states a header that is longer than the file or the limit")
@@ -80,7 +80,7 @@ def read_vector_bytes(content: bytes, stages: Sequence[str]) -> NamedVector:
     return _named(tensors, stages)
 
 
-def _read_safetensors(path: Path, stages: Sequence[str]) -> NamedVector:
+def _read_safetensors(path: Path, stages: Sequence[Stage]) -> NamedVector:
     source = SafetensorsFiles(path)
     try:
         _check_num_tensors(len(source.headers))
@@ -106,15 +106,25 @@ def _check_header(name: str, shape: tuple[int, ...], dtype: torch.dtype | None, 
         raise CheckpointError(f"{shown} has the shape {list(shape)}; 1 to {MAX_DIMS} dims of at least 1 are allowed")
 
 
-def _named(tensors: Mapping[str, Tensor], stages: Sequence[str]) -> NamedVector:
+def _named(tensors: Mapping[str, Tensor], stages: Sequence[Stage]) -> NamedVector:
     """The vector of a file. TransformerLens's `hook_` is removed if all names are then those of stages."""
+    by_name = {stage.name: stage for stage in stages}
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise CheckpointError(f"{printable_name(name)} has numbers that are not finite")
     plain = {name.replace("hook_", ""): tensor for name, tensor in tensors.items()}
-    if len(plain) == len(tensors) and plain.keys() <= set(stages):
-        return NamedVector(plain, by_stage=True)
+    if len(plain) == len(tensors) and plain.keys() <= by_name.keys():
+        return NamedVector({name: _of_one(tensor, by_name[name]) for name, tensor in plain.items()}, by_stage=True)
     return NamedVector(tensors, by_stage=False)
+
+
+def _of_one(tensor: Tensor, stage: Stage) -> Tensor:
+    """Remove the dim of the batch, and that of the position if there is only one, as traces have them."""
+    if tensor.dim() == len(stage.dims) and tensor.shape[0] == 1:
+        tensor = tensor[0]
+        if stage.dims[1] == "position" and tensor.shape[0] == 1 and tensor.dim() > 1:
+            tensor = tensor[0]
+    return tensor
 
 
 # Control vectors of llama.cpp. `direction.N` is a vector in float32 that is added to the output of layer N, counted

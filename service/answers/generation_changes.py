@@ -10,7 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from model.analysis.edit_changes import stage_changes
+from model.analysis.edit_changes import residuals, stage_changes
 from model.checkpoints.load import Checkpoint
 from model.tracing.edits import BoundEdits
 from model.tracing.stages import last_residuals

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from fastapi import APIRouter, Request, Response
-from model.tracing.edits import BoundEdits, EditPlan
 from torch import Tensor
 
 from model.analysis.edit_changes import stage_changes
 from model.analysis.forward_trace import Trace, trace
 from model.checkpoints.load import DTYPES
+from model.tracing.edits import BoundEdits, EditPlan
 from model.tracing.predictions import predict
 from model.tracing.selection import Detail, Selection, StageTrace
 from model.tracing.stages import Stage
@@ -50,7 +50,7 @@ PUBLISHED_BYTES = 1 << 16  # the most bytes of an article's printed numbers and 
 
 @dataclass(frozen=True)
 class Plan:
-    """A checked request, for one of its prompts."""
+    """A checked request, for one of its prompts. `bound_edits` are set when the passes of sources have run."""
 
     subject: Subject
     ids: list[int]
@@ -61,6 +61,7 @@ class Plan:
     dtype: torch.dtype | None
     encoding: Encoding
     edits: EditPlan | None = None
+    bound_edits: BoundEdits | None = None
     has_baseline: bool = False
 
     @property
@@ -99,13 +100,13 @@ async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Re
     plans, budget = await run_plan(
         state, num_checks, lambda: make_plans(body, subject, prompt_ids, is_list, as_safetensors, planner)
     )
-    bound: list[BoundEdits | None] = [None] * len(plans)
     edit_plans = [plan.edits for plan in plans if plan.edits is not None]
     if edit_plans:
         budget.check(state)  # before the passes of sources
         assert subject.checkpoint is not None
-        bound = [*await bind_edits(edit_plans, request, state, subject.checkpoint, subject.adapter)]
-    passes = [Pass(len(plan.ids), partial(run, plan, edits)) for plan, edits in zip(plans, bound, strict=True)]
+        bound = await bind_edits(edit_plans, request, state, subject.checkpoint, subject.adapter)
+        plans = [replace(plan, bound_edits=edits) for plan, edits in zip(plans, bound, strict=True)]
+    passes = [Pass(len(plan.ids), partial(run, plan)) for plan in plans]
     return await answer_passes(request, state, passes, budget=budget, is_list=is_list, as_safetensors=as_safetensors)
 
 
@@ -221,12 +222,12 @@ def make_budget(plan: Plan) -> Budget:
     return Budget(response_bytes(contents), largest_tensors, "stages, positions, heads, detail, top_k or the prompt")
 
 
-def run(plan: Plan, edits: BoundEdits | None, waited: float) -> PassAnswer:
+def run(plan: Plan, waited: float) -> PassAnswer:
     """Run the pass, or with a baseline both passes, and describe them. Called on the network's thread."""
     start = time.perf_counter()
     selection = replace(plan.selection, detail="values") if plan.has_baseline else plan.selection
     plain = run_pass(plan, selection, None) if plan.has_baseline else None
-    result = run_pass(plan, selection, edits)
+    result = run_pass(plan, selection, plan.bound_edits)
     seconds = time.perf_counter() - start
     parts, tensors = describe_pass(plan, result)
     answer: dict[str, Any] = {

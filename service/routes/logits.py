@@ -5,17 +5,17 @@ compared.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from fastapi import APIRouter, Request, Response
-from model.tracing.edits import BoundEdits, EditPlan
 from torch import Tensor
 
 from model.analysis.edit_changes import change_of
 from model.checkpoints.load import Checkpoint
+from model.tracing.edits import BoundEdits, EditPlan
 from service.answers.budget import Budget, ResponseContents, pass_bytes, response_bytes, total
 from service.answers.edits import (
     EditPlanner,
@@ -48,7 +48,10 @@ router = APIRouter(route_class=JsonRoute, tags=["inside"])
 
 @dataclass(frozen=True)
 class Plan:
-    """A checked request, for one of its prompts. `rows` are the positions whose logits are asked for."""
+    """A checked request, for one of its prompts.
+
+    `rows` are the positions whose logits are asked for. `bound_edits` are set when the passes of sources have run.
+    """
 
     body: LogitsRequest
     checkpoint: Checkpoint
@@ -57,6 +60,7 @@ class Plan:
     rows: list[int]
     as_safetensors: bool
     edits: EditPlan | None
+    bound_edits: BoundEdits | None = None
 
 
 @router.post(
@@ -84,12 +88,12 @@ async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpo
         lambda: [make_plan(body, checkpoint, adapter, each, as_safetensors, planner) for each in ids],
     )
     budget = total([make_budget(plan) for plan in plans])
-    bound: list[BoundEdits | None] = [None] * len(plans)
     edit_plans = [plan.edits for plan in plans if plan.edits is not None]
     if edit_plans:
         budget.check(state)  # before the passes of sources
-        bound = [*await bind_edits(edit_plans, request, state, checkpoint, adapter)]
-    passes = [Pass(len(plan.ids), partial(run, plan, edits)) for plan, edits in zip(plans, bound, strict=True)]
+        bound = await bind_edits(edit_plans, request, state, checkpoint, adapter)
+        plans = [replace(plan, bound_edits=edits) for plan, edits in zip(plans, bound, strict=True)]
+    passes = [Pass(len(plan.ids), partial(run, plan)) for plan in plans]
     return await answer_passes(request, state, passes, budget=budget, is_list=is_list, as_safetensors=as_safetensors)
 
 
@@ -140,12 +144,12 @@ def make_budget(plan: Plan) -> Budget:
     )
 
 
-def run(plan: Plan, edits: BoundEdits | None, waited: float) -> PassAnswer:
+def run(plan: Plan, waited: float) -> PassAnswer:
     """Run the pass, or with a baseline both passes, and describe them. Called on the network's thread."""
     start = time.perf_counter()
     with torch.inference_mode():
         plain = run_pass(plan, None) if plan.body.baseline else None
-        found = run_pass(plan, edits)
+        found = run_pass(plan, plan.bound_edits)
     seconds = time.perf_counter() - start
     answer: dict[str, Any] = {
         "model": plan.adapter or plan.checkpoint.name,

@@ -39,11 +39,10 @@ async def put_vector(name: str, request: Request, state: StateDep, checkpoint: C
         raise wrong_shape("body", reason, "content_type")
     state.vectors.check_name(name)
     content = await request.body()
-    stages = [stage.name for stage in checkpoint.stages]
 
     def read() -> NamedVector:
         try:
-            return read_vector_bytes(content, stages)
+            return read_vector_bytes(content, checkpoint.stages)
         except CheckpointError as error:
             raise invalid("body", str(error), "invalid_vector") from None
 
