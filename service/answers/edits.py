@@ -140,7 +140,8 @@ def num_values(vector: Operand | list[Any] | schemas.EncodedTensor | None) -> in
         return sum(tensor.numel() for tensor in vector.values())
     if isinstance(vector, list):
         return len(vector) * (num_values(vector[0]) if isinstance(vector[0], list) else 1)
-    return 0 if vector is None else math.prod(vector.shape)
+    # A shape that does not fit the data is refused later.
+    return 0 if vector is None else min(math.prod(vector.shape), len(vector.data))
 
 
 def _positions(spec: Any) -> Any:

@@ -17,7 +17,10 @@ from service.vectors import VectorEntry
 router = APIRouter(tags=["inside"])
 MEDIA_TYPES = ("application/x-safetensors", "application/octet-stream")
 BODY: dict[str, Any] = {
-    "requestBody": {"required": True, "content": {MEDIA_TYPES[0]: {"schema": BINARY | {"format": "binary"}}}}
+    "requestBody": {
+        "required": True,
+        "content": {kind: {"schema": BINARY | {"format": "binary"}} for kind in MEDIA_TYPES},
+    }
 }
 
 

@@ -180,5 +180,5 @@ def test_a_hostile_file_is_refused(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(CheckpointError):
         read_vector_bytes(content, STAGES)
     (tmp_path / "a.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match="a.safetensors"):
+    with pytest.raises(CheckpointError, match=r"a\.safetensors"):
         read_vectors(tmp_path, CONFIG, STAGES)

@@ -93,7 +93,7 @@ def test_a_stored_vector_gives_the_numbers_of_the_same_vector_in_the_request(key
 def test_a_vector_by_stage_changes_the_stages_that_it_has(keyed: Running) -> None:
     ones = torch.ones(WIDTH)
     assert put(keyed, "mine", save({STAGE: ones, "blocks.1.hook_resid_post": 2 * ones})).json()["by_stage"]
-    edits = [{"stage": "*", "op": "add", "vector": "mine", "scale": 0.5}]
+    edits = [{"stage": "*.resid_post", "op": "add", "vector": "mine", "scale": 0.5}]
     answer = keyed.answer("/logits", prompt=IDS, edits=edits)
     assert answer["edits"] == [{"stages": [STAGE, "blocks.1.resid_post"], "positions": [[0, 5]]}]
     apart = [
