@@ -65,8 +65,7 @@ def read_positions(positions: Any) -> Any:
 
 
 def read_source(source: Mapping[str, Any], field: str, ids_of: Callable[[Any], list[int]]) -> EditSource:
-    unknown = [name for name in source if name not in ("prompt", "positions")]
-    if unknown or "prompt" not in source:
+    if not isinstance(source, Mapping) or not {"prompt"} <= source.keys() <= {"prompt", "positions"}:
         raise InvalidField(field, "is a mapping with `prompt`, and optionally `positions`")
     positions = source.get("positions")
     return EditSource(ids=ids_of(source["prompt"]), positions=None if positions is None else read_positions(positions))
@@ -76,9 +75,12 @@ def read_vector(vector: Any, field: str) -> Tensor | NamesToTensors:
     """A tensor, or one for each stage by name. Arrays and lists become tensors."""
     if isinstance(vector, str):
         raise InvalidField(field, "only a server has named vectors; pass a tensor, or a mapping of stages to tensors")
-    if isinstance(vector, Mapping):
-        return {name.replace("hook_", ""): torch.as_tensor(each) for name, each in vector.items()}
-    return torch.as_tensor(vector)
+    try:
+        if isinstance(vector, Mapping):
+            return {name.replace("hook_", ""): torch.as_tensor(each) for name, each in vector.items()}
+        return torch.as_tensor(vector)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise InvalidField(field, f"cannot be a tensor: {error}") from None
 
 
 def describe_match(match: EditMatch) -> AppliedEdit:

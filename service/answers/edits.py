@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import torch
 from fastapi import Request
-from model.analysis.edit_sources import compute_source
-from model.tracing.edits import BoundEdits, Edit, EditPlan, EditSource, SourcePass, plan_edits
 from torch import Tensor
 
+from model.analysis.edit_sources import compute_source
 from model.checkpoints.load import DTYPES, Checkpoint
 from model.errors import InvalidField
+from model.tracing.edits import BoundEdits, Edit, EditPlan, EditSource, SourcePass, plan_edits
 from model.tracing.stages import Stage, sizes_of
 from service.answers.budget import Budget
 from service.answers.prompts import prompt_ids
