@@ -30,8 +30,14 @@ Change = Callable[[Tensor], Tensor]
 LAYER, NUM_TOKENS = 0, 11
 POSITIONS, KEYS, HEADS = [1, -3, (5, 6)], [0, 2, 5], [1, 2]
 INDICES = [1, 8, 5, 6]  # what POSITIONS mean
+FROM = [2, 7, 4, 9]  # positions of another prompt, for patches
 EAGER = ("attn.rot_q", "attn.rot_k", "attn.scores", "attn.attn_scores", "attn.pattern")
-FAMILIES = ("gpt2", "llama", "gemma2", "gemma3_text")
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {},
+    "llama": {},
+    "gemma2": {"num_hidden_layers": 2},
+    "gemma3_text": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+}
 # Where a stage is in a network of transformers: the output of a module, or its first input.
 GATED = {
     "attn.q": "self_attn.q_proj",
@@ -201,7 +207,7 @@ def captured(reference: Any, family: str, ids: Sequence[int], stage: str) -> Ten
 
 
 class Part:
-    """The part of a stage that is edited, as (N positions, h heads, D numbers), without the dim of heads if there is none."""
+    """The part of a stage that is edited, as (N positions, h heads, D numbers), or without heads (N, D)."""
 
     def __init__(self, stage: Stage, model: Transformer, window: int | None) -> None:
         self.stage = stage
@@ -220,9 +226,9 @@ class Part:
         heads = {} if self.heads is None else {"heads": HEADS}
         return {"stage": self.stage.name, "positions": POSITIONS} | heads | ({"keys": KEYS} if self.has_keys else {})
 
-    def take(self, x: Tensor) -> Tensor:
+    def take(self, x: Tensor, positions: Sequence[int] = INDICES) -> Tensor:
         x = x[0].transpose(0, 1) if self.has_keys else x[0]
-        x = x[INDICES] if self.heads is None else x[INDICES][:, self.heads]
+        x = x[positions] if self.heads is None else x[positions][:, self.heads]
         return x[..., KEYS] if self.has_keys else x
 
     def put(self, x: Tensor, part: Tensor) -> Tensor:
@@ -239,6 +245,9 @@ class Part:
                         row[key] = new[i] if self.has_keys else new
         return x
 
+    def changed_by(self, change: Change, x: Tensor) -> Tensor:
+        return self.put(x, change(self.take(x)))
+
 
 Case = tuple[dict[str, Any], Change]
 
@@ -251,6 +260,7 @@ def cases(part: Part, size: torch.Size, other: Sequence[int], source: Tensor) ->
     unit = direction / direction.norm()
     dims = size if part.heads is None else (size[0], size[1], size[2])
     heads = [0] if part.heads is None else part.heads
+    from_positions = INDICES if part.has_keys else FROM
     num_noise = max(INDICES) + 1 if part.has_keys else size[-1]
     places = [(position, head) for position in INDICES for head in heads]
     noise = normal_noise(5, part.stage.name, places, num_noise).view(len(INDICES), len(heads), -1).float()
@@ -266,7 +276,10 @@ def cases(part: Part, size: torch.Size, other: Sequence[int], source: Tensor) ->
             {"op": "set", "vector": full.transpose(0, 1) if part.has_keys else full},
             lambda x: full,
         ),
-        "patch": ({"op": "patch", "source": EditSource(ids=other)}, lambda x: part.take(source)),
+        "patch": (
+            {"op": "patch", "source": EditSource(ids=other, positions=from_positions)},
+            lambda x: part.take(source, from_positions),
+        ),
         "add": ({"op": "add", "vector": direction, "scale": 1.5}, lambda x: x + 1.5 * direction),
         "add a value": ({"op": "add", "value": -0.7}, lambda x: x - 0.7),
         "scale": ({"op": "scale", "factor": -0.5}, lambda x: -0.5 * x),
@@ -281,15 +294,23 @@ def cases(part: Part, size: torch.Size, other: Sequence[int], source: Tensor) ->
         "project": ({"op": "project", "vector": direction}, lambda x: x - along(x) * unit),
         "project a part": ({"op": "project", "vector": direction, "coeff": 2}, lambda x: x + along(x) * unit),
         "cap a component": (
-            {"op": "cap", "vector": direction, "max": 0.1},
-            lambda x: x + (along(x).clamp(max=0.1) - along(x)) * unit,
+            {"op": "cap", "vector": direction, "max": -3},
+            lambda x: x + (along(x).clamp(max=-3) - along(x)) * unit,
         ),
     }
 
 
+def is_sensible(family: str, name: str, case: str) -> bool:
+    """The divisor of a norm must stay away from 0. LayerNorm removes a constant from the residual stream."""
+    if name.endswith(".scale"):
+        return case in ("set a value", "patch", "scale", "mean")
+    is_residual = name.endswith(("embed", "attn_out", "mlp_out", "resid_pre", "resid_mid", "resid_post"))
+    return not (case == "add a value" and family == "gpt2" and is_residual)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_operation_on_every_kind_of_stage_equals_hooks_in_transformers(family: str, tmp_path: Path) -> None:
-    reference = write_reference(config_of(family, {}), tmp_path)
+    reference = write_reference(config_of(family, dict(FAMILIES[family])), tmp_path)
     model = load_checkpoint(str(tmp_path), dtype="float32").model
     ids, other = (random_ids(model.config.vocab_size, NUM_TOKENS, seed=seed)[0].tolist() for seed in (1, 2))
     table = {stage.name: stage for stage in stages_of(model.config)}
@@ -298,15 +319,12 @@ def test_every_operation_on_every_kind_of_stage_equals_hooks_in_transformers(fam
         part = Part(table[name], model, model.config.window_of(LAYER))
         source = captured(reference, family, other, name)
         for case, (fields, change) in cases(part, part.take(source).shape, other, source).items():
-            if fields["op"] in ("scale", "add", "cap") and name.endswith("ln1.scale") and case != "scale":
-                continue  # a divisor must stay away from 0
-            if fields["op"] in ("zero", "project", "noise") and name.endswith(".scale"):
+            if not is_sensible(family, name, case):
                 continue
             plan = plan_edits([Edit(**part.options, **fields)], model.config, list(table.values()), ids, NUM_TOKENS)
             found = edited_pass(model, ids, plan.bind(compute_sources(model, plan)))
-            expected = logits_of(reference, family, ids, name, lambda x, c=change: part.put(x, c(part.take(x))))  # type: ignore[misc]
-            assert (expected - plain).abs().max() > 1e-4, f"{name}: {case} changes nothing"
+            expected = logits_of(reference, family, ids, name, partial(part.changed_by, change))
+            assert (expected - plain).abs().max() > 1e-3, f"{name}: {case} changes nothing"
             tolerance = ROUNDING[torch.float32] * max(1.0, float(expected.abs().max()) / 10)
-            torch.testing.assert_close(
-                found, expected, atol=tolerance, rtol=1e-5, msg=lambda detail, at=(name, case): f"{at}: {detail}"
-            )
+            difference = float((found - expected).abs().max())
+            assert difference < tolerance, f"{name}: {case} differs by {difference}"
