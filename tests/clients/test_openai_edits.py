@@ -29,6 +29,6 @@ def test_edits_are_sent_in_extra_body(bundled: Running) -> None:
         assert chunks[-1].choices[0].to_dict()["edits"] == expected["edits"]
         without = client.completions.create(model="bundled", **fields)
         assert "edits" not in without.choices[0].to_dict()
+        wrong = [EDITS[0] | {"stage": "blocks.9.resid_post"}]
         with pytest.raises(openai.BadRequestError, match=r"edits\.0\.stage: 'blocks\.9\.resid_post' matches no stage"):
-            wrong = [EDITS[0] | {"stage": "blocks.9.resid_post"}]
             client.completions.create(model="bundled", extra_body={"edits": wrong}, **fields)
