@@ -73,6 +73,7 @@ async def plan_generation(
     prompts: Sequence[list[int]],
     constraint: Constraint | None,
     adapter: str | None,
+    arrived: float,
 ) -> Plan:
     """Check a request and its budget, and run the passes from which its edits take values.
 
@@ -88,7 +89,7 @@ async def plan_generation(
     edit_plans = [each for each in plan.edit_plans if each is not None]
     if not edit_plans:
         return plan
-    bound = iter(await bind_edits(edit_plans, request, state, checkpoint, adapter))
+    bound = iter(await bind_edits(edit_plans, request, state, checkpoint, adapter, arrived))
     requests = [
         each if edits is None else replace(each, edits=next(bound))
         for each, edits in zip(plan.requests, plan.edit_plans, strict=True)

@@ -84,7 +84,7 @@ class Plan:
     responses=answers(ForwardAnswer | ForwardAnswers, SAFETENSORS_MEDIA_TYPE, BINARY),
 )
 async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Response:
-    as_safetensors = wants_safetensors(request)
+    arrived, as_safetensors = time.perf_counter(), wants_safetensors(request)
     subject = find_subject(state, body.model, body.adapter)
     prompts, is_list = as_list(body.prompt)
     prompt_ids = [
@@ -104,10 +104,12 @@ async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Re
     if edit_plans:
         budget.check(state)  # before the passes of sources
         assert subject.checkpoint is not None
-        bound = await bind_edits(edit_plans, request, state, subject.checkpoint, subject.adapter)
+        bound = await bind_edits(edit_plans, request, state, subject.checkpoint, subject.adapter, arrived)
         plans = [replace(plan, bound_edits=edits) for plan, edits in zip(plans, bound, strict=True)]
     passes = [Pass(len(plan.ids), partial(run, plan)) for plan in plans]
-    return await answer_passes(request, state, passes, budget=budget, is_list=is_list, as_safetensors=as_safetensors)
+    return await answer_passes(
+        request, state, passes, budget=budget, is_list=is_list, as_safetensors=as_safetensors, arrived=arrived
+    )
 
 
 def make_plans(
