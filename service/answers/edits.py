@@ -28,10 +28,11 @@ from service.http import edit_schemas as schemas
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
 from service.http.errors import ApiError, invalid, timed_out
-from service.state import State, get_reservation, seconds_left
+from service.state import State, get_reservation, run_plan, seconds_left
 
 Result = TypeVar("Result")
 Operand = Tensor | Mapping[str, Tensor]
+BYTES_PER_CHECK = 1 << 16  # planning this many bytes of vectors takes about as long as checking a glob
 PLANNED_BYTES = 12  # of a number of a vector in a plan: in float32, and in float64
 
 
@@ -85,8 +86,9 @@ class EditPlanner:
         self._depends_on_ids = any(body.op == "mean" and body.source is None for body in bodies)
 
     @property
-    def num_edits(self) -> int:
-        return len(self._bodies)
+    def num_checks(self) -> int:
+        """An estimate of the time that one plan takes (see `run_plan`)."""
+        return len(self._bodies) + self.num_operand_bytes // BYTES_PER_CHECK
 
     @property
     def num_operand_bytes(self) -> int:
@@ -212,8 +214,12 @@ async def bind_edits(
         found = await unless_disconnected(request, run_series(state, jobs, arrived))
         values = dict(zip(passes, found, strict=True))
         state.metrics.prompt_tokens.inc(sum(len(each.ids) for each in passes.values()))
-    bound = {id(plan): plan.bind([values[source_key(each)] for each in plan.sources]) for plan in plans}
-    return [bound[id(plan)] for plan in plans]
+
+    def bind() -> list[BoundEdits]:
+        bound = {id(plan): plan.bind([values[source_key(each)] for each in plan.sources]) for plan in plans}
+        return [bound[id(plan)] for plan in plans]
+
+    return await run_plan(state, num_source_values // BYTES_PER_CHECK, bind)
 
 
 def source_key(source: SourcePass) -> Any:

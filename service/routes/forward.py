@@ -96,7 +96,7 @@ async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Re
         planner = await read_edits(body.edits, prompt_ids, request, state, subject.checkpoint)
     elif body.edits:
         raise invalid("edits", f"change the served model, but not the worked example {subject.name!r}; leave them out")
-    num_checks = len(body.stages) + len(prompts) * (1 + len(body.edits))
+    num_checks = len(body.stages) + len(prompts) * (1 + (0 if planner is None else planner.num_checks))
     plans, budget = await run_plan(
         state, num_checks, lambda: make_plans(body, subject, prompt_ids, is_list, as_safetensors, planner)
     )

@@ -84,7 +84,7 @@ async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpo
     planner = await read_edits(body.edits, ids, request, state, checkpoint)
     plans = await run_plan(
         state,
-        len(ids) * len(body.edits),
+        0 if planner is None else len(ids) * planner.num_checks,
         lambda: [make_plan(body, checkpoint, adapter, each, as_safetensors, planner) for each in ids],
     )
     budget = total([make_budget(plan) for plan in plans])
