@@ -18,6 +18,8 @@ from model.analysis.edit_sources import edited_pass
 from model.tracing.edits import Edit, EditSource, plan_edits
 from model.tracing.tap import Recorder
 from service.answers import edits as service_edits
+from service.answers import generation_plan, single_pass
+from service.answers.budget import Budget
 from service.http.schemas import FinishEvent, ForwardAnswer, GenerateAnswer, LogitsAnswer
 from tests.checkpoints.adapter_files import write_adapter
 from tests.service.checkpoints import CONTEXT, VOCAB_SIZE
@@ -350,6 +352,25 @@ def body_of_generate(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name != "return_token_ids"}
 
 
+def test_cached_prompts_are_shared_where_edits_change_nothing_and_between_equal_edits(
+    start: Start, tiny_directory: Path
+) -> None:
+    service = start(model=str(tiny_directory))
+    prompt = [(7 * index) % 250 + 20 for index in range(40)]
+
+    def num_cached(*edits: dict[str, Any]) -> int:
+        answer = service.answer("/generate", prompt=prompt, edits=list(edits), max_tokens=2)
+        cached: int = answer["usage"]["cached_tokens"]
+        return cached
+
+    assert [num_cached(), num_cached()] == [0, 32]
+    assert num_cached(STEER | {"positions": "generated"}) == 32
+    assert num_cached(STEER | {"positions": [[16, 39]]}) == 16
+    assert [num_cached(STEER), num_cached(STEER)] == [0, 32]
+    assert num_cached(STEER | {"scale": 3}) == 0
+    assert num_cached() == 32
+
+
 # Baselines
 
 
@@ -488,6 +509,41 @@ def test_the_vectors_of_very_many_plans_need_room(start: Start, tiny_directory: 
     assert (response.status_code, response.json()["error"]["code"]) == (429, "buffers_full")
     assert service.post("/logits", body | {"prompt": [[1] * 20] * 50}).status_code == 200  # one plan for all
     wait_until(lambda: service.metric("buffered_bytes") == 0, "nothing is held")
+
+
+@pytest.mark.parametrize("headers", [{}, AS_SAFETENSORS], ids=["json", "safetensors"])
+@pytest.mark.parametrize("edits", [[STEER], [edit(stage="blocks.*.[!m]*")] * 64], ids=["one", "many"])
+@pytest.mark.parametrize("fields", [{"detail": "none"}, {"detail": "values"}, {"stages": "embed", "top_k": 0}], ids=str)
+def test_no_answer_with_a_baseline_is_larger_than_its_estimate(
+    tiny: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    edits: list[dict[str, Any]],
+    headers: dict[str, str],
+) -> None:
+    estimates = []
+
+    async def note(*arguments: Any, budget: Budget, **options: Any) -> Any:
+        estimates.append(budget.response_bytes)
+        return await single_pass.answer_passes(*arguments, budget=budget, **options)
+
+    async def plan(*arguments: Any) -> Any:
+        found = await generation_plan.plan_generation(*arguments)
+        estimates.append(found.budget.response_bytes)
+        return found
+
+    monkeypatch.setattr("service.routes.forward.answer_passes", note)
+    monkeypatch.setattr("service.routes.logits.answer_passes", note)
+    monkeypatch.setattr("service.routes.generate.plan_generation", plan)
+    body = {"prompt": IDS, "edits": edits, "baseline": True}
+    responses = [
+        tiny.post("/forward", body | fields, headers=headers),
+        tiny.post("/logits", body | {"positions": "all"}, headers=headers),
+        tiny.post("/generate", body | {"max_tokens": 5, "n": 3, "logprobs": 4, "ignore_eos": True}),
+    ]
+    for response, estimate in zip(responses, estimates, strict=True):
+        assert response.status_code == 200, response.text
+        assert len(response.content) <= estimate
 
 
 def test_a_disconnect_stops_the_passes_of_sources(
