@@ -25,6 +25,7 @@ from tests.checkpoints.adapter_files import write_adapter
 from tests.service.checkpoints import CONTEXT, VOCAB_SIZE
 from tests.service.running import PATIENCE_SECONDS, Running, Start, running, wait_until
 from tests.service.test_forward import AS_SAFETENSORS
+from tests.service.test_generate_trace import BLOCK_BYTES
 
 IDS = [5, 9, 77, 200, 31, 8]
 OTHER = [5, 9, 78, 201, 30, 8]
@@ -464,6 +465,34 @@ def test_a_baseline_needs_edits(tiny: Running, path: str) -> None:
 def test_a_baseline_cannot_be_streamed(tiny: Running) -> None:
     response = tiny.post("/generate", {"prompt": IDS, "baseline": True, "edits": [STEER], "stream": True})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "baseline")
+
+
+# Numbers that are not finite
+
+
+@pytest.mark.parametrize("stage", ["blocks.0.attn.k", "blocks.0.attn.v", RESIDUAL, "logits"])
+def test_an_overflow_is_the_error_of_its_own_request_and_no_other_request_sees_its_numbers(
+    start: Start, tiny_directory: Path, stage: str
+) -> None:
+    service = start(model=str(tiny_directory), cache_bytes=6 * BLOCK_BYTES)
+    fields = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
+    plain = {"prompt": IDS, "logprobs": 1} | fields
+
+    def essence(answer: dict[str, Any]) -> Any:
+        return answer["tokens"], answer["logprobs"]
+
+    expected = essence(service.answer("/generate", **plain))
+    overflow = {"stage": stage, "op": "scale", "factor": 3e38}
+    edits = [{"stage": stage, "op": "set", "value": 3e38}, overflow, overflow]
+    body = {"prompt": [7 * index % 250 + 20 for index in range(40)], "edits": edits} | fields
+    for _ in range(2):  # its blocks are then all over the cache
+        response = service.post("/generate", body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "edits"), response.text
+        assert "not finite; use smaller numbers" in response.json()["error"]["message"]
+        assert essence(service.answer("/generate", **plain)) == expected
+    assert "event: error" in service.post("/generate", body | {"stream": True}).text
+    for path in ("/forward", "/logits"):
+        assert service.post(path, {"prompt": IDS, "edits": edits, "baseline": True}).status_code == 200
 
 
 # Limits
