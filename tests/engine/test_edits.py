@@ -236,6 +236,18 @@ class TestRecordedSteps:
             run(new_engine(model), edited(model, ask("1", prompt(9), max_tokens=20), *EDITS[name]))
             assert 0 < len(calls) <= most
 
+    def test_a_recorded_step_keeps_its_numbers(self) -> None:
+        """Its request has ended, and other tensors take the memory that is free."""
+        model = served("llama")
+        engine = new_engine(model)
+        add = Edit(stage="blocks.1.resid_post", op="add", vector=vector(24))
+        first = bits(run(engine, edited(model, ask("1", prompt(5)), add), ask("2", prompt(9))))
+        junk = [torch.full((size,), 1e9) for size in (1, 2, 24) for _ in range(200)]
+        again = bits(run(engine, edited(model, ask("1", prompt(5)), add), ask("2", prompt(9))))
+        assert len(junk) == 600
+        assert again == first
+        assert self.recorded(engine) == 1
+
     def test_a_step_without_active_edits_is_a_plain_one(self) -> None:
         model = served("llama")
         engine = new_engine(model)
@@ -419,6 +431,17 @@ def test_a_trace_of_an_edited_request_shows_the_edited_values() -> None:
     assert all((each["blocks.1.attn.pattern"][..., 0] == 0).all() for each in (first, *later))
     assert all(prediction.token_ids == [5] for traced in result.traces for prediction in traced.predictions)
     assert result.ids == [5, 5, 5]
+
+
+@every_edit
+def test_a_traced_neighbour_changes_no_bit_of_an_edited_request(name: str) -> None:
+    """With a trace in the batch no step is recorded, and every edit is a tap."""
+    model = served("llama")
+    trace = TraceParams(selection=Selection(stages=stages_of(model.config)))
+    requests = requests_with(model, EDITS[name])
+    traced = ask("traced", prompt(11), max_tokens=24, trace=trace)
+    together = bits(run(new_engine(model), traced, *requests))
+    assert together == bits(run(new_engine(model), replace(traced, trace=None), *requests))
 
 
 def test_edits_and_adapters_change_the_same_request() -> None:
