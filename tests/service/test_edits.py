@@ -175,6 +175,14 @@ def test_every_route_refuses_an_edit_that_fits_nothing_and_says_what_fits(tiny: 
     assert "takes [24] (d_model)" in error["message"]
 
 
+@pytest.mark.parametrize("path", ["/forward", "/logits", "/v1/completions"])
+def test_the_error_names_the_prompt_of_a_list_that_an_edit_does_not_fit(tiny: Running, path: str) -> None:
+    body = {"prompt": [IDS, IDS[:3]], "edits": [edit(positions=[5])], "max_tokens": 1}
+    response = tiny.post(path, body if path == "/v1/completions" else {k: body[k] for k in ("prompt", "edits")})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "edits.0.positions")
+    assert response.json()["error"]["message"].endswith("(for prompt.1)")
+
+
 def test_too_many_edits_are_refused(tiny: Running) -> None:
     response = tiny.post("/logits", {"prompt": IDS, "edits": [STEER] * 65})
     assert (response.status_code, response.json()["error"]["param"]) == (422, "edits")
