@@ -100,7 +100,7 @@ def _resolve_word(word: str, num_prompt: int, max_length: int, field: str) -> Po
 
 def _resolve_entry(entry: int | Sequence[int], num_prompt: int, max_length: int, field: str) -> Iterable[int]:
     """The positions of an index or of a range."""
-    ends = list(entry) if isinstance(entry, tuple | list) else [entry, entry]
+    ends = list(entry) if isinstance(entry, Sequence) else [entry, entry]
     if len(ends) != 2 or any(type(end) is not int for end in ends):
         raise InvalidField(field, f"{shortened(entry)} is neither an index nor a range [first, last]")
     for end in ends:

@@ -46,7 +46,7 @@ class Recorder:
 class Editor:
     """A tap that replaces stages: `edits` maps a full stage name to a function of the tensor.
 
-    Ablation, steering and activation patching are such functions.
+    It is for code in the same process. Edits that a request declares are in `edits.py`.
     """
 
     def __init__(self, edits: Mapping[str, Callable[[Tensor], Tensor]]) -> None:

@@ -65,6 +65,12 @@ EDITS: Mapping[str, Sequence[Edit]] = {
     "noise": [Edit(stage="blocks.1.resid_mid", op="noise", std=0.7, seed=3)],
     "noise on the scores": [Edit(stage="blocks.0.attn.scores", op="noise", std=0.7, seed=3, heads=[1, 2])],
     "hide a key": [Edit(stage="blocks.*.attn.pattern", op="zero", keys=[0, 4, 12])],
+    "hide a key while generating": [
+        Edit(stage="blocks.*.attn.pattern", op="scale", factor=0.2, keys=[0, 7], positions="generated")
+    ],
+    "scores of some positions": [
+        Edit(stage="blocks.1.attn.scores", op="add", value=3, keys=[2], positions=[4, (11, 18)], heads=[0, 3])
+    ],
     "masked scores": [Edit(stage="blocks.1.attn.attn_scores", op="set", value=1.0, keys="prompt", heads=[2])],
     "the scale of a norm": [Edit(stage="blocks.1.ln1.scale", op="scale", factor=0.5, positions="generated")],
     "a norm before its gain": [Edit(stage="blocks.*.ln2.normalized", op="scale", factor=1.5)],
@@ -86,6 +92,8 @@ UNRECORDED = (
     "noise",
     "noise on the scores",
     "hide a key",
+    "hide a key while generating",
+    "scores of some positions",
     "masked scores",
     "the scale of a norm",
     "a norm before its gain",
@@ -451,16 +459,19 @@ def test_edits_and_adapters_change_the_same_request() -> None:
         Edit(stage="blocks.2.mlp_out", op="mean", positions="generated"),
     ]
     requests = []
-    for index, name in enumerate((None, "a", "b", "a")):
+    for index, (name, is_edited) in enumerate((("a", True), ("b", False), ("b", True), (None, False), ("a", True))):
         request = with_adapter(ask(f"{index}", prompt(9, seed=index), max_tokens=9), name)
         network = AdaptedNetwork(model, random_adapters(model)[name] if name else None)
-        requests.append(replace(request, edits=bind(model, edits, request, network) if index else None))
+        requests.append(replace(request, edits=bind(model, edits[:1], request, network) if is_edited else None))
+    with_mean = with_adapter(ask("mean", prompt(9), max_tokens=9), "b")
+    network = AdaptedNetwork(model, random_adapters(model)["b"])
+    requests.append(replace(with_mean, edits=bind(model, edits, with_mean, network)))
     results = run(engine_of(model), *requests)
-    for request in requests[1:]:
-        assert request.adapter is not None
-        network = AdaptedNetwork(model, random_adapters(model)[request.adapter])
-        assert_equals_one_pass(model, request, results[request.id, 0], network)
-    assert bits(results)["0", 0] == bits(run(engine_of(model), requests[0]))["0", 0]
+    for request in requests:
+        if request.edits is not None:
+            network = AdaptedNetwork(model, random_adapters(model)[str(request.adapter)])
+            assert_equals_one_pass(model, request, results[request.id, 0], network)
+        assert bits(results)[request.id, 0] == bits(run(engine_of(model), request))[request.id, 0]
 
 
 def test_the_choices_of_a_request_share_its_edits() -> None:
