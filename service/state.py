@@ -14,6 +14,7 @@ from service.http.buffers import Buffers, Reservation
 from service.http.errors import ApiError, draining, invalid
 from service.metrics import Metrics
 from service.settings import Settings
+from service.vectors import VectorStore
 from service.worker import Worker, WorkerLimits
 
 Result = TypeVar("Result")
@@ -43,6 +44,8 @@ class State:
             ),
             self.buffers,
         )
+        self.vectors = VectorStore(settings.max_vectors)
+        self.metrics.watch_vectors(lambda: self.vectors.num_bytes)
         self.checkpoint: Checkpoint | None = None
         self.engine: Engine | None = None
         # Made by the first request with a grammar. Each belongs to one thread of `run_grammar`.
@@ -131,6 +134,11 @@ def get_reservation(request: Request) -> Reservation:
     """The memory that the request holds until its response is sent."""
     reservation: Reservation = request.state.reservation
     return reservation
+
+
+def seconds_left(state: State, arrived: float) -> float:
+    """The seconds until the timeout of a request that arrived at this time of `time.perf_counter`."""
+    return max(0.0, arrived + state.settings.request_timeout_seconds - time.perf_counter())
 
 
 async def run_plan(state: State, num_strings: int, make_plan: Callable[[], Result]) -> Result:
