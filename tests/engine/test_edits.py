@@ -463,8 +463,8 @@ def test_edits_and_adapters_change_the_same_request() -> None:
         request = with_adapter(ask(f"{index}", prompt(9, seed=index), max_tokens=9), name)
         network = AdaptedNetwork(model, random_adapters(model)[name] if name else None)
         requests.append(replace(request, edits=bind(model, edits[:1], request, network) if is_edited else None))
-    with_mean = with_adapter(ask("mean", prompt(9), max_tokens=9), "b")
-    network = AdaptedNetwork(model, random_adapters(model)["b"])
+    with_mean = with_adapter(ask("mean", prompt(9), max_tokens=9), "c")
+    network = AdaptedNetwork(model, random_adapters(model)["c"])
     requests.append(replace(with_mean, edits=bind(model, edits, with_mean, network)))
     results = run(engine_of(model), *requests)
     for request in requests:
