@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from model.config import Activation, NormKind
 from model.ops.quantization import Quantized
+from model.ops.row_edits import RowEdit
 from model.ops.summary import Summary
 from model.ops.torch_attention import CausalMask, ScoreRule
 
@@ -112,6 +113,15 @@ class NetworkOps(Protocol):
         self, q: Tensor, k: Tensor, mask: CausalMask | None, rule: ScoreRule
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The values that `attend` never stores, each (B, H, T, S): scores, masked scores and their softmax."""
+
+    def softmax(self, scores: Tensor, dtype: torch.dtype) -> Tensor:
+        """Softmax over the last dim, computed in at least float32 and rounded to `dtype`."""
+
+    def apply_pattern(self, pattern: Tensor, v: Tensor) -> Tensor:
+        """Average the values with the weights of a pattern: (B, H, T, S), v (B, S, Hkv, D) -> (B, T, H, D)."""
+
+    def edit_rows(self, x: Tensor, edits: Sequence[RowEdit]) -> Tensor:
+        """A contiguous copy of x (B, T, D) or (B, T, H, D), of which edits have changed some rows, in order."""
 
 
 class SamplingOps(Protocol):

@@ -10,8 +10,17 @@ from torch import Tensor, nn
 from model.config import Activation, NormKind
 from model.ops.interface import Argmax, Backend, Draw, NormRule, Rotation
 from model.ops.quantization import Quantized, QuantizedLinear
+from model.ops.row_edits import RowEdit, edit_rows
 from model.ops.summary import Summary, summarize
-from model.ops.torch_attention import CausalMask, ScoreRule, attention_scores, fused_attention, softcap
+from model.ops.torch_attention import (
+    CausalMask,
+    ScoreRule,
+    apply_pattern,
+    attention_scores,
+    fused_attention,
+    softcap,
+    softmax,
+)
 from model.ops.torch_sampling import apply_masks, draw_tokens
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -107,6 +116,15 @@ class TorchNetworkOps:
         self, q: Tensor, k: Tensor, mask: CausalMask | None, rule: ScoreRule
     ) -> tuple[Tensor, Tensor, Tensor]:
         return attention_scores(q, k, mask, rule)
+
+    def softmax(self, scores: Tensor, dtype: torch.dtype) -> Tensor:
+        return softmax(scores, dtype)
+
+    def apply_pattern(self, pattern: Tensor, v: Tensor) -> Tensor:
+        return apply_pattern(pattern, v)
+
+    def edit_rows(self, x: Tensor, edits: Sequence[RowEdit]) -> Tensor:
+        return edit_rows(x, edits)
 
 
 class TorchSamplingOps:

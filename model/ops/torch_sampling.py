@@ -39,7 +39,7 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     if truncated:
         index = torch.tensor(truncated, device=device)
         probabilities[index] = keep_top(probabilities[index], [draws[i] for i in truncated])
-    noise = torch.stack([uniforms(draw.key, probabilities.shape[-1], device) for draw in draws])
+    noise = uniforms_of([draw.key for draw in draws], probabilities.shape[-1], device)
     # With exponential variables E, the minimum of E / p falls on each token with its probability p (Gumbel-max). If
     # rounding changes a probability a little, as another batch size does, the choice mostly stays the same. Inverse
     # transform sampling would shift the boundaries of all tokens after that one.
@@ -75,14 +75,19 @@ def keep_top(probabilities: Tensor, params: Sequence[Draw]) -> Tensor:
 
 
 def uniforms(key: int, vocab_size: int, device: torch.device | None = None) -> Tensor:
-    """A random number in the open interval (0, 1) for each token: (V,), the same on every device.
+    """A random number in the open interval (0, 1) for each token: (V,), the same on every device."""
+    return uniforms_of([key], vocab_size, device)[0]
 
-    Its 23 bits are the upper ones of a hash of the token id: the finalizer of MurmurHash3 (Appleby), applied twice,
+
+def uniforms_of(keys: Sequence[int], size: int, device: torch.device | None = None) -> Tensor:
+    """For each of N keys of 64 bits, random numbers in the open interval (0, 1): (N, size), the same on every device.
+
+    Their 23 bits are the upper ones of a hash of the index: the finalizer of MurmurHash3 (Appleby), applied twice,
     each time after adding another half of the key. `random_words` in ops/cpu/csrc/sampling.cpp computes the same words.
     """
-    words = torch.arange(vocab_size, dtype=torch.int32, device=device)
-    for half in (key & 0xFFFFFFFF, key >> 32):
-        words += _signed(half)
+    words = torch.arange(size, dtype=torch.int32, device=device).repeat(len(keys), 1)
+    for halves in ([key & 0xFFFFFFFF for key in keys], [key >> 32 for key in keys]):
+        words += torch.tensor([[_signed(half)] for half in halves], dtype=torch.int32, device=device)
         for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
             words ^= _shifted(words, shift)
             words *= _signed(factor)

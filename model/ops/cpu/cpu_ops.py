@@ -4,6 +4,8 @@ Sums are in float32. The kernels are batch-invariant: no bit of a token's result
 pass, or on how a prompt is divided into passes. Dims are those of `NetworkOps`.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +19,7 @@ from model.ops.cpu.paged_attention import PagedAttention, PagedRead
 from model.ops.cpu.recording import call, empty, float_bits, pointer
 from model.ops.interface import Backend, NetworkOps, NormRule, Rotation
 from model.ops.quantization import Quantized
+from model.ops.row_edits import RowEdit
 from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.torch_ops import TORCH
 
@@ -205,3 +208,12 @@ class CpuNetworkOps:
         if self._paged_attention is None or mask is None:
             return self._torch.attention_scores(q, k, mask, rule)
         return self._paged_attention.attention_scores(q, k, mask, rule)
+
+    def softmax(self, scores: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._torch.softmax(scores, dtype)
+
+    def apply_pattern(self, pattern: Tensor, v: Tensor) -> Tensor:
+        return self._torch.apply_pattern(pattern, v)
+
+    def edit_rows(self, x: Tensor, edits: Sequence[RowEdit]) -> Tensor:
+        return self._torch.edit_rows(x, edits)

@@ -1,0 +1,58 @@
+"""The passes that edits take their numbers from, and one edited pass."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from model.ops.interface import Backend
+from model.tracing.edits import BoundEdits, EditPlan
+from model.tracing.stages import Stage
+from model.tracing.tap import Chain, Recorder, Tap
+
+
+class Network(Protocol):
+    """A `Transformer`, or an `AdaptedNetwork`."""
+
+    backend: Backend
+
+    def __call__(self, ids: Tensor, *, tap: Tap | None = None, rows: Sequence[int] | None = None) -> Tensor: ...
+
+
+@torch.inference_mode()
+def compute_sources(network: Network, plan: EditPlan, device: torch.device | str = "cpu") -> list[Mapping[str, Tensor]]:
+    """The values for `EditPlan.bind`: of each source pass its stages, at its positions only.
+
+    `network` must have the adapter of the edited request.
+    """
+    found: list[Mapping[str, Tensor]] = []
+    for source in plan.sources:
+        index = torch.tensor(source.positions, device=device)
+
+        def keep(stage: Stage, tensor: Tensor, index: Tensor = index) -> Tensor:
+            if stage.has_selected_rows:
+                return tensor
+            axis = next(axis for axis, dim in enumerate(stage.dims) if dim in ("position", "query"))
+            return tensor.index_select(axis, index)
+
+        recorder = Recorder(source.stages, keep)
+        network(torch.tensor([list(source.ids)], device=device), tap=recorder, rows=source.positions)
+        found.append(recorder.kept)
+    return found
+
+
+@torch.inference_mode()
+def edited_pass(
+    network: Network,
+    ids: Sequence[int],
+    edits: BoundEdits,
+    *,
+    tap: Tap | None = None,
+    rows: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """The logits (T, V) of one edited pass over `ids`, or of some `rows` of it. `tap` sees the edited stages."""
+    edit = edits.tap(0, len(ids), rows, network.backend.network)
+    taps = edit if tap is None else Chain(edit, tap)
+    return network(torch.tensor([list(ids)], device=device), tap=taps, rows=rows)[0]

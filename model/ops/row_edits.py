@@ -1,0 +1,95 @@
+"""Change rows of a stage, with PyTorch: the arithmetic of edits.
+
+A stage is x (B, T, D), or x (B, T, H, D) if it has heads: T rows of one vector, or of H vectors. The numbers are
+computed in float32 (float64 for stages in float64) and rounded once to the dtype of the stage. This file does not know
+which stages and positions a request names.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+RuleKind = Literal["set", "add", "scale", "cap", "project", "cap_component"]
+
+
+class EditRule(NamedTuple):
+    """What an edit makes of a vector x, with a second vector v, or with the numbers `first` and `second`.
+
+    set: v, or `first`. add: x + v, or x + `first`. scale: `first` x. cap: each number limited to the range from `first`
+    to `second`. The last two change the component a = x.v of x along the unit vector v: with project it becomes
+    `first` a, with cap_component it is limited to the range from `first` to `second`.
+    """
+
+    kind: RuleKind
+    first: float = 0.0
+    second: float = 0.0
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RowEdit:
+    """An edit of some rows of a stage.
+
+    `rows` (N,) int64 are their indices in T, each at most once. `vectors` (P or 1, h or 1, D) float32 are the v of the
+    rule; row n takes `vectors[places[n]]`, or the first one without `places`. `exact` are the same in float64, if
+    float32 cannot hold them. `heads` (h,) int64 are the heads that are changed; None: all.
+    """
+
+    rule: EditRule
+    rows: Tensor
+    vectors: Tensor | None = None
+    exact: Tensor | None = None
+    places: Tensor | None = None
+    heads: Tensor | None = None
+
+
+def apply_rule(rule: EditRule, x: Tensor, v: Tensor | None) -> Tensor:
+    """Apply the rule to the vectors x (..., D), in their dtype; v (..., D) is broadcast."""
+    first, second = rule.first, rule.second
+    match rule.kind:
+        case "set":
+            return torch.full_like(x, first) if v is None else v.expand_as(x)
+        case "add":
+            return x + (first if v is None else v)
+        case "scale":
+            return x * first
+        case "cap":
+            return x.clamp(first, second)
+    assert v is not None, "this rule changes the component along a vector"
+    component = (x * v).sum(-1, keepdim=True)
+    changed = component * first if rule.kind == "project" else component.clamp(first, second)
+    return x + (changed - component) * v
+
+
+def widen(x: Tensor) -> Tensor:
+    """x in the dtype in which edits compute: at least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def edit_rows(x: Tensor, edits: Sequence[RowEdit]) -> Tensor:
+    """A copy of x (B, T, D) or (B, T, H, D), changed by one edit after the other."""
+    out = x.clone()
+    heads = out.unsqueeze(2) if out.dim() == 3 else out  # (B, T, H, D), the same memory
+    for edit in edits:
+        rows = edit.rows.to(x.device)
+        chosen = slice(None) if edit.heads is None else edit.heads.to(x.device)
+        old = heads[:, rows][:, :, chosen]  # (B, N, h, D)
+        wide = widen(old)
+        new = apply_rule(edit.rule, wide, vectors_of(edit, wide))
+        if edit.heads is None:
+            heads[:, rows] = new.to(x.dtype)
+        else:
+            heads[:, rows[:, None], chosen] = new.to(x.dtype)
+    return out
+
+
+def vectors_of(edit: RowEdit, wide: Tensor) -> Tensor | None:
+    """The vectors of the rows of an edit, (N or 1, h or 1, D), in the dtype and on the device of `wide`."""
+    vectors = edit.vectors if edit.exact is None or wide.dtype != torch.float64 else edit.exact
+    if vectors is None:
+        return None
+    if edit.places is not None:
+        vectors = vectors[edit.places]
+    return vectors.to(wide)

@@ -1,0 +1,252 @@
+"""Edits with all their numbers, ready to be applied to any pass over a sequence.
+
+They are shared by the choices of a request, and never change. What they do at a position depends on that position
+alone, not on how the sequence is divided into passes.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from model.ops.interface import NetworkOps
+from model.ops.row_edits import EditRule, RowEdit
+from model.ops.torch_ops import TORCH
+from model.tracing.edit_noise import normal_noise
+from model.tracing.edit_positions import PositionSet
+from model.tracing.edit_tap import EditTap, KeyEdit
+from model.tracing.stages import Stage
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Normal noise for one stage: for each position `num_heads` rows of `size` numbers.
+
+    Without a `size`, there is a number for each key up to the last position.
+    """
+
+    seed: int
+    std: float
+    num_heads: int
+    size: int | None
+
+    def at(self, stage: str, positions: Sequence[int], heads: Sequence[int] | None) -> Tensor:
+        """The noise at some positions and heads: (N, h, size) float64."""
+        heads = range(self.num_heads) if heads is None else heads
+        places = [(position, head) for position in positions for head in heads]
+        size = max(positions) + 1 if self.size is None else self.size
+        noise = self.std * normal_noise(self.seed, stage, places, size)
+        return noise.view(len(positions), len(heads), size)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StageEdit:
+    """One edit at one stage. Fields with the names of fields of `RowEdit` and `KeyEdit` mean the same.
+
+    `heads` are those of the stage itself: key-value heads, if it has these.
+    """
+
+    stage: Stage
+    rule: EditRule
+    vectors: Tensor | None = None
+    exact: Tensor | None = None
+    heads: Sequence[int] | None = None
+    keys: PositionSet | None = None
+    window: int | None = None
+    noise: Noise | None = None
+
+    @property
+    def is_positional(self) -> bool:
+        """Whether the positions get different numbers."""
+        return self.noise is not None or (self.vectors is not None and self.vectors.shape[0] > 1)
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether kernels alone compute the edit: the pass stores the stage anyway, and positions do not matter."""
+        is_skipped = "key" in self.stage.dims or self.stage.name.endswith((".scale", ".normalized"))
+        return not (is_skipped or self.is_positional or ".lora_" in self.stage.name)
+
+    @cached_property
+    def _heads(self) -> Tensor | None:
+        return None if self.heads is None else torch.tensor(self.heads)
+
+    def on(self, rows: Sequence[int], places: Sequence[int], positions: Sequence[int]) -> RowEdit:
+        """The edit of some rows of a pass, which have these places in the edit's list of positions."""
+        edit = RowEdit(
+            rule=self.rule,
+            rows=torch.tensor(rows),
+            vectors=self.vectors,
+            exact=self.exact,
+            places=torch.tensor(places) if self.is_positional else None,
+            heads=self._heads,
+        )
+        keys = None if self.keys is None else torch.tensor(self.keys.indices)
+        if self.noise is not None:
+            noise = self.noise.at(self.stage.name, positions, self.heads)
+            if keys is not None:  # keys behind the last position are hidden, so their noise does not matter
+                noise = noise[..., keys.clamp(max=noise.shape[-1] - 1)]
+            edit = replace(edit, vectors=noise.float(), exact=noise, places=torch.arange(len(rows)))
+        if "key" not in self.stage.dims:
+            return edit
+        return KeyEdit(**vars(edit), queries=torch.tensor(positions), keys=keys, window=self.window)
+
+    def content(self) -> Iterable[bytes]:
+        """Everything that determines the edit, except for the positions."""
+        keys = None if self.keys is None else self.keys.indices
+        yield repr((self.stage.name, tuple(self.rule), self.heads, keys, self.noise)).encode()
+        vectors = self.vectors if self.exact is None else self.exact
+        if vectors is not None:
+            yield repr(vectors.shape).encode()
+            yield vectors.contiguous().numpy().tobytes()
+
+
+@dataclass(frozen=True, eq=False)
+class BoundEdit:
+    """One edit of a request, at all its stages."""
+
+    positions: PositionSet
+    stages: Sequence[StageEdit]
+
+    @cached_property
+    def is_positional(self) -> bool:
+        return any(stage.is_positional for stage in self.stages)
+
+    @cached_property
+    def can_be_recorded(self) -> bool:
+        return all(stage.can_be_recorded for stage in self.stages)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """A digest of the edit without its positions."""
+        return _digest(part for stage in self.stages for part in stage.content())
+
+
+@dataclass(frozen=True, eq=False)
+class UniformEdits:
+    """Edits that change every row of a part of a pass alike. Equal keys mean equal edits."""
+
+    edits: Sequence[BoundEdit]
+
+    @cached_property
+    def key(self) -> bytes:
+        return _digest(edit.digest for edit in self.edits)
+
+    @cached_property
+    def stage_names(self) -> frozenset[str]:
+        return frozenset(each.stage.name for edit in self.edits for each in edit.stages)
+
+
+@dataclass(frozen=True)
+class EditedRows:
+    """A run of rows of a pass with the same edits."""
+
+    edits: UniformEdits
+    rows: slice
+
+
+class BoundEdits:
+    """The edits of a request, in order, for a prompt of `num_prompt` tokens and at most `max_length` tokens."""
+
+    def __init__(self, edits: Sequence[BoundEdit], num_prompt: int, max_length: int) -> None:
+        self.num_prompt = num_prompt
+        self.max_length = max_length
+        self._edits = tuple(edits)
+        self._uniform: dict[tuple[int, ...], UniformEdits] = {}
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """The memory of the numbers."""
+        stages = [stage for edit in self._edits for stage in edit.stages]
+        tensors = [each for stage in stages for each in (stage.vectors, stage.exact) if each is not None]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return sum(storages.values())
+
+    @cached_property
+    def stage_names(self) -> frozenset[str]:
+        return frozenset(stage.stage.name for edit in self._edits for stage in edit.stages)
+
+    def is_active(self, start: int, num_new: int) -> bool:
+        """Whether any of the positions `start .. start + num_new - 1` is edited."""
+        return any(edit.positions.touches(start, start + num_new) for edit in self._edits)
+
+    def tap(
+        self, start: int, num_new: int, rows: Sequence[int] | None = None, ops: NetworkOps = TORCH.network
+    ) -> EditTap:
+        """The tap of a pass over the positions `start .. start + num_new - 1`.
+
+        `rows` are the indices of the positions whose logits are computed, by default all: stages that
+        `has_selected_rows` have only these. `ops` are those of the network (`network.backend.network`): with them, no
+        bit of the result depends on how a sequence is divided into passes, if that holds for the network.
+        """
+        all_positions: Sequence[int] = range(start, start + num_new)
+        selected = all_positions if rows is None else [start + row for row in rows]
+        found: dict[str, list[RowEdit]] = {}
+        for edit in self._edits:
+            if not edit.positions.touches(start, start + num_new):
+                continue
+            here, in_selected = _Found.of(edit, all_positions), _Found.of(edit, selected)
+            for stage in edit.stages:
+                own = in_selected if stage.stage.has_selected_rows else here
+                if own.rows:
+                    found.setdefault(stage.stage.name, []).append(stage.on(own.rows, own.places, own.positions))
+        return EditTap(found, ops)
+
+    def uniform(self, start: int, num_new: int) -> UniformEdits | None:
+        """The edits of these positions, if they change all of them alike and can be recorded; otherwise None."""
+        active = []
+        for index, edit in enumerate(self._edits):
+            num_edited = len(edit.positions.find(range(start, start + num_new)))
+            if num_edited and (num_edited < num_new or not edit.can_be_recorded):
+                return None
+            if num_edited:
+                active.append(index)
+        if tuple(active) not in self._uniform:
+            self._uniform[tuple(active)] = UniformEdits([self._edits[index] for index in active])
+        return self._uniform[tuple(active)]
+
+    def digest(self, first: int, end: int) -> bytes | None:
+        """A digest of everything that edits change at the positions `first .. end - 1`; None if that is nothing."""
+        parts = []
+        for edit in self._edits:
+            found = edit.positions.find(range(first, end))
+            if found:
+                places = found if edit.is_positional else [index for index, _ in found]
+                parts += [edit.digest, repr(places).encode()]
+        return _digest(parts) if parts else None
+
+
+def tap_of_runs(runs: Sequence[EditedRows], ops: NetworkOps) -> EditTap:
+    """The tap of a pass of several sequences, of which some runs of rows are edited."""
+    found: dict[str, list[RowEdit]] = {}
+    for run in runs:
+        rows = range(run.rows.start, run.rows.stop)
+        for edit in run.edits.edits:
+            for stage in edit.stages:
+                found.setdefault(stage.stage.name, []).append(stage.on(rows, (), ()))
+    return EditTap(found, ops)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Which rows of a pass an edit changes: their indices, their places in the edit's list, and their positions."""
+
+    rows: Sequence[int]
+    places: Sequence[int]
+    positions: Sequence[int]
+
+    @classmethod
+    def of(cls, edit: BoundEdit, positions: Sequence[int]) -> "_Found":
+        found = edit.positions.find(positions)
+        rows = [row for row, _ in found]
+        return cls(rows, [place for _, place in found], [positions[row] for row in rows])
+
+
+def _digest(parts: Iterable[bytes]) -> bytes:
+    """A digest of several byte strings, in which their ends count."""
+    digest = hashlib.blake2b(digest_size=32, person=b"edits")
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()

@@ -1,0 +1,92 @@
+"""Edits as a request declares them: one `Edit` for each entry of its list, with its tensors loaded."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from model.errors import InvalidField, shortened
+from model.tracing.edit_positions import Positions
+
+Op = Literal["zero", "set", "mean", "patch", "add", "scale", "project", "cap", "noise"]
+# The fields that each operation takes, besides those that choose what is changed.
+FIELDS: Mapping[Op, Sequence[str]] = {
+    "zero": (),
+    "set": ("vector", "value"),
+    "mean": ("source",),
+    "patch": ("source",),
+    "add": ("vector", "value", "scale"),
+    "scale": ("factor",),
+    "project": ("vector", "coeff"),
+    "cap": ("vector", "min", "max"),
+    "noise": ("std", "seed"),
+}
+REQUIRED: Mapping[Op, Sequence[str]] = {
+    "patch": ("source",),
+    "scale": ("factor",),
+    "project": ("vector",),
+    "noise": ("std",),
+}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EditSource:
+    """The prompt from whose pass an edit takes its numbers. `positions` of this prompt: those of the edit by default,
+    and all of them for a mean."""
+
+    ids: Sequence[int]
+    positions: Positions | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Edit:
+    """One change of the stages that a glob matches. `FIELDS` says which fields belong to which operation.
+
+    zero, set: the numbers become 0, or `vector` or `value`. mean, patch: they become those of the source. add: plus
+    `scale` times `vector` or `value`. scale: times `factor`. project: the component along `vector` is multiplied by
+    `coeff`. cap: every number is limited to the range from `min` to `max`, or with a `vector` the component along it.
+    noise: plus normal noise with the standard deviation `std`.
+
+    A `vector` has the shape of the last dims of what is changed. One tensor is for all stages; a mapping has one for
+    each stage by name, and stages that it lacks are not changed.
+    """
+
+    stage: str
+    op: Op
+    positions: Positions = "all"
+    heads: Sequence[int] | None = None
+    keys: Positions | None = None
+    vector: Tensor | Mapping[str, Tensor] | None = None
+    value: float | None = None
+    scale: float = 1.0
+    factor: float | None = None
+    coeff: float = 0.0
+    min: float | None = None
+    max: float | None = None
+    std: float | None = None
+    seed: int = 0
+    source: EditSource | None = None
+
+
+_DEFAULTS = {field.name: field.default for field in fields(Edit)}
+
+
+def check_fields(edit: Edit, field: str) -> None:
+    """Raise `InvalidField` if the edit has a field that its operation does not take, or lacks one that it needs.
+
+    `field` is the name of the edit.
+    """
+    if edit.op not in FIELDS:
+        raise InvalidField(f"{field}.op", f"{shortened(edit.op)} is unknown; known: {', '.join(get_args(Op))}")
+    for name in {name: None for taken in FIELDS.values() for name in taken}:
+        default, value = _DEFAULTS[name], getattr(edit, name)
+        is_given = value is not None if default is None else value != default
+        if is_given and name not in FIELDS[edit.op]:
+            takes = ", ".join(FIELDS[edit.op]) or "no other fields"
+            raise InvalidField(f"{field}.{name}", f"does not belong to {edit.op}, which takes {takes}")
+    for name in REQUIRED.get(edit.op, ()):
+        if getattr(edit, name) is None:
+            raise InvalidField(f"{field}.{name}", f"is required by {edit.op}")
+    if edit.op in ("set", "add") and (edit.vector is None) == (edit.value is None):
+        raise InvalidField(f"{field}.vector", f"{edit.op} takes either `vector` or `value`")

@@ -1,0 +1,77 @@
+"""The tap that applies edits to the rows of one pass.
+
+Stages with a key dim (scores, attn_scores, pattern) are edited here; all others by `NetworkOps.edit_rows`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.ops.interface import NetworkOps
+from model.ops.row_edits import RowEdit, apply_rule, vectors_of, widen
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class KeyEdit(RowEdit):
+    """An edit of some queries of a stage (B, H, T, S). Keys that a query does not see keep their values.
+
+    `queries` (N,) are the positions of the rows. `keys` are the positions of the keys that are changed, in the order of
+    the numbers of `vectors`; None: all. `window` is the sliding window of the layer.
+    """
+
+    queries: Tensor
+    keys: Tensor | None = None
+    window: int | None = None
+
+
+class EditTap:
+    """Applies edits to the stages of one pass: `edits` maps the name of a stage to its edits in order."""
+
+    def __init__(self, edits: Mapping[str, Sequence[RowEdit]], ops: NetworkOps) -> None:
+        self._edits = edits
+        self._ops = ops
+
+    def wants(self, name: str) -> bool:
+        return name in self._edits
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        edits = self._edits[name]
+        key_edits = [edit for edit in edits if isinstance(edit, KeyEdit)]
+        if not key_edits:
+            return self._ops.edit_rows(tensor, edits)
+        out = tensor.clone()
+        for edit in key_edits:
+            _edit_keys(out, edit)
+        return out
+
+
+def _edit_keys(out: Tensor, edit: KeyEdit) -> None:
+    """Apply an edit to a stage (B, H, T, S), in place."""
+    device, num_keys = out.device, out.shape[-1]
+    heads = torch.arange(out.shape[1], device=device) if edit.heads is None else edit.heads.to(device)
+    rows, queries = edit.rows.to(device), edit.queries.to(device)[:, None]
+    positions = torch.arange(num_keys, device=device)
+    visible = positions <= queries  # (N, S)
+    if edit.window is not None:
+        visible &= positions > queries - edit.window
+    if edit.keys is not None:
+        visible &= torch.isin(positions, edit.keys.to(device))
+    old = out[:, heads[:, None], rows]  # (B, h, N, S)
+    wide = widen(old)
+    v = vectors_of(edit, wide)
+    if v is not None:
+        v = _by_key(v.transpose(0, 1), edit.keys, num_keys)  # (h or 1, N or 1, S)
+    new = apply_rule(edit.rule, wide, v)
+    out[:, heads[:, None], rows] = torch.where(visible, new.to(out.dtype), old)
+
+
+def _by_key(v: Tensor, keys: Tensor | None, num_keys: int) -> Tensor:
+    """Numbers (..., K) of some keys, by default the first K, as (..., S) with zeros for all other keys."""
+    keys = torch.arange(v.shape[-1]) if keys is None else keys
+    keys = keys.to(v.device)
+    is_there = keys < num_keys
+    out = v.new_zeros(*v.shape[:-1], num_keys)
+    out[..., keys[is_there]] = v[..., is_there]
+    return out

@@ -1,0 +1,298 @@
+"""Edits: changes of stages that a request declares. They are checked and planned here, before anything is computed.
+
+`plan_edits` checks a list of `Edit`s (`declared_edits.py`) against the stages of a network and the length of a prompt.
+An `EditPlan` says which passes must run first, because edits take numbers from them (mean and patch). `EditPlan.bind`
+gives the `BoundEdits`, which make the tap of every pass. On the way: `edit_positions.py` (which positions),
+`edit_operands.py` (which numbers), `bound_edits.py`, `edit_tap.py`, and `model/ops/row_edits.py` (the arithmetic).
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.errors import InvalidField, shortened
+from model.ops.row_edits import EditRule
+from model.tracing.bound_edits import BoundEdit, BoundEdits, Noise, StageEdit
+from model.tracing.declared_edits import Edit, EditSource, Op, check_fields
+from model.tracing.edit_operands import Numbers, Part, check_number, limits, read_vector
+from model.tracing.edit_positions import Positions, PositionSet, PositionWord, resolve_positions
+from model.tracing.stages import Stage, UnknownStage, Widths, select, sizes_of
+
+__all__ = ["BoundEdits", "Edit", "EditMatch", "EditPlan", "EditSource", "Op", "Positions", "SourcePass", "plan_edits"]
+
+MAX_EDITS = 64
+FINAL_STAGES = ("probabilities", "loss")  # nothing depends on them
+MAX_SEED = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class SourcePass:
+    """A pass without edits that must run first: the `stages` of a prompt that are kept, at these `positions`."""
+
+    ids: Sequence[int]
+    stages: Sequence[Stage]
+    positions: Sequence[int]
+
+
+@dataclass(frozen=True)
+class EditMatch:
+    """What an edit changes: the names of stages, and "all" or "generated", or the indices and ranges of positions."""
+
+    stages: Sequence[str]
+    positions: PositionWord | Sequence[int | tuple[int, int]]
+
+
+@dataclass(frozen=True, eq=False)
+class EditPlan:
+    """A checked list of edits. `matches` has one entry for each edit."""
+
+    sources: Sequence[SourcePass]
+    matches: Sequence[EditMatch]
+    num_source_values: int  # how many numbers are kept of the source passes
+    _edits: Sequence["_PlannedEdit"]
+    _num_prompt: int
+    _max_length: int
+
+    def bind(self, values: Sequence[Mapping[str, Tensor]] = ()) -> BoundEdits:
+        """The edits with all their numbers. `values[i]` has the stages of `sources[i]` by name, at its positions."""
+        if len(values) != len(self.sources):
+            raise ValueError(f"{len(self.sources)} source passes, but values of {len(values)}")
+        edits = [edit.bind(self.sources, values) for edit in self._edits]
+        return BoundEdits(edits, self._num_prompt, self._max_length)
+
+
+def plan_edits(
+    edits: Sequence[Edit], config: Widths, stages: Sequence[Stage], prompt_ids: Sequence[int], max_length: int
+) -> EditPlan:
+    """Check the edits of a request, whose sequence begins with `prompt_ids` and has at most `max_length` tokens.
+
+    Raises `InvalidField` for the first field that is invalid, such as `edits.2.positions`.
+    """
+    if len(edits) > MAX_EDITS:
+        raise InvalidField("edits", f"has {len(edits)} entries; at most {MAX_EDITS} are allowed")
+    planner = _Planner(config, stages, prompt_ids, max_length)
+    planned = [planner.plan(edit, f"edits.{index}") for index, edit in enumerate(edits)]
+    sources = planner.sources()
+    return EditPlan(
+        sources=sources,
+        matches=[edit.match for edit in planned],
+        num_source_values=sum(_num_values(config, source) for source in sources),
+        _edits=planned,
+        _num_prompt=len(prompt_ids),
+        _max_length=max_length,
+    )
+
+
+@dataclass(frozen=True)
+class _FromSource:
+    """Which numbers an edit takes from a source pass."""
+
+    index: int  # of the source pass
+    positions: PositionSet
+    is_mean: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _PlannedEdit:
+    positions: PositionSet
+    stages: Sequence[StageEdit]
+    match: EditMatch
+    source: _FromSource | None
+
+    def bind(self, sources: Sequence[SourcePass], values: Sequence[Mapping[str, Tensor]]) -> BoundEdit:
+        source = self.source
+        if source is None:
+            return BoundEdit(self.positions, self.stages)
+        kept = {position: row for row, position in enumerate(sources[source.index].positions)}
+        rows = torch.tensor([kept[position] for position in source.positions.indices])
+        return BoundEdit(
+            self.positions,
+            [_with_values(each, values[source.index][each.stage.name], rows, source) for each in self.stages],
+        )
+
+
+def _with_values(edit: StageEdit, value: Tensor, rows: Tensor, source: _FromSource) -> StageEdit:
+    """Set an edit to the numbers of a source pass: value (1, P, D), (1, P, H, D) or (1, H, P, S), at some rows of P."""
+    value = value[0].cpu()
+    value = value.transpose(0, 1) if "key" in edit.stage.dims else value
+    value = value[rows]
+    value = value.unsqueeze(1) if value.dim() == 2 else value  # (P, H or 1, D)
+    if edit.heads is not None:
+        value = value[:, list(edit.heads)]
+    if edit.keys is not None:
+        value = value[..., list(edit.keys.indices)]
+    numbers = Numbers.of(value.double().mean(0, keepdim=True) if source.is_mean else value)
+    return dataclasses.replace(edit, vectors=numbers.single, exact=numbers.exact)
+
+
+class _Planner:
+    """Plans the edits of one request, and collects the source passes that they need."""
+
+    def __init__(self, config: Widths, stages: Sequence[Stage], prompt_ids: Sequence[int], max_length: int) -> None:
+        self._config = config
+        self._stages = stages
+        self._prompt_ids = tuple(prompt_ids)
+        self._max_length = max_length
+        self._sizes = sizes_of(config, len(prompt_ids))
+        # Token ids of a source -> the stages and positions that are kept of its pass.
+        self._sources: dict[tuple[int, ...], tuple[dict[str, Stage], set[int]]] = {}
+
+    def plan(self, edit: Edit, field: str) -> _PlannedEdit:
+        check_fields(edit, field)
+        positions = self._resolve(edit.positions, f"{field}.positions")
+        keys = None if edit.keys is None or edit.keys == "all" else self._resolve(edit.keys, f"{field}.keys")
+        stages = self._matching_stages(edit, field)
+        has_keys = any("key" in stage.dims for stage in stages)
+        if has_keys and (edit.op in ("mean", "project") or (edit.op == "cap" and edit.vector is not None)):
+            reason = f"{edit.op} of a vector" if edit.op == "cap" else edit.op
+            raise InvalidField(f"{field}.op", f"{reason} does not fit stages with keys (scores, attn_scores, pattern)")
+        if edit.keys is not None and not all("key" in stage.dims for stage in stages):
+            other = next(stage.name for stage in stages if "key" not in stage.dims)
+            raise InvalidField(f"{field}.keys", f"{other} has no keys; only scores, attn_scores and pattern have")
+        edits = self._stage_edits(edit, stages, positions, keys, field)
+        source = self._source(edit, stages, positions, keys, field) if edit.op in ("mean", "patch") else None
+        word: PositionWord = "generated" if edit.positions == "generated" else "all"
+        match = EditMatch([stage.name for stage in stages], word if positions.is_open else positions.ranges())
+        return _PlannedEdit(positions, edits, match, source)
+
+    def sources(self) -> list[SourcePass]:
+        return [SourcePass(ids, list(stages.values()), sorted(kept)) for ids, (stages, kept) in self._sources.items()]
+
+    def _resolve(self, positions: Positions, field: str) -> PositionSet:
+        return resolve_positions(positions, len(self._prompt_ids), self._max_length, field)
+
+    def _matching_stages(self, edit: Edit, field: str) -> list[Stage]:
+        try:
+            stages = select(self._stages, [edit.stage])
+        except UnknownStage as error:
+            raise InvalidField(f"{field}.stage", str(error)) from error
+        for stage in stages:
+            if stage.name in FINAL_STAGES:
+                raise InvalidField(f"{field}.stage", f"{stage.name} cannot be edited, because nothing depends on it")
+        if isinstance(edit.vector, Mapping):
+            found = [stage for stage in stages if stage.name in edit.vector]
+            if not found:
+                names = ", ".join(map(shortened, list(edit.vector)[:3])) or "none"
+                reason = f"has no tensor for any of the {len(stages)} stages that match; it has tensors for {names}"
+                raise InvalidField(f"{field}.vector", reason)
+            stages = found
+        return stages
+
+    def _stage_edits(
+        self, edit: Edit, stages: Sequence[Stage], positions: PositionSet, keys: PositionSet | None, field: str
+    ) -> list[StageEdit]:
+        """The edit at each stage, still without the numbers of a source."""
+        rule, vectors = _rule(edit, field), _vectors(edit, stages, field)
+        planned = []
+        for stage in stages:
+            part = Part.of(stage, positions, edit.heads, keys, self._sizes, f"{field}.heads")
+            numbers = part.fit(vectors[stage.name], f"{field}.vector") if vectors else None
+            planned.append(
+                StageEdit(
+                    stage=stage,
+                    rule=rule,
+                    vectors=None if numbers is None else numbers.single,
+                    exact=None if numbers is None else numbers.exact,
+                    heads=part.heads,
+                    keys=keys,
+                    window=self._window(stage),
+                    noise=self._noise(edit, stage, field) if edit.op == "noise" else None,
+                )
+            )
+        return planned
+
+    def _window(self, stage: Stage) -> int | None:
+        """The sliding window of the layer, for stages with keys."""
+        if "key" not in stage.dims or not isinstance(self._config, ModelConfig):
+            return None
+        return self._config.window_of(int(stage.name.split(".")[1]))
+
+    def _noise(self, edit: Edit, stage: Stage, field: str) -> Noise:
+        assert edit.std is not None
+        std = check_number(edit.std, f"{field}.std")
+        if std < 0:
+            raise InvalidField(f"{field}.std", f"{shortened(std)} is negative")
+        if type(edit.seed) is not int or not 0 <= edit.seed <= MAX_SEED:
+            raise InvalidField(f"{field}.seed", f"{shortened(edit.seed)} is no integer between 0 and {MAX_SEED}")
+        heads = [self._sizes[dim] for dim in stage.dims if dim in ("head", "kv_head")]
+        size = None if "key" in stage.dims else self._sizes[stage.dims[-1]]
+        return Noise(edit.seed, std, heads[0] if heads else 1, size)
+
+    def _source(
+        self, edit: Edit, stages: Sequence[Stage], positions: PositionSet, keys: PositionSet | None, field: str
+    ) -> _FromSource:
+        """Where a mean or a patch takes its numbers. Its stages and positions are added to the source passes."""
+        is_mean, place = edit.op == "mean", f"{field}.source.positions"
+        ids = self._prompt_ids if edit.source is None else self._check_ids(edit.source.ids, f"{field}.source.prompt")
+        wanted = None if edit.source is None else edit.source.positions
+        if wanted is None:
+            wanted = "all" if is_mean else edit.positions
+        if positions.is_open and not is_mean:
+            reason = "patch needs a known number of positions: name them, or use 'prompt' or 'last'"
+            raise InvalidField(f"{field}.positions", reason)
+        found = resolve_positions(wanted, len(ids), len(ids), place)
+        if not is_mean and len(found.indices) != len(positions.indices):
+            reason = f"names {len(found.indices)} positions, but the edit changes {len(positions.indices)}; name as many"
+            raise InvalidField(place, reason)
+        if any("key" in stage.dims for stage in stages) and tuple(found.indices) != tuple(positions.indices):
+            raise InvalidField(place, "must be the positions of the edit, because a position has its own keys")
+        if keys is not None and max(keys.indices) >= len(ids):
+            raise InvalidField(f"{field}.keys", f"the source has {len(ids)} keys, so there is no {max(keys.indices)}")
+        kept_stages, kept_positions = self._sources.setdefault(ids, ({}, set()))
+        kept_stages |= {stage.name: stage for stage in stages}
+        kept_positions.update(found.indices)
+        return _FromSource(list(self._sources).index(ids), found, is_mean)
+
+    def _check_ids(self, ids: Sequence[int], field: str) -> tuple[int, ...]:
+        limit = self._config.max_positions if isinstance(self._config, ModelConfig) else len(ids)
+        if not 0 < len(ids) <= limit:
+            raise InvalidField(field, f"has {len(ids)} tokens; a source has 1 to {limit}")
+        for token_id in ids:
+            if not 0 <= token_id < self._config.vocab_size:
+                reason = f"{shortened(token_id)} is no token id; the vocabulary has {self._config.vocab_size}"
+                raise InvalidField(field, reason)
+        return tuple(ids)
+
+
+def _rule(edit: Edit, field: str) -> EditRule:
+    """The arithmetic of an edit. Raises `InvalidField` for numbers that do not fit."""
+    match edit.op:
+        case "scale":
+            return EditRule("scale", check_number(edit.factor, f"{field}.factor"))
+        case "project":
+            return EditRule("project", check_number(edit.coeff, f"{field}.coeff"))
+        case "cap":
+            return EditRule("cap" if edit.vector is None else "cap_component", *limits(edit.min, edit.max, field))
+        case "add":
+            scale = check_number(edit.scale, f"{field}.scale")
+            value = 0.0 if edit.value is None else check_number(edit.value, f"{field}.value")
+            return EditRule("add", check_number(value * scale, f"{field}.value"))
+        case "noise":
+            return EditRule("add")
+    return EditRule("set", 0.0 if edit.value is None else check_number(edit.value, f"{field}.value"))
+
+
+def _vectors(edit: Edit, stages: Sequence[Stage], field: str) -> dict[str, Numbers]:
+    """The vector of an edit for each stage; empty if the edit has none."""
+    name, is_direction = f"{field}.vector", edit.op in ("project", "cap")
+    if edit.vector is None:
+        return {}
+    if isinstance(edit.vector, Tensor):
+        return dict.fromkeys(
+            [stage.name for stage in stages], read_vector(edit.vector, edit.scale, name, is_direction=is_direction)
+        )
+    vectors = {stage.name: edit.vector[stage.name] for stage in stages}
+    return {
+        stage: read_vector(vector, edit.scale, name, is_direction=is_direction) for stage, vector in vectors.items()
+    }
+
+
+def _num_values(config: Widths, source: SourcePass) -> int:
+    """How many numbers are kept of a source pass."""
+    sizes = sizes_of(config, len(source.positions)) | {"key": len(source.ids)}
+    return sum(math.prod(stage.shape(sizes)) for stage in source.stages)
