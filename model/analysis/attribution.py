@@ -72,7 +72,7 @@ def direct_attribution(
     """Run one pass over `ids`, and divide the target into the shares of what was added to the residual stream."""
     found, logits = _record(model, ids, target.position, adapter)
     config = model.config
-    tokens = [target.token] if target.minus is None else [target.token, target.minus]
+    tokens = target.token_ids
     signs = torch.tensor([1.0, -1.0][: len(tokens)], dtype=torch.float64, device=logits.device)
     direction = config.logits_scale * (signs @ linear_weight(model.head)[tokens].double())  # (C,)
     capped = None

@@ -13,20 +13,28 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LogitTarget:
-    """The logit of `token` at a position, minus the logit of `minus` if that is not None."""
+    """The logit of `token` at a position, minus the logit of `minus` if that is not None.
+
+    With `has_all_rows`, a pass computes the logits of all positions, so that all stages have all positions.
+    """
 
     token: int
     position: int
     minus: int | None = None
+    has_all_rows: bool = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [self.token] if self.minus is None else [self.token, self.minus]
 
     @property
     def rows(self) -> list[int] | None:
         """The positions whose logits are needed; None for all."""
-        return [self.position]
+        return None if self.has_all_rows else [self.position]
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """logits (1, 1, V) of the position -> a number."""
-        row = logits[0, 0]
+        """logits (1, 1, V) of the position, or (1, T, V) of all -> a number."""
+        row = logits[0, self.position if self.has_all_rows else 0]
         return row[self.token] if self.minus is None else row[self.token] - row[self.minus]
 
 

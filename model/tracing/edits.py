@@ -237,7 +237,9 @@ class _Planner:
             raise InvalidField(f"{field}.positions", reason)
         found = resolve_positions(wanted, len(ids), len(ids), place)
         if not is_mean and len(found.indices) != len(positions.indices):
-            reason = f"names {len(found.indices)} positions, but the edit changes {len(positions.indices)}; name as many"
+            reason = (
+                f"names {len(found.indices)} positions, but the edit changes {len(positions.indices)}; name as many"
+            )
             raise InvalidField(place, reason)
         if any("key" in stage.dims for stage in stages) and tuple(found.indices) != tuple(positions.indices):
             raise InvalidField(place, "must be the positions of the edit, because a position has its own keys")

@@ -103,8 +103,10 @@ def branch_of(values: Any, model: type[BaseModel]) -> type[BaseModel]:
     Raises 422 if the field is missing or names none of them. Errors in other fields then concern one model only.
     """
     union = model.model_fields.get("root")
-    field = None if union is None else union.discriminator
-    if not issubclass(model, RootModel) or not isinstance(field, str) or not isinstance(values, dict):
+    if union is None or not issubclass(model, RootModel) or not isinstance(values, dict):
+        return model
+    field = union.discriminator
+    if not isinstance(field, str):
         return model
     branches: dict[str, type[BaseModel]] = {
         name: branch
