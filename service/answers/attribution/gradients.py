@@ -167,4 +167,5 @@ async def answer_attribution_patching(body: AttributionPatchingRequest, question
 
 def effects_answer(name: str, dims: tuple[str, ...], values: Tensor) -> dict[str, Any]:
     """Describe a number for each position and head of a stage."""
-    return {"name": name, "shape": list(values.shape), "dims": list(dims), "values": json_array(values)}
+    numbers = json_array(values) if values.dim() else values.item()  # orjson writes no arrays without dims
+    return {"name": name, "shape": list(values.shape), "dims": list(dims), "values": numbers}
