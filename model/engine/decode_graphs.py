@@ -1,7 +1,7 @@
 """Decode graphs: a step in which every sequence only decodes is recorded once per shape, then replayed.
 
-Steps with adapters are recorded once for each way in which their rows are divided among adapters. There may be very
-many ways, so only those that were used last are kept.
+Steps with adapters or edits are recorded once for each way in which their rows are divided among these. There may be
+very many ways, so only those that were used last are kept.
 
 What a CUDA graph is to a GPU, a recording is to our CPU kernels: replaying it needs no Python between the kernels.
 """
@@ -19,8 +19,9 @@ from model.network.adapters import PassAdapters
 from model.network.transformer import Transformer
 from model.ops.cpu.recording import Recording, RecordingMemory
 from model.ops.interface import Argmax
+from model.tracing.bound_edits import EditedRows, tap_of_runs
 
-MAX_ADAPTED_GRAPHS = 64
+MAX_CHANGED_GRAPHS = 64  # with adapters or edits
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class DecodeResult:
 class DecodeGraph:
     """One recorded pass of `model` over the N new tokens of some decoding sequences, and the memory of its inputs.
 
-    The rows of `adapters` are part of the recording.
+    The rows of `adapters` are part of the recording, and so are the rows and the numbers of `edits`.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class DecodeGraph:
         sequences: Sequence[ScheduledSequence],
         memory: RecordingMemory,
         adapters: PassAdapters | None,
+        edits: Sequence[EditedRows],
         *,
         watched: bool,
     ) -> None:
@@ -54,8 +56,10 @@ class DecodeGraph:
         ids = torch.tensor([_new_tokens(sequences)])
         self._ids = ids.numpy()
         self._recording = Recording(memory)
+        self._edits = tap_of_runs(edits, ops.network) if edits else None  # kept: the recording reads its numbers
+        context = StepContext(self._step, cache, sequences, ops.network)
         with self._recording.record(watched=watched):
-            logits = model(ids, context=StepContext(self._step, cache, sequences, ops.network), adapters=adapters)[0]
+            logits = model(ids, context=context, adapters=adapters, tap=self._edits)[0]
             self.result = DecodeResult(logits, ops.sampling.argmax(logits), was_replayed=False)
         self._replayed = replace(self.result, was_replayed=True)
         self.is_whole = self._recording.is_whole
@@ -78,14 +82,26 @@ class Shape:
     num_sequences: int
     num_tokens: int
     adapted: tuple[tuple[str, int, int], ...]  # the name of an adapter, and the first row of its run and the last + 1
+    edited: tuple[tuple[bytes, int, int], ...]  # the key of some edits, and likewise
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether an adapter or an edit changes any row."""
+        return bool(self.adapted or self.edited)
 
     @classmethod
-    def of(cls, sequences: Sequence[ScheduledSequence], adapters: PassAdapters | None) -> "Shape":
+    def of(
+        cls,
+        sequences: Sequence[ScheduledSequence],
+        adapters: PassAdapters | None,
+        edits: Sequence[EditedRows],
+    ) -> "Shape":
         runs = () if adapters is None else adapters.tokens
         return cls(
             len(sequences),
             sum(scheduled.num_new for scheduled in sequences),
             tuple((each.adapter.name, each.rows.start, each.rows.stop) for each in runs),
+            tuple((each.edits.key, each.rows.start, each.rows.stop) for each in edits),
         )
 
 
@@ -96,53 +112,75 @@ class DecodeGraphs:
         self._model = model
         self._attention = attention
         self._memory = RecordingMemory()
-        self._graphs: dict[Shape, DecodeGraph] = {}  # those with adapters in the order of their last use
-        self._was_watched: set[bool] = set()  # whether a recording was watched without adapters, and with them
+        self._graphs: dict[Shape, DecodeGraph] = {}  # changed ones in the order of their last use
+        # Whether a recording was watched with and without adapters, and with edits of which stages.
+        self._was_watched: set[tuple[bool, frozenset[str]]] = set()
+        self._unrecordable: set[frozenset[str]] = set()  # stages whose edits PyTorch computes
 
     @property
     def num_recorded(self) -> int:
         return len(self._graphs)
 
-    def run(self, sequences: Sequence[ScheduledSequence], adapters: PassAdapters | None = None) -> DecodeResult | None:
+    def run(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        adapters: PassAdapters | None = None,
+        edits: Sequence[EditedRows] = (),
+    ) -> DecodeResult | None:
         """The result of the step, valid until the next call. None if the step cannot be recorded."""
         if self._attention is None or not all(scheduled.is_decoding for scheduled in sequences):
             return None
-        shape = Shape.of(sequences, adapters)
+        shape = Shape.of(sequences, adapters, edits)
         graph = self._graphs.get(shape)
         if graph is not None:
-            if shape.adapted:
+            if shape.is_changed:
                 self._graphs[shape] = self._graphs.pop(shape)
             return graph.replay(sequences)
-        graph = self._record(self._attention, sequences, adapters, shape)
+        stages = frozenset[str]().union(*(each.edits.stage_names for each in edits))
+        if stages in self._unrecordable:
+            return None
+        graph = self._record(self._attention, sequences, adapters, edits, (bool(shape.adapted), stages))
         if graph.is_whole:
-            self._graphs[shape] = graph
-            adapted = [each for each in self._graphs if each.adapted]
-            if len(adapted) > MAX_ADAPTED_GRAPHS:
-                del self._graphs[adapted[0]]
+            self._keep(shape, graph)
+        elif stages:
+            self._unrecordable.add(stages)
         else:
             self._attention = None  # PyTorch computes a part of this network, so nothing is recorded from now on
             self._graphs.clear()
         return graph.result
+
+    def _keep(self, shape: Shape, graph: DecodeGraph) -> None:
+        self._graphs[shape] = graph
+        changed = [each for each in self._graphs if each.is_changed]
+        if len(changed) > MAX_CHANGED_GRAPHS:
+            del self._graphs[changed[0]]
 
     def _record(
         self,
         attention: PagedBackend,
         sequences: Sequence[ScheduledSequence],
         adapters: PassAdapters | None,
-        shape: Shape,
+        edits: Sequence[EditedRows],
+        kind: tuple[bool, frozenset[str]],
     ) -> DecodeGraph:
-        """Record a step.
+        """Record a step. `kind` says whether it has adapters, and which stages are edited.
 
         To watch a recording is to look for computations by PyTorch, which cannot be replayed. It is slow, so it ends
         with the first watched recording of several tokens: with one token, PyTorch can return a view where it copies.
         """
-        is_adapted = bool(shape.adapted)
-        watched = is_adapted not in self._was_watched
+        is_adapted, _ = kind
+        watched = kind not in self._was_watched
         graph = DecodeGraph(
-            self._model, attention, sequences, self._memory, adapters if is_adapted else None, watched=watched
+            self._model,
+            attention,
+            sequences,
+            self._memory,
+            adapters if is_adapted else None,
+            edits,
+            watched=watched,
         )
-        if shape.num_tokens > 1:
-            self._was_watched.add(is_adapted)
+        if sum(scheduled.num_new for scheduled in sequences) > 1:
+            self._was_watched.add(kind)
         return graph
 
 

@@ -25,6 +25,7 @@ from model.text.constraint import token_masks
 from model.text.sampling import Sampler, constraint_effect, sample, token_logprobs
 from model.text.tokenizer import Tokenizer
 from model.text.transcript import End
+from model.tracing.edits import BoundEdits
 
 logger = logging.getLogger(__name__)
 
@@ -131,12 +132,23 @@ class Engine:
         if request.adapter is not None and request.adapter not in self._adapters:
             known = join_names(self._adapters) or "none"
             raise InvalidField("adapter", f"{shortened(request.adapter)} is not loaded; loaded: {known}")
+        if request.edits is not None:
+            self._check_edits(request.edits, num_prompt, request.params.max_tokens)
         if num_prompt + request.params.max_tokens > self.num_cache_tokens:
             reason = (
                 f"{request.params.max_tokens} after a prompt of {num_prompt} exceed the cache of "
                 f"{self.num_cache_tokens} tokens; ask for less, or start with more --cache-bytes"
             )
             raise InvalidField("max_tokens", reason)
+
+    def _check_edits(self, edits: BoundEdits, num_prompt: int, max_tokens: int) -> None:
+        num_positions = num_prompt + max(max_tokens - 1, 0)  # the last token is not computed
+        if edits.num_prompt != num_prompt or edits.max_length < num_positions:
+            planned = f"a prompt of {edits.num_prompt} tokens and at most {edits.max_length} in all"
+            raise InvalidField("edits", f"were planned for {planned}, but {num_positions} are computed")
+        unknown = edits.stage_names - self._runner.stage_names
+        if unknown:
+            raise InvalidField("edits", f"this network has no {join_names(sorted(unknown))}")
 
     def add(self, request: Request) -> None:
         """Admit a request. Each of its continuations will end in exactly one output with an `end`.
@@ -162,6 +174,7 @@ class Engine:
                 cache_salt=self._cache_salt(request, max_length),
                 max_length=max_length,
                 adapter=request.adapter,
+                digest_edits=None if request.edits is None else request.edits.digest,
             )
             leader = leader or sequence
             continuation = Continuation(request, index, sequence, self._tokenizer)
@@ -258,8 +271,11 @@ class Engine:
         self, continuations: Mapping[ScheduledSequence, Continuation]
     ) -> tuple[ForwardResult, dict[ScheduledSequence, SequenceResult]]:
         """Run the forward pass, and choose the next token of every sequence whose tokens are all computed."""
-        results, taps, all_rows = {}, {}, set()
+        results, taps, edits, all_rows = {}, {}, {}, set()
         for scheduled, continuation in continuations.items():
+            own_edits = continuation.request.edits
+            if own_edits is not None and own_edits.is_active(scheduled.start, scheduled.num_new):
+                edits[scheduled] = own_edits
             tracer = continuation.new_tracer(self._model, scheduled)
             results[scheduled] = SequenceResult(tracer)
             tap = continuation.tap(tracer)
@@ -267,11 +283,12 @@ class Engine:
                 taps[scheduled] = tap
             if continuation.needs_all_logits(scheduled, tracer):
                 all_rows.add(scheduled)
-        forward = self._runner.run(list(continuations), taps, frozenset(all_rows))
+        forward = self._runner.run(list(continuations), taps, frozenset(all_rows), edits)
         for scheduled in all_rows:
             results[scheduled].logits = forward.logits[forward.rows[scheduled]]
         for scheduled, sequence_tap in forward.taps.items():
-            results[scheduled].error, results[scheduled].trace_seconds = sequence_tap.error, sequence_tap.seconds
+            results[scheduled].error = sequence_tap.error
+            results[scheduled].trace_seconds = sequence_tap.seconds if scheduled in taps else 0.0
         self._choose_tokens(forward, continuations, results)
         return forward, results
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from model.engine.step_tracer import StepTrace, TraceParams
 from model.text.transcript import End, GenerationParams, TokenOutput
+from model.tracing.edits import BoundEdits
 from model.tracing.tap import Tap
 
 
@@ -12,12 +13,13 @@ from model.tracing.tap import Tap
 class Request:
     """One prompt, and what to generate after it. `trace` reports stages of its steps. `tap` reads or changes
     stages, for callers in the same process. `adapter` is the name of a loaded adapter that changes the network for
-    this request. `scored_ids` are tokens whose logits are reported wherever a token is chosen.
+    this request. `edits` change stages; they come before the trace and the tap, which see the changed values.
+    `scored_ids` are tokens whose logits are reported wherever a token is chosen.
 
     A sequence with a `tap` neither shares its keys and values nor takes those of others. Two requests share the keys
-    and values of a common prefix only if their `adapter` and their `cache_salt` are the same. The time to the first
-    token reveals whether a prefix was computed before, so users who must not learn of each other's prompts need
-    different salts.
+    and values of a common prefix only if their `adapter`, their `cache_salt` and the edits of that prefix are the same.
+    The time to the first token reveals whether a prefix was computed before, so users who must not learn of each
+    other's prompts need different salts.
     """
 
     id: str
@@ -28,6 +30,7 @@ class Request:
     cache_salt: str | None = None
     adapter: str | None = None
     scored_ids: Sequence[int] = ()
+    edits: BoundEdits | None = None
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from model.engine.scheduler import ScheduledSequence
 from model.network.adapters import AdaptedRows, Adapter, PassAdapters
 from model.network.transformer import Transformer
 from model.ops.interface import Argmax
+from model.tracing.bound_edits import BoundEdits, EditedRows, UniformEdits
 from model.tracing.stages import stages_of
-from model.tracing.tap import BatchTap, SequenceTap, Tap
+from model.tracing.tap import BatchTap, Chain, SequenceTap, Tap
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class ForwardResult:
 
 
 class Runner:
-    """Runs `model` over the sequences of a step, on its paged cache, each with its own adapter or with none."""
+    """Runs `model` over the sequences of a step, on its paged cache, each with its own adapter and edits, if any."""
 
     def __init__(self, model: Transformer, cache: PagedCache, adapters: Mapping[str, Adapter]) -> None:
         self._model = model
@@ -45,9 +46,9 @@ class Runner:
         self._decode_graphs = DecodeGraphs(
             model, self._attention if isinstance(self._attention, PagedBackend) else None
         )
-        self._row_selected_stages = frozenset(
-            stage.name for stage in stages_of(model.config) if stage.has_selected_rows
-        )
+        stages = stages_of(model.config, adapters=bool(adapters))
+        self.stage_names = frozenset(stage.name for stage in stages)
+        self._row_selected_stages = frozenset(stage.name for stage in stages if stage.has_selected_rows)
 
     @property
     def reads_unwritten_slots(self) -> bool:
@@ -67,11 +68,14 @@ class Runner:
         sequences: Sequence[ScheduledSequence],
         taps: Mapping[ScheduledSequence, Tap],
         all_rows: frozenset[ScheduledSequence],
+        edits: Mapping[ScheduledSequence, BoundEdits],
     ) -> ForwardResult:
-        """The logits of those tokens after which a token is chosen; for sequences in `all_rows`, of all new tokens."""
-        ordered = in_attention_order(sequences)
-        if self._adapters and isinstance(self._attention, PagedBackend):  # any order will do, so have few runs
-            ordered.sort(key=lambda scheduled: (not scheduled.is_decoding, scheduled.sequence.adapter or ""))
+        """The logits of those tokens after which a token is chosen; for sequences in `all_rows`, of all new tokens.
+
+        `edits` has the sequences whose new tokens are edited. Their taps see the edited stages.
+        """
+        uniform = None if taps else _uniform_edits(sequences, edits)
+        ordered = self._order(sequences, uniform or {})
         rows: dict[ScheduledSequence, slice] = {}
         first_row = 0
         for scheduled in ordered:
@@ -79,10 +83,11 @@ class Runner:
             rows[scheduled] = slice(first_row, end_row)
             first_row = end_row
         adapters = self._pass_adapters(ordered, rows) if self._adapters else None
-        decoded = None if taps else self._decode_graphs.run(ordered, adapters)
-        if decoded is not None:
-            replayed = decoded.was_replayed
-            return ForwardResult(decoded.logits, decoded.argmax, rows, {}, not replayed, replayed)
+        if uniform is not None:
+            decoded = self._decode_graphs.run(ordered, adapters, _edited_rows(ordered, uniform))
+            if decoded is not None:
+                replayed = decoded.was_replayed
+                return ForwardResult(decoded.logits, decoded.argmax, rows, {}, not replayed, replayed)
         ids: list[int] = []
         selected: list[int] = []
         batch: dict[int, SequenceTap] = {}
@@ -90,8 +95,8 @@ class Runner:
             tokens, own = slice(len(ids), len(ids) + scheduled.num_new), rows[scheduled]
             ids += scheduled.new_tokens
             selected += range(tokens.stop - (own.stop - own.start), tokens.stop)
-            if scheduled in taps:
-                batch[index] = SequenceTap(taps[scheduled], tokens, own)
+            if scheduled in taps or scheduled in edits:
+                batch[index] = self._sequence_tap(scheduled, tokens, own, taps.get(scheduled), edits.get(scheduled))
         attention = self._attention.prepare(ordered)
         logits = self._model(
             torch.tensor([ids], device=self._cache.device),
@@ -102,6 +107,38 @@ class Runner:
         )[0]
         sequence_taps = {ordered[index]: tap for index, tap in batch.items()}
         return ForwardResult(logits, None, rows, sequence_taps, was_recorded=False, was_replayed=False)
+
+    def _order(
+        self, sequences: Sequence[ScheduledSequence], uniform: Mapping[ScheduledSequence, UniformEdits]
+    ) -> list[ScheduledSequence]:
+        """The order of the rows of a pass."""
+        ordered = in_attention_order(sequences)
+        if isinstance(self._attention, PagedBackend) and (
+            self._adapters or uniform
+        ):  # any order will do: have few runs
+            ordered.sort(
+                key=lambda scheduled: (
+                    not scheduled.is_decoding,
+                    scheduled.sequence.adapter or "",
+                    uniform[scheduled].key if scheduled in uniform else b"",
+                )
+            )
+        return ordered
+
+    def _sequence_tap(
+        self, scheduled: ScheduledSequence, tokens: slice, rows: slice, tap: Tap | None, edits: BoundEdits | None
+    ) -> SequenceTap:
+        """The tap of one sequence: its edits, then its own tap."""
+        if edits is None:
+            assert tap is not None
+            return SequenceTap(tap, tokens, rows)
+        num_new = scheduled.num_new
+        try:
+            selected = range(num_new - (rows.stop - rows.start), num_new)
+            edit = edits.tap(scheduled.start, num_new, selected, self._model.backend.network)
+        except Exception as error:  # too little memory, for example: the error ends this sequence only
+            return SequenceTap(Chain(), tokens, rows, error)
+        return SequenceTap(edit if tap is None else Chain(edit, tap), tokens, rows)
 
     def _pass_adapters(
         self, ordered: Sequence[ScheduledSequence], rows: Mapping[ScheduledSequence, slice]
@@ -125,3 +162,31 @@ class Runner:
 def in_attention_order(sequences: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
     """Decoding sequences before prompts, short ones first: sequences of similar length are read together."""
     return sorted(sequences, key=lambda scheduled: (not scheduled.is_decoding, scheduled.start))
+
+
+def _uniform_edits(
+    sequences: Sequence[ScheduledSequence], edits: Mapping[ScheduledSequence, BoundEdits]
+) -> dict[ScheduledSequence, UniformEdits] | None:
+    """The edits of a step that can be recorded with them; None if it cannot."""
+    if not all(scheduled.is_decoding for scheduled in sequences):
+        return None
+    found = {scheduled: own.uniform(scheduled.start, scheduled.num_new) for scheduled, own in edits.items()}
+    uniform = {scheduled: own for scheduled, own in found.items() if own is not None}
+    return uniform if len(uniform) == len(found) else None
+
+
+def _edited_rows(
+    ordered: Sequence[ScheduledSequence], uniform: Mapping[ScheduledSequence, UniformEdits]
+) -> list[EditedRows]:
+    """The edited rows of a pass. Neighbours with equal edits are one run of rows."""
+    runs: list[EditedRows] = []
+    first = 0
+    for scheduled in ordered:
+        own, end = uniform.get(scheduled), first + scheduled.num_new
+        before = runs[-1] if runs else None
+        if own is not None and before is not None and before.rows.stop == first and before.edits.key == own.key:
+            runs[-1] = EditedRows(before.edits, slice(before.rows.start, end))
+        elif own is not None:
+            runs.append(EditedRows(own, slice(first, end)))
+        first = end
+    return runs

@@ -3,7 +3,7 @@
 import hashlib
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from model.engine.prompt_lookup import PromptLookup
 
@@ -17,9 +17,11 @@ class SequenceState:
     are taken from others. The sequence never has more than `max_length` tokens. Sequences with different values of
     `cache_salt` never share blocks. A `paused` sequence takes part in no step. `lookup` drafts the tokens that may
     follow; without it nothing is drafted. `adapter` is the name of the adapter that computes the sequence.
+    `digest_edits` gives a digest of the edits that change the positions from one up to another; None: none do.
     """
 
     __slots__ = (
+        "_digest_edits",
         "_hashes",
         "_root",
         "adapter",
@@ -48,6 +50,7 @@ class SequenceState:
         cache_salt: str | None = None,
         max_length: int = sys.maxsize,
         adapter: str | None = None,
+        digest_edits: Callable[[int, int], bytes | None] | None = None,
     ) -> None:
         self.order = order
         self.adapter = adapter
@@ -62,6 +65,7 @@ class SequenceState:
         self.prefix_leader = prefix_leader
         self.paused = False
         self.lookup: PromptLookup | None = None
+        self._digest_edits = digest_edits
         self._hashes: list[bytes] = []
         self._root = b"" if cache_salt is None else salt_hash(cache_salt)  # the hash before the first block
 
@@ -71,12 +75,19 @@ class SequenceState:
         return len(self.tokens) - self.num_computed
 
     def block_hash(self, index: int, block_size: int) -> bytes:
-        """Hash of the salt and of all tokens up to the end of a full block. Equal hashes mean equal keys and values."""
+        """Hash of the salt, and of all tokens and edits up to the end of a full block.
+
+        Equal hashes mean equal keys and values.
+        """
         while len(self._hashes) <= index:
             start = len(self._hashes) * block_size
             before = self._hashes[-1] if self._hashes else self._root
             content = self.tokens[start : start + block_size].tobytes()
-            self._hashes.append(hashlib.sha256(before + content).digest())
+            digest = hashlib.sha256(before + content).digest()
+            edits = None if self._digest_edits is None else self._digest_edits(start, start + block_size)
+            if edits is not None:  # by another hash function, so that no tokens have the hash of an edited block
+                digest = hashlib.blake2b(digest + edits, digest_size=32, person=b"edits").digest()
+            self._hashes.append(digest)
         return self._hashes[index]
 
 

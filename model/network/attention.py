@@ -11,7 +11,7 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.ops.interface import NetworkOps
-from model.ops.torch_attention import CausalMask, ScoreRule, apply_pattern, mask_scores, softmax
+from model.ops.torch_attention import CausalMask, ScoreRule, mask_scores
 from model.ops.torch_ops import TORCH
 from model.tracing.tap import Probe
 
@@ -53,29 +53,37 @@ def attend(
     """
     z = ops.attend(q, k, v, mask, rule)
     if probe.wants("scores", "attn_scores", "pattern"):
-        changed = trace_attention(q, k, mask, probe, rule=rule, ops=ops)
-        if changed is not None:
-            z = apply_pattern(changed, v)
+        z = trace_attention(q, k, v, z, mask, probe, rule=rule, ops=ops)
     return probe("z", z)
 
 
 def trace_attention(
-    q: Tensor, k: Tensor, mask: CausalMask | None, probe: Probe, *, rule: ScoreRule, ops: NetworkOps
-) -> Tensor | None:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    mask: CausalMask | None,
+    probe: Probe,
+    *,
+    rule: ScoreRule,
+    ops: NetworkOps,
+) -> Tensor:
     """Compute the stages that fused attention skips, and offer them: `scores`, `attn_scores` and `pattern`.
 
-    Each is (B, H, T, S). Returns the pattern if the tap changed any of them, otherwise None.
+    Each is (B, H, T, S). Returns z (B, T, H, D), recomputed for the queries and heads whose pattern the tap has
+    changed. All others keep their bits.
     """
     scores, masked, pattern = ops.attention_scores(q, k, mask, rule)
-    new_scores = probe("scores", scores)
-    if new_scores is not scores:
-        masked = mask_scores(new_scores, mask)
-    new_masked = probe("attn_scores", masked)
-    if new_scores is not scores or new_masked is not masked:
-        pattern = softmax(new_masked, q.dtype)
+    new_scores, old_pattern = probe("scores", scores), pattern
+    new_masked = probe("attn_scores", masked if new_scores is scores else mask_scores(new_scores, mask))
+    if new_masked is not masked:
+        is_changed = (new_masked != masked).any(-1, keepdim=True)
+        pattern = torch.where(is_changed, ops.softmax(new_masked, q.dtype), pattern)
     new_pattern = probe("pattern", pattern)
-    is_unchanged = new_scores is scores and new_masked is masked and new_pattern is pattern
-    return None if is_unchanged else new_pattern
+    if new_pattern is old_pattern:
+        return z
+    is_changed = (new_pattern != old_pattern).any(-1, keepdim=True).transpose(1, 2)  # (B, T, H, 1)
+    return torch.where(is_changed, ops.apply_pattern(new_pattern, v), z)
 
 
 class KVCache:

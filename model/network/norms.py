@@ -34,12 +34,16 @@ class Norm(nn.Module):
             return probe("out", self._ops.norm(x, self.weight, self.bias, self.rule))
         scale, normalized, out = self._ops.norm_stages(x, self.weight, self.bias, self.rule)
         new_scale = probe("scale", scale)  # (..., 1)
+        old_normalized = normalized
         if new_scale is not scale:
-            normalized = (centered(x, self.rule.kind) / new_scale).to(x.dtype)
+            divided = (centered(x, self.rule.kind) / new_scale).to(x.dtype)
+            normalized = torch.where(new_scale != scale, divided, normalized)
         new_normalized = probe("normalized", normalized)
-        if new_scale is not scale or new_normalized is not normalized:
+        if new_normalized is not old_normalized:
             gain = self.weight + 1 if self.rule.offset else self.weight
-            out = new_normalized * gain if self.bias is None else new_normalized * gain + self.bias
+            scaled = new_normalized * gain if self.bias is None else new_normalized * gain + self.bias
+            is_changed = (new_normalized != old_normalized).any(-1, keepdim=True)
+            out = torch.where(is_changed, scaled, out)  # other rows keep their bits
         return probe("out", out)
 
 

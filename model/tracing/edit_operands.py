@@ -125,7 +125,7 @@ def read_vector(vector: Tensor, scale: float, field: str, *, is_direction: bool)
         raise InvalidField(field, f"has the dtype {vector.dtype}; vectors are real numbers")
     if not vector.numel():
         raise InvalidField(field, f"has the shape {list(vector.shape)}, so it holds no number")
-    wide = vector.detach().to("cpu", torch.float64) * scale
+    wide = vector.detach().to("cpu", torch.float64).contiguous() * scale
     if not wide.isfinite().all() or wide.abs().max() > LARGEST:
         with_scale = f" times the scale {scale}" if scale != 1.0 else ""
         raise InvalidField(field, f"has a number that{with_scale} is not finite in float32")

@@ -437,8 +437,8 @@ class TestEditing:
         found: list[Tensor] = []
         compute = engine._runner.run
 
-        def spy(sequences: Any, taps: Any, all_rows: Any) -> Any:
-            result = compute(sequences, taps, all_rows)
+        def spy(sequences: Any, taps: Any, *rest: Any) -> Any:
+            result = compute(sequences, taps, *rest)
             found.extend(result.logits[result.rows[scheduled]] for scheduled in sequences if scheduled not in taps)
             return result
 

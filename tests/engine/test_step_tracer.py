@@ -268,8 +268,8 @@ class TestTracingChangesNothing:
         found: dict[tuple[int, int], Tensor] = {}
         compute = engine._runner.run
 
-        def spy(sequences: Any, taps: Any, all_rows: Any) -> Any:
-            result = compute(sequences, taps, all_rows)
+        def spy(sequences: Any, taps: Any, *rest: Any) -> Any:
+            result = compute(sequences, taps, *rest)
             for scheduled in sequences:
                 if scheduled.reaches_newest_token:
                     row = result.rows[scheduled].stop - 1

@@ -126,7 +126,8 @@ def test_fused_and_traced_attention_equal_the_formula(
     expected = formula(q, k, v, visible_by_definition(start, num_new, window))
     assert_equal_but_for_rounding(fused_attention(q, k, v, mask, ScoreRule(SCALE)), expected)
     recorder = Recorder([Stage(name, PATTERN) for name in STAGES])
-    assert trace_attention(q, k, mask, Probe(recorder), rule=ScoreRule(SCALE), ops=TORCH.network) is None
+    z = torch.zeros_like(q)
+    assert trace_attention(q, k, v, z, mask, Probe(recorder), rule=ScoreRule(SCALE), ops=TORCH.network) is z
     assert list(recorder.kept) == list(STAGES)
     assert_equal_but_for_rounding(apply_pattern(recorder.kept["pattern"], v), expected)
 

@@ -14,7 +14,7 @@ from model.engine.cache import PagedCache
 from model.engine.scheduler import ScheduledSequence
 from model.network.attention import trace_attention
 from model.ops.interface import Backend, NetworkOps
-from model.ops.torch_attention import CausalMask, apply_pattern
+from model.ops.torch_attention import CausalMask
 from model.tracing.tap import Probe, SequenceTap
 
 
@@ -62,9 +62,12 @@ class StepContext:
         end = scheduled.start + scheduled.num_new
         keys, values = (pool[None, :end] for pool in cache.gather(layer, blocks))
         mask = CausalMask(scheduled.start, scheduled.num_new, cache.windows[layer], cache.device)
-        changed = trace_attention(q[:, tap.tokens], keys, mask, probe, rule=cache.score_rule, ops=self._ops)
-        if changed is not None:
-            z[:, tap.tokens] = apply_pattern(changed, values)
+        own = z[:, tap.tokens]
+        changed = trace_attention(
+            q[:, tap.tokens], keys, values, own, mask, probe, rule=cache.score_rule, ops=self._ops
+        )
+        if changed is not own:
+            z[:, tap.tokens] = changed
 
     def finish(self) -> None:
         """Nothing to do: the scheduler counts the computed tokens."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from model.config import Activation
 from model.ops.cpu import build, recording
+from model.ops.cpu.cpu_edits import CpuEdits
 from model.ops.cpu.cpu_sampling import CpuSamplingOps
 from model.ops.cpu.cpu_summaries import CpuSummaryOps
 from model.ops.cpu.layout import merge_outer_dims, num_tasks
@@ -39,17 +40,18 @@ def find_backend(dtype: torch.dtype, d_head: int) -> Backend | None:
     kernels |= {name: build.kernel("elementwise", name, torch.float32) for name in FLOAT32_KERNELS}
     available = {name: kernel for name, kernel in kernels.items() if kernel is not None}
     sampling, summaries = CpuSamplingOps.find(dtype), CpuSummaryOps.find(dtype)
-    paged_attention = PagedAttention.find(dtype, d_head)
-    if len(available) < len(kernels) or sampling is None or summaries is None:
+    paged_attention, edits = PagedAttention.find(dtype, d_head), CpuEdits.find()
+    if len(available) < len(kernels) or sampling is None or summaries is None or edits is None:
         return None
-    return Backend(CpuNetworkOps(available, paged_attention), sampling, summaries, paged_attention)
+    return Backend(CpuNetworkOps(available, paged_attention, edits), sampling, summaries, paged_attention)
 
 
 class CpuNetworkOps:
     """`NetworkOps` with our kernels, whose addresses are in `kernels`. PyTorch computes what has no kernel."""
 
-    def __init__(self, kernels: dict[str, int], paged_attention: PagedAttention | None) -> None:
+    def __init__(self, kernels: dict[str, int], paged_attention: PagedAttention | None, edits: CpuEdits) -> None:
         self._kernels = kernels
+        self._edits = edits
         self._paged_attention = paged_attention
         self.batch_invariant = paged_attention is not None  # without it, PyTorch computes attention
         self._torch: NetworkOps = TORCH.network
@@ -210,10 +212,10 @@ class CpuNetworkOps:
         return self._paged_attention.attention_scores(q, k, mask, rule)
 
     def softmax(self, scores: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._torch.softmax(scores, dtype)
+        return self._edits.softmax(scores, dtype)
 
     def apply_pattern(self, pattern: Tensor, v: Tensor) -> Tensor:
-        return self._torch.apply_pattern(pattern, v)
+        return self._edits.apply_pattern(pattern, v)
 
     def edit_rows(self, x: Tensor, edits: Sequence[RowEdit]) -> Tensor:
-        return self._torch.edit_rows(x, edits)
+        return self._edits.edit_rows(x, edits)

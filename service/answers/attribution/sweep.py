@@ -140,7 +140,7 @@ def engine_request(plan: Plan, request_id: str, ids: Sequence[int], edits: Bound
         params=PARAMS,
         adapter=plan.question.adapter,
         scored_ids=plan.target.token_ids,
-        tap=None if edits is None else edits.tap(0, len(ids)),  # TODO edits=edits
+        edits=edits,
     )
 
 
