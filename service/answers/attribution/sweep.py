@@ -240,9 +240,10 @@ class SweepRun:
                 kept = await worker.run(lambda: clean_values(model, question.ids, plan.sweep.stages, adapter))
         except TimeoutError:
             raise timed_out(self._state.settings.request_timeout_seconds) from None
-        patcher, size = Patcher(plan.sweep, config, question.ids, kept), self._group_size()
-        for first in range(0, len(plan.cells), size):
-            cells = plan.cells[first : first + size]
+        patcher, first = Patcher(plan.sweep, config, question.ids, kept), 0
+        while first < len(plan.cells):
+            cells = plan.cells[first : first + self._group_size()]
+            first += len(cells)
 
             def edits(cells: Sequence[Cell] = cells) -> list[BoundEdits]:
                 return [patcher.edits(cell, plan.corrupted) for cell in cells]
@@ -258,10 +259,16 @@ class SweepRun:
         return asyncio.get_running_loop().time() + self._state.settings.request_timeout_seconds - elapsed
 
     def _group_size(self) -> int:
-        """As many cells as one step computes, but at most half of the sequences that may run at a time."""
+        """As many cells as one step computes, but at most half of the sequences that may run at a time.
+
+        Beside other generations, there are fewer cells than generations: only then does the engine limit how much
+        prompts delay them.
+        """
         engine, num_tokens = get_engine(self._state), len(self._plan.corrupted)
         by_tokens = min(engine.config.max_step_tokens // num_tokens, engine.num_cache_tokens // (num_tokens + 1))
-        return max(1, min(MAX_GROUP, self._state.settings.max_num_seqs // 2, by_tokens))
+        num_others = self._state.worker.num_running
+        fair = num_others - 1 if num_others else MAX_GROUP
+        return max(1, min(MAX_GROUP, fair, self._state.settings.max_num_seqs // 2, by_tokens))
 
     async def _values(self, passes: Sequence[tuple[Sequence[int], BoundEdits | None]]) -> list[float]:
         """Run passes in the engine, and return the target's value after each."""
