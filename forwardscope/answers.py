@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from forwardscope.results import (
+    AppliedEdit,
     Attribution,
     ChatAnswer,
     ChatEvent,
@@ -19,7 +20,9 @@ from forwardscope.results import (
     Prediction,
     ServedModel,
     Stage,
+    StageChange,
     StepTrace,
+    StoredVector,
     StreamEvent,
     SweepCell,
     Token,
@@ -42,9 +45,16 @@ def record(kind: type[Record], answer: Mapping[str, Any], **replaced: Any) -> Re
 # POST /forward and POST /logits
 
 
+BASELINE = "baseline/"  # the beginning of the names of the arrays of the pass without edits
+
+
 def trace(arrays: dict[str, NumpyArray], answer: Json, positions: Sequence[int] | None) -> Trace[NumpyArray]:
+    baseline = answer.get("baseline")
     tokens = tuple(record(Token, token) for token in answer["tokens"])
     return Trace(
+        edits=applied_edits(answer),
+        baseline=None if baseline is None else trace(of_baseline(arrays), without_edits(answer) | baseline, positions),
+        changes=stage_changes(answer.get("changes")),
         stages=read_stages(answer["stages"]),
         arrays={stage["name"]: arrays[stage["name"]] for stage in answer["stages"] if stage["name"] in arrays},
         model=answer["model"],
@@ -56,7 +66,11 @@ def trace(arrays: dict[str, NumpyArray], answer: Json, positions: Sequence[int] 
 
 
 def logits(arrays: dict[str, NumpyArray], answer: Json) -> Logits[NumpyArray]:
+    baseline = answer.get("baseline")
     return Logits(
+        edits=applied_edits(answer),
+        baseline=None if baseline is None else logits(of_baseline(arrays), without_edits(answer) | baseline),
+        changes=stage_changes(answer.get("changes")),
         model=answer["model"],
         tokens=tuple(record(Token, token) for token in answer["tokens"]),
         positions=tuple(entry["position"] for entry in answer["positions"]),
@@ -64,6 +78,32 @@ def logits(arrays: dict[str, NumpyArray], answer: Json) -> Logits[NumpyArray]:
         ids=arrays.get("ids"),
         logprobs=arrays.get("logprobs"),
     )
+
+
+def applied_edits(answer: Json) -> tuple[AppliedEdit, ...]:
+    """What the edits matched; empty without edits."""
+    return tuple(
+        AppliedEdit(tuple(each["stages"]), positions if isinstance(positions, str) else tuple(map(ends, positions)))
+        for each in answer.get("edits") or ()
+        for positions in (each["positions"],)
+    )
+
+
+def ends(position: Any) -> Any:
+    """An index, or the two ends of a range."""
+    return tuple(position) if isinstance(position, list) else position
+
+
+def of_baseline(arrays: dict[str, NumpyArray]) -> dict[str, NumpyArray]:
+    return {name.removeprefix(BASELINE): array for name, array in arrays.items() if name.startswith(BASELINE)}
+
+
+def without_edits(answer: Json) -> Json:
+    return answer | {"edits": None, "baseline": None, "changes": None}
+
+
+def stage_changes(entries: Sequence[Json] | None) -> dict[str, StageChange]:
+    return {each["name"]: StageChange(number(each["norm"]), each["relative"]) for each in entries or ()}
 
 
 def read_stages(entries: Sequence[Json]) -> tuple[Stage, ...]:
@@ -120,6 +160,9 @@ def generation(answer: Json) -> Generation[NumpyArray]:
         model=answer["model"],
         choices=choices,
         timings=answer["timings"],
+        edits=applied_edits(answer),
+        baseline=tuple(map(choice, (answer.get("baseline") or {"choices": ()})["choices"])),
+        changes=tuple(stage_changes(each["stages"]) for each in answer.get("changes") or ()),
     )
 
 
@@ -167,7 +210,7 @@ def step_trace(answer: Json) -> StepTrace[NumpyArray]:
 
 def stream_events(answer: Json) -> list[StreamEvent[NumpyArray]]:
     if "finish_reason" in answer:
-        finish = record(Finish, answer, usage=usage(answer["usage"]))
+        finish = record(Finish, answer, usage=usage(answer["usage"]), edits=applied_edits(answer))
         return [StreamEvent(choice=answer["choice"], text="", finish=finish)]
     token, steps = answer["token"], answer.get("trace")
     return [
@@ -192,6 +235,7 @@ def chat_answer(answer: Json) -> ChatAnswer:
         message=first["message"],
         finish_reason=first["finish_reason"],
         usage=usage(answer["usage"]),
+        edits=applied_edits(first),
     )
 
 
@@ -209,6 +253,15 @@ def chat_events(answer: Json) -> list[ChatEvent]:
 def model_info(answer: Json) -> ModelInfo:
     stages = tuple((stage["name"], tuple(stage["dims"])) for stage in answer["stages"])
     return record(ModelInfo, answer, stages=stages, eos_token_ids=tuple(answer["eos_token_ids"]))
+
+
+def stored_vector(answer: Json) -> StoredVector:
+    shapes = {each["name"]: tuple(each["shape"]) for each in answer["tensors"]}
+    return StoredVector(answer["name"], answer["uploaded"], answer["by_stage"], shapes, answer["bytes"])
+
+
+def stored_vectors(answer: Json) -> list[StoredVector]:
+    return list(map(stored_vector, answer["vectors"]))
 
 
 def served_models(answer: Json) -> list[ServedModel]:

@@ -19,24 +19,31 @@ MAX_SHOWN = 300  # characters of an answer that is not JSON, in an error message
 
 @dataclass(frozen=True)
 class Request:
-    """One HTTP request. `body` is None for GET."""
+    """One HTTP request. `body` is the object of a JSON body, or the bytes of a safetensors file; None for neither.
+
+    `verb` is the method; by default GET without a body, otherwise POST.
+    """
 
     path: str
-    body: Mapping[str, Any] | None = None
+    body: Mapping[str, Any] | bytes | None = None
     accept: str = JSON
+    verb: str | None = None
 
     @property
     def method(self) -> str:
-        return "GET" if self.body is None else "POST"
+        return self.verb or ("GET" if self.body is None else "POST")
 
     @property
     def content(self) -> bytes | None:
-        """The body as JSON. Raises `ValueError` for NaN and infinities, which JSON does not have."""
-        return None if self.body is None else json.dumps(self.body, allow_nan=False).encode()
+        """The body as bytes. Raises `ValueError` for NaN and infinities, which JSON does not have."""
+        if self.body is None or isinstance(self.body, bytes):
+            return self.body
+        return json.dumps(self.body, allow_nan=False).encode()
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"Accept": self.accept} | ({} if self.body is None else {"Content-Type": JSON})
+        kind = SAFETENSORS if isinstance(self.body, bytes) else JSON
+        return {"Accept": self.accept} | ({} if self.body is None else {"Content-Type": kind})
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,9 @@ class Client:
     to_text = method(requests.to_text)
     model = method(requests.model)
     models = method(requests.models)
+    vectors = method(requests.vectors)
+    put_vector = method(requests.put_vector)
+    delete_vector = method(requests.delete_vector)
     health = method(requests.health)
 
     def close(self) -> None:

@@ -1,18 +1,24 @@
 """`load`: a model in this process, with the methods of a client and PyTorch's tensors. It needs no server."""
 
 import operator
+import secrets
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from forwardscope.local_edits import bind_edits, describe_changes
 from forwardscope.local_generation import GenerationCollector, build_engine, read_params
 from forwardscope.local_trace import check_indices, describe_loss, describe_stage, values_of
-from forwardscope.results import ChatAnswer, Generation, Prediction, Token, Trace
+from forwardscope.results import AppliedEdit, ChatAnswer, Generation, Prediction, Token, Trace
+from model.analysis.edit_changes import residuals
+from model.analysis.edit_sources import Network
+from model.analysis.forward_trace import Trace as PassTrace
 from model.analysis.forward_trace import trace as trace_pass
 from model.checkpoints.adapters import load_adapter
 from model.checkpoints.load import BUNDLED, Checkpoint, load_checkpoint
@@ -22,8 +28,10 @@ from model.errors import InvalidField, join_names, shortened
 from model.network.adapted_network import AdaptedNetwork
 from model.network.adapters import Adapter
 from model.network.prepare import Kernels
+from model.network.transformer import Transformer
 from model.ops.quantization import Quantization
 from model.text.tokenizer import Tokenizer
+from model.tracing.edits import BoundEdits
 from model.tracing.predictions import predict
 from model.tracing.selection import Selection
 from model.tracing.stages import UnknownStage, select, sizes_of
@@ -91,10 +99,13 @@ class LocalModel:
         targets: Sequence[int | None] | None = None,
         top_k: int | None = None,
         adapter: str | None = None,
+        edits: Sequence[Mapping[str, Any]] | None = None,
+        baseline: bool = False,
     ) -> Trace[Tensor]:
         """Run one forward pass over a prompt and return the tensors of its stages.
 
-        The arguments are those of `Client.run`. The trace always has the logits, because every pass computes them.
+        The arguments are those of `Client.run`. The trace always has the logits, because every pass computes them. A
+        `vector` of an edit is a tensor, or a mapping of stages to tensors.
         """
         network, ids = self.checkpoint.model, self._ids_of(prompt)
         config, weight = network.config, network.embed.weight
@@ -118,20 +129,41 @@ class LocalModel:
         )
         own_targets = [*ids[1:], None] if targets is None else list(targets)
         sizes = sizes_of(config, len(ids))
-        own_adapter = self._find_adapter(adapter)
-        adapted = AdaptedNetwork(network, own_adapter) if self.checkpoint.adapters else network
-        found = trace_pass(adapted, ids, own_targets, selection, sizes, weight.device)
-        rows = list(range(len(ids)) if selection.positions is None else selection.positions)
+        adapted = self._network(adapter)
+        if baseline and not edits:
+            raise InvalidField("baseline", "compares with the pass without edits, but there are no edits")
         num_predictions = min(DEFAULT_TOP_K, config.vocab_size) if top_k is None else top_k
+        run_pass = partial(trace_pass, adapted, ids, own_targets, selection, sizes, weight.device)
+        if not edits:
+            return self._describe(run_pass(), ids, selection, num_predictions)
+        bound, applied = self._bind(edits, adapted, ids, len(ids))
+        found = run_pass(bound.tap(0, len(ids), ops=network.backend.network))
+        edited = replace(self._describe(found, ids, selection, num_predictions), edits=applied)
+        if not baseline:
+            return edited
+        plain = run_pass()
+        changes = describe_changes(plain.stages, found.stages)
+        return replace(edited, baseline=self._describe(plain, ids, selection, num_predictions), changes=changes)
+
+    def _describe(self, found: PassTrace, ids: list[int], selection: Selection, top_k: int) -> Trace[Tensor]:
+        rows = list(range(len(ids)) if selection.positions is None else selection.positions)
         return Trace(
             stages=tuple(map(describe_stage, found.stages)),
             arrays={kept.stage.name: values_of(kept) for kept in found.stages},
             model=self.name,
             tokens=tuple(Token(each, self._text_of(each), position) for position, each in enumerate(ids)),
             positions=tuple(rows),
-            predictions=self._predictions(found.logits[rows], num_predictions),
+            predictions=self._predictions(found.logits[rows], top_k),
             loss=describe_loss(found.loss),
         )
+
+    def _bind(
+        self, edits: Sequence[Mapping[str, Any]], network: Network, ids: list[int], max_length: int
+    ) -> tuple[BoundEdits, tuple[AppliedEdit, ...]]:
+        """Check edits for a prompt, and run the passes from which some take their values."""
+        checkpoint = self.checkpoint
+        config, device = checkpoint.model.config, checkpoint.model.embed.weight.device
+        return bind_edits(edits, network, config, checkpoint.stages, ids, max_length, self._ids_of, device)
 
     def generate(
         self,
@@ -144,6 +176,8 @@ class LocalModel:
         n: int = 1,
         logprobs: int | None = None,
         adapter: str | None = None,
+        edits: Sequence[Mapping[str, Any]] | None = None,
+        baseline: bool = False,
         **sampling: Any,
     ) -> Generation[Tensor]:
         """Continue a prompt, and return the whole text with its tokens.
@@ -154,6 +188,10 @@ class LocalModel:
         """
         ids = self._ids_of(prompt)
         self._check_ids("stop_token_ids", sampling.get("stop_token_ids") or ())
+        if baseline and not edits:
+            raise InvalidField("baseline", "compares with the run without edits, but there are no edits")
+        if baseline and seed is None:
+            seed = secrets.randbits(32)  # the same for both runs
         params = read_params(
             self.checkpoint,
             len(ids),
@@ -163,8 +201,26 @@ class LocalModel:
             logprobs=logprobs,
             sampling=sampling | {"temperature": temperature, "seed": seed},
         )
-        engine = self._running_engine()
         request = Request(id=f"gen-{uuid.uuid4().hex}", prompt_ids=ids, params=params, adapter=adapter)
+        self._running_engine().check(request)
+        if not edits:
+            return self._run(request)
+        network, num_positions = self._network(adapter), len(ids) + max(params.max_tokens, 1) - 1
+        bound, applied = self._bind(edits, network, ids, num_positions)
+        edited = replace(self._run(replace(request, edits=bound)), edits=applied)
+        if not baseline:
+            return edited
+        config, device = self.checkpoint.model.config, self.checkpoint.model.embed.weight.device
+        changes = []
+        for choice in edited.choices:
+            new = choice.tokens[len(ids) :] if params.echo else choice.tokens
+            run = partial(residuals, network, config, [*ids, *new[:-1]], device=device)  # the computed positions
+            changes.append(describe_changes(run(), run(edits=bound)))
+        return replace(edited, baseline=self._run(request).choices, changes=tuple(changes))
+
+    def _run(self, request: Request) -> Generation[Tensor]:
+        """Run one request, and collect what it generates."""
+        engine = self._running_engine()
         collector = GenerationCollector(request, self.name, self._text_of)
         engine.add(request)
         try:
@@ -223,6 +279,11 @@ class LocalModel:
         """The engine, which is built for the first generation, because its cache takes memory."""
         self._engine = self._engine or build_engine(self.checkpoint)
         return self._engine
+
+    def _network(self, adapter: str | None) -> AdaptedNetwork | Transformer:
+        """The network with one of its adapters, or with none."""
+        own_adapter, network = self._find_adapter(adapter), self.checkpoint.model
+        return AdaptedNetwork(network, own_adapter) if self.checkpoint.adapters else network
 
     def _find_adapter(self, name: str | None) -> Adapter | None:
         adapters = self.checkpoint.adapters

@@ -2,16 +2,19 @@
 
 The signature and docstring of each function here are those of the clients' method of the same name. `**fields` are
 further fields of the request, as docs/api.md lists them; the server refuses unknown ones and names the nearest.
-`adapter` is the name of a LoRA adapter that the server has loaded.
+`adapter` is the name of a LoRA adapter that the server has loaded. `edits` change stages of the pass, and with
+`baseline` the result also has the run without them; docs/interventions.md describes both.
 """
 
 import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
+from urllib.parse import quote
 
 from forwardscope import answers
 from forwardscope.call import EVENTS, SAFETENSORS, Call, Request, StreamCall
+from forwardscope.edits import to_edits, vector_file
 from forwardscope.results import (
     Attribution,
     ChatAnswer,
@@ -20,6 +23,7 @@ from forwardscope.results import (
     Logits,
     ModelInfo,
     ServedModel,
+    StoredVector,
     StreamEvent,
     SweepCell,
     Trace,
@@ -28,6 +32,8 @@ from forwardscope.tensor_files import NumpyArray, read_safetensors
 
 Prompt = str | Sequence[int]
 Messages = str | Sequence[Mapping[str, Any]]
+Edits = Sequence[Mapping[str, Any]]
+"""Changes of stages, as docs/interventions.md describes them; a `vector` may be an array or a tensor."""
 
 
 def run(
@@ -40,6 +46,8 @@ def run(
     top_k: int | None = None,
     model: str | None = None,
     adapter: str | None = None,
+    edits: Edits | None = None,
+    baseline: bool | None = None,
     **fields: Any,
 ) -> Call[Trace[NumpyArray]]:
     """Run one forward pass over a prompt and return the arrays of its stages.
@@ -57,6 +65,8 @@ def run(
         top_k=top_k,
         model=model,
         adapter=adapter,
+        edits=to_edits(edits),
+        baseline=baseline,
         **fields,
     )
     request = Request("/forward", body, SAFETENSORS)
@@ -71,6 +81,8 @@ def logits(
     logprobs: bool = False,
     model: str | None = None,
     adapter: str | None = None,
+    edits: Edits | None = None,
+    baseline: bool | None = None,
     **fields: Any,
 ) -> Call[Logits[NumpyArray]]:
     """The logits of the next token, at the last position or at others.
@@ -85,6 +97,8 @@ def logits(
         logprobs=logprobs,
         model=model,
         adapter=adapter,
+        edits=to_edits(edits),
+        baseline=baseline,
         **fields,
     )
     return Call(Request("/logits", body, SAFETENSORS), lambda content: answers.logits(*read_safetensors(content)))
@@ -101,6 +115,8 @@ def generate(
     logprobs: int | None = None,
     trace: Mapping[str, Any] | None = None,
     adapter: str | None = None,
+    edits: Edits | None = None,
+    baseline: bool | None = None,
     **fields: Any,
 ) -> Call[Generation[NumpyArray]]:
     """Continue a prompt, and return the whole text with its tokens.
@@ -109,6 +125,7 @@ def generate(
     `{"stages": ["*.attn.pattern"], "heads": [0]}` or `{"logit_lens": True}`. Further fields are `top_k`, `top_p`,
     `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos`, `echo` and others.
     """
+    fields |= {"edits": to_edits(edits), "baseline": baseline}
     body = generation_body(prompt, max_tokens, temperature, seed, stop, n, logprobs, trace, adapter, fields)
     return Call(Request("/generate", body), parser(answers.generation))
 
@@ -124,6 +141,7 @@ def stream(
     logprobs: int | None = None,
     trace: Mapping[str, Any] | None = None,
     adapter: str | None = None,
+    edits: Edits | None = None,
     **fields: Any,
 ) -> StreamCall[StreamEvent[NumpyArray]]:
     """Continue a prompt, and iterate over the tokens as the server computes them; the arguments are as in `generate`.
@@ -131,6 +149,7 @@ def stream(
     The request is sent when the first event is asked for. Leaving the loop early closes the connection, and the server
     stops. A `with` block around the stream, or its method `close`, does so even if a variable still holds the stream.
     """
+    fields["edits"] = to_edits(edits)
     body = generation_body(prompt, max_tokens, temperature, seed, stop, n, logprobs, trace, adapter, fields)
     return StreamCall(Request("/generate", body | {"stream": True}, EVENTS), answers.stream_events)
 
@@ -144,12 +163,14 @@ def chat(
     stop: str | Sequence[str] | None = None,
     model: str | None = None,
     adapter: str | None = None,
+    edits: Edits | None = None,
     **fields: Any,
 ) -> Call[ChatAnswer]:
     """Answer a conversation: a list of messages `{"role": "user", "content": "..."}`, or one question as a string.
 
     The model needs a chat template. The fields are those of OpenAI's chat completions.
     """
+    fields["edits"] = to_edits(edits)
     body = chat_body(messages, max_tokens, temperature, seed, stop, model, adapter, fields)
     return Call(Request("/v1/chat/completions", body), parser(answers.chat_answer))
 
@@ -163,9 +184,11 @@ def stream_chat(
     stop: str | Sequence[str] | None = None,
     model: str | None = None,
     adapter: str | None = None,
+    edits: Edits | None = None,
     **fields: Any,
 ) -> StreamCall[ChatEvent]:
     """Answer a conversation, and iterate over the pieces of the answer. The arguments are those of `chat`."""
+    fields["edits"] = to_edits(edits)
     body = chat_body(messages, max_tokens, temperature, seed, stop, model, adapter, fields)
     return StreamCall(Request("/v1/chat/completions", body | {"stream": True}, EVENTS), answers.chat_events)
 
@@ -241,6 +264,25 @@ def model() -> Call[ModelInfo]:
 def models() -> Call[list[ServedModel]]:
     """The served model and the worked examples."""
     return Call(Request("/models"), parser(answers.served_models))
+
+
+def vectors() -> Call[list[StoredVector]]:
+    """The vectors of the server that edits may name."""
+    return Call(Request("/vectors"), parser(answers.stored_vectors))
+
+
+def put_vector(name: str, vector: Any) -> Call[StoredVector]:
+    """Store a vector for edits under a name, or replace it. The server needs an API key.
+
+    `vector` is one array, tensor or list of numbers, or a mapping from the names of stages to them.
+    """
+    request = Request(f"/vectors/{quote(name, safe='')}", vector_file(vector), verb="PUT")
+    return Call(request, parser(answers.stored_vector))
+
+
+def delete_vector(name: str) -> Call[StoredVector]:
+    """Delete a vector that a client has stored."""
+    return Call(Request(f"/vectors/{quote(name, safe='')}", verb="DELETE"), parser(answers.stored_vector))
 
 
 def health() -> Call[str]:

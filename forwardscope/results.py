@@ -57,6 +57,39 @@ class Stage:
     dtype: str
 
 
+@dataclass(frozen=True)
+class AppliedEdit:
+    """What one edit matched. `positions` is a word, or indices and (first, last) ranges."""
+
+    stages: tuple[str, ...]
+    positions: str | tuple[int | tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class StageChange:
+    """How far edits have moved a stage: the l2 norm of the difference, and the same over the norm of the plain stage.
+
+    `relative` is None if the plain stage is 0.
+    """
+
+    norm: float
+    relative: float | None
+
+
+@dataclass(frozen=True)
+class StoredVector:
+    """A vector of the server that edits may name. `shapes` has the shape of each of its tensors.
+
+    `by_stage`: each tensor is for the stage of its name. `uploaded`: a client has stored the vector.
+    """
+
+    name: str
+    uploaded: bool
+    by_stage: bool
+    shapes: Mapping[str, tuple[int, ...]]
+    bytes: int
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StageArrays(Mapping[str, Array]):
     """The arrays of stages by name, in the order of computation.
@@ -91,7 +124,8 @@ class Trace(StageArrays[Array]):
     """One forward pass over a prompt.
 
     `trace["blocks.0.attn.pattern"]` is the array of a stage. `positions` are the requested positions, and
-    `predictions` has the most likely next tokens of each of them.
+    `predictions` has the most likely next tokens of each of them. If the call has edits, `edits` says what each has
+    matched. With `baseline=True`, `baseline` is the pass without edits, and `changes` how far each stage has moved.
     """
 
     model: str
@@ -99,6 +133,9 @@ class Trace(StageArrays[Array]):
     positions: tuple[int, ...]
     predictions: tuple[tuple[Prediction, ...], ...]
     loss: Loss[Array]
+    edits: tuple[AppliedEdit, ...] = ()
+    baseline: "Trace[Array] | None" = None
+    changes: Mapping[str, StageChange] = field(default_factory=dict)
 
     @property
     def logits(self) -> Array:
@@ -138,6 +175,9 @@ class Logits(Generic[Array]):
     logits: Array
     ids: Array | None
     logprobs: Array | None
+    edits: tuple[AppliedEdit, ...] = ()
+    baseline: "Logits[Array] | None" = None
+    changes: Mapping[str, StageChange] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -226,12 +266,19 @@ class Choice(Generic[Array]):
 
 @dataclass(frozen=True, kw_only=True)
 class Generation(Choice[Array]):
-    """The first continuation, and all of them in `choices`. `timings` are in seconds."""
+    """The first continuation, and all of them in `choices`. `timings` are in seconds.
+
+    If the call has edits, `edits` says what each has matched. With `baseline=True`, `baseline` has the continuations
+    without edits, and `changes` how far the edits moved the residuals of each choice.
+    """
 
     id: str
     model: str
     choices: tuple[Choice[Array], ...] = field(repr=False)
     timings: Mapping[str, float | None]
+    edits: tuple[AppliedEdit, ...] = ()
+    baseline: tuple[Choice[Array], ...] = field(default=(), repr=False)
+    changes: tuple[Mapping[str, StageChange], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -242,6 +289,7 @@ class Finish:
     stop_reason: str | int | None
     usage: Usage
     timings: Mapping[str, float | None]
+    edits: tuple[AppliedEdit, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +319,7 @@ class ChatAnswer:
     message: Mapping[str, Any]
     finish_reason: str
     usage: Usage
+    edits: tuple[AppliedEdit, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,6 @@
-"""Read arrays from the bytes of an answer: safetensors files, and base64. numpy has no bfloat16, so it becomes float32.
+"""Read arrays from the bytes of an answer: safetensors files, and base64; and write safetensors files of vectors.
+
+numpy has no bfloat16, so it becomes float32 when it is read.
 
 Format of safetensors: the length of the header in 8 bytes (little-endian), the header as JSON, then the numbers.
 """
@@ -6,7 +8,7 @@ Format of safetensors: the length of the header in 8 bytes (little-endian), the 
 import base64
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +49,20 @@ def read_safetensors(content: bytes) -> tuple[dict[str, NumpyArray], dict[str, A
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ForwardscopeError(f"the answer is not a safetensors file of Forwardscope: {error!r}") from error
     return tensors, metadata
+
+
+def write_safetensors(arrays: Mapping[str, NumpyArray]) -> bytes:
+    """The bytes of a file with these arrays, of float64, float32 or float16."""
+    header: dict[str, Any] = {}
+    pieces: list[bytes] = []
+    end = 0
+    for name, array in sorted(arrays.items(), key=lambda item: -item[1].itemsize):  # so that all are aligned
+        pieces.append(np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes())
+        begin, end = end, end + array.nbytes
+        header[name] = {"dtype": f"F{8 * array.itemsize}", "shape": list(array.shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(8, "little") + encoded + b"".join(pieces)
 
 
 def read_base64(text: str, dtype: str, shape: Sequence[int]) -> NumpyArray:

@@ -16,6 +16,7 @@ from model import __version__
 from model.checkpoints.adapters import load_adapter
 from model.checkpoints.load import BUNDLED, DTYPES, Checkpoint, load_checkpoint
 from model.checkpoints.translators import load_translators
+from model.checkpoints.vector_files import NamedVector, read_vectors
 from model.engine.cache import bytes_of_token
 from model.engine.engine import Engine, EngineConfig
 from model.network.adapters import Adapter
@@ -29,7 +30,7 @@ from service.http.gate import Gate
 from service.http.memory import trim_forever
 from service.http.openapi import API_KEY, error_answers
 from service.metrics import HttpMetrics
-from service.routes import attribute, forward, generate, health, logits, tokenize
+from service.routes import attribute, forward, generate, health, logits, tokenize, vectors
 from service.routes import model as model_route
 from service.routes.openai import chat, completions
 from service.routes.openai import models as openai_models
@@ -69,6 +70,7 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None)
     for route in (forward, logits, generate, attribute, tokenize, completions, chat):
         app.include_router(route.router, responses=error_answers(), dependencies=protected)
     app.include_router(model_route.router, dependencies=protected)
+    app.include_router(vectors.router, dependencies=protected)
     app.include_router(openai_models.router, dependencies=protected)
     app.include_router(health.router)
     app.add_middleware(
@@ -78,6 +80,7 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None)
         api_key=None if settings.api_key is None else settings.api_key.get_secret_value(),
         allowed_hosts=settings.host_names,
         max_body_bytes=settings.max_body_bytes,
+        max_put_bytes=settings.max_vector_bytes,
         body_seconds=settings.body_timeout_seconds,
     )
     app.add_middleware(InternalErrors)
@@ -99,6 +102,7 @@ async def load(state: State, on_failure: Callable[[], None] | None) -> None:
             checkpoint = state.checkpoint
             state.translators = await state.worker.run_detached(lambda: load_lens(checkpoint, state.settings))
             state.float_network = float_network(checkpoint, state.settings)
+            state.vectors.preload(await state.worker.run_detached(lambda: load_vectors(checkpoint, state.settings)))
             state.engine = await state.worker.run_detached(lambda: build_engine(checkpoint, state.settings))
             state.worker.serve(state.engine, lambda: fail(state, "the engine failed", on_failure))
     except Exception as error:  # a service that will never be ready must end, whatever the reason
@@ -174,6 +178,8 @@ def load_model(settings: Settings) -> Checkpoint | None:
     if settings.model == "none":
         if settings.adapter:
             raise ValueError("adapters change a model, but --model none serves none; leave --adapter out")
+        if settings.vectors is not None:
+            raise ValueError("vectors are for edits of a model, but --model none serves none; leave --vectors out")
         logger.info("no checkpoint is served; POST /forward runs the worked examples")
         return None
     device = settings.device
@@ -243,3 +249,13 @@ def load_lens(checkpoint: Checkpoint, settings: Settings) -> Translators | None:
     translators = load_translators(settings.lens, checkpoint.model)
     logger.info("tuned lens %s: %d layers, %.1f MB", settings.lens, len(translators), translators.num_bytes / 1e6)
     return translators
+
+
+def load_vectors(checkpoint: Checkpoint, settings: Settings) -> dict[str, NamedVector]:
+    """Read the vectors in the directory that the settings name."""
+    if settings.vectors is None:
+        return {}
+    vectors = read_vectors(settings.vectors, checkpoint.model.config, checkpoint.stages)
+    num_bytes = sum(vector.num_bytes for vector in vectors.values())
+    logger.info("%d vectors from %s, %.1f MB", len(vectors), settings.vectors, num_bytes / 1e6)
+    return vectors

@@ -20,6 +20,7 @@ from model.engine.request import Output, Step
 from model.text.transcript import FinishReason
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+EDITED_ROUTES = ("/forward", "/logits", "/generate", "/v1/completions", "/v1/chat/completions")
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -107,6 +108,13 @@ class Metrics:
             "trace_refused_total", "Requests refused because their answer or pass would be too large"
         )
 
+        self.edited_requests = self._counter("edited_requests_total", "Requests with edits", "route")
+        self.edited_seconds = self._histogram(
+            "edited_request_seconds", "Time from a request with edits to the last byte of the response", "route"
+        )
+        for route in EDITED_ROUTES:
+            self.edited_requests.labels(route)
+
     def watch_requests(self, num_running: Callable[[], int], num_waiting: Callable[[], int]) -> None:
         running = self._gauge("num_requests_running", "Requests that have started, including passes and work on texts")
         running.set_function(num_running)
@@ -120,6 +128,9 @@ class Metrics:
         self._gauge("buffered_bytes", "Bytes held or reserved for request bodies and unread responses").set_function(
             num_bytes
         )
+
+    def watch_vectors(self, num_bytes: Callable[[], int]) -> None:
+        self._gauge("vector_bytes", "Bytes of the stored vectors for edits").set_function(num_bytes)
 
     def watch_ready(self, is_ready: Callable[[], bool]) -> None:
         ready = self._gauge("ready", "1 if the service takes requests; 0 while it loads or shuts down, or if it failed")
@@ -229,7 +240,11 @@ class HttpMetrics:
         finally:
             route = route_label(scope, self.paths)
             self.metrics.http_requests.labels(route, method_label(scope), str(status)).inc()
-            self.metrics.http_seconds.labels(route).observe(time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            self.metrics.http_seconds.labels(route).observe(seconds)
+            if scope.get("state", {}).get("is_edited"):  # set by answers/edits.py
+                self.metrics.edited_requests.labels(route).inc()
+                self.metrics.edited_seconds.labels(route).observe(seconds)
 
 
 def route_label(scope: Scope, paths: Collection[str]) -> str:
@@ -240,4 +255,4 @@ def route_label(scope: Scope, paths: Collection[str]) -> str:
 
 def method_label(scope: Scope) -> str:
     """The method of a request if it is a common one, otherwise `other`."""
-    return scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
+    return scope["method"] if scope["method"] in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS") else "other"

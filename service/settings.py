@@ -147,6 +147,15 @@ class Settings(BaseSettings):
         description="limit for the time of a step with prompts, as a multiple of its time without them; applies only "
         "while fewer prompts are computed than sequences generate",
     )
+    vectors: Path | None = Field(
+        None,
+        description="directory with vectors for edits: safetensors, and control vectors of llama.cpp (*.gguf); "
+        "requests name them by their file names without the ending",
+    )
+    max_vector_bytes: int = Field(
+        8 * MIB, ge=1, description="maximum size of a vector that a client stores with PUT /vectors/{name}"
+    )
+    max_vectors: int = Field(64, ge=0, description="maximum number of vectors that clients store")
     max_waiting_requests: int = Field(
         1024, ge=0, description="maximum number of waiting requests; further requests get 429"
     )

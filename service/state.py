@@ -16,6 +16,7 @@ from service.http.buffers import Buffers, Reservation
 from service.http.errors import ApiError, draining, invalid
 from service.metrics import Metrics
 from service.settings import Settings
+from service.vectors import VectorStore
 from service.worker import Worker, WorkerLimits
 
 Result = TypeVar("Result")
@@ -45,6 +46,8 @@ class State:
             ),
             self.buffers,
         )
+        self.vectors = VectorStore(settings.max_vectors)
+        self.metrics.watch_vectors(lambda: self.vectors.num_bytes)
         self.checkpoint: Checkpoint | None = None
         self.float_network: FloatNetwork | None = None  # None: gradients are off. It belongs to their thread.
         self.translators: Translators | None = None  # of a tuned lens

@@ -29,6 +29,7 @@ SERVICE_LEVELS = (
     ("service.routes",),
     ("service.answers",),
     ("service.state",),
+    ("service.vectors",),
     ("service.worker",),
     ("service.request_stream",),
     ("service.http",),

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
@@ -29,6 +29,7 @@ from model.checkpoints.load import BUNDLED
 from model.tracing.stages import stages_of
 from model.worked_examples import WORKED_EXAMPLES
 from service.http import schemas
+from service.http.edit_schemas import StageEdit
 from service.settings import Settings
 from tests.service.running import Running, process, running
 from tests.tiny import CONFIGS
@@ -68,6 +69,7 @@ def find_examples(language: str) -> list[Example]:
 EXAMPLES = find_examples("sh")
 PROGRAMS = find_examples("python")
 REQUESTS = [example for example in EXAMPLES if "curl " in example.code]
+KEY = "secret"  # that of the examples which need one
 SERVERS = [example for example in EXAMPLES if example.code.startswith(".venv/bin/forwardscope")]
 DOWNLOADS = [example for example in SERVERS if re.search(r"--model \w+/\w", example.code)]
 COMMANDS = [example for example in SERVERS if example not in DOWNLOADS]
@@ -90,6 +92,12 @@ def bundled() -> Iterator[Running]:
         yield service
 
 
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[Running]:
+    with running(model="bundled", api_key=KEY) as service:
+        yield service
+
+
 def at_service(code: str, service: Running) -> str:
     """The code with the address of a service that the test has started."""
     return code.replace("http://localhost:8000", f"http://{service.address[0]}:{service.address[1]}")
@@ -104,8 +112,10 @@ def paste(service: Running, example: Example, directory: Path) -> subprocess.Com
 
 
 @pytest.mark.parametrize("example", REQUESTS, ids=str)
-def test_every_curl_example_works_as_pasted(bundled: Running, example: Example, tmp_path: Path) -> None:
-    result = paste(bundled, example, tmp_path)
+def test_every_curl_example_works_as_pasted(request: pytest.FixtureRequest, example: Example, tmp_path: Path) -> None:
+    needs_key = f"Bearer {KEY}" in example.code
+    service: Running = request.getfixturevalue("keyed" if needs_key else "bundled")
+    result = paste(service, example, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "event: error" not in result.stdout
 
@@ -296,6 +306,15 @@ def test_the_table_of_an_endpoint_has_its_fields_and_their_defaults(field: str, 
     }
 
 
+def test_the_table_of_operations_has_each_with_its_own_fields() -> None:
+    (table,) = tables_with("`op`")
+    ops = {get_args(model.model_fields["op"].annotation)[0]: model for model in StageEdit.__subclasses__()}
+    assert [row[0].strip("`") for row in table] == list(ops)
+    for row in table:
+        own = ops[row[0].strip("`")].model_fields.keys() - StageEdit.model_fields.keys() - {"op"}
+        assert set(re.findall(r"`(\w+)`", row[1])) == own, row
+
+
 def default_of(model: type[BaseModel], name: str) -> str:
     default = model.model_fields[name].default
     if default is PydanticUndefined:
@@ -305,7 +324,7 @@ def default_of(model: type[BaseModel], name: str) -> str:
 
 def test_the_table_of_endpoints_is_the_api(bundled: Running) -> None:
     (table,) = tables_with("endpoint")
-    listed = {name for row in table for name in re.findall(r"`((?:GET|POST) /[\w/{}]+)`", row[0])}
+    listed = {name for row in table for name in re.findall(r"`((?:GET|POST|PUT|DELETE) /[\w/{}]+)`", row[0])}
     paths = bundled.get("/openapi.json").json()["paths"]
     assert listed == {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
 

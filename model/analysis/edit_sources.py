@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from model.ops.interface import Backend
-from model.tracing.edits import BoundEdits, EditPlan
+from model.tracing.edits import BoundEdits, EditPlan, SourcePass
 from model.tracing.stages import Stage
 from model.tracing.tap import Chain, Recorder, Tap
 
@@ -20,26 +20,28 @@ class Network(Protocol):
     def __call__(self, ids: Tensor, *, tap: Tap | None = None, rows: Sequence[int] | None = None) -> Tensor: ...
 
 
-@torch.inference_mode()
 def compute_sources(network: Network, plan: EditPlan, device: torch.device | str = "cpu") -> list[Mapping[str, Tensor]]:
-    """The values for `EditPlan.bind`: of each source pass its stages, at its positions only.
+    """The values for `EditPlan.bind`: those of each source pass."""
+    return [compute_source(network, source, device) for source in plan.sources]
+
+
+@torch.inference_mode()
+def compute_source(network: Network, source: SourcePass, device: torch.device | str = "cpu") -> Mapping[str, Tensor]:
+    """Run one source pass, and keep its stages at its positions only.
 
     `network` must have the adapter of the edited request.
     """
-    found: list[Mapping[str, Tensor]] = []
-    for source in plan.sources:
-        index = torch.tensor(source.positions, device=device)
+    index = torch.tensor(source.positions, device=device)
 
-        def keep(stage: Stage, tensor: Tensor, index: Tensor = index) -> Tensor:
-            if stage.has_selected_rows:
-                return tensor
-            axis = next(axis for axis, dim in enumerate(stage.dims) if dim in ("position", "query"))
-            return tensor.index_select(axis, index)
+    def keep(stage: Stage, tensor: Tensor) -> Tensor:
+        if stage.has_selected_rows:
+            return tensor
+        axis = next(axis for axis, dim in enumerate(stage.dims) if dim in ("position", "query"))
+        return tensor.index_select(axis, index)
 
-        recorder = Recorder(source.stages, keep)
-        network(torch.tensor([list(source.ids)], device=device), tap=recorder, rows=source.positions)
-        found.append(recorder.kept)
-    return found
+    recorder = Recorder(source.stages, keep)
+    network(torch.tensor([list(source.ids)], device=device), tap=recorder, rows=source.positions)
+    return recorder.kept
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ from torch import Tensor
 from model.ops.interface import Backend
 from model.tracing.predictions import compute_loss
 from model.tracing.selection import Selection, StageCollector, StageTrace
-from model.tracing.tap import Recorder, Tap
+from model.tracing.tap import Chain, Recorder, Tap
 
 
 class Network(Protocol):
@@ -38,16 +38,18 @@ def trace(
     selection: Selection,
     sizes: Mapping[str, int],
     device: torch.device | str = "cpu",
+    edits: Tap | None = None,
 ) -> Trace:
     """Run `network` once over `ids` and keep the selected stages.
 
     `targets` has one token id per position, or None; the loss of a position without a target is NaN. `sizes` gives the
-    length of each named dim for this number of tokens.
+    length of each named dim for this number of tokens. `edits` is a tap that changes stages before they are kept.
     """
     summaries = network.backend.summaries
     collector = StageCollector(selection, sizes, summaries)
     recorder = Recorder(selection.stages, collector)
-    logits = network(torch.tensor([list(ids)], device=device), tap=recorder)
+    tap = recorder if edits is None else Chain(edits, recorder)
+    logits = network(torch.tensor([list(ids)], device=device), tap=tap)
     loss = compute_loss(logits, targets, recorder, summaries)
     collector.finish()
     return Trace([recorder.kept[stage.name] for stage in selection.stages], logits[0], loss[0])

@@ -32,6 +32,7 @@ class Subject:
     dtype: torch.dtype
     device: torch.device
     checkpoint: Checkpoint | None = None
+    adapter: str | None = None
     example: WorkedExample | None = None
 
     async def read_prompt(self, request: Request, state: State, prompt: Prompt, param: str) -> list[int]:
@@ -72,6 +73,7 @@ def checkpoint_subject(checkpoint: Checkpoint, adapter: str | None) -> Subject:
         dtype=weight.dtype,
         device=weight.device,
         checkpoint=checkpoint,
+        adapter=adapter,
     )
 
 

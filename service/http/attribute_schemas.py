@@ -4,21 +4,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, RootModel
 
+from service.http.field_types import Answer, Indices, Prompt, Text, TokenId, at_most
 from service.http.schemas import (
     AdaptedRequest,
-    Answer,
     Globs,
-    Indices,
     PositionedToken,
     PositionPredictions,
     Positions,
-    Prompt,
     StageAnswer,
     TargetIds,
-    Text,
     Token,
-    TokenId,
-    at_most,
     example,
 )
 

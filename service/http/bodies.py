@@ -19,7 +19,7 @@ from model.errors import shortened
 from service.http.disconnects import unless_disconnected
 from service.http.errors import MAX_NAMES, ApiError, join_some, wrong_shape
 from service.http.field_names import alternatives, check_names, known_part
-from service.http.schemas import check_text
+from service.http.field_types import check_text
 
 INLINE_BYTES = 1 << 16  # larger bodies are parsed on another thread
 BYTES_PER_VALUE = 16  # a body may hold one JSON value per this many bytes of the largest allowed body

@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 MAX_NAMES = 20  # fields or reasons that one error message names
 TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     413: "too_large_error",

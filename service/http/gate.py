@@ -24,6 +24,7 @@ OPERATION_PATHS = HEALTH_PATHS | {"/metrics"}
 # These need no API key, because orchestrators and browsers have none.
 PUBLIC_PATHS = OPERATION_PATHS | {"/docs", "/redoc", "/openapi.json"}
 PUBLIC_PREFIX = "/static-offline-docs/"
+STORING_METHODS = frozenset({"PUT", "DELETE"})  # allowed only if the server has an API key
 HOST = re.compile(r"(\[(?P<address>[^\]]*)\]|(?P<name>[^:]*))(:\d*)?")
 PIECE = 1 << 18  # bytes of a response that are passed to the connection at a time
 # Requests that may begin in one turn of the event loop. Most run for about a millisecond before they first wait.
@@ -48,6 +49,7 @@ class Gate:
         api_key: str | None,
         allowed_hosts: Collection[str],
         max_body_bytes: int,
+        max_put_bytes: int,
         body_seconds: float,
     ) -> None:
         self.app = app
@@ -56,6 +58,7 @@ class Gate:
         self._api_key = None if api_key is None else api_key.encode()
         self._allowed_hosts = allowed_hosts
         self._max_body_bytes = max_body_bytes
+        self._max_put_bytes = max_put_bytes
         self._body_seconds = body_seconds
         self._turnstile = Turnstile()
 
@@ -74,8 +77,9 @@ class Gate:
             self._check_key(scope["path"], headers.get(b"authorization", b""))
             has_route = any(route.matches(scope)[0] is Match.FULL for route in self._routes)
             if has_route and scope["method"] != "GET":
-                self._check_body_headers(headers)
-                receive = replayed(await self._read_body(receive, reservation), receive)
+                limit = self._body_limit(scope["method"])
+                self._check_body_headers(headers, limit)
+                receive = replayed(await self._read_body(receive, reservation, limit), receive)
             elif needs_closing(headers):
                 send = closing(send)
             await self.app(scope, receive, in_pieces(send, scope["state"]))
@@ -107,16 +111,28 @@ class Gate:
             message = "send the header 'Authorization: Bearer <key>' with the server's API key"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
-    def _check_body_headers(self, headers: dict[bytes, bytes]) -> None:
+    def _body_limit(self, method: str) -> int:
+        """The largest body of a request. Raises 403 for a method that changes the server's state if no key is set.
+
+        Without a key, any web page or program that reaches the port could change what other requests compute.
+        """
+        if method not in STORING_METHODS:
+            return self._max_body_bytes
+        if self._api_key is None:
+            message = f"{method} needs an API key, and this server has none; start it with --api-key"
+            raise ApiError(403, message, code="api_key_required")
+        return self._max_put_bytes
+
+    def _check_body_headers(self, headers: dict[bytes, bytes], limit: int) -> None:
         encoding = headers.get(b"content-encoding", b"identity")
         if encoding.strip().lower() != b"identity":
             message = "Content-Encoding: compressed bodies are not supported; send the body without compression"
             raise ApiError(415, message, param="body", code="content_encoding")
         stated = headers.get(b"content-length", b"")
-        if stated.isdigit() and int(stated) > self._max_body_bytes:
-            raise self._too_large(f"{int(stated)} bytes")
+        if stated.isdigit() and int(stated) > limit:
+            raise too_large(f"{int(stated)} bytes", limit)
 
-    async def _read_body(self, receive: Receive, reservation: Reservation) -> bytes:
+    async def _read_body(self, receive: Receive, reservation: Reservation, limit: int) -> bytes:
         """Read the whole body. Raises 413 if it is too large, 408 after the deadline, and 429 if memory is used up."""
         pieces: list[bytes] = []
         size = 0
@@ -128,8 +144,8 @@ class Gate:
                         raise ClientGone
                     piece = message.get("body", b"")
                     size += len(piece)
-                    if size > self._max_body_bytes:
-                        raise self._too_large(f"more than {self._max_body_bytes} bytes")
+                    if size > limit:
+                        raise too_large(f"more than {limit} bytes", limit)
                     reservation.reserve(len(piece))
                     pieces.append(piece)
                     if not message.get("more_body", False):
@@ -139,9 +155,10 @@ class Gate:
             headers = {"Connection": "close"}
             raise ApiError(408, reason, param="body", code="body_timeout", headers=headers) from None
 
-    def _too_large(self, size: str) -> ApiError:
-        message = f"body: has {size}; the limit is {self._max_body_bytes}"
-        return ApiError(413, message, param="body", code="body_too_large")
+
+def too_large(size: str, limit: int) -> ApiError:
+    """413: the body is over the limit."""
+    return ApiError(413, f"body: has {size}; the limit is {limit}", param="body", code="body_too_large")
 
 
 class Turnstile:

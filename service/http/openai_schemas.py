@@ -8,20 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag, model_validator
 
-from service.http.schemas import (
-    MAX_TOP_K,
-    PROMPT,
-    PROMPT_KIND,
-    Answer,
-    GenerationRequest,
-    Request,
-    ShortText,
-    StepTraceAnswer,
-    Text,
-    TokenIds,
-    at_most,
-    example,
-)
+from service.http.edit_schemas import AppliedEdit
+from service.http.field_types import Answer, Request, ShortText, Text, TokenIds, at_most
+from service.http.schemas import MAX_TOP_K, PROMPT, PROMPT_KIND, GenerationRequest, StepTraceAnswer, example
 
 MAX_TOP = 20
 MAX_MESSAGES = 4096
@@ -148,6 +137,7 @@ class CompletionChoice(Answer):
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
     trace: list[StepTraceAnswer] | None = None
+    edits: list[AppliedEdit] | None = Field(None, description="what each edit matched, when the choice has ended")
 
 
 class PromptTokensDetails(Answer):
@@ -331,6 +321,7 @@ class ChatChoice(Answer):
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
     trace: list[StepTraceAnswer] | None = None
+    edits: list[AppliedEdit] | None = Field(None, description="what each edit matched, when the choice has ended")
 
 
 class ChatAnswer(Answer):

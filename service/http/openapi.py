@@ -12,6 +12,7 @@ API_KEY = HTTPBearer(auto_error=False, description="the server's API key")
 ERRORS = {
     400: "A field has a value that cannot be used here",
     401: "The API key is missing or wrong",
+    403: "The server has no API key, which this endpoint needs",
     404: "No such path or model",
     408: "The request did not arrive in time",
     413: "The request or the answer is over a size limit",
@@ -23,8 +24,9 @@ ERRORS = {
 
 
 def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Describe the error answers with these statuses; without arguments, all of them."""
-    return {status: {"model": ErrorAnswer, "description": ERRORS[status]} for status in statuses or ERRORS}
+    """Describe the error answers with these statuses; without arguments, those of an endpoint with a JSON body."""
+    chosen = statuses or tuple(status for status in ERRORS if status != 403)
+    return {status: {"model": ErrorAnswer, "description": ERRORS[status]} for status in chosen}
 
 
 BINARY = {"type": "string"}

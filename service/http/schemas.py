@@ -7,57 +7,25 @@ error, and is never ignored.
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from model.ops.quantization import Quantization
+from service.http.edit_schemas import AppliedEdit, Edits, StageChange
+from service.http.field_types import Answer, Indices, Prompt, Request, ShortText, Text, TokenId, TokenIds, at_most
 
 PROMPT = "the cat sat on"
-
-
-def check_text(text: str) -> str:
-    if "\0" in text:
-        raise ValueError("contains a NUL character; if it is intended, send token ids instead")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("contains a lone surrogate, which is not a character") from None
-    return text
-
-
-def at_most(max_length: int) -> BeforeValidator:
-    """Check the length of a list or object before its entries are validated.
-
-    Otherwise a long list of wrong entries would make as many errors.
-    """
-
-    def check(value: Any) -> Any:
-        if isinstance(value, list | dict) and len(value) > max_length:
-            raise ValueError(f"has {len(value)} entries; the limit is {max_length}")
-        return value
-
-    return BeforeValidator(check)
 
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Text = Annotated[str, AfterValidator(check_text)]
 ChoiceText = Annotated[Text, Field(min_length=1, max_length=1 << 12)]
-ShortText = Annotated[Text, Field(max_length=200)]
-TokenId = Annotated[int, Field(ge=0)]
-Index = Annotated[int, Field(ge=0)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-Indices = Annotated[list[Index], Field(fail_fast=True, min_length=1)]
 Positions = Annotated[list[int], Field(fail_fast=True, min_length=1)]
 GlobList = Annotated[list[ShortText], Field(fail_fast=True, min_length=1, max_length=200), at_most(200)]
 Globs = Annotated[GlobList, BeforeValidator(_as_list, json_schema_input_type=ShortText | GlobList)]
 MAX_TOP_K = 2**31 - 1
 MAX_ENTRIES = 1024
-Prompt = Annotated[
-    Text | TokenIds,
-    Field(description="text, or token ids, which are used as they are"),
-]
 MAX_PROMPTS = 256
 
 
@@ -97,10 +65,6 @@ Targets = Annotated[
 Nested = Annotated[Any, Field(description="nested lists of numbers (null if not finite), or base64")]
 
 
-class Request(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-
-
 class ModelRequest(Request):
     """A request that may name its model, because clients for several models always do."""
 
@@ -117,8 +81,12 @@ class AdaptedRequest(ModelRequest):
     )
 
 
-class Answer(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class EditedRequest(AdaptedRequest):
+    """A request whose passes may be changed."""
+
+    edits: Edits = Field(
+        [], description="changes of stages of the served model, applied in the order of the list; see GET /model"
+    )
 
 
 def example(**fields: Any) -> ConfigDict:
@@ -142,7 +110,7 @@ class ErrorAnswer(Answer):
 # POST /forward
 
 
-class ForwardRequest(AdaptedRequest):
+class ForwardRequest(EditedRequest):
     model_config = example(prompt=PROMPT, stages=["blocks.0.attn.pattern", "*.resid_post"], detail="summary", top_k=3)
 
     prompt: Prompts
@@ -176,6 +144,9 @@ class ForwardRequest(AdaptedRequest):
     )
     encoding: Literal["json", "base64"] = Field(
         "json", description="json: nested lists; base64: little-endian bytes in row-major order"
+    )
+    baseline: bool = Field(
+        False, description="also run without the edits, and report how far each stage has changed; needs `edits`"
     )
 
 
@@ -289,14 +260,22 @@ class ForwardTimings(Answer):
     forward_seconds: float
 
 
-class ForwardAnswer(Answer):
-    model: str
-    tokens: list[PositionedToken]
+class ForwardBaseline(Answer):
+    """The parts of the answer that the pass without edits gives."""
+
     stages: list[StageAnswer]
     predictions: list[PositionPredictions]
     loss: Loss
+
+
+class ForwardAnswer(ForwardBaseline):
+    model: str
+    tokens: list[PositionedToken]
     timings: ForwardTimings
     worked_example: WorkedExampleAnswer | None = None
+    edits: list[AppliedEdit] | None = Field(None, description="what each edit matched, if the request has edits")
+    baseline: ForwardBaseline | None = None
+    changes: list[StageChange] | None = Field(None, description="with baseline")
 
 
 class ForwardAnswers(Answer):
@@ -308,13 +287,16 @@ class ForwardAnswers(Answer):
 # POST /logits
 
 
-class LogitsRequest(AdaptedRequest):
+class LogitsRequest(EditedRequest):
     model_config = example(prompt=PROMPT, top_k=5, logprobs=True)
 
     prompt: Prompts
     positions: Literal["last", "all"] | Annotated[list[int], Field(fail_fast=True)] = "last"
     top_k: int | None = Field(None, ge=1, description="return only the most likely tokens; default: the whole row")
     logprobs: bool = Field(False, description="also return the natural logarithm of the softmax")
+    baseline: bool = Field(
+        False, description="also run without the edits, and report how far each stage has changed; needs `edits`"
+    )
 
 
 class PositionLogits(Answer):
@@ -325,11 +307,19 @@ class PositionLogits(Answer):
     logprobs: list[float | None] | None = None
 
 
-class LogitsAnswer(Answer):
+class LogitsBaseline(Answer):
+    """The part of the answer that the pass without edits gives."""
+
+    positions: list[PositionLogits]
+
+
+class LogitsAnswer(LogitsBaseline):
     model: str
     tokens: list[PositionedToken]
-    positions: list[PositionLogits]
     timings: ForwardTimings
+    edits: list[AppliedEdit] | None = Field(None, description="what each edit matched, if the request has edits")
+    baseline: LogitsBaseline | None = None
+    changes: list[StageChange] | None = Field(None, description="with baseline")
 
 
 class LogitsAnswers(Answer):
@@ -398,7 +388,7 @@ class StructuredOutputs(Request):
         return self
 
 
-class GenerationRequest(AdaptedRequest):
+class GenerationRequest(EditedRequest):
     """The fields that POST /generate and the OpenAI routes share."""
 
     n: int = Field(1, ge=1, description="number of continuations; continuation i, from 0, uses seed + i")
@@ -455,6 +445,11 @@ class GenerateRequest(GenerationRequest):
         description="report the log-probability of the chosen token and of this many most likely ones",
     )
     echo: bool = Field(False, description="return the tokens of the prompt first, as if they had been generated")
+    baseline: bool = Field(
+        False,
+        description="also generate without the edits, and report how far the residuals of each block have changed; "
+        "needs `edits`; not for streams",
+    )
 
 
 class LogprobAnswer(Token):
@@ -526,6 +521,19 @@ class ChoiceAnswer(Answer):
     usage: Usage
 
 
+class GenerateBaseline(Answer):
+    """The choices of the generation without edits. They have no trace."""
+
+    choices: list[ChoiceAnswer]
+
+
+class ChoiceChanges(Answer):
+    """How far the residuals of a choice are from those that the network computes for the same tokens without edits."""
+
+    choice: int
+    stages: list[StageChange]
+
+
 class GenerateAnswer(ChoiceAnswer):
     """The first choice. With n above 1, `choices` holds all choices, the first one included."""
 
@@ -533,6 +541,9 @@ class GenerateAnswer(ChoiceAnswer):
     model: str
     choices: list[ChoiceAnswer] | None
     timings: GenerateTimings
+    edits: list[AppliedEdit] | None = Field(None, description="what each edit matched, if the request has edits")
+    baseline: GenerateBaseline | None = None
+    changes: list[ChoiceChanges] | None = Field(None, description="with baseline")
 
 
 class EventToken(Answer):
@@ -561,6 +572,7 @@ class FinishEvent(Answer):
     stop_reason: str | int | None
     usage: Usage
     timings: GenerateTimings
+    edits: list[AppliedEdit] | None = Field(None, description="what each edit matched, if the request has edits")
 
 
 # POST /tokenize and POST /detokenize
@@ -595,6 +607,29 @@ class DetokenizeRequest(ModelRequest):
 class DetokenizeAnswer(Answer):
     text: str
     prompt: str = Field(description="the text with its special tokens, as vLLM returns it")
+
+
+# /vectors
+
+
+class VectorTensor(Answer):
+    name: str
+    shape: list[int]
+    dtype: str
+
+
+class VectorAnswer(Answer):
+    """A named vector: one tensor for any stage, or one for each of some stages, which are then its tensors' names."""
+
+    name: str
+    uploaded: bool = Field(description="whether a client has sent it; others come from --vectors and cannot be changed")
+    by_stage: bool = Field(description="whether the names of the tensors are those of the stages that they are for")
+    tensors: list[VectorTensor]
+    bytes: int
+
+
+class VectorsAnswer(Answer):
+    vectors: list[VectorAnswer]
 
 
 # GET
@@ -634,6 +669,8 @@ class Limits(Answer):
     max_num_seqs: int
     max_waiting_requests: int
     max_waiting_tokens: int
+    max_vector_bytes: int
+    max_vectors: int
     cache_tokens: int = Field(
         description="tokens that fit into the cache: the limit for prompt and max_tokens of one request together"
     )

@@ -9,15 +9,10 @@ from fastapi import APIRouter, Request, Response
 from model.engine.request import Output
 from model.text.transcript import TokenOutput
 from service.answers.constraints import compile_constraint, structured_output
-from service.answers.generation import (
-    Choice,
-    ChoiceOutput,
-    Generation,
-    Options,
-    make_plan,
-    num_preparations,
-    whole_answer,
-)
+from service.answers.edits import check_baseline
+from service.answers.generation import Choice, ChoiceOutput, Generation, whole_answer
+from service.answers.generation_changes import changes_answer
+from service.answers.generation_plan import Options, plan_generation
 from service.answers.prompts import prompt_ids
 from service.answers.stage_answers import TextOf
 from service.http.bodies import JsonRoute
@@ -25,7 +20,7 @@ from service.http.errors import invalid
 from service.http.openapi import EVENT, answers
 from service.http.schemas import GenerateAnswer, GenerateRequest
 from service.http.sse import EventStream, event
-from service.state import CheckpointDep, StateDep, find_adapter, run_plan
+from service.state import CheckpointDep, State, StateDep, find_adapter
 
 router = APIRouter(route_class=JsonRoute, tags=["text"])
 DEFAULT_MAX_TOKENS = 128
@@ -51,15 +46,17 @@ async def generate(body: GenerateRequest, request: Request, state: StateDep, che
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
         echo=body.echo,
+        baseline=body.baseline,
     )
+    check_baseline(body.baseline, body.edits)
+    if body.baseline and body.stream:
+        raise invalid("baseline", "cannot be streamed, because the runs are compared at their end; leave out stream")
     constraint = await compile_constraint(request, state, checkpoint, structured_output(body.structured_outputs))
-    plan = await run_plan(
-        state, num_preparations(body), lambda: make_plan(body, options, state, checkpoint, [ids], constraint, adapter)
-    )
+    plan = await plan_generation(body, options, request, state, checkpoint, [ids], constraint, adapter)
     generation = Generation(plan, request, state, checkpoint, arrived)
     if body.stream:
         return EventStream(generation.events(Events(generation)), on_close=generation.close)
-    return await whole_answer(request, generation, answer(generation))
+    return await whole_answer(request, generation, answer(generation, state, adapter))
 
 
 class Events:
@@ -71,8 +68,9 @@ class Events:
     def __call__(self, output: ChoiceOutput) -> Iterator[bytes]:
         yield from self._token_events(output)
         if output.step.end is not None:
-            of_choice = {"id": self._generation.id, "choice": output.index}
-            yield event({**of_choice, **end_answer(output.step), "timings": self._generation.timings()})
+            of_choice = {"id": self._generation.id, "choice": output.index, **end_answer(output.step)}
+            edits = self._generation.edit_answers(output.index)
+            yield event({**of_choice, "timings": self._generation.timings(), **edits})
 
     def _token_events(self, output: ChoiceOutput) -> Iterator[bytes]:
         """Yield an event for each token. The last one has the trace; without tokens, the trace has its own event."""
@@ -90,18 +88,34 @@ class Events:
             yield event(content)
 
 
-async def answer(generation: Generation) -> bytes:
-    """Wait until every choice has ended, and encode the answer."""
-    choices = [choice_answer(choice, generation) for choice in await generation.collect()]
-    return generation.encode(
-        {
-            "id": generation.id,
-            "model": generation.model_name,
-            **choices[0],
-            "choices": choices if len(choices) > 1 else None,
-            "timings": generation.timings(),
-        }
-    )
+async def answer(generation: Generation, state: State, adapter: str | None) -> bytes:
+    """Wait until every choice has ended, and encode the answer. With a baseline, its choices follow the others."""
+    collected = await generation.collect()
+    choices = [choice_answer(choice, generation) for choice in collected]
+    own, baseline = choices[: generation.params.n], choices[generation.params.n :]
+    content = {
+        "id": generation.id,
+        "model": generation.model_name,
+        **own[0],
+        "choices": own if len(own) > 1 else None,
+        "timings": generation.timings(),
+        **generation.edit_answers(0),
+    }
+    if baseline:
+        for index, plain in enumerate(baseline):
+            plain |= {"choice": index, "trace": None}
+        content["baseline"] = {"choices": baseline}
+        content["changes"] = [await changes(choice, generation, state, adapter) for choice in collected[: len(own)]]
+    return generation.encode(content)
+
+
+async def changes(choice: Choice, generation: Generation, state: State, adapter: str | None) -> dict[str, Any]:
+    """Describe how far the edits have moved the residuals of a choice."""
+    edits = generation.edits[0]
+    assert edits is not None
+    ids = [*generation.prompts[0], *(token.token_id for token in choice.tokens[:-1])]
+    stages = await changes_answer(state, generation.checkpoint, adapter, edits, ids)
+    return {"choice": choice.index, "stages": stages}
 
 
 def choice_answer(choice: Choice, generation: Generation) -> dict[str, Any]:

@@ -54,6 +54,8 @@ async def model(state: StateDep, checkpoint: CheckpointDep) -> ModelAnswer:
             max_num_seqs=settings.max_num_seqs,
             max_waiting_requests=settings.max_waiting_requests,
             max_waiting_tokens=settings.max_waiting_tokens,
+            max_vector_bytes=settings.max_vector_bytes,
+            max_vectors=settings.max_vectors,
             cache_tokens=engine.num_cache_tokens,
         ),
     )

@@ -18,6 +18,7 @@ from tests.service.test_bad_input import GOOD, OPENAI_GOOD, TABLE
 # vocabulary or that a prompt fits the context, and for JSON Schema 1.0 is an integer. All other checks are on.
 EXCLUDED = [positive_data_acceptance]
 GETS = ("/models", "/model", "/health", "/ready", "/metrics", "/v1/models", "/v1/models/{model}", "/tokenizer_info")
+VECTORS = {"/vectors": {"get"}, "/vectors/{name}": {"put", "delete"}}
 POSTS = (*GOOD, *OPENAI_GOOD)
 
 
@@ -43,7 +44,8 @@ def test_random_requests_are_answered_as_documented(tiny: Running, label: str, m
 
 def test_the_page_lists_every_endpoint(tiny: Running) -> None:
     paths = tiny.get("/openapi.json").json()["paths"]
-    assert set(paths) == {*POSTS, *GETS}
+    assert set(paths) == {*POSTS, *GETS, *VECTORS}
+    assert all(set(paths[path]) == methods for path, methods in VECTORS.items())
     assert all(set(paths[path]) == {"post"} for path in POSTS)
     assert all(set(paths[path]) == {"get"} for path in GETS)
     assert all(operation["summary"] for methods in paths.values() for operation in methods.values())

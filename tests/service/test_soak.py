@@ -1,4 +1,7 @@
-"""Rounds of 200 clients at once: answers are right, each request ends exactly once, and nothing is left afterwards."""
+"""Rounds of 200 clients at once: answers are right, each request ends exactly once, and nothing is left afterwards.
+
+Plain, traced and edited requests share the steps, while a third of the clients disconnect.
+"""
 
 import asyncio
 import contextlib
@@ -30,6 +33,23 @@ NUM_ROUNDS = 6
 MAX_GROWTH = 500
 COMMON = [(7 * index) % 250 + 20 for index in range(40)]  # the beginning of many prompts
 STAGES = ["*.resid_post", "*.pattern"]
+WIDTH = 24
+STEER = {"stage": "*.resid_post", "op": "add", "vector": [0.3] * WIDTH}
+EDITS: list[list[dict[str, Any]]] = [
+    [STEER],
+    [STEER | {"positions": "generated"}],
+    [{"stage": "blocks.0.attn.z", "op": "zero", "heads": [1]}, STEER | {"positions": "last", "scale": -2}],
+    [
+        {
+            "stage": "blocks.1.resid_pre",
+            "op": "patch",
+            "positions": [0],
+            "source": {"prompt": COMMON[:9], "positions": [8]},
+        }
+    ],
+    [{"stage": "blocks.0.mlp_out", "op": "noise", "std": 0.3, "seed": 5}, {"stage": "embed", "op": "mean"}],
+    [{"stage": "blocks.1.attn.pattern", "op": "scale", "factor": 0.5}],
+]
 TRACE = {"stages": STAGES, "detail": "values", "encoding": "base64", "logit_lens": True}
 
 
@@ -51,6 +71,11 @@ STAYING = [
     *(generation(index, stream=True, trace=TRACE) for index in (16, 17)),
     generation(18, stream=True, trace=TRACE, n=2),
     generation(19, echo=True, logprobs=2),
+    *(generation(index, stream=index % 2 == 0, edits=EDITS[index % len(EDITS)]) for index in range(32, 44)),
+    generation(44, n=2, edits=EDITS[2], baseline=True),
+    post("/forward", prompt=COMMON[:20], edits=EDITS[3], stages=["*.resid_post"], top_k=1, baseline=True),
+    post("/logits", prompt=[COMMON[:9], COMMON[5:30]], edits=EDITS[4], top_k=3),
+    post("/generate", prompt=[1], edits=[STEER | {"positions": [1]}], max_tokens=1),
     post("/forward", prompt=COMMON[:20], stages=["*.resid_post"], detail="values", top_k=1),
     post("/logits", prompt=COMMON[5:30], top_k=3),
     post("/generate", prompt=[1], max_tokens=1, n=1000),
@@ -65,6 +90,9 @@ LEAVING = [
     generation(29, n=2),
     generation(30, stream=True, trace=TRACE),
     generation(31, trace=TRACE),
+    *(generation(index, stream=index % 2 == 0, edits=EDITS[index % len(EDITS)]) for index in range(44, 50)),
+    generation(50, edits=EDITS[1], baseline=True),
+    post("/logits", prompt=[COMMON[: size % 30 + 1] for size in range(40)], edits=EDITS[4], top_k=1),
     post("/forward", prompt=COMMON, detail="values"),
 ]
 
@@ -151,7 +179,8 @@ def essence(response: httpx.Response) -> Any:
     if response.headers["content-type"].startswith("text/event-stream"):
         return [(choice.tokens, choice.text, choice.end["finish_reason"]) for choice in choices_of(response)]
     answer = response.json()
-    for choice in (answer, *(answer.get("choices") or ())):
+    plain = (answer.get("baseline") or {}).get("choices") or ()
+    for choice in (answer, *(answer.get("choices") or ()), *(answer.get("results") or ()), *plain):
         for name in ("id", "timings", "usage", "logprobs"):
             choice.pop(name, None)
     return response.status_code, answer

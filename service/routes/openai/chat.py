@@ -11,7 +11,8 @@ from model.text.transcript import End, TokenOutput
 from service.answers.chat_constraints import chat_constraint
 from service.answers.constraints import compile_constraint
 from service.answers.conversations import conversation_ids, find_template, offered_tools
-from service.answers.generation import ChoiceOutput, Generation, Options, make_plan, num_preparations, whole_answer
+from service.answers.generation import ChoiceOutput, Generation, whole_answer
+from service.answers.generation_plan import Options, plan_generation
 from service.answers.openai_answers import (
     TokenStrings,
     check_implemented,
@@ -26,7 +27,7 @@ from service.http.errors import invalid
 from service.http.openai_schemas import ChatAnswer, ChatRequest
 from service.http.openapi import EVENT, answers
 from service.http.sse import EventStream, event
-from service.state import CheckpointDep, StateDep, find_adapter, run_plan
+from service.state import CheckpointDep, StateDep, find_adapter
 
 router = APIRouter(route_class=JsonRoute, tags=["openai"])
 DEFAULT_LARGE_MAX_TOKENS = 1024  # with log-probabilities or a trace for each token
@@ -47,9 +48,7 @@ async def chat(body: ChatRequest, request: Request, state: StateDep, checkpoint:
     form = form_of(template.source_for(with_tools=bool(body.tools)))
     ids = await conversation_ids(body, request, state, checkpoint, template)
     constraint = await compile_constraint(request, state, checkpoint, chat_constraint(body, form))
-    plan = await run_plan(
-        state, num_preparations(body), lambda: make_plan(body, options, state, checkpoint, [ids], constraint, adapter)
-    )
+    plan = await plan_generation(body, options, request, state, checkpoint, [ids], constraint, adapter)
     generation = Generation(plan, request, state, checkpoint, arrived)
     names = [tool["function"]["name"] for tool in offered_tools(body)]
     writer = Writer(body, generation, [ToolCallParser(form, names) if names else None for _ in range(body.n)])
@@ -174,7 +173,7 @@ class Writer:
             part["token_ids"] = [token.token_id for token in tokens]
         if traces is not None:
             part["trace"] = traces
-        return part
+        return part if end is None else part | self._generation.edit_answers(index)
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
         """The ids of the prompt, if the request asks for them. They are the same for all choices."""

@@ -9,15 +9,8 @@ from fastapi import APIRouter, Request, Response
 
 from model.text.transcript import End, TokenOutput
 from service.answers.constraints import compile_constraint, structured_output
-from service.answers.generation import (
-    Choice,
-    ChoiceOutput,
-    Generation,
-    Options,
-    make_plan,
-    num_preparations,
-    whole_answer,
-)
+from service.answers.generation import Choice, ChoiceOutput, Generation, whole_answer
+from service.answers.generation_plan import Options, plan_generation
 from service.answers.openai_answers import (
     TokenStrings,
     check_implemented,
@@ -32,7 +25,7 @@ from service.http.errors import invalid
 from service.http.openai_schemas import CompletionAnswer, CompletionRequest
 from service.http.openapi import EVENT, answers
 from service.http.sse import EventStream, event
-from service.state import CheckpointDep, State, StateDep, find_adapter, run_plan
+from service.state import CheckpointDep, State, StateDep, find_adapter
 
 router = APIRouter(route_class=JsonRoute, tags=["openai"])
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
@@ -53,11 +46,7 @@ async def completions(
     options = read_options(body)
     prompts = await read_prompts(body, request, state)
     constraint = await compile_constraint(request, state, checkpoint, structured_output(body.structured_outputs))
-    plan = await run_plan(
-        state,
-        num_preparations(body, len(prompts)),
-        lambda: make_plan(body, options, state, checkpoint, prompts, constraint, adapter),
-    )
+    plan = await plan_generation(body, options, request, state, checkpoint, prompts, constraint, adapter)
     generation = Generation(plan, request, state, checkpoint, arrived)
     writer = Writer(body, generation)
     if body.stream:
@@ -182,7 +171,7 @@ class Writer:
         if traces is not None:
             part["trace"] = traces
         self._has_begun[choice] = True
-        return part
+        return part if end is None else part | self._generation.edit_answers(choice)
 
     def _logprobs(self, choice: int, tokens: list[TokenOutput], num_top: int) -> dict[str, Any]:
         """Describe the log-probabilities of tokens, and where the text of each begins."""

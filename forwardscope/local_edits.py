@@ -1,0 +1,92 @@
+"""Edits of a model in this process: read them from the form that the server takes, and compare with the plain run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forwardscope.edits import to_positions
+from forwardscope.results import AppliedEdit, StageChange
+from model.analysis.edit_changes import stage_changes
+from model.analysis.edit_sources import Network, compute_sources
+from model.config import ModelConfig
+from model.errors import InvalidField
+from model.tracing.edits import BoundEdits, Edit, EditMatch, EditSource, plan_edits
+from model.tracing.selection import StageTrace
+from model.tracing.stages import Stage
+
+FIELDS = tuple(field.name for field in fields(Edit))
+NamesToTensors = Mapping[str, Tensor]
+
+
+def bind_edits(
+    edits: Sequence[Mapping[str, Any]],
+    network: Network,
+    config: ModelConfig,
+    stages: Sequence[Stage],
+    ids: Sequence[int],
+    max_length: int,
+    ids_of: Callable[[Any], list[int]],
+    device: torch.device,
+) -> tuple[BoundEdits, tuple[AppliedEdit, ...]]:
+    """Check edits for a prompt, and run the passes from which some take their values.
+
+    `ids_of` tokenizes a prompt. Raises `InvalidField`, whose field is for example `edits.2.positions`.
+    """
+    read = [read_edit(edit, f"edits.{index}", ids_of) for index, edit in enumerate(edits)]
+    plan = plan_edits(read, config, stages, ids, max_length)
+    return plan.bind(compute_sources(network, plan, device)), tuple(map(describe_match, plan.matches))
+
+
+def read_edit(edit: Mapping[str, Any], field: str, ids_of: Callable[[Any], list[int]]) -> Edit:
+    """An edit of the caller. `None` means the default, as for the arguments of calls."""
+    given = {name: value for name, value in edit.items() if value is not None}
+    for name in given:
+        if name not in FIELDS:
+            raise InvalidField(f"{field}.{name}", f"is not a field of edits; known are {', '.join(FIELDS)}")
+    for name in ("stage", "op"):
+        if name not in given:
+            raise InvalidField(f"{field}.{name}", "is required")
+    for name in ("positions", "keys"):
+        if name in given:
+            given[name] = read_positions(given[name])
+    if "source" in given:
+        given["source"] = read_source(given["source"], f"{field}.source", ids_of)
+    if "vector" in given:
+        given["vector"] = read_vector(given["vector"], f"{field}.vector")
+    return Edit(**given)
+
+
+def read_positions(positions: Any) -> Any:
+    found = to_positions(positions)
+    return found if isinstance(found, str) else [tuple(each) if isinstance(each, list) else each for each in found]
+
+
+def read_source(source: Mapping[str, Any], field: str, ids_of: Callable[[Any], list[int]]) -> EditSource:
+    if not isinstance(source, Mapping) or not {"prompt"} <= source.keys() <= {"prompt", "positions"}:
+        raise InvalidField(field, "is a mapping with `prompt`, and optionally `positions`")
+    positions = source.get("positions")
+    return EditSource(ids=ids_of(source["prompt"]), positions=None if positions is None else read_positions(positions))
+
+
+def read_vector(vector: Any, field: str) -> Tensor | NamesToTensors:
+    """A tensor, or one for each stage by name. Arrays and lists become tensors."""
+    if isinstance(vector, str):
+        raise InvalidField(field, "only a server has named vectors; pass a tensor, or a mapping of stages to tensors")
+    try:
+        if isinstance(vector, Mapping):
+            return {name.replace("hook_", ""): torch.as_tensor(each) for name, each in vector.items()}
+        return torch.as_tensor(vector)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise InvalidField(field, f"cannot be a tensor: {error}") from None
+
+
+def describe_match(match: EditMatch) -> AppliedEdit:
+    positions = match.positions
+    return AppliedEdit(tuple(match.stages), positions if isinstance(positions, str) else tuple(positions))
+
+
+def describe_changes(plain: Sequence[StageTrace], edited: Sequence[StageTrace]) -> dict[str, StageChange]:
+    return {each.name: StageChange(each.norm, each.relative) for each in stage_changes(plain, edited)}

@@ -1,0 +1,249 @@
+"""Edits of a request: read them, plan them for each prompt, and run the passes from which some take their values.
+
+`read_edits` tokenizes the prompts of sources and finds named vectors, `EditPlanner.plan` checks everything against the
+network and one prompt, and `bind_edits` runs the passes of sources. Only the last step costs a pass.
+"""
+
+import asyncio
+import base64
+import binascii
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import torch
+from fastapi import Request
+from torch import Tensor
+
+from model.analysis.edit_sources import compute_source
+from model.checkpoints.load import DTYPES, Checkpoint
+from model.errors import InvalidField
+from model.tracing.edits import BoundEdits, Edit, EditPlan, EditSource, SourcePass, plan_edits
+from model.tracing.stages import Stage, sizes_of
+from service.answers.budget import Budget
+from service.answers.prompts import prompt_ids
+from service.answers.subject import adapted_network
+from service.http import edit_schemas as schemas
+from service.http.disconnects import unless_disconnected
+from service.http.encoding import to_json
+from service.http.errors import ApiError, invalid, timed_out
+from service.state import State, get_reservation
+
+Result = TypeVar("Result")
+Operand = Tensor | Mapping[str, Tensor]
+PLANNED_BYTES = 12  # of a number of a vector in a plan: in float32, and in float64
+
+
+async def read_edits(
+    edits: Sequence[schemas.Edit],
+    prompts: Sequence[Sequence[int]],
+    request: Request,
+    state: State,
+    checkpoint: Checkpoint,
+) -> "EditPlanner | None":
+    """Tokenize the prompts of sources, and find the vectors that edits name. None if there are no edits.
+
+    Reserves the memory for the vectors of all plans; raises 429 if there is no room.
+    """
+    if not edits:
+        return None
+    sources: dict[int, list[int]] = {}
+    named: dict[int, Operand] = {}
+    for index, edit in enumerate(edits):
+        source, vector = getattr(edit, "source", None), getattr(edit, "vector", None)
+        if source is not None:
+            param = f"edits.{index}.source.prompt"
+            sources[index] = await prompt_ids(request, state, checkpoint, source.prompt, param)
+        if isinstance(vector, str):
+            named[index] = state.vectors.find(vector, f"edits.{index}.vector")
+    planner = EditPlanner(edits, sources, named, checkpoint)
+    num_plans = len({planner.key(ids, len(ids)) for ids in prompts})
+    get_reservation(request).reserve(num_plans * planner.num_operand_bytes)
+    return planner
+
+
+class EditPlanner:
+    """Plans the edits of one request for each of its prompts.
+
+    `sources` has the token ids of the prompts of sources, and `named` the vectors, both by the index of their edit.
+    """
+
+    def __init__(
+        self,
+        bodies: Sequence[schemas.Edit],
+        sources: Mapping[int, list[int]],
+        named: Mapping[int, Operand],
+        checkpoint: Checkpoint,
+    ) -> None:
+        self._bodies = bodies
+        self._sources = sources
+        self._named = named
+        self._checkpoint = checkpoint
+        self._plans: dict[tuple[int, ...], EditPlan] = {}
+        # A plan depends on the length of the prompt alone, unless an edit takes the mean over the prompt itself.
+        self._depends_on_ids = any(body.op == "mean" and body.source is None for body in bodies)
+
+    @property
+    def num_edits(self) -> int:
+        return len(self._bodies)
+
+    @property
+    def num_operand_bytes(self) -> int:
+        """The bytes of the vectors in one plan, in float32 and float64."""
+        given = [self._named.get(index, getattr(body, "vector", None)) for index, body in enumerate(self._bodies)]
+        return PLANNED_BYTES * sum(map(num_values, given))
+
+    def key(self, ids: Sequence[int], max_length: int) -> tuple[int, ...]:
+        """What a plan depends on."""
+        return (max_length, *(ids if self._depends_on_ids else [len(ids)]))
+
+    def plan(self, ids: Sequence[int], max_length: int) -> EditPlan:
+        """Check the edits for a prompt and the `max_length` positions that are computed. Raises 400 for a wrong one."""
+        key = self.key(ids, max_length)
+        if key not in self._plans:
+            checkpoint = self._checkpoint
+            try:
+                plan = plan_edits(self._edits, checkpoint.model.config, checkpoint.stages, ids, max_length)
+            except InvalidField as error:
+                raise invalid(error.field, error.reason) from None
+            self._plans[key] = plan
+        return self._plans[key]
+
+    @cached_property
+    def _edits(self) -> list[Edit]:
+        return [self._edit(index, body) for index, body in enumerate(self._bodies)]
+
+    def _edit(self, index: int, body: schemas.Edit) -> Edit:
+        own = body.model_dump(exclude={"positions", "keys", "source", "vector"})
+        vector = getattr(body, "vector", None)
+        source: schemas.EditSourceRequest | None = getattr(body, "source", None)
+        return Edit(
+            **own,
+            positions=_positions(body.positions),
+            keys=None if body.keys is None else _positions(body.keys),
+            vector=self._named.get(index) if isinstance(vector, str) else read_vector(vector, f"edits.{index}.vector"),
+            source=None
+            if source is None
+            else EditSource(
+                ids=self._sources[index],
+                positions=None if source.positions is None else _positions(source.positions),
+            ),
+        )
+
+
+def num_values(vector: Operand | list[Any] | schemas.EncodedTensor | None) -> int:
+    """The number of numbers of a vector."""
+    if isinstance(vector, Tensor):
+        return vector.numel()
+    if isinstance(vector, Mapping):
+        return sum(tensor.numel() for tensor in vector.values())
+    if isinstance(vector, list):
+        return len(vector) * (num_values(vector[0]) if isinstance(vector[0], list) else 1)
+    # A shape that does not fit the data is refused later.
+    return 0 if vector is None else min(math.prod(vector.shape), len(vector.data))
+
+
+def _positions(spec: Any) -> Any:
+    """Positions in the form of the library: ranges are tuples."""
+    return spec if isinstance(spec, str) else [tuple(each) if isinstance(each, list) else each for each in spec]
+
+
+def read_vector(vector: list[Any] | schemas.EncodedTensor | None, param: str) -> Tensor | None:
+    """The tensor of a vector that the request itself has. Raises 400 if its bytes do not fit its shape."""
+    if vector is None:
+        return None
+    if isinstance(vector, list):
+        return torch.tensor(vector, dtype=torch.float64)
+    dtype = DTYPES[vector.dtype]
+    try:
+        content = base64.b64decode(vector.data, validate=True)
+    except (binascii.Error, ValueError):
+        raise invalid(f"{param}.data", "is not base64") from None
+    num_bytes = math.prod(vector.shape) * dtype.itemsize
+    if len(content) != num_bytes:
+        reason = f"has {len(content)} bytes, but {vector.dtype} numbers of this shape have {num_bytes}"
+        raise invalid(f"{param}.data", reason)
+    return torch.frombuffer(bytearray(content), dtype=dtype).view(vector.shape)
+
+
+def check_baseline(baseline: bool, edits: Sequence[schemas.Edit]) -> None:
+    """Raise 400 for a baseline without edits."""
+    if baseline and not edits:
+        raise invalid("baseline", "compares with the run without edits, but there are no edits; send edits")
+
+
+def edit_answers(plan: EditPlan) -> list[dict[str, Any]]:
+    """Describe what each edit matched."""
+    return [{"stages": list(match.stages), "positions": match.positions} for match in plan.matches]
+
+
+def answer_bytes(plan: EditPlan) -> int:
+    """The bytes of `edit_answers` in an answer."""
+    return len(to_json(edit_answers(plan)))
+
+
+# Passes of sources
+
+
+async def bind_edits(
+    plans: Sequence[EditPlan], request: Request, state: State, checkpoint: Checkpoint, adapter: str | None
+) -> list[BoundEdits]:
+    """Run the passes from which edits take their values, each as a job of its own, and return the edits of each plan.
+
+    Equal plans and equal passes are computed once. If the client disconnects, the remaining passes do not run. Raises
+    413 if a pass is too large, 429 if too much waits, and 503 after the timeout.
+    """
+    request.state.is_edited = True  # for the metrics
+    passes = {source_key(each): each for plan in plans for each in plan.sources}
+    check_sources([*passes.values()], state, checkpoint)
+    num_source_values = sum(plan.num_source_values for plan in {id(plan): plan for plan in plans}.values())
+    get_reservation(request).reserve(PLANNED_BYTES * num_source_values)
+    values: dict[Any, Mapping[str, Tensor]] = {}
+    if passes:
+        state.worker.check_room(sum(len(each.ids) for each in passes.values()))
+        network, device = adapted_network(checkpoint, adapter), checkpoint.model.embed.weight.device
+        jobs = [partial(compute_source, network, each, device) for each in passes.values()]
+        found = await unless_disconnected(request, run_series(state, jobs))
+        values = dict(zip(passes, found, strict=True))
+        state.metrics.prompt_tokens.inc(sum(len(each.ids) for each in passes.values()))
+    bound = {id(plan): plan.bind([values[source_key(each)] for each in plan.sources]) for plan in plans}
+    return [bound[id(plan)] for plan in plans]
+
+
+def source_key(source: SourcePass) -> Any:
+    return tuple(source.ids), tuple(stage.name for stage in source.stages), tuple(source.positions)
+
+
+def check_sources(sources: Sequence[SourcePass], state: State, checkpoint: Checkpoint) -> None:
+    """Raise 413 if the pass of a source is too large."""
+    limit = state.settings.max_pass_tokens
+    for source in sources:
+        if len(source.ids) > limit:
+            message = (
+                f"edits: a source has {len(source.ids)} tokens, but one pass takes at most {limit}; shorten its "
+                "prompt, or start the server with a larger --max-pass-tokens"
+            )
+            raise ApiError(413, message, param="edits", code="prompt_too_long")
+        num_bytes = stage_bytes(source.stages, len(source.ids), checkpoint)
+        Budget(0, num_bytes, "the stages of edits with a source, or the prompts of sources").check(state)
+
+
+def stage_bytes(stages: Sequence[Stage], num_tokens: int, checkpoint: Checkpoint) -> int:
+    """The bytes of whole stages of a pass."""
+    sizes = sizes_of(checkpoint.model.config, num_tokens)
+    itemsize = torch.promote_types(checkpoint.model.embed.weight.dtype, torch.float32).itemsize
+    return itemsize * sum(math.prod(stage.shape(sizes)) for stage in stages)
+
+
+async def run_series(state: State, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
+    """Run jobs on the network's thread, one after the other, within the timeout of a request.
+
+    Other requests are served in between.
+    """
+    try:
+        async with asyncio.timeout(state.settings.request_timeout_seconds):
+            with state.worker.series():
+                return [await state.worker.run(job) for job in jobs]
+    except TimeoutError:
+        raise timed_out(state.settings.request_timeout_seconds) from None

@@ -1,0 +1,47 @@
+"""The `changes` of a generation with a baseline: how far the edits move the residuals, over all computed positions.
+
+After the generation, one plain and one edited pass run over the prompt and the generated tokens of each edited choice.
+The last token was never an input of the network, so it is left out. Both passes compute the same tokens, so a change is
+an effect of the edits on the activations alone, and not of other tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from model.analysis.edit_changes import residuals, stage_changes
+from model.checkpoints.load import Checkpoint
+from model.tracing.edits import BoundEdits
+from model.tracing.stages import last_residuals
+from service.answers.budget import Budget, ResponseContents, response_bytes
+from service.answers.edits import run_series, stage_bytes
+from service.answers.subject import adapted_network
+from service.http.errors import ApiError
+from service.state import State
+
+FIELDS = "baseline, prompt, n or max_tokens"
+
+
+def make_changes_budget(state: State, checkpoint: Checkpoint, num_positions: int, num_choices: int) -> Budget:
+    """Bound the changes in the answer, and the stages of the two passes. Raises 413 for too long passes."""
+    limit = state.settings.max_pass_tokens
+    if num_positions > limit:
+        message = (
+            f"baseline: prompt and max_tokens have up to {num_positions} positions, but one pass takes at most {limit};"
+            " shorten them, or start the server with a larger --max-pass-tokens"
+        )
+        raise ApiError(413, message, param="baseline", code="prompt_too_long")
+    stages = last_residuals(checkpoint.model.config)
+    contents = ResponseContents(num_records=1 + len(stages), num_choices=num_choices)
+    return Budget(response_bytes(contents), 2 * stage_bytes(stages, num_positions, checkpoint), FIELDS)
+
+
+async def changes_answer(
+    state: State, checkpoint: Checkpoint, adapter: str | None, edits: BoundEdits, ids: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Describe the changes of one choice, whose computed positions have the tokens `ids`."""
+    network, weight = adapted_network(checkpoint, adapter), checkpoint.model.embed.weight
+    run = partial(residuals, network, checkpoint.model.config, ids, device=weight.device)
+    plain, edited = await run_series(state, [run, partial(run, edits=edits)])
+    return [asdict(change) for change in stage_changes(plain, edited)]

@@ -1,0 +1,240 @@
+"""Plan a generation: check the fields that all routes share, and make one request of the engine for each prompt.
+
+A route reads its prompts and the fields that only it has (`Options`).
+"""
+
+import secrets
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from fastapi import Request
+
+from model.checkpoints.load import Checkpoint
+from model.engine.request import Request as EngineRequest
+from model.errors import InvalidField
+from model.text.constraint import Constraint
+from model.text.sampling import SamplingParams
+from model.text.transcript import GenerationParams
+from model.tracing.edits import EditPlan
+from service.answers.budget import Budget, total
+from service.answers.edits import EditPlanner, answer_bytes, bind_edits, read_edits
+from service.answers.generation_budget import make_budget
+from service.answers.generation_changes import make_changes_budget
+from service.answers.prompts import check_ids
+from service.answers.step_trace_answers import TracePlan, plan_trace, traced_stages
+from service.http.errors import invalid
+from service.http.schemas import GenerationRequest
+from service.state import State, get_engine, run_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a route reads from the fields that only it has, or that have another meaning there.
+
+    If `max_tokens` is None, it is `default_max_tokens`, or less if the context or the cache has less room. If both are
+    None, it is all of this room. `num_choices` choices are generated for each prompt. With `baseline`, the only prompt
+    is also continued without edits. `field_names` maps fields of the engine to the route's names for them, for error
+    messages.
+    """
+
+    id_prefix: str
+    max_tokens: int | None
+    default_max_tokens: int | None
+    num_choices: int
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    baseline: bool = False
+    field_names: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked request: one request of the engine for each prompt, and its edits.
+
+    With a baseline, the last request has the same prompt and no edits, and its trace is not asked for.
+    """
+
+    id: str
+    requests: list[EngineRequest]
+    edit_plans: list[EditPlan | None]
+    trace: TracePlan | None
+    budget: Budget
+    reserved_bytes: int  # reserved before the start; 0 for a stream, whose outputs are counted while they are unread
+
+
+async def plan_generation(
+    body: GenerationRequest,
+    options: Options,
+    request: Request,
+    state: State,
+    checkpoint: Checkpoint,
+    prompts: Sequence[list[int]],
+    constraint: Constraint | None,
+    adapter: str | None,
+) -> Plan:
+    """Check a request and its budget, and run the passes from which its edits take values.
+
+    Raises 400 for a wrong field, and 413 for an answer that would be too large.
+    """
+    planner = await read_edits(body.edits, prompts, request, state, checkpoint)
+    plan = await run_plan(
+        state,
+        num_preparations(body, len(prompts)),
+        lambda: make_plan(body, options, state, checkpoint, prompts, constraint, adapter, planner),
+    )
+    plan.budget.check(state)
+    edit_plans = [each for each in plan.edit_plans if each is not None]
+    if not edit_plans:
+        return plan
+    bound = iter(await bind_edits(edit_plans, request, state, checkpoint, adapter))
+    requests = [
+        each if edits is None else replace(each, edits=next(bound))
+        for each, edits in zip(plan.requests, plan.edit_plans, strict=True)
+    ]
+    for each in requests:
+        get_engine(state).check(each)
+    return replace(plan, requests=requests)
+
+
+def num_preparations(body: GenerationRequest, num_prompts: int) -> int:
+    """The number of strings, prompts and edits that `make_plan` prepares, as an estimate of its time."""
+    stages = body.trace.stages if body.trace is not None else None
+    num_strings = len(stages or ()) + (len(body.stop) if isinstance(body.stop, list) else 0)
+    return num_strings + num_prompts * (1 + len(body.edits))
+
+
+def make_plan(
+    body: GenerationRequest,
+    options: Options,
+    state: State,
+    checkpoint: Checkpoint,
+    prompts: Sequence[list[int]],
+    constraint: Constraint | None,
+    adapter: str | None,
+    planner: EditPlanner | None,
+) -> Plan:
+    """Check a request against the checkpoint and the settings. Raises 400 for a wrong field."""
+    check_num_choices(options, state, len(prompts))
+    request_id = f"{options.id_prefix}-{uuid.uuid4().hex}"
+    requests, budgets = [], []
+    edit_plans: list[EditPlan | None] = []
+    trace = None
+    traces: dict[int, TracePlan] = {}  # by the length of the prompt, on which alone a plan depends
+    sizes: dict[int, Budget] = {}  # likewise
+    stages = [] if body.trace is None else traced_stages(body.trace, checkpoint)
+    shared_params = read_params(body, options, checkpoint, constraint)
+    max_step_tokens = get_engine(state).config.max_step_tokens
+    for index, ids in enumerate(prompts):
+        try:
+            params = shared_params.with_max_tokens(find_max_tokens(options, state, checkpoint, len(ids)))
+            num_positions = len(ids) + max(params.max_tokens, 1) - 1
+            if body.trace is not None:
+                if len(ids) not in traces:
+                    traces[len(ids)] = plan_trace(body.trace, stages, checkpoint, num_positions, len(ids))
+                trace = traces[len(ids)]
+            request = EngineRequest(
+                id=f"{request_id}-{index}" if len(prompts) > 1 else request_id,
+                prompt_ids=ids,
+                params=params,
+                trace=None if trace is None else trace.params,
+                cache_salt=body.cache_salt,
+                adapter=adapter,
+            )
+            get_engine(state).check(request)
+        except InvalidField as error:
+            name = options.field_names.get(error.field, error.field)
+            raise invalid(f"{name}.{index}" if name == "prompt" and len(prompts) > 1 else name, error.reason) from None
+        requests.append(request)
+        edit_plans.append(None if planner is None else planner.plan(ids, num_positions))
+        if len(ids) not in sizes:
+            sizes[len(ids)] = make_budget(trace, params, checkpoint, len(ids), max_step_tokens)
+        budgets.append(sizes[len(ids)])
+    if options.baseline:
+        requests.append(replace(requests[0], id=f"{request_id}-baseline", trace=None))
+        edit_plans.append(None)
+        budgets.append(make_budget(None, params, checkpoint, len(ids), max_step_tokens))
+        budgets.append(make_changes_budget(state, checkpoint, num_positions, params.n))
+    budget = total(budgets)
+    edits_bytes = params.n * sum(answer_bytes(each) for each in edit_plans if each is not None)
+    budget = replace(budget, response_bytes=budget.response_bytes + edits_bytes)
+    return Plan(request_id, requests, edit_plans, trace, budget, 0 if body.stream else budget.response_bytes)
+
+
+def check_num_choices(options: Options, state: State, num_prompts: int) -> None:
+    """Raise 400 for more choices than the server takes."""
+    settings = state.settings
+    if options.num_choices > settings.max_num_seqs:
+        name = options.field_names.get("n", "n")
+        limit = settings.max_num_seqs
+        raise invalid(name, f"{options.num_choices} is more than the {limit} sequences that can run at a time")
+    num_runs = num_prompts + (1 if options.baseline else 0)
+    num_sequences, limit = num_runs * options.num_choices, settings.max_num_seqs + settings.max_waiting_requests
+    if num_sequences > limit:
+        reason = f"{num_runs} prompts with {options.num_choices} choices each are more than the {limit} sequences"
+        raise invalid("prompt", f"{reason} that one request may have; send several requests")
+
+
+def find_max_tokens(options: Options, state: State, checkpoint: Checkpoint, num_prompt: int) -> int:
+    """The maximum number of new tokens after a prompt: that of the request, or the default if there is room for it."""
+    if options.max_tokens is not None:
+        return options.max_tokens
+    limit = min(checkpoint.model.config.max_positions, get_engine(state).num_cache_tokens)
+    room = max(1, limit - num_prompt)
+    return room if options.default_max_tokens is None else min(options.default_max_tokens, room)
+
+
+def read_params(
+    body: GenerationRequest, options: Options, checkpoint: Checkpoint, constraint: Constraint | None
+) -> GenerationParams:
+    """The parameters for all prompts, without `max_tokens`: those of the request, or the checkpoint's defaults.
+
+    Raises 400 for a wrong one.
+    """
+    config = checkpoint.model.config
+    check_ids(body.stop_token_ids, config.vocab_size, "stop_token_ids")
+    sampling = dict(checkpoint.generation.sampling) | {
+        name: value
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        if (value := getattr(body, name)) is not None
+    }
+    sampling["top_k"] = max(sampling.get("top_k", 0), 0)  # -1 means the same as 0
+    eos_token_ids = () if body.ignore_eos else checkpoint.generation.eos_token_ids
+    try:
+        return GenerationParams(
+            n=options.num_choices,
+            max_tokens=0,
+            sampling=SamplingParams(
+                **sampling,
+                presence_penalty=body.presence_penalty,
+                frequency_penalty=body.frequency_penalty,
+                logit_bias=read_bias(body.logit_bias, config.vocab_size),
+                seed=find_seed(body, options),
+            ),
+            stop=[body.stop] if isinstance(body.stop, str) else body.stop,
+            stop_token_ids=frozenset(body.stop_token_ids) | frozenset(eos_token_ids),
+            logprobs=options.logprobs,
+            prompt_logprobs=options.prompt_logprobs,
+            echo=options.echo,
+            constraint=constraint,
+        )
+    except InvalidField as error:
+        raise invalid(error.field, error.reason) from None
+
+
+def find_seed(body: GenerationRequest, options: Options) -> int | None:
+    """The seed of the request; None for a new one in each request of the engine, but a baseline needs the same."""
+    if body.seed is None:
+        return secrets.randbits(63) if options.baseline else None
+    return body.seed % 2**63
+
+
+def read_bias(logit_bias: dict[str, float], vocab_size: int) -> dict[int, float]:
+    """Convert the keys to token ids. Raises 400 for a key that is not one."""
+    for key in logit_bias:
+        is_id = key.isascii() and key.isdigit() and len(key) < 20 and key == str(int(key))
+        if not (is_id and int(key) < vocab_size):
+            reason = f"is not a token id; the vocabulary has {vocab_size} tokens"
+            raise invalid(f"logit_bias.{key[:20]}", reason, "token_id")
+    return {int(key): value for key, value in logit_bias.items()}

@@ -1,0 +1,256 @@
+"""The JSON form of edits: changes of stages of the forward pass, and what answers say about them.
+
+This module checks the form of the fields only. `plan_edits` of model/tracing/edits.py checks whether an edit fits the
+network and the prompt.
+"""
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import (
+    AfterValidator,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
+
+from service.http.field_types import Answer, Indices, Prompt, Request, ShortText, Text, at_most
+
+MAX_EDITS = 64
+MAX_POSITIONS = 4096  # entries of one list of positions; a range is one entry
+MAX_DEPTH = 4  # of nested lists of numbers
+
+Op = Literal["zero", "set", "mean", "patch", "add", "scale", "project", "cap", "noise"]
+
+
+# Positions
+
+
+def _kind_of_positions(value: Any) -> str:
+    return "list" if isinstance(value, list) else "word"
+
+
+PositionWord = Literal["all", "prompt", "generated", "last"]
+PositionRange = Annotated[list[int], Field(min_length=2, max_length=2)]
+PositionList = Annotated[list[int | PositionRange], Field(fail_fast=True, min_length=1), at_most(MAX_POSITIONS)]
+PositionSpec = Annotated[
+    Annotated[PositionWord, Tag("word")] | Annotated[PositionList, Tag("list")], Discriminator(_kind_of_positions)
+]
+
+
+# Vectors
+
+
+def check_numbers(value: list[Any]) -> list[Any]:
+    """Raise `ValueError` unless the nested lists hold finite numbers only, and all lists of one depth are equally long.
+
+    The depth is checked first, because the lists come from a client.
+    """
+    shape: list[int] = []
+    level: list[Any] = [value]
+    while isinstance(level[0], list):
+        if len(shape) == MAX_DEPTH:
+            raise ValueError(f"has lists nested more than {MAX_DEPTH} deep")
+        size = len(level[0])
+        if size == 0:
+            raise ValueError("has an empty list; send at least one number")
+        if any(not isinstance(each, list) or len(each) != size for each in level):
+            raise ValueError("has lists of different lengths, or numbers beside lists")
+        shape.append(size)
+        level = [item for each in level for item in each]
+    for each in level:
+        if type(each) is not int and type(each) is not float:
+            kind = "a list" if isinstance(each, list) else f"{str(each)[:20]!r}"
+            raise ValueError(f"has {kind} where a number is expected")
+        if not abs(each) <= MAX_NUMBER:
+            raise ValueError("has a number that is not finite in float32")
+    return value
+
+
+MAX_NUMBER = (2 - 2**-23) * 2.0**127  # the largest number in float32
+NUMBERS_SCHEMA = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"anyOf": [{"type": "number"}, {"type": "array", "items": {}}]},
+    "description": "nested lists of numbers",
+}
+NumberLists = Annotated[list[Any], AfterValidator(check_numbers), WithJsonSchema(NUMBERS_SCHEMA)]
+
+
+class EncodedTensor(Request):
+    """Numbers as base64 of their little-endian bytes in row-major order."""
+
+    data: Text
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
+    shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=MAX_DEPTH)]
+
+
+def _kind_of_vector(value: Any) -> str:
+    kinds = (("name", str), ("numbers", list), ("tensor", dict | EncodedTensor))
+    return next((kind for kind, types in kinds if isinstance(value, types)), "none")
+
+
+Vector = Annotated[
+    Annotated[ShortText, Tag("name")]
+    | Annotated[NumberLists, Tag("numbers")]
+    | Annotated[EncodedTensor, Tag("tensor")],
+    Discriminator(
+        _kind_of_vector,
+        custom_error_type="vector_type",
+        custom_error_message="send the name of a vector, nested lists of numbers, or an object with data, dtype and "
+        "shape",
+    ),
+    Field(description="the name of a vector (see GET /vectors), nested lists of numbers, or base64"),
+]
+
+
+# Edits
+
+
+class EditSourceRequest(Request):
+    """Another prompt, from whose unedited pass values are taken."""
+
+    prompt: Prompt
+    positions: PositionSpec | None = Field(
+        None, description="positions in this prompt; default: for patch those of the edit, for mean all"
+    )
+
+
+class StageEdit(Request):
+    """The fields that all edits have."""
+
+    stage: ShortText = Field(description="a glob over the stage names of GET /model")
+    positions: PositionSpec = Field(
+        "all",
+        description="positions to change: all, prompt, generated, last (the last position of the prompt), or a list of "
+        "indices and [first, last] ranges; a negative index counts from the end of the prompt",
+    )
+    heads: Indices | None = Field(None, description="query heads, and for k and v the key-value heads that they read")
+    keys: PositionSpec | None = Field(None, description="for stages with a dim `key`: the keys to change; default: all")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, values: Any) -> Any:
+        """Refuse a field of another operation, and say which fields this one has."""
+        unknown = [name for name in values if name not in cls.model_fields] if isinstance(values, dict) else []
+        if unknown:
+            (op,) = get_args(cls.model_fields["op"].annotation)
+            own = [name for name in cls.model_fields if name not in StageEdit.model_fields and name != "op"]
+            has = f"its own fields are {', '.join(own)}" if own else "it has no fields of its own"
+            raise ValueError(f"the operation {op!r} has no field {unknown[0][:100]!r}; {has}")
+        return values
+
+
+class ZeroEdit(StageEdit):
+    """Set the numbers to 0."""
+
+    op: Literal["zero"]
+
+
+class SetEdit(StageEdit):
+    """Replace the numbers by a vector or one number."""
+
+    op: Literal["set"]
+    vector: Vector | None = None
+    value: float | None = None
+
+
+class MeanEdit(StageEdit):
+    """Replace the numbers by their mean over the positions of a prompt."""
+
+    op: Literal["mean"]
+    source: EditSourceRequest | None = Field(None, description="default: all positions of the request's own prompt")
+
+
+class PatchEdit(StageEdit):
+    """Replace the numbers by those of another prompt."""
+
+    op: Literal["patch"]
+    source: EditSourceRequest
+
+
+class AddEdit(StageEdit):
+    """Add a vector times `scale`, or one number."""
+
+    op: Literal["add"]
+    vector: Vector | None = None
+    value: float | None = None
+    scale: float = 1.0
+
+
+class ScaleEdit(StageEdit):
+    """Multiply the numbers by a factor."""
+
+    op: Literal["scale"]
+    factor: float
+
+
+class ProjectEdit(StageEdit):
+    """Multiply the component along a direction by `coeff`: 0 removes it, 1 changes nothing."""
+
+    op: Literal["project"]
+    vector: Vector
+    coeff: float = 0.0
+
+
+class CapEdit(StageEdit):
+    """Limit each number or, with a `vector`, the component along this direction."""
+
+    op: Literal["cap"]
+    vector: Vector | None = None
+    min: float | None = None
+    max: float | None = None
+
+
+class NoiseEdit(StageEdit):
+    """Add normal noise, which depends on the seed, the stage, the position and the index only."""
+
+    op: Literal["noise"]
+    std: float
+    seed: int = Field(0, ge=0, lt=2**63)
+
+
+def _kind_of_edit(value: Any) -> str:
+    op = value.get("op") if isinstance(value, dict) else getattr(value, "op", None)
+    return f"{op} edit" if isinstance(op, str) else "none"
+
+
+# The tags are no names of fields, because the tags are parts of the locations of errors (see `known_part`).
+Edit = Annotated[
+    Annotated[ZeroEdit, Tag("zero edit")]
+    | Annotated[SetEdit, Tag("set edit")]
+    | Annotated[MeanEdit, Tag("mean edit")]
+    | Annotated[PatchEdit, Tag("patch edit")]
+    | Annotated[AddEdit, Tag("add edit")]
+    | Annotated[ScaleEdit, Tag("scale edit")]
+    | Annotated[ProjectEdit, Tag("project edit")]
+    | Annotated[CapEdit, Tag("cap edit")]
+    | Annotated[NoiseEdit, Tag("noise edit")],
+    Discriminator(
+        _kind_of_edit,
+        custom_error_type="edit_op",
+        custom_error_message=f"send an object whose op is one of {', '.join(get_args(Op))}",
+    ),
+]
+Edits = Annotated[list[Edit], Field(fail_fast=True), at_most(MAX_EDITS)]
+
+
+# Answers
+
+
+class AppliedEdit(Answer):
+    """What one edit matched."""
+
+    stages: list[str]
+    positions: str | list[int | list[int]] = Field(
+        description="indices and [first, last] ranges; `generated` and `all` stay words while their end is not known"
+    )
+
+
+class StageChange(Answer):
+    """How far a stage of the edited run is from the same stage of the plain run, over the selected part."""
+
+    name: str
+    norm: float | None = Field(description="l2 norm of the difference of the finite numbers")
+    relative: float | None = Field(description="the same over the l2 norm of the plain stage; null if that is 0")
