@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, RootModel
+from pydantic import ConfigDict, Field, RootModel
 
 from service.http.field_types import Answer, Indices, Prompt, Text, TokenId, at_most
 from service.http.schemas import (
@@ -14,7 +14,6 @@ from service.http.schemas import (
     StageAnswer,
     TargetIds,
     Token,
-    example,
 )
 
 PROMPT = "It was a dark night, and the captain"
@@ -131,7 +130,7 @@ AttributeUnion = Annotated[
     | LogitLensRequest,
     Field(discriminator="method"),
 ]
-EXAMPLES: list[dict[str, Any]] = [
+EXAMPLES: list[Any] = [
     {"method": "direct", "prompt": PROMPT, "token": 10, "minus": 11},
     {"method": "gradient", "prompt": PROMPT, "token": 10, "stages": ["blocks.*.attn.z"]},
     {"method": "integrated_gradients", "prompt": PROMPT, "token": 10, "steps": 8},
@@ -143,7 +142,7 @@ EXAMPLES: list[dict[str, Any]] = [
 class AttributeRequest(RootModel[AttributeUnion]):
     """What `method` computes: see docs/api.md."""
 
-    model_config = example()
+    model_config = ConfigDict(json_schema_extra={"examples": EXAMPLES})
 
 
 # Answers

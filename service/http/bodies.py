@@ -115,6 +115,7 @@ def branch_of(values: Any, model: type[BaseModel]) -> type[BaseModel]:
     }
     known = ", ".join(branches)
     if field not in values:
+        check_names(values, *branches.values())  # the field may be misspelt
         raise wrong_shape(field, f"is required; send one of {known}", "missing")
     name = values[field]
     if not isinstance(name, str) or name not in branches:

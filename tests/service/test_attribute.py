@@ -446,3 +446,17 @@ def test_an_answer_is_never_larger_than_its_estimate(tiny: Running) -> None:
         found = limits.search(message)
         assert found is not None, message
         assert size <= int(found[1]), method
+
+
+def test_a_body_without_a_method_is_told_which_there_are(tiny: Running) -> None:
+    def error(**body: Any) -> dict[str, Any]:
+        response = tiny.post("/attribute", body)
+        assert response.status_code == 422
+        found: dict[str, Any] = response.json()["error"]
+        return found
+
+    assert "did you mean 'method'" in error(metod="direct", **LOGIT)["message"]
+    assert error(**LOGIT) | {"message": None} == error(**LOGIT, method="best") | {"message": None, "code": "missing"}
+    assert "one of direct, gradient, " in error(**LOGIT)["message"]
+    assert "one of direct, gradient, " in error(**LOGIT, method=["direct"])["message"]
+    assert "did you mean 'minus'" in error(**LOGIT | {"method": "direct", "minux": 3})["message"]
