@@ -140,6 +140,11 @@ def get_reservation(request: Request) -> Reservation:
     return reservation
 
 
+def seconds_left(state: State, arrived: float) -> float:
+    """The seconds until the timeout of a request that arrived at this time of `time.perf_counter`."""
+    return max(0.0, arrived + state.settings.request_timeout_seconds - time.perf_counter())
+
+
 async def run_plan(state: State, num_strings: int, make_plan: Callable[[], Result]) -> Result:
     """Call `make_plan`, outside the event loop if the request has many strings (stop strings or globs) to prepare."""
     return await state.worker.run_body(make_plan) if num_strings > FEW_STRINGS else make_plan()

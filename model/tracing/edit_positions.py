@@ -3,6 +3,7 @@
 Positions are absolute: they count from the first token of the prompt, and go on behind it while text is generated.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,10 @@ class PositionSet:
     def _places(self) -> Mapping[int, int]:
         return {position: place for place, position in enumerate(self.indices)}
 
+    @cached_property
+    def _sorted(self) -> Sequence[int]:
+        return sorted(self.indices)
+
     def find(self, positions: Iterable[int]) -> list[tuple[int, int]]:
         """Which of `positions` are in the set: the index of each in `positions`, and its place in the set."""
         if isinstance(self.indices, range):
@@ -42,7 +47,8 @@ class PositionSet:
         """Whether any position in `first .. end - 1` is in the set."""
         if isinstance(self.indices, range):
             return self.indices.start < end and first < self.indices.stop
-        return any(first <= position < end for position in self.indices)
+        place = bisect_left(self._sorted, first)
+        return place < len(self._sorted) and self._sorted[place] < end
 
     def ranges(self) -> list[int | tuple[int, int]]:
         """The positions as a short list of indices and ranges, in ascending order."""

@@ -28,10 +28,11 @@ from service.http import edit_schemas as schemas
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
 from service.http.errors import ApiError, invalid, timed_out
-from service.state import State, get_reservation
+from service.state import State, get_reservation, run_plan, seconds_left
 
 Result = TypeVar("Result")
 Operand = Tensor | Mapping[str, Tensor]
+BYTES_PER_CHECK = 1 << 16  # planning this many bytes of vectors takes about as long as checking a glob
 PLANNED_BYTES = 12  # of a number of a vector in a plan: in float32, and in float64
 
 
@@ -85,8 +86,9 @@ class EditPlanner:
         self._depends_on_ids = any(body.op == "mean" and body.source is None for body in bodies)
 
     @property
-    def num_edits(self) -> int:
-        return len(self._bodies)
+    def num_checks(self) -> int:
+        """An estimate of the time that one plan takes (see `run_plan`)."""
+        return len(self._bodies) + self.num_operand_bytes // BYTES_PER_CHECK
 
     @property
     def num_operand_bytes(self) -> int:
@@ -187,12 +189,17 @@ def answer_bytes(plan: EditPlan) -> int:
 
 
 async def bind_edits(
-    plans: Sequence[EditPlan], request: Request, state: State, checkpoint: Checkpoint, adapter: str | None
+    plans: Sequence[EditPlan],
+    request: Request,
+    state: State,
+    checkpoint: Checkpoint,
+    adapter: str | None,
+    arrived: float,
 ) -> list[BoundEdits]:
     """Run the passes from which edits take their values, each as a job of its own, and return the edits of each plan.
 
     Equal plans and equal passes are computed once. If the client disconnects, the remaining passes do not run. Raises
-    413 if a pass is too large, 429 if too much waits, and 503 after the timeout.
+    413 if a pass is too large, 429 if too much waits, and 503 after the timeout, which counts from `arrived`.
     """
     request.state.is_edited = True  # for the metrics
     passes = {source_key(each): each for plan in plans for each in plan.sources}
@@ -204,11 +211,15 @@ async def bind_edits(
         state.worker.check_room(sum(len(each.ids) for each in passes.values()))
         network, device = adapted_network(checkpoint, adapter), checkpoint.model.embed.weight.device
         jobs = [partial(compute_source, network, each, device) for each in passes.values()]
-        found = await unless_disconnected(request, run_series(state, jobs))
+        found = await unless_disconnected(request, run_series(state, jobs, arrived))
         values = dict(zip(passes, found, strict=True))
         state.metrics.prompt_tokens.inc(sum(len(each.ids) for each in passes.values()))
-    bound = {id(plan): plan.bind([values[source_key(each)] for each in plan.sources]) for plan in plans}
-    return [bound[id(plan)] for plan in plans]
+
+    def bind() -> list[BoundEdits]:
+        bound = {id(plan): plan.bind([values[source_key(each)] for each in plan.sources]) for plan in plans}
+        return [bound[id(plan)] for plan in plans]
+
+    return await run_plan(state, num_source_values // BYTES_PER_CHECK, bind)
 
 
 def source_key(source: SourcePass) -> Any:
@@ -236,13 +247,14 @@ def stage_bytes(stages: Sequence[Stage], num_tokens: int, checkpoint: Checkpoint
     return itemsize * sum(math.prod(stage.shape(sizes)) for stage in stages)
 
 
-async def run_series(state: State, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
-    """Run jobs on the network's thread, one after the other, within the timeout of a request.
+async def run_series(state: State, jobs: Sequence[Callable[[], Result]], arrived: float) -> list[Result]:
+    """Run jobs of one request on the network's thread, one after the other.
 
-    Other requests are served in between.
+    Other requests are served in between. Raises 503 if they have not ended within the timeout of the request, which
+    counts from `arrived`, in seconds of `time.perf_counter`.
     """
     try:
-        async with asyncio.timeout(state.settings.request_timeout_seconds):
+        async with asyncio.timeout(seconds_left(state, arrived)):
             with state.worker.series():
                 return [await state.worker.run(job) for job in jobs]
     except TimeoutError:

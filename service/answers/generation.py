@@ -51,6 +51,7 @@ class Generation:
 
     def __init__(self, plan: Plan, request: Request, state: State, checkpoint: Checkpoint, arrived: float) -> None:
         self.id = plan.id
+        self.arrived = arrived
         self.params = plan.requests[0].params
         self.prompts = [request.prompt_ids for request in plan.requests]
         self.num_choices = len(plan.requests) * self.params.n

@@ -38,10 +38,10 @@ def make_changes_budget(state: State, checkpoint: Checkpoint, num_positions: int
 
 
 async def changes_answer(
-    state: State, checkpoint: Checkpoint, adapter: str | None, edits: BoundEdits, ids: Sequence[int]
+    state: State, checkpoint: Checkpoint, adapter: str | None, edits: BoundEdits, ids: Sequence[int], arrived: float
 ) -> list[dict[str, Any]]:
     """Describe the changes of one choice, whose computed positions have the tokens `ids`."""
     network, weight = adapted_network(checkpoint, adapter), checkpoint.model.embed.weight
     run = partial(residuals, network, checkpoint.model.config, ids, device=weight.device)
-    plain, edited = await run_series(state, [run, partial(run, edits=edits)])
+    plain, edited = await run_series(state, [run, partial(run, edits=edits)], arrived)
     return [asdict(change) for change in stage_changes(plain, edited)]

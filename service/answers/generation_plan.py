@@ -73,6 +73,7 @@ async def plan_generation(
     prompts: Sequence[list[int]],
     constraint: Constraint | None,
     adapter: str | None,
+    arrived: float,
 ) -> Plan:
     """Check a request and its budget, and run the passes from which its edits take values.
 
@@ -81,28 +82,26 @@ async def plan_generation(
     planner = await read_edits(body.edits, prompts, request, state, checkpoint)
     plan = await run_plan(
         state,
-        num_preparations(body, len(prompts)),
+        num_preparations(body, len(prompts), planner),
         lambda: make_plan(body, options, state, checkpoint, prompts, constraint, adapter, planner),
     )
     plan.budget.check(state)
     edit_plans = [each for each in plan.edit_plans if each is not None]
     if not edit_plans:
         return plan
-    bound = iter(await bind_edits(edit_plans, request, state, checkpoint, adapter))
+    bound = iter(await bind_edits(edit_plans, request, state, checkpoint, adapter, arrived))
     requests = [
         each if edits is None else replace(each, edits=next(bound))
         for each, edits in zip(plan.requests, plan.edit_plans, strict=True)
     ]
-    for each in requests:
-        get_engine(state).check(each)
     return replace(plan, requests=requests)
 
 
-def num_preparations(body: GenerationRequest, num_prompts: int) -> int:
+def num_preparations(body: GenerationRequest, num_prompts: int, planner: EditPlanner | None) -> int:
     """The number of strings, prompts and edits that `make_plan` prepares, as an estimate of its time."""
     stages = body.trace.stages if body.trace is not None else None
     num_strings = len(stages or ()) + (len(body.stop) if isinstance(body.stop, list) else 0)
-    return num_strings + num_prompts * (1 + len(body.edits))
+    return num_strings + num_prompts * (1 + (0 if planner is None else planner.num_checks))
 
 
 def make_plan(

@@ -16,7 +16,7 @@ from service.http.access_log import note_tokens
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import safetensors_bytes, to_json
 from service.http.errors import ApiError, timed_out
-from service.state import State, get_reservation
+from service.state import State, get_reservation, seconds_left
 
 SAFETENSORS_MEDIA_TYPE = "application/x-safetensors"
 QUALITY = re.compile(r"0(\.\d{0,3})?|1(\.0{0,3})?")
@@ -91,13 +91,20 @@ class Encoder:
 
 
 async def answer_passes(
-    request: Request, state: State, passes: Sequence[Pass], *, budget: Budget, is_list: bool, as_safetensors: bool
+    request: Request,
+    state: State,
+    passes: Sequence[Pass],
+    *,
+    budget: Budget,
+    is_list: bool,
+    as_safetensors: bool,
+    arrived: float | None = None,
 ) -> Response:
     """Run passes on the network's thread, and return their response.
 
     Several passes are separate jobs, one after the other, so that other requests are served in between. If the client
     disconnects, the remaining ones do not run. Raises 413 if the budget or the number of tokens of a pass is over its
-    limit, 429 if too much waits, and 503 after the timeout.
+    limit, 429 if too much waits, and 503 after the timeout, which counts from `arrived`, by default from now.
     """
     budget.check(state)
     limit = state.settings.max_pass_tokens
@@ -113,17 +120,17 @@ async def answer_passes(
     reservation = get_reservation(request)
     reservation.reserve(budget.response_bytes)
     encoder = Encoder(is_list=is_list, as_safetensors=as_safetensors)
-    content = await unless_disconnected(request, _run(state, passes, encoder))
+    content = await unless_disconnected(request, _run(state, passes, encoder, arrived or time.perf_counter()))
     reservation.count(len(content) - budget.response_bytes)
     return Response(content, media_type=SAFETENSORS_MEDIA_TYPE if as_safetensors else "application/json")
 
 
-async def _run(state: State, passes: Sequence[Pass], encoder: Encoder) -> bytes | memoryview:
+async def _run(state: State, passes: Sequence[Pass], encoder: Encoder, arrived: float) -> bytes | memoryview:
     """Wait for the passes, within the timeout, and return their encoded answers."""
     content: bytes | memoryview = b""
     state.worker.check_room(sum(each.num_tokens for each in passes))
     try:
-        async with asyncio.timeout(state.settings.request_timeout_seconds):
+        async with asyncio.timeout(seconds_left(state, arrived)):
             with state.worker.series():
                 for each in passes:
                     content = await _run_one(state, each, encoder, is_last=each is passes[-1])

@@ -3,78 +3,38 @@
 With edits, the pass is the edited one. With `baseline`, a plain pass runs before it, and both are compared.
 """
 
-import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-import torch
 from fastapi import APIRouter, Request, Response
 from torch import Tensor
 
 from model.analysis.edit_changes import stage_changes
 from model.analysis.forward_trace import Trace, trace
-from model.checkpoints.load import DTYPES
-from model.tracing.edits import BoundEdits, EditPlan
+from model.tracing.edits import BoundEdits
 from model.tracing.predictions import predict
 from model.tracing.selection import Detail, Selection, StageTrace
-from model.tracing.stages import Stage
-from model.worked_examples import WorkedExample
-from service.answers.budget import Budget, ResponseContents, pass_bytes, response_bytes, total
 from service.answers.edits import (
-    EditPlanner,
-    answer_bytes,
     bind_edits,
-    check_baseline,
     edit_answers,
     read_edits,
 )
-from service.answers.prompts import as_list, check_ids, check_indices, find_positions, param_of
+from service.answers.forward_plan import Plan, make_plans
+from service.answers.prompts import as_list, param_of
 from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE, Pass, PassAnswer, answer_passes, wants_safetensors
-from service.answers.stage_answers import prediction_answers, select_stages, stage_answer
-from service.answers.subject import Subject, find_subject
+from service.answers.stage_answers import prediction_answers, stage_answer
+from service.answers.subject import find_subject
 from service.answers.worked_example_answers import published_answer, worked_example_answer
 from service.http.bodies import JsonRoute
-from service.http.encoding import Encoding, cast
+from service.http.encoding import cast
 from service.http.errors import invalid
 from service.http.openapi import BINARY, answers
 from service.http.schemas import ForwardAnswer, ForwardAnswers, ForwardRequest
 from service.state import StateDep, run_plan
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
-DEFAULT_TOP_K = 10
-PUBLISHED_BYTES = 1 << 16  # the most bytes of an article's printed numbers and their comparisons
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A checked request, for one of its prompts. `bound_edits` are set when the passes of sources have run."""
-
-    subject: Subject
-    ids: list[int]
-    targets: list[int | None]
-    selection: Selection
-    sizes: Mapping[str, int]
-    top_k: int
-    dtype: torch.dtype | None
-    encoding: Encoding
-    edits: EditPlan | None = None
-    bound_edits: BoundEdits | None = None
-    has_baseline: bool = False
-
-    @property
-    def rows(self) -> Sequence[int]:
-        """The selected positions."""
-        positions = self.selection.positions
-        return range(len(self.ids)) if positions is None else positions
-
-    @property
-    def example(self) -> WorkedExample | None:
-        """The worked example, if the prompt is the one of its article."""
-        example = self.subject.example
-        return example if example is not None and self.ids == example.prompt_ids else None
 
 
 @router.post(
@@ -84,7 +44,7 @@ class Plan:
     responses=answers(ForwardAnswer | ForwardAnswers, SAFETENSORS_MEDIA_TYPE, BINARY),
 )
 async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Response:
-    as_safetensors = wants_safetensors(request)
+    arrived, as_safetensors = time.perf_counter(), wants_safetensors(request)
     subject = find_subject(state, body.model, body.adapter)
     prompts, is_list = as_list(body.prompt)
     prompt_ids = [
@@ -96,7 +56,7 @@ async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Re
         planner = await read_edits(body.edits, prompt_ids, request, state, subject.checkpoint)
     elif body.edits:
         raise invalid("edits", f"change the served model, but not the worked example {subject.name!r}; leave them out")
-    num_checks = len(body.stages) + len(prompts) * (1 + len(body.edits))
+    num_checks = len(body.stages) + len(prompts) * (1 + (0 if planner is None else planner.num_checks))
     plans, budget = await run_plan(
         state, num_checks, lambda: make_plans(body, subject, prompt_ids, is_list, as_safetensors, planner)
     )
@@ -104,122 +64,12 @@ async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Re
     if edit_plans:
         budget.check(state)  # before the passes of sources
         assert subject.checkpoint is not None
-        bound = await bind_edits(edit_plans, request, state, subject.checkpoint, subject.adapter)
+        bound = await bind_edits(edit_plans, request, state, subject.checkpoint, subject.adapter, arrived)
         plans = [replace(plan, bound_edits=edits) for plan, edits in zip(plans, bound, strict=True)]
     passes = [Pass(len(plan.ids), partial(run, plan)) for plan in plans]
-    return await answer_passes(request, state, passes, budget=budget, is_list=is_list, as_safetensors=as_safetensors)
-
-
-def make_plans(
-    body: ForwardRequest,
-    subject: Subject,
-    prompt_ids: list[list[int]],
-    is_list: bool,
-    as_safetensors: bool,
-    planner: EditPlanner | None = None,
-) -> tuple[list[Plan], Budget]:
-    """Check a request against the network that it will run on, and bound its size. Raises 400 for a wrong field."""
-    if as_safetensors and body.encoding == "base64":
-        raise invalid("encoding", "base64 is for JSON answers; leave the field out to get safetensors")
-    check_baseline(body.baseline, body.edits)
-    stages = select_stages(subject.stages, body.stages, "stages")
-    targets = split_targets(body, len(prompt_ids), is_list)
-    plans = [
-        make_plan(
-            body, subject, ids, targets[index], stages, as_safetensors, param_of("targets", index, is_list), planner
-        )
-        for index, ids in enumerate(prompt_ids)
-    ]
-    budgets = {len(plan.ids): make_budget(plan) for plan in {len(plan.ids): plan for plan in plans}.values()}
-    return plans, total([budgets[len(plan.ids)] for plan in plans])
-
-
-def make_plan(
-    body: ForwardRequest,
-    subject: Subject,
-    ids: list[int],
-    targets: list[int | None] | None,
-    stages: list[Stage],
-    as_safetensors: bool,
-    targets_param: str,
-    planner: EditPlanner | None,
-) -> Plan:
-    """Check a request for one of its prompts. Raises 400 for a wrong field."""
-    sizes = subject.sizes(len(ids))
-    targets = find_targets(targets, subject, ids, targets_param)
-    positions = None if body.positions is None else find_positions(body.positions, len(ids), "positions")
-    check_indices(body.heads, sizes["head"], "heads", "heads")
-    if body.top_k is not None and body.top_k > sizes["d_vocab"]:
-        raise invalid("top_k", f"{body.top_k} is more than the vocabulary of {sizes['d_vocab']} tokens")
-    detail = "values" if as_safetensors and "detail" not in body.model_fields_set else body.detail
-    return Plan(
-        subject=subject,
-        ids=ids,
-        targets=targets,
-        selection=Selection(stages=stages, detail=detail, positions=positions, heads=body.heads),
-        sizes=sizes,
-        top_k=min(DEFAULT_TOP_K, sizes["d_vocab"]) if body.top_k is None else body.top_k,
-        dtype=None if body.dtype is None else DTYPES[body.dtype],
-        encoding="safetensors" if as_safetensors else body.encoding,
-        edits=None if planner is None else planner.plan(ids, len(ids)),
-        has_baseline=body.baseline,
+    return await answer_passes(
+        request, state, passes, budget=budget, is_list=is_list, as_safetensors=as_safetensors, arrived=arrived
     )
-
-
-def split_targets(body: ForwardRequest, num_prompts: int, is_list: bool) -> list[list[int | None] | None]:
-    """The targets of each prompt, or None. Raises 400 unless a list of prompts has as many lists of targets."""
-    if body.targets is None:
-        return [None] * num_prompts
-    has_lists = bool(body.targets) and isinstance(body.targets[0], list)
-    if not is_list:
-        if has_lists:
-            raise invalid("targets", "has lists, but there is one prompt; send one list of token ids")
-        return [body.targets]  # type: ignore[list-item]  # all items are of one type
-    if not has_lists or len(body.targets) != num_prompts:
-        raise invalid("targets", f"send a list of {num_prompts} lists, one for each prompt")
-    return [*body.targets]
-
-
-def find_targets(targets: list[int | None] | None, subject: Subject, ids: list[int], param: str) -> list[int | None]:
-    """A target for each position: those of the request, or of the worked example, or else the prompt's next tokens."""
-    if targets is None:
-        if subject.example is not None and ids == subject.example.prompt_ids:
-            return list(subject.example.targets)
-        return [*ids[1:], None]
-    if len(targets) != len(ids):
-        raise invalid(param, f"has {len(targets)} entries for {len(ids)} tokens")
-    check_ids(targets, subject.sizes(len(ids))["d_vocab"], param)
-    return targets
-
-
-def make_budget(plan: Plan) -> Budget:
-    """Bound the answer and the largest tensors of the pass, from shapes alone."""
-    selection, subject, sizes = plan.selection, plan.subject, plan.sizes
-    num_runs = 2 if plan.has_baseline else 1
-    computed_dtype = torch.promote_types(subject.dtype, torch.float32)
-    # For each position, its token with its loss; for each selected one, its predictions and the object around them.
-    num_predictions = len(plan.ids) + len(plan.rows) * (plan.top_k + 1)
-    has_values, has_scores = selection.detail == "values", any("key" in stage.dims for stage in selection.stages)
-    num_values = sum(math.prod(selection.shape(stage, sizes)) for stage in selection.stages)
-    edits_bytes = 0 if plan.edits is None else answer_bytes(plan.edits)
-    contents = ResponseContents(
-        num_records=1 + len(selection.stages) * (2 if plan.has_baseline else 1),  # stages, and their changes
-        num_predictions=num_predictions,
-        text_bytes=num_predictions * subject.longest_token_bytes,
-        num_values=num_values if has_values else 0,
-        dtype=plan.dtype or computed_dtype,
-        encoding=plan.encoding,
-        extra_bytes=edits_bytes if subject.example is None else PUBLISHED_BYTES,
-        num_choices=num_runs,
-    )
-    largest_tensors = pass_bytes(
-        num_logits=sizes["position"] * sizes["d_vocab"],
-        num_scores=sizes["head"] * sizes["query"] * sizes["key"] if has_scores else 0,
-        itemsize=computed_dtype.itemsize,
-    )
-    if plan.has_baseline:  # the stages of both passes are held, to be compared
-        largest_tensors += num_runs * num_values * computed_dtype.itemsize
-    return Budget(response_bytes(contents), largest_tensors, "stages, positions, heads, detail, top_k or the prompt")
 
 
 def run(plan: Plan, waited: float) -> PassAnswer:

@@ -52,7 +52,7 @@ async def generate(body: GenerateRequest, request: Request, state: StateDep, che
     if body.baseline and body.stream:
         raise invalid("baseline", "cannot be streamed, because the runs are compared at their end; leave out stream")
     constraint = await compile_constraint(request, state, checkpoint, structured_output(body.structured_outputs))
-    plan = await plan_generation(body, options, request, state, checkpoint, [ids], constraint, adapter)
+    plan = await plan_generation(body, options, request, state, checkpoint, [ids], constraint, adapter, arrived)
     generation = Generation(plan, request, state, checkpoint, arrived)
     if body.stream:
         return EventStream(generation.events(Events(generation)), on_close=generation.close)
@@ -114,7 +114,7 @@ async def changes(choice: Choice, generation: Generation, state: State, adapter:
     edits = generation.edits[0]
     assert edits is not None
     ids = [*generation.prompts[0], *(token.token_id for token in choice.tokens[:-1])]
-    stages = await changes_answer(state, generation.checkpoint, adapter, edits, ids)
+    stages = await changes_answer(state, generation.checkpoint, adapter, edits, ids, generation.arrived)
     return {"choice": choice.index, "stages": stages}
 
 

@@ -71,7 +71,7 @@ class Plan:
 )
 async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
     adapter = find_adapter(checkpoint, body.model, body.adapter)
-    as_safetensors = wants_safetensors(request)
+    arrived, as_safetensors = time.perf_counter(), wants_safetensors(request)
     check_baseline(body.baseline, body.edits)
     vocab_size = checkpoint.model.config.vocab_size
     if body.top_k is not None and body.top_k > vocab_size:
@@ -84,17 +84,19 @@ async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpo
     planner = await read_edits(body.edits, ids, request, state, checkpoint)
     plans = await run_plan(
         state,
-        len(ids) * len(body.edits),
+        0 if planner is None else len(ids) * planner.num_checks,
         lambda: [make_plan(body, checkpoint, adapter, each, as_safetensors, planner) for each in ids],
     )
     budget = total([make_budget(plan) for plan in plans])
     edit_plans = [plan.edits for plan in plans if plan.edits is not None]
     if edit_plans:
         budget.check(state)  # before the passes of sources
-        bound = await bind_edits(edit_plans, request, state, checkpoint, adapter)
+        bound = await bind_edits(edit_plans, request, state, checkpoint, adapter, arrived)
         plans = [replace(plan, bound_edits=edits) for plan, edits in zip(plans, bound, strict=True)]
     passes = [Pass(len(plan.ids), partial(run, plan)) for plan in plans]
-    return await answer_passes(request, state, passes, budget=budget, is_list=is_list, as_safetensors=as_safetensors)
+    return await answer_passes(
+        request, state, passes, budget=budget, is_list=is_list, as_safetensors=as_safetensors, arrived=arrived
+    )
 
 
 def make_plan(

@@ -1,19 +1,19 @@
 """What edits cost: tokens per second of decoding streams, edited and plain.
 
-    python -m tests.benchmarks.edits [MODEL] [--streams 8] [--tokens 128] [--dtype bfloat16]
+    python -m tests.benchmarks.edits [MODEL] [--streams 8] [--tokens 64] [--dtype bfloat16]
 
 MODEL is a checkpoint directory, or `gpt2` for a network of GPT-2's 124M shape with random weights; by default
-SmolLM2-135M-Instruct, which is downloaded. A round runs every case once, each between two runs of plain streams, whose
-mean it is compared with. The last line is the result as JSON: the median tokens per second of each case, and the median
-of its ratios to the plain streams of its own round.
+SmolLM2-135M-Instruct, which is downloaded. Two engines with the same network take steps in turn, one of them with
+edited streams, so that both meet the same load of the machine. Each case is measured in several rounds. The last line
+is the result as JSON: for each case the median tokens per second of plain and of edited streams, and the median ratio.
 """
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 import torch
 
@@ -30,7 +30,7 @@ from model.tracing.edits import Edit, plan_edits
 from model.tracing.stages import stages_of
 from tests.published_models import smollm2
 
-NUM_PROMPT, ROUNDS = 16, 7
+NUM_PROMPT, ROUNDS = 16, 5
 GPT2 = ModelConfig(
     vocab_size=50257,
     d_model=768,
@@ -72,62 +72,68 @@ def cases_of(model: Transformer) -> Mapping[str, Case]:
     }
 
 
-def measure(engine: Engine, case: Case, num_streams: int, num_tokens: int) -> float:
-    """Tokens per second, from the first token of all streams on."""
+def add_streams(engine: Engine, case: Case, num_streams: int, num_tokens: int) -> None:
+    """Add streams, and step until all of them decode."""
     config = engine._model.config
     params = GenerationParams(max_tokens=num_tokens, sampling=SamplingParams(temperature=1.0, seed=1))
     for index in range(num_streams):
         generator = torch.Generator().manual_seed(index)
         ids = torch.randint(config.vocab_size, (NUM_PROMPT,), generator=generator).tolist()
-        edits = case[index % len(case)] if case else ()
+        edits = case[index % len(case)]
         plan = plan_edits(edits, config, stages_of(config), ids, NUM_PROMPT + num_tokens)
         engine.add(Request(id=str(index), prompt_ids=ids, params=params, edits=plan.bind() if edits else None))
-    counts = dict.fromkeys(map(str, range(num_streams)), 0)
-    begun, at_start = 0.0, 0
-    while engine.has_work:
-        for output in engine.step().outputs:
-            counts[output.request_id] = output.num_generated
-        if not begun and all(counts.values()):
-            begun, at_start = time.perf_counter(), sum(counts.values())
-    return (sum(counts.values()) - at_start) / (time.perf_counter() - begun)
+    started: set[str] = set()
+    while len(started) < num_streams:
+        started |= {output.request_id for output in engine.step().outputs}
+
+
+def measure(plain: Engine, edited: Engine, case: Case, num_streams: int, num_tokens: int) -> tuple[float, float]:
+    """Tokens per second of plain and of edited streams, whose steps alternate."""
+    add_streams(plain, [[]], num_streams, num_tokens)
+    add_streams(edited, case, num_streams, num_tokens)
+    seconds, counts = {plain: 0.0, edited: 0.0}, {plain: 0, edited: 0}
+    for index in range(num_tokens - 2):
+        for engine in (plain, edited) if index % 2 else (edited, plain):
+            begun = time.perf_counter()
+            counts[engine] += sum(len(output.tokens) for output in engine.step().outputs)
+            seconds[engine] += time.perf_counter() - begun
+    for engine in (plain, edited):
+        while engine.has_work:
+            engine.step()
+    return counts[plain] / seconds[plain], counts[edited] / seconds[edited]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
     if options.model == "gpt2":
         model = random_gpt2(options.dtype)
     else:
-        model = load_checkpoint(options.model or str(smollm2()), dtype=options.dtype).model
-    num_bytes = 8192 * bytes_of_token(model.config, model.embed.weight.dtype)
-    engine = Engine(model, None, EngineConfig(cache_bytes=num_bytes))
-    cases = cases_of(model)
-    speeds: dict[str, list[float]] = {case: [] for case in cases}
-    ratios: dict[str, list[float]] = {case: [] for case in cases}
-    plain_speeds: list[float] = []
-    for round_index in range(options.rounds + 1):
-        plain = measure(engine, (), options.streams, options.tokens)
+        model = load_checkpoint(options.model or str(smollm2()), dtype=options.dtype, kernels="auto").model
+    config = EngineConfig(cache_bytes=4096 * bytes_of_token(model.config, model.embed.weight.dtype), speculates=False)
+    plain, edited = Engine(model, None, config), Engine(model, None, config)
+    cases = {"none": [[]]} | dict(cases_of(model))
+    found: dict[str, list[tuple[float, float]]] = {case: [] for case in cases}
+    for _ in range(options.rounds + 1):
         for case, edits in cases.items():
-            speed = measure(engine, edits, options.streams, options.tokens)
-            after = measure(engine, (), options.streams, options.tokens)
-            if round_index:  # the first round records steps
-                speeds[case].append(speed)
-                ratios[case].append(speed / ((plain + after) / 2))
-                plain_speeds.append(after)
-            plain = after
+            found[case].append(measure(plain, edited, edits, options.streams, options.tokens))
+    measured = {case: pairs[1:] for case, pairs in found.items()}  # the first round records steps
     result = {
         "benchmark": "edits",
         "model": options.model or "SmolLM2-135M-Instruct",
         "dtype": options.dtype,
         "streams": options.streams,
-        "plain_tokens_per_second": round(statistics.median(plain_speeds), 1),
-        "tokens_per_second": {case: round(statistics.median(found), 1) for case, found in speeds.items()},
-        "ratio": {case: round(statistics.median(found), 3) for case, found in ratios.items()},
+        "threads": torch.get_num_threads(),
+        "plain": {case: round(median(plain for plain, _ in pairs), 1) for case, pairs in measured.items()},
+        "edited": {case: round(median(edited for _, edited in pairs), 1) for case, pairs in measured.items()},
+        "ratio": {
+            case: round(median(edited / plain for plain, edited in pairs), 3) for case, pairs in measured.items()
+        },
     }
     sys.stdout.write(json.dumps(result) + "\n")
 

@@ -490,8 +490,11 @@ def test_the_vectors_of_very_many_plans_need_room(start: Start, tiny_directory: 
     wait_until(lambda: service.metric("buffered_bytes") == 0, "nothing is held")
 
 
-def test_a_disconnect_stops_the_passes_of_sources(start: Start, tiny_directory: Path) -> None:
+def test_a_disconnect_stops_the_passes_of_sources(
+    start: Start, tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     service = start(model=str(tiny_directory))
+    computed = note_sources(monkeypatch)
     patches = [edit(op="patch", positions=[0], source={"prompt": [index]}) for index in range(1, 40)]
     with service.blocked():
         client = service.send("/generate", {"prompt": IDS, "edits": patches})
@@ -499,12 +502,14 @@ def test_a_disconnect_stops_the_passes_of_sources(start: Start, tiny_directory: 
         client.close()
         wait_until(lambda: service.metric("num_requests_waiting") == 0, "nothing waits")
     service.answer("/logits", prompt=[1, 2, 3])
+    assert computed == []
     assert service.metric("prompt_tokens_total") == 3
     wait_until(lambda: service.metric("buffered_bytes") == 0, "nothing is held")
 
 
-def test_equal_sources_are_computed_once(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    computed = []
+def note_sources(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """A list to which the token ids of each source are added when its pass runs."""
+    computed: list[tuple[int, ...]] = []
     compute = service_edits.compute_source
 
     def note(network: Any, source: Any, device: Any) -> Any:
@@ -512,6 +517,11 @@ def test_equal_sources_are_computed_once(tiny: Running, monkeypatch: pytest.Monk
         return compute(network, source, device)
 
     monkeypatch.setattr(service_edits, "compute_source", note)
+    return computed
+
+
+def test_equal_sources_are_computed_once(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = note_sources(monkeypatch)
     patches = [edit(op="patch", positions=[at], source={"prompt": OTHER, "positions": [at]}) for at in (0, 1, 2)]
     tiny.answer("/logits", prompt=[IDS, OTHER, IDS[:3]], edits=patches, top_k=1)
     assert computed == [tuple(OTHER)]

@@ -48,7 +48,7 @@ async def chat(body: ChatRequest, request: Request, state: StateDep, checkpoint:
     form = form_of(template.source_for(with_tools=bool(body.tools)))
     ids = await conversation_ids(body, request, state, checkpoint, template)
     constraint = await compile_constraint(request, state, checkpoint, chat_constraint(body, form))
-    plan = await plan_generation(body, options, request, state, checkpoint, [ids], constraint, adapter)
+    plan = await plan_generation(body, options, request, state, checkpoint, [ids], constraint, adapter, arrived)
     generation = Generation(plan, request, state, checkpoint, arrived)
     names = [tool["function"]["name"] for tool in offered_tools(body)]
     writer = Writer(body, generation, [ToolCallParser(form, names) if names else None for _ in range(body.n)])

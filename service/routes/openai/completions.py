@@ -46,7 +46,7 @@ async def completions(
     options = read_options(body)
     prompts = await read_prompts(body, request, state)
     constraint = await compile_constraint(request, state, checkpoint, structured_output(body.structured_outputs))
-    plan = await plan_generation(body, options, request, state, checkpoint, prompts, constraint, adapter)
+    plan = await plan_generation(body, options, request, state, checkpoint, prompts, constraint, adapter, arrived)
     generation = Generation(plan, request, state, checkpoint, arrived)
     writer = Writer(body, generation)
     if body.stream:
