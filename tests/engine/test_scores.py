@@ -1,21 +1,21 @@
 """The logits of tokens that a request names are those of the network, for prompts of any length and beside others."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from model.engine.request import Request
 from model.errors import InvalidField
-from model.tracing.tap import Tap
 from tests.engine.driving import ask, new_engine, prompt
 from tests.tiny import CONFIGS, build, every_engine_config
 
 SCORED = (5, 0, 66)
 
 
-def scored(id: str, ids: list[int], max_tokens: int, tap: Tap | None = None) -> Request:
-    return replace(ask(id, ids, max_tokens=max_tokens, tap=tap), scored_ids=SCORED)
+def scored(id: str, ids: list[int], max_tokens: int, **params: Any) -> Request:
+    return replace(ask(id, ids, max_tokens=max_tokens, **params), scored_ids=SCORED)
 
 
 @every_engine_config
@@ -27,7 +27,7 @@ def test_the_scores_of_each_step_are_the_logits_after_which_its_token_was_chosen
     engine = new_engine(model, max_step_tokens=max_step_tokens)
     prompts = {str(seed): prompt(5 + seed, seed=seed) for seed in range(4)}
     for id, ids in prompts.items():
-        engine.add(scored(id, ids, 6))
+        engine.add(scored(id, ids, 6, echo=id == "2"))  # the logits of an echoed prompt are computed for all its tokens
     engine.add(ask("unscored", prompt(7, seed=9), max_tokens=6))
     found: dict[str, list[list[float]]] = {id: [] for id in prompts}
     tokens = {id: list(ids) for id, ids in prompts.items()}
