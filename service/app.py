@@ -96,7 +96,7 @@ async def load(state: State, on_failure: Callable[[], None] | None) -> None:
     """Load the checkpoint, then become ready. Until then, `check_ready` refuses requests for the checkpoint."""
     try:
         threads = num_threads(state.settings)
-        await state.worker.run(lambda: torch.set_num_threads(threads))  # it applies to the thread that calls it
+        await state.worker.run(lambda: set_num_threads(threads))
         state.checkpoint = await state.worker.run_detached(lambda: load_model(state.settings))
         if state.checkpoint is not None:
             checkpoint = state.checkpoint
@@ -127,6 +127,15 @@ def num_threads(settings: Settings) -> int:
     quota, _, period = CPU_MAX.read_text().strip().partition(" ") if CPU_MAX.exists() else ("max", "", "")
     is_limited = quota.isdigit() and period.isdigit()
     return max(1, min(chosen, int(quota) // int(period))) if is_limited else chosen
+
+
+def set_num_threads(threads: int) -> None:
+    """Set the number of threads for the calling thread, and keep it if another thread sets its own number later.
+
+    PyTorch adopts the number that was set last, by any thread, when a thread first reads the number or computes.
+    """
+    torch.set_num_threads(threads)
+    torch.get_num_threads()
 
 
 def fail(state: State, message: str, on_failure: Callable[[], None] | None) -> None:

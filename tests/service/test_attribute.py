@@ -1,7 +1,9 @@
 """POST /attribute: every method says what the library says, costs are bounded, and a sweep leaves nothing behind."""
 
 import json
+import os
 import re
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -460,3 +462,46 @@ def test_a_body_without_a_method_is_told_which_there_are(tiny: Running) -> None:
     assert "one of direct, gradient, " in error(**LOGIT)["message"]
     assert "one of direct, gradient, " in error(**LOGIT, method=["direct"])["message"]
     assert "did you mean 'minus'" in error(**LOGIT | {"method": "direct", "minux": 3})["message"]
+
+
+class TestThread:
+    def test_a_job_ends_between_two_passes_when_its_client_has_gone(
+        self, tiny: Running, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        steps: list[int] = []
+        step = IntegratedGradientsRun.step
+        monkeypatch.setattr(IntegratedGradientsRun, "step", lambda run, index: (steps.append(index), step(run, index)))
+        connection = tiny.send("/attribute", {"method": "integrated_gradients", **LOGIT, "steps": 512})
+        wait_until(lambda: len(steps) > 2, "the job computes")
+        connection.close()
+        wait_until(lambda: tiny.state.worker.num_running + tiny.state.worker.num_waiting == 0, "idle again")
+        assert len(steps) < 512
+        assert attribute(tiny, "gradient", **LOGIT)
+
+    def test_jobs_have_one_thread_of_the_lowest_priority_and_the_network_keeps_its_threads(
+        self, start: Start, tiny_directory: Path
+    ) -> None:
+        service = start(model=str(tiny_directory), threads=2)
+
+        def look() -> tuple[int, int]:
+            return torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+        worker = service.state.worker
+        assert service.on_loop(worker.run_gradients(lambda is_abandoned: look())).result(10) == (1, 19)
+        assert service.on_network(look).result(10) == (2, os.getpriority(os.PRIO_PROCESS, 0))
+
+    def test_jobs_that_may_not_wait_are_refused_while_others_are_answered(self, tiny: Running) -> None:
+        released = threading.Event()
+        worker = tiny.state.worker
+        jobs = [tiny.on_loop(worker.run_gradients(lambda is_abandoned: released.wait(20))) for _ in range(9)]
+        try:
+            wait_until(lambda: worker.num_running + worker.num_waiting == 9, "one job runs and eight wait")
+            response = tiny.post("/attribute", {"method": "gradient", **LOGIT})
+            assert response.status_code == 429
+            assert "8 attributions" in response.json()["error"]["message"]
+            assert attribute(tiny, "logit_lens", prompt=PROMPT)
+            assert tiny.answer("/generate", prompt=PROMPT, max_tokens=2)
+        finally:
+            released.set()
+            assert all(job.result(20) for job in jobs)
+        assert attribute(tiny, "gradient", **LOGIT)
