@@ -15,10 +15,10 @@ from model.analysis.target import LogitTarget, Target
 from model.tracing.selection import Selection, StageCollector
 from model.tracing.stages import Stage, sizes_of
 from service.answers.attribution.gradient_jobs import Copied, answer_gradients, float_network_of
-from service.answers.attribution.question import Question, read_logit, read_target, second_prompt
+from service.answers.attribution.question import Question, find_stages, read_logit, read_target, second_prompt
 from service.answers.budget import ResponseContents, response_bytes
 from service.answers.prompts import check_indices, find_positions, longest_token_bytes, token_answers
-from service.answers.stage_answers import select_stages, stage_answer
+from service.answers.stage_answers import stage_answer
 from service.http.attribute_schemas import (
     AttributionPatchingRequest,
     GradientRequest,
@@ -44,10 +44,12 @@ def bytes_of(question: Question, num_stages: int, num_values: int, encoding: Enc
     )
 
 
-def find_selection(question: Question, body: GradientRequest | AttributionPatchingRequest, detail: Any) -> Selection:
+async def find_selection(
+    question: Question, body: GradientRequest | AttributionPatchingRequest, detail: Any
+) -> Selection:
     """The stages, positions and heads of a request. Raises 400 for those that do not exist."""
     config = question.checkpoint.model.config
-    stages = select_stages(differentiable_stages(config), body.stages, "stages")
+    stages = await find_stages(question, differentiable_stages(config), body.stages)
     positions = None if body.positions is None else find_positions(body.positions, len(question.ids), "positions")
     check_indices(body.heads, config.num_heads, "heads", "heads")
     return Selection(stages=stages, detail=detail, positions=positions, heads=body.heads)
@@ -63,7 +65,7 @@ def with_needed_rows(target: Target, stages: list[Stage]) -> tuple[Target, bool]
 
 async def answer_gradient(body: GradientRequest, question: Question) -> Response:
     float_network_of(question)  # before all other checks
-    selection = find_selection(question, body, body.detail)
+    selection = await find_selection(question, body, body.detail)
     sizes = sizes_of(question.checkpoint.model.config, len(question.ids))
     target, has_all_rows = with_needed_rows(await read_target(question, body), list(selection.stages))
     num_values = sum(math.prod(selection.shape(stage, sizes)) for stage in selection.stages)
@@ -135,7 +137,7 @@ async def answer_integrated_gradients(body: IntegratedGradientsRequest, question
 
 async def answer_attribution_patching(body: AttributionPatchingRequest, question: Question) -> Response:
     float_network_of(question)
-    selection = find_selection(question, body, "values")
+    selection = await find_selection(question, body, "values")
     corrupted = await second_prompt(question, body.corrupted, "corrupted")
     sizes = sizes_of(question.checkpoint.model.config, len(question.ids))
     target, has_all_rows = with_needed_rows(await read_logit(question, body), list(selection.stages))

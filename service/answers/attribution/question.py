@@ -11,11 +11,13 @@ from model.analysis.target import LogitTarget, LossTarget, Target
 from model.checkpoints.load import Checkpoint
 from model.errors import shortened
 from model.network.adapters import Adapter
+from model.tracing.stages import Stage
 from service.answers.prompts import Prompt, check_ids, prompt_ids, token_answers, token_text
+from service.answers.stage_answers import select_stages
 from service.http.attribute_schemas import LogitRequest, PromptRequest, TargetRequest
 from service.http.encoding import NAMES
 from service.http.errors import invalid
-from service.state import State, find_adapter
+from service.state import State, find_adapter, run_plan
 
 MAX_SHOWN_PIECES = 8  # of a text that is several tokens, in an error message
 
@@ -76,6 +78,11 @@ async def second_prompt(question: Question, prompt: Prompt, param: str) -> list[
         reason = f"has {len(ids)} tokens, but prompt has {len(question.ids)}; both need as many, position by position"
         raise invalid(param, reason, "length")
     return ids
+
+
+async def find_stages(question: Question, stages: Sequence[Stage], globs: Sequence[str]) -> list[Stage]:
+    """The stages that any glob matches, in the order of computation. Raises 400 for a glob that matches none."""
+    return await run_plan(question.state, len(globs), lambda: select_stages(stages, globs, "stages"))
 
 
 async def read_token(question: Question, token: str | int, param: str) -> int:

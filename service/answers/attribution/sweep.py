@@ -16,44 +16,23 @@ from typing import Any
 import torch
 from fastapi import Response
 
-from model.analysis.patching_sweep import Cell, Patcher, Sweep, clean_bytes, clean_values
-from model.analysis.target import LogitTarget
-from model.engine.request import Request as EngineRequest
-from model.errors import InvalidField
-from model.text.sampling import SamplingParams
-from model.text.transcript import GenerationParams
+from model.analysis.patching_sweep import Cell, Patcher, clean_values
 from model.tracing.edits import BoundEdits
-from model.tracing.stages import stages_of
-from service.answers.attribution.gradient_jobs import check_tokens
 from service.answers.attribution.gradients import effects_answer
-from service.answers.attribution.question import Question, read_logit, second_prompt
-from service.answers.budget import Budget, ResponseContents, response_bytes
-from service.answers.prompts import check_indices, find_positions, longest_token_bytes, token_answers
-from service.answers.stage_answers import select_stages
+from service.answers.attribution.question import Question
+from service.answers.attribution.sweep_plan import Plan, engine_request, make_plan
+from service.answers.prompts import token_answers
 from service.http.access_log import note_tokens
 from service.http.attribute_schemas import PatchingRequest
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
-from service.http.errors import ApiError, draining, error_body, internal, invalid, timed_out
+from service.http.errors import ApiError, draining, error_body, internal, timed_out
 from service.http.sse import DONE, EventStream, event
 from service.request_stream import RequestStream
 from service.state import get_engine, get_reservation
 
 logger = logging.getLogger(__name__)
-PARAMS = GenerationParams(max_tokens=1, sampling=SamplingParams(temperature=0))
 MAX_GROUP = 32  # cells that are admitted together
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A checked sweep. `corrupted` are the token ids of the pass that is patched."""
-
-    question: Question
-    corrupted: list[int]
-    target: LogitTarget
-    sweep: Sweep
-    cells: Sequence[Cell]
-    response_bytes: int
 
 
 @dataclass(frozen=True)
@@ -67,81 +46,6 @@ class Value:
     def answer(self) -> dict[str, Any]:
         cell = self.cell
         return {"stage": cell.stage.name, "position": cell.position, "head": cell.head, "value": self.value}
-
-
-async def answer_sweep(body: PatchingRequest, question: Question) -> Response:
-    plan = await make_plan(body, question)
-    run = SweepRun(plan)
-    if body.stream:
-        return EventStream(run.events(), on_close=run.close)
-    get_reservation(question.request).reserve(plan.response_bytes)
-    try:
-        content = await unless_disconnected(question.request, run.answer())
-    finally:
-        run.close()
-    get_reservation(question.request).count(len(content) - plan.response_bytes)
-    return Response(content, media_type="application/json")
-
-
-async def make_plan(body: PatchingRequest, question: Question) -> Plan:
-    """Check a request and its cost. Raises 400 for a wrong field, and 413 if the sweep is too large."""
-    settings, config = question.state.settings, question.checkpoint.model.config
-    target = await read_logit(question, body)
-    if target.position != len(question.ids) - 1:
-        raise invalid("position", "a sweep explains the logits of the last position; leave the field out", "not_last")
-    corrupted = await second_prompt(question, body.corrupted, "corrupted")
-    check_tokens(question, 1)
-    stages = select_stages(stages_of(config), body.stages, "stages")
-    for stage in stages:
-        if stage.has_selected_rows:
-            raise invalid("stages", f"{stage.name} comes after the last block, so a patch of it explains nothing")
-    positions = range(len(question.ids)) if body.positions is None else body.positions
-    check_indices(body.heads, config.num_heads, "heads", "heads")
-    if len(set(body.by)) < len(body.by):
-        raise invalid("by", "names the same axis twice", "duplicate")
-    sweep = Sweep(
-        stages=stages,
-        positions=find_positions(list(positions), len(question.ids), "positions"),
-        heads=list(range(config.num_heads)) if body.heads is None else body.heads,
-        by_position="position" in body.by,
-        by_head="head" in body.by,
-    )
-    num_cells = sweep.num_cells(config)
-    if num_cells > settings.max_sweep_cells:
-        message = (
-            f"the sweep has {num_cells} cells, which compute up to {num_cells * len(corrupted)} tokens, and the limit "
-            f"is {settings.max_sweep_cells} cells; select fewer stages, positions or heads, patch `by` one axis only, "
-            "or start the server with a larger --max-sweep-cells"
-        )
-        raise ApiError(413, message, param="stages", code="too_many_cells")
-    size = response_bytes(
-        ResponseContents(
-            num_records=2 + len(stages),
-            num_predictions=2 * len(corrupted) + 2,
-            text_bytes=(2 * len(corrupted) + 2) * longest_token_bytes(question.checkpoint),
-            num_values=num_cells,
-        )
-    )
-    itemsize = torch.promote_types(question.checkpoint.model.embed.weight.dtype, torch.float32).itemsize
-    kept = clean_bytes(config, stages, len(corrupted), itemsize)
-    Budget(size, kept, "stages, positions or the prompt").check(question.state)
-    plan = Plan(question, corrupted, target, sweep, sweep.cells(config), size)
-    try:
-        get_engine(question.state).check(engine_request(plan, "check", corrupted, None))
-    except InvalidField as error:
-        raise invalid("prompt", error.reason) from None
-    return plan
-
-
-def engine_request(plan: Plan, request_id: str, ids: Sequence[int], edits: BoundEdits | None) -> EngineRequest:
-    return EngineRequest(
-        id=request_id,
-        prompt_ids=ids,
-        params=PARAMS,
-        adapter=plan.question.adapter,
-        scored_ids=plan.target.token_ids,
-        edits=edits,
-    )
 
 
 class SweepRun:
@@ -294,3 +198,17 @@ class SweepRun:
             self._stream.close()
             self._stream = None
         return [first - sum(rest) for first, *rest in (scores[request.id] for request in requests)]
+
+
+async def answer_sweep(body: PatchingRequest, question: Question) -> Response:
+    plan = await make_plan(body, question)
+    run = SweepRun(plan)
+    if body.stream:
+        return EventStream(run.events(), on_close=run.close)
+    get_reservation(question.request).reserve(plan.response_bytes)
+    try:
+        content = await unless_disconnected(question.request, run.answer())
+    finally:
+        run.close()
+    get_reservation(question.request).count(len(content) - plan.response_bytes)
+    return Response(content, media_type="application/json")
