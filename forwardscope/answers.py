@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from forwardscope.results import (
     AppliedEdit,
+    Attribution,
     ChatAnswer,
     ChatEvent,
     Choice,
@@ -23,12 +24,13 @@ from forwardscope.results import (
     StepTrace,
     StoredVector,
     StreamEvent,
+    SweepCell,
     Token,
     TokenLogprob,
     Trace,
     Usage,
 )
-from forwardscope.tensor_files import NumpyArray, json_array, read_base64
+from forwardscope.tensor_files import NumpyArray, json_array, nested_array, read_base64
 
 Json = dict[str, Any]
 Record = TypeVar("Record")
@@ -118,6 +120,33 @@ def read_predictions(entries: Sequence[Json]) -> tuple[Prediction, ...]:
 
 def number(value: float | None) -> float:
     return math.nan if value is None else value
+
+
+# POST /attribute
+
+
+def attribution(answer: Json) -> Attribution[NumpyArray]:
+    entries = answer.get("stages") or []
+    arrays = {}
+    for entry in entries:
+        values = entry.get("values")
+        if isinstance(values, str):
+            arrays[entry["name"]] = read_base64(values, entry["dtype"], entry["shape"])
+        elif values is not None:
+            arrays[entry["name"]] = nested_array(values, entry["shape"])
+    return Attribution(
+        stages=read_stages([{"dtype": answer["dtype"]} | entry for entry in entries]),
+        arrays=arrays,
+        method=answer["method"],
+        model=answer["model"],
+        tokens=tuple(record(Token, token) for token in answer["tokens"]),
+        answer={name: value for name, value in answer.items() if name not in ("tokens", "stages")},
+    )
+
+
+def sweep_cells(answer: Json) -> list[SweepCell]:
+    """The cells of an event; none for the first and the last event of a sweep."""
+    return [record(SweepCell, cell, value=number(cell["value"])) for cell in answer.get("cells", ())]
 
 
 # POST /generate

@@ -79,6 +79,8 @@ class AsyncClient:
     stream = stream_method(requests.stream)
     chat = method(requests.chat)
     stream_chat = stream_method(requests.stream_chat)
+    attribute = method(requests.attribute)
+    stream_sweep = stream_method(requests.stream_sweep)
     to_tokens = method(requests.to_tokens)
     to_text = method(requests.to_text)
     model = method(requests.model)

@@ -16,6 +16,7 @@ from forwardscope import answers
 from forwardscope.call import EVENTS, SAFETENSORS, Call, Request, StreamCall
 from forwardscope.edits import to_edits, vector_file
 from forwardscope.results import (
+    Attribution,
     ChatAnswer,
     ChatEvent,
     Generation,
@@ -24,6 +25,7 @@ from forwardscope.results import (
     ServedModel,
     StoredVector,
     StreamEvent,
+    SweepCell,
     Trace,
 )
 from forwardscope.tensor_files import NumpyArray, read_safetensors
@@ -191,6 +193,57 @@ def stream_chat(
     return StreamCall(Request("/v1/chat/completions", body | {"stream": True}, EVENTS), answers.chat_events)
 
 
+def attribute(
+    method: str,
+    prompt: Prompt,
+    *,
+    token: str | int | None = None,
+    minus: str | int | None = None,
+    corrupted: Prompt | None = None,
+    stages: str | Sequence[str] | None = None,
+    positions: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    model: str | None = None,
+    adapter: str | None = None,
+    **fields: Any,
+) -> Call[Attribution[NumpyArray]]:
+    """Explain the logit of `token`, or how far it is above the logit of `minus`, at the end of a prompt.
+
+    `method` is "direct", "gradient", "integrated_gradients", "attribution_patching", "patching" or "logit_lens".
+    `corrupted` is the second prompt of the patching methods. Further fields are `position`, `of`, `targets`, `steps`,
+    `baseline`, `by`, `lens`, `top_k` and others.
+    """
+    body = attribute_body(
+        method, prompt, token, minus, corrupted, stages, positions, heads, model, adapter, not_stream(fields)
+    )
+    if method == "gradient":
+        body = {"detail": "values", "encoding": "base64"} | body
+    return Call(Request("/attribute", body), parser(answers.attribution))
+
+
+def stream_sweep(
+    prompt: Prompt,
+    corrupted: Prompt,
+    *,
+    token: str | int,
+    minus: str | int | None = None,
+    stages: str | Sequence[str] | None = None,
+    positions: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    model: str | None = None,
+    adapter: str | None = None,
+    **fields: Any,
+) -> StreamCall[SweepCell]:
+    """Run the sweep of `attribute("patching", ...)`, and iterate over its cells as the server computes them.
+
+    Leaving the loop early closes the connection, and the server stops.
+    """
+    body = attribute_body(
+        "patching", prompt, token, minus, corrupted, stages, positions, heads, model, adapter, not_stream(fields)
+    )
+    return StreamCall(Request("/attribute", body | {"stream": True}, EVENTS), answers.sweep_cells)
+
+
 def to_tokens(text: str, *, add_special_tokens: bool = True, **fields: Any) -> Call[list[int]]:
     """The token ids of a text, with the special tokens of the checkpoint unless `add_special_tokens` is False."""
     body = without_none(text=text, add_special_tokens=add_special_tokens, **fields)
@@ -271,6 +324,34 @@ def generation_body(
     )
 
 
+def attribute_body(
+    method: str,
+    prompt: Prompt,
+    token: str | int | None,
+    minus: str | int | None,
+    corrupted: Prompt | None,
+    stages: str | Sequence[str] | None,
+    positions: Sequence[int] | None,
+    heads: Sequence[int] | None,
+    model: str | None,
+    adapter: str | None,
+    fields: dict[str, Any],
+) -> dict[str, Any]:
+    return without_none(
+        method=method,
+        prompt=to_prompt(prompt),
+        token=to_token(token),
+        minus=to_token(minus),
+        corrupted=None if corrupted is None else to_prompt(corrupted),
+        stages=stages if stages is None or isinstance(stages, str) else list(stages),
+        positions=to_indices(positions),
+        heads=to_indices(heads),
+        model=model,
+        adapter=adapter,
+        **fields,
+    )
+
+
 def chat_body(
     messages: Messages,
     max_tokens: int | None,
@@ -307,6 +388,10 @@ def without_none(**fields: Any) -> dict[str, Any]:
 def to_prompt(prompt: Prompt) -> str | list[int]:
     """Token ids may be a list, a numpy array or a tensor."""
     return prompt if isinstance(prompt, str) else [operator.index(each) for each in prompt]
+
+
+def to_token(token: str | int | None) -> str | int | None:
+    return token if token is None or isinstance(token, str) else operator.index(token)
 
 
 def to_indices(indices: Sequence[int] | None) -> list[int] | None:

@@ -181,6 +181,51 @@ class Logits(Generic[Array]):
 
 
 @dataclass(frozen=True)
+class HeadShare:
+    """The share of one head in a logit."""
+
+    layer: int
+    head: int
+    share: float
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Attribution(StageArrays[Array]):
+    """The answer of POST /attribute.
+
+    `attribution["blocks.0.attn.z"]` is the array of a stage, for the methods whose answers have stages. `answer` has
+    all other fields of the answer, as docs/api.md lists them.
+    """
+
+    method: str
+    model: str
+    tokens: tuple[Token, ...]
+    answer: Mapping[str, Any] = field(repr=False)
+
+    def top_heads(self, count: int = 10) -> list[HeadShare]:
+        """The heads with the largest shares, positive or negative, for the method "direct"."""
+        shares = [
+            HeadShare(layer, head, share)
+            for layer, entry in enumerate(self.answer["layers"])
+            for head, share in enumerate(entry["heads"])
+        ]
+        return sorted(shares, key=lambda each: -abs(each.share))[:count]
+
+
+@dataclass(frozen=True)
+class SweepCell:
+    """One patch of a sweep, and the value of the target after it.
+
+    `position` or `head` is None if all selected ones are patched together, or if the stage has no heads.
+    """
+
+    stage: str
+    position: int | None
+    head: int | None
+    value: float
+
+
+@dataclass(frozen=True)
 class TokenLogprob:
     """A token with its log-probability, and the most likely tokens at its place.
 

@@ -14,11 +14,14 @@ from fastapi_offline import FastAPIOffline
 
 from model import __version__
 from model.checkpoints.adapters import load_adapter
-from model.checkpoints.load import BUNDLED, Checkpoint, load_checkpoint
+from model.checkpoints.load import BUNDLED, DTYPES, Checkpoint, load_checkpoint
+from model.checkpoints.translators import load_translators
 from model.checkpoints.vector_files import NamedVector, read_vectors
 from model.engine.cache import bytes_of_token
 from model.engine.engine import Engine, EngineConfig
 from model.network.adapters import Adapter
+from model.network.float_network import FloatNetwork
+from model.network.translators import Translators
 from model.worked_examples import WORKED_EXAMPLES
 from service.http.access_log import AccessLog
 from service.http.cors import Cors
@@ -27,7 +30,7 @@ from service.http.gate import Gate
 from service.http.memory import trim_forever
 from service.http.openapi import API_KEY, error_answers
 from service.metrics import HttpMetrics
-from service.routes import forward, generate, health, logits, tokenize, vectors
+from service.routes import attribute, forward, generate, health, logits, tokenize, vectors
 from service.routes import model as model_route
 from service.routes.openai import chat, completions
 from service.routes.openai import models as openai_models
@@ -64,7 +67,7 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None)
     app.state.forwardscope = state
     install_error_handlers(app)
     protected = [] if settings.api_key is None else [Depends(API_KEY)]
-    for route in (forward, logits, generate, tokenize, completions, chat):
+    for route in (forward, logits, generate, attribute, tokenize, completions, chat):
         app.include_router(route.router, responses=error_answers(), dependencies=protected)
     app.include_router(model_route.router, dependencies=protected)
     app.include_router(vectors.router, dependencies=protected)
@@ -93,10 +96,12 @@ async def load(state: State, on_failure: Callable[[], None] | None) -> None:
     """Load the checkpoint, then become ready. Until then, `check_ready` refuses requests for the checkpoint."""
     try:
         threads = num_threads(state.settings)
-        await state.worker.run(lambda: torch.set_num_threads(threads))  # it applies to the thread that calls it
+        await state.worker.run(lambda: set_num_threads(threads))
         state.checkpoint = await state.worker.run_detached(lambda: load_model(state.settings))
         if state.checkpoint is not None:
             checkpoint = state.checkpoint
+            state.translators = await state.worker.run_detached(lambda: load_lens(checkpoint, state.settings))
+            state.float_network = float_network(checkpoint, state.settings)
             state.vectors.preload(await state.worker.run_detached(lambda: load_vectors(checkpoint, state.settings)))
             state.engine = await state.worker.run_detached(lambda: build_engine(checkpoint, state.settings))
             state.worker.serve(state.engine, lambda: fail(state, "the engine failed", on_failure))
@@ -122,6 +127,15 @@ def num_threads(settings: Settings) -> int:
     quota, _, period = CPU_MAX.read_text().strip().partition(" ") if CPU_MAX.exists() else ("max", "", "")
     is_limited = quota.isdigit() and period.isdigit()
     return max(1, min(chosen, int(quota) // int(period))) if is_limited else chosen
+
+
+def set_num_threads(threads: int) -> None:
+    """Set the number of threads for the calling thread, and keep it if another thread sets its own number later.
+
+    PyTorch adopts the number that was set last, by any thread, when a thread first reads the number or computes.
+    """
+    torch.set_num_threads(threads)
+    torch.get_num_threads()
 
 
 def fail(state: State, message: str, on_failure: Callable[[], None] | None) -> None:
@@ -221,6 +235,29 @@ def load_adapters(checkpoint: Checkpoint, settings: Settings) -> dict[str, Adapt
             adapter.num_bytes / 1e6,
         )
     return adapters
+
+
+def float_network(checkpoint: Checkpoint, settings: Settings) -> FloatNetwork | None:
+    """The network for gradients, which copies its weights when it is first used. None if gradients are off."""
+    if settings.gradients == "off":
+        return None
+    network = FloatNetwork(checkpoint.model, checkpoint.adapters, DTYPES[settings.gradients])
+    logger.info(
+        "the first request for gradients copies the network to %s, which takes up to %.1f MB; --gradients off "
+        "refuses such requests",
+        settings.gradients,
+        network.num_bytes / 1e6,
+    )
+    return network
+
+
+def load_lens(checkpoint: Checkpoint, settings: Settings) -> Translators | None:
+    """Load the translators of a tuned lens, if the settings name a file."""
+    if settings.lens is None:
+        return None
+    translators = load_translators(settings.lens, checkpoint.model)
+    logger.info("tuned lens %s: %d layers, %.1f MB", settings.lens, len(translators), translators.num_bytes / 1e6)
+    return translators
 
 
 def load_vectors(checkpoint: Checkpoint, settings: Settings) -> dict[str, NamedVector]:

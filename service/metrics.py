@@ -99,6 +99,11 @@ class Metrics:
             "trace_seconds",
             "Duration of a pass of /forward or /logits with the encoding of its answer, or of the tracing in a step",
         )
+        self.attributions = self._counter("attributions_total", "Answers of /attribute that were computed", "method")
+        self.gradient_seconds = self._histogram(
+            "gradient_seconds", "Duration of a job of /attribute beside the network: gradients and direct attribution"
+        )
+        self.sweep_cells = self._counter("sweep_cells_total", "Cells of patching sweeps that were computed")
         self.budget_refusals = self._counter(
             "trace_refused_total", "Requests refused because their answer or pass would be too large"
         )

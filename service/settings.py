@@ -69,6 +69,11 @@ class Settings(BaseSettings):
         description="LoRA adapter as NAME=PATH, the directory that PEFT has saved; requests choose it by the name; "
         "repeatable, or several separated by commas",
     )
+    lens: Path | None = Field(
+        None,
+        description="safetensors file with the translators of a tuned lens (N.weight and N.bias for layer N), for the "
+        "logit lens of /attribute",
+    )
     chat_template: Path | None = Field(
         None, description="file with a Jinja template for chats that replaces those of the checkpoint"
     )
@@ -109,6 +114,19 @@ class Settings(BaseSettings):
     )
     max_pass_tokens: int = Field(
         2048, ge=1, description="longest prompt of /forward and /logits; generations wait during such a pass"
+    )
+    gradients: Literal["off", "float32", "float64"] = Field(
+        "float32",
+        description="dtype in which /attribute computes gradients, with a copy of the network in this dtype that the "
+        "first such request makes; off: no copy, and no gradients",
+    )
+    max_gradient_tokens: int = Field(
+        1 << 16,
+        ge=1,
+        description="maximum number of prompt tokens of all passes of one request for gradients (tokens times steps)",
+    )
+    max_sweep_cells: int = Field(
+        4096, ge=1, description="maximum number of cells of a patching sweep; each is a generation of its own"
     )
     cache_bytes: int | None = Field(
         None,

@@ -9,6 +9,8 @@ from fastapi import Depends, Request
 
 from model.checkpoints.load import Checkpoint
 from model.engine.engine import Engine
+from model.network.float_network import FloatNetwork
+from model.network.translators import Translators
 from model.text.grammar import Grammars
 from service.http.buffers import Buffers, Reservation
 from service.http.errors import ApiError, draining, invalid
@@ -47,6 +49,8 @@ class State:
         self.vectors = VectorStore(settings.max_vectors)
         self.metrics.watch_vectors(lambda: self.vectors.num_bytes)
         self.checkpoint: Checkpoint | None = None
+        self.float_network: FloatNetwork | None = None  # None: gradients are off. It belongs to their thread.
+        self.translators: Translators | None = None  # of a tuned lens
         self.engine: Engine | None = None
         # Made by the first request with a grammar. Each belongs to one thread of `run_grammar`.
         self.slow_grammars: Grammars | None = None

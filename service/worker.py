@@ -1,5 +1,5 @@
 """The threads of the service beside the event loop: one runs the network, three handle texts and bodies, two compile
-grammars, and one loads the checkpoint.
+grammars, one computes gradients at a low priority, and one loads the checkpoint.
 
 On the network's thread, steps of the engine and jobs (such as the pass of a POST /forward) alternate, and each side
 gets half of the time. The event loop posts functions to that thread, which sends its results back once per step.
@@ -7,6 +7,8 @@ gets half of the time. The event loop posts functions to that thread, which send
 
 import asyncio
 import logging
+import os
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -17,6 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
+
+import torch
 
 from model.engine.engine import Engine
 from model.engine.request import Output, Request, Step
@@ -30,6 +34,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 SHORT_TEXT = 1 << 14  # bytes; a text up to this size takes milliseconds; longer texts share a second thread
 MAX_WAITING_GRAMMARS = 8  # on each of the two threads for grammars
+MAX_WAITING_GRADIENTS = 8
+LOWEST_PRIORITY = 19  # a "nice" value of POSIX systems
 BYTES_PER_TOKEN = 4  # texts that wait or run may have `max_waiting_tokens` times this many bytes together
 
 
@@ -71,6 +77,9 @@ class Worker:
         self._bodies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
         self._grammars = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._slow_grammars = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slow-grammars")
+        self._gradients = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="gradients", initializer=_yield_to_other_threads
+        )
         self._executor_jobs: set[Future[Any]] = set()  # of all executors
         self._num_jobs: Counter[ThreadPoolExecutor] = Counter()  # of each executor
         self._text_bytes = 0  # of the texts of these jobs
@@ -185,6 +194,21 @@ class Worker:
         if self._num_jobs[executor] > MAX_WAITING_GRAMMARS:  # one of them runs
             raise queue_full(f"{MAX_WAITING_GRAMMARS} grammars or schemas wait to be compiled already")
         return await self._run_on(executor, job, 0)
+
+    async def run_gradients(self, job: Callable[[Callable[[], bool]], Result]) -> Result:
+        """Run a job that computes with PyTorch for a long time, without delaying the network.
+
+        The job has a thread of its own, which gets the time that the other threads leave. The job is called with a
+        function that says whether it should end early, because nobody waits for its result any more. The timeout is
+        that of `run_text`. Raises 429 if `MAX_WAITING_GRADIENTS` jobs wait already.
+        """
+        if self._num_jobs[self._gradients] > MAX_WAITING_GRADIENTS:  # one of them runs
+            raise queue_full(f"{MAX_WAITING_GRADIENTS} attributions wait to be computed already")
+        is_abandoned = threading.Event()
+        try:
+            return await self._run_on(self._gradients, partial(job, is_abandoned.is_set), 0)
+        finally:
+            is_abandoned.set()
 
     async def run_maintenance(self, job: Callable[[], Result]) -> Result:
         """Run a job that belongs to no request, on the thread of `run_body`. It is not counted or limited."""
@@ -336,7 +360,8 @@ class Worker:
         for job in self._jobs_in_flight:
             job.cancel()
         self._inbox.put(end)
-        for executor in (self._text, self._long_text, self._bodies, self._grammars, self._slow_grammars):
+        texts = (self._text, self._long_text, self._bodies)
+        for executor in (*texts, self._grammars, self._slow_grammars, self._gradients):
             executor.shutdown(cancel_futures=True)
         self._thread.join()
 
@@ -429,3 +454,13 @@ class Worker:
     def _call_back(self, function: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def _yield_to_other_threads() -> None:
+    """Let the calling thread compute alone and only when no other thread of the process needs its core.
+
+    On Linux, each thread has a priority of its own.
+    """
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)

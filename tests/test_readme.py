@@ -31,6 +31,7 @@ from model.worked_examples import WORKED_EXAMPLES
 from service.http import schemas
 from service.http.edit_schemas import StageEdit
 from service.settings import Settings
+from tests import published_models
 from tests.service.running import Running, process, running
 from tests.tiny import CONFIGS
 
@@ -69,6 +70,7 @@ def find_examples(language: str) -> list[Example]:
 EXAMPLES = find_examples("sh")
 PROGRAMS = find_examples("python")
 REQUESTS = [example for example in EXAMPLES if "curl " in example.code]
+NEEDS_SMOLLM2 = "When Mary and John"  # examples with this text show the numbers of SmolLM2-135M-Instruct
 KEY = "secret"  # that of the examples which need one
 SERVERS = [example for example in EXAMPLES if example.code.startswith(".venv/bin/forwardscope")]
 DOWNLOADS = [example for example in SERVERS if re.search(r"--model \w+/\w", example.code)]
@@ -98,6 +100,19 @@ def keyed() -> Iterator[Running]:
         yield service
 
 
+@pytest.fixture(scope="module")
+def smollm2() -> Iterator[Running]:
+    with running(model=str(published_models.smollm2()), dtype="float32") as service:
+        yield service
+
+
+def service_for(request: pytest.FixtureRequest, example: Example) -> Running:
+    """The service that an example is written for."""
+    needs_key, needs_smollm2 = f"Bearer {KEY}" in example.code, NEEDS_SMOLLM2 in example.code
+    service: Running = request.getfixturevalue("keyed" if needs_key else "smollm2" if needs_smollm2 else "bundled")
+    return service
+
+
 def at_service(code: str, service: Running) -> str:
     """The code with the address of a service that the test has started."""
     return code.replace("http://localhost:8000", f"http://{service.address[0]}:{service.address[1]}")
@@ -113,16 +128,14 @@ def paste(service: Running, example: Example, directory: Path) -> subprocess.Com
 
 @pytest.mark.parametrize("example", REQUESTS, ids=str)
 def test_every_curl_example_works_as_pasted(request: pytest.FixtureRequest, example: Example, tmp_path: Path) -> None:
-    needs_key = f"Bearer {KEY}" in example.code
-    service: Running = request.getfixturevalue("keyed" if needs_key else "bundled")
-    result = paste(service, example, tmp_path)
+    result = paste(service_for(request, example), example, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "event: error" not in result.stdout
 
 
 @pytest.mark.parametrize("example", PROGRAMS, ids=str)
-def test_every_python_example_prints_what_the_page_shows(bundled: Running, example: Example) -> None:
-    command = [sys.executable, "-W", "error", "-c", at_service(example.code, bundled)]
+def test_every_python_example_prints_what_the_page_shows(request: pytest.FixtureRequest, example: Example) -> None:
+    command = [sys.executable, "-W", "error", "-c", at_service(example.code, service_for(request, example))]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert result.returncode == 0, result.stderr
     assert example.output is not None, "show what it prints"

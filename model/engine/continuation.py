@@ -24,15 +24,16 @@ class SequenceResult:
     """What a step computed for one sequence.
 
     `logits` (T, V) are those of all new tokens, if they were wanted. `token_ids` are the tokens that the sequence gets,
-    with their `logprobs` if those were asked for; none if the step did not reach the newest token. `constraint` is what
-    a grammar changed for the token of a traced sequence. `error` is what went wrong in this sequence. `trace_seconds`
-    is the time that tracing took.
+    with their `logprobs` and `scores` if those were asked for; none if the step did not reach the newest token.
+    `constraint` is what a grammar changed for the token of a traced sequence. `error` is what went wrong in this
+    sequence. `trace_seconds` is the time that tracing took.
     """
 
     tracer: StepTracer | None = None
     logits: Tensor | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
     constraint: ConstraintEffect | None = None
     error: Exception | None = None
     trace_seconds: float = 0.0
@@ -111,7 +112,7 @@ class Continuation:
         end = self.transcript.end if scheduled.reaches_newest_token else None
         if not (tokens or prompt_tokens or trace is not None or end is not None):
             return None
-        return self.output(prompt_tokens=prompt_tokens, tokens=tokens, trace=trace, end=end)
+        return self.output(prompt_tokens=prompt_tokens, tokens=tokens, scores=result.scores, trace=trace, end=end)
 
     def _grammar_ends(self, token_id: int) -> bool:
         """Add a token to the grammar of the request. Returns whether nothing can follow."""

@@ -120,7 +120,11 @@ class Engine:
         """Raise `InvalidField` for a field that does not fit the vocabulary, the context or the cache."""
         config, num_prompt = self._model.config, len(request.prompt_ids)
         request.params.check(config.max_positions, num_prompt, has_tokenizer=self._tokenizer is not None)
-        for field, ids in (("prompt", request.prompt_ids), ("logit_bias", request.params.sampling.logit_bias)):
+        for field, ids in (
+            ("prompt", request.prompt_ids),
+            ("logit_bias", request.params.sampling.logit_bias),
+            ("scored_ids", request.scored_ids),
+        ):
             for token_id in ids:
                 if not 0 <= token_id < config.vocab_size:
                     reason = f"{shortened(token_id)} is no token id; the vocabulary has {config.vocab_size}"
@@ -308,6 +312,10 @@ class Engine:
         logits, argmax = forward.logits, forward.argmax
         if len(rows) < len(logits):
             logits, argmax = logits[torch.tensor(rows, device=logits.device)], None
+        for scheduled in choosing:
+            if scored_ids := continuations[scheduled].request.scored_ids:
+                first = forward.rows[scheduled].stop - scheduled.num_sampled
+                results[scheduled].scores = forward.logits[first, list(scored_ids)].tolist()
         states = [(continuations[scheduled].grammar, scheduled.draft) for scheduled in choosing]
         masks = token_masks(states, self._model.config.vocab_size)
         chosen = sample(logits, samplers, self._model.backend.sampling, argmax, masks)

@@ -14,6 +14,7 @@ class Request:
     """One prompt, and what to generate after it. `trace` reports stages of its steps. `tap` reads or changes
     stages, for callers in the same process. `adapter` is the name of a loaded adapter that changes the network for
     this request. `edits` change stages; they come before the trace and the tap, which see the changed values.
+    `scored_ids` are tokens whose logits are reported wherever a token is chosen.
 
     A sequence with a `tap` neither shares its keys and values nor takes those of others. Two requests share the keys
     and values of a common prefix only if their `adapter`, their `cache_salt` and the edits of that prefix are the same.
@@ -28,6 +29,7 @@ class Request:
     tap: Tap | None = None
     cache_salt: str | None = None
     adapter: str | None = None
+    scored_ids: Sequence[int] = ()
     edits: BoundEdits | None = None
 
 
@@ -38,13 +40,15 @@ class Output:
     `tokens` are the new tokens. The list is empty if the output reports only the trace of a part of the prompt, or only
     the end of the choice. `prompt_tokens` are the tokens of the prompt, if the request asks for them; they are in the
     output of the step that completes the prompt. `num_generated` counts the tokens of the choice so far. `num_cached`
-    tokens of the prompt had been computed by other sequences.
+    tokens of the prompt had been computed by other sequences. `scores` are the logits of the request's `scored_ids`, at
+    the position after which the first of the `tokens` was chosen.
     """
 
     request_id: str
     choice: int
     prompt_tokens: list[TokenOutput] = field(default_factory=list)
     tokens: list[TokenOutput] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
     trace: StepTrace | None = None
     end: End | None = None
     error: Exception | None = None

@@ -9,15 +9,16 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, RootModel, ValidationError
 
+from model.errors import shortened
 from service.http.disconnects import unless_disconnected
 from service.http.errors import MAX_NAMES, ApiError, join_some, wrong_shape
-from service.http.field_names import check_names, known_part
+from service.http.field_names import alternatives, check_names, known_part
 from service.http.field_types import check_text
 
 INLINE_BYTES = 1 << 16  # larger bodies are parsed on another thread
@@ -85,14 +86,41 @@ def parse(content: bytes, model: type[BaseModel], max_values: int) -> BaseModel:
         )
     except (ValueError, RecursionError) as error:  # also: not UTF-8, too many digits, nested too deeply
         raise wrong_shape("body", f"not valid JSON: {error}", "json_invalid") from None
-    check_names(values, model)
+    branch = branch_of(values, model)
+    check_names(values, branch)
     try:
-        body = model.model_validate(values)
+        body = branch.model_validate(values)
     except ValidationError as error:
-        raise shape_error(error, model) from None
+        raise shape_error(error, branch) from None
     if UNUSUAL.search(content):
         check_open_values(values)
-    return body
+    return body if branch is model else model.model_construct(root=body)
+
+
+def branch_of(values: Any, model: type[BaseModel]) -> type[BaseModel]:
+    """The model of a body: `model`, or if that is a union of models, the one that a field of the body names.
+
+    Raises 422 if the field is missing or names none of them. Errors in other fields then concern one model only.
+    """
+    union = model.model_fields.get("root")
+    if union is None or not issubclass(model, RootModel) or not isinstance(values, dict):
+        return model
+    field = union.discriminator
+    if not isinstance(field, str):
+        return model
+    branches: dict[str, type[BaseModel]] = {
+        name: branch
+        for branch in alternatives(union.annotation)
+        for name in get_args(branch.model_fields[field].annotation)
+    }
+    known = ", ".join(branches)
+    if field not in values:
+        check_names(values, *branches.values())  # the field may be misspelt
+        raise wrong_shape(field, f"is required; send one of {known}", "missing")
+    name = values[field]
+    if not isinstance(name, str) or name not in branches:
+        raise wrong_shape(field, f"{shortened(name)} is not one of {known}", "literal_error")
+    return branches[name]
 
 
 def check_open_values(values: dict[str, Any]) -> None:

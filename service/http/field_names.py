@@ -126,9 +126,12 @@ def alternatives(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-def check_names(value: Any, model: type[BaseModel]) -> None:
-    """Raise 422 for the first object with a field that its model does not know, and suggest a known field."""
-    _check(value, Shape((model,)), ())
+def check_names(value: Any, *models: type[BaseModel]) -> None:
+    """Raise 422 for the first object with a field that its model does not know, and suggest a known field.
+
+    Of several models, the value may be any.
+    """
+    _check(value, Shape(models), ())
 
 
 def _check(value: Any, shape: Shape, path: tuple[int | str, ...]) -> None:

@@ -36,6 +36,13 @@ EVENT = {
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
+SWEEP_EVENT = {
+    "type": "object",
+    "description": "One event of a streamed sweep: a SweepStart, then SweepCells, then a SweepEnd, or (`event: error`) "
+    "an error as JSON; at the end [DONE]",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 
 
 def answers(model: Any, media_type: str, schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:

@@ -28,6 +28,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/forward": {"prompt": [1, 2], "stages": ["embed"]},
     "/logits": {"prompt": [1, 2], "top_k": 1},
     "/generate": {"prompt": [1, 2], "max_tokens": 2, "ignore_eos": True},
+    "/attribute": {"method": "direct", "prompt": [1, 2], "token": 3},
     "/tokenize": {"text": "a"},
     "/detokenize": {"tokens": [40, 41]},
 }
@@ -35,7 +36,7 @@ OPENAI_GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": [1, 2], "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
 }
-WITH_PROMPT = ("/forward", "/logits", "/generate")
+WITH_PROMPT = ("/forward", "/logits", "/generate", "/attribute")
 
 
 @dataclass(frozen=True)

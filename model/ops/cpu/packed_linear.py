@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from model.ops.cpu import build
-from model.ops.cpu.packing import DEPTH, PackedWeight, pack, pack_quantized
+from model.ops.cpu.packing import DEPTH, PackedWeight, pack, pack_quantized, unpack
 from model.ops.cpu.recording import call, empty, pointer
 from model.ops.quantization import Quantized
 
@@ -30,6 +30,10 @@ class PackedLinear(nn.Module):
         self._kernel = kernel
         # Exists only for bfloat16 on CPUs without AVX512-BF16, where the kernel reads x in float32.
         self._widen = build.kernel("linear", "widen", weight.packed.dtype)
+
+    def unpacked(self) -> Tensor:
+        """The weight (N, K)."""
+        return unpack(PackedWeight((self.out_features, self.in_features), self.packed))
 
     def forward(self, x: Tensor) -> Tensor:
         x = _check_input(x, self.packed.dtype, self.in_features)
@@ -64,6 +68,11 @@ class PackedQuantizedLinear(nn.Module):
         self.packed, self.scales = weight.packed, weight.scales
         self.bias = None if bias is None else bias.contiguous()
         self._kernel, self._quantize = kernel, quantize
+
+    def unpacked(self) -> Tensor:
+        """The weight (N, K) in float32, as far as its bits go."""
+        shape = (self.out_features, self.in_features)
+        return unpack(PackedWeight(shape, self.packed, self.scales, self.bits, self.group))
 
     def forward(self, x: Tensor) -> Tensor:
         x = _check_input(x, self.dtype, self.in_features)

@@ -1,7 +1,7 @@
 """Pack weights into the layouts of linear layers (`csrc/linear.cpp`, `csrc/quantized_linear.cpp`).
 
-`pack` and `pack_quantized` define the layouts. `pack_rows` makes the same bits from rows that lie anywhere, in one pass
-of our own kernels (`csrc/pack.cpp`), which quantize at the same time.
+`pack` and `pack_quantized` define the layouts, and `unpack` reverses them. `pack_rows` makes the same bits from rows
+that lie anywhere, in one pass of our own kernels (`csrc/pack.cpp`), which quantize at the same time.
 """
 
 from dataclasses import dataclass
@@ -51,6 +51,23 @@ def pack_quantized(quantized: Quantized) -> PackedWeight:
     return PackedWeight((N, K), pairs.contiguous(), _pack_tiles(quantized.scales.half(), 1), 4, group)
 
 
+def unpack(weight: PackedWeight) -> Tensor:
+    """The matrix (N, K) of a packed weight: in its own dtype, or in float32 if it is quantized."""
+    N, K = weight.shape
+    if weight.bits is None:
+        return _unpack_tiles(weight.packed, N)
+    assert weight.scales is not None
+    if weight.bits == 8:
+        values, scales = _unpack_tiles(weight.packed, N), weight.scales[:, None]
+    else:
+        pairs = weight.packed.view(-1, K // 8, 1, TILE, 4)
+        fours = torch.cat((pairs & 15, pairs >> 4), dim=2)
+        values = _unpack_tiles(fours.view(-1, K // 4, TILE, 4), N)
+        scales = _unpack_tiles(weight.scales, N).float()
+    signed = values.to(torch.int16) - (1 << weight.bits - 1)
+    return (signed.float().view(*scales.shape, -1) * scales[:, :, None]).flatten(1)
+
+
 def pack_rows(weight: StackedRows, bits: int | None) -> PackedWeight:
     """Pack a matrix, quantized to `bits` bits if that is not None. Without a kernel, PyTorch does the same."""
     N, K = weight.shape
@@ -86,3 +103,8 @@ def _pack_tiles(matrix: Tensor, depth: int) -> Tensor:
     """(N, K) -> (ceil(N / 16), K / depth, 16, depth)."""
     padded = F.pad(matrix, (0, 0, 0, -matrix.shape[0] % TILE))
     return padded.view(-1, TILE, matrix.shape[1] // depth, depth).transpose(1, 2).contiguous()
+
+
+def _unpack_tiles(tiles: Tensor, num_rows: int) -> Tensor:
+    """(ceil(N / 16), K / depth, 16, depth) -> (N, K), where N is `num_rows`."""
+    return tiles.transpose(1, 2).reshape(len(tiles) * TILE, -1)[:num_rows]

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from model.ops.cpu.packed_linear import PackedLinear, PackedQuantizedLinear, pack_linear
-from model.ops.quantization import QuantizedLinear, quantize_int4, quantize_int8
+from model.ops.cpu.packing import pack_rows, unpack
+from model.ops.quantization import QuantizedLinear, quantize_int4, quantize_int8, quantize_to
+from model.ops.stacked_rows import StackedRows
 from tests.ops.cpu.common import DTYPES, ROUNDING, cpu_backend, packed_layer
 
 pytestmark = pytest.mark.usefixtures("instructions")
@@ -121,3 +123,13 @@ def test_pytorch_computes_layers_of_other_dtypes_and_of_odd_sizes() -> None:
         assert isinstance(built, nn.Linear)
         x = torch.randn(3, layer.in_features, dtype=layer.weight.dtype)
         assert torch.equal(built(x), layer(x))
+
+
+@pytest.mark.parametrize("shape", [(48, 64), (37, 96)])
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_unpacking_reverses_packing(shape: tuple[int, int], bits: int | None, dtype: torch.dtype) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    packed = pack_rows(StackedRows((weight,), dtype, weight.device), bits)
+    expected = weight if bits is None else quantize_to(weight, bits).dequantize(torch.float32)
+    assert torch.equal(unpack(packed), expected)

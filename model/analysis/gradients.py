@@ -1,0 +1,111 @@
+"""Gradients of a number computed from the logits, with respect to any stage of the pass.
+
+They need a network of PyTorch's layers, such as `float_copy` returns: our own kernels have no gradients.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.analysis.target import Target
+from model.config import ModelConfig
+from model.network.adapters import Adapter, PassAdapters
+from model.network.transformer import Transformer
+from model.tracing.stages import Stage, stages_of
+from model.tracing.tap import Tap
+
+AFTER_LOGITS = ("probabilities", "loss")
+# A pass that is differentiated keeps about this many tensors for each stage that it computes: the stage itself, and
+# what the derivatives of the next operations need.
+COPIES = 3
+
+
+class GradientTap:
+    """A tap that makes the pass differentiable from the first wanted stage on, and keeps every wanted stage.
+
+    The pass goes on with the tensors that are kept, so that gradients with respect to them can be computed. Stages that
+    are computed from each other stay connected: the gradient of an early stage includes its effect through later ones.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._names = {stage.name for stage in stages}
+        self.kept: dict[str, Tensor] = {}
+
+    def wants(self, name: str) -> bool:
+        return name in self._names
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        # Always a new tensor: only then does the pass use a stage that a fused kernel skips.
+        kept = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().clone().requires_grad_()
+        self.kept[name] = kept
+        return kept
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The value of the target, the wanted stages, and the gradient of the value with respect to each of them."""
+
+    value: float
+    stages: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+
+
+def differentiable_stages(config: ModelConfig) -> list[Stage]:
+    """The stages with respect to which there are gradients: all that the logits depend on, and the logits."""
+    return [stage for stage in stages_of(config) if stage.name not in AFTER_LOGITS]
+
+
+def compute_gradients(
+    model: Transformer,
+    ids: Sequence[int],
+    target: Target,
+    stages: Sequence[Stage],
+    *,
+    adapter: Adapter | None = None,
+) -> Gradients:
+    """Run one pass over `ids`, and differentiate the target with respect to the stages.
+
+    The gradient of a stage on which the target does not depend is zero. `ln_final` and `logits` have only the positions
+    on which the target depends (`target.rows`).
+    """
+    tap = GradientTap(stages)
+    with torch.enable_grad():
+        value = run_target(model, ids, target, tap, adapter)
+        gradients = _gradients_of(value, list(tap.kept.values()))
+    kept = {name: tensor.detach() for name, tensor in tap.kept.items()}
+    return Gradients(float(value.detach()), kept, dict(zip(kept, gradients, strict=True)))
+
+
+def run_target(
+    model: Transformer, ids: Sequence[int], target: Target, tap: Tap | None = None, adapter: Adapter | None = None
+) -> Tensor:
+    """Run one pass over `ids`, and return the target's value."""
+    batch = torch.tensor([list(ids)], device=model.embed.weight.device)
+    adapters = None if adapter is None else PassAdapters.of(adapter)
+    value: Tensor = target(model(batch, tap=tap, rows=target.rows, adapters=adapters))
+    return value
+
+
+def _gradients_of(value: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    if not value.requires_grad:  # no wanted stage leads to the value
+        return [torch.zeros_like(tensor) for tensor in tensors]
+    found = torch.autograd.grad(value, tensors, allow_unused=True)
+    return [
+        torch.zeros_like(tensor) if gradient is None else gradient
+        for tensor, gradient in zip(tensors, found, strict=True)
+    ]
+
+
+def gradient_bytes(config: ModelConfig, sizes: Mapping[str, int], num_logits: int, dtype: torch.dtype) -> int:
+    """Bound the memory of a differentiated pass. `sizes` has the length of each dim, `num_logits` rows of logits."""
+    outputs = {"logits", *AFTER_LOGITS}
+    num_values = num_logits * sizes["d_vocab"]
+    for stage in stages_of(config):
+        if stage.name not in outputs:
+            product = 1
+            for length in stage.shape(sizes):
+                product *= length
+            num_values += product
+    return COPIES * num_values * dtype.itemsize

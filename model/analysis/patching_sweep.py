@@ -1,0 +1,123 @@
+"""The cells of an exact patching sweep: which part of the clean pass each of them puts into the corrupted pass.
+
+Each cell is one pass over the corrupted prompt with one patch. This module makes the edits; the caller runs the passes.
+Dims: P positions.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.network.adapters import Adapter, PassAdapters
+from model.network.transformer import Transformer
+from model.tracing.edits import BoundEdits, Edit, EditSource, plan_edits
+from model.tracing.selection import Selection
+from model.tracing.stages import Stage, sizes_of, stages_of
+from model.tracing.tap import Recorder
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One patch. Without a `position` or a `head`, all positions or heads of the sweep are patched together."""
+
+    stage: Stage
+    position: int | None
+    head: int | None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep over `stages`, `positions` and query `heads`; `by_position` and `by_head` say which are cells.
+
+    A cell that patches a key-value head has the index of that head.
+    """
+
+    stages: Sequence[Stage]
+    positions: Sequence[int]
+    heads: Sequence[int]
+    by_position: bool
+    by_head: bool
+
+    def axes(self, stage: Stage, config: ModelConfig) -> list[tuple[str, list[int]]]:
+        """The dims along which the cells of a stage lie, with the indices of the cells."""
+        axes = []
+        for dim in stage.dims:
+            if dim in ("position", "query") and self.by_position:
+                axes.append((dim, list(self.positions)))
+            elif dim == "head" and self.by_head:
+                axes.append((dim, list(self.heads)))
+            elif dim == "kv_head" and self.by_head:
+                group = config.num_heads // config.num_kv_heads
+                axes.append((dim, sorted({head // group for head in self.heads})))
+        return axes
+
+    def shape(self, stage: Stage, config: ModelConfig) -> list[int]:
+        return [len(indices) for _, indices in self.axes(stage, config)]
+
+    def num_cells(self, config: ModelConfig) -> int:
+        return sum(math.prod(self.shape(stage, config)) for stage in self.stages)
+
+    def cells(self, config: ModelConfig) -> list[Cell]:
+        """All cells, stage by stage, each in row-major order of its axes."""
+        cells = []
+        for stage in self.stages:
+            places: list[dict[str, int]] = [{}]
+            for dim, indices in self.axes(stage, config):
+                kind = "position" if dim in ("position", "query") else "head"
+                places = [place | {kind: index} for place in places for index in indices]
+            cells += [Cell(stage, place.get("position"), place.get("head")) for place in places]
+        return cells
+
+
+class Patcher:
+    """Makes the edits of cells, from the stages of the clean pass."""
+
+    def __init__(
+        self, sweep: Sweep, config: ModelConfig, clean_ids: Sequence[int], values: Mapping[str, Tensor]
+    ) -> None:
+        self._sweep = sweep
+        self._config = config
+        self._clean_ids = list(clean_ids)
+        self._values = values
+        self._stages = stages_of(config)
+
+    def edits(self, cell: Cell, corrupted_ids: Sequence[int]) -> BoundEdits:
+        """The edits of one cell, for a pass over the corrupted prompt that generates one token."""
+        has_heads = any(dim in ("head", "kv_head") for dim in cell.stage.dims)
+        group = self._config.num_heads // self._config.num_kv_heads if "kv_head" in cell.stage.dims else 1
+        heads = list(self._sweep.heads) if cell.head is None else [cell.head * group]
+        positions = list(self._sweep.positions) if cell.position is None else [cell.position]
+        edit = Edit(
+            stage=cell.stage.name,
+            op="patch",
+            positions=positions,
+            heads=heads if has_heads else None,
+            source=EditSource(ids=self._clean_ids),
+        )
+        plan = plan_edits([edit], self._config, self._stages, corrupted_ids, len(corrupted_ids) + 1)
+        (source,) = plan.sources
+        tensor = self._values[cell.stage.name]
+        axis = 2 if "query" in cell.stage.dims else 1
+        return plan.bind([{cell.stage.name: tensor.index_select(axis, torch.tensor(list(source.positions)))}])
+
+
+@torch.inference_mode()
+def clean_values(
+    model: Transformer, clean_ids: Sequence[int], stages: Sequence[Stage], adapter: Adapter | None = None
+) -> dict[str, Tensor]:
+    """The stages of the clean pass, on the CPU."""
+    recorder = Recorder(stages, lambda stage, tensor: tensor.cpu().clone())
+    batch = torch.tensor([list(clean_ids)], device=model.embed.weight.device)
+    adapters = None if adapter is None else PassAdapters.of(adapter)
+    model(batch, tap=recorder, rows=[len(clean_ids) - 1], adapters=adapters)
+    return dict(recorder.kept)
+
+
+def clean_bytes(config: ModelConfig, stages: Sequence[Stage], num_tokens: int, itemsize: int) -> int:
+    """The memory of `clean_values`."""
+    selection, sizes = Selection(stages=stages), sizes_of(config, num_tokens)
+    return itemsize * sum(math.prod(selection.shape(stage, sizes)) for stage in stages)

@@ -1,0 +1,80 @@
+"""A copy of a served network in float32 or float64 that computes with PyTorch only, so that autograd can follow it.
+
+The copy has the weights of the served network: packed weights are unpacked, and quantized ones multiplied by their
+scales. It differs from the served network only in the precision of its arithmetic.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from model.config import ModelConfig
+from model.network.adapters import Adapter, LowRankLayer
+from model.network.parameters import count_parameters
+from model.network.transformer import Transformer
+from model.ops.cpu.packed_linear import PackedLinear, PackedQuantizedLinear
+from model.ops.quantization import QuantizedLinear
+from model.ops.torch_ops import TORCH
+
+
+def linear_weight(layer: nn.Module) -> Tensor:
+    """The weight (N, K) of any linear layer of a network: as it is, or in float32 if it is quantized."""
+    if isinstance(layer, PackedLinear | PackedQuantizedLinear):
+        return layer.unpacked()
+    if isinstance(layer, QuantizedLinear):
+        return layer.quantized.dequantize(torch.float32)
+    assert isinstance(layer, nn.Linear), "a network has no other linear layers"
+    return layer.weight.detach()
+
+
+def linear_bias(layer: nn.Module) -> Tensor | None:
+    """The bias (N,) of any linear layer of a network; None if it has none."""
+    bias: Tensor | None = layer.bias  # type: ignore[assignment]  # every linear layer has this attribute
+    return None if bias is None else bias.detach()
+
+
+def copy_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bound the memory of a copy: a tied head has a matrix of its own if it is quantized."""
+    num_head = config.vocab_size * config.d_model if config.tied_head else 0
+    return (count_parameters(config).total + num_head) * dtype.itemsize
+
+
+def float_copy(model: Transformer, dtype: torch.dtype) -> Transformer:
+    """Copy a network to PyTorch's layers in `dtype`. Its weights are constants: autograd ignores them."""
+    head_shares_embedding = model.config.tied_head and not isinstance(
+        model.head, QuantizedLinear | PackedQuantizedLinear
+    )
+
+    def linear(name: str, num_inputs: int, num_outputs: int, has_bias: bool) -> nn.Module:
+        if name == "head" and head_shares_embedding:
+            return nn.Linear(num_inputs, num_outputs, bias=False, device="meta")  # `tie_head` sets its weight
+        return _plain_linear(model.get_submodule(name), dtype)
+
+    with torch.device("meta"):
+        copy = Transformer(model.config, backend=TORCH, linear=linear)
+    if not head_shares_embedding:  # the constructor has tied it to the embedding if the config says so
+        copy.head = _plain_linear(model.head, dtype)
+    linear_names = {name for name, module in copy.named_modules() if isinstance(module, nn.Linear)}
+    rest = {
+        name: parameter.detach().to(dtype)
+        for name, parameter in model.named_parameters()
+        if name.rpartition(".")[0] not in linear_names
+    }
+    copy.load_state_dict(rest, strict=False, assign=True)
+    if head_shares_embedding:
+        copy.tie_head()
+    assert not any(parameter.is_meta for parameter in copy.parameters()), "a parameter has no weight"
+    return copy.requires_grad_(False).eval()
+
+
+def copy_adapter(adapter: Adapter, dtype: torch.dtype) -> Adapter:
+    """Copy an adapter for a network that `float_copy` returns."""
+    layers = {
+        name: LowRankLayer(linear_weight(layer.a).to(dtype), linear_weight(layer.b).to(dtype), TORCH.network)
+        for name, layer in adapter.layers.items()
+    }
+    return Adapter(adapter.name, layers, adapter.ranks)
+
+
+def _plain_linear(layer: nn.Module, dtype: torch.dtype) -> nn.Module:
+    bias = linear_bias(layer)
+    return TORCH.network.linear(linear_weight(layer).to(dtype), None if bias is None else bias.to(dtype), dtype)

@@ -1,0 +1,114 @@
+"""Run the jobs of POST /attribute beside the network: gradients, on a thread that yields to all others.
+
+Their cost is checked before: the tokens of all passes, the memory of one differentiated pass, and the response.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fastapi import Response
+
+from model.analysis.gradients import gradient_bytes
+from model.network.adapters import Adapter
+from model.network.float_network import FloatNetwork
+from model.network.transformer import Transformer
+from model.tracing.stages import sizes_of
+from service.answers.attribution.question import Question
+from service.answers.budget import Budget
+from service.http.access_log import note_tokens
+from service.http.disconnects import unless_disconnected
+from service.http.encoding import to_json
+from service.http.errors import ApiError, ClientGone, invalid
+from service.state import get_reservation
+
+FIELDS = "prompt, stages, positions, heads, detail or steps"
+
+
+@dataclass(frozen=True)
+class Copied:
+    """The copy of the network that a job uses, and of the adapter of its request."""
+
+    model: Transformer
+    adapter: Adapter | None
+    is_abandoned: Callable[[], bool]
+
+    def check_wanted(self) -> None:
+        """Raise `ClientGone` if nobody waits for the result. Long jobs call this between two passes."""
+        if self.is_abandoned():
+            raise ClientGone
+
+
+def float_network_of(question: Question) -> FloatNetwork:
+    """The network for gradients. Raises 400 if gradients are off."""
+    network = question.state.float_network
+    if network is None:
+        reason = "this method needs gradients, which are off on this server; start it with --gradients float32"
+        raise invalid("method", reason, "gradients_off")
+    return network
+
+
+def check_tokens(question: Question, num_passes: int) -> None:
+    """Raise 413 if the passes of a request are too long or too many."""
+    settings, num_tokens = question.state.settings, len(question.ids)
+    if num_tokens > settings.max_pass_tokens:
+        message = (
+            f"prompt: has {num_tokens} tokens, but one pass takes at most {settings.max_pass_tokens}; shorten the "
+            "prompt, or start the server with a larger --max-pass-tokens"
+        )
+        raise ApiError(413, message, param="prompt", code="prompt_too_long")
+    if num_tokens * num_passes > settings.max_gradient_tokens:
+        message = (
+            f"{num_passes} passes over {num_tokens} tokens are {num_tokens * num_passes} tokens, and the limit is "
+            f"{settings.max_gradient_tokens}; send a shorter prompt or fewer steps, or start the server with a larger "
+            "--max-gradient-tokens"
+        )
+        raise ApiError(413, message, param="prompt", code="too_many_tokens")
+
+
+def pass_bytes_of(question: Question, network: FloatNetwork, num_logits: int) -> int:
+    """Bound the memory of one differentiated pass with `num_logits` rows of logits."""
+    config = question.checkpoint.model.config
+    return gradient_bytes(config, sizes_of(config, len(question.ids)), num_logits, network.dtype)
+
+
+async def answer_gradients(
+    question: Question,
+    method: str,
+    job: Callable[[Copied], dict[str, Any]],
+    *,
+    num_passes: int,
+    num_logits: int,
+    response_bytes: int,
+) -> Response:
+    """Check the cost of a job, run it, and return its response.
+
+    The job returns the fields of the answer that only its method has. It runs `num_passes` passes over the prompt, each
+    with `num_logits` rows of logits.
+    """
+    state, network = question.state, float_network_of(question)
+    check_tokens(question, num_passes)
+    Budget(response_bytes, pass_bytes_of(question, network, num_logits), FIELDS).check(state)
+    num_tokens = len(question.ids) * num_passes
+    note_tokens(question.request, num_tokens)
+    reservation = get_reservation(question.request)
+    reservation.reserve(response_bytes)
+
+    def run(is_abandoned: Callable[[], bool]) -> tuple[bytes, float]:
+        began = time.perf_counter()
+        copied = Copied(network.get(), network.adapter(question.adapter), is_abandoned)
+        copied.check_wanted()
+        with torch.no_grad():
+            fields = job(copied)
+        seconds = time.perf_counter() - began
+        common = question.answer(method, network.dtype, began - question.arrived, seconds)
+        return to_json(common | fields), seconds
+
+    content, seconds = await unless_disconnected(question.request, state.worker.run_gradients(run))
+    reservation.count(len(content) - response_bytes)
+    state.metrics.gradient_seconds.observe(seconds)
+    state.metrics.prompt_tokens.inc(num_tokens)
+    state.metrics.attributions.labels(method).inc()
+    return Response(content, media_type="application/json")

@@ -1,0 +1,173 @@
+"""The methods `gradient`, `integrated_gradients` and `attribution_patching`: their checks, jobs and answers."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from fastapi import Response
+from torch import Tensor
+
+from model.analysis.attribution_patching import attribution_patching, effect_dims
+from model.analysis.gradients import compute_gradients, differentiable_stages
+from model.analysis.integrated_gradients import IntegratedGradientsRun, embeddings_of, mean_embedding
+from model.analysis.target import LogitTarget, Target
+from model.tracing.selection import Selection, StageCollector
+from model.tracing.stages import Stage, sizes_of
+from service.answers.attribution.gradient_jobs import Copied, answer_gradients, float_network_of
+from service.answers.attribution.question import Question, find_stages, read_logit, read_target, second_prompt
+from service.answers.budget import ResponseContents, response_bytes
+from service.answers.prompts import check_indices, find_positions, longest_token_bytes, token_answers
+from service.answers.stage_answers import stage_answer
+from service.http.attribute_schemas import (
+    AttributionPatchingRequest,
+    GradientRequest,
+    IntegratedGradientsRequest,
+)
+from service.http.encoding import Encoding, json_array
+from service.http.errors import invalid
+
+
+def bytes_of(question: Question, num_stages: int, num_values: int, encoding: Encoding = "json") -> int:
+    """Bound an answer with two lists of tokens, some stages, and numbers."""
+    num_tokens = 2 * len(question.ids) + 2
+    network = float_network_of(question)
+    return response_bytes(
+        ResponseContents(
+            num_records=1 + num_stages,
+            num_predictions=num_tokens,
+            text_bytes=num_tokens * longest_token_bytes(question.checkpoint),
+            num_values=num_values,
+            dtype=network.dtype,
+            encoding=encoding,
+        )
+    )
+
+
+async def find_selection(
+    question: Question, body: GradientRequest | AttributionPatchingRequest, detail: Any
+) -> Selection:
+    """The stages, positions and heads of a request. Raises 400 for those that do not exist."""
+    config = question.checkpoint.model.config
+    stages = await find_stages(question, differentiable_stages(config), body.stages)
+    positions = None if body.positions is None else find_positions(body.positions, len(question.ids), "positions")
+    check_indices(body.heads, config.num_heads, "heads", "heads")
+    return Selection(stages=stages, detail=detail, positions=positions, heads=body.heads)
+
+
+def with_needed_rows(target: Target, stages: list[Stage]) -> tuple[Target, bool]:
+    """The target of a pass with these stages, and whether the pass computes the logits of all positions."""
+    if not isinstance(target, LogitTarget):
+        return target, True
+    has_all_rows = any(stage.has_selected_rows for stage in stages)
+    return replace(target, has_all_rows=has_all_rows), has_all_rows
+
+
+async def answer_gradient(body: GradientRequest, question: Question) -> Response:
+    float_network_of(question)  # before all other checks
+    selection = await find_selection(question, body, body.detail)
+    sizes = sizes_of(question.checkpoint.model.config, len(question.ids))
+    target, has_all_rows = with_needed_rows(await read_target(question, body), list(selection.stages))
+    num_values = sum(math.prod(selection.shape(stage, sizes)) for stage in selection.stages)
+
+    def job(copied: Copied) -> dict[str, Any]:
+        found = compute_gradients(copied.model, question.ids, target, selection.stages, adapter=copied.adapter)
+        collector = StageCollector(selection, sizes)
+        kept = [collector(stage, found.gradients[stage.name]) for stage in selection.stages]
+        collector.finish()
+        return {
+            "target": question.target_answer(target),
+            "value": found.value,
+            "stages": [stage_answer(each, each.values, body.encoding) for each in kept],
+        }
+
+    return await answer_gradients(
+        question,
+        "gradient",
+        job,
+        num_passes=1,
+        num_logits=len(question.ids) if has_all_rows else 1,
+        response_bytes=bytes_of(
+            question, len(selection.stages), num_values if body.detail == "values" else 0, body.encoding
+        ),
+    )
+
+
+async def answer_integrated_gradients(body: IntegratedGradientsRequest, question: Question) -> Response:
+    float_network_of(question)
+    target = await read_target(question, body)
+    if body.baseline_prompt is not None and "baseline" in body.model_fields_set:
+        raise invalid("baseline_prompt", "replaces `baseline`; send only one of them")
+    baseline_ids = None
+    if body.baseline_prompt is not None:
+        baseline_ids = await second_prompt(question, body.baseline_prompt, "baseline_prompt")
+
+    def baseline(copied: Copied) -> Tensor:
+        if baseline_ids is not None:
+            return embeddings_of(copied.model, baseline_ids)
+        mean = mean_embedding(copied.model)
+        return mean if body.baseline == "mean" else torch.zeros_like(mean)
+
+    def job(copied: Copied) -> dict[str, Any]:
+        run = IntegratedGradientsRun(
+            copied.model, question.ids, target, baseline(copied), body.steps, adapter=copied.adapter
+        )
+        for index in range(body.steps):
+            copied.check_wanted()
+            run.step(index)
+        found = run.finish()
+        return {
+            "target": question.target_answer(target),
+            "attributions": found.attributions.sum(-1).tolist(),
+            "value": found.value,
+            "baseline_value": found.baseline_value,
+            "error": found.error,
+            "steps": body.steps,
+        }
+
+    return await answer_gradients(
+        question,
+        "integrated_gradients",
+        job,
+        num_passes=body.steps + 2,
+        num_logits=len(question.ids) if body.of == "loss" else 1,
+        response_bytes=bytes_of(question, 1, len(question.ids)),
+    )
+
+
+async def answer_attribution_patching(body: AttributionPatchingRequest, question: Question) -> Response:
+    float_network_of(question)
+    selection = await find_selection(question, body, "values")
+    corrupted = await second_prompt(question, body.corrupted, "corrupted")
+    sizes = sizes_of(question.checkpoint.model.config, len(question.ids))
+    target, has_all_rows = with_needed_rows(await read_logit(question, body), list(selection.stages))
+    effects = [Stage(stage.name, effect_dims(stage)) for stage in selection.stages]
+    num_values = sum(math.prod(selection.shape(stage, sizes)) for stage in effects)
+
+    def job(copied: Copied) -> dict[str, Any]:
+        found = attribution_patching(
+            copied.model, question.ids, corrupted, target, selection.stages, adapter=copied.adapter
+        )
+        taken = {stage: selection.take(stage, found.effects[stage.name], sizes)[0] for stage in effects}
+        return {
+            "target": question.target_answer(target),
+            "corrupted_tokens": token_answers(corrupted, question.checkpoint),
+            "clean_value": found.clean_value,
+            "corrupted_value": found.corrupted_value,
+            "stages": [effects_answer(stage.name, stage.dims[1:], tensor) for stage, tensor in taken.items()],
+        }
+
+    return await answer_gradients(
+        question,
+        "attribution_patching",
+        job,
+        num_passes=2,
+        num_logits=len(question.ids) if has_all_rows else 1,
+        response_bytes=bytes_of(question, len(selection.stages), num_values),
+    )
+
+
+def effects_answer(name: str, dims: tuple[str, ...], values: Tensor) -> dict[str, Any]:
+    """Describe a number for each position and head of a stage."""
+    numbers = json_array(values) if values.dim() else values.item()  # orjson writes no arrays without dims
+    return {"name": name, "shape": list(values.shape), "dims": list(dims), "values": numbers}

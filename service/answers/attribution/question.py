@@ -1,0 +1,146 @@
+"""What a request to POST /attribute is about: the checked prompt, its token and position, and their JSON form."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastapi import Request
+
+from model.analysis.target import LogitTarget, LossTarget, Target
+from model.checkpoints.load import Checkpoint
+from model.errors import shortened
+from model.network.adapters import Adapter
+from model.tracing.stages import Stage
+from service.answers.prompts import Prompt, check_ids, prompt_ids, token_answers, token_text
+from service.answers.stage_answers import select_stages
+from service.http.attribute_schemas import LogitRequest, PromptRequest, TargetRequest
+from service.http.encoding import NAMES
+from service.http.errors import invalid
+from service.state import State, find_adapter, run_plan
+
+MAX_SHOWN_PIECES = 8  # of a text that is several tokens, in an error message
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request with its prompt as token ids."""
+
+    request: Request
+    state: State
+    checkpoint: Checkpoint
+    adapter: str | None
+    ids: Sequence[int]
+    arrived: float
+
+    @property
+    def served_adapter(self) -> Adapter | None:
+        """The adapter of the served network."""
+        return None if self.adapter is None else self.checkpoint.adapters[self.adapter]
+
+    def token_answer(self, token_id: int) -> dict[str, Any]:
+        return {"id": token_id, "text": token_text(self.checkpoint, token_id)}
+
+    def answer(self, method: str, dtype: Any, waited: float, seconds: float) -> dict[str, Any]:
+        """The fields that the answers of all methods have."""
+        return {
+            "method": method,
+            "model": self.adapter or self.checkpoint.name,
+            "tokens": token_answers(self.ids, self.checkpoint),
+            "dtype": NAMES[dtype],
+            "timings": {"queue_seconds": waited, "compute_seconds": seconds},
+        }
+
+    def target_answer(self, target: Target) -> dict[str, Any]:
+        """Describe what is explained."""
+        if isinstance(target, LossTarget):
+            return {"token": None, "minus": None, "position": None}
+        return {
+            "token": self.token_answer(target.token),
+            "minus": None if target.minus is None else self.token_answer(target.minus),
+            "position": target.position,
+        }
+
+
+async def read_question(
+    body: PromptRequest, request: Request, state: State, checkpoint: Checkpoint, arrived: float
+) -> Question:
+    """Check the prompt and the adapter of a request."""
+    adapter = find_adapter(checkpoint, body.model, body.adapter)
+    ids = await prompt_ids(request, state, checkpoint, body.prompt)
+    return Question(request, state, checkpoint, adapter, ids, arrived)
+
+
+async def second_prompt(question: Question, prompt: Prompt, param: str) -> list[int]:
+    """The token ids of a prompt that must have as many tokens as the first one. Raises 400 if it has not."""
+    ids = await prompt_ids(question.request, question.state, question.checkpoint, prompt, param)
+    if len(ids) != len(question.ids):
+        reason = f"has {len(ids)} tokens, but prompt has {len(question.ids)}; both need as many, position by position"
+        raise invalid(param, reason, "length")
+    return ids
+
+
+async def find_stages(question: Question, stages: Sequence[Stage], globs: Sequence[str]) -> list[Stage]:
+    """The stages that any glob matches, in the order of computation. Raises 400 for a glob that matches none."""
+    return await run_plan(question.state, len(globs), lambda: select_stages(stages, globs, "stages"))
+
+
+async def read_token(question: Question, token: str | int, param: str) -> int:
+    """The id of a token. Raises 400 for an id outside the vocabulary, and for a text that is not one token."""
+    tokenizer, vocab_size = question.checkpoint.tokenizer, question.checkpoint.model.config.vocab_size
+    if isinstance(token, int):
+        if token >= vocab_size:
+            raise invalid(param, f"{shortened(token)} is not a token id; the vocabulary has {vocab_size}", "token_id")
+        return token
+    if tokenizer is None:
+        raise invalid(param, "this checkpoint has no tokenizer.json; send a token id", "no_tokenizer")
+    encode = partial(tokenizer.encode, token, add_special_tokens=False)
+    ids: list[int] = await question.state.worker.run_text(encode, len(token.encode()))
+    if len(ids) != 1:
+        pieces = ", ".join(f"{tokenizer.token_text(each)!r} ({each})" for each in ids[:MAX_SHOWN_PIECES])
+        more = f" and {len(ids) - MAX_SHOWN_PIECES} more" if len(ids) > MAX_SHOWN_PIECES else ""
+        found = f"is {len(ids)} tokens: {pieces}{more}" if ids else "has no token"
+        hint = "; a word inside a text usually begins with a space" if ids and not token.startswith(" ") else ""
+        raise invalid(
+            param, f"{shortened(token)} {found}; send a text that is one token, or an id{hint}", "not_a_token"
+        )
+    check_ids(ids, vocab_size, param)
+    return ids[0]
+
+
+async def read_logit(question: Question, body: LogitRequest | TargetRequest) -> LogitTarget:
+    """The logit that a request asks about. Raises 400 for a wrong token or position."""
+    assert body.token is not None
+    token = await read_token(question, body.token, "token")
+    minus = None if body.minus is None else await read_token(question, body.minus, "minus")
+    if minus == token:
+        raise invalid("minus", "is the same token as `token`, so their difference is always 0; send another token")
+    given = -1 if body.position is None else body.position
+    position = given + len(question.ids) if given < 0 else given
+    if not 0 <= position < len(question.ids):
+        reason = f"{shortened(given)} is out of range; there are {len(question.ids)} tokens"
+        raise invalid("position", reason, "out_of_range")
+    return LogitTarget(token, position, minus)
+
+
+async def read_target(question: Question, body: TargetRequest) -> Target:
+    """The logit or loss that a request asks about. Raises 400 for fields that do not fit."""
+    if body.of == "logit":
+        if body.token is None:
+            raise invalid("token", "is required to explain a logit; send a token, or explain the loss", "missing")
+        if body.targets is not None:
+            raise invalid("targets", "belongs to the loss; send of: loss, or leave the field out")
+        return await read_logit(question, body)
+    extra = [name for name in ("token", "minus", "position") if getattr(body, name) is not None]
+    if extra:
+        raise invalid(extra[0], "belongs to a logit; send of: logit, or leave the field out")
+    targets = [*question.ids[1:], None] if body.targets is None else body.targets
+    if len(targets) != len(question.ids):
+        raise invalid("targets", f"has {len(targets)} entries for {len(question.ids)} tokens")
+    check_ids(targets, question.checkpoint.model.config.vocab_size, "targets")
+    if all(target is None for target in targets):
+        where = "prompt" if body.targets is None else "targets"
+        raise invalid(
+            where, "gives no position a next token, so there is no loss; send at least two tokens, or targets"
+        )
+    return LossTarget(targets)

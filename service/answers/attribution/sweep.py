@@ -1,0 +1,214 @@
+"""The method `patching`: an exact sweep of patches, each of them a generation of one token in the engine.
+
+The cells are admitted in groups, so that other requests find room between them. A group is cancelled when the client
+disconnects, and the groups after it never start.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fastapi import Response
+
+from model.analysis.patching_sweep import Cell, Patcher, clean_values
+from model.tracing.edits import BoundEdits
+from service.answers.attribution.gradients import effects_answer
+from service.answers.attribution.question import Question
+from service.answers.attribution.sweep_plan import Plan, engine_request, make_plan
+from service.answers.prompts import token_answers
+from service.http.access_log import note_tokens
+from service.http.attribute_schemas import PatchingRequest
+from service.http.disconnects import unless_disconnected
+from service.http.encoding import to_json
+from service.http.errors import ApiError, draining, error_body, internal, timed_out
+from service.http.sse import DONE, EventStream, event
+from service.request_stream import RequestStream
+from service.state import get_engine, get_reservation
+
+logger = logging.getLogger(__name__)
+MAX_GROUP = 32  # cells that are admitted together
+
+
+@dataclass(frozen=True)
+class Value:
+    """The value of the target after the patch of a cell."""
+
+    cell: Cell
+    value: float
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        cell = self.cell
+        return {"stage": cell.stage.name, "position": cell.position, "head": cell.head, "value": self.value}
+
+
+class SweepRun:
+    """One sweep while it runs. `close` cancels what is in the engine."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._state = plan.question.state
+        self._id = f"sweep-{uuid.uuid4().hex}"
+        self._stream: RequestStream | None = None
+        self._num_admitted = 0
+        self._began = time.perf_counter()
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+        note_tokens(self._plan.question.request, self._num_admitted * len(self._plan.corrupted), self._num_admitted)
+
+    async def answer(self) -> bytes:
+        """Run the whole sweep, and encode its answer."""
+        plan, values = self._plan, list[float]()
+        question, config = plan.question, plan.question.checkpoint.model.config
+        with self._state.worker.series():
+            clean, corrupted = await self._unpatched()
+            async with aclosing(self._groups()) as groups:
+                async for group in groups:
+                    values += [each.value for each in group]
+        stages, first = [], 0
+        for stage in plan.sweep.stages:
+            shape = plan.sweep.shape(stage, config)
+            num_cells = int(torch.tensor(shape).prod()) if shape else 1
+            tensor = torch.tensor(values[first : first + num_cells], dtype=torch.float64).view(shape)
+            dims = tuple(dim for dim, _ in plan.sweep.axes(stage, config))
+            stages.append(effects_answer(stage.name, dims, tensor))
+            first += num_cells
+        timings = self._timings()
+        dtype = question.checkpoint.model.embed.weight.dtype
+        answer = question.answer("patching", dtype, timings["queue_seconds"], timings["compute_seconds"])
+        return to_json(
+            answer
+            | {
+                "target": question.target_answer(plan.target),
+                "corrupted_tokens": token_answers(plan.corrupted, question.checkpoint),
+                "positions": list(plan.sweep.positions),
+                "heads": list(plan.sweep.heads),
+                "clean_value": clean,
+                "corrupted_value": corrupted,
+                "num_cells": len(plan.cells),
+                "stages": stages,
+            }
+        )
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """The same as Server-Sent Events: the values without a patch, the cells group by group, and the end."""
+        plan = self._plan
+        try:
+            with self._state.worker.series():
+                clean, corrupted = await self._unpatched()
+                start = {
+                    "model": plan.question.adapter or plan.question.checkpoint.name,
+                    "target": plan.question.target_answer(plan.target),
+                    "clean_value": clean,
+                    "corrupted_value": corrupted,
+                    "num_cells": len(plan.cells),
+                }
+                yield event(start)
+                async with aclosing(self._groups()) as groups:
+                    async for group in groups:
+                        yield event({"cells": [each.answer for each in group]})
+            yield event({"num_cells": len(plan.cells), "timings": self._timings()})
+        except ApiError as error:
+            yield event(error_body(error), kind="error")
+        except Exception:  # a bug; the status line is already sent, so the stream has to report it
+            logger.exception("sweep %s failed", self._id)
+            yield event(error_body(internal()), kind="error")
+        yield DONE
+
+    def _timings(self) -> dict[str, float]:
+        now = time.perf_counter()
+        return {"queue_seconds": self._began - self._plan.question.arrived, "compute_seconds": now - self._began}
+
+    async def _unpatched(self) -> tuple[float, float]:
+        """The values of the clean and of the corrupted pass."""
+        ids = [list(self._plan.question.ids), self._plan.corrupted]
+        clean, corrupted = await self._values([(each, None) for each in ids])
+        return clean, corrupted
+
+    async def _groups(self) -> AsyncGenerator[list[Value]]:
+        """The values of all cells in order, group by group."""
+        plan, worker = self._plan, self._state.worker
+        question, config = plan.question, plan.question.checkpoint.model.config
+        model, adapter = question.checkpoint.model, question.served_adapter
+        try:
+            async with asyncio.timeout_at(self._deadline()):
+                kept = await worker.run(lambda: clean_values(model, question.ids, plan.sweep.stages, adapter))
+        except TimeoutError:
+            raise timed_out(self._state.settings.request_timeout_seconds) from None
+        patcher, first = Patcher(plan.sweep, config, question.ids, kept), 0
+        while first < len(plan.cells):
+            cells = plan.cells[first : first + self._group_size()]
+            first += len(cells)
+
+            def edits(cells: Sequence[Cell] = cells) -> list[BoundEdits]:
+                return [patcher.edits(cell, plan.corrupted) for cell in cells]
+
+            bound = await worker.run_encoding(edits)
+            values = await self._values([(plan.corrupted, each) for each in bound])
+            self._state.metrics.sweep_cells.inc(len(cells))
+            yield list(map(Value, cells, values))
+        self._state.metrics.attributions.labels("patching").inc()
+
+    def _deadline(self) -> float:
+        elapsed = time.perf_counter() - self._plan.question.arrived
+        return asyncio.get_running_loop().time() + self._state.settings.request_timeout_seconds - elapsed
+
+    def _group_size(self) -> int:
+        """As many cells as one step computes, but at most half of the sequences that may run at a time.
+
+        Beside other generations, there are fewer cells than generations: only then does the engine limit how much
+        prompts delay them.
+        """
+        engine, num_tokens = get_engine(self._state), len(self._plan.corrupted)
+        by_tokens = min(engine.config.max_step_tokens // num_tokens, engine.num_cache_tokens // (num_tokens + 1))
+        num_others = self._state.worker.num_running
+        fair = num_others - 1 if num_others else MAX_GROUP
+        return max(1, min(MAX_GROUP, fair, self._state.settings.max_num_seqs // 2, by_tokens))
+
+    async def _values(self, passes: Sequence[tuple[Sequence[int], BoundEdits | None]]) -> list[float]:
+        """Run passes in the engine, and return the target's value after each."""
+        plan = self._plan
+        requests = [
+            engine_request(plan, f"{self._id}-{self._num_admitted + index}", ids, edits)
+            for index, (ids, edits) in enumerate(passes)
+        ]
+        scores: dict[str, list[float]] = {}
+        self._stream = self._state.worker.admit(requests, plan.question.arrived)
+        self._num_admitted += len(requests)
+        try:
+            async for output in self._stream.outputs():
+                if output.error is not None:
+                    logger.error("sweep %s failed", self._id, exc_info=output.error)
+                    raise internal()
+                if output.scores:
+                    scores[output.request_id] = output.scores
+                if output.end is not None and output.end.finish_reason == "cancelled":
+                    is_late = output.end.stop_reason == "timeout"
+                    raise timed_out(self._state.settings.request_timeout_seconds) if is_late else draining()
+        finally:
+            self._stream.close()
+            self._stream = None
+        return [first - sum(rest) for first, *rest in (scores[request.id] for request in requests)]
+
+
+async def answer_sweep(body: PatchingRequest, question: Question) -> Response:
+    plan = await make_plan(body, question)
+    run = SweepRun(plan)
+    if body.stream:
+        return EventStream(run.events(), on_close=run.close)
+    get_reservation(question.request).reserve(plan.response_bytes)
+    try:
+        content = await unless_disconnected(question.request, run.answer())
+    finally:
+        run.close()
+    get_reservation(question.request).count(len(content) - plan.response_bytes)
+    return Response(content, media_type="application/json")

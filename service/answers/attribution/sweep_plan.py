@@ -1,0 +1,111 @@
+"""Check a request for a patching sweep and its cost: the number of its cells, and the memory of the clean pass."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from model.analysis.patching_sweep import Cell, Sweep, clean_bytes
+from model.analysis.target import LogitTarget
+from model.engine.request import Request as EngineRequest
+from model.errors import InvalidField
+from model.text.sampling import SamplingParams
+from model.text.transcript import GenerationParams
+from model.tracing.edits import BoundEdits
+from model.tracing.stages import stages_of
+from service.answers.attribution.gradient_jobs import check_tokens
+from service.answers.attribution.question import Question, find_stages, read_logit, second_prompt
+from service.answers.budget import Budget, ResponseContents, response_bytes
+from service.answers.prompts import check_indices, find_positions, longest_token_bytes
+from service.http.attribute_schemas import PatchingRequest
+from service.http.errors import ApiError, invalid
+from service.state import get_engine
+
+PARAMS = GenerationParams(max_tokens=1, sampling=SamplingParams(temperature=0))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked sweep. `corrupted` are the token ids of the pass that is patched."""
+
+    question: Question
+    corrupted: list[int]
+    target: LogitTarget
+    sweep: Sweep
+    cells: Sequence[Cell]
+    response_bytes: int
+
+
+async def make_plan(body: PatchingRequest, question: Question) -> Plan:
+    """Check a request and its cost. Raises 400 for a wrong field, and 413 if the sweep is too large."""
+    config = question.checkpoint.model.config
+    target = await read_logit(question, body)
+    if target.position != len(question.ids) - 1:
+        raise invalid("position", "a sweep explains the logits of the last position; leave the field out", "not_last")
+    corrupted = await second_prompt(question, body.corrupted, "corrupted")
+    check_tokens(question, 1)
+    sweep = await find_sweep(body, question)
+    size = check_cost(sweep, question)
+    plan = Plan(question, corrupted, target, sweep, sweep.cells(config), size)
+    try:
+        get_engine(question.state).check(engine_request(plan, "check", corrupted, None))
+    except InvalidField as error:
+        raise invalid("prompt", error.reason) from None
+    return plan
+
+
+async def find_sweep(body: PatchingRequest, question: Question) -> Sweep:
+    """The stages, positions and heads of a request. Raises 400 for those that cannot be patched."""
+    config = question.checkpoint.model.config
+    stages = await find_stages(question, stages_of(config), body.stages)
+    for stage in stages:
+        if stage.has_selected_rows:
+            raise invalid("stages", f"{stage.name} comes after the last block, so a patch of it explains nothing")
+    positions = range(len(question.ids)) if body.positions is None else body.positions
+    check_indices(body.heads, config.num_heads, "heads", "heads")
+    if len(set(body.by)) < len(body.by):
+        raise invalid("by", "names the same axis twice", "duplicate")
+    return Sweep(
+        stages=stages,
+        positions=find_positions(list(positions), len(question.ids), "positions"),
+        heads=list(range(config.num_heads)) if body.heads is None else body.heads,
+        by_position="position" in body.by,
+        by_head="head" in body.by,
+    )
+
+
+def check_cost(sweep: Sweep, question: Question) -> int:
+    """The most bytes that the answer takes. Raises 413 for too many cells, or too large a clean pass or answer."""
+    config, limit = question.checkpoint.model.config, question.state.settings.max_sweep_cells
+    num_cells, num_tokens = sweep.num_cells(config), len(question.ids)
+    if num_cells > limit:
+        message = (
+            f"the sweep has {num_cells} cells, which compute up to {num_cells * num_tokens} tokens, and the limit is "
+            f"{limit} cells; select fewer stages, positions or heads, patch `by` one axis only, or start the server "
+            "with a larger --max-sweep-cells"
+        )
+        raise ApiError(413, message, param="stages", code="too_many_cells")
+    size = response_bytes(
+        ResponseContents(
+            num_records=2 + len(sweep.stages),
+            num_predictions=2 * num_tokens + 2,
+            text_bytes=(2 * num_tokens + 2) * longest_token_bytes(question.checkpoint),
+            num_values=num_cells,
+            dtype=torch.float64,
+        )
+    )
+    itemsize = torch.promote_types(question.checkpoint.model.embed.weight.dtype, torch.float32).itemsize
+    kept = clean_bytes(config, sweep.stages, num_tokens, itemsize)
+    Budget(size, kept, "stages, positions or the prompt").check(question.state)
+    return size
+
+
+def engine_request(plan: Plan, request_id: str, ids: Sequence[int], edits: BoundEdits | None) -> EngineRequest:
+    return EngineRequest(
+        id=request_id,
+        prompt_ids=ids,
+        params=PARAMS,
+        adapter=plan.question.adapter,
+        scored_ids=plan.target.token_ids,
+        edits=edits,
+    )

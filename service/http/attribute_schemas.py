@@ -1,0 +1,313 @@
+"""The JSON bodies of POST /attribute: one kind of request for each method, with its answer."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, RootModel
+
+from service.http.field_types import Answer, Indices, Prompt, Text, TokenId, at_most
+from service.http.schemas import (
+    AdaptedRequest,
+    Globs,
+    PositionedToken,
+    PositionPredictions,
+    Positions,
+    StageAnswer,
+    TargetIds,
+    Token,
+)
+
+PROMPT = "It was a dark night, and the captain"
+MAX_STEPS = 512
+OneToken = Annotated[
+    Annotated[Text, Field(max_length=1000)] | TokenId, Field(description="a token id, or a text that is one token")
+]
+Axes = Annotated[list[Literal["position", "head"]], Field(min_length=1, max_length=2), at_most(2)]
+
+
+# Requests
+
+
+class PromptRequest(AdaptedRequest):
+    """A request that is about one prompt."""
+
+    prompt: Prompt
+
+
+class LogitRequest(PromptRequest):
+    """A request that explains a logit, or the difference of two."""
+
+    token: OneToken = Field(description="the token whose logit is explained: an id, or a text that is one token")
+    minus: OneToken | None = Field(
+        None, description="a second token, whose logit is subtracted; default: nothing is subtracted"
+    )
+    position: int = Field(
+        -1, description="the position whose logits are explained; a negative one counts from the end of the prompt"
+    )
+
+
+class TargetRequest(PromptRequest):
+    """A request that explains a logit, the difference of two, or the loss."""
+
+    of: Literal["logit", "loss"] = Field("logit", description="what is explained: the logit of `token`, or the loss")
+    token: OneToken | None = Field(None, description="as for the method direct; required if a logit is explained")
+    minus: OneToken | None = Field(None, description="as for the method direct")
+    position: int | None = Field(None, description="as for the method direct")
+    targets: TargetIds | None = Field(
+        None,
+        description="for the loss: the correct next token of each position, null for none; default: the next token of "
+        "the prompt. The mean over the positions that have one is explained",
+    )
+
+
+class DirectRequest(LogitRequest):
+    method: Literal["direct"]
+
+
+class GradientRequest(TargetRequest):
+    method: Literal["gradient"]
+    stages: Globs = Field(["embed"], description="the stages with respect to which gradients are computed, as globs")
+    detail: Literal["summary", "values", "none"] = "summary"
+    positions: Positions | None = Field(None, description="positions to return; default: all")
+    heads: Indices | None = Field(None, description="heads to return, as in POST /forward; default: all")
+    encoding: Literal["json", "base64"] = Field("json", description="as in POST /forward")
+
+
+class IntegratedGradientsRequest(TargetRequest):
+    method: Literal["integrated_gradients"]
+    steps: int = Field(32, ge=1, le=MAX_STEPS, description="passes along the line; more make the error smaller")
+    baseline: Literal["mean", "zero"] = Field(
+        "mean", description="where the line begins, at every position: at the mean of all token embeddings, or at zero"
+    )
+    baseline_prompt: Prompt | None = Field(
+        None, description="a prompt with as many tokens, whose embeddings are the baseline instead"
+    )
+
+
+class PatchRequest(LogitRequest):
+    """A request about patches from the pass over `prompt` into the pass over `corrupted`."""
+
+    corrupted: Prompt = Field(
+        description="a second prompt with as many tokens; parts of its pass are replaced by those of `prompt`"
+    )
+    positions: Positions | None = Field(None, description="positions to patch; default: all")
+    heads: Indices | None = Field(None, description="heads to patch, as in POST /forward; default: all")
+
+
+class AttributionPatchingRequest(PatchRequest):
+    method: Literal["attribution_patching"]
+    stages: Globs = Field(["*.resid_pre", "*.attn.z"], description="the stages to patch, as globs")
+
+
+class PatchingRequest(PatchRequest):
+    method: Literal["patching"]
+    stages: Globs = Field(["*.resid_pre"], description="the stages to patch, as globs")
+    by: Axes = Field(
+        ["position", "head"],
+        description="each cell patches one position, one head, or one head at one position; along an axis that is not "
+        "named, all selected positions or heads are patched together",
+    )
+    stream: bool = Field(False, description="send the cells as Server-Sent Events while they are computed")
+
+
+class LogitLensRequest(PromptRequest):
+    method: Literal["logit_lens"]
+    token: OneToken | None = Field(None, description="a token whose logit, probability and rank are followed")
+    positions: Positions | None = Field(None, description="positions to decode; default: the last one")
+    top_k: int = Field(5, ge=1, description="most likely tokens to return for each layer and position")
+    lens: Literal["tuned", "plain"] | None = Field(
+        None,
+        description="tuned: translate each residual before it is decoded, with the translators of `--lens`; plain: "
+        "decode it as it is; default: tuned if the server has translators",
+    )
+
+
+AttributeUnion = Annotated[
+    DirectRequest
+    | GradientRequest
+    | IntegratedGradientsRequest
+    | AttributionPatchingRequest
+    | PatchingRequest
+    | LogitLensRequest,
+    Field(discriminator="method"),
+]
+EXAMPLES: list[Any] = [
+    {"method": "direct", "prompt": PROMPT, "token": 10, "minus": 11},
+    {"method": "gradient", "prompt": PROMPT, "token": 10, "stages": ["blocks.*.attn.z"]},
+    {"method": "integrated_gradients", "prompt": PROMPT, "token": 10, "steps": 8},
+    {"method": "attribution_patching", "prompt": [40, 41, 42], "corrupted": [40, 43, 42], "token": 10, "minus": 11},
+    {"method": "logit_lens", "prompt": PROMPT, "top_k": 3},
+]
+
+
+class AttributeRequest(RootModel[AttributeUnion]):
+    """What `method` computes: see docs/api.md."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": EXAMPLES})
+
+
+# Answers
+
+
+class TargetAnswer(Answer):
+    """What is explained: a logit, the difference of two logits, or the loss (then there is no token)."""
+
+    token: Token | None = None
+    minus: Token | None = None
+    position: int | None = None
+
+
+class AttributeTimings(Answer):
+    queue_seconds: float
+    compute_seconds: float
+
+
+class AttributionAnswer(Answer):
+    """What the answers of all methods have."""
+
+    model: str
+    tokens: list[PositionedToken]
+    dtype: str = Field(description="the dtype in which the network computed")
+    timings: AttributeTimings
+
+
+class LayerSharesAnswer(Answer):
+    """The shares of one block; `norm_biases` is the sum of the biases of its norms."""
+
+    heads: list[float | None]
+    attention_bias: float | None
+    mlp: float | None
+    mlp_bias: float | None
+    norm_biases: float | None
+
+
+class DirectAnswer(AttributionAnswer):
+    """The shares add up to `total`, and `logit` is `total` + `remainder`."""
+
+    method: Literal["direct"]
+    target: TargetAnswer
+    logit: float | None = Field(description="what is explained; if the network caps its logits, before the cap")
+    capped_logit: float | None = Field(description="the same after the cap; null if there is no cap")
+    total: float | None
+    remainder: float | None
+    embed: float | None
+    pos_embed: float | None = Field(description="null if no positions are added to the embeddings")
+    layers: list[LayerSharesAnswer]
+    final_norm_bias: float | None
+
+
+class GradientAnswer(AttributionAnswer):
+    """The stages have the shapes of the stages of a pass, and gradients as values."""
+
+    method: Literal["gradient"]
+    target: TargetAnswer
+    value: float | None
+    stages: list[StageAnswer]
+
+
+class IntegratedGradientsAnswer(AttributionAnswer):
+    """`attributions` has a number for each token. Their sum is `value - baseline_value + error`."""
+
+    method: Literal["integrated_gradients"]
+    target: TargetAnswer
+    attributions: list[float | None]
+    value: float | None
+    baseline_value: float | None
+    error: float | None
+    steps: int
+
+
+class EffectsAnswer(Answer):
+    """A number for each cell of a stage. Null: this cell was not computed."""
+
+    name: str
+    shape: list[int]
+    dims: list[str]
+    values: Annotated[Any, Field(description="nested lists of numbers")]
+
+
+class AttributionPatchingAnswer(AttributionAnswer):
+    """`stages` has about how much each patch would change the target from `corrupted_value` on."""
+
+    method: Literal["attribution_patching"]
+    target: TargetAnswer
+    corrupted_tokens: list[PositionedToken]
+    clean_value: float | None
+    corrupted_value: float | None
+    stages: list[EffectsAnswer]
+
+
+class PatchingAnswer(AttributionAnswer):
+    """`stages` has the value of the target after each patch."""
+
+    method: Literal["patching"]
+    target: TargetAnswer
+    corrupted_tokens: list[PositionedToken]
+    positions: list[int]
+    heads: list[int]
+    clean_value: float | None
+    corrupted_value: float | None
+    num_cells: int
+    stages: list[EffectsAnswer]
+
+
+class LensToken(Answer):
+    """The followed token at one position: `rank` counts the tokens with a larger logit."""
+
+    logit: float | None
+    probability: float | None
+    rank: int
+
+
+class LensStage(Answer):
+    stage: str
+    translated: bool
+    positions: list[PositionPredictions]
+    token: list[LensToken] | None = Field(description="one for each position; null if no token is followed")
+
+
+class LogitLensAnswer(AttributionAnswer):
+    method: Literal["logit_lens"]
+    token: Token | None
+    layers: list[LensStage]
+
+
+AttributeAnswer = (
+    DirectAnswer
+    | GradientAnswer
+    | IntegratedGradientsAnswer
+    | AttributionPatchingAnswer
+    | PatchingAnswer
+    | LogitLensAnswer
+)
+
+
+class SweepCell(Answer):
+    """One patch; `position` or `head` is null if all selected ones are patched together or the stage has none."""
+
+    stage: str
+    position: int | None
+    head: int | None
+    value: float | None
+
+
+class SweepStart(Answer):
+    """The first event of a streamed sweep: the values without a patch."""
+
+    model: str
+    target: TargetAnswer
+    clean_value: float | None
+    corrupted_value: float | None
+    num_cells: int
+
+
+class SweepCells(Answer):
+    """Some cells of a streamed sweep, as soon as they are computed."""
+
+    cells: list[SweepCell]
+
+
+class SweepEnd(Answer):
+    """The last event of a streamed sweep."""
+
+    num_cells: int
+    timings: AttributeTimings

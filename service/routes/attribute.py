@@ -1,0 +1,53 @@
+"""POST /attribute: which parts of the network, of the prompt or of its pass are responsible for a logit or the loss."""
+
+import time
+
+from fastapi import APIRouter, Request, Response
+
+from service.answers.attribution.direct import answer_direct
+from service.answers.attribution.gradients import (
+    answer_attribution_patching,
+    answer_gradient,
+    answer_integrated_gradients,
+)
+from service.answers.attribution.lens import answer_lens
+from service.answers.attribution.question import read_question
+from service.answers.attribution.sweep import answer_sweep
+from service.http.attribute_schemas import (
+    AttributeAnswer,
+    AttributeRequest,
+    AttributionPatchingRequest,
+    DirectRequest,
+    GradientRequest,
+    IntegratedGradientsRequest,
+    PatchingRequest,
+)
+from service.http.bodies import JsonRoute
+from service.http.openapi import SWEEP_EVENT, answers
+from service.state import CheckpointDep, StateDep
+
+router = APIRouter(route_class=JsonRoute, tags=["inside"])
+
+
+@router.post(
+    "/attribute",
+    summary="What a logit or the loss depends on",
+    response_model=None,
+    responses=answers(AttributeAnswer, "text/event-stream", SWEEP_EVENT),
+)
+async def attribute(body: AttributeRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
+    arrived = time.perf_counter()
+    fields = body.root
+    question = await read_question(fields, request, state, checkpoint, arrived)
+    match fields:
+        case DirectRequest():
+            return await answer_direct(fields, question)
+        case GradientRequest():
+            return await answer_gradient(fields, question)
+        case IntegratedGradientsRequest():
+            return await answer_integrated_gradients(fields, question)
+        case AttributionPatchingRequest():
+            return await answer_attribution_patching(fields, question)
+        case PatchingRequest():
+            return await answer_sweep(fields, question)
+    return await answer_lens(fields, question)

@@ -1,0 +1,115 @@
+"""The shares of a direct logit attribution: they sum to the logit, and each is what autograd says it is."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.analysis.attribution import DirectAttribution, direct_attribution
+from model.analysis.target import LogitTarget
+from model.network.prepare import prepare_model
+from model.network.transformer import Transformer
+from tests.tiny import CONFIGS, build, every_config, exact, random_ids
+
+TARGETS = (LogitTarget(5, 6), LogitTarget(5, 10, minus=17), LogitTarget(0, 0, minus=66))
+
+
+def shares_of(found: DirectAttribution) -> dict[str, float]:
+    """The shares by the name of the stage whose terms they are; heads as `blocks.0.attn.z.3`."""
+    shares = {"embed": found.embed}
+    if found.pos_embed is not None:
+        shares["pos_embed"] = found.pos_embed
+    for layer, of in enumerate(found.layers):
+        shares |= {f"blocks.{layer}.attn.z.{head}": share for head, share in enumerate(of.heads)}
+        shares[f"blocks.{layer}.mlp_out"] = of.mlp + of.mlp_bias
+    return shares
+
+
+class Terms:
+    """A tap that makes every term of the residual stream independent of the others, and keeps every scale constant.
+
+    The logits are then a linear function of these terms, and autograd gives the share of each.
+    """
+
+    def __init__(self) -> None:
+        self.leaves: dict[str, Tensor] = {}
+
+    def wants(self, name: str) -> bool:
+        is_term = name in ("embed", "pos_embed") or name.endswith(("attn.z", "mlp_out"))
+        return is_term or (name.endswith(".scale") and "_norm." not in name)
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        if name.endswith(".scale"):
+            return tensor.detach().clone()
+        self.leaves[name] = tensor.detach().clone().requires_grad_()
+        return self.leaves[name]
+
+
+def shares_by_autograd(model: Transformer, ids: Tensor, target: LogitTarget) -> dict[str, float]:
+    uncapped = Transformer(replace(model.config, logits_softcap=None)).double().eval()
+    uncapped.load_state_dict(model.state_dict())
+    terms = Terms()
+    value = target(uncapped(ids, tap=terms, rows=[target.position]))
+    gradients = torch.autograd.grad(value, list(terms.leaves.values()))
+    shares = {}
+    for (name, leaf), gradient in zip(terms.leaves.items(), gradients, strict=True):
+        products = (leaf.detach() * gradient)[0, target.position]
+        if name.endswith("attn.z"):
+            shares |= {f"{name}.{head}": float(share) for head, share in enumerate(products.sum(-1))}
+        else:
+            shares[name] = float(products.sum())
+    return shares
+
+
+@every_config
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_each_share_is_the_one_that_autograd_finds_with_constant_scales(name: str, target: LogitTarget) -> None:
+    model = exact(name)
+    ids = random_ids(model.config.vocab_size, 11)
+    found = shares_of(direct_attribution(model, ids[0].tolist(), target))
+    expected = shares_by_autograd(model, ids, target)
+    assert found.keys() == expected.keys()
+    for part, share in expected.items():
+        assert found[part] == pytest.approx(share, abs=1e-9), part
+
+
+@every_config
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-11)], ids=str)
+def test_the_shares_sum_to_the_logit(name: str, target: LogitTarget, dtype: torch.dtype, tolerance: float) -> None:
+    model = build(CONFIGS[name], dtype=dtype)
+    ids = random_ids(model.config.vocab_size, 11)
+    found = direct_attribution(model, ids[0].tolist(), target)
+    value = float(target(model(ids, rows=[target.position])))
+    assert (found.capped if found.capped is not None else found.logit) == pytest.approx(value, rel=tolerance)
+    assert abs(found.remainder) <= tolerance * max(1.0, abs(found.logit))
+    assert found.total == found.logit - found.remainder
+    cap = CONFIGS[name].logits_softcap
+    assert (found.capped is None) == (cap is None)
+    if cap is not None and target.minus is None:
+        assert found.capped == pytest.approx(cap * math.tanh(found.logit / cap), rel=tolerance)
+
+
+def test_the_biases_have_shares_of_their_own() -> None:
+    model = exact("gpt2")
+    ids, target = random_ids(model.config.vocab_size, 7)[0].tolist(), LogitTarget(3, 6)
+    before = direct_attribution(model, ids, target)
+    assert all(layer.attention_bias and layer.mlp_bias for layer in before.layers)
+    assert before.final_norm_bias
+    with torch.no_grad():
+        model.ln_final.bias *= 3
+    after = direct_attribution(model, ids, target)
+    assert after.final_norm_bias == pytest.approx(3 * before.final_norm_bias)
+    assert after.embed == pytest.approx(before.embed)
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_a_network_of_our_kernels_has_the_shares_of_its_packed_weights(quantize: str) -> None:
+    """In float32, without a copy of the network."""
+    plain = build(CONFIGS["llama"])
+    packed = prepare_model(plain.config, dict(plain.state_dict()), quantize=quantize, kernels="auto")  # type: ignore[arg-type]
+    ids = random_ids(plain.config.vocab_size, 9)[0].tolist()
+    found = direct_attribution(packed, ids, LogitTarget(4, 8, minus=9))
+    assert abs(found.remainder) < (1e-4 if quantize == "none" else 0.3)

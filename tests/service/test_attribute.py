@@ -1,0 +1,507 @@
+"""POST /attribute: every method says what the library says, costs are bounded, and a sweep leaves nothing behind."""
+
+import json
+import os
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from forwardscope import ApiError, Client
+from model.analysis.attribution import direct_attribution
+from model.analysis.attribution_patching import attribution_patching
+from model.analysis.gradients import compute_gradients, run_target
+from model.analysis.integrated_gradients import IntegratedGradientsRun, mean_embedding
+from model.analysis.target import LogitTarget, LossTarget
+from model.checkpoints.translators import load_translators
+from model.errors import CheckpointError
+from model.network.float_copy import float_copy
+from model.tracing.stages import select, stages_of
+from model.tracing.tap import Editor
+from service.http.attribute_schemas import (
+    AttributionPatchingAnswer,
+    DirectAnswer,
+    GradientAnswer,
+    IntegratedGradientsAnswer,
+    LogitLensAnswer,
+    PatchingAnswer,
+    SweepCells,
+    SweepEnd,
+    SweepStart,
+)
+from service.settings import Settings
+from tests.service.checkpoints import VOCAB_SIZE
+from tests.service.running import Running, Start, read_events, wait_until
+
+PROMPT = [257, 69, 270, 273, 264, 40, 41]
+CORRUPTED = [257, 69, 99, 273, 264, 40, 41]
+TARGET = LogitTarget(5, 6, minus=17)
+LOGIT: dict[str, Any] = {"prompt": PROMPT, "token": 5, "minus": 17}
+PATCH: dict[str, Any] = LOGIT | {"corrupted": CORRUPTED}
+
+
+def attribute(service: Running, method: str, **fields: Any) -> dict[str, Any]:
+    return service.answer("/attribute", method=method, **fields)
+
+
+def refuse(service: Running, status: int, param: str | None, method: str, **fields: Any) -> str:
+    """The message of an error that must have this status and name this field."""
+    response = service.post("/attribute", {"method": method, **fields})
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error["param"] == param, error
+    message: str = error["message"]
+    return message
+
+
+class TestAnswers:
+    """The tiny checkpoint is served in float32, so that the numbers of the copy are those of the served network."""
+
+    def test_direct(self, tiny: Running) -> None:
+        answer = attribute(tiny, "direct", **LOGIT)
+        DirectAnswer.model_validate(answer)
+        found = direct_attribution(tiny.checkpoint.model, PROMPT, TARGET)
+        assert answer["logit"] == pytest.approx(found.logit, abs=1e-4)
+        assert abs(answer["remainder"]) < 1e-4 * abs(answer["logit"])
+        assert answer["total"] + answer["remainder"] == pytest.approx(answer["logit"])
+        assert answer["embed"] == pytest.approx(found.embed, abs=1e-4)
+        for layer, expected in zip(answer["layers"], found.layers, strict=True):
+            assert layer["heads"] == pytest.approx(expected.heads, abs=1e-4)
+            assert layer["mlp"] == pytest.approx(expected.mlp, abs=1e-4)
+        assert answer["target"]["token"]["id"] == 5
+        assert answer["target"]["minus"]["id"] == 17
+        assert answer["target"]["position"] == 6
+
+    @pytest.mark.parametrize("detail", ["values", "summary", "none"])
+    def test_gradient(self, tiny: Running, detail: str) -> None:
+        stages = ["embed", "*.attn.z", "ln_final.out", "logits"]
+        answer = attribute(tiny, "gradient", **LOGIT, stages=stages, detail=detail, heads=[1, 3], positions=[-1, 2])
+        GradientAnswer.model_validate(answer)
+        model = tiny.checkpoint.model
+        target = LogitTarget(5, 6, minus=17, has_all_rows=True)
+        expected = compute_gradients(
+            float_copy(model, torch.float32), PROMPT, target, select(stages_of(model.config), stages)
+        )
+        assert answer["value"] == pytest.approx(expected.value, abs=1e-4)
+        for stage in answer["stages"]:
+            gradient = expected.gradients[stage["name"]][:, [6, 2]]
+            gradient = gradient[:, :, [1, 3]] if "head" in stage["dims"] else gradient
+            assert stage["shape"] == list(gradient.shape)
+            if detail == "values":
+                torch.testing.assert_close(torch.tensor(stage["values"]), gradient, atol=1e-5, rtol=1e-4)
+            if detail != "none":
+                assert stage["summary"]["l2"] == pytest.approx(float(gradient.norm()), rel=1e-3)
+
+    def test_gradient_of_the_loss(self, tiny: Running) -> None:
+        targets = [None, 3, None, None, 9, None, 1]
+        answer = attribute(tiny, "gradient", prompt=PROMPT, of="loss", targets=targets)
+        assert answer["target"] == {"token": None, "minus": None, "position": None}
+        expected = float(run_target(tiny.checkpoint.model, PROMPT, LossTarget(targets)))
+        assert answer["value"] == pytest.approx(expected, rel=1e-4)
+        by_default = attribute(tiny, "gradient", prompt=PROMPT, of="loss")
+        expected = float(run_target(tiny.checkpoint.model, PROMPT, LossTarget([*PROMPT[1:], None])))
+        assert by_default["value"] == pytest.approx(expected, rel=1e-4)
+
+    def test_integrated_gradients(self, tiny: Running) -> None:
+        answer = attribute(tiny, "integrated_gradients", **LOGIT, steps=24)
+        IntegratedGradientsAnswer.model_validate(answer)
+        change = answer["value"] - answer["baseline_value"]
+        assert sum(answer["attributions"]) == pytest.approx(change + answer["error"], abs=1e-4)
+        assert len(answer["attributions"]) == len(PROMPT)
+        model = float_copy(tiny.checkpoint.model, torch.float32)
+        run = IntegratedGradientsRun(model, PROMPT, TARGET, mean_embedding(model), 24)
+        for step in range(24):
+            run.step(step)
+        assert answer["attributions"] == pytest.approx(run.finish().attributions.sum(-1).tolist(), abs=1e-4)
+        zero = attribute(tiny, "integrated_gradients", **LOGIT, steps=2, baseline="zero")
+        other = attribute(tiny, "integrated_gradients", **LOGIT, steps=2, baseline_prompt=CORRUPTED)
+        assert len({each["baseline_value"] for each in (answer, zero, other)}) == 3
+        assert other["baseline_value"] == pytest.approx(float(run_target(model, CORRUPTED, TARGET)), abs=1e-4)
+        assert [value == 0 for value in other["attributions"]] == [True, True, False, True, True, True, True]
+
+    def test_attribution_patching(self, tiny: Running) -> None:
+        stages = ["*.resid_pre", "*.attn.k", "*.attn.pattern"]
+        answer = attribute(tiny, "attribution_patching", **PATCH, stages=stages, heads=[0, 5], positions=[2, 6])
+        AttributionPatchingAnswer.model_validate(answer)
+        model = float_copy(tiny.checkpoint.model, torch.float32)
+        expected = attribution_patching(model, PROMPT, CORRUPTED, TARGET, select(stages_of(model.config), stages))
+        assert answer["clean_value"] == pytest.approx(expected.clean_value, abs=1e-4)
+        assert answer["corrupted_value"] == pytest.approx(expected.corrupted_value, abs=1e-4)
+        for stage in answer["stages"]:
+            effects = expected.effects[stage["name"]][0]
+            effects = effects[[0, 5]][:, [2, 6]] if stage["name"].endswith("pattern") else effects[[2, 6]]
+            torch.testing.assert_close(torch.tensor(stage["values"]), effects, atol=1e-4, rtol=1e-3)
+
+    def test_logit_lens(self, tiny: Running) -> None:
+        answer = attribute(tiny, "logit_lens", prompt=PROMPT, token=5, positions=[-1, 0], top_k=3)
+        LogitLensAnswer.model_validate(answer)
+        logits = tiny.checkpoint.model(torch.tensor([PROMPT]))[0, [6, 0]]
+        last = answer["layers"][-1]
+        assert [layer["stage"] for layer in answer["layers"]] == [
+            "blocks.0.resid_pre",
+            "blocks.1.resid_pre",
+            "blocks.1.resid_post",
+        ]
+        for row, predictions, followed in zip(logits, last["positions"], last["token"], strict=True):
+            assert [each["id"] for each in predictions["top"]] == row.topk(3).indices.tolist()
+            assert followed["logit"] == pytest.approx(float(row[5]), abs=1e-4)
+            assert followed["rank"] == int((row > row[5]).sum())
+            assert followed["probability"] == pytest.approx(float(row.softmax(-1)[5]), rel=1e-3)
+        assert [each["position"] for each in last["positions"]] == [6, 0]
+        assert not any(layer["translated"] for layer in answer["layers"])
+
+    def test_a_text_that_is_one_token_is_that_token(self, tiny: Running) -> None:
+        text = tiny.checkpoint.tokenizer.token_text(270)  # type: ignore[union-attr]
+        answer = attribute(tiny, "direct", prompt=PROMPT, token=text)
+        assert answer["target"]["token"] == {"id": 270, "text": text}
+
+    def test_the_position_is_that_of_the_request(self, tiny: Running) -> None:
+        answer = attribute(tiny, "direct", **LOGIT, position=2)
+        alone = attribute(tiny, "direct", **LOGIT | {"prompt": PROMPT[:3]})
+        assert answer["logit"] == pytest.approx(alone["logit"], abs=1e-4)
+        assert attribute(tiny, "direct", **LOGIT, position=-5)["logit"] == answer["logit"]
+
+
+class TestSweeps:
+    STAGES = ("blocks.1.resid_pre", "blocks.0.attn.z", "blocks.1.attn.v", "blocks.0.attn.pattern")
+
+    @pytest.mark.parametrize(
+        "stage", ["blocks.1.resid_pre", "blocks.0.attn.z", "blocks.1.attn.v", "blocks.0.attn.pattern"]
+    )
+    @pytest.mark.parametrize("by", [["position"], ["head"], ["position", "head"]], ids="-".join)
+    def test_each_cell_is_the_pass_with_this_part_of_the_clean_pass(
+        self, tiny: Running, stage: str, by: list[str]
+    ) -> None:
+        answer = attribute(tiny, "patching", **PATCH, stages=[stage], by=by, positions=[1, 2, 6])
+        PatchingAnswer.model_validate(answer)
+        model = tiny.checkpoint.model
+        clean: dict[str, torch.Tensor] = {}
+        model(torch.tensor([PROMPT]), tap=Editor({stage: lambda x: clean.setdefault(stage, x)}))
+        (found,) = answer["stages"]
+        values = torch.tensor(found["values"]).reshape(-1).tolist()
+        dims = dict(zip(found["dims"], found["shape"], strict=True))
+        places = {"position": [1, 2, 6], "query": [1, 2, 6], "head": range(6), "kv_head": range(2)}
+        cells: list[dict[str, int]] = [{}]
+        for dim in found["dims"]:
+            assert dims[dim] == len(places[dim])  # type: ignore[arg-type]
+            cells = [cell | {dim: index} for cell in cells for index in places[dim]]  # type: ignore[attr-defined]
+        axes = dict(zip(["batch", "position", "head", "d_head"], range(4), strict=True))
+        if "pattern" in stage:
+            axes = {"batch": 0, "head": 1, "query": 2}
+        axes |= {"kv_head": 2}
+
+        def patched(x: torch.Tensor, cell: dict[str, int]) -> torch.Tensor:
+            mask = torch.ones(x.shape, dtype=torch.bool)
+            row = "query" if "pattern" in stage else "position"
+            for dim, wanted in {row: [1, 2, 6], **{dim: [index] for dim, index in cell.items()}}.items():
+                along = torch.zeros(x.shape[axes[dim]], dtype=torch.bool)
+                along[wanted] = True
+                mask &= along.view([-1 if axis == axes[dim] else 1 for axis in range(x.dim())])
+            return torch.where(mask, clean[stage], x)
+
+        expected = [
+            float(run_target(model, CORRUPTED, TARGET, Editor({stage: lambda x, c=cell: patched(x, c)})))
+            for cell in cells
+        ]
+        assert values == pytest.approx(expected, abs=1e-4)
+        assert answer["corrupted_value"] == pytest.approx(float(run_target(model, CORRUPTED, TARGET)), abs=1e-4)
+        assert answer["clean_value"] == pytest.approx(float(run_target(model, PROMPT, TARGET)), abs=1e-4)
+        assert answer["num_cells"] == len(cells)
+
+    def test_a_streamed_sweep_has_the_cells_of_a_whole_one(self, tiny: Running) -> None:
+        body = {"method": "patching", **PATCH, "stages": ["*.resid_pre", "*.attn.z"]}
+        whole = tiny.answer("/attribute", **body)
+        begin, *groups, end = read_events(tiny.post("/attribute", body | {"stream": True}).content)
+        SweepStart.model_validate(begin)
+        SweepEnd.model_validate(end)
+        cells = [cell for group in groups for cell in SweepCells.model_validate(group).cells]
+        assert len(groups) > 1
+        assert len(cells) == begin["num_cells"] == end["num_cells"] == whole["num_cells"] == 2 * 7 + 2 * 7 * 6
+        values = [value for stage in whole["stages"] for value in torch.tensor(stage["values"]).flatten().tolist()]
+        assert [cell.value for cell in cells] == pytest.approx(values)
+        assert (cells[0].stage, cells[0].position, cells[0].head) == ("blocks.0.resid_pre", 0, None)
+        assert (cells[-1].stage, cells[-1].position, cells[-1].head) == ("blocks.1.attn.z", 6, 5)
+
+    def test_a_sweep_with_too_many_cells_is_refused_with_its_cost(self, start: Start, tiny_directory: Path) -> None:
+        service = start(model=str(tiny_directory), max_sweep_cells=83)
+        message = refuse(service, 413, "stages", "patching", **PATCH, stages=["*.attn.z"])
+        assert re.search(r"84 cells.* 588 tokens.* 83 cells", message)
+        assert attribute(service, "patching", **PATCH, stages=["*.attn.z"], positions=[1, 2, 3, 4, 5, 6])
+
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_nothing_remains_of_a_sweep_whose_client_disconnects(
+        self, start: Start, tiny_directory: Path, stream: bool
+    ) -> None:
+        service = start(model=str(tiny_directory), max_num_seqs=2)
+        body = {"method": "patching", **PATCH, "stages": ["*.attn.*", "*.resid_*", "*.mlp.*"], "stream": stream}
+        connection = service.send("/attribute", body)
+        wait_until(lambda: service.metric("sweep_cells_total") > 3, "cells are computed")
+        connection.close()
+        status = 'http_requests_total{method="POST",route="/attribute",status="%s"}'
+        wait_until(lambda: service.metric(status % (200 if stream else 499)) == 1, "the request has ended")
+        wait_until(lambda: service.state.worker.num_running + service.state.worker.num_waiting == 0, "idle again")
+        num_cells = service.metric("sweep_cells_total")
+        assert num_cells < 700
+        time.sleep(0.05)
+        assert service.metric("sweep_cells_total") == num_cells
+        engine = service.state.engine
+        assert engine is not None
+        service.on_network(engine.check_integrity).result(10)
+        assert not engine.has_work
+        assert service.metric("buffered_bytes") == 0
+        assert service.answer("/attribute", **body | {"stages": ["embed"], "stream": False})["num_cells"] == 7
+
+    def test_other_streams_go_on_and_keep_their_tokens_during_a_sweep(self, tiny: Running) -> None:
+        body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        alone = tiny.answer("/generate", **body)["tokens"]
+        stages = ["*.attn.z", "*.resid_pre"]
+        with ThreadPoolExecutor(4) as threads:
+            sweep = threads.submit(lambda: attribute(tiny, "patching", **PATCH, stages=stages))
+            streams = [threads.submit(lambda: tiny.answer("/generate", **body)["tokens"]) for _ in range(3)]
+        assert [stream.result() for stream in streams] == [alone] * 3
+        again = attribute(tiny, "patching", **PATCH, stages=stages)
+        assert sweep.result() | {"timings": None} == again | {"timings": None}
+
+
+class TestErrors:
+    def test_wrong_tokens_and_positions(self, tiny: Running) -> None:
+        message = refuse(tiny, 400, "token", "direct", prompt=PROMPT, token="the cat")
+        assert re.search(r"is \d tokens: .*\(\d+\).*an id", message)
+        assert "no token" in refuse(tiny, 400, "token", "direct", prompt=PROMPT, token="")
+        assert f"vocabulary has {VOCAB_SIZE}" in refuse(tiny, 400, "token", "direct", prompt=PROMPT, token=VOCAB_SIZE)
+        assert "same token" in refuse(tiny, 400, "minus", "direct", prompt=PROMPT, token=5, minus=5)
+        for position in (7, -8, 10**40):
+            assert "there are 7 tokens" in refuse(tiny, 400, "position", "direct", **LOGIT, position=position)
+        refuse(tiny, 422, "token", "direct", prompt=PROMPT)
+        refuse(tiny, 422, "token", "direct", prompt=PROMPT, token=True)
+        refuse(tiny, 422, "stages", "direct", **LOGIT, stages=["embed"])
+
+    def test_fields_that_do_not_belong_to_what_is_explained(self, tiny: Running) -> None:
+        assert "explain the loss" in refuse(tiny, 400, "token", "gradient", prompt=PROMPT)
+        assert "of: logit" in refuse(tiny, 400, "token", "gradient", prompt=PROMPT, of="loss", token=3)
+        assert "of: loss" in refuse(tiny, 400, "targets", "gradient", **LOGIT, targets=[1] * 7)
+        refuse(tiny, 400, "targets", "gradient", prompt=PROMPT, of="loss", targets=[1])
+        refuse(tiny, 400, "targets", "gradient", prompt=PROMPT, of="loss", targets=[None] * 7)
+        refuse(tiny, 400, "targets.1", "gradient", prompt=[1, 2], of="loss", targets=[1, VOCAB_SIZE])
+        refuse(tiny, 400, "prompt", "gradient", prompt=[1], of="loss")
+        refuse(tiny, 400, "baseline_prompt", "integrated_gradients", **LOGIT, baseline="zero", baseline_prompt=PROMPT)
+
+    def test_stages_without_gradients_and_prompts_that_do_not_fit(self, tiny: Running) -> None:
+        assert "stage" in refuse(tiny, 400, "stages.0", "gradient", **LOGIT, stages=["loss"])
+        refuse(tiny, 400, "stages.1", "gradient", **LOGIT, stages=["embed", "blocks.9.resid_pre"])
+        assert "7" in refuse(tiny, 400, "corrupted", "attribution_patching", **PATCH | {"corrupted": [1, 2]})
+        assert "7" in refuse(tiny, 400, "corrupted", "patching", **PATCH | {"corrupted": [1, 2]})
+        refuse(tiny, 400, "baseline_prompt", "integrated_gradients", **LOGIT, baseline_prompt=[1])
+        refuse(tiny, 400, "stages", "patching", **PATCH, stages=["ln_final.out"])
+        refuse(tiny, 400, "position", "patching", **PATCH, position=2)
+        refuse(tiny, 400, "by", "patching", **PATCH, by=["head", "head"])
+        refuse(tiny, 400, "heads.0", "patching", **PATCH, heads=[6])
+        refuse(tiny, 400, "positions.0", "patching", **PATCH, positions=[7])
+        refuse(tiny, 400, "lens", "logit_lens", prompt=PROMPT, lens="tuned")
+        refuse(tiny, 400, "top_k", "logit_lens", prompt=PROMPT, top_k=VOCAB_SIZE + 1)
+        refuse(tiny, 422, "steps", "integrated_gradients", **LOGIT, steps=513)
+
+    def test_jobs_over_a_limit_are_refused_before_they_run(self, start: Start, tiny_directory: Path) -> None:
+        service = start(model=str(tiny_directory), max_gradient_tokens=70, max_pass_tokens=7, max_pass_bytes=1 << 20)
+        message = refuse(service, 413, "prompt", "integrated_gradients", **LOGIT, steps=9)
+        assert re.search(r"11 passes over 7 tokens are 77 tokens.* 70", message)
+        assert "at most 7" in refuse(service, 413, "prompt", "gradient", **LOGIT | {"prompt": [*PROMPT, 1]})
+        assert "at most 7" in refuse(
+            service, 413, "prompt", "patching", **PATCH | {"prompt": [1] * 8, "corrupted": [2] * 8}
+        )
+        assert service.state.float_network is not None
+        assert not service.state.float_network.is_copied
+        attribute(service, "integrated_gradients", **LOGIT, steps=8)
+        assert service.state.float_network.is_copied
+
+    def test_a_pass_that_would_take_too_much_memory_is_refused(self, start: Start, tiny_directory: Path) -> None:
+        service = start(model=str(tiny_directory), max_pass_bytes=100_000)
+        assert "the limit is 100000" in refuse(service, 413, None, "gradient", **LOGIT)
+
+    def test_without_gradients_only_the_methods_that_need_none_are_answered(
+        self, start: Start, tiny_directory: Path
+    ) -> None:
+        service = start(model=str(tiny_directory), gradients="off")
+        for method, fields in (("gradient", LOGIT), ("integrated_gradients", LOGIT), ("attribution_patching", PATCH)):
+            assert "--gradients" in refuse(service, 400, "method", method, **fields)
+        answer = attribute(service, "direct", **LOGIT)
+        assert abs(answer["remainder"]) < 1e-4 * abs(answer["logit"])
+        assert attribute(service, "logit_lens", prompt=PROMPT)
+        assert attribute(service, "patching", **PATCH, stages=["embed"])
+
+
+class TestTunedLens:
+    PARTS: ClassVar = {"weight": (24, 24), "bias": (24,)}
+
+    def write(self, path: Path, tiny: Running, prefix: str = "", **replaced: torch.Tensor) -> Path:
+        generator = torch.Generator().manual_seed(2)
+        shapes = {
+            f"{layer}.{part}": ((24, 24) if part == "weight" else (24,))
+            for layer in range(2)
+            for part in ("weight", "bias")
+        }
+        tensors = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        save_file({f"{prefix}{name}": tensor for name, tensor in (tensors | replaced).items()}, path)
+        return path
+
+    @pytest.mark.parametrize("prefix", ["", "layer_translators."])
+    def test_each_residual_is_translated_before_it_is_decoded(
+        self, start: Start, tiny: Running, tiny_directory: Path, tmp_path: Path, prefix: str
+    ) -> None:
+        path = self.write(tmp_path / "lens.safetensors", tiny, prefix)
+        service = start(model=str(tiny_directory), lens=path)
+        answer = attribute(service, "logit_lens", prompt=PROMPT, token=9, top_k=1)
+        plain = attribute(service, "logit_lens", prompt=PROMPT, token=9, top_k=1, lens="plain")
+        assert plain["layers"] == attribute(tiny, "logit_lens", prompt=PROMPT, token=9, top_k=1)["layers"]
+        assert [layer["translated"] for layer in answer["layers"]] == [True, True, False]
+        model = service.checkpoint.model
+        translators = load_translators(path, model)
+        residuals: dict[str, torch.Tensor] = {}
+        for layer in range(2):
+            name = f"blocks.{layer}.resid_pre"
+            model(torch.tensor([PROMPT]), tap=Editor({name: lambda x, n=name: residuals.setdefault(n, x)}))
+            h = residuals[name][0, -1:]
+            expected = model.decode(h + h @ translators.weights[layer].T + translators.biases[layer])[0, 9]
+            assert answer["layers"][layer]["token"][0]["logit"] == pytest.approx(float(expected), abs=1e-4)
+            assert plain["layers"][layer]["token"][0]["logit"] != pytest.approx(float(expected), abs=1e-2)
+        assert answer["layers"][2]["token"] == plain["layers"][2]["token"]
+
+    def test_a_file_that_does_not_fit_is_refused(self, tiny: Running, tmp_path: Path) -> None:
+        model = tiny.checkpoint.model
+        wrong = {
+            "shape": {"1.weight": torch.zeros(24, 23)},
+            "have": {"2.weight": torch.zeros(24, 24)},
+            "not finite": {"0.bias": torch.full((24,), torch.nan)},
+        }
+        for reason, tensors in wrong.items():
+            path = self.write(tmp_path / "wrong.safetensors", tiny, **tensors)
+            with pytest.raises(CheckpointError, match=reason):
+                load_translators(path, model)
+        save_file({"0.weight": torch.zeros(24, 24)}, tmp_path / "short.safetensors")
+        with pytest.raises(CheckpointError, match=r"lacks 0\.bias, 1\.weight, 1\.bias"):
+            load_translators(tmp_path / "short.safetensors", model)
+        with pytest.raises(CheckpointError, match="pickle"):
+            load_translators(tmp_path / "params.pt", model)
+        with pytest.raises(CheckpointError, match="no such file"):
+            load_translators(tmp_path / "other.safetensors", model)
+
+
+class TestClient:
+    def test_the_client_returns_arrays_and_heads(self, tiny: Running) -> None:
+        with Client(str(tiny.client.base_url)) as client:
+            direct = client.attribute("direct", PROMPT, token=5, minus=17)
+            shares = [(each.layer, each.head) for each in direct.top_heads(3)]
+            heads = torch.tensor([layer["heads"] for layer in direct.answer["layers"]])
+            assert shares == [divmod(index, 6) for index in heads.abs().flatten().topk(3).indices.tolist()]
+            gradient = client.attribute("gradient", PROMPT, token=5, stages="*.attn.z")
+            assert gradient["blocks.1.attn.z"].shape == (1, 7, 6, 4)
+            assert gradient.dims("blocks.1.attn.z") == ("batch", "position", "head", "d_head")
+            sweep = client.attribute("patching", PROMPT, token=5, minus=17, corrupted=CORRUPTED, stages="*.attn.z")
+            cells = list(client.stream_sweep(PROMPT, CORRUPTED, token=5, minus=17, stages="*.attn.z"))
+            assert sweep["blocks.0.attn.z"].shape == (7, 6)
+            assert cells[8].value == pytest.approx(sweep["blocks.0.attn.z"][1, 2])
+            with pytest.raises(ApiError, match="token"):
+                client.attribute("direct", PROMPT)
+
+
+def test_the_settings_refuse_unknown_dtypes_for_gradients() -> None:
+    with pytest.raises(ValueError, match="gradients"):
+        Settings(gradients="float16")  # type: ignore[arg-type]
+
+
+def test_metrics_count_the_answers_of_each_method(start: Start, tiny_directory: Path) -> None:
+    service = start(model=str(tiny_directory))
+    attribute(service, "direct", **LOGIT)
+    attribute(service, "gradient", **LOGIT)
+    attribute(service, "patching", **PATCH, stages=["embed"])
+    for method in ("direct", "gradient", "patching"):
+        assert service.metric(f'attributions_total{{method="{method}"}}') == 1
+    assert service.metric("gradient_seconds_count") == 2
+    assert service.metric("sweep_cells_total") == 7
+    assert service.metric("buffered_bytes") == 0
+
+
+def test_an_answer_is_never_larger_than_its_estimate(tiny: Running) -> None:
+    """The reservation of a response is its estimate."""
+    for method, fields in (
+        ("direct", LOGIT),
+        ("gradient", LOGIT | {"stages": ["*"], "detail": "values"}),
+        ("integrated_gradients", LOGIT),
+        ("attribution_patching", PATCH | {"stages": ["*"]}),
+        ("logit_lens", {"prompt": PROMPT, "top_k": VOCAB_SIZE, "token": 1, "positions": list(range(7))}),
+        ("patching", PATCH),
+    ):
+        limits = re.compile(r"up to (\d+) bytes")
+        size = len(json.dumps(attribute(tiny, method, **fields), separators=(",", ":"), ensure_ascii=False).encode())
+        settings = tiny.state.settings
+        object.__setattr__(settings, "max_response_bytes", 1)
+        try:
+            message = tiny.post("/attribute", {"method": method, **fields}).json()["error"]["message"]
+        finally:
+            object.__setattr__(settings, "max_response_bytes", Settings().max_response_bytes)
+        found = limits.search(message)
+        assert found is not None, message
+        assert size <= int(found[1]), method
+
+
+def test_a_body_without_a_method_is_told_which_there_are(tiny: Running) -> None:
+    def error(**body: Any) -> dict[str, Any]:
+        response = tiny.post("/attribute", body)
+        assert response.status_code == 422
+        found: dict[str, Any] = response.json()["error"]
+        return found
+
+    assert "did you mean 'method'" in error(metod="direct", **LOGIT)["message"]
+    assert error(**LOGIT) | {"message": None} == error(**LOGIT, method="best") | {"message": None, "code": "missing"}
+    assert "one of direct, gradient, " in error(**LOGIT)["message"]
+    assert "one of direct, gradient, " in error(**LOGIT, method=["direct"])["message"]
+    assert "did you mean 'minus'" in error(**LOGIT | {"method": "direct", "minux": 3})["message"]
+
+
+class TestThread:
+    def test_a_job_ends_between_two_passes_when_its_client_has_gone(
+        self, tiny: Running, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        steps: list[int] = []
+        step = IntegratedGradientsRun.step
+        monkeypatch.setattr(IntegratedGradientsRun, "step", lambda run, index: (steps.append(index), step(run, index)))
+        connection = tiny.send("/attribute", {"method": "integrated_gradients", **LOGIT, "steps": 512})
+        wait_until(lambda: len(steps) > 2, "the job computes")
+        connection.close()
+        wait_until(lambda: tiny.state.worker.num_running + tiny.state.worker.num_waiting == 0, "idle again")
+        assert len(steps) < 512
+        assert attribute(tiny, "gradient", **LOGIT)
+
+    def test_jobs_have_one_thread_of_the_lowest_priority_and_the_network_keeps_its_threads(
+        self, start: Start, tiny_directory: Path
+    ) -> None:
+        service = start(model=str(tiny_directory), threads=2)
+
+        def look() -> tuple[int, int]:
+            return torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+        worker = service.state.worker
+        assert service.on_loop(worker.run_gradients(lambda is_abandoned: look())).result(10) == (1, 19)
+        assert service.on_network(look).result(10) == (2, os.getpriority(os.PRIO_PROCESS, 0))
+
+    def test_jobs_that_may_not_wait_are_refused_while_others_are_answered(self, tiny: Running) -> None:
+        released = threading.Event()
+        worker = tiny.state.worker
+        jobs = [tiny.on_loop(worker.run_gradients(lambda is_abandoned: released.wait(20))) for _ in range(9)]
+        try:
+            wait_until(lambda: worker.num_running + worker.num_waiting == 9, "one job runs and eight wait")
+            response = tiny.post("/attribute", {"method": "gradient", **LOGIT})
+            assert response.status_code == 429
+            assert "8 attributions" in response.json()["error"]["message"]
+            assert attribute(tiny, "logit_lens", prompt=PROMPT)
+            assert tiny.answer("/generate", prompt=PROMPT, max_tokens=2)
+        finally:
+            released.set()
+            assert all(job.result(20) for job in jobs)
+        assert attribute(tiny, "gradient", **LOGIT)
