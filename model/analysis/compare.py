@@ -1,0 +1,275 @@
+"""Find the first stage at which two models differ, and say why where one known mistake explains the difference.
+
+A is a checkpoint. It is computed in float64 with PyTorch's operations. B is given as the values of its stages, from
+wherever they come. Three errors of each stage are distinguished:
+
+- `error`: B's value against A's.
+- `inherited`: what A computes from B's *earlier* stages, against A's own value. B brought this error along.
+- `added`: B's value against what A computes from B's earlier stages. The error arises at this stage.
+
+The noise floor is measured in the same way, with A in the dtype of B in place of B. A stage differs if its added error
+exceeds the noise of this stage by a factor of `FACTOR`.
+"""
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from model.analysis.compare_hints import Hint, Suspect, find_hints
+from model.analysis.compare_passes import PassResult, run_pass
+from model.analysis.compare_sources import Given
+from model.analysis.stage_errors import Difference, LogitsDifference, compare_logits, errors_along, measure
+from model.analysis.stage_names import Layout
+from model.config import ModelConfig
+from model.errors import InvalidField
+from model.network.transformer import Transformer
+from model.tracing.stages import Stage, sizes_of, stages_of
+
+Result = TypeVar("Result")
+FACTOR = 8.0  # how far above the noise an error must be: other orders of summation round by as much
+WIDE = ("d_model", "d_mlp", "d_vocab")  # each position of a stage with such an axis is compared with its own noise
+MASKED = -1e4  # some programs write masked scores as a large negative number instead of -inf
+
+
+class Model(Protocol):
+    """A model that can be computed in any dtype: an `OpenCheckpoint`, for example."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def network(self, dtype: torch.dtype) -> Transformer: ...
+
+
+@dataclass(frozen=True)
+class StageComparison:
+    """How B's value of one stage differs from A's; see the module docstring for the errors.
+
+    `noise` and `added_noise` are `error` and `added` of A in B's dtype. `excess` is the added error relative to the
+    largest one that noise explains: the stage differs if it is above 1.
+    """
+
+    stage: Stage
+    difference: Difference
+    inherited: float
+    added: float
+    noise: float
+    added_noise: float
+    excess: float
+    layout: str
+    per_position: tuple[float, ...] | None = None
+    per_head: tuple[float, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.stage.name
+
+    @property
+    def differs(self) -> bool:
+        return not self.excess <= 1  # also if it is NaN
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result: every stage that B has, in the order of computation, and the verdict.
+
+    `first` is the first stage that differs, and `last_equal` the given stage before it. `hints` are known mistakes that
+    explain the difference; the first one explains it best.
+    """
+
+    b: str
+    dtype: torch.dtype
+    num_tokens: int
+    stages: Sequence[StageComparison]
+    logits: LogitsDifference | None
+    first: StageComparison | None
+    last_equal: str | None
+    hints: Sequence[Hint]
+    unknown: Sequence[str]
+
+    @property
+    def differing(self) -> list[str]:
+        """All stages at which an error is added."""
+        return [stage.name for stage in self.stages if stage.differs]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to report beside the verdict: the errors of each position and of each head, and hints."""
+
+    per_position: bool = False
+    per_head: bool = False
+    hints: bool = True
+
+
+def compare_bytes(config: ModelConfig, names: Sequence[str], num_tokens: int) -> int:
+    """Bound the memory of a comparison of these stages, in bytes: each is held up to five times in float64."""
+    sizes, wanted = sizes_of(config, num_tokens), set(names)
+    numbers = sum(math.prod(stage.shape(sizes)) for stage in stages_of(config) if stage.name in wanted)
+    residuals = 3 * (config.num_layers + 1) * num_tokens * config.d_model
+    scores = 3 * config.num_heads * num_tokens**2
+    return 8 * (5 * numbers + residuals + scores + 3 * num_tokens * config.vocab_size)
+
+
+def compare_steps(
+    a: Model, b: Given, ids: Sequence[int], options: Options | None = None, dtype: torch.dtype | None = None
+) -> Generator[None, None, Comparison]:
+    """Compare B with A over the token ids `ids`. The iterator stops after each block of each pass.
+
+    It returns the result. `dtype` is that in which B has computed, by default the one that its numbers show.
+    """
+    options = Options() if options is None else options
+    dtype = b.dtype if dtype is None else dtype
+    dtype = torch.float32 if dtype == torch.float64 else dtype
+    stages = {stage.name: stage for stage in stages_of(a.config)}
+    exact, rounded = a.network(torch.float64), a.network(dtype)
+    own = yield from run_pass(exact, ids, b.stages)
+    given = {name: _choose(own.stages[name], ways) for name, ways in b.stages.items()}
+    values = {name: _as_masked(name, layout.tensor, own.stages[name]) for name, layout in given.items()}
+    noisy = yield from run_pass(rounded, ids, b.stages)
+    noisy_forced = yield from run_pass(exact, ids, b.stages, noisy.stages)
+    forced = yield from run_pass(exact, ids, b.stages, values)
+    compared: list[StageComparison] = []
+    for name, value in values.items():
+        noise = Noise.of(stages[name], noisy_forced.stages[name], noisy.stages[name], dtype)
+        compared.append(
+            _compare_stage(
+                stages[name],
+                own.stages[name],
+                forced.stages[name],
+                value,
+                noisy.stages[name],
+                noise,
+                options,
+                given[name].change,
+            )
+        )
+        yield
+    first = next((stage for stage in compared if stage.differs), None)
+    hints: Sequence[Hint] = ()
+    if first is not None and options.hints:
+        noise = Noise.of(first.stage, noisy_forced.stages[first.name], noisy.stages[first.name], dtype)
+        suspect = Suspect(exact, ids, first.stage, forced, values, noise.excess)
+        hints = yield from find_hints(suspect)
+    logits = compare_logits(own.stages["logits"], values["logits"]) if "logits" in values else None
+    before = [stage.name for stage in compared[: compared.index(first)]] if first is not None else []
+    return Comparison(
+        b.name, dtype, len(ids), compared, logits, first, before[-1] if before else None, hints, b.unknown
+    )
+
+
+def compare(
+    a: Model, b: Given, ids: Sequence[int], options: Options | None = None, dtype: torch.dtype | None = None
+) -> Comparison:
+    """`compare_steps`, without a stop."""
+    return finish(compare_steps(a, b, ids, options, dtype))
+
+
+def record_steps(
+    name: str, network: Transformer, ids: Sequence[int], dtype: torch.dtype, a: ModelConfig
+) -> Generator[None, None, Given]:
+    """Run B, which is a network, and give the stages that A has, too."""
+    of_a, of_b = ({stage.name: None for stage in stages_of(config)} for config in (a, network.config))
+    names = [each for each in of_b if each in of_a]
+    result: PassResult = yield from run_pass(network, ids, names)
+    unknown = [each for each in of_b if each not in of_a]
+    return Given(name, {each: [Layout(result.stages[each], "")] for each in names}, dtype, unknown)
+
+
+def require_comparable(a: ModelConfig, b: ModelConfig, num_tokens: int) -> None:
+    """Raise `InvalidField` with both shapes unless every stage that both networks have has the same shape."""
+    sizes_a, sizes_b = sizes_of(a, num_tokens), sizes_of(b, num_tokens)
+    of_b = {stage.name: stage for stage in stages_of(b)}
+    for stage in stages_of(a):
+        other = of_b.get(stage.name)
+        if other is not None and stage.shape(sizes_a) != other.shape(sizes_b):
+            raise InvalidField("b", f"{stage.name} is {stage.shape(sizes_a)} in A, but {other.shape(sizes_b)} in B")
+
+
+def finish(steps: Generator[None, None, Result]) -> Result:
+    """Run an iterator to its end, and return its result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The added error of one stage that rounding alone causes, in total and for each position of a wide stage."""
+
+    stage: Stage
+    total: float
+    per_position: Tensor | None
+
+    @classmethod
+    def of(cls, stage: Stage, computed: Tensor, value: Tensor, dtype: torch.dtype) -> "Noise":
+        """Measure it: `value` is A's in B's dtype, and `computed` what exact A computes from such earlier values.
+
+        Rounding to the dtype once is always allowed.
+        """
+        minimum = torch.finfo(dtype).eps / 4
+        total = max(_finite(measure(computed, value).error), minimum)
+        wide = stage.dims[-1] in WIDE
+        return cls(stage, total, errors_along(computed, value, 1).clamp(min=total) if wide else None)
+
+    def excess(self, computed: Tensor, value: Tensor) -> float:
+        """The error of `value`, relative to the largest one that noise explains. Infinite if other entries are finite."""
+        found = measure(computed, value)
+        if found.mismatches:
+            return math.inf
+        ratio = found.error / self.total
+        if self.per_position is not None:
+            ratio = max(ratio, float((errors_along(computed, value, 1) / self.per_position).max()))
+        return ratio / FACTOR
+
+
+def _compare_stage(
+    stage: Stage,
+    own: Tensor,
+    forced: Tensor,
+    value: Tensor,
+    noisy: Tensor,
+    noise: Noise,
+    options: Options,
+    layout: str,
+) -> StageComparison:
+    positions = next((axis for axis, dim in enumerate(stage.dims) if dim in ("position", "query")), None)
+    heads = next((axis for axis, dim in enumerate(stage.dims) if dim in ("head", "kv_head")), None)
+    return StageComparison(
+        stage=stage,
+        difference=measure(own, value),
+        inherited=measure(own, forced).error,
+        added=measure(forced, value).error,
+        noise=measure(own, noisy).error,
+        added_noise=noise.total,
+        excess=noise.excess(forced, value),
+        layout=layout,
+        per_position=_along(own, value, positions) if options.per_position else None,
+        per_head=_along(own, value, heads) if options.per_head else None,
+    )
+
+
+def _along(own: Tensor, value: Tensor, axis: int | None) -> tuple[float, ...] | None:
+    return None if axis is None else tuple(errors_along(own, value, axis).tolist())
+
+
+def _choose(own: Tensor, ways: Sequence[Layout]) -> Layout:
+    """Of several possible layouts, the one that is nearest to A."""
+    return ways[0] if len(ways) == 1 else min(ways, key=lambda way: measure(own, way.tensor).error)
+
+
+def _as_masked(name: str, value: Tensor, own: Tensor) -> Tensor:
+    """The masked scores with -inf where A has -inf and B a large negative number."""
+    if not name.endswith("attn_scores"):
+        return value
+    return value.masked_fill((own == -math.inf) & (value <= MASKED), -math.inf)
+
+
+def _finite(number: float) -> float:
+    return number if math.isfinite(number) else 0.0
