@@ -12,16 +12,17 @@ exceeds the noise of this stage by a factor of `FACTOR`.
 """
 
 import math
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from model.analysis.compare_hints import Hint, Suspect, find_hints
+from model.analysis.compare_hints import Suspect, find_hints
 from model.analysis.compare_passes import PassResult, run_pass
 from model.analysis.compare_sources import Given
+from model.analysis.hint import Hint
 from model.analysis.stage_errors import Difference, LogitsDifference, compare_logits, errors_along, measure
 from model.analysis.stage_names import Layout
 from model.config import ModelConfig
@@ -59,7 +60,7 @@ class StageComparison:
     noise: float
     added_noise: float
     excess: float
-    layout: str
+    layout: str = ""  # how the axes of B's tensor were changed
     per_position: tuple[float, ...] | None = None
     per_head: tuple[float, ...] | None = None
 
@@ -114,50 +115,75 @@ def compare_bytes(config: ModelConfig, names: Sequence[str], num_tokens: int) ->
     return 8 * (5 * numbers + residuals + scores + 3 * num_tokens * config.vocab_size)
 
 
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """What A computes: `own` in float64, and the noise floor: `rounded` in B's dtype, and A's stages from `rounded`."""
+
+    network: Transformer
+    ids: Sequence[int]
+    dtype: torch.dtype
+    own: Mapping[str, Tensor]
+    rounded: Mapping[str, Tensor]
+    forced: Mapping[str, Tensor]
+
+    def noise(self, stage: Stage) -> "Noise":
+        return Noise.of(stage, self.forced[stage.name], self.rounded[stage.name], self.dtype)
+
+
+def reference_steps(
+    a: Model, ids: Sequence[int], names: Collection[str], dtype: torch.dtype
+) -> Generator[None, None, Reference]:
+    """Compute A's stages, and their noise in `dtype`. The iterator stops after each block of each pass."""
+    exact = a.network(torch.float64)
+    own = yield from run_pass(exact, ids, names)
+    rounded = yield from run_pass(a.network(dtype), ids, names)
+    forced = yield from run_pass(exact, ids, names, rounded.stages)
+    return Reference(exact, ids, dtype, own.stages, rounded.stages, forced.stages)
+
+
 def compare_steps(
     a: Model, b: Given, ids: Sequence[int], options: Options | None = None, dtype: torch.dtype | None = None
 ) -> Generator[None, None, Comparison]:
     """Compare B with A over the token ids `ids`. The iterator stops after each block of each pass.
 
-    It returns the result. `dtype` is that in which B has computed, by default the one that its numbers show.
+    It returns the result. `dtype` is that in which B has computed, by default the one that its numbers show. Float64
+    counts as float32.
     """
-    options = Options() if options is None else options
     dtype = b.dtype if dtype is None else dtype
     dtype = torch.float32 if dtype == torch.float64 else dtype
-    stages = {stage.name: stage for stage in stages_of(a.config)}
-    exact, rounded = a.network(torch.float64), a.network(dtype)
-    own = yield from run_pass(exact, ids, b.stages)
-    given = {name: _choose(own.stages[name], ways) for name, ways in b.stages.items()}
-    values = {name: _as_masked(name, layout.tensor, own.stages[name]) for name, layout in given.items()}
-    noisy = yield from run_pass(rounded, ids, b.stages)
-    noisy_forced = yield from run_pass(exact, ids, b.stages, noisy.stages)
-    forced = yield from run_pass(exact, ids, b.stages, values)
+    reference = yield from reference_steps(a, ids, b.stages, dtype)
+    return (yield from compare_with(reference, b, Options() if options is None else options))
+
+
+@torch.inference_mode()
+def compare_with(reference: Reference, b: Given, options: Options) -> Generator[None, None, Comparison]:
+    """Compare B with a reference that has all stages of B."""
+    network = reference.network
+    stages = {stage.name: stage for stage in stages_of(network.config) if stage.name in b.stages}
+    layouts = {name: _choose(reference.own[name], ways) for name, ways in b.stages.items()}
+    values = {name: _as_masked(name, layout.tensor, reference.own[name]) for name, layout in layouts.items()}
+    forced = yield from run_pass(network, reference.ids, stages, values)
     compared: list[StageComparison] = []
-    for name, value in values.items():
-        noise = Noise.of(stages[name], noisy_forced.stages[name], noisy.stages[name], dtype)
-        compared.append(
-            _compare_stage(
-                stages[name],
-                own.stages[name],
-                forced.stages[name],
-                value,
-                noisy.stages[name],
-                noise,
-                options,
-                given[name].change,
-            )
-        )
+    for name, stage in stages.items():
+        found = _compare_stage(stage, reference, forced.stages[name], values[name], options)
+        compared.append(replace(found, layout=layouts[name].change))
         yield
     first = next((stage for stage in compared if stage.differs), None)
     hints: Sequence[Hint] = ()
     if first is not None and options.hints:
-        noise = Noise.of(first.stage, noisy_forced.stages[first.name], noisy.stages[first.name], dtype)
-        suspect = Suspect(exact, ids, first.stage, forced, values, noise.excess)
-        hints = yield from find_hints(suspect)
-    logits = compare_logits(own.stages["logits"], values["logits"]) if "logits" in values else None
-    before = [stage.name for stage in compared[: compared.index(first)]] if first is not None else []
+        excess = reference.noise(first.stage).excess
+        hints = yield from find_hints(Suspect(network, reference.ids, first.stage, forced, values, excess))
+    before = compared if first is None else compared[: compared.index(first)]
     return Comparison(
-        b.name, dtype, len(ids), compared, logits, first, before[-1] if before else None, hints, b.unknown
+        b=b.name,
+        dtype=reference.dtype,
+        num_tokens=len(reference.ids),
+        stages=compared,
+        logits=compare_logits(reference.own["logits"], values["logits"]) if "logits" in values else None,
+        first=first,
+        last_equal=before[-1].name if before else None,
+        hints=hints,
+        unknown=b.unknown,
     )
 
 
@@ -219,7 +245,7 @@ class Noise:
         return cls(stage, total, errors_along(computed, value, 1).clamp(min=total) if wide else None)
 
     def excess(self, computed: Tensor, value: Tensor) -> float:
-        """The error of `value`, relative to the largest one that noise explains. Infinite if other entries are finite."""
+        """The error of `value` relative to the largest that noise explains; infinite if other entries are finite."""
         found = measure(computed, value)
         if found.mismatches:
             return math.inf
@@ -230,15 +256,9 @@ class Noise:
 
 
 def _compare_stage(
-    stage: Stage,
-    own: Tensor,
-    forced: Tensor,
-    value: Tensor,
-    noisy: Tensor,
-    noise: Noise,
-    options: Options,
-    layout: str,
+    stage: Stage, reference: Reference, forced: Tensor, value: Tensor, options: Options
 ) -> StageComparison:
+    own, rounded, noise = reference.own[stage.name], reference.rounded[stage.name], reference.noise(stage)
     positions = next((axis for axis, dim in enumerate(stage.dims) if dim in ("position", "query")), None)
     heads = next((axis for axis, dim in enumerate(stage.dims) if dim in ("head", "kv_head")), None)
     return StageComparison(
@@ -246,10 +266,9 @@ def _compare_stage(
         difference=measure(own, value),
         inherited=measure(own, forced).error,
         added=measure(forced, value).error,
-        noise=measure(own, noisy).error,
+        noise=measure(own, rounded).error,
         added_noise=noise.total,
         excess=noise.excess(forced, value),
-        layout=layout,
         per_position=_along(own, value, positions) if options.per_position else None,
         per_head=_along(own, value, heads) if options.per_head else None,
     )

@@ -1,6 +1,7 @@
 """Known mistakes of ports, as changes of a network: each with the hint that describes it."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import get_args
 
 import torch
@@ -55,7 +56,7 @@ def _rotary(config: ModelConfig) -> Mistakes:
     yield (
         Hint(
             "rotary_pairing",
-            "B rotates neighbouring dims (2i, 2i + 1) of each head as pairs (interleaved), A dims i and i + R/2 (halves)",
+            "B rotates dims 2i and 2i + 1 of each head as pairs (interleaved), A dims i and i + R/2 (halves)",
         ),
         Change(rotate=rotate_interleaved),
     )
@@ -83,7 +84,7 @@ def theta_hint(theta: float, config: ModelConfig) -> Hint:
 def _positions() -> Mistakes:
     for shift in SHIFTS:
         message = f"B counts positions from {shift}, A from 0"
-        yield Hint("shifted_positions", message), Change(positions=lambda positions, by=shift: positions + by)  # type: ignore[misc]
+        yield Hint("shifted_positions", message), Change(positions=partial(torch.add, other=shift))
     yield Hint("shifted_positions", "B uses position 0 for every token"), Change(positions=torch.zeros_like)
 
 
@@ -133,9 +134,7 @@ def _attention(config: ModelConfig) -> Mistakes:
         message = f"in B, query head h reads key-value head h % {config.num_kv_heads}, in A head h // {group}"
         yield Hint("permuted_heads", message), Change(tiles_kv=True)
     yield (
-        Hint(
-            "permuted_heads", "B does not exchange heads and positions before it joins the heads for the output matrix"
-        ),
+        Hint("permuted_heads", "B joins the heads for the output matrix without exchanging heads and positions first"),
         Change(mixes_heads=lambda z: z.transpose(1, 2).reshape(z.shape)),
     )
     if config.qk_norm is not None:

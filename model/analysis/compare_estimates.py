@@ -28,7 +28,7 @@ def estimate_theta(config: ModelConfig, name: str, given: Mapping[str, Tensor]) 
     if ".rot_" not in name or source is None or source.shape[1] < 2 or config.rotary_dim < 4:
         return None
     if source.dim() == 3:  # one norm over all heads
-        source = source.unflatten(-1, (-1, config.d_head))
+        source = source.reshape(*source.shape[:2], -1, config.d_head)
     plain, rotated = (x[0, 1, :, : config.rotary_dim].double() for x in (source, given[name]))  # (H, R)
     halves = [torch.complex(*x.chunk(2, dim=-1)) for x in (plain, rotated)]
     angles = (halves[1] * halves[0].conj()).sum(0).angle()  # (R/2,)
@@ -55,6 +55,7 @@ def joined_heads(network: Transformer, stage: Stage, given: Mapping[str, Tensor]
     layer = network.get_submodule(f"{place}.attn.out")
     weight, bias = layer.weight, layer.bias
     assert isinstance(weight, Tensor), "the layers of this network keep or read their weights"
+    assert bias is None or isinstance(bias, Tensor)
     (_, num_tokens, num_heads, d_head), d_model = z.shape, network.config.d_model
     if num_heads**2 > num_tokens * d_model or num_heads**2 * num_tokens * d_model > MAX_NUMBERS:
         return

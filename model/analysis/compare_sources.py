@@ -78,9 +78,7 @@ def match_stages(
                 continue
             own = own.replace("hook_", "")
             if own not in stages:
-                raise InvalidField(
-                    "map", f"{shortened(own)} is not a stage of {config.num_layers} layers of this model"
-                )
+                raise InvalidField("map", f"{shortened(own)} is not a stage of this model")
         else:
             own = stage_name(given_name, config, stages)
         if own is None:
@@ -115,12 +113,15 @@ def computed_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     """
     floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     for dtype in (torch.bfloat16, torch.float16):
-        exact = sum(
-            bool(((tensor.to(dtype).to(tensor.dtype) == tensor) | ~tensor.isfinite()).all()) for tensor in floating
-        )
+        exact = sum(_is_exact(tensor, dtype) for tensor in floating)
         if floating and 2 * exact > len(floating):
             return dtype
     return torch.float32
+
+
+def _is_exact(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `dtype` has all numbers of the tensor that are finite."""
+    return bool(((tensor.to(dtype).to(tensor.dtype) == tensor) | ~tensor.isfinite()).all())
 
 
 # Files

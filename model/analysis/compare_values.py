@@ -17,12 +17,13 @@ def named_values(
     """What B's value of a stage would be with each mistake, from the `computed` one. `others` are A's other stages."""
     yield from _permuted_heads(stage, computed, value)
     yield from _permuted_dims(stage, computed)
-    yield from _shifted(stage, computed)
+    yield from _shifted(stage, computed, value)
     if stage.dims[-2:] == ("query", "key"):
         yield Hint("transposed_pattern", "B's queries and keys are exchanged: rows are columns"), computed.mT
-    place = stage.name.rpartition(".")[0].split(".attn")[0].split(".ln")[0].split(".mlp")[0]
+    place = stage.name.split(".")[:2]  # the block, for stages of blocks
     for name, other in others.items():
-        if name != stage.name and name.startswith(place) and other.shape == computed.shape:
+        is_near = place[0] != "blocks" or name.split(".")[:2] == place
+        if name != stage.name and is_near and other.shape == computed.shape:
             yield Hint("wrong_stage", f"B's {stage.name} is A's {name}: the tensor may have a wrong name"), other
     yield from _scaled(stage, computed, value)
     yield from _moved(stage, computed, value)
@@ -45,19 +46,23 @@ def _permuted_dims(stage: Stage, computed: Tensor) -> Iterator[tuple[Hint, Tenso
     """The dims of each head reordered between the two conventions of rotary positions."""
     if stage.dims[-1] != "d_head" or computed.shape[-1] % 2:
         return
-    pairs = computed.unflatten(-1, (2, -1))
+    size = computed.shape[-1]
+    pairs = computed.reshape(*computed.shape[:-1], 2, size // 2)
     message = "the dims of each head of B are in the order for {} rotary pairs, A's in that for {}"
     yield Hint("rotary_pairing", message.format("interleaved", "halves")), pairs.mT.flatten(-2)
-    pairs = computed.unflatten(-1, (-1, 2))
+    pairs = computed.reshape(*computed.shape[:-1], size // 2, 2)
     yield Hint("rotary_pairing", message.format("halves", "interleaved")), pairs.mT.flatten(-2)
 
 
-def _shifted(stage: Stage, computed: Tensor) -> Iterator[tuple[Hint, Tensor]]:
-    """Each position has the value of a neighbour. The position without one keeps A's value, so that it must agree."""
+def _shifted(stage: Stage, computed: Tensor, value: Tensor) -> Iterator[tuple[Hint, Tensor]]:
+    """Each position has the value of a neighbour. The position that has none may have any value."""
     if stage.dims[1] != "position" or computed.shape[1] < MIN_POSITIONS:
         return
     for by, which in ((1, "previous"), (-1, "next")):
-        yield Hint("shifted_positions", f"B's value at each position is A's at the {which} one"), computed.roll(by, 1)
+        rolled = computed.roll(by, 1)
+        edge = 0 if by > 0 else -1
+        rolled[:, edge] = value[:, edge]
+        yield Hint("shifted_positions", f"B's value at each position is A's at the {which} one"), rolled
 
 
 def _scaled(stage: Stage, computed: Tensor, value: Tensor) -> Iterator[tuple[Hint, Tensor]]:

@@ -117,10 +117,8 @@ def run_segment(network: Transformer, change: Change, segment: Segment, ids: Ten
     rotations = None if changed.rotary is None else changed.rotary(positions, context.lengths, torch.float64, ops)
     for place in range(segment.first, segment.last + 1):
         if place == 0:
-            if (
-                changed.pos_embed is not None
-                and not 0 <= int(positions.min()) <= int(positions.max()) < config.max_positions
-            ):
+            low, high = int(positions.min()), int(positions.max())
+            if changed.pos_embed is not None and not 0 <= low <= high < config.max_positions:
                 raise ValueError("the table has no such position")
             x = changed.embed_tokens(ids, positions, probe)
             continue
@@ -146,7 +144,7 @@ def change_network(network: Transformer, change: Change, places: range) -> Trans
     changed.backend = replace(network.backend, network=ops)
     changed.rotary = Rotations(config) if config.positions == "rotary" else None
     blocks = list(network.blocks)
-    for layer, block in enumerate(network.blocks):
+    for layer in range(config.num_layers):
         if layer + 1 in places:
             source = layer + change.layer_offset
             if not 0 <= source < len(blocks) or config.has_experts(source) != config.has_experts(layer):

@@ -69,9 +69,8 @@ def errors_along(reference: Tensor, other: Tensor, axis: int) -> Tensor:
     others = [each for each in range(reference.dim()) if each != axis]
     difference = torch.linalg.vector_norm(other - reference, dim=others)
     norm = torch.linalg.vector_norm(reference, dim=others)
-    return torch.where(
-        norm > 0, difference / norm.clamp(min=torch.finfo(torch.float64).tiny), (difference > 0).double()
-    )
+    ratio = difference / norm.clamp(min=torch.finfo(torch.float64).tiny)
+    return torch.where(norm > 0, ratio, (difference > 0).double())
 
 
 def _ratio(difference: float, norm: float) -> float:

@@ -93,10 +93,7 @@ def layouts(name: str, tensor: Tensor, stage: Stage, sizes: Mapping[str, int]) -
     there is none.
     """
     expected = stage.shape(sizes)
-    found: list[Layout] = []
-    for layout in _candidates(tensor, stage, sizes):
-        if layout.tensor.shape == expected:
-            found.append(layout)
+    found = [layout for layout in _candidates(tensor, stage, sizes) if layout.tensor.shape == expected]
     if not found:
         dims = ", ".join(stage.dims)
         reason = f"has the shape {tuple(tensor.shape)}, but {stage.name} is {expected} ({dims})"
@@ -116,4 +113,6 @@ def _candidates(tensor: Tensor, stage: Stage, sizes: Mapping[str, int]) -> Itera
             if x.dim() == 4:
                 yield Layout(x.transpose(1, 2), f"{done}heads and positions were exchanged")
             if x.dim() == 3 and x.shape[-1] == sizes[stage.dims[2]] * sizes["d_head"]:
-                yield Layout(x.unflatten(-1, (-1, sizes["d_head"])), f"{done}the last axis was divided into heads")
+                yield Layout(
+                    x.reshape(*x.shape[:2], -1, sizes["d_head"]), f"{done}the last axis was divided into heads"
+                )

@@ -108,8 +108,7 @@ class OpenCheckpoint:
             bits = bits_of(name, num_inputs, quantize)
             if is_torch and bits is None:
                 return StreamedLinear(lambda: _rows(weights, stored_name), bias)
-
-        return RebuiltLinear(lambda: make_linear(backend, _rows(weights, stored_name), bits, bias, dtype))
+            return RebuiltLinear(lambda: make_linear(backend, _rows(weights, stored_name), bits, bias, dtype))
 
         with torch.device("meta"):
             model = Transformer(config, backend=backend, linear=linear)
