@@ -14,13 +14,13 @@ exceeds the noise of this stage by a factor of `FACTOR`.
 import math
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from model.analysis.compare_hints import Suspect, find_hints
-from model.analysis.compare_passes import PassResult, run_pass
+from model.analysis.compare_passes import PassResult, finish, run_pass
 from model.analysis.compare_sources import Given
 from model.analysis.hint import Hint
 from model.analysis.stage_errors import Difference, LogitsDifference, compare_logits, errors_along, measure
@@ -30,7 +30,6 @@ from model.errors import InvalidField
 from model.network.transformer import Transformer
 from model.tracing.stages import Stage, sizes_of, stages_of
 
-Result = TypeVar("Result")
 FACTOR = 8.0  # how far above the noise an error must be: other orders of summation round by as much
 WIDE = ("d_model", "d_mlp", "d_vocab")  # each position of a stage with such an axis is compared with its own noise
 MASKED = -1e4  # some programs write masked scores as a large negative number instead of -inf
@@ -117,28 +116,23 @@ def compare_bytes(config: ModelConfig, names: Sequence[str], num_tokens: int) ->
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """What A computes: `own` in float64, and the noise floor: `rounded` in B's dtype, and A's stages from `rounded`."""
+    """What A computes: `own` in float64, and `rounded` in B's dtype, from which the noise floor follows."""
 
     network: Transformer
     ids: Sequence[int]
     dtype: torch.dtype
     own: Mapping[str, Tensor]
     rounded: Mapping[str, Tensor]
-    forced: Mapping[str, Tensor]
-
-    def noise(self, stage: Stage) -> "Noise":
-        return Noise.of(stage, self.forced[stage.name], self.rounded[stage.name], self.dtype)
 
 
 def reference_steps(
     a: Model, ids: Sequence[int], names: Collection[str], dtype: torch.dtype
 ) -> Generator[None, None, Reference]:
-    """Compute A's stages, and their noise in `dtype`. The iterator stops after each block of each pass."""
+    """Compute A's stages in float64 and in `dtype`. The iterator stops after each block of each pass."""
     exact = a.network(torch.float64)
     own = yield from run_pass(exact, ids, names)
     rounded = yield from run_pass(a.network(dtype), ids, names)
-    forced = yield from run_pass(exact, ids, names, rounded.stages)
-    return Reference(exact, ids, dtype, own.stages, rounded.stages, forced.stages)
+    return Reference(exact, ids, dtype, own.stages, rounded.stages)
 
 
 def compare_steps(
@@ -162,16 +156,21 @@ def compare_with(reference: Reference, b: Given, options: Options) -> Generator[
     stages = {stage.name: stage for stage in stages_of(network.config) if stage.name in b.stages}
     layouts = {name: _choose(reference.own[name], ways) for name, ways in b.stages.items()}
     values = {name: _as_masked(name, layout.tensor, reference.own[name]) for name, layout in layouts.items()}
+    rounded = {name: reference.rounded[name] for name in stages}
+    expected = yield from run_pass(network, reference.ids, stages, rounded)
+    noises = {
+        name: Noise.of(stage, expected.stages[name], rounded[name], reference.dtype) for name, stage in stages.items()
+    }
     forced = yield from run_pass(network, reference.ids, stages, values)
     compared: list[StageComparison] = []
-    for name, stage in stages.items():
-        found = _compare_stage(stage, reference, forced.stages[name], values[name], options)
+    for name in stages:
+        found = _compare_stage(noises[name], reference, forced.stages[name], values[name], options)
         compared.append(replace(found, layout=layouts[name].change))
         yield
     first = next((stage for stage in compared if stage.differs), None)
     hints: Sequence[Hint] = ()
     if first is not None and options.hints:
-        excess = reference.noise(first.stage).excess
+        excess = noises[first.name].excess
         hints = yield from find_hints(Suspect(network, reference.ids, first.stage, forced, values, excess))
     before = compared if first is None else compared[: compared.index(first)]
     return Comparison(
@@ -215,16 +214,6 @@ def require_comparable(a: ModelConfig, b: ModelConfig, num_tokens: int) -> None:
             raise InvalidField("b", f"{stage.name} is {stage.shape(sizes_a)} in A, but {other.shape(sizes_b)} in B")
 
 
-def finish(steps: Generator[None, None, Result]) -> Result:
-    """Run an iterator to its end, and return its result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: Result = end.value
-            return result
-
-
 @dataclass(frozen=True)
 class Noise:
     """The added error of one stage that rounding alone causes, in total and for each position of a wide stage."""
@@ -256,9 +245,10 @@ class Noise:
 
 
 def _compare_stage(
-    stage: Stage, reference: Reference, forced: Tensor, value: Tensor, options: Options
+    noise: "Noise", reference: Reference, forced: Tensor, value: Tensor, options: Options
 ) -> StageComparison:
-    own, rounded, noise = reference.own[stage.name], reference.rounded[stage.name], reference.noise(stage)
+    stage = noise.stage
+    own, rounded = reference.own[stage.name], reference.rounded[stage.name]
     positions = next((axis for axis, dim in enumerate(stage.dims) if dim in ("position", "query")), None)
     heads = next((axis for axis, dim in enumerate(stage.dims) if dim in ("head", "kv_head")), None)
     return StageComparison(

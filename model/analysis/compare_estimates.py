@@ -38,9 +38,7 @@ def estimate_theta(config: ModelConfig, name: str, given: Mapping[str, Tensor]) 
         return None
     thetas = (-angles[usable].log() / exponents[usable]).exp()
     theta = float(thetas.median())
-    if not math.isfinite(theta) or theta <= 1.001:
-        return None
-    return float(f"{theta:.3g}")
+    return theta if math.isfinite(theta) and theta > 1.1 else None
 
 
 def joined_heads(network: Transformer, stage: Stage, given: Mapping[str, Tensor]) -> Iterator[tuple[Hint, Tensor]]:

@@ -22,8 +22,9 @@ from model.network.transformer import Transformer
 from model.tracing.stages import Stage
 
 MAX_HINTS = 3
-EQUALLY_GOOD = 0.25  # an excess below it is noise: hints that reach it are equally good
-NUM_SEARCH_STEPS = 24  # of the search for an epsilon
+EQUALLY_GOOD = 0.5  # an excess below it is noise: hints that reach it are equally good
+NUM_SEARCH_STEPS = 30
+EPS_RANGE = (1e-13, 0.9)
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -69,8 +70,9 @@ def find_hints(suspect: Suspect) -> Generator[None, None, Sequence[Hint]]:
 
     for hint, change in named_changes(suspect.network, segment):
         test(hint, (yield from _compute(suspect, segment, change)))
-    theta = estimate_theta(suspect.network.config, suspect.stage.name, suspect.given)
-    if theta is not None:
+    estimate = estimate_theta(suspect.network.config, suspect.stage.name, suspect.given)
+    if estimate is not None:
+        theta = yield from _search(suspect, segment, "rope_theta", 0.99 * estimate, 1.01 * estimate)
         hint = theta_hint(theta, suspect.network.config)
         test(hint, (yield from _compute(suspect, segment, Change({"rope_theta": theta}))))
     for hint, computed in named_values(suspect.stage, suspect.computed, suspect.value, suspect.forced.stages):
@@ -81,7 +83,7 @@ def find_hints(suspect: Suspect) -> Generator[None, None, Sequence[Hint]]:
             test(hint, computed)
             yield
     if not found:
-        eps = yield from _search_eps(suspect, segment)
+        eps = yield from _search(suspect, segment, "norm_eps", *EPS_RANGE)
         hint = eps_hint(eps, suspect.network.config)
         test(hint, (yield from _compute(suspect, segment, Change({"norm_eps": eps}))))
     found.sort(key=lambda each: each[0])  # the sort is stable: of equally good ones, the first tested one is first
@@ -119,14 +121,14 @@ def _compute(suspect: Suspect, segment: Segment, change: Change) -> Generator[No
     return tap.computed.get(suspect.stage.name)
 
 
-def _search_eps(suspect: Suspect, segment: Segment) -> Generator[None, None, float]:
-    """The epsilon of the norms with the smallest error, by golden-section search over its logarithm."""
+def _search(suspect: Suspect, segment: Segment, field: str, low: float, high: float) -> Generator[None, None, float]:
+    """The value of a field of the config with the smallest error, by golden-section search over its logarithm."""
 
-    def error(exponent: float) -> Generator[None, None, float]:
-        computed = yield from _compute(suspect, segment, Change({"norm_eps": 10**exponent}))
+    def error(logarithm: float) -> Generator[None, None, float]:
+        computed = yield from _compute(suspect, segment, Change({field: math.exp(logarithm)}))
         return math.inf if computed is None else suspect.excess(computed, suspect.value)
 
-    low, high = -13.0, 0.0
+    low, high = math.log(low), math.log(high)
     left, right = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
     errors = [(yield from error(left)), (yield from error(right))]
     for _ in range(NUM_SEARCH_STEPS):
@@ -138,4 +140,4 @@ def _search_eps(suspect: Suspect, segment: Segment) -> Generator[None, None, flo
             low, left, errors[0] = left, right, errors[1]
             right = low + GOLDEN * (high - low)
             errors[1] = yield from error(right)
-    return 10 ** ((low + high) / 2)
+    return math.exp((low + high) / 2)

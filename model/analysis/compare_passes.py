@@ -5,15 +5,15 @@ All passes are iterators that stop after each block, so that other work can run 
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from model.network.transformer import Transformer
-from model.ops.torch_ops import TORCH
 from model.tracing.predictions import compute_loss
 
-Steps = Generator[None, None, None]
+Result = TypeVar("Result")
 
 
 class ForcingTap:
@@ -58,5 +58,15 @@ def run_pass(
         residuals.append(x)
         yield
     logits = residuals.pop()
-    compute_loss(logits, [*ids[1:], None], tap, TORCH.summaries)
+    compute_loss(logits, [*ids[1:], None], tap, network.backend.summaries)
     return PassResult({name: tensor.cpu() for name, tensor in tap.computed.items()}, residuals)
+
+
+def finish(steps: Generator[None, None, Result]) -> Result:
+    """Run an iterator to its end, and return its result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: Result = end.value
+            return result

@@ -20,13 +20,15 @@ def named_values(
     yield from _shifted(stage, computed, value)
     if stage.dims[-2:] == ("query", "key"):
         yield Hint("transposed_pattern", "B's queries and keys are exchanged: rows are columns"), computed.mT
-    place = stage.name.split(".")[:2]  # the block, for stages of blocks
     for name, other in others.items():
-        is_near = place[0] != "blocks" or name.split(".")[:2] == place
-        if name != stage.name and is_near and other.shape == computed.shape:
+        if name != stage.name and _block_of(name) == _block_of(stage.name) and other.shape == computed.shape:
             yield Hint("wrong_stage", f"B's {stage.name} is A's {name}: the tensor may have a wrong name"), other
     yield from _scaled(stage, computed, value)
     yield from _moved(stage, computed, value)
+
+
+def _block_of(name: str) -> str | None:
+    return name.split(".")[1] if name.startswith("blocks.") else None
 
 
 def _permuted_heads(stage: Stage, computed: Tensor, value: Tensor) -> Iterator[tuple[Hint, Tensor]]:

@@ -69,6 +69,7 @@ class Checkpoint:
     Without a `tokenizer.json`, `tokenizer` is None, and only token ids can be used. `chat_template` is None if the
     checkpoint has no template for chats. `special_tokens` are the texts of the tokens that it names, such as
     "bos_token". `family` knows the names of its tensors. `adapters` are those that requests may choose, by name.
+    `location` is where its files lie.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Checkpoint:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     family: Family | None = None
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    location: Location | None = None
 
     @property
     def stages(self) -> list[Stage]:
@@ -133,6 +135,7 @@ def load_checkpoint(
         contents.template,
         contents.special_tokens,
         family,
+        location=location,
     )
 
 

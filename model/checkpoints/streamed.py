@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.checkpoints.load import DTYPES, Contents, read_contents
-from model.checkpoints.locate import locate
+from model.checkpoints.load import DTYPES, read_contents
+from model.checkpoints.locate import Location, locate
 from model.checkpoints.network_weights import LazyWeights, NetworkWeights
 from model.config import ModelConfig
 from model.errors import CheckpointError
@@ -123,16 +123,17 @@ class OpenCheckpoint:
         return model.requires_grad_(False).eval()
 
 
-def open_checkpoint(source: str, *, name: str | None = None, revision: str | None = None) -> OpenCheckpoint:
-    """Open a checkpoint; `source` is as in `load_checkpoint`. Quantized tensors of GGUF files are read as float32.
+def open_checkpoint(source: str | Location, *, name: str | None = None) -> OpenCheckpoint:
+    """Open a checkpoint; a `source` that is not its location is as in `load_checkpoint`.
 
-    Raises `CheckpointError`, or `ValueError` for a config that is not implemented.
+    Quantized tensors of GGUF files are read as float32. Raises `CheckpointError`, or `ValueError` for a config that is
+    not implemented.
     """
-    location = locate(source, revision)
-    contents: Contents = read_contents(location, dtype="float32")
+    location = locate(source) if isinstance(source, str) else source
+    contents = read_contents(location, dtype="float32")
     weights = NetworkWeights(contents.tensors, contents.family, contents.model_config)
     weights.check()
-    own_name = location.name if location.is_local else source
+    own_name = source if isinstance(source, str) and not location.is_local else location.name
     return OpenCheckpoint(name or own_name, contents.model_config, contents.tokenizer, weights)
 
 

@@ -17,10 +17,10 @@ from model.analysis.compare import (
     Options,
     compare,
     compare_bytes,
-    finish,
     record_steps,
     require_comparable,
 )
+from model.analysis.compare_passes import finish
 from model.analysis.compare_report import report, to_json
 from model.analysis.compare_sources import (
     Given,
