@@ -129,6 +129,12 @@ class Settings(BaseSettings):
         description="limit for the time of a step with prompts, as a multiple of its time without them; applies only "
         "while fewer prompts are computed than sequences generate",
     )
+    max_compare_tokens: int = Field(
+        256, ge=1, description="longest prompt of /compare, which computes the network several times in float64"
+    )
+    compare_directory: Path | None = Field(
+        None, description="directory of stage files and checkpoints that requests to /compare may name"
+    )
     max_waiting_requests: int = Field(
         1024, ge=0, description="maximum number of waiting requests; further requests get 429"
     )
