@@ -23,7 +23,14 @@ from model.analysis.compare_hints import Suspect, find_hints
 from model.analysis.compare_passes import PassResult, finish, run_pass
 from model.analysis.compare_sources import Given
 from model.analysis.hint import Hint
-from model.analysis.stage_errors import Difference, LogitsDifference, compare_logits, errors_along, measure
+from model.analysis.stage_errors import (
+    Difference,
+    LogitsDifference,
+    compare_logits,
+    errors_along,
+    measure,
+    relative_error,
+)
 from model.analysis.stage_names import Layout
 from model.config import ModelConfig
 from model.errors import InvalidField
@@ -116,13 +123,20 @@ def compare_bytes(config: ModelConfig, names: Sequence[str], num_tokens: int) ->
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """What A computes: `own` in float64, and `rounded` in B's dtype, from which the noise floor follows."""
+    """What A computes for the stages that B has: `own` in float64, and `rounded` in B's dtype.
+
+    `expected` is what A computes in float64 from `rounded`: its difference from `rounded` is the noise of each stage.
+    """
 
     network: Transformer
     ids: Sequence[int]
     dtype: torch.dtype
     own: Mapping[str, Tensor]
     rounded: Mapping[str, Tensor]
+    expected: Mapping[str, Tensor]
+
+    def noise(self, stage: Stage) -> "Noise":
+        return Noise.of(stage, self.expected[stage.name], self.rounded[stage.name], self.dtype)
 
 
 def reference_steps(
@@ -132,7 +146,8 @@ def reference_steps(
     exact = a.network(torch.float64)
     own = yield from run_pass(exact, ids, names)
     rounded = yield from run_pass(a.network(dtype), ids, names)
-    return Reference(exact, ids, dtype, own.stages, rounded.stages)
+    expected = yield from run_pass(exact, ids, names, rounded.stages)
+    return Reference(exact, ids, dtype, own.stages, rounded.stages, expected.stages)
 
 
 def compare_steps(
@@ -151,26 +166,22 @@ def compare_steps(
 
 @torch.inference_mode()
 def compare_with(reference: Reference, b: Given, options: Options) -> Generator[None, None, Comparison]:
-    """Compare B with a reference that has all stages of B."""
+    """Compare B with a reference that has exactly the stages of B."""
+    assert reference.own.keys() == b.stages.keys(), "the noise of a stage depends on which stages are given"
     network = reference.network
     stages = {stage.name: stage for stage in stages_of(network.config) if stage.name in b.stages}
     layouts = {name: _choose(reference.own[name], ways) for name, ways in b.stages.items()}
     values = {name: _as_masked(name, layout.tensor, reference.own[name]) for name, layout in layouts.items()}
-    rounded = {name: reference.rounded[name] for name in stages}
-    expected = yield from run_pass(network, reference.ids, stages, rounded)
-    noises = {
-        name: Noise.of(stage, expected.stages[name], rounded[name], reference.dtype) for name, stage in stages.items()
-    }
     forced = yield from run_pass(network, reference.ids, stages, values)
     compared: list[StageComparison] = []
-    for name in stages:
-        found = _compare_stage(noises[name], reference, forced.stages[name], values[name], options)
+    for name, stage in stages.items():
+        found = _compare_stage(stage, reference, forced.stages[name], values[name], options)
         compared.append(replace(found, layout=layouts[name].change))
         yield
     first = next((stage for stage in compared if stage.differs), None)
     hints: Sequence[Hint] = ()
     if first is not None and options.hints:
-        excess = noises[first.name].excess
+        excess = reference.noise(first.stage).excess
         hints = yield from find_hints(Suspect(network, reference.ids, first.stage, forced, values, excess))
     before = compared if first is None else compared[: compared.index(first)]
     return Comparison(
@@ -229,34 +240,34 @@ class Noise:
         Rounding to the dtype once is always allowed.
         """
         minimum = torch.finfo(dtype).eps / 4
-        total = max(_finite(measure(computed, value).error), minimum)
+        error = relative_error(computed, value)
+        total = max(error, minimum) if math.isfinite(error) else minimum
         wide = stage.dims[-1] in WIDE
         return cls(stage, total, errors_along(computed, value, 1).clamp(min=total) if wide else None)
 
     def excess(self, computed: Tensor, value: Tensor) -> float:
         """The error of `value` relative to the largest that noise explains; infinite if other entries are finite."""
-        found = measure(computed, value)
-        if found.mismatches:
+        error = relative_error(computed, value)
+        if math.isnan(error):
             return math.inf
-        ratio = found.error / self.total
+        ratio = error / self.total
         if self.per_position is not None:
             ratio = max(ratio, float((errors_along(computed, value, 1) / self.per_position).max()))
         return ratio / FACTOR
 
 
 def _compare_stage(
-    noise: "Noise", reference: Reference, forced: Tensor, value: Tensor, options: Options
+    stage: Stage, reference: Reference, forced: Tensor, value: Tensor, options: Options
 ) -> StageComparison:
-    stage = noise.stage
-    own, rounded = reference.own[stage.name], reference.rounded[stage.name]
+    own, rounded, noise = reference.own[stage.name], reference.rounded[stage.name], reference.noise(stage)
     positions = next((axis for axis, dim in enumerate(stage.dims) if dim in ("position", "query")), None)
     heads = next((axis for axis, dim in enumerate(stage.dims) if dim in ("head", "kv_head")), None)
     return StageComparison(
         stage=stage,
         difference=measure(own, value),
-        inherited=measure(own, forced).error,
-        added=measure(forced, value).error,
-        noise=measure(own, rounded).error,
+        inherited=relative_error(own, forced),
+        added=relative_error(forced, value),
+        noise=relative_error(own, rounded),
         added_noise=noise.total,
         excess=noise.excess(forced, value),
         per_position=_along(own, value, positions) if options.per_position else None,
@@ -270,7 +281,7 @@ def _along(own: Tensor, value: Tensor, axis: int | None) -> tuple[float, ...] | 
 
 def _choose(own: Tensor, ways: Sequence[Layout]) -> Layout:
     """Of several possible layouts, the one that is nearest to A."""
-    return ways[0] if len(ways) == 1 else min(ways, key=lambda way: measure(own, way.tensor).error)
+    return ways[0] if len(ways) == 1 else min(ways, key=lambda way: relative_error(own, way.tensor))
 
 
 def _as_masked(name: str, value: Tensor, own: Tensor) -> Tensor:
@@ -278,7 +289,3 @@ def _as_masked(name: str, value: Tensor, own: Tensor) -> Tensor:
     if not name.endswith("attn_scores"):
         return value
     return value.masked_fill((own == -math.inf) & (value <= MASKED), -math.inf)
-
-
-def _finite(number: float) -> float:
-    return number if math.isfinite(number) else 0.0

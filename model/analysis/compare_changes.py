@@ -155,11 +155,11 @@ def _norms(config: ModelConfig) -> Mistakes:
         message = "B's norms subtract the mean (LayerNorm), A's do not (RMSNorm)"
         yield Hint("norm_kind", message), Change({"norm": "layer", "norm_offset": False})
     else:
+        yield Hint("missing_bias", "B's norms have no bias"), Change(norms=_zero_bias)
         yield (
             Hint("norm_kind", "B's norms do not subtract the mean (RMSNorm), A's do (LayerNorm)"),
             Change({"norm": "rms"}),
         )
-        yield Hint("missing_bias", "B's norms have no bias"), Change(norms=_zero_bias)
     neutral = 0.0 if config.norm_offset else 1.0
     yield (
         Hint("missing_gain", "B's norms do not multiply by their weight"),

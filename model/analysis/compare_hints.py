@@ -54,6 +54,24 @@ class Suspect:
         return self.given[self.stage.name]
 
 
+class StageReached(Exception):
+    """The suspect stage is computed, so the rest of the pass is not needed."""
+
+
+class StoppingTap(ForcingTap):
+    """A `ForcingTap` that ends the pass at one stage."""
+
+    def __init__(self, name: str, given: Mapping[str, Tensor]) -> None:
+        super().__init__([name], given)
+        self._last = name
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        value = super().__call__(name, tensor)
+        if name == self._last:
+            raise StageReached
+        return value
+
+
 @torch.inference_mode()
 def find_hints(suspect: Suspect) -> Generator[None, None, Sequence[Hint]]:
     """Test every known mistake, and return those that explain the suspect stage, the best one first."""
@@ -113,12 +131,14 @@ def segment_of(suspect: Suspect) -> Segment:
 
 def _compute(suspect: Suspect, segment: Segment, change: Change) -> Generator[None, None, Tensor | None]:
     """The suspect stage as the changed network computes it; None if the change does not fit the network."""
-    tap = ForcingTap([suspect.stage.name], suspect.given)
+    tap = StoppingTap(suspect.stage.name, suspect.given)
     try:
         yield from run_segment(suspect.network, change, segment, torch.tensor([list(suspect.ids)]), tap)
+    except StageReached:
+        return tap.computed[suspect.stage.name]
     except ValueError:  # for example a window of a network without windows
         return None
-    return tap.computed.get(suspect.stage.name)
+    return None  # the changed network has no such stage
 
 
 def _search(suspect: Suspect, segment: Segment, field: str, low: float, high: float) -> Generator[None, None, float]:

@@ -6,6 +6,7 @@ This module knows neither networks nor files.
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,7 +40,7 @@ def measure(reference: Tensor, other: Tensor) -> Difference:
     difference = other - reference
     flat = difference.abs().flatten()
     index = int(flat.argmax()) if flat.numel() else 0
-    place = tuple(int(each) for each in torch.unravel_index(torch.tensor(index), difference.shape))
+    place = tuple(int(each) for each in np.unravel_index(index, difference.shape)) if flat.numel() else ()
     product = float((reference * other).sum())
     norm, other_norm = float(torch.linalg.vector_norm(reference)), float(torch.linalg.vector_norm(other))
     return Difference(
@@ -57,6 +58,10 @@ def relative_error(reference: Tensor, other: Tensor) -> float:
 
     Equal infinities (masked scores) and NaN in both (missing targets) count as no difference.
     """
+    reference, other = reference.double(), other.double()
+    difference, norm = float(torch.linalg.vector_norm(other - reference)), float(torch.linalg.vector_norm(reference))
+    if math.isfinite(difference) and math.isfinite(norm):
+        return _ratio(difference, norm)
     found = measure(reference, other)
     return math.nan if found.mismatches else found.error
 
