@@ -6,11 +6,12 @@ Format of safetensors: the length of the header in 8 bytes (little-endian), the 
 import base64
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import save
 
 from forwardscope.errors import ForwardscopeError
 
@@ -52,6 +53,11 @@ def read_safetensors(content: bytes) -> tuple[dict[str, NumpyArray], dict[str, A
 def read_base64(text: str, dtype: str, shape: Sequence[int]) -> NumpyArray:
     """The array of a stage that a JSON answer holds as base64."""
     return to_array(base64.b64decode(text), dtype, shape)
+
+
+def write_base64(arrays: Mapping[str, NumpyArray]) -> str:
+    """A safetensors file of arrays, as base64."""
+    return base64.b64encode(save({name: np.ascontiguousarray(array) for name, array in arrays.items()})).decode()
 
 
 def to_array(content: bytes | memoryview, dtype: str, shape: Sequence[int]) -> NumpyArray:
