@@ -164,7 +164,7 @@ def compare_steps(
     return (yield from compare_with(reference, b, Options() if options is None else options))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def compare_with(reference: Reference, b: Given, options: Options) -> Generator[None, None, Comparison]:
     """Compare B with a reference that has exactly the stages of B."""
     assert reference.own.keys() == b.stages.keys(), "the noise of a stage depends on which stages are given"

@@ -72,7 +72,7 @@ class StoppingTap(ForcingTap):
         return value
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def find_hints(suspect: Suspect) -> Generator[None, None, Sequence[Hint]]:
     """Test every known mistake, and return those that explain the suspect stage, the best one first."""
     if suspect.stage.name in ("probabilities", "loss") or not suspect.value[suspect.value.isfinite()].numel():

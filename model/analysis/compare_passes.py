@@ -46,7 +46,7 @@ class PassResult:
     residuals: Sequence[Tensor]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def run_pass(
     network: Transformer, ids: Sequence[int], names: Iterable[str], given: Mapping[str, Tensor] | None = None
 ) -> Generator[None, None, PassResult]:
