@@ -98,8 +98,7 @@ class OpenCheckpoint:
         config, device = self.config, torch.device("cpu")
         backend = choose_backend(config, dtype, device, kernels)
         is_torch = backend.network is TORCH.network
-        if is_torch:
-            backend = replace(backend, network=StoredTableOps(dtype))
+        own_ops = StoredTableOps(dtype) if is_torch else backend.network
         weights = self.weights.read(dtype, device)
 
         def linear(name: str, num_inputs: int, num_outputs: int, has_bias: bool) -> nn.Module:
@@ -111,7 +110,7 @@ class OpenCheckpoint:
             return RebuiltLinear(lambda: make_linear(backend, _rows(weights, stored_name), bits, bias, dtype))
 
         with torch.device("meta"):
-            model = Transformer(config, backend=backend, linear=linear)
+            model = Transformer(config, backend=replace(backend, network=own_ops), linear=linear)
         names = [name for name, parameter in model.named_parameters() if parameter.is_meta]
         tables = ("embed.weight", "pos_embed.weight")
         rest = {
