@@ -11,8 +11,11 @@ from forwardscope.results import (
     ChatAnswer,
     ChatEvent,
     Choice,
+    ComparedStage,
+    Comparison,
     Finish,
     Generation,
+    Hint,
     LensLayer,
     Logits,
     Loss,
@@ -266,3 +269,29 @@ def stored_vectors(answer: Json) -> list[StoredVector]:
 
 def served_models(answer: Json) -> list[ServedModel]:
     return [ServedModel(entry["name"], entry["kind"], entry.get("title")) for entry in answer["models"]]
+
+
+# POST /compare
+
+
+def comparison(answer: Json) -> Comparison:
+    verdict = answer["verdict"]
+    return Comparison(
+        a=answer["a"],
+        b=answer["b"],
+        dtype=answer["dtype"],
+        num_tokens=answer["num_tokens"],
+        differs=verdict["differs"],
+        first_stage=verdict["first_stage"],
+        last_equal_stage=verdict["last_equal_stage"],
+        differing_stages=tuple(verdict["differing_stages"]),
+        hints=tuple(record(Hint, hint) for hint in verdict["hints"]),
+        logits=answer["logits"],
+        stages={stage["name"]: compared_stage(stage) for stage in answer["stages"]},
+        not_compared=tuple(answer["not_compared"]),
+    )
+
+
+def compared_stage(answer: Json) -> ComparedStage:
+    lists = ("max_index", "per_position", "per_head")
+    return record(ComparedStage, answer | {name: tuple(answer[name]) for name in lists if answer.get(name) is not None})

@@ -75,6 +75,7 @@ class AsyncClient:
 
     run = method(requests.run)
     logits = method(requests.logits)
+    compare = method(requests.compare)
     generate = method(requests.generate)
     stream = stream_method(requests.stream)
     chat = method(requests.chat)

@@ -93,6 +93,7 @@ class Client:
 
     run = method(requests.run)
     logits = method(requests.logits)
+    compare = method(requests.compare)
     generate = method(requests.generate)
     stream = stream_method(requests.stream)
     chat = method(requests.chat)

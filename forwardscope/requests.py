@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 from urllib.parse import quote
 
+import numpy as np
+
 from forwardscope import answers
 from forwardscope.call import EVENTS, SAFETENSORS, Call, Request, StreamCall
 from forwardscope.edits import to_edits, vector_file
@@ -19,6 +21,7 @@ from forwardscope.results import (
     Attribution,
     ChatAnswer,
     ChatEvent,
+    Comparison,
     Generation,
     Logits,
     ModelInfo,
@@ -28,7 +31,7 @@ from forwardscope.results import (
     SweepCell,
     Trace,
 )
-from forwardscope.tensor_files import NumpyArray, read_safetensors
+from forwardscope.tensor_files import NumpyArray, read_safetensors, write_base64
 
 Prompt = str | Sequence[int]
 Messages = str | Sequence[Mapping[str, Any]]
@@ -102,6 +105,37 @@ def logits(
         **fields,
     )
     return Call(Request("/logits", body, SAFETENSORS), lambda content: answers.logits(*read_safetensors(content)))
+
+
+def compare(
+    prompt: Prompt,
+    stages: Mapping[str, Any] | None = None,
+    *,
+    path: str | None = None,
+    setting: Mapping[str, str] | None = None,
+    dtype: str | None = None,
+    names: Mapping[str, str | None] | None = None,
+    per_position: bool = False,
+    per_head: bool = False,
+    **fields: Any,
+) -> Call[Comparison]:
+    """Find the first stage at which another model, B, differs from the served one, and why.
+
+    B is one of `stages` (arrays by name, of another program), `path` (of a file or checkpoint in the server's
+    `--compare-directory`) and `setting` (the served model with another `dtype`, `quantize` or `kernels`). `dtype` is
+    that in which B computes. `names` maps names of arrays to names of stages.
+    """
+    tensors = None if stages is None else write_base64({name: np.asarray(array) for name, array in stages.items()})
+    body = without_none(
+        prompt=to_prompt(prompt),
+        b=without_none(tensors=tensors, path=path, setting=None if setting is None else dict(setting)),
+        dtype=dtype,
+        names=None if names is None else dict(names),
+        per_position=per_position,
+        per_head=per_head,
+        **fields,
+    )
+    return Call(Request("/compare", body), parser(answers.comparison))
 
 
 def generate(

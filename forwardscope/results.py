@@ -226,6 +226,57 @@ class SweepCell:
 
 
 @dataclass(frozen=True)
+class Hint:
+    """A known mistake that explains a difference."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True)
+class ComparedStage:
+    """How B's value of a stage differs from A's; docs/comparing.md explains the errors. None: not a finite number."""
+
+    name: str
+    differs: bool
+    error: float | None
+    noise: float | None
+    inherited: float | None
+    added: float | None
+    added_noise: float | None
+    max_difference: float
+    max_index: tuple[int, ...]
+    cosine: float | None
+    scale: float | None
+    mismatches: int
+    layout: str | None
+    per_position: tuple[float | None, ...] | None = None
+    per_head: tuple[float | None, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The first stage at which B differs from the served model A, and known mistakes that explain the difference.
+
+    `stages` has every stage that was compared, by name, in the order of computation. `logits` has the KL divergence and
+    how often both find the same token most likely; it is None if B has no logits.
+    """
+
+    a: str
+    b: str
+    dtype: str
+    num_tokens: int
+    differs: bool
+    first_stage: str | None
+    last_equal_stage: str | None
+    differing_stages: tuple[str, ...]
+    hints: tuple[Hint, ...]
+    logits: Mapping[str, float | None] | None
+    stages: Mapping[str, ComparedStage] = field(repr=False)
+    not_compared: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class TokenLogprob:
     """A token with its log-probability, and the most likely tokens at its place.
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import save
 
 from forwardscope.errors import ForwardscopeError
 
@@ -68,6 +69,11 @@ def write_safetensors(arrays: Mapping[str, NumpyArray]) -> bytes:
 def read_base64(text: str, dtype: str, shape: Sequence[int]) -> NumpyArray:
     """The array of a stage that a JSON answer holds as base64."""
     return to_array(base64.b64decode(text), dtype, shape)
+
+
+def write_base64(arrays: Mapping[str, NumpyArray]) -> str:
+    """A safetensors file of arrays, as base64."""
+    return base64.b64encode(save({name: np.ascontiguousarray(array) for name, array in arrays.items()})).decode()
 
 
 def to_array(content: bytes | memoryview, dtype: str, shape: Sequence[int]) -> NumpyArray:

@@ -14,6 +14,7 @@ COMMANDS = {  # the function `main` of each module reads `sys.argv`
     "serve": ("service.commands.serve", "serve a model over HTTP; also runs if only options are given"),
     "chat": ("service.commands.chat", "talk to a running server, or to a model"),
     "drift": ("model.analysis.drift", "compare a faster setting with float32, stage by stage"),
+    "compare": ("service.commands.compare", "find the first stage at which two models differ"),
     "perplexity": ("model.analysis.perplexity", "measure how well a model predicts text files"),
     "train": ("model.training.train", "train a tokenizer and a small model on text files"),
 }

@@ -30,7 +30,7 @@ from service.http.gate import Gate
 from service.http.memory import trim_forever
 from service.http.openapi import API_KEY, error_answers
 from service.metrics import HttpMetrics
-from service.routes import attribute, forward, generate, health, logits, tokenize, vectors
+from service.routes import attribute, compare, forward, generate, health, logits, tokenize, vectors
 from service.routes import model as model_route
 from service.routes.openai import chat, completions
 from service.routes.openai import models as openai_models
@@ -67,7 +67,7 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None)
     app.state.forwardscope = state
     install_error_handlers(app)
     protected = [] if settings.api_key is None else [Depends(API_KEY)]
-    for route in (forward, logits, generate, attribute, tokenize, completions, chat):
+    for route in (forward, logits, generate, attribute, compare, tokenize, completions, chat):
         app.include_router(route.router, responses=error_answers(), dependencies=protected)
     app.include_router(model_route.router, dependencies=protected)
     app.include_router(vectors.router, dependencies=protected)

@@ -156,6 +156,12 @@ class Settings(BaseSettings):
         8 * MIB, ge=1, description="maximum size of a vector that a client stores with PUT /vectors/{name}"
     )
     max_vectors: int = Field(64, ge=0, description="maximum number of vectors that clients store")
+    max_compare_tokens: int = Field(
+        256, ge=1, description="longest prompt of /compare, which computes the network several times in float64"
+    )
+    compare_directory: Path | None = Field(
+        None, description="directory of stage files and checkpoints that requests to /compare may name"
+    )
     max_waiting_requests: int = Field(
         1024, ge=0, description="maximum number of waiting requests; further requests get 429"
     )

@@ -8,6 +8,7 @@ from typing import Annotated, TypeVar
 from fastapi import Depends, Request
 
 from model.checkpoints.load import Checkpoint
+from model.checkpoints.streamed import OpenCheckpoint
 from model.engine.engine import Engine
 from model.network.float_network import FloatNetwork
 from model.network.translators import Translators
@@ -55,6 +56,9 @@ class State:
         # Made by the first request with a grammar. Each belongs to one thread of `run_grammar`.
         self.slow_grammars: Grammars | None = None
         self.grammars: Grammars | None = None
+        # Opened by the first comparison; one comparison runs at a time.
+        self.opened_checkpoint: OpenCheckpoint | None = None
+        self.comparing = asyncio.Lock()
         self.loaded = asyncio.Event()
         self.failure: str | None = None
         self.metrics.watch_ready(lambda: self.loaded.is_set() and not self.worker.is_draining)

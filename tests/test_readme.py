@@ -72,7 +72,10 @@ PROGRAMS = find_examples("python")
 REQUESTS = [example for example in EXAMPLES if "curl " in example.code]
 NEEDS_SMOLLM2 = "When Mary and John"  # examples with this text show the numbers of SmolLM2-135M-Instruct
 KEY = "secret"  # that of the examples which need one
-SERVERS = [example for example in EXAMPLES if example.code.startswith(".venv/bin/forwardscope")]
+COMPARISONS = [example for example in EXAMPLES if example.code.startswith(".venv/bin/forwardscope compare")]
+SERVERS = [
+    example for example in EXAMPLES if example.code.startswith(".venv/bin/forwardscope") and example not in COMPARISONS
+]
 DOWNLOADS = [example for example in SERVERS if re.search(r"--model \w+/\w", example.code)]
 COMMANDS = [example for example in SERVERS if example not in DOWNLOADS]
 INSTALLATIONS = [example for example in EXAMPLES if "pip install" in example.code]
@@ -224,6 +227,22 @@ def test_every_report_is_printed(example: Example) -> None:
     assert all(re.search(f"^{re.escape(name)} ", result.stdout, re.M) for name, _ in stages)
 
 
+@pytest.mark.parametrize("example", COMPARISONS, ids=str)
+def test_every_comparison_prints_what_the_page_shows(example: Example) -> None:
+    command = [sys.executable, "-m", "service", *example.code.split()[1:]]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 3, result.stderr
+    assert example.output is not None
+    first = "verdict: the first stage that differs is "
+    shown, printed = (
+        next(line for line in text.splitlines() if line.startswith(first)) for text in (example.output, result.stdout)
+    )
+    assert shown.partition(": it adds")[0] == printed.partition(": it adds")[0]
+    assert [line.partition(" ")[0] for line in result.stdout.splitlines()] == [
+        line.partition(" ")[0] for line in example.output.splitlines()
+    ]
+
+
 @pytest.mark.parametrize("example", INSTALLATIONS, ids=str)
 def test_every_installation_names_an_extra_that_exists(example: Example) -> None:
     extras = re.findall(r"'\.\[(\w+)\]'", example.code)
@@ -232,7 +251,7 @@ def test_every_installation_names_an_extra_that_exists(example: Example) -> None
 
 
 def test_every_example_is_run_by_some_test() -> None:
-    covered = {*REQUESTS, *SERVERS, *INSTALLATIONS, *REPORTS, *CHECKS, *EVALUATIONS, *DOCKER, *PROMTOOL}
+    covered = {*REQUESTS, *SERVERS, *COMPARISONS, *INSTALLATIONS, *REPORTS, *CHECKS, *EVALUATIONS, *DOCKER, *PROMTOOL}
     assert set(EXAMPLES) == covered
     assert len(QUICK_START) == 2
     assert all(example.page == "README.md" for example in QUICK_START)
@@ -306,6 +325,7 @@ def test_the_metrics_table_is_the_metrics(bundled: Running) -> None:
         ("`structured_outputs` field", schemas.StructuredOutputs),
         ("`POST /forward` field", schemas.ForwardRequest),
         ("`POST /logits` field", schemas.LogitsRequest),
+        ("`POST /compare` field", schemas.CompareRequest),
         ("`POST /tokenize` field", schemas.TokenizeRequest),
         ("`POST /detokenize` field", schemas.DetokenizeRequest),
     ],

@@ -18,7 +18,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from model.analysis.compare_passes import finish, run_pass
 from model.analysis.perplexity import TextScore, score_ids
+from model.analysis.stage_errors import relative_error
 from model.checkpoints.load import BUNDLED, Checkpoint, load_checkpoint
 from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Request
@@ -28,9 +30,7 @@ from model.ops.quantization import Quantization
 from model.text.corpus import Corpus
 from model.text.sampling import SamplingParams
 from model.text.transcript import GenerationParams
-from model.tracing.predictions import compute_loss
 from model.tracing.stages import stages_of
-from model.tracing.tap import Recorder
 
 GROWTH = 2.0  # the error grows at a stage if it exceeds the largest error before the stage by this factor
 NUM_COMPARED_TOKENS = 256  # the stages of at most this many tokens are compared
@@ -51,14 +51,13 @@ class StageError:
     is_first_growth: bool = False
 
 
-@torch.inference_mode()
 def stage_errors(reference: Transformer, other: Transformer, ids: Sequence[int]) -> list[StageError]:
     """The error of `other` at every stage of a pass over `ids`, in the order of computation."""
     rounding = torch.finfo(other.embed.weight.dtype).eps
     errors, max_error, has_grown = [], 0.0, False
     reference_stages, other_stages = _record_stages(reference, ids), _record_stages(other, ids)
     for name, tensor in reference_stages.items():
-        error = _relative_error(tensor, other_stages[name])
+        error = relative_error(tensor, other_stages[name])
         grows = not error <= max(GROWTH * max_error, rounding)  # "not <=" is also true for NaN
         errors.append(StageError(name, error, is_first_growth=grows and not has_grown))
         has_grown = has_grown or grows
@@ -68,22 +67,9 @@ def stage_errors(reference: Transformer, other: Transformer, ids: Sequence[int])
 
 def _record_stages(model: Transformer, ids: Sequence[int]) -> Mapping[str, Tensor]:
     """Run the network once over `ids` and return every stage by name, in the order of computation."""
-    recorder = Recorder(stages_of(model.config))
-    logits = model(torch.tensor([list(ids)]), tap=recorder)
-    compute_loss(logits, [*ids[1:], None], recorder, model.backend.summaries)
-    return {stage.name: recorder.kept[stage.name] for stage in stages_of(model.config)}
-
-
-def _relative_error(reference: Tensor, other: Tensor) -> float:
-    """The size of the difference over the size of `reference`.
-
-    Equal infinities (masked scores) and NaN in both (missing targets) count as no difference.
-    """
-    reference, other = reference.double(), other.double()
-    same = (reference == other) | (reference.isnan() & other.isnan())
-    difference = torch.where(same, 0, other - reference)
-    size = torch.linalg.vector_norm(reference[reference.isfinite()])
-    return float(torch.linalg.vector_norm(difference) / size) if size > 0 else float(difference.any())
+    names = [stage.name for stage in stages_of(model.config)]
+    stages = finish(run_pass(model, ids, names)).stages
+    return {name: stages[name] for name in names}
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ class Checkpoint:
     Without a `tokenizer.json`, `tokenizer` is None, and only token ids can be used. `chat_template` is None if the
     checkpoint has no template for chats. `special_tokens` are the texts of the tokens that it names, such as
     "bos_token". `family` knows the names of its tensors. `adapters` are those that requests may choose, by name.
+    `location` is where its files lie.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Checkpoint:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     family: Family | None = None
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    location: Location | None = None
 
     @property
     def stages(self) -> list[Stage]:
@@ -109,8 +111,7 @@ def load_checkpoint(
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not implemented; known: auto, {', '.join(DTYPES)}")
     location = locate(source, revision)
-    is_gguf = location.weights.suffix == ".gguf"
-    contents = _read_gguf(location, dtype, chat_template) if is_gguf else _read_directory(location, chat_template)
+    contents = read_contents(location, dtype, chat_template)
     family, model_config = contents.family, contents.model_config
     weights = NetworkWeights(contents.tensors, family, model_config)
     torch_dtype = weights.dtype() if dtype == "auto" else DTYPES[dtype]
@@ -134,11 +135,12 @@ def load_checkpoint(
         contents.template,
         contents.special_tokens,
         family,
+        location=location,
     )
 
 
 @dataclass(frozen=True)
-class _Contents:
+class Contents:
     """What the files of a checkpoint hold, except for the values of its tensors."""
 
     family: Family
@@ -150,7 +152,13 @@ class _Contents:
     special_tokens: Mapping[str, str]
 
 
-def _read_directory(location: Location, chat_template: Path | None) -> _Contents:
+def read_contents(location: Location, dtype: str = "auto", chat_template: Path | None = None) -> Contents:
+    """Read everything but the values of the tensors, whose shapes are not checked yet."""
+    is_gguf = location.weights.suffix == ".gguf"
+    return _read_gguf(location, dtype, chat_template) if is_gguf else _read_directory(location, chat_template)
+
+
+def _read_directory(location: Location, chat_template: Path | None) -> Contents:
     """A checkpoint in Hugging Face layout."""
     directory = location.directory
     config = read_json(directory / "config.json")
@@ -161,17 +169,17 @@ def _read_directory(location: Location, chat_template: Path | None) -> _Contents
     template = read_chat_template(directory, tokenizer, chat_template)
     special_tokens = read_special_tokens(directory)
     tensors = SafetensorsFiles(location.weights)
-    return _Contents(family, model_config, defaults, tensors, tokenizer, template, special_tokens)
+    return Contents(family, model_config, defaults, tensors, tokenizer, template, special_tokens)
 
 
-def _read_gguf(location: Location, dtype: str, chat_template: Path | None) -> _Contents:
+def _read_gguf(location: Location, dtype: str, chat_template: Path | None) -> Contents:
     """A GGUF file, or all parts of a split one. With "auto", quantized tensors are read as bfloat16."""
     found = read_gguf_checkpoint(location.weights, quantized_as=DTYPES.get(dtype, torch.bfloat16))
     family, model_config = translate(found.config)
     defaults = read_generation_defaults(found.generation, found.config)
     sources = {name: (found.file, source) for name, source in found.chat_templates.items()}
     template = make_chat_template(sources, found.tokenizer, found.special_tokens, chat_template)
-    return _Contents(
+    return Contents(
         family,
         model_config,
         defaults,

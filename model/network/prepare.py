@@ -52,7 +52,7 @@ def prepare_model(
         bias = _whole(weights.pop(f"{name}.bias")).detach() if has_bias else None
         bits = bits_of(name, num_inputs, quantize)
         with torch.device(device):  # this runs while the rest of the network is laid out on the meta device
-            layer = _linear(backend, weight, bits, bias, dtype)
+            layer = make_linear(backend, weight, bits, bias, dtype)
         progress.advance(num_inputs * num_outputs)
         return layer
 
@@ -73,7 +73,7 @@ def _whole(weight: Tensor | StackedRows) -> Tensor:
     return weight.tensor() if isinstance(weight, StackedRows) else weight
 
 
-def _linear(
+def make_linear(
     backend: Backend, weight: Tensor | StackedRows, bits: int | None, bias: Tensor | None, dtype: torch.dtype
 ) -> nn.Module:
     """A linear layer of this backend, with its weight quantized to `bits` bits if that is not None."""

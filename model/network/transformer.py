@@ -5,7 +5,7 @@ rows, C width, H/Hkv heads, D head size, V vocabulary. Stages that fused kernels
 request; the pass uses them only if a tap has changed them, so reading a stage changes no bit of the result.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
@@ -198,7 +198,7 @@ class Transformer(nn.Module):
             context = DenseContext(self.config, cache, ids.shape[1], ids.device, ops)
         probe = Probe(tap)
 
-        x = self._embed(ids, context.positions, probe)  # (B, T, C)
+        x = self.embed_tokens(ids, context.positions, probe)  # (B, T, C)
         rotations = None if self.rotary is None else self.rotary(context.positions, context.lengths, x.dtype, ops)
         index = None if rows is None else torch.as_tensor(rows, dtype=torch.int64, device=x.device)
         skips_rows = tap is None and self.batch_invariant
@@ -212,7 +212,25 @@ class Transformer(nn.Module):
             x = x.index_select(1, index)
         return probe("logits", self.decode(x, probe))
 
-    def _embed(self, ids: Tensor, positions: Tensor, probe: Probe) -> Tensor:
+    def steps(self, ids: Tensor, tap: Tap | None = None) -> Iterator[Tensor]:
+        """Compute the pass of `forward` without a cache, one block at a time, so that other work can run in between.
+
+        Yields the residual stream (B, T, C) after the embeddings and after each block, and then the logits (B, T, V).
+        """
+        ops = self.backend.network
+        context = DenseContext(self.config, None, ids.shape[1], ids.device, ops)
+        probe = Probe(tap)
+        x = self.embed_tokens(ids, context.positions, probe)
+        yield x
+        rotations = None if self.rotary is None else self.rotary(context.positions, context.lengths, x.dtype, ops)
+        for layer, block in enumerate(self.blocks):
+            rotation = None if rotations is None else rotations[layer]
+            x = block(x, rotation, context, probe.at("blocks").at(str(layer)))
+            yield x
+        yield probe("logits", self.decode(x, probe))
+
+    def embed_tokens(self, ids: Tensor, positions: Tensor, probe: Probe) -> Tensor:
+        """ids (B, T) at positions (T,) -> the residual stream (B, T, C) that enters the first block."""
         ops = self.backend.network
         x = ops.embed(self.embed.weight, ids)
         if self.config.embedding_scale != 1.0:

@@ -54,6 +54,22 @@ class TestResults:
         assert trace.model == "a-tokens-journey"
         assert trace["blocks.0.attn.pattern"].dtype == np.float64
 
+    def test_stages_of_another_program_are_compared(self, client: Client) -> None:
+        trace = client.run(PROMPT)
+        stages = {name: trace[name] for name in trace}
+        found = client.compare(PROMPT, stages)
+        assert (found.differs, found.first_stage, found.hints, found.dtype) == (False, None, (), "bfloat16")
+        assert list(found.stages) == list(trace)
+        name = "blocks.1.attn.q"
+        found = client.compare(PROMPT, stages | {name: stages[name][:, :, ::-1]}, per_head=True)
+        assert found.first_stage == name
+        assert found.hints[0].code == "permuted_heads"
+        assert found.stages[name].per_head is not None
+        assert found.last_equal_stage == "blocks.1.ln1.out"
+        assert not client.compare(PROMPT, setting={"dtype": "bfloat16"}).differs
+        with pytest.raises(ApiError, match="--compare-directory"):
+            client.compare(PROMPT, path="other")
+
     def test_a_prompt_may_be_an_array_of_ids(self, client: Client) -> None:
         ids = np.array(client.to_tokens(PROMPT))
         assert client.run(ids, "embed").tokens == client.run(PROMPT, "embed").tokens  # type: ignore[arg-type]

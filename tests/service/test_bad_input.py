@@ -29,6 +29,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/logits": {"prompt": [1, 2], "top_k": 1},
     "/generate": {"prompt": [1, 2], "max_tokens": 2, "ignore_eos": True},
     "/attribute": {"method": "direct", "prompt": [1, 2], "token": 3},
+    "/compare": {"prompt": [1, 2], "b": {"setting": {}}},
     "/tokenize": {"text": "a"},
     "/detokenize": {"tokens": [40, 41]},
 }
@@ -36,7 +37,7 @@ OPENAI_GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": [1, 2], "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
 }
-WITH_PROMPT = ("/forward", "/logits", "/generate", "/attribute")
+WITH_PROMPT = ("/forward", "/logits", "/generate", "/attribute", "/compare")
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,24 @@ def logits_rows() -> Iterator[Bad]:
     yield from bad("logprobs", 1, "true", None, status=422)
 
 
+def compare_rows() -> Iterator[Bad]:
+    def bad(field: str, *values: Any, **expected: Any) -> list[Bad]:
+        return rows("/compare", field, *values, **expected)
+
+    yield from bad("b", {}, {"setting": {}, "path": "x"}, {"tensors": None}, 1, "bundled", [], status=422)
+    yield from bad("b", {"setting": {"dtype": "int8"}}, status=422, param="b.setting.dtype")
+    yield from bad("b", {"setting": {"kernels": "cuda"}}, status=422, param="b.setting.kernels")
+    yield from bad("b", {"setting": {"device": "cpu"}}, status=422, param="b.setting.device", code="extra_forbidden")
+    yield from bad("b", {"url": "http://localhost"}, status=422, param="b.url", code="extra_forbidden")
+    yield from bad("b", {"path": "/etc/passwd"}, {"path": "http://localhost"}, status=400, param="b.path")
+    yield from bad("b", {"tensors": "%"}, {"tensors": ""}, {"tensors": "AAAA"}, status=400, param="b.tensors")
+    yield from bad("names", {"a": "embed"}, status=400)
+    yield from bad("names", {"a": 1}, ["embed"], status=422)
+    yield from bad("dtype", "int8", "float64", 32, status=422)
+    for flag in ("per_position", "per_head"):
+        yield from bad(flag, 1, "true", None, status=422)
+
+
 def generate_rows() -> Iterator[Bad]:
     def bad(field: str, *values: Any, **expected: Any) -> list[Bad]:
         return rows("/generate", field, *values, **expected)
@@ -276,7 +295,8 @@ def table() -> list[Bad]:
     bad += [row for path in WITH_PROMPT for row in bad_prompts(path)]
     bad += [*bad_prompt_lists("/forward"), *bad_prompt_lists("/logits")]
     bad += rows("/generate", "prompt", ["a"], [[1]], status=422, param="prompt.0")
-    bad += [*forward_rows(), *logits_rows(), *generate_rows()]
+    bad += rows("/compare", "prompt", ["a"], [[1]], status=422, param="prompt.0")
+    bad += [*forward_rows(), *logits_rows(), *compare_rows(), *generate_rows()]
     bad += [*bad_texts("/tokenize", "text"), *rows("/tokenize", "text", 1, None, True, [1], status=422)]
     bad += rows("/tokenize", "add_special_tokens", 1, "true", None, status=422)
     bad += [*bad_ids("/detokenize", "tokens", NUM_TOKENS), *rows("/detokenize", "tokens", "text", status=422)]

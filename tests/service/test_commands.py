@@ -80,7 +80,12 @@ def test_a_wrong_option_ends_every_command_with_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     """`chat` with a model passes unknown options on to the server that it starts, so it gets a URL here."""
-    required = {"chat": ["http://localhost:1"], "perplexity": ["text"], "train": ["text", "--out", "x"]}
+    required = {
+        "chat": ["http://localhost:1"],
+        "compare": ["a", "b"],
+        "perplexity": ["text"],
+        "train": ["text", "--out", "x"],
+    }
     monkeypatch.setattr(sys, "argv", ["forwardscope", name, *required.get(name, []), "--no-such-option"])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -93,6 +98,8 @@ def test_a_model_that_does_not_exist_ends_every_command_with_1(text_file: str) -
         ["serve", "no/such/model", "--port", "0"],
         ["chat", "no/such/model"],
         ["drift", "--model", "no/such/model"],
+        ["compare", "no/such/model", "bundled"],
+        ["compare", "bundled", "no/such/model"],
         ["perplexity", text_file, "--model", "no/such/model"],
     ):
         found = forwardscope(*arguments)

@@ -1,0 +1,263 @@
+"""Known mistakes of ports, as changes of a network: each with the hint that describes it."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import get_args
+
+import torch
+from torch import Tensor, nn
+
+from model.analysis.hint import Hint
+from model.analysis.network_changes import Change, LinearChange, Segment, with_weights
+from model.checkpoints.streamed import StreamedLinear
+from model.config import Activation, ModelConfig
+from model.network.transformer import Transformer
+from model.ops.interface import Rotation
+from model.ops.stacked_rows import StackedRows
+
+EPSILONS = (1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
+THETAS = (1e2, 1e3, 1e4, 2.5e4, 5e4, 1e5, 1.3e5, 1.5e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 8e6, 1e7, 1e8)
+SHIFTS = (1, -1, 2, -2)
+
+Mistakes = Iterator[tuple[Hint, Change]]
+
+
+def named_changes(network: Transformer, segment: Segment) -> Mistakes:
+    """The mistakes that can change a stage of this segment."""
+    config = network.config
+    has_blocks = segment.last >= 1 and segment.first <= config.num_layers
+    layers = [place - 1 for place in range(max(1, segment.first), min(segment.last, config.num_layers) + 1)]
+    if segment.first == 0:
+        yield from _embedding(config)
+    if any(config.rotates(layer) for layer in layers):
+        yield from _rotary(config)
+    if segment.first == 0 or any(config.rotates(layer) for layer in layers):
+        yield from _positions()
+    if has_blocks:
+        yield from _attention(config)
+    yield from _norms(config)
+    if has_blocks:
+        yield from _feed_forward(config)
+        yield from _weights(config)
+    if segment.last > config.num_layers:
+        yield from _head(network)
+
+
+def _embedding(config: ModelConfig) -> Mistakes:
+    if config.embedding_scale != 1.0:
+        message = f"B does not multiply the token embeddings by {config.embedding_scale:g}"
+        yield Hint("missing_scale", message), Change({"embedding_scale": 1.0})
+    elif config.d_model**0.5 != 1.0:
+        message = f"B multiplies the token embeddings by sqrt(d_model), {config.d_model**0.5:g}"
+        yield Hint("surplus_scale", message), Change({"embedding_scale": config.d_model**0.5})
+
+
+def _rotary(config: ModelConfig) -> Mistakes:
+    yield (
+        Hint(
+            "rotary_pairing",
+            "B rotates dims 2i and 2i + 1 of each head as pairs (interleaved), A dims i and i + R/2 (halves)",
+        ),
+        Change(rotate=rotate_interleaved),
+    )
+    yield Hint("rotary_direction", "B rotates queries and keys in the opposite direction"), Change(rotate=_rotate_back)
+    yield Hint("rotary_missing", "B does not rotate queries and keys"), Change(rotate=lambda x, rotation: x)
+    for theta in THETAS:
+        if theta != config.rope_theta:
+            yield theta_hint(theta, config), Change({"rope_theta": theta})
+    if config.local_rope_theta is not None:
+        message = "B rotates layers with a window with the theta of the other layers"
+        yield Hint("rotary_theta", message), Change({"local_rope_theta": None})
+    if config.rope_scaling is not None:
+        message = f"B does not scale the rotary frequencies ({config.rope_scaling.kind})"
+        yield Hint("rotary_scaling", message), Change({"rope_scaling": None})
+    for size in sorted({config.d_head, config.d_head // 2, config.d_head // 4} - {config.rotary_dim}):
+        if size >= 2 and size % 2 == 0 and config.rope_scaling is None:
+            message = f"B rotates {size} dims of each head, A {config.rotary_dim}"
+            yield Hint("rotary_dims", message), Change({"rotary_dim": size})
+
+
+def theta_hint(theta: float, config: ModelConfig) -> Hint:
+    return Hint("rotary_theta", f"B rotates with theta {theta:g}, A with {config.rope_theta:g}")
+
+
+def _positions() -> Mistakes:
+    for shift in SHIFTS:
+        message = f"B counts positions from {shift}, A from 0"
+        yield Hint("shifted_positions", message), Change(positions=partial(torch.add, other=shift))
+    yield Hint("shifted_positions", "B uses position 0 for every token"), Change(positions=torch.zeros_like)
+
+
+def rotate_interleaved(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate each pair (2i, 2i + 1) of every head by its angle: x (B, T, H, D)."""
+    cos, sin = rotation
+    half = cos.shape[-1] // 2
+    cos, sin = cos[..., :half], sin[..., :half]
+    even, odd = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+    return torch.cat((rotated, x[..., 2 * half :]), dim=-1)
+
+
+def _rotate_back(x: Tensor, rotation: Rotation) -> Tensor:
+    cos, sin = rotation
+    size = cos.shape[-1]
+    first, second = x[..., :size].chunk(2, dim=-1)
+    rotated = x[..., :size] * cos - torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((rotated, x[..., size:]), dim=-1)
+
+
+def _attention(config: ModelConfig) -> Mistakes:
+    scale = config.attention_scale
+    if scale != 1.0:
+        yield Hint("missing_scale", f"B does not multiply the scores by {scale:g}"), Change({"attention_scale": 1.0})
+    others = {
+        "1/sqrt(d_head)": config.d_head**-0.5,
+        "1/sqrt(d_model)": config.d_model**-0.5,
+        "1/d_head": 1 / config.d_head,
+        "sqrt(d_head)": config.d_head**0.5,
+    }
+    for name, other in others.items():
+        if abs(other - scale) > 1e-6 * scale and other != 1.0:
+            message = f"B multiplies the scores by {name}, {other:g}, A by {scale:g}"
+            yield Hint("attention_scale", message), Change({"attention_scale": other})
+    if config.attention_softcap is not None:
+        yield Hint("missing_softcap", "B does not cap the scores"), Change({"attention_softcap": None})
+    if config.window is not None:
+        removed = {"window": None, "windowed_layers": None, "local_rope_theta": None}
+        yield Hint("window", "B has no attention window here"), Change(removed)
+        for window in (config.window - 1, config.window + 1):
+            if window >= 1:
+                yield Hint("window", f"B's window has {window} tokens, A's {config.window}"), Change({"window": window})
+    yield Hint("missing_mask", "B has no causal mask: tokens see later tokens"), Change(sees_future=True)
+    if 1 < config.num_kv_heads < config.num_heads:
+        group = config.num_heads // config.num_kv_heads
+        message = f"in B, query head h reads key-value head h % {config.num_kv_heads}, in A head h // {group}"
+        yield Hint("permuted_heads", message), Change(tiles_kv=True)
+    yield (
+        Hint("permuted_heads", "B joins the heads for the output matrix without exchanging heads and positions first"),
+        Change(mixes_heads=lambda z: z.transpose(1, 2).reshape(z.shape)),
+    )
+    if config.qk_norm is not None:
+        yield Hint("missing_norm", "B does not normalize queries and keys"), Change({"qk_norm": None})
+
+
+def _norms(config: ModelConfig) -> Mistakes:
+    for eps in EPSILONS:
+        if eps != config.norm_eps:
+            yield eps_hint(eps, config), Change({"norm_eps": eps})
+    if config.norm == "rms":
+        gains = ("weight", "1 + weight")
+        b, a = gains[not config.norm_offset], gains[config.norm_offset]
+        yield (
+            Hint("norm_offset", f"B's norms multiply by {b}, A's by {a}"),
+            Change({"norm_offset": not config.norm_offset}),
+        )
+        message = "B's norms subtract the mean (LayerNorm), A's do not (RMSNorm)"
+        yield Hint("norm_kind", message), Change({"norm": "layer", "norm_offset": False})
+    else:
+        yield Hint("missing_bias", "B's norms have no bias"), Change(norms=_zero_bias)
+        yield (
+            Hint("norm_kind", "B's norms do not subtract the mean (RMSNorm), A's do (LayerNorm)"),
+            Change({"norm": "rms"}),
+        )
+    neutral = 0.0 if config.norm_offset else 1.0
+    yield (
+        Hint("missing_gain", "B's norms do not multiply by their weight"),
+        Change(norms=lambda name, value: torch.full_like(value, neutral) if name.endswith("weight") else value),
+    )
+
+
+def eps_hint(eps: float, config: ModelConfig) -> Hint:
+    return Hint("norm_eps", f"the epsilon of B's norms is {eps:.3g}, A's is {config.norm_eps:g}")
+
+
+def _zero_bias(name: str, value: Tensor) -> Tensor:
+    return torch.zeros_like(value) if name.endswith("bias") else value
+
+
+def _feed_forward(config: ModelConfig) -> Mistakes:
+    for activation in get_args(Activation):
+        if activation != config.activation:
+            message = f"B's activation function is {activation}, A's is {config.activation}"
+            yield Hint("activation", message), Change({"activation": activation})
+    if config.gated:
+        message = "B exchanges the gate and the linear part of the feed-forward network"
+        yield Hint("exchanged_gate", message), Change(linear={"mlp.up": with_weights(_exchange_halves)})
+    if config.residual_scale != 1.0:
+        message = f"B does not multiply what is added to the residual stream by {config.residual_scale:g}"
+        yield Hint("missing_scale", message), Change({"residual_scale": 1.0})
+    if config.num_experts:
+        message = "B and A differ in whether the weights of the chosen experts sum to 1"
+        normalizes = not config.normalize_expert_weights
+        yield Hint("expert_weights", message), Change({"normalize_expert_weights": normalizes})
+
+
+def _exchange_halves(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    half = len(weight) // 2
+    return weight.roll(half, 0), None if bias is None else bias.roll(half, 0)
+
+
+def row_parts(config: ModelConfig) -> dict[str, dict[str, tuple[int, int]]]:
+    """The matrices in the rows of each linear layer of a block: layer -> name -> first and end row."""
+    q, k = config.num_heads * config.d_head, config.num_kv_heads * config.d_head
+    parts = {
+        "attn.qkv": {"q": (0, q), "k": (q, q + k), "v": (q + k, q + 2 * k)},
+        "attn.out": {"attention output": (0, config.d_model)},
+    }
+    if not config.num_experts:
+        gates = {"gate": (0, config.d_mlp), "linear": (config.d_mlp, 2 * config.d_mlp)}
+        parts["mlp.up"] = gates if config.gated else {"up": (0, config.d_mlp)}
+        parts["mlp.down"] = {"down": (0, config.d_model)}
+    return parts
+
+
+def _weights(config: ModelConfig) -> Mistakes:
+    widths = {"attn.out": config.num_heads * config.d_head, "mlp.down": config.d_mlp}
+    has_bias = {"attn.qkv": config.qkv_bias, "attn.out": config.attention_out_bias}
+    for layer, parts in row_parts(config).items():
+        for part, (first, end) in parts.items():
+            if end - first == widths.get(layer, config.d_model):
+                hint = Hint("transposed_weight", f"B's {part} matrix is transposed")
+                yield hint, Change(linear={layer: _transposing(first, end)})
+            if has_bias.get(layer, config.mlp_bias):
+                yield Hint("missing_bias", f"B has no bias of {part}"), Change(linear={layer: _unbiasing(first, end)})
+        if has_bias.get(layer, config.mlp_bias) and len(parts) > 1:
+            names = ", ".join(parts)
+            yield Hint("missing_bias", f"B has no bias of {names}"), Change(linear={layer: _unbiasing(0, None)})
+    for offset in (1, -1):
+        message = f"B uses the weights of the {'next' if offset > 0 else 'previous'} layer"
+        yield Hint("shifted_layers", message), Change(layer_offset=offset)
+
+
+def _transposing(first: int, end: int) -> LinearChange:
+    def change(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return torch.cat((weight[:first], weight[first:end].T, weight[end:])), bias
+
+    return with_weights(change)
+
+
+def _unbiasing(first: int, end: int | None) -> LinearChange:
+    def change(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        assert bias is not None
+        bias = bias.clone()
+        bias[first:end] = 0
+        return weight, bias
+
+    return with_weights(change)
+
+
+def _head(network: Transformer) -> Mistakes:
+    config = network.config
+    if not config.tied_head:
+
+        def tie(layer: nn.Module) -> nn.Module:
+            rows = StackedRows((network.embed.weight.detach(),), torch.float64, network.embed.weight.device)
+            return StreamedLinear(lambda: rows, None)
+
+        message = "B's head is the token embedding (a tied head), A has a head of its own"
+        yield Hint("tied_head", message), Change(linear={"head": tie})
+    if config.logits_scale != 1.0:
+        message = f"B does not multiply the logits by {config.logits_scale:g}"
+        yield Hint("missing_scale", message), Change({"logits_scale": 1.0})
+    if config.logits_softcap is not None:
+        yield Hint("missing_softcap", "B does not cap the logits"), Change({"logits_softcap": None})

@@ -1,0 +1,163 @@
+"""Explain the first stage that differs: test known mistakes, and keep those that give B's value.
+
+Each mistake is computed, not guessed from the name of the stage. A hint is kept if A, with this mistake, computes B's
+value from B's earlier stages as exactly as rounding allows.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.analysis.compare_changes import eps_hint, named_changes, theta_hint
+from model.analysis.compare_estimates import estimate_theta, joined_heads
+from model.analysis.compare_passes import ForcingTap, PassResult
+from model.analysis.compare_values import named_values
+from model.analysis.hint import Hint
+from model.analysis.network_changes import Change, Segment, run_segment
+from model.network.transformer import Transformer
+from model.tracing.stages import Stage
+
+MAX_HINTS = 3
+EQUALLY_GOOD = 0.5  # an excess below it is noise: hints that reach it are equally good
+NUM_SEARCH_STEPS = 30
+EPS_RANGE = (1e-13, 0.9)
+GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True, eq=False)
+class Suspect:
+    """The first stage that differs, and all that is known about it.
+
+    `network` is A in float64. `forced` is A's pass over B's values `given`. `excess` compares a computed value with
+    B's: at most 1 if noise explains the difference.
+    """
+
+    network: Transformer
+    ids: Sequence[int]
+    stage: Stage
+    forced: PassResult
+    given: Mapping[str, Tensor]
+    excess: Callable[[Tensor, Tensor], float]
+
+    @property
+    def computed(self) -> Tensor:
+        """What A computes from B's earlier stages."""
+        return self.forced.stages[self.stage.name]
+
+    @property
+    def value(self) -> Tensor:
+        """What B has instead."""
+        return self.given[self.stage.name]
+
+
+class StageReached(Exception):
+    """The suspect stage is computed, so the rest of the pass is not needed."""
+
+
+class StoppingTap(ForcingTap):
+    """A `ForcingTap` that ends the pass at one stage."""
+
+    def __init__(self, name: str, given: Mapping[str, Tensor]) -> None:
+        super().__init__([name], given)
+        self._last = name
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        value = super().__call__(name, tensor)
+        if name == self._last:
+            raise StageReached
+        return value
+
+
+@torch.no_grad()
+def find_hints(suspect: Suspect) -> Generator[None, None, Sequence[Hint]]:
+    """Test every known mistake, and return those that explain the suspect stage, the best one first."""
+    if suspect.stage.name in ("probabilities", "loss") or not suspect.value[suspect.value.isfinite()].numel():
+        return []
+    found: list[tuple[float, Hint]] = []
+    segment = segment_of(suspect)
+
+    def test(hint: Hint, computed: Tensor | None) -> None:
+        if computed is not None and computed.shape == suspect.value.shape:
+            excess = suspect.excess(computed, suspect.value)
+            if excess <= 1:
+                found.append((max(excess, EQUALLY_GOOD), hint))
+
+    for hint, change in named_changes(suspect.network, segment):
+        test(hint, (yield from _compute(suspect, segment, change)))
+    estimate = estimate_theta(suspect.network.config, suspect.stage.name, suspect.given)
+    if estimate is not None:
+        theta = yield from _search(suspect, segment, "rope_theta", 0.99 * estimate, 1.01 * estimate)
+        hint = theta_hint(theta, suspect.network.config)
+        test(hint, (yield from _compute(suspect, segment, Change({"rope_theta": theta}))))
+    for hint, computed in named_values(suspect.stage, suspect.computed, suspect.value, suspect.forced.stages):
+        test(hint, computed)
+        yield
+    if not found:
+        for hint, computed in joined_heads(suspect.network, suspect.stage, suspect.given):
+            test(hint, computed)
+            yield
+    if not found:
+        eps = yield from _search(suspect, segment, "norm_eps", *EPS_RANGE)
+        hint = eps_hint(eps, suspect.network.config)
+        test(hint, (yield from _compute(suspect, segment, Change({"norm_eps": eps}))))
+    found.sort(key=lambda each: each[0])  # the sort is stable: of equally good ones, the first tested one is first
+    best: dict[str, Hint] = {}
+    for _, hint in found:
+        best.setdefault(hint.code, hint)
+    return list(itertools.islice(best.values(), MAX_HINTS))
+
+
+def segment_of(suspect: Suspect) -> Segment:
+    """The part of the network from the last residual stream that B has given to the suspect stage."""
+    config, name = suspect.network.config, suspect.stage.name
+    if name in ("embed", "pos_embed"):
+        last = 0
+    elif name.startswith("blocks."):
+        last = int(name.split(".")[1]) + (not name.endswith(".resid_pre"))
+    else:
+        last = config.num_layers + 1
+    leaving = "ln2.out" if config.norm_placement == "post" else "resid_post"
+    for first in range(last, 0, -1):
+        entered = f"blocks.{first - 1}.resid_pre"
+        left = f"blocks.{first - 2}.{leaving}"
+        if entered in suspect.given or left in suspect.given:
+            return Segment(first, last, suspect.forced.residuals[first - 1])
+    return Segment(0, last, None)
+
+
+def _compute(suspect: Suspect, segment: Segment, change: Change) -> Generator[None, None, Tensor | None]:
+    """The suspect stage as the changed network computes it; None if the change does not fit the network."""
+    tap = StoppingTap(suspect.stage.name, suspect.given)
+    try:
+        yield from run_segment(suspect.network, change, segment, torch.tensor([list(suspect.ids)]), tap)
+    except StageReached:
+        return tap.computed[suspect.stage.name]
+    except ValueError:  # for example a window of a network without windows
+        return None
+    return None  # the changed network has no such stage
+
+
+def _search(suspect: Suspect, segment: Segment, field: str, low: float, high: float) -> Generator[None, None, float]:
+    """The value of a field of the config with the smallest error, by golden-section search over its logarithm."""
+
+    def error(logarithm: float) -> Generator[None, None, float]:
+        computed = yield from _compute(suspect, segment, Change({field: math.exp(logarithm)}))
+        return math.inf if computed is None else suspect.excess(computed, suspect.value)
+
+    low, high = math.log(low), math.log(high)
+    left, right = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
+    errors = [(yield from error(left)), (yield from error(right))]
+    for _ in range(NUM_SEARCH_STEPS):
+        if errors[0] <= errors[1]:
+            high, right, errors[1] = right, left, errors[0]
+            left = high - GOLDEN * (high - low)
+            errors[0] = yield from error(left)
+        else:
+            low, left, errors[0] = left, right, errors[1]
+            right = low + GOLDEN * (high - low)
+            errors[1] = yield from error(right)
+    return math.exp((low + high) / 2)

@@ -1,0 +1,124 @@
+"""A comparison as text for a terminal, and as JSON."""
+
+import math
+from typing import Any
+
+from model.analysis.compare import Comparison, StageComparison
+
+MAX_LISTED = 8  # stages that one line names
+
+
+def report(found: Comparison, a: str, *, table: bool = True) -> str:
+    """The text to print: the table of stages, the logits and the verdict."""
+    dtype = str(found.dtype).removeprefix("torch.")
+    lines = [f"A: {a} in float64; B: {found.b}, which computes in {dtype}; {found.num_tokens} tokens"]
+    if table:
+        lines += _table(found)
+    if found.unknown:
+        lines.append(f"not compared, because A has no such stages: {_listed(list(found.unknown))}")
+    changed = [f"{stage.name} ({stage.layout})" for stage in found.stages if stage.layout]
+    if changed:
+        lines.append(f"axes of B changed: {_listed(changed, 2)}")
+    if found.logits is not None:
+        logits = found.logits
+        agreement = f"the same most likely token at {100 * logits.top1_agreement:.1f} % of the positions"
+        lines.append(f"logits: KL divergence {logits.kl:.3g} nats (at most {logits.max_kl:.3g}), {agreement}")
+    return "\n".join(lines + _verdict(found))
+
+
+def _table(found: Comparison) -> list[str]:
+    lines = [f"{'stage':30} {'error':>8} {'noise':>8} {'inherits':>8} {'adds':>8}  largest difference"]
+    for stage in found.stages:
+        difference = stage.difference
+        numbers = (difference.error, stage.noise, stage.inherited, stage.added)
+        place = ", ".join(map(str, difference.max_index))
+        marks = f", {difference.mismatches} not finite in one" if difference.mismatches else ""
+        marks += "  <- differs" if stage.differs else ""
+        row = " ".join(f"{number:8.1e}" for number in numbers)
+        lines.append(f"{stage.name:30} {row}  {difference.max_difference:.2e} at [{place}]{marks}")
+        for name, errors in (("position", stage.per_position), ("head", stage.per_head)):
+            if errors is not None:
+                lines.append(f"    by {name}: " + " ".join(f"{error:.1e}" for error in errors))
+    return lines
+
+
+def _verdict(found: Comparison) -> list[str]:
+    first = found.first
+    if first is None:
+        return ["verdict: no difference; rounding explains every error"]
+    if math.isinf(first.excess):
+        what = f"{first.difference.mismatches} numbers are finite in only one of the two"
+    else:
+        what = f"it adds an error of {first.added:.2g}, where rounding adds {first.added_noise:.1g}"
+    lines = [f"verdict: the first stage that differs is {first.name}: {what}"]
+    if found.last_equal is not None:
+        lines.append(f"before it, {found.last_equal} still agrees; the inherited error is {first.inherited:.1g}")
+    if first.difference.scale is not None and first.difference.cosine is not None:
+        difference = first.difference
+        lines.append(f"B's {first.name} is about {difference.scale:.4g} times A's, with cosine {difference.cosine:.6f}")
+    others = [name for name in found.differing if name != first.name]
+    if others:
+        lines.append(f"errors are also added at {_listed(others)}")
+    lines += [f"hint: {hint.message} [{hint.code}]" for hint in found.hints]
+    if not found.hints:
+        lines.append("hint: no known mistake explains it; compare the weights and the operation that give this stage")
+    return lines
+
+
+def _listed(names: list[str], limit: int = MAX_LISTED) -> str:
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest
+
+
+def to_json(found: Comparison, a: str) -> dict[str, Any]:
+    """The same as JSON. A number that is not finite is None."""
+    first = found.first
+    return {
+        "a": a,
+        "b": found.b,
+        "dtype": str(found.dtype).removeprefix("torch."),
+        "num_tokens": found.num_tokens,
+        "verdict": {
+            "differs": first is not None,
+            "first_stage": None if first is None else first.name,
+            "last_equal_stage": found.last_equal,
+            "differing_stages": found.differing,
+            "hints": [{"code": hint.code, "message": hint.message} for hint in found.hints],
+        },
+        "logits": None
+        if found.logits is None
+        else {
+            "kl": _finite(found.logits.kl),
+            "max_kl": _finite(found.logits.max_kl),
+            "top1_agreement": found.logits.top1_agreement,
+        },
+        "stages": [_stage(stage) for stage in found.stages],
+        "not_compared": list(found.unknown),
+    }
+
+
+def _stage(stage: StageComparison) -> dict[str, Any]:
+    difference = stage.difference
+    answer: dict[str, Any] = {
+        "name": stage.name,
+        "differs": stage.differs,
+        "error": _finite(difference.error),
+        "noise": _finite(stage.noise),
+        "inherited": _finite(stage.inherited),
+        "added": _finite(stage.added),
+        "added_noise": _finite(stage.added_noise),
+        "max_difference": difference.max_difference,
+        "max_index": list(difference.max_index),
+        "cosine": difference.cosine,
+        "scale": difference.scale,
+        "mismatches": difference.mismatches,
+        "layout": stage.layout or None,
+    }
+    for key, errors in (("per_position", stage.per_position), ("per_head", stage.per_head)):
+        if errors is not None:
+            answer[key] = [_finite(error) for error in errors]
+    return answer
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

@@ -1,0 +1,224 @@
+"""Stages of another program: read from a safetensors or npz file, or from the bytes of one, within limits of size.
+
+Files are untrusted. No pickle is read, and the sizes that a header states are checked before memory is allocated.
+"""
+
+import io
+import json
+import math
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from torch import Tensor
+
+from model.analysis.stage_names import ID_NAMES, Layout, layouts, stage_name, unstacked
+from model.checkpoints.safetensors_directory import PICKLE_SUFFIXES, SafetensorsFiles, read_headers
+from model.config import ModelConfig
+from model.errors import CheckpointError, InvalidField, join_names, printable_name, shortened
+from model.files import read_json, require_regular_file
+from model.tracing.stages import sizes_of, stages_of
+
+MAX_FILE_BYTES = 8 << 30
+MAX_TENSORS = 1 << 16
+NPY_DTYPES = ("f8", "f4", "f2", "i8", "i4", "i2", "u1", "i1", "b1")
+
+
+@dataclass(frozen=True, eq=False)
+class StageTensors:
+    """Tensors of another program as it named them, and the token ids of its prompt, if it has stored them."""
+
+    name: str
+    tensors: Mapping[str, Tensor]
+    ids: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """The stages of B, as those of A are named and shaped.
+
+    Each stage has every layout that its shape allows, almost always one. `dtype` is the dtype in which B seems to have
+    computed. `unknown` are the names of tensors that are no stages of A, which are not compared.
+    """
+
+    name: str
+    stages: Mapping[str, Sequence[Layout]]
+    dtype: torch.dtype
+    unknown: Sequence[str] = field(default=())
+
+
+def match_stages(
+    given: StageTensors, config: ModelConfig, ids: Sequence[int], names: Mapping[str, str | None] | None = None
+) -> Given:
+    """Find the stages that tensors are, by name and shape. `names` maps names to ours; None leaves a tensor out.
+
+    Raises `InvalidField` if the token ids differ, if a name or shape fits no stage, or if no tensor is a stage.
+    """
+    if given.ids is not None:
+        check_equal_ids(ids, given.ids)
+    stages = {stage.name: stage for stage in stages_of(config)}
+    sizes = sizes_of(config, len(ids))
+    tensors = unstacked(given.tensors, config)
+    found: dict[str, Sequence[Layout]] = {}
+    origin: dict[str, str] = {}
+    unknown: list[str] = []
+    for given_name in names or {}:
+        if given_name not in tensors:
+            raise InvalidField("map", f"{shortened(given_name)} is not a tensor of {given.name}")
+    for given_name, tensor in tensors.items():
+        if names is not None and given_name in names:
+            own = names[given_name]
+            if own is None:
+                continue
+            own = own.replace("hook_", "")
+            if own not in stages:
+                raise InvalidField("map", f"{shortened(own)} is not a stage of this model")
+        else:
+            own = stage_name(given_name, config, stages)
+        if own is None:
+            if given_name not in ID_NAMES:
+                unknown.append(given_name)
+            continue
+        if own in found:
+            raise InvalidField("b", f"{origin[own]} and {given_name} are both the stage {own}; remove one of them")
+        found[own], origin[own] = layouts(given_name, tensor, stages[own], sizes), given_name
+    if not found:
+        example = join_names(given.tensors)
+        raise InvalidField("b", f"no tensor of {given.name} is a stage of this model; it has {example}; give a map")
+    ordered = {name: found[name] for name in stages if name in found}
+    return Given(given.name, ordered, computed_dtype([each[0].tensor for each in ordered.values()]), unknown)
+
+
+def check_equal_ids(own: Sequence[int], other: Sequence[int]) -> None:
+    """Raise `InvalidField` that names the first position at which the token ids of A and B differ."""
+    for position, (a, b) in enumerate(zip(own, other, strict=False)):
+        if a != b:
+            raise InvalidField("prompt", f"the token ids differ first at position {position}: A has {a}, B has {b}")
+    if len(own) != len(other):
+        raise InvalidField(
+            "prompt", f"A has {len(own)} tokens, B has {len(other)}; the first {min(len(own), len(other))} are equal"
+        )
+
+
+def computed_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The coarsest dtype that holds most of the tensors exactly: an export in float32 may hold bfloat16 numbers.
+
+    At least float32: rotary angles are usually computed in float32, also by networks in float64.
+    """
+    floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    for dtype in (torch.bfloat16, torch.float16):
+        exact = sum(_is_exact(tensor, dtype) for tensor in floating)
+        if floating and 2 * exact > len(floating):
+            return dtype
+    return torch.float32
+
+
+def _is_exact(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `dtype` has all numbers of the tensor that are finite."""
+    return bool(((tensor.to(dtype).to(tensor.dtype) == tensor) | ~tensor.isfinite()).all())
+
+
+# Files
+
+
+def read_stage_file(path: Path) -> StageTensors:
+    """Read a safetensors or npz file of stages. Raises `CheckpointError` for anything else, and for pickles."""
+    try:
+        if path.suffix in PICKLE_SUFFIXES or path.suffix == ".npy":
+            raise CheckpointError(f"{path}: not a safetensors or npz file; save the stages as safetensors")
+        require_regular_file(path)
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise CheckpointError(f"{path}: has {path.stat().st_size} bytes; the limit is {MAX_FILE_BYTES}")
+        return _read_npz(path) if path.suffix == ".npz" else _read_safetensors(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _read_safetensors(path: Path) -> StageTensors:
+    stored, metadata = read_headers(path)
+    for name, each in stored.items():
+        if each.header.dtype is None:
+            raise CheckpointError(f"{path}: {printable_name(name)} is {each.header.stored_as}, which cannot be read")
+    files = SafetensorsFiles(path)
+    return _stage_tensors(path.name, {name: files.read(name) for name in stored}, metadata)
+
+
+def read_safetensors_bytes(content: bytes, name: str) -> StageTensors:
+    """Read the bytes of a safetensors file. Raises `CheckpointError` if they are no such file."""
+    try:
+        tensors = load_safetensors(content)
+        num_bytes = int.from_bytes(content[:8], "little")
+        metadata = json.loads(content[8 : 8 + num_bytes]).get("__metadata__", {})
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{name}: not a readable safetensors file: {error}") from error
+    return _stage_tensors(name, tensors, metadata)
+
+
+def _read_npz(path: Path) -> StageTensors:
+    tensors: dict[str, Tensor] = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+            total = sum(member.file_size for member in members)
+            if len(members) > MAX_TENSORS or total > MAX_FILE_BYTES:
+                raise CheckpointError(f"{path}: holds {len(members)} arrays of {total} bytes, more than are read")
+            for member in members:
+                name = member.filename.removesuffix(".npy")
+                tensors[name] = _read_npy(archive.read(member), f"{path}: {printable_name(name)}")
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+        raise CheckpointError(f"{path}: not a readable npz file: {error}") from error
+    return _stage_tensors(path.name, tensors, {})
+
+
+def _read_npy(content: bytes, what: str) -> Tensor:
+    """The array of a member of an npz file. Arrays of Python objects are pickles, and are refused."""
+    file = io.BytesIO(content)
+    try:
+        version = np.lib.format.read_magic(file)
+        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        shape, is_fortran, dtype = read_header[version](file)
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{what}: not a readable array: {error}") from error
+    numbers = content[file.tell() :]
+    if dtype.str[1:] not in NPY_DTYPES or math.prod(shape) * dtype.itemsize != len(numbers):
+        known = "float64, float32, float16 and integers"
+        raise CheckpointError(f"{what}: is {dtype} with the shape {shape}; only whole arrays of {known} are read")
+    array = np.frombuffer(numbers, dtype).reshape(shape, order="F" if is_fortran else "C")
+    return torch.from_numpy(np.ascontiguousarray(array.astype(dtype.newbyteorder("="))))
+
+
+def _stage_tensors(name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> StageTensors:
+    named = [tensors[key] for key in ID_NAMES if key in tensors and not tensors[key].is_floating_point()]
+    ids = [each.flatten().tolist() for each in named if each.dim() == 1 or (each.dim() == 2 and len(each) == 1)]
+    stages = {key: tensor for key, tensor in tensors.items() if key not in ID_NAMES}
+    return StageTensors(name, stages, ids[0] if ids else _ids_of_metadata(metadata))
+
+
+def _ids_of_metadata(metadata: Mapping[str, str]) -> list[int] | None:
+    """The token ids in the metadata of a file: a JSON list, or the tokens of an answer of POST /forward."""
+    for key in (*ID_NAMES, "forwardscope"):
+        if key not in metadata:
+            continue
+        try:
+            content: Any = json.loads(metadata[key])
+            ids = [token["id"] for token in content["tokens"]] if key == "forwardscope" else content
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+        if isinstance(ids, list) and all(type(each) is int for each in ids):
+            return ids
+    return None
+
+
+def read_name_map(path: Path) -> dict[str, str | None]:
+    """A JSON file with an object: name in the file of B -> our stage, or null to leave the tensor out."""
+    content = read_json(path)
+    for name, own in content.items():
+        if own is not None and not isinstance(own, str):
+            raise CheckpointError(f"{path}: {printable_name(name)}: is neither the name of a stage nor null")
+    return content

@@ -1,0 +1,199 @@
+"""A network with one property changed, such as another theta or a transposed weight, that shares all other weights.
+
+A part of it can run alone: from the residual stream that enters a block to a later stage. Places count the parts of a
+network: 0 is the embedding, 1 to L are the blocks, and L + 1 is the final norm with the head.
+
+Dims: B batch, T tokens, S keys, C width, H/Hkv heads, D head size, N outputs, K inputs.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.checkpoints.streamed import StoredTableOps
+from model.config import ModelConfig
+from model.network.attention import attend, score_rule
+from model.network.norms import Norm, block_norm
+from model.network.rotary import Rotations
+from model.network.transformer import Block, Transformer
+from model.ops.interface import NetworkOps, Rotation
+from model.ops.torch_attention import CausalMask
+from model.tracing.tap import Probe, Tap
+
+LinearChange = Callable[[nn.Module], nn.Module]
+"""A linear layer -> the one that takes its place."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What differs from the network: the rest is as it was.
+
+    `config` has fields of `ModelConfig`. `linear` has layers by their name in the block (`attn.qkv`), or `head`, and
+    `norms` changes the parameters of norms by name (`ln1.weight`). `layer_offset` uses the weights of another layer.
+    `tiles_kv`: query head h reads key-value head h % Hkv instead of h // (H / Hkv).
+    """
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    positions: Callable[[Tensor], Tensor] | None = None
+    rotate: Callable[[Tensor, Rotation], Tensor] | None = None
+    linear: Mapping[str, LinearChange] = field(default_factory=dict)
+    norms: Callable[[str, Tensor], Tensor] | None = None
+    layer_offset: int = 0
+    tiles_kv: bool = False
+    sees_future: bool = False
+    mixes_heads: Callable[[Tensor], Tensor] | None = None  # z (B, T, H, D), before the output matrix
+
+
+class ChangedOps(StoredTableOps):
+    """PyTorch's operations in float64, with another rotation."""
+
+    def __init__(self, rotate: Callable[[Tensor, Rotation], Tensor]) -> None:
+        super().__init__(torch.float64)
+        self._rotate = rotate
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        return self._rotate(x, rotation)
+
+
+class FixedLinear(nn.Module):
+    """A linear layer with these weights, which are not parameters."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., K) -> (..., N)
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class ChangedContext:
+    """The attention context of one sequence without a cache, as `DenseContext`, with the change."""
+
+    config: ModelConfig
+    change: Change
+    positions: Tensor
+    lengths: Tensor
+    ops: NetworkOps
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe) -> Tensor:
+        num_new = q.shape[1]
+        mask = None if self.change.sees_future else CausalMask(0, num_new, self.config.window_of(layer), q.device)
+        if self.change.tiles_kv:
+            repeats = q.shape[2] // k.shape[2]
+            k, v = k.repeat(1, 1, repeats, 1), v.repeat(1, 1, repeats, 1)
+        z = attend(q, k, v, mask, probe, rule=score_rule(self.config), ops=self.ops)
+        return z if self.change.mixes_heads is None else self.change.mixes_heads(z)
+
+    def finish(self) -> None:
+        return
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The places of a network from `first` to `last`, and the residual stream that enters `first` (none for 0)."""
+
+    first: int
+    last: int
+    entering: Tensor | None
+
+
+def run_segment(network: Transformer, change: Change, segment: Segment, ids: Tensor, tap: Tap) -> Iterator[None]:
+    """Run the places of a segment of the changed network, and stop after each. Stages are offered to the tap.
+
+    Raises `ValueError` if the change does not fit the network.
+    """
+    changed = change_network(network, change, range(segment.first, segment.last + 1))
+    config, ops, probe = changed.config, changed.backend.network, Probe(tap)
+    positions = torch.arange(ids.shape[1])
+    positions = positions if change.positions is None else change.positions(positions)
+    context = ChangedContext(config, change, positions, torch.full_like(positions, ids.shape[1]), ops)
+    x, num_layers = segment.entering, config.num_layers
+    rotations = None if changed.rotary is None else changed.rotary(positions, context.lengths, torch.float64, ops)
+    for place in range(segment.first, segment.last + 1):
+        if place == 0:
+            low, high = int(positions.min()), int(positions.max())
+            if changed.pos_embed is not None and not 0 <= low <= high < config.max_positions:
+                raise ValueError("the table has no such position")
+            x = changed.embed_tokens(ids, positions, probe)
+            continue
+        assert x is not None, "a residual stream enters every other place"
+        if place <= num_layers:
+            rotation = None if rotations is None else rotations[place - 1]
+            x = changed.blocks[place - 1](x, rotation, context, probe.at("blocks").at(str(place - 1)))
+        else:
+            x = probe("logits", changed.decode(x, probe))
+        yield
+    if segment.last < num_layers:  # what the next block reads is a stage of that block
+        assert x is not None
+        probe.at("blocks").at(str(segment.last))("resid_pre", x)
+
+
+def change_network(network: Transformer, change: Change, places: range) -> Transformer:
+    """The changed network. Only blocks at these places are rebuilt."""
+    config = replace(network.config, **change.config)
+    ops = network.backend.network if change.rotate is None else ChangedOps(change.rotate)
+    changed = copy.copy(network)
+    changed._modules = dict(network._modules)  # the copy shares them with the original otherwise
+    changed.config = config
+    changed.backend = replace(network.backend, network=ops)
+    changed.rotary = Rotations(config) if config.positions == "rotary" else None
+    blocks = list(network.blocks)
+    for layer in range(config.num_layers):
+        if layer + 1 in places:
+            source = layer + change.layer_offset
+            if not 0 <= source < len(blocks) or config.has_experts(source) != config.has_experts(layer):
+                raise ValueError("there is no such layer")
+            blocks[layer] = _change_block(network, change, config, layer, source, ops)
+    changed.blocks = nn.ModuleList(blocks)
+    if network.ln_final is not None:
+        changed.ln_final = _change_norm(network.ln_final, block_norm(config, ops), "ln_final", change)
+    changed.head = change.linear.get("head", _unchanged)(network.head)
+    return changed
+
+
+def _change_block(
+    network: Transformer, change: Change, config: ModelConfig, layer: int, source: int, ops: NetworkOps
+) -> Block:
+    own = network.blocks[source]
+
+    def linear(name: str, num_inputs: int, num_outputs: int, has_bias: bool) -> nn.Module:
+        in_block = name.removeprefix(f"blocks.{layer}.")
+        return change.linear.get(in_block, _unchanged)(own.get_submodule(in_block))
+
+    block = Block(config, layer, ops, linear)
+    for name, module in block.named_modules():
+        if isinstance(module, Norm):
+            _change_norm(own.get_submodule(name), module, name, change)
+    return block
+
+
+def _change_norm(own: nn.Module, norm: Norm, name: str, change: Change) -> Norm:
+    """Give a new norm the parameters of an old one, changed. A bias that the old one lacks is 0."""
+    for key, parameter in list(norm.named_parameters()):
+        old: Tensor = getattr(own, key) if getattr(own, key) is not None else torch.zeros_like(parameter)
+        value = old.detach().double()
+        value = value if change.norms is None else change.norms(f"{name}.{key}", value)
+        setattr(norm, key, nn.Parameter(value, requires_grad=False))
+    return norm
+
+
+def _unchanged(layer: nn.Module) -> nn.Module:
+    return layer
+
+
+def with_weights(change: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]) -> LinearChange:
+    """A change of a layer, given as a function of its weight (N, K) and bias (N,), both in float64."""
+
+    def replace_layer(layer: nn.Module) -> nn.Module:
+        weight, bias = layer.weight, layer.bias
+        assert isinstance(weight, Tensor), "the layers of this network keep or read their weights"
+        assert bias is None or isinstance(bias, Tensor)
+        return FixedLinear(*change(weight.double(), None if bias is None else bias.double()))
+
+    return replace_layer

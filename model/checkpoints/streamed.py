@@ -1,0 +1,155 @@
+"""An opened checkpoint, and networks that read each weight from its files when a layer computes.
+
+Such a network needs the memory of one layer at a time. It is slower than a loaded one, because every pass converts
+every weight, so it suits a few passes in another dtype, such as float64.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.checkpoints.load import DTYPES, read_contents
+from model.checkpoints.locate import Location, locate
+from model.checkpoints.network_weights import LazyWeights, NetworkWeights
+from model.config import ModelConfig
+from model.errors import CheckpointError
+from model.network.parameters import count_parameters
+from model.network.prepare import Kernels, choose_backend, make_linear
+from model.network.transformer import Transformer
+from model.ops.quantization import Quantization, bits_of
+from model.ops.stacked_rows import StackedRows
+from model.ops.torch_ops import TORCH, TorchNetworkOps
+from model.text.tokenizer import Tokenizer
+
+MAX_CONVERTED = 1 << 22  # numbers of a weight that are converted at a time
+
+
+class StreamedLinear(nn.Module):
+    """A linear layer of PyTorch that reads and converts its weight, a few rows at a time, whenever it computes."""
+
+    def __init__(self, read: Callable[[], StackedRows], bias: Tensor | None) -> None:
+        super().__init__()
+        self._read = read
+        self.bias = bias
+
+    @property
+    def weight(self) -> Tensor:
+        """The whole weight (N, K), read from the file."""
+        return self._read().tensor()
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., K) -> (..., N)
+        stored = self._read()
+        outputs, first = [], 0
+        for part in stored.parts:
+            for rows in torch.split(part, max(1, MAX_CONVERTED // stored.shape[1])):
+                bias = None if self.bias is None else self.bias[first : first + len(rows)]
+                outputs.append(F.linear(x, rows.to(stored.dtype), bias))
+                first += len(rows)
+        return torch.cat(outputs, dim=-1)
+
+
+class RebuiltLinear(nn.Module):
+    """A linear layer that is built, packed or quantized from the files anew whenever it computes."""
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self._build = build
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., K) -> (..., N)
+        y: Tensor = self._build()(x)
+        return y
+
+
+class StoredTableOps(TorchNetworkOps):
+    """PyTorch's operations, for a network whose embedding tables stay in the dtype of the file."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def embed(self, table: Tensor, index: Tensor) -> Tensor:
+        return F.embedding(index, table).to(self._dtype)
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint whose names, shapes and dtypes are checked, and whose weights have not been read."""
+
+    name: str
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    weights: NetworkWeights
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the stored weights."""
+        return self.weights.dtype()
+
+    @property
+    def num_parameters(self) -> int:
+        return count_parameters(self.config).total
+
+    def network(
+        self, dtype: torch.dtype, *, quantize: Quantization = "none", kernels: Kernels = "torch"
+    ) -> Transformer:
+        """A network on the CPU that reads its weights whenever it computes. The arguments are as in `prepare_model`."""
+        config, device = self.config, torch.device("cpu")
+        backend = choose_backend(config, dtype, device, kernels)
+        is_torch = backend.network is TORCH.network
+        own_ops = StoredTableOps(dtype) if is_torch else backend.network
+        weights = self.weights.read(dtype, device)
+
+        def linear(name: str, num_inputs: int, num_outputs: int, has_bias: bool) -> nn.Module:
+            stored_name = "embed.weight" if name == "head" and config.tied_head else f"{name}.weight"
+            bias = _rows(weights, f"{name}.bias").tensor() if has_bias else None
+            bits = bits_of(name, num_inputs, quantize)
+            if is_torch and bits is None:
+                return StreamedLinear(lambda: _rows(weights, stored_name), bias)
+            return RebuiltLinear(lambda: make_linear(backend, _rows(weights, stored_name), bits, bias, dtype))
+
+        with torch.device("meta"):
+            model = Transformer(config, backend=replace(backend, network=own_ops), linear=linear)
+        names = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        tables = ("embed.weight", "pos_embed.weight")
+        rest = {
+            name: _stored_table(_rows(weights, name)) if is_torch and name in tables else _rows(weights, name).tensor()
+            for name in names
+        }
+        model.load_state_dict(rest, strict=False, assign=True)
+        assert not any(parameter.is_meta for parameter in model.parameters()), "a parameter has no weight"
+        return model.requires_grad_(False).eval()
+
+
+def open_checkpoint(source: str | Location, *, name: str | None = None) -> OpenCheckpoint:
+    """Open a checkpoint; a `source` that is not its location is as in `load_checkpoint`.
+
+    Quantized tensors of GGUF files are read as float32. Raises `CheckpointError`, or `ValueError` for a config that is
+    not implemented.
+    """
+    location = locate(source) if isinstance(source, str) else source
+    contents = read_contents(location, dtype="float32")
+    weights = NetworkWeights(contents.tensors, contents.family, contents.model_config)
+    weights.check()
+    own_name = source if isinstance(source, str) and not location.is_local else location.name
+    return OpenCheckpoint(name or own_name, contents.model_config, contents.tokenizer, weights)
+
+
+def find_dtype(name: str) -> torch.dtype:
+    """The dtype of this name. Raises `CheckpointError` if there is none."""
+    if name not in DTYPES:
+        raise CheckpointError(f"dtype {name!r} is not known; known: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _rows(weights: LazyWeights, name: str) -> StackedRows:
+    found = weights[name]
+    assert isinstance(found, StackedRows), "no weight of these was replaced"
+    return found
+
+
+def _stored_table(rows: StackedRows) -> Tensor:
+    """An embedding table in the dtype of the file: it is not copied."""
+    (table,) = rows.parts
+    return table.contiguous()
