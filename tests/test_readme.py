@@ -28,7 +28,7 @@ from pydantic_settings import CliApp
 from model.checkpoints.load import BUNDLED
 from model.tracing.stages import stages_of
 from model.worked_examples import WORKED_EXAMPLES
-from service.http import schemas
+from service.http import compare_schemas, schemas
 from service.http.edit_schemas import StageEdit
 from service.settings import Settings
 from tests import published_models
@@ -325,7 +325,7 @@ def test_the_metrics_table_is_the_metrics(bundled: Running) -> None:
         ("`structured_outputs` field", schemas.StructuredOutputs),
         ("`POST /forward` field", schemas.ForwardRequest),
         ("`POST /logits` field", schemas.LogitsRequest),
-        ("`POST /compare` field", schemas.CompareRequest),
+        ("`POST /compare` field", compare_schemas.CompareRequest),
         ("`POST /tokenize` field", schemas.TokenizeRequest),
         ("`POST /detokenize` field", schemas.DetokenizeRequest),
     ],
