@@ -100,13 +100,13 @@ def _resolve_word(word: str, num_prompt: int, max_length: int, field: str) -> Po
 
 def _resolve_entry(entry: int | Sequence[int], num_prompt: int, max_length: int, field: str) -> Iterable[int]:
     """The positions of an index or of a range."""
-    ends = [entry, entry] if isinstance(entry, int) else list(entry)
+    ends = list(entry) if isinstance(entry, Sequence) else [entry, entry]
     if len(ends) != 2 or any(type(end) is not int for end in ends):
         raise InvalidField(field, f"{shortened(entry)} is neither an index nor a range [first, last]")
     for end in ends:
         if not -num_prompt <= end < max_length:
-            limits = f"they go from {-num_prompt} (the first of the prompt, from its end) to {max_length - 1}"
-            raise InvalidField(field, f"position {shortened(end)} is out of range; {limits}")
+            limits = f"0 to {max_length - 1}, and from the end of the prompt {-num_prompt} to -1"
+            raise InvalidField(field, f"position {shortened(end)} is out of range; positions are {limits}")
     first, last = (end + num_prompt if end < 0 else end for end in ends)
     if first > last:
         raise InvalidField(field, f"the range {shortened(entry)} is empty, because its first position follows its last")

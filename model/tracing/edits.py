@@ -1,69 +1,31 @@
 """Edits: changes of stages that a request declares. They are checked and planned here, before anything is computed.
 
 `plan_edits` checks a list of `Edit`s (`declared_edits.py`) against the stages of a network and the length of a prompt.
-An `EditPlan` says which passes must run first, because edits take numbers from them (mean and patch). `EditPlan.bind`
-gives the `BoundEdits`, which make the tap of every pass. On the way: `edit_positions.py` (which positions),
-`edit_operands.py` (which numbers), `bound_edits.py`, `edit_tap.py`, and `model/ops/row_edits.py` (the arithmetic).
+An `EditPlan` (`edit_plan.py`) says which passes must run first, because edits take numbers from them (mean and patch).
+`EditPlan.bind` gives the `BoundEdits` (`bound_edits.py`), which make the tap of every pass (`edit_tap.py`). Positions
+are in `edit_positions.py`, numbers in `edit_operands.py`, and the arithmetic is in `model/ops/row_edits.py`.
 """
 
-import dataclasses
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from model.config import ModelConfig
 from model.errors import InvalidField, shortened
 from model.ops.row_edits import EditRule
-from model.tracing.bound_edits import BoundEdit, BoundEdits, Noise, StageEdit
+from model.tracing.bound_edits import BoundEdits, Noise, StageEdit
 from model.tracing.declared_edits import Edit, EditSource, Op, check_fields
 from model.tracing.edit_operands import Numbers, Part, check_number, limits, read_vector
+from model.tracing.edit_plan import EditMatch, EditPlan, FromSource, PlannedEdit, SourcePass
 from model.tracing.edit_positions import Positions, PositionSet, PositionWord, resolve_positions
 from model.tracing.stages import Stage, UnknownStage, Widths, select, sizes_of
 
 __all__ = ["BoundEdits", "Edit", "EditMatch", "EditPlan", "EditSource", "Op", "Positions", "SourcePass", "plan_edits"]
 
 MAX_EDITS = 64
+MAX_CHANGED_STAGES = 2048  # of all edits together: each costs time in every step
 FINAL_STAGES = ("probabilities", "loss")  # nothing depends on them
 MAX_SEED = (1 << 63) - 1
-
-
-@dataclass(frozen=True)
-class SourcePass:
-    """A pass without edits that must run first: the `stages` of a prompt that are kept, at these `positions`."""
-
-    ids: Sequence[int]
-    stages: Sequence[Stage]
-    positions: Sequence[int]
-
-
-@dataclass(frozen=True)
-class EditMatch:
-    """What an edit changes: the names of stages, and "all" or "generated", or the indices and ranges of positions."""
-
-    stages: Sequence[str]
-    positions: PositionWord | Sequence[int | tuple[int, int]]
-
-
-@dataclass(frozen=True, eq=False)
-class EditPlan:
-    """A checked list of edits. `matches` has one entry for each edit."""
-
-    sources: Sequence[SourcePass]
-    matches: Sequence[EditMatch]
-    num_source_values: int  # how many numbers are kept of the source passes
-    _edits: Sequence["_PlannedEdit"]
-    _num_prompt: int
-    _max_length: int
-
-    def bind(self, values: Sequence[Mapping[str, Tensor]] = ()) -> BoundEdits:
-        """The edits with all their numbers. `values[i]` has the stages of `sources[i]` by name, at its positions."""
-        if len(values) != len(self.sources):
-            raise ValueError(f"{len(self.sources)} source passes, but values of {len(values)}")
-        edits = [edit.bind(self.sources, values) for edit in self._edits]
-        return BoundEdits(edits, self._num_prompt, self._max_length)
 
 
 def plan_edits(
@@ -77,57 +39,18 @@ def plan_edits(
         raise InvalidField("edits", f"has {len(edits)} entries; at most {MAX_EDITS} are allowed")
     planner = _Planner(config, stages, prompt_ids, max_length)
     planned = [planner.plan(edit, f"edits.{index}") for index, edit in enumerate(edits)]
+    num_changed = sum(len(edit.stages) for edit in planned)
+    if num_changed > MAX_CHANGED_STAGES:
+        raise InvalidField("edits", f"change {num_changed} stages in all; at most {MAX_CHANGED_STAGES} are allowed")
     sources = planner.sources()
     return EditPlan(
         sources=sources,
         matches=[edit.match for edit in planned],
-        num_source_values=sum(_num_values(config, source) for source in sources),
+        num_source_values=sum(source.num_values(config) for source in sources),
         _edits=planned,
         _num_prompt=len(prompt_ids),
         _max_length=max_length,
     )
-
-
-@dataclass(frozen=True)
-class _FromSource:
-    """Which numbers an edit takes from a source pass."""
-
-    index: int  # of the source pass
-    positions: PositionSet
-    is_mean: bool
-
-
-@dataclass(frozen=True, eq=False)
-class _PlannedEdit:
-    positions: PositionSet
-    stages: Sequence[StageEdit]
-    match: EditMatch
-    source: _FromSource | None
-
-    def bind(self, sources: Sequence[SourcePass], values: Sequence[Mapping[str, Tensor]]) -> BoundEdit:
-        source = self.source
-        if source is None:
-            return BoundEdit(self.positions, self.stages)
-        kept = {position: row for row, position in enumerate(sources[source.index].positions)}
-        rows = torch.tensor([kept[position] for position in source.positions.indices])
-        return BoundEdit(
-            self.positions,
-            [_with_values(each, values[source.index][each.stage.name], rows, source) for each in self.stages],
-        )
-
-
-def _with_values(edit: StageEdit, value: Tensor, rows: Tensor, source: _FromSource) -> StageEdit:
-    """Set an edit to the numbers of a source pass: value (1, P, D), (1, P, H, D) or (1, H, P, S), at some rows of P."""
-    value = value[0].cpu()
-    value = value.transpose(0, 1) if "key" in edit.stage.dims else value
-    value = value[rows]
-    value = value.unsqueeze(1) if value.dim() == 2 else value  # (P, H or 1, D)
-    if edit.heads is not None:
-        value = value[:, list(edit.heads)]
-    if edit.keys is not None:
-        value = value[..., list(edit.keys.indices)]
-    numbers = Numbers.of(value.double().mean(0, keepdim=True) if source.is_mean else value)
-    return dataclasses.replace(edit, vectors=numbers.single, exact=numbers.exact)
 
 
 class _Planner:
@@ -142,7 +65,7 @@ class _Planner:
         # Token ids of a source -> the stages and positions that are kept of its pass.
         self._sources: dict[tuple[int, ...], tuple[dict[str, Stage], set[int]]] = {}
 
-    def plan(self, edit: Edit, field: str) -> _PlannedEdit:
+    def plan(self, edit: Edit, field: str) -> PlannedEdit:
         check_fields(edit, field)
         positions = self._resolve(edit.positions, f"{field}.positions")
         keys = None if edit.keys is None or edit.keys == "all" else self._resolve(edit.keys, f"{field}.keys")
@@ -158,7 +81,7 @@ class _Planner:
         source = self._source(edit, stages, positions, keys, field) if edit.op in ("mean", "patch") else None
         word: PositionWord = "generated" if edit.positions == "generated" else "all"
         match = EditMatch([stage.name for stage in stages], word if positions.is_open else positions.ranges())
-        return _PlannedEdit(positions, edits, match, source)
+        return PlannedEdit(positions, edits, match, source)
 
     def sources(self) -> list[SourcePass]:
         return [SourcePass(ids, list(stages.values()), sorted(kept)) for ids, (stages, kept) in self._sources.items()]
@@ -225,7 +148,7 @@ class _Planner:
 
     def _source(
         self, edit: Edit, stages: Sequence[Stage], positions: PositionSet, keys: PositionSet | None, field: str
-    ) -> _FromSource:
+    ) -> FromSource:
         """Where a mean or a patch takes its numbers. Its stages and positions are added to the source passes."""
         is_mean, place = edit.op == "mean", f"{field}.source.positions"
         ids = self._prompt_ids if edit.source is None else self._check_ids(edit.source.ids, f"{field}.source.prompt")
@@ -248,7 +171,7 @@ class _Planner:
         kept_stages, kept_positions = self._sources.setdefault(ids, ({}, set()))
         kept_stages |= {stage.name: stage for stage in stages}
         kept_positions.update(found.indices)
-        return _FromSource(list(self._sources).index(ids), found, is_mean)
+        return FromSource(list(self._sources).index(ids), found, is_mean)
 
     def _check_ids(self, ids: Sequence[int], field: str) -> tuple[int, ...]:
         limit = self._config.max_positions if isinstance(self._config, ModelConfig) else len(ids)
@@ -292,9 +215,3 @@ def _vectors(edit: Edit, stages: Sequence[Stage], field: str) -> dict[str, Numbe
     return {
         stage: read_vector(vector, edit.scale, name, is_direction=is_direction) for stage, vector in vectors.items()
     }
-
-
-def _num_values(config: Widths, source: SourcePass) -> int:
-    """How many numbers are kept of a source pass."""
-    sizes = sizes_of(config, len(source.positions)) | {"key": len(source.ids)}
-    return sum(math.prod(stage.shape(sizes)) for stage in source.stages)

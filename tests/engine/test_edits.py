@@ -65,6 +65,12 @@ EDITS: Mapping[str, Sequence[Edit]] = {
     "noise": [Edit(stage="blocks.1.resid_mid", op="noise", std=0.7, seed=3)],
     "noise on the scores": [Edit(stage="blocks.0.attn.scores", op="noise", std=0.7, seed=3, heads=[1, 2])],
     "hide a key": [Edit(stage="blocks.*.attn.pattern", op="zero", keys=[0, 4, 12])],
+    "hide a key while generating": [
+        Edit(stage="blocks.*.attn.pattern", op="scale", factor=0.2, keys=[0, 7], positions="generated")
+    ],
+    "scores of some positions": [
+        Edit(stage="blocks.1.attn.scores", op="add", value=3, keys=[2], positions=[4, (11, 18)], heads=[0, 3])
+    ],
     "masked scores": [Edit(stage="blocks.1.attn.attn_scores", op="set", value=1.0, keys="prompt", heads=[2])],
     "the scale of a norm": [Edit(stage="blocks.1.ln1.scale", op="scale", factor=0.5, positions="generated")],
     "a norm before its gain": [Edit(stage="blocks.*.ln2.normalized", op="scale", factor=1.5)],
@@ -86,6 +92,8 @@ UNRECORDED = (
     "noise",
     "noise on the scores",
     "hide a key",
+    "hide a key while generating",
+    "scores of some positions",
     "masked scores",
     "the scale of a norm",
     "a norm before its gain",
@@ -235,6 +243,18 @@ class TestRecordedSteps:
             calls.clear()
             run(new_engine(model), edited(model, ask("1", prompt(9), max_tokens=20), *EDITS[name]))
             assert 0 < len(calls) <= most
+
+    def test_a_recorded_step_keeps_its_numbers(self) -> None:
+        """Its request has ended, and other tensors take the memory that is free."""
+        model = served("llama")
+        engine = new_engine(model)
+        add = Edit(stage="blocks.1.resid_post", op="add", vector=vector(24))
+        first = bits(run(engine, edited(model, ask("1", prompt(5)), add), ask("2", prompt(9))))
+        junk = [torch.full((size,), 1e9) for size in (1, 2, 24) for _ in range(200)]
+        again = bits(run(engine, edited(model, ask("1", prompt(5)), add), ask("2", prompt(9))))
+        assert len(junk) == 600
+        assert again == first
+        assert self.recorded(engine) == 1
 
     def test_a_step_without_active_edits_is_a_plain_one(self) -> None:
         model = served("llama")
@@ -421,6 +441,17 @@ def test_a_trace_of_an_edited_request_shows_the_edited_values() -> None:
     assert result.ids == [5, 5, 5]
 
 
+@every_edit
+def test_a_traced_neighbour_changes_no_bit_of_an_edited_request(name: str) -> None:
+    """With a trace in the batch no step is recorded, and every edit is a tap."""
+    model = served("llama")
+    trace = TraceParams(selection=Selection(stages=stages_of(model.config)))
+    requests = requests_with(model, EDITS[name])
+    traced = ask("traced", prompt(11), max_tokens=24, trace=trace)
+    together = bits(run(new_engine(model), traced, *requests))
+    assert together == bits(run(new_engine(model), replace(traced, trace=None), *requests))
+
+
 def test_edits_and_adapters_change_the_same_request() -> None:
     model = served("llama")
     edits = [
@@ -428,16 +459,19 @@ def test_edits_and_adapters_change_the_same_request() -> None:
         Edit(stage="blocks.2.mlp_out", op="mean", positions="generated"),
     ]
     requests = []
-    for index, name in enumerate((None, "a", "b", "a")):
+    for index, (name, is_edited) in enumerate((("a", True), ("b", False), ("b", True), (None, False), ("a", True))):
         request = with_adapter(ask(f"{index}", prompt(9, seed=index), max_tokens=9), name)
         network = AdaptedNetwork(model, random_adapters(model)[name] if name else None)
-        requests.append(replace(request, edits=bind(model, edits, request, network) if index else None))
+        requests.append(replace(request, edits=bind(model, edits[:1], request, network) if is_edited else None))
+    with_mean = with_adapter(ask("mean", prompt(9), max_tokens=9), "c")
+    network = AdaptedNetwork(model, random_adapters(model)["c"])
+    requests.append(replace(with_mean, edits=bind(model, edits, with_mean, network)))
     results = run(engine_of(model), *requests)
-    for request in requests[1:]:
-        assert request.adapter is not None
-        network = AdaptedNetwork(model, random_adapters(model)[request.adapter])
-        assert_equals_one_pass(model, request, results[request.id, 0], network)
-    assert bits(results)["0", 0] == bits(run(engine_of(model), requests[0]))["0", 0]
+    for request in requests:
+        if request.edits is not None:
+            network = AdaptedNetwork(model, random_adapters(model)[str(request.adapter)])
+            assert_equals_one_pass(model, request, results[request.id, 0], network)
+        assert bits(results)[request.id, 0] == bits(run(engine_of(model), request))[request.id, 0]
 
 
 def test_the_choices_of_a_request_share_its_edits() -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from model.network.attention import DenseContext, attend, trace_attention
 from model.ops.torch_attention import CausalMask, ScoreRule, apply_pattern, folded_attention, fused_attention
-from model.ops.torch_ops import TORCH
+from model.ops.torch_ops import TORCH, TorchNetworkOps
 from model.tracing.stages import PATTERN, Stage
-from model.tracing.tap import Editor, Probe, Recorder
+from model.tracing.tap import Chain, Editor, Probe, Recorder
 from tests.tiny import CONFIGS, ROUNDING
 
 SCALE = 0.4
@@ -165,6 +165,35 @@ def test_an_edit_of_scores_or_pattern_changes_the_weights_of_the_values(stage: s
     assert_equal_but_for_rounding(
         attend(q, k, v, mask, Probe(Editor({stage: torch.clone})), rule=ScoreRule(SCALE)), plain
     )
+
+
+class OtherRounding(TorchNetworkOps):
+    """PyTorch's operations, of which those that only changed queries need give slightly other numbers."""
+
+    def softmax(self, scores: Tensor, dtype: torch.dtype) -> Tensor:
+        return 1.001 * super().softmax(scores, dtype)
+
+    def apply_pattern(self, pattern: Tensor, v: Tensor) -> Tensor:
+        return 1.001 * super().apply_pattern(pattern, v)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_queries_and_heads_whose_pattern_is_not_changed_keep_their_bits(stage: str) -> None:
+    def change(tensor: Tensor) -> Tensor:
+        tensor = tensor.clone()
+        tensor[:, 4, 3, 1] += 0.1
+        return tensor
+
+    q, k, v = random_qkv(6, 2, 5, 5)
+    mask, recorder = CausalMask(0, 5, None, q.device), Recorder([Stage("pattern", PATTERN)])
+    tap, rule = Chain(Editor({stage: change}), recorder), ScoreRule(SCALE)
+    found = attend(q, k, v, mask, Probe(tap), rule=rule, ops=OtherRounding())
+    is_changed = torch.zeros(3, 5, 6, dtype=torch.bool)
+    is_changed[:, 3, 4] = True
+    plain = attend(q, k, v, mask, Probe(None), rule=rule)
+    assert torch.equal((found != plain).any(-1), is_changed)
+    pattern = TORCH.network.attention_scores(q, k, mask, rule)[2]
+    assert torch.equal((recorder.kept["pattern"] != pattern).any(-1).mT, is_changed)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])

@@ -84,7 +84,7 @@ def _edit_in_place(kernel: int, x: Tensor, edit: RowEdit) -> None:
     num_heads = x.shape[1] if x.dim() == 3 else 1
     num_edited = num_heads if edit.heads is None else len(edit.heads)
     vectors = edit.vectors
-    strides = (0, 0)
+    strides: tuple[int, ...] = (0, 0)  # of the vectors: from place to place, and from head to head
     if vectors is not None:
         assert vectors.dtype == torch.float32
         assert vectors.stride(-1) == 1 or vectors.shape[-1] == 1

@@ -155,6 +155,13 @@ def test_an_applied_pattern_agrees_with_pytorch_in_every_division_into_passes(dt
         assert torch.equal(alone[:, 0], found[:, query])
 
 
+def test_values_of_keys_with_the_weight_0_do_not_matter() -> None:
+    """Keys that a query does not see may have any values, because a later position is edited, for example."""
+    pattern, v = torch.tensor([0.5, 0.5, 0.0]).view(1, 1, 1, 3), torch.ones(1, 3, 1, 16)
+    v[:, 2] = math.inf
+    assert (cpu_backend(torch.float32).network.apply_pattern(pattern, v) == 1).all()
+
+
 @every_dtype
 def test_a_softmax_of_scores_agrees_with_pytorch_in_every_division_into_passes(dtype: torch.dtype) -> None:
     ops = cpu_backend(dtype).network

@@ -1,0 +1,99 @@
+"""A checked list of edits: what they match, the passes that must run first, and how the numbers of these are taken."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.tracing.bound_edits import BoundEdit, BoundEdits, StageEdit
+from model.tracing.edit_operands import Numbers
+from model.tracing.edit_positions import PositionSet, PositionWord
+from model.tracing.stages import Stage, Widths, sizes_of
+
+
+@dataclass(frozen=True)
+class SourcePass:
+    """A pass without edits that must run first: the `stages` of a prompt that are kept, at these `positions`."""
+
+    ids: Sequence[int]
+    stages: Sequence[Stage]
+    positions: Sequence[int]
+
+    def num_values(self, config: Widths) -> int:
+        """How many numbers are kept."""
+        sizes = sizes_of(config, len(self.positions)) | {"key": len(self.ids)}
+        return sum(math.prod(stage.shape(sizes)) for stage in self.stages)
+
+
+@dataclass(frozen=True)
+class EditMatch:
+    """What an edit changes: the names of stages, and "all" or "generated", or the indices and ranges of positions."""
+
+    stages: Sequence[str]
+    positions: PositionWord | Sequence[int | tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class FromSource:
+    """Which numbers an edit takes from a source pass."""
+
+    index: int  # of the source pass
+    positions: PositionSet
+    is_mean: bool
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedEdit:
+    """One checked edit. With a `source`, its `stages` still lack their numbers."""
+
+    positions: PositionSet
+    stages: Sequence[StageEdit]
+    match: EditMatch
+    source: FromSource | None
+
+    def bind(self, sources: Sequence[SourcePass], values: Sequence[Mapping[str, Tensor]]) -> BoundEdit:
+        source = self.source
+        if source is None:
+            return BoundEdit(self.positions, self.stages)
+        kept = {position: row for row, position in enumerate(sources[source.index].positions)}
+        rows = torch.tensor([kept[position] for position in source.positions.indices])
+        return BoundEdit(
+            self.positions,
+            [_with_values(each, values[source.index][each.stage.name], rows, source) for each in self.stages],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class EditPlan:
+    """A checked list of edits. `matches` has one entry for each edit."""
+
+    sources: Sequence[SourcePass]
+    matches: Sequence[EditMatch]
+    num_source_values: int  # how many numbers are kept of the source passes
+    _edits: Sequence[PlannedEdit]
+    _num_prompt: int
+    _max_length: int
+
+    def bind(self, values: Sequence[Mapping[str, Tensor]] = ()) -> BoundEdits:
+        """The edits with all their numbers. `values[i]` has the stages of `sources[i]` by name, at its positions."""
+        if len(values) != len(self.sources):
+            raise ValueError(f"{len(self.sources)} source passes, but values of {len(values)}")
+        edits = [edit.bind(self.sources, values) for edit in self._edits]
+        return BoundEdits(edits, self._num_prompt, self._max_length)
+
+
+def _with_values(edit: StageEdit, value: Tensor, rows: Tensor, source: FromSource) -> StageEdit:
+    """Set an edit to the numbers of a source pass: value (1, P, D), (1, P, H, D) or (1, H, P, S), at some rows of P."""
+    value = value[0].cpu()
+    value = value.transpose(0, 1) if "key" in edit.stage.dims else value
+    value = value[rows]
+    value = value.unsqueeze(1) if value.dim() == 2 else value  # (P, H or 1, D)
+    if edit.heads is not None:
+        value = value[:, list(edit.heads)]
+    if edit.keys is not None:
+        value = value[..., list(edit.keys.indices)]
+    numbers = Numbers.of(value.double().mean(0, keepdim=True) if source.is_mean else value)
+    return dataclasses.replace(edit, vectors=numbers.single, exact=numbers.exact)
