@@ -263,6 +263,7 @@ class LocalModel:
             message={"role": "assistant", "content": found.text},
             finish_reason=found.finish_reason,
             usage=found.usage,
+            edits=found.edits,
         )
 
     def to_tokens(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -30,9 +30,14 @@ MASK_64 = (1 << 64) - 1
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30
 MAX_INT = 2**31 - 1  # far above any vocabulary, and exact as a float64, as which backends take `top_k`
 
-NO_FINITE_MAXIMUM = (
-    "the largest logit is not a finite number: a logit is NaN or infinite, or every token is excluded (-inf)"
-)
+
+class NoFiniteMaximum(ValueError):
+    """A token cannot be drawn from a row of logits."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the largest logit is not a finite number: a logit is NaN or infinite, or every token is excluded (-inf)"
+        )
 
 
 def check_int(name: str, value: object, low: int, high: int) -> None:
@@ -219,7 +224,7 @@ def sample(
     results: list[int | Exception] = []
     for row, sampler in enumerate(samplers):
         if row in failures or not is_valid[row]:
-            results.append(failures.get(row) or ValueError(NO_FINITE_MAXIMUM))
+            results.append(failures.get(row) or NoFiniteMaximum())
         else:
             sampler.append(token_ids[row])
             results.append(token_ids[row])

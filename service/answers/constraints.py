@@ -70,5 +70,5 @@ async def compile_constraint(
 
 
 def generation_error(error: Exception) -> ApiError:
-    """The answer for a failed choice: 400 if its own grammar is the reason, otherwise 500."""
+    """The answer for a failed choice: 400 if its own grammar or edits are the reason, otherwise 500."""
     return invalid(error.field, error.reason) if isinstance(error, InvalidField) else internal()

@@ -100,15 +100,19 @@ class EditPlanner:
         """What a plan depends on."""
         return (max_length, *(ids if self._depends_on_ids else [len(ids)]))
 
-    def plan(self, ids: Sequence[int], max_length: int) -> EditPlan:
-        """Check the edits for a prompt and the `max_length` positions that are computed. Raises 400 for a wrong one."""
+    def plan(self, ids: Sequence[int], max_length: int, prompt_param: str = "prompt") -> EditPlan:
+        """Check the edits for a prompt and the `max_length` positions that are computed. Raises 400 for a wrong one.
+
+        `prompt_param` is the place of the prompt in the request, which the message names if there are several.
+        """
         key = self.key(ids, max_length)
         if key not in self._plans:
             checkpoint = self._checkpoint
             try:
                 plan = plan_edits(self._edits, checkpoint.model.config, checkpoint.stages, ids, max_length)
             except InvalidField as error:
-                raise invalid(error.field, error.reason) from None
+                of_prompt = "" if prompt_param == "prompt" else f" (for {prompt_param})"
+                raise invalid(error.field, f"{error.reason}{of_prompt}") from None
             self._plans[key] = plan
         return self._plans[key]
 

@@ -1,8 +1,9 @@
 """Plan a POST /forward: check its fields against the network that it will run on, and bound its size."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -69,7 +70,14 @@ def make_plans(
     targets = split_targets(body, len(prompt_ids), is_list)
     plans = [
         make_plan(
-            body, subject, ids, targets[index], stages, as_safetensors, param_of("targets", index, is_list), planner
+            body,
+            subject,
+            ids,
+            targets[index],
+            stages,
+            as_safetensors,
+            partial(param_of, index=index, is_list=is_list),
+            planner,
         )
         for index, ids in enumerate(prompt_ids)
     ]
@@ -84,12 +92,15 @@ def make_plan(
     targets: list[int | None] | None,
     stages: list[Stage],
     as_safetensors: bool,
-    targets_param: str,
+    place_of: Callable[[str], str],
     planner: EditPlanner | None,
 ) -> Plan:
-    """Check a request for one of its prompts. Raises 400 for a wrong field."""
+    """Check a request for one of its prompts. Raises 400 for a wrong field.
+
+    `place_of` gives the place of the prompt's part of a field, such as `targets.1`.
+    """
     sizes = subject.sizes(len(ids))
-    targets = find_targets(targets, subject, ids, targets_param)
+    targets = find_targets(targets, subject, ids, place_of("targets"))
     positions = None if body.positions is None else find_positions(body.positions, len(ids), "positions")
     check_indices(body.heads, sizes["head"], "heads", "heads")
     if body.top_k is not None and body.top_k > sizes["d_vocab"]:
@@ -104,7 +115,7 @@ def make_plan(
         top_k=min(DEFAULT_TOP_K, sizes["d_vocab"]) if body.top_k is None else body.top_k,
         dtype=None if body.dtype is None else DTYPES[body.dtype],
         encoding="safetensors" if as_safetensors else body.encoding,
-        edits=None if planner is None else planner.plan(ids, len(ids)),
+        edits=None if planner is None else planner.plan(ids, len(ids), place_of("prompt")),
         has_baseline=body.baseline,
     )
 

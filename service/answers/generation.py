@@ -7,7 +7,7 @@ between is the same for all of them.
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from fastapi import Request, Response
 from model.checkpoints.load import Checkpoint
 from model.engine.request import Output
 from model.errors import InvalidField
+from model.text.sampling import NoFiniteMaximum
 from model.text.transcript import TokenOutput
 from service.answers.constraints import generation_error
 from service.answers.edits import edit_answers
@@ -99,9 +100,12 @@ class Generation:
     async def outputs(self) -> AsyncIterator[ChoiceOutput]:
         """Yield the outputs of each step with their traces as JSON. The error of a failed choice is logged."""
         async for output in self._stream.outputs():
+            index = self._first_choice[output.request_id] + output.choice
+            if isinstance(output.error, NoFiniteMaximum) and self.edits[index // self.params.n] is not None:
+                reason = "the edited pass gives logits that are not finite; use smaller numbers"
+                output = replace(output, error=InvalidField("edits", reason))
             if output.error is not None and not isinstance(output.error, InvalidField):
                 logger.error("generation %s failed", self.id, exc_info=output.error)
-            index = self._first_choice[output.request_id] + output.choice
             self._num_generated[index] = output.num_generated
             if output.end is not None and output.choice == 0:
                 self.num_cached += output.num_cached
@@ -117,7 +121,7 @@ class Generation:
         return orjson.Fragment(content)
 
     async def collect(self) -> list["Choice"]:
-        """Wait until every choice has ended. Raises 500 if one of them fails, or 400 if its grammar is the reason."""
+        """Wait until every choice has ended. Raises 500 if one of them fails, or 400 if the request is the reason."""
         choices = [Choice(index) for index in range(self.num_choices)]
         async for output in self.outputs():
             if output.step.error is not None:

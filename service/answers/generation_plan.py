@@ -21,7 +21,7 @@ from service.answers.budget import Budget, total
 from service.answers.edits import EditPlanner, answer_bytes, bind_edits, read_edits
 from service.answers.generation_budget import make_budget
 from service.answers.generation_changes import make_changes_budget
-from service.answers.prompts import check_ids
+from service.answers.prompts import check_ids, param_of
 from service.answers.step_trace_answers import TracePlan, plan_trace, traced_stages
 from service.http.errors import invalid
 from service.http.schemas import GenerationRequest
@@ -146,7 +146,9 @@ def make_plan(
             name = options.field_names.get(error.field, error.field)
             raise invalid(f"{name}.{index}" if name == "prompt" and len(prompts) > 1 else name, error.reason) from None
         requests.append(request)
-        edit_plans.append(None if planner is None else planner.plan(ids, num_positions))
+        edit_plans.append(
+            None if planner is None else planner.plan(ids, num_positions, param_of("prompt", index, len(prompts) > 1))
+        )
         if len(ids) not in sizes:
             sizes[len(ids)] = make_budget(trace, params, checkpoint, len(ids), max_step_tokens)
         budgets.append(sizes[len(ids)])

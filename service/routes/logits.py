@@ -85,7 +85,10 @@ async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpo
     plans = await run_plan(
         state,
         0 if planner is None else len(ids) * planner.num_checks,
-        lambda: [make_plan(body, checkpoint, adapter, each, as_safetensors, planner) for each in ids],
+        lambda: [
+            make_plan(body, checkpoint, adapter, each, as_safetensors, planner, param_of("prompt", index, is_list))
+            for index, each in enumerate(ids)
+        ],
     )
     budget = total([make_budget(plan) for plan in plans])
     edit_plans = [plan.edits for plan in plans if plan.edits is not None]
@@ -106,10 +109,11 @@ def make_plan(
     ids: list[int],
     as_safetensors: bool,
     planner: EditPlanner | None,
+    prompt_param: str,
 ) -> Plan:
     """Check a request for one of its prompts. Raises 400 for a wrong field."""
     rows = find_rows(body, len(ids))
-    edits = None if planner is None else planner.plan(ids, len(ids))
+    edits = None if planner is None else planner.plan(ids, len(ids), prompt_param)
     return Plan(body, checkpoint, adapter, ids, rows, as_safetensors, edits)
 
 
