@@ -13,7 +13,7 @@ from model.config import ModelConfig
 from model.ops.interface import NetworkOps
 from model.ops.torch_attention import CausalMask, ScoreRule, mask_scores
 from model.ops.torch_ops import TORCH
-from model.tracing.tap import Probe
+from model.tracing.tap import Probe, changed
 
 
 def score_rule(config: ModelConfig) -> ScoreRule:
@@ -77,12 +77,12 @@ def trace_attention(
     new_scores, old_pattern = probe("scores", scores), pattern
     new_masked = probe("attn_scores", masked if new_scores is scores else mask_scores(new_scores, mask))
     if new_masked is not masked:
-        is_changed = (new_masked != masked).any(-1, keepdim=True)
+        is_changed = changed(new_masked, masked).any(-1, keepdim=True)
         pattern = torch.where(is_changed, ops.softmax(new_masked, q.dtype), pattern)
     new_pattern = probe("pattern", pattern)
     if new_pattern is old_pattern:
         return z
-    is_changed = (new_pattern != old_pattern).any(-1, keepdim=True).transpose(1, 2)  # (B, T, H, 1)
+    is_changed = changed(new_pattern, old_pattern).any(-1, keepdim=True).transpose(1, 2)  # (B, T, H, 1)
     return torch.where(is_changed, ops.apply_pattern(new_pattern, v), z)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from model.config import ModelConfig, NormKind, QKNorm
 from model.ops.interface import NetworkOps, NormRule
 from model.ops.torch_ops import TORCH, centered
-from model.tracing.tap import Probe
+from model.tracing.tap import Probe, changed
 
 
 class Norm(nn.Module):
@@ -37,12 +37,12 @@ class Norm(nn.Module):
         old_normalized = normalized
         if new_scale is not scale:
             divided = (centered(x, self.rule.kind) / new_scale).to(x.dtype)
-            normalized = torch.where(new_scale != scale, divided, normalized)
+            normalized = torch.where(changed(new_scale, scale), divided, normalized)
         new_normalized = probe("normalized", normalized)
         if new_normalized is not old_normalized:
             gain = self.weight + 1 if self.rule.offset else self.weight
             scaled = new_normalized * gain if self.bias is None else new_normalized * gain + self.bias
-            is_changed = (new_normalized != old_normalized).any(-1, keepdim=True)
+            is_changed = changed(new_normalized, old_normalized).any(-1, keepdim=True)
             out = torch.where(is_changed, scaled, out)  # other rows keep their bits
         return probe("out", out)
 

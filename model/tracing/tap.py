@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from model.tracing.stages import Stage
@@ -89,6 +90,15 @@ def call_tap(tap: Tap, name: str, tensor: Tensor) -> Tensor:
     if not isinstance(returned, Tensor) or returned.shape != tensor.shape or returned.dtype != tensor.dtype:
         raise ValueError(f"{name}: the tap must return a {tensor.dtype} tensor of shape {tuple(tensor.shape)}")
     return returned
+
+
+def changed(new: Tensor, old: Tensor) -> Tensor:
+    """Which numbers of a stage a tap has changed.
+
+    These are all of them if gradients are computed with respect to what the tap returned: the rest of the pass must
+    depend on this tensor then, even if its numbers are the old ones.
+    """
+    return torch.ones_like(old, dtype=torch.bool) if new.requires_grad else new != old
 
 
 @dataclass

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from model.analysis.attribution import DirectAttribution, direct_attribution
 from model.analysis.target import LogitTarget
+from model.network.adapters import Adapter, LowRankLayer, PassAdapters
 from model.network.prepare import prepare_model
 from model.network.transformer import Transformer
+from model.ops.torch_ops import TORCH
 from tests.tiny import CONFIGS, build, every_config, exact, random_ids
 
 TARGETS = (LogitTarget(5, 6), LogitTarget(5, 10, minus=17), LogitTarget(0, 0, minus=66))
@@ -41,10 +43,10 @@ class Terms:
         return is_term or (name.endswith(".scale") and "_norm." not in name)
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        if name.endswith(".scale"):
-            return tensor.detach().clone()
-        self.leaves[name] = tensor.detach().clone().requires_grad_()
-        return self.leaves[name]
+        leaf = tensor.detach().clone().requires_grad_()
+        if not name.endswith(".scale"):
+            self.leaves[name] = leaf
+        return leaf
 
 
 def shares_by_autograd(model: Transformer, ids: Tensor, target: LogitTarget) -> dict[str, float]:
@@ -113,3 +115,22 @@ def test_a_network_of_our_kernels_has_the_shares_of_its_packed_weights(quantize:
     ids = random_ids(plain.config.vocab_size, 9)[0].tolist()
     found = direct_attribution(packed, ids, LogitTarget(4, 8, minus=9))
     assert abs(found.remainder) < (1e-4 if quantize == "none" else 0.3)
+
+
+def test_the_shares_of_a_network_with_an_adapter_include_what_it_adds() -> None:
+    model, generator = exact("llama"), torch.Generator().manual_seed(4)
+
+    def matrix(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64) / shape[1] ** 0.5
+
+    places = {"blocks.1.attn.out": (36, 24), "blocks.0.attn.qkv": (24, 60), "blocks.2.mlp.down": (40, 24)}
+    layers = {
+        place: LowRankLayer(matrix(3, num_inputs), matrix(num_outputs, 3), TORCH.network)
+        for place, (num_inputs, num_outputs) in places.items()
+    }
+    adapter, ids, target = Adapter("one", layers, [3]), random_ids(67, 9)[0].tolist(), LogitTarget(5, 8)
+    found, plain = (direct_attribution(model, ids, target, each) for each in (adapter, None))
+    assert abs(found.remainder) < 1e-11
+    assert abs(found.logit - plain.logit) > 0.01
+    logits = model(torch.tensor([ids]), adapters=PassAdapters.of(adapter))
+    assert found.logit == pytest.approx(float(logits[0, 8, 5]))

@@ -71,6 +71,20 @@ class TestRoutes:
         torch.testing.assert_close(found[0, -1], logits[name], atol=1e-4, rtol=0)
         assert (bool(q.any()), bool(out.any())) == (name is not None, name == "first")
 
+    def test_attribute(
+        self, served: Running, logits: dict[str | None, torch.Tensor], name: str | None, by: str
+    ) -> None:
+        expected = float(logits[name][5] - logits[name][9])
+        fields = {"prompt": IDS, "token": 5, "minus": 9, **chosen(name, by)}
+        direct = served.answer("/attribute", method="direct", **fields)
+        assert direct["logit"] == pytest.approx(expected, abs=1e-4)
+        assert abs(direct["remainder"]) < 1e-4
+        assert served.answer("/attribute", method="gradient", **fields)["value"] == pytest.approx(expected, abs=1e-4)
+        sweep = served.answer("/attribute", method="patching", corrupted=IDS, stages="embed", **fields)
+        assert sweep["stages"][0]["values"] == pytest.approx([expected] * len(IDS), abs=1e-4)
+        lens = served.answer("/attribute", method="logit_lens", prompt=IDS, token=5, **chosen(name, by))
+        assert lens["layers"][-1]["token"][0]["logit"] == pytest.approx(float(logits[name][5]), abs=1e-4)
+
     def test_generate(self, served: Running, logits: dict[str | None, torch.Tensor], name: str | None, by: str) -> None:
         answer = served.answer("/generate", prompt=IDS, max_tokens=1, logprobs=0, temperature=0, **chosen(name, by))
         assert answer["model"] == (name or "tiny")
