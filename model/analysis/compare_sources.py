@@ -86,7 +86,10 @@ def match_stages(
                 unknown.append(given_name)
             continue
         if own in found:
-            raise InvalidField("b", f"{origin[own]} and {given_name} are both the stage {own}; remove one of them")
+            if torch.equal(tensors[origin[own]], tensor):  # such as a module and its last part
+                continue
+            reason = f"{origin[own]} and {given_name} are both the stage {own}, but differ; remove one of them"
+            raise InvalidField("b", reason)
         found[own], origin[own] = layouts(given_name, tensor, stages[own], sizes), given_name
     if not found:
         example = join_names(given.tensors)

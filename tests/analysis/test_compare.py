@@ -158,6 +158,21 @@ def test_masked_scores_may_be_large_negative_numbers() -> None:
     assert against(network, export | masked).first is None
 
 
+def test_a_position_with_large_activations_hides_no_error_of_another_one() -> None:
+    """Relative to the whole stage, the error below is smaller than rounding."""
+    network = build(CONFIGS["llama"])
+    network.embed.weight.data[IDS[0]] *= 1e6
+    assert IDS[0] not in IDS[1:]
+    export = record(network, IDS)
+    assert against(network, export).first is None
+    changed = export["blocks.0.resid_mid"].clone()
+    changed[0, 5] *= 1.001
+    found = against(network, export | {"blocks.0.resid_mid": changed})
+    assert found.first is not None
+    assert found.first.name == "blocks.0.resid_mid"
+    assert found.first.added < found.first.added_noise
+
+
 def test_errors_of_each_position_and_head_are_given_on_request() -> None:
     network = build(CONFIGS["llama"])
     export = record(network, IDS)
