@@ -167,8 +167,21 @@ def _norms(config: ModelConfig) -> Mistakes:
     )
 
 
+def single_norm_changes(config: ModelConfig) -> Mistakes:
+    """Mistakes of one norm of a block, or of the last norm, while all others are right."""
+    for name in ("ln1", "ln1_post", "ln2", "ln2_post", "attn.q_norm", "attn.k_norm", "ln_final"):
+        for eps in EPSILONS:
+            hint = Hint("norm_eps", f"the epsilon of B's {name} is {eps:.3g}, A's is {config.norm_eps:.3g}")
+            yield hint, Change({"norm_eps": eps}, only_norm=name)
+        if config.norm == "rms":
+            gains = ("weight", "1 + weight")
+            b, a = gains[not config.norm_offset], gains[config.norm_offset]
+            hint = Hint("norm_offset", f"B's {name} multiplies by {b}, A's by {a}")
+            yield hint, Change({"norm_offset": not config.norm_offset}, only_norm=name)
+
+
 def eps_hint(eps: float, config: ModelConfig) -> Hint:
-    return Hint("norm_eps", f"the epsilon of B's norms is {eps:.3g}, A's is {config.norm_eps:g}")
+    return Hint("norm_eps", f"the epsilon of B's norms is {eps:.3g}, A's is {config.norm_eps:.3g}")
 
 
 def _zero_bias(name: str, value: Tensor) -> Tensor:
