@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.analysis.hint import Hint
 from model.checkpoints.streamed import StoredTableOps
 from model.config import ModelConfig
 from model.network.attention import attend, score_rule
@@ -48,6 +49,10 @@ class Change:
     tiles_kv: bool = False
     sees_future: bool = False
     mixes_heads: Callable[[Tensor], Tensor] | None = None  # z (B, T, H, D), before the output matrix
+
+
+Mistakes = Iterator[tuple[Hint, Change]]
+"""Changes that are known mistakes, each with the hint that describes it."""
 
 
 class ChangedOps(StoredTableOps):
