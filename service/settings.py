@@ -110,7 +110,8 @@ class Settings(BaseSettings):
     max_pass_bytes: int = Field(
         8192 * MIB,
         ge=1,
-        description="maximum memory for the logits and traced attention scores of one pass or step",
+        description="maximum memory for the logits and traced attention scores of one pass or step, and for the "
+        "stages of a comparison",
     )
     max_pass_tokens: int = Field(
         2048, ge=1, description="longest prompt of /forward and /logits; generations wait during such a pass"

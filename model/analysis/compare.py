@@ -23,6 +23,7 @@ from model.analysis.compare_hints import Suspect, find_hints
 from model.analysis.compare_passes import PassResult, finish, run_pass
 from model.analysis.compare_sources import Given
 from model.analysis.hint import Hint
+from model.analysis.noise import Noise
 from model.analysis.stage_errors import (
     Difference,
     LogitsDifference,
@@ -37,8 +38,6 @@ from model.errors import InvalidField
 from model.network.transformer import Transformer
 from model.tracing.stages import Stage, sizes_of, stages_of
 
-FACTOR = 8.0  # how far above the noise an error must be: other orders of summation round by as much
-WIDE = ("d_model", "d_mlp", "d_vocab")  # each position of a stage with such an axis is compared with its own noise
 MASKED = -1e4  # some programs write masked scores as a large negative number instead of -inf
 
 
@@ -135,7 +134,7 @@ class Reference:
     rounded: Mapping[str, Tensor]
     expected: Mapping[str, Tensor]
 
-    def noise(self, stage: Stage) -> "Noise":
+    def noise(self, stage: Stage) -> Noise:
         return Noise.of(stage, self.expected[stage.name], self.rounded[stage.name], self.dtype)
 
 
@@ -223,37 +222,6 @@ def require_comparable(a: ModelConfig, b: ModelConfig, num_tokens: int) -> None:
         other = of_b.get(stage.name)
         if other is not None and stage.shape(sizes_a) != other.shape(sizes_b):
             raise InvalidField("b", f"{stage.name} is {stage.shape(sizes_a)} in A, but {other.shape(sizes_b)} in B")
-
-
-@dataclass(frozen=True)
-class Noise:
-    """The added error of one stage that rounding alone causes, in total and for each position of a wide stage."""
-
-    stage: Stage
-    total: float
-    per_position: Tensor | None
-
-    @classmethod
-    def of(cls, stage: Stage, computed: Tensor, value: Tensor, dtype: torch.dtype) -> "Noise":
-        """Measure it: `value` is A's in B's dtype, and `computed` what exact A computes from such earlier values.
-
-        Rounding to the dtype once is always allowed.
-        """
-        minimum = torch.finfo(dtype).eps / 4
-        error = relative_error(computed, value)
-        total = max(error, minimum) if math.isfinite(error) else minimum
-        wide = stage.dims[-1] in WIDE
-        return cls(stage, total, errors_along(computed, value, 1).clamp(min=total) if wide else None)
-
-    def excess(self, computed: Tensor, value: Tensor) -> float:
-        """The error of `value` relative to the largest that noise explains; infinite if other entries are finite."""
-        error = relative_error(computed, value)
-        if math.isnan(error):
-            return math.inf
-        ratio = error / self.total
-        if self.per_position is not None:
-            ratio = max(ratio, float((errors_along(computed, value, 1) / self.per_position).max()))
-        return ratio / FACTOR
 
 
 def _compare_stage(

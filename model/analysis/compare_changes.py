@@ -1,25 +1,19 @@
 """Known mistakes of ports, as changes of a network: each with the hint that describes it."""
 
-from collections.abc import Iterator
-from functools import partial
 from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
 from model.analysis.hint import Hint
-from model.analysis.network_changes import Change, LinearChange, Segment, with_weights
+from model.analysis.network_changes import Change, LinearChange, Mistakes, Segment, with_weights
+from model.analysis.position_changes import position_changes, rotary_changes
 from model.checkpoints.streamed import StreamedLinear
 from model.config import Activation, ModelConfig
 from model.network.transformer import Transformer
-from model.ops.interface import Rotation
 from model.ops.stacked_rows import StackedRows
 
 EPSILONS = (1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
-THETAS = (1e2, 1e3, 1e4, 2.5e4, 5e4, 1e5, 1.3e5, 1.5e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 8e6, 1e7, 1e8)
-SHIFTS = (1, -1, 2, -2)
-
-Mistakes = Iterator[tuple[Hint, Change]]
 
 
 def named_changes(network: Transformer, segment: Segment) -> Mistakes:
@@ -30,9 +24,9 @@ def named_changes(network: Transformer, segment: Segment) -> Mistakes:
     if segment.first == 0:
         yield from _embedding(config)
     if any(config.rotates(layer) for layer in layers):
-        yield from _rotary(config)
+        yield from rotary_changes(config)
     if segment.first == 0 or any(config.rotates(layer) for layer in layers):
-        yield from _positions()
+        yield from position_changes()
     if has_blocks:
         yield from _attention(config)
     yield from _norms(config)
@@ -50,60 +44,6 @@ def _embedding(config: ModelConfig) -> Mistakes:
     elif config.d_model**0.5 != 1.0:
         message = f"B multiplies the token embeddings by sqrt(d_model), {config.d_model**0.5:g}"
         yield Hint("surplus_scale", message), Change({"embedding_scale": config.d_model**0.5})
-
-
-def _rotary(config: ModelConfig) -> Mistakes:
-    yield (
-        Hint(
-            "rotary_pairing",
-            "B rotates dims 2i and 2i + 1 of each head as pairs (interleaved), A dims i and i + R/2 (halves)",
-        ),
-        Change(rotate=rotate_interleaved),
-    )
-    yield Hint("rotary_direction", "B rotates queries and keys in the opposite direction"), Change(rotate=_rotate_back)
-    yield Hint("rotary_missing", "B does not rotate queries and keys"), Change(rotate=lambda x, rotation: x)
-    for theta in THETAS:
-        if theta != config.rope_theta:
-            yield theta_hint(theta, config), Change({"rope_theta": theta})
-    if config.local_rope_theta is not None:
-        message = "B rotates layers with a window with the theta of the other layers"
-        yield Hint("rotary_theta", message), Change({"local_rope_theta": None})
-    if config.rope_scaling is not None:
-        message = f"B does not scale the rotary frequencies ({config.rope_scaling.kind})"
-        yield Hint("rotary_scaling", message), Change({"rope_scaling": None})
-    for size in sorted({config.d_head, config.d_head // 2, config.d_head // 4} - {config.rotary_dim}):
-        if size >= 2 and size % 2 == 0 and config.rope_scaling is None:
-            message = f"B rotates {size} dims of each head, A {config.rotary_dim}"
-            yield Hint("rotary_dims", message), Change({"rotary_dim": size})
-
-
-def theta_hint(theta: float, config: ModelConfig) -> Hint:
-    return Hint("rotary_theta", f"B rotates with theta {theta:g}, A with {config.rope_theta:g}")
-
-
-def _positions() -> Mistakes:
-    for shift in SHIFTS:
-        message = f"B counts positions from {shift}, A from 0"
-        yield Hint("shifted_positions", message), Change(positions=partial(torch.add, other=shift))
-    yield Hint("shifted_positions", "B uses position 0 for every token"), Change(positions=torch.zeros_like)
-
-
-def rotate_interleaved(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate each pair (2i, 2i + 1) of every head by its angle: x (B, T, H, D)."""
-    cos, sin = rotation
-    half = cos.shape[-1] // 2
-    cos, sin = cos[..., :half], sin[..., :half]
-    even, odd = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
-    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-    return torch.cat((rotated, x[..., 2 * half :]), dim=-1)
-
-
-def _rotate_back(x: Tensor, rotation: Rotation) -> Tensor:
-    cos, sin = rotation
-    size = cos.shape[-1]
-    first, second = x[..., :size].chunk(2, dim=-1)
-    rotated = x[..., :size] * cos - torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((rotated, x[..., size:]), dim=-1)
 
 
 def _attention(config: ModelConfig) -> Mistakes:
@@ -167,8 +107,21 @@ def _norms(config: ModelConfig) -> Mistakes:
     )
 
 
+def single_norm_changes(config: ModelConfig) -> Mistakes:
+    """Mistakes of one norm of a block, or of the last norm, while all others are right."""
+    for name in ("ln1", "ln1_post", "ln2", "ln2_post", "attn.q_norm", "attn.k_norm", "ln_final"):
+        for eps in EPSILONS:
+            hint = Hint("norm_eps", f"the epsilon of B's {name} is {eps:.3g}, A's is {config.norm_eps:.3g}")
+            yield hint, Change({"norm_eps": eps}, only_norm=name)
+        if config.norm == "rms":
+            gains = ("weight", "1 + weight")
+            b, a = gains[not config.norm_offset], gains[config.norm_offset]
+            hint = Hint("norm_offset", f"B's {name} multiplies by {b}, A's by {a}")
+            yield hint, Change({"norm_offset": not config.norm_offset}, only_norm=name)
+
+
 def eps_hint(eps: float, config: ModelConfig) -> Hint:
-    return Hint("norm_eps", f"the epsilon of B's norms is {eps:.3g}, A's is {config.norm_eps:g}")
+    return Hint("norm_eps", f"the epsilon of B's norms is {eps:.3g}, A's is {config.norm_eps:.3g}")
 
 
 def _zero_bias(name: str, value: Tensor) -> Tensor:

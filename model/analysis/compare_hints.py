@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.analysis.compare_changes import eps_hint, named_changes, theta_hint
+from model.analysis.compare_changes import eps_hint, named_changes, single_norm_changes
 from model.analysis.compare_estimates import estimate_theta, joined_heads
 from model.analysis.compare_passes import ForcingTap, PassResult
 from model.analysis.compare_values import named_values
 from model.analysis.hint import Hint
 from model.analysis.network_changes import Change, Segment, run_segment
+from model.analysis.position_changes import theta_hint
 from model.network.transformer import Transformer
 from model.tracing.stages import Stage
 
@@ -96,6 +97,9 @@ def find_hints(suspect: Suspect) -> Generator[None, None, Sequence[Hint]]:
     for hint, computed in named_values(suspect.stage, suspect.computed, suspect.value, suspect.forced.stages):
         test(hint, computed)
         yield
+    if not found:
+        for hint, change in single_norm_changes(suspect.network.config):
+            test(hint, (yield from _compute(suspect, segment, change)))
     if not found:
         for hint, computed in joined_heads(suspect.network, suspect.stage, suspect.given):
             test(hint, computed)

@@ -23,7 +23,7 @@ from model.checkpoints.safetensors_directory import PICKLE_SUFFIXES, Safetensors
 from model.config import ModelConfig
 from model.errors import CheckpointError, InvalidField, join_names, printable_name, shortened
 from model.files import read_json, require_regular_file
-from model.tracing.stages import sizes_of, stages_of
+from model.tracing.stages import Stage, sizes_of, stages_of
 
 MAX_FILE_BYTES = 8 << 30
 MAX_TENSORS = 1 << 16
@@ -65,34 +65,37 @@ def match_stages(
     stages = {stage.name: stage for stage in stages_of(config)}
     sizes = sizes_of(config, len(ids))
     tensors = unstacked(given.tensors, config)
+    check_names(names or {}, tensors, stages)
     found: dict[str, Sequence[Layout]] = {}
     origin: dict[str, str] = {}
     unknown: list[str] = []
-    for given_name in names or {}:
-        if given_name not in tensors:
-            raise InvalidField("map", f"{shortened(given_name)} is not a tensor of {given.name}")
     for given_name, tensor in tensors.items():
-        if names is not None and given_name in names:
-            own = names[given_name]
-            if own is None:
-                continue
-            own = own.replace("hook_", "")
-            if own not in stages:
-                raise InvalidField("map", f"{shortened(own)} is not a stage of this model")
-        else:
-            own = stage_name(given_name, config, stages)
+        is_mapped = names is not None and given_name in names
+        own = names[given_name] if names is not None and is_mapped else stage_name(given_name, config, stages)
         if own is None:
-            if given_name not in ID_NAMES:
-                unknown.append(given_name)
+            unknown += [] if is_mapped else [given_name]
             continue
+        own = own.replace("hook_", "")
         if own in found:
-            raise InvalidField("b", f"{origin[own]} and {given_name} are both the stage {own}; remove one of them")
+            if torch.equal(tensors[origin[own]], tensor):  # such as a module and its last part
+                continue
+            reason = f"{origin[own]} and {given_name} are both the stage {own}, but differ; remove one of them"
+            raise InvalidField("b", reason)
         found[own], origin[own] = layouts(given_name, tensor, stages[own], sizes), given_name
     if not found:
         example = join_names(given.tensors)
         raise InvalidField("b", f"no tensor of {given.name} is a stage of this model; it has {example}; give a map")
     ordered = {name: found[name] for name in stages if name in found}
     return Given(given.name, ordered, computed_dtype([each[0].tensor for each in ordered.values()]), unknown)
+
+
+def check_names(names: Mapping[str, str | None], tensors: Mapping[str, Tensor], stages: Mapping[str, Stage]) -> None:
+    """Raise `InvalidField` unless each name of a map is that of a tensor, and leads to a stage or to None."""
+    for given_name, own in names.items():
+        if given_name not in tensors:
+            raise InvalidField("map", f"{shortened(given_name)} is not a tensor of B")
+        if own is not None and own.replace("hook_", "") not in stages:
+            raise InvalidField("map", f"{shortened(own)} is not a stage of this model")
 
 
 def check_equal_ids(own: Sequence[int], other: Sequence[int]) -> None:

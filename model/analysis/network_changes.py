@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.analysis.hint import Hint
 from model.checkpoints.streamed import StoredTableOps
 from model.config import ModelConfig
 from model.network.attention import attend, score_rule
@@ -43,10 +44,15 @@ class Change:
     rotate: Callable[[Tensor, Rotation], Tensor] | None = None
     linear: Mapping[str, LinearChange] = field(default_factory=dict)
     norms: Callable[[str, Tensor], Tensor] | None = None
+    only_norm: str | None = None  # `config` changes the epsilon or offset of this norm only, such as `ln1`
     layer_offset: int = 0
     tiles_kv: bool = False
     sees_future: bool = False
     mixes_heads: Callable[[Tensor], Tensor] | None = None  # z (B, T, H, D), before the output matrix
+
+
+Mistakes = Iterator[tuple[Hint, Change]]
+"""Changes that are known mistakes, each with the hint that describes it."""
 
 
 class ChangedOps(StoredTableOps):
@@ -175,6 +181,9 @@ def _change_block(
 
 def _change_norm(own: nn.Module, norm: Norm, name: str, change: Change) -> Norm:
     """Give a new norm the parameters of an old one, changed. A bias that the old one lacks is 0."""
+    if change.only_norm not in (None, name):
+        assert isinstance(own, Norm)
+        norm.rule = own.rule
     for key, parameter in list(norm.named_parameters()):
         old: Tensor = getattr(own, key) if getattr(own, key) is not None else torch.zeros_like(parameter)
         value = old.detach().double()

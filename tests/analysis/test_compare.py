@@ -158,6 +158,21 @@ def test_masked_scores_may_be_large_negative_numbers() -> None:
     assert against(network, export | masked).first is None
 
 
+def test_a_position_with_large_activations_hides_no_error_of_another_one() -> None:
+    """Relative to the whole stage, the error below is smaller than rounding."""
+    network = build(CONFIGS["llama"])
+    network.embed.weight.data[IDS[0]] *= 1e6
+    assert IDS[0] not in IDS[1:]
+    export = record(network, IDS)
+    assert against(network, export).first is None
+    changed = export["blocks.0.resid_mid"].clone()
+    changed[0, 5] *= 1.001
+    found = against(network, export | {"blocks.0.resid_mid": changed})
+    assert found.first is not None
+    assert found.first.name == "blocks.0.resid_mid"
+    assert found.first.added < found.first.added_noise
+
+
 def test_errors_of_each_position_and_head_are_given_on_request() -> None:
     network = build(CONFIGS["llama"])
     export = record(network, IDS)
@@ -169,6 +184,27 @@ def test_errors_of_each_position_and_head_are_given_on_request() -> None:
     assert z.per_position is not None
     assert [error > 1e-3 for error in z.per_head] == [head == 2 for head in range(6)]
     assert [error > 1e-3 for error in z.per_position] == [position == 4 for position in range(len(IDS))]
+
+
+HIDDEN = [
+    Fault("eps", lambda n: set_rule(n.blocks[1].ln2, eps=1e-5), "blocks.2.resid_pre", "norm_eps"),
+    Fault("offset", lambda n: set_rule(n.blocks[0].ln1, offset=True), "blocks.1.resid_pre", "norm_offset"),
+    Fault("last offset", lambda n: set_rule(n.ln_final, offset=True), "ln_final.out", "norm_offset"),
+    Fault("theta", lambda n: reconfigure(n, rope_theta=10_000.0), "blocks.1.resid_pre", "rotary_theta"),
+    Fault("gate", lambda n: exchange_gate(n.blocks[2].mlp.up), "ln_final.out", "exchanged_gate"),
+    Fault("scale", lambda n: reconfigure(n, attention_scale=1.0), "blocks.1.resid_pre", "missing_scale"),
+    Fault("tied head", untied_from_embedding, "logits", "tied_head"),
+]
+
+
+@pytest.mark.parametrize("fault", HIDDEN, ids=lambda fault: fault.name)
+def test_hidden_states_alone_are_enough_for_many_mistakes(fault: Fault) -> None:
+    network = build(CONFIGS["llama with llama3 scaling"])
+    export = as_hidden_states(record(plant(network, fault), IDS), network.config)
+    found = against(network, export)
+    assert found.first is not None
+    assert found.first.name == fault.stage
+    assert [hint.code for hint in found.hints][:1] == [fault.code]
 
 
 # SmolLM2

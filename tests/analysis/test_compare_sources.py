@@ -102,8 +102,10 @@ def test_a_shape_that_does_not_fit_is_refused_with_both_shapes() -> None:
         match({"embed": torch.rand(1, 4, 24)})
 
 
-def test_two_tensors_of_one_stage_are_refused() -> None:
-    with pytest.raises(InvalidField, match="embed and hook_embed are both the stage embed"):
+def test_two_tensors_of_one_stage_are_refused_unless_they_are_equal() -> None:
+    embed = torch.rand(1, 5, 24)
+    assert list(match({"embed": embed, "hook_embed": embed.clone()}).stages) == ["embed"]
+    with pytest.raises(InvalidField, match="embed and hook_embed are both the stage embed, but differ"):
         match({"embed": torch.rand(1, 5, 24), "hook_embed": torch.rand(1, 5, 24)})
 
 
