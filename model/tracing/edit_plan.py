@@ -77,6 +77,16 @@ class EditPlan:
     _num_prompt: int
     _max_length: int
 
+    def num_scores(self, num_heads: int, max_step_tokens: int | None = None) -> int:
+        """How many attention scores of one layer exist at a time: 0 unless an edit changes scores or patterns.
+
+        A pass computes at most `max_step_tokens` positions at a time, or all of the prompt.
+        """
+        if not any("key" in each.stage.dims for edit in self._edits for each in edit.stages):
+            return 0
+        num_queries = self._num_prompt if max_step_tokens is None else min(self._num_prompt, max_step_tokens)
+        return num_heads * num_queries * self._max_length
+
     def bind(self, values: Sequence[Mapping[str, Tensor]] = ()) -> BoundEdits:
         """The edits with all their numbers. `values[i]` has the stages of `sources[i]` by name, at its positions."""
         if len(values) != len(self.sources):

@@ -21,7 +21,7 @@ from model.checkpoints.load import DTYPES, Checkpoint
 from model.errors import InvalidField
 from model.tracing.edits import BoundEdits, Edit, EditPlan, EditSource, SourcePass, plan_edits
 from model.tracing.stages import Stage, sizes_of
-from service.answers.budget import Budget
+from service.answers.budget import Budget, pass_bytes
 from service.answers.prompts import prompt_ids
 from service.answers.subject import adapted_network
 from service.http import edit_schemas as schemas
@@ -199,14 +199,16 @@ async def bind_edits(
     checkpoint: Checkpoint,
     adapter: str | None,
     arrived: float,
+    max_step_tokens: int | None = None,
 ) -> list[BoundEdits]:
     """Run the passes from which edits take their values, each as a job of its own, and return the edits of each plan.
 
-    Equal plans and equal passes are computed once. If the client disconnects, the remaining passes do not run. Raises
+    The edited passes compute at most `max_step_tokens` positions at a time. Equal plans and equal passes are computed once. If the client disconnects, the remaining passes do not run. Raises
     413 if a pass is too large, 429 if too much waits, and 503 after the timeout, which counts from `arrived`.
     """
     request.state.is_edited = True  # for the metrics
     passes = {source_key(each): each for plan in plans for each in plan.sources}
+    check_scores(plans, state, checkpoint, max_step_tokens)
     check_sources([*passes.values()], state, checkpoint)
     num_source_values = sum(plan.num_source_values for plan in {id(plan): plan for plan in plans}.values())
     get_reservation(request).reserve(PLANNED_BYTES * num_source_values)
@@ -228,6 +230,17 @@ async def bind_edits(
 
 def source_key(source: SourcePass) -> Any:
     return tuple(source.ids), tuple(stage.name for stage in source.stages), tuple(source.positions)
+
+
+def check_scores(
+    plans: Sequence[EditPlan], state: State, checkpoint: Checkpoint, max_step_tokens: int | None
+) -> None:
+    """Raise 413 if the attention scores of an edited pass are too large."""
+    num_heads = checkpoint.model.config.num_heads
+    num_scores = max((plan.num_scores(num_heads, max_step_tokens) for plan in plans), default=0)
+    itemsize = torch.promote_types(checkpoint.model.embed.weight.dtype, torch.float32).itemsize
+    num_bytes = 2 * pass_bytes(num_logits=0, num_scores=num_scores, itemsize=itemsize)  # before and after the edits
+    Budget(0, num_bytes, "the edits of scores and patterns, the prompt or max_tokens").check(state)
 
 
 def check_sources(sources: Sequence[SourcePass], state: State, checkpoint: Checkpoint) -> None:

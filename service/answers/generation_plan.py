@@ -89,7 +89,8 @@ async def plan_generation(
     edit_plans = [each for each in plan.edit_plans if each is not None]
     if not edit_plans:
         return plan
-    bound = iter(await bind_edits(edit_plans, request, state, checkpoint, adapter, arrived))
+    max_step_tokens = get_engine(state).config.max_step_tokens
+    bound = iter(await bind_edits(edit_plans, request, state, checkpoint, adapter, arrived, max_step_tokens))
     requests = [
         each if edits is None else replace(each, edits=next(bound))
         for each, edits in zip(plan.requests, plan.edit_plans, strict=True)

@@ -527,11 +527,23 @@ def test_stages_of_sources_and_baselines_count_in_the_limit_of_a_pass(start: Sta
     ids = [1] * 30
     assert service.post("/forward", {"prompt": ids, "stages": ["*.resid_post"], "top_k": 0}).status_code == 413
     assert service.post("/logits", {"prompt": ids}).status_code == 200
-    patch = edit(op="patch", stage="*.attn.pattern", positions="last", source={"prompt": ids})
+    patch = edit(op="patch", stage="blocks.*.mlp.*", positions="last", source={"prompt": ids})
     response = service.post("/logits", {"prompt": ids, "edits": [patch]})
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (413, "pass_too_large")
     assert "the stages of edits with a source" in error["message"]
+
+
+def test_the_scores_of_an_edited_pattern_count_in_the_limit_of_a_pass(start: Start, tiny_directory: Path) -> None:
+    service = start(model=str(tiny_directory), max_pass_bytes=40_000)
+    ids = [1] * 30
+    for stage, status in (("*.attn.z", 200), ("*.attn.pattern", 413)):
+        for path in ("/logits", "/generate"):
+            body = {"prompt": ids, "edits": [edit(op="zero", stage=stage, heads=[0])]}
+            response = service.post(path, body)
+            assert response.status_code == status, (stage, path, response.text)
+            if status == 413:
+                assert "reduce the edits of scores and patterns" in response.json()["error"]["message"]
 
 
 def test_the_vectors_of_very_many_plans_need_room(start: Start, tiny_directory: Path) -> None:

@@ -33,6 +33,7 @@ from service.state import get_engine, get_reservation
 
 logger = logging.getLogger(__name__)
 MAX_GROUP = 32  # cells that are admitted together
+TOKENS_BESIDE_OTHERS = 16  # of such cells, while other generations run
 
 
 @dataclass(frozen=True)
@@ -165,14 +166,15 @@ class SweepRun:
     def _group_size(self) -> int:
         """As many cells as one step computes, but at most half of the sequences that may run at a time.
 
-        Beside other generations, there are fewer cells than generations: only then does the engine limit how much
-        prompts delay them.
+        Beside other generations, cells have few tokens together, and are fewer than the generations if possible: only
+        then does the engine limit how much prompts delay generations.
         """
         engine, num_tokens = get_engine(self._state), len(self._plan.corrupted)
-        by_tokens = min(engine.config.max_step_tokens // num_tokens, engine.num_cache_tokens // (num_tokens + 1))
         num_others = self._state.worker.num_running
-        fair = num_others - 1 if num_others else MAX_GROUP
-        return max(1, min(MAX_GROUP, fair, self._state.settings.max_num_seqs // 2, by_tokens))
+        if num_others:
+            return max(1, min(num_others - 1, TOKENS_BESIDE_OTHERS // num_tokens))
+        by_tokens = min(engine.config.max_step_tokens // num_tokens, engine.num_cache_tokens // (num_tokens + 1))
+        return max(1, min(MAX_GROUP, self._state.settings.max_num_seqs // 2, by_tokens))
 
     async def _values(self, passes: Sequence[tuple[Sequence[int], BoundEdits | None]]) -> list[float]:
         """Run passes in the engine, and return the target's value after each."""
