@@ -18,9 +18,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from model.analysis.compare_passes import finish, run_pass
+from model.analysis.compare.passes import finish, run_pass
+from model.analysis.compare.stage_errors import relative_error
 from model.analysis.perplexity import TextScore, score_ids
-from model.analysis.stage_errors import relative_error
 from model.checkpoints.load import BUNDLED, Checkpoint, load_checkpoint
 from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Request

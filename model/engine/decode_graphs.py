@@ -19,7 +19,7 @@ from model.network.adapters import PassAdapters
 from model.network.transformer import Transformer
 from model.ops.cpu.recording import Recording, RecordingMemory
 from model.ops.interface import Argmax
-from model.tracing.bound_edits import EditedRows, tap_of_runs
+from model.tracing.edits.bound import EditedRows, tap_of_runs
 
 MAX_CHANGED_GRAPHS = 64  # with adapters or edits
 

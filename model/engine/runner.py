@@ -15,7 +15,7 @@ from model.engine.scheduler import ScheduledSequence
 from model.network.adapters import AdaptedRows, Adapter, PassAdapters
 from model.network.transformer import Transformer
 from model.ops.interface import Argmax
-from model.tracing.bound_edits import BoundEdits, EditedRows, UniformEdits
+from model.tracing.edits.bound import BoundEdits, EditedRows, UniformEdits
 from model.tracing.stages import stages_of
 from model.tracing.tap import BatchTap, Chain, SequenceTap, Tap
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from model.analysis.compare import record_steps, require_comparable
-from model.analysis.compare_sources import Given, StageTensors, match_stages, read_safetensors_bytes, read_stage_file
+from model.analysis.compare.sources import Given, StageTensors, match_stages, read_safetensors_bytes, read_stage_file
 from model.checkpoints.load import DTYPES, Checkpoint
 from model.checkpoints.streamed import OpenCheckpoint, open_checkpoint
 from model.errors import CheckpointError

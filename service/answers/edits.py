@@ -203,8 +203,9 @@ async def bind_edits(
 ) -> list[BoundEdits]:
     """Run the passes from which edits take their values, each as a job of its own, and return the edits of each plan.
 
-    The edited passes compute at most `max_step_tokens` positions at a time. Equal plans and equal passes are computed once. If the client disconnects, the remaining passes do not run. Raises
-    413 if a pass is too large, 429 if too much waits, and 503 after the timeout, which counts from `arrived`.
+    The edited passes compute at most `max_step_tokens` positions at a time. Equal plans and equal passes are computed
+    once. If the client disconnects, the remaining passes do not run. Raises 413 if a pass is too large, 429 if too much
+    waits, and 503 after the timeout, which counts from `arrived`.
     """
     request.state.is_edited = True  # for the metrics
     passes = {source_key(each): each for plan in plans for each in plan.sources}
@@ -232,9 +233,7 @@ def source_key(source: SourcePass) -> Any:
     return tuple(source.ids), tuple(stage.name for stage in source.stages), tuple(source.positions)
 
 
-def check_scores(
-    plans: Sequence[EditPlan], state: State, checkpoint: Checkpoint, max_step_tokens: int | None
-) -> None:
+def check_scores(plans: Sequence[EditPlan], state: State, checkpoint: Checkpoint, max_step_tokens: int | None) -> None:
     """Raise 413 if the attention scores of an edited pass are too large."""
     num_heads = checkpoint.model.config.num_heads
     num_scores = max((plan.num_scores(num_heads, max_step_tokens) for plan in plans), default=0)

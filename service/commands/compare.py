@@ -20,9 +20,9 @@ from model.analysis.compare import (
     record_steps,
     require_comparable,
 )
-from model.analysis.compare_passes import finish
-from model.analysis.compare_report import report, to_json
-from model.analysis.compare_sources import (
+from model.analysis.compare.passes import finish
+from model.analysis.compare.report import report, to_json
+from model.analysis.compare.sources import (
     Given,
     StageTensors,
     check_equal_ids,

@@ -1,6 +1,6 @@
 """The JSON form of edits: changes of stages of the forward pass, and what answers say about them.
 
-This module checks the form of the fields only. `plan_edits` of model/tracing/edits.py checks whether an edit fits the
+This module checks the form of the fields only. `plan_edits` of model/tracing/edits/ checks whether an edit fits the
 network and the prompt.
 """
 

@@ -6,8 +6,8 @@ from collections.abc import Generator
 from fastapi import APIRouter, Request, Response
 
 from model.analysis.compare import Comparison, Options, compare_bytes, compare_steps
-from model.analysis.compare_report import to_json as comparison_json
-from model.analysis.compare_sources import StageTensors
+from model.analysis.compare.report import to_json as comparison_json
+from model.analysis.compare.sources import StageTensors
 from model.checkpoints.load import DTYPES, Checkpoint
 from model.checkpoints.streamed import OpenCheckpoint, open_checkpoint
 from model.errors import CheckpointError, InvalidField

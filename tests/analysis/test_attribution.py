@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.analysis.attribution import DirectAttribution, direct_attribution
-from model.analysis.target import LogitTarget
+from model.analysis.attribution.direct import DirectAttribution, direct_attribution
+from model.analysis.attribution.target import LogitTarget
 from model.network.adapters import Adapter, LowRankLayer, PassAdapters
 from model.network.prepare import prepare_model
 from model.network.transformer import Transformer

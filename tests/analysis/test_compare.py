@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from model.analysis.compare import Comparison, Options, compare, compare_with, reference_steps
-from model.analysis.compare_passes import finish
-from model.analysis.compare_sources import StageTensors, match_stages
+from model.analysis.compare.passes import finish
+from model.analysis.compare.sources import StageTensors, match_stages
 from model.checkpoints.load import load_checkpoint
 from model.network.transformer import Transformer
 from tests.analysis.planted_faults import (

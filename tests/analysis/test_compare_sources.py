@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save, save_file
 from torch import Tensor
 
-from model.analysis.compare_sources import (
+from model.analysis.compare.sources import (
     StageTensors,
     computed_dtype,
     match_stages,
@@ -178,7 +178,7 @@ def test_an_array_whose_header_does_not_fit_its_numbers_is_refused(tmp_path: Pat
 
 
 def test_a_compressed_file_that_would_be_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.analysis.compare_sources.MAX_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr("model.analysis.compare.sources.MAX_FILE_BYTES", 1 << 20)
     np.savez_compressed(tmp_path / "a.npz", embed=np.zeros(1 << 20, np.float32))
     assert (tmp_path / "a.npz").stat().st_size < 1 << 16
     with pytest.raises(CheckpointError, match="more than are read"):

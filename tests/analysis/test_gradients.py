@@ -8,10 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.analysis.attribution_patching import attribution_patching
-from model.analysis.gradients import compute_gradients, differentiable_stages, gradient_bytes, run_target
-from model.analysis.integrated_gradients import IntegratedGradientsRun, embeddings_of, legendre, mean_embedding
-from model.analysis.target import LogitTarget, LossTarget, Target
+from model.analysis.attribution.attribution_patching import attribution_patching
+from model.analysis.attribution.gradients import compute_gradients, differentiable_stages, gradient_bytes, run_target
+from model.analysis.attribution.integrated_gradients import (
+    IntegratedGradientsRun,
+    embeddings_of,
+    legendre,
+    mean_embedding,
+)
+from model.analysis.attribution.target import LogitTarget, LossTarget, Target
 from model.checkpoints.load import load_checkpoint
 from model.errors import InvalidField
 from model.network.adapters import Adapter, LowRankLayer

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from model.analysis.compare import compare, record_steps
-from model.analysis.compare_passes import finish
+from model.analysis.compare.passes import finish
 from model.checkpoints.load import BUNDLED, load_checkpoint
 from model.checkpoints.streamed import OpenCheckpoint, StreamedLinear, open_checkpoint
 from model.errors import CheckpointError

@@ -20,8 +20,8 @@ from model.network.transformer import Transformer
 from model.ops.row_edits import RowEdit
 from model.text.sampling import Sampler, sample, token_logprobs
 from model.text.transcript import End
-from model.tracing import edit_tap
 from model.tracing.edits import BoundEdits, Edit, EditSource, plan_edits
+from model.tracing.edits import tap as edit_tap
 from model.tracing.selection import Selection
 from model.tracing.stages import select, stages_of
 from tests.engine.driving import Drive, Result, ask, new_engine, prompt, run

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from model.analysis.compare import Comparison, compare
-from model.analysis.compare_sources import StageTensors, match_stages
+from model.analysis.compare.sources import StageTensors, match_stages
 from model.checkpoints.streamed import OpenCheckpoint, open_checkpoint
 from tests.parity.reference import BASES, config_of
 from tests.tiny import random_ids, write_reference

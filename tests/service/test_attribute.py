@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import save_file
 
 from forwardscope import ApiError, Client
-from model.analysis.attribution import direct_attribution
-from model.analysis.attribution_patching import attribution_patching
-from model.analysis.gradients import compute_gradients, run_target
-from model.analysis.integrated_gradients import IntegratedGradientsRun, mean_embedding
-from model.analysis.target import LogitTarget, LossTarget
+from model.analysis.attribution.attribution_patching import attribution_patching
+from model.analysis.attribution.direct import direct_attribution
+from model.analysis.attribution.gradients import compute_gradients, run_target
+from model.analysis.attribution.integrated_gradients import IntegratedGradientsRun, mean_embedding
+from model.analysis.attribution.target import LogitTarget, LossTarget
 from model.checkpoints.translators import load_translators
 from model.errors import CheckpointError
 from model.network.float_copy import float_copy

@@ -14,9 +14,9 @@ from torch import Tensor
 from model.analysis.edit_sources import compute_sources, edited_pass
 from model.config import ModelConfig
 from model.errors import InvalidField
-from model.tracing.edit_noise import normal_noise
-from model.tracing.edit_positions import PositionSet, resolve_positions
 from model.tracing.edits import MAX_EDITS, BoundEdits, Edit, EditPlan, EditSource, plan_edits
+from model.tracing.edits.noise import normal_noise
+from model.tracing.edits.positions import PositionSet, resolve_positions
 from model.tracing.stages import stages_of
 from model.tracing.tap import Recorder
 from tests.tiny import CONFIGS, build, random_ids

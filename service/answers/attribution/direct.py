@@ -10,8 +10,8 @@ from typing import Any
 
 from fastapi import Response
 
-from model.analysis.attribution import DirectAttribution, direct_attribution
-from model.analysis.target import LogitTarget
+from model.analysis.attribution.direct import DirectAttribution, direct_attribution
+from model.analysis.attribution.target import LogitTarget
 from service.answers.attribution.gradient_jobs import Copied, answer_gradients
 from service.answers.attribution.question import Question, read_logit
 from service.answers.budget import Budget, ResponseContents, pass_bytes, response_bytes

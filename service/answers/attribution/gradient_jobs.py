@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from fastapi import Response
 
-from model.analysis.gradients import gradient_bytes
+from model.analysis.attribution.gradients import gradient_bytes
 from model.network.adapters import Adapter
 from model.network.float_network import FloatNetwork
 from model.network.transformer import Transformer

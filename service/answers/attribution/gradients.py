@@ -8,10 +8,10 @@ import torch
 from fastapi import Response
 from torch import Tensor
 
-from model.analysis.attribution_patching import attribution_patching, effect_dims
-from model.analysis.gradients import compute_gradients, differentiable_stages
-from model.analysis.integrated_gradients import IntegratedGradientsRun, embeddings_of, mean_embedding
-from model.analysis.target import LogitTarget, Target
+from model.analysis.attribution.attribution_patching import attribution_patching, effect_dims
+from model.analysis.attribution.gradients import compute_gradients, differentiable_stages
+from model.analysis.attribution.integrated_gradients import IntegratedGradientsRun, embeddings_of, mean_embedding
+from model.analysis.attribution.target import LogitTarget, Target
 from model.tracing.selection import Selection, StageCollector
 from model.tracing.stages import Stage, sizes_of
 from service.answers.attribution.gradient_jobs import Copied, answer_gradients, float_network_of

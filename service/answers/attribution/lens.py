@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import Response
 
-from model.analysis.logit_lens import LensResult, lens_stages, logit_lens
+from model.analysis.attribution.logit_lens import LensResult, lens_stages, logit_lens
 from service.answers.attribution.question import Question, read_token
 from service.answers.budget import Budget, ResponseContents, pass_bytes, response_bytes
 from service.answers.prompts import find_positions, longest_token_bytes

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import Request
 
-from model.analysis.target import LogitTarget, LossTarget, Target
+from model.analysis.attribution.target import LogitTarget, LossTarget, Target
 from model.checkpoints.load import Checkpoint
 from model.errors import shortened
 from model.network.adapters import Adapter

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from fastapi import Response
 
-from model.analysis.patching_sweep import Cell, Patcher, clean_values
+from model.analysis.attribution.patching_sweep import Cell, Patcher, clean_values
 from model.tracing.edits import BoundEdits
 from service.answers.attribution.gradients import effects_answer
 from service.answers.attribution.question import Question

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from model.analysis.patching_sweep import Cell, Sweep, clean_bytes
-from model.analysis.target import LogitTarget
+from model.analysis.attribution.patching_sweep import Cell, Sweep, clean_bytes
+from model.analysis.attribution.target import LogitTarget
 from model.engine.request import Request as EngineRequest
 from model.errors import InvalidField
 from model.text.sampling import SamplingParams

@@ -1,9 +1,9 @@
 """Edits: changes of stages that a request declares. They are checked and planned here, before anything is computed.
 
-`plan_edits` checks a list of `Edit`s (`declared_edits.py`) against the stages of a network and the length of a prompt.
-An `EditPlan` (`edit_plan.py`) says which passes must run first, because edits take numbers from them (mean and patch).
-`EditPlan.bind` gives the `BoundEdits` (`bound_edits.py`), which make the tap of every pass (`edit_tap.py`). Positions
-are in `edit_positions.py`, numbers in `edit_operands.py`, and the arithmetic is in `model/ops/row_edits.py`.
+`plan_edits` checks a list of `Edit`s (`declared.py`) against the stages of a network and the length of a prompt.
+An `EditPlan` (`plan.py`) says which passes must run first, because edits take numbers from them (mean and patch).
+`EditPlan.bind` gives the `BoundEdits` (`bound.py`), which make the tap of every pass (`tap.py`). Positions
+are in `positions.py`, numbers in `operands.py`, and the arithmetic is in `model/ops/row_edits.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,11 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.errors import InvalidField, shortened
 from model.ops.row_edits import EditRule
-from model.tracing.bound_edits import BoundEdits, Noise, StageEdit
-from model.tracing.declared_edits import Edit, EditSource, Op, check_fields
-from model.tracing.edit_operands import Numbers, Part, check_number, limits, read_vector
-from model.tracing.edit_plan import EditMatch, EditPlan, FromSource, PlannedEdit, SourcePass
-from model.tracing.edit_positions import Positions, PositionSet, PositionWord, resolve_positions
+from model.tracing.edits.bound import BoundEdits, Noise, StageEdit
+from model.tracing.edits.declared import Edit, EditSource, Op, check_fields
+from model.tracing.edits.operands import Numbers, Part, check_number, limits, read_vector
+from model.tracing.edits.plan import EditMatch, EditPlan, FromSource, PlannedEdit, SourcePass
+from model.tracing.edits.positions import Positions, PositionSet, PositionWord, resolve_positions
 from model.tracing.stages import Stage, UnknownStage, Widths, select, sizes_of
 
 __all__ = ["BoundEdits", "Edit", "EditMatch", "EditPlan", "EditSource", "Op", "Positions", "SourcePass", "plan_edits"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.analysis.target import Target
+from model.analysis.attribution.target import Target
 from model.config import ModelConfig
 from model.network.adapters import Adapter, PassAdapters
 from model.network.transformer import Transformer

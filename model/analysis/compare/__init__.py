@@ -19,12 +19,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from model.analysis.compare_hints import Suspect, find_hints
-from model.analysis.compare_passes import PassResult, finish, run_pass
-from model.analysis.compare_sources import Given
-from model.analysis.hint import Hint
-from model.analysis.noise import Noise
-from model.analysis.stage_errors import (
+from model.analysis.compare.hint import Hint
+from model.analysis.compare.hints import Suspect, find_hints
+from model.analysis.compare.noise import Noise
+from model.analysis.compare.passes import PassResult, finish, run_pass
+from model.analysis.compare.sources import Given
+from model.analysis.compare.stage_errors import (
     Difference,
     LogitsDifference,
     compare_logits,
@@ -32,7 +32,7 @@ from model.analysis.stage_errors import (
     measure,
     relative_error,
 )
-from model.analysis.stage_names import Layout
+from model.analysis.compare.stage_names import Layout
 from model.config import ModelConfig
 from model.errors import InvalidField
 from model.network.transformer import Transformer

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.analysis.gradients import GradientTap, compute_gradients, run_target
-from model.analysis.target import Target
+from model.analysis.attribution.gradients import GradientTap, compute_gradients, run_target
+from model.analysis.attribution.target import Target
 from model.errors import InvalidField
 from model.network.adapters import Adapter
 from model.network.transformer import Transformer

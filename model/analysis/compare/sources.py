@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-from model.analysis.stage_names import ID_NAMES, Layout, layouts, stage_name, unstacked
+from model.analysis.compare.stage_names import ID_NAMES, Layout, layouts, stage_name, unstacked
 from model.checkpoints.safetensors_directory import PICKLE_SUFFIXES, SafetensorsFiles, read_headers
 from model.config import ModelConfig
 from model.errors import CheckpointError, InvalidField, join_names, printable_name, shortened

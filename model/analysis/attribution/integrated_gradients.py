@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.analysis.gradients import run_target
-from model.analysis.target import Target
+from model.analysis.attribution.gradients import run_target
+from model.analysis.attribution.target import Target
 from model.network.adapters import Adapter
 from model.network.transformer import Transformer
 

@@ -5,9 +5,9 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from model.analysis.hint import Hint
-from model.analysis.network_changes import Change, LinearChange, Mistakes, Segment, with_weights
-from model.analysis.position_changes import position_changes, rotary_changes
+from model.analysis.compare.hint import Hint
+from model.analysis.compare.network_changes import Change, LinearChange, Mistakes, Segment, with_weights
+from model.analysis.compare.position_changes import position_changes, rotary_changes
 from model.checkpoints.streamed import StreamedLinear
 from model.config import Activation, ModelConfig
 from model.network.transformer import Transformer

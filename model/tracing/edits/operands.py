@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from model.errors import InvalidField, shortened
-from model.tracing.edit_positions import PositionSet
+from model.tracing.edits.positions import PositionSet
 from model.tracing.stages import Stage
 
 LARGEST = torch.finfo(torch.float32).max

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.analysis.compare_changes import eps_hint, named_changes, single_norm_changes
-from model.analysis.compare_estimates import estimate_theta, joined_heads
-from model.analysis.compare_passes import ForcingTap, PassResult
-from model.analysis.compare_values import named_values
-from model.analysis.hint import Hint
-from model.analysis.network_changes import Change, Segment, run_segment
-from model.analysis.position_changes import theta_hint
+from model.analysis.compare.changes import eps_hint, named_changes, single_norm_changes
+from model.analysis.compare.estimates import estimate_theta, joined_heads
+from model.analysis.compare.hint import Hint
+from model.analysis.compare.network_changes import Change, Segment, run_segment
+from model.analysis.compare.passes import ForcingTap, PassResult
+from model.analysis.compare.position_changes import theta_hint
+from model.analysis.compare.values import named_values
 from model.network.transformer import Transformer
 from model.tracing.stages import Stage
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.analysis.stage_errors import errors_along, relative_error
+from model.analysis.compare.stage_errors import errors_along, relative_error
 from model.tracing.stages import Stage
 
 FACTOR = 8.0  # how far above the noise an error must be: other orders of summation round by as much

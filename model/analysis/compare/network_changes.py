@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.analysis.hint import Hint
+from model.analysis.compare.hint import Hint
 from model.checkpoints.streamed import StoredTableOps
 from model.config import ModelConfig
 from model.network.attention import attend, score_rule

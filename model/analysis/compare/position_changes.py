@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from model.analysis.hint import Hint
-from model.analysis.network_changes import Change, Mistakes
+from model.analysis.compare.hint import Hint
+from model.analysis.compare.network_changes import Change, Mistakes
 from model.config import ModelConfig
 from model.ops.interface import Rotation
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from model.analysis.hint import Hint
+from model.analysis.compare.hint import Hint
 from model.tracing.stages import Stage
 
 MIN_POSITIONS = 4  # a vector that is the same at this many positions is not a coincidence

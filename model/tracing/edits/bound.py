@@ -15,9 +15,9 @@ from torch import Tensor
 from model.ops.interface import NetworkOps
 from model.ops.row_edits import EditRule, RowEdit
 from model.ops.torch_ops import TORCH
-from model.tracing.edit_noise import normal_noise
-from model.tracing.edit_positions import PositionSet
-from model.tracing.edit_tap import EditTap, KeyEdit
+from model.tracing.edits.noise import normal_noise
+from model.tracing.edits.positions import PositionSet
+from model.tracing.edits.tap import EditTap, KeyEdit
 from model.tracing.stages import Stage
 
 

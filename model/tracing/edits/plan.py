@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.tracing.bound_edits import BoundEdit, BoundEdits, StageEdit
-from model.tracing.edit_operands import Numbers
-from model.tracing.edit_positions import PositionSet, PositionWord
+from model.tracing.edits.bound import BoundEdit, BoundEdits, StageEdit
+from model.tracing.edits.operands import Numbers
+from model.tracing.edits.positions import PositionSet, PositionWord
 from model.tracing.stages import Stage, Widths, sizes_of
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from model.analysis.hint import Hint
+from model.analysis.compare.hint import Hint
 from model.config import ModelConfig
 from model.network.transformer import Transformer
 from model.tracing.stages import Stage

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.analysis.target import LogitTarget
+from model.analysis.attribution.target import LogitTarget
 from model.network.adapters import Adapter, PassAdapters
 from model.network.feed_forward import FeedForward
 from model.network.float_copy import linear_bias, linear_weight

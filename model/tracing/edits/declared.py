@@ -7,7 +7,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from model.errors import InvalidField, shortened
-from model.tracing.edit_positions import Positions
+from model.tracing.edits.positions import Positions
 
 Op = Literal["zero", "set", "mean", "patch", "add", "scale", "project", "cap", "noise"]
 # The fields that each operation takes, besides those that choose what is changed.

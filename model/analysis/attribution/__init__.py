@@ -1,0 +1,1 @@
+"""What a logit depends on: direct attribution, gradients, patching, and the logit lens."""
