@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
-from service.http.schemas import CompareAnswer
+from service.http.compare_schemas import CompareAnswer
 from tests.analysis.planted_faults import record
 from tests.service.checkpoints import write_checkpoint
 from tests.service.running import Running, Start, running
