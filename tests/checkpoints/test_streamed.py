@@ -26,7 +26,8 @@ def test_every_family_is_read_as_it_is_loaded(family: str, tmp_path: Path) -> No
     loaded = load_checkpoint(str(tmp_path), dtype="float32").model
     opened = open_checkpoint(str(tmp_path))
     *_, logits = opened.network(torch.float32).steps(IDS)
-    assert torch.equal(logits, loaded(IDS))
+    # The order in which PyTorch sums a product depends on the layout of the weight, which differs for GPT-2.
+    torch.testing.assert_close(logits, loaded(IDS), atol=1e-5, rtol=0)
     *_, exact = opened.network(torch.float64).steps(IDS)
     assert exact.dtype == torch.float64
     assert torch.allclose(exact, logits.double(), atol=1e-3)
@@ -38,7 +39,7 @@ def test_a_gguf_file_is_read_as_it_is_loaded_and_compared(tmp_path: Path) -> Non
     path = write_gguf(tmp_path, tmp_path / "model.gguf")
     opened, other = open_checkpoint(str(path)), open_checkpoint(str(tmp_path))
     *_, logits = opened.network(torch.float32).steps(IDS)
-    assert torch.equal(logits, load_checkpoint(str(path), dtype="float32").model(IDS))
+    torch.testing.assert_close(logits, load_checkpoint(str(path), dtype="float32").model(IDS), atol=1e-5, rtol=0)
     ids = IDS[0].tolist()
     given = finish(record_steps("b", other.network(torch.float32), ids, torch.float32, opened.config))
     assert compare(opened, given, ids).first is None
