@@ -34,6 +34,11 @@ def to_edit(edit: Mapping[str, Any]) -> dict[str, Any]:
         array = to_array(body["vector"])
         data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
         body["vector"] = {"data": data, "dtype": array.dtype.name, "shape": list(array.shape)}
+    for name in ("value", "scale", "factor", "coeff", "min", "max", "std"):
+        if hasattr(body.get(name), "item"):  # a number of numpy or PyTorch
+            body[name] = body[name].item()
+    if hasattr(body.get("seed"), "item"):
+        body["seed"] = operator.index(body["seed"])
     return {name: value for name, value in body.items() if value is not None}
 
 
@@ -48,11 +53,19 @@ def to_positions(positions: Any) -> Any:
 
 
 def to_array(vector: Any) -> NumpyArray:
-    """A numpy array of an array, a tensor or nested lists. bfloat16 and integers become float32."""
+    """A numpy array of an array, a tensor or nested lists.
+
+    bfloat16 and short integers become float32, and long integers float64. Raises `TypeError` unless the numbers are
+    real.
+    """
     if hasattr(vector, "detach"):  # a tensor of PyTorch, which this module does not import
         vector = vector.detach().cpu()
         vector = (vector.float() if str(vector.dtype) == "torch.bfloat16" else vector).numpy()
     array = np.asarray(vector)
+    if array.dtype.kind not in "fiu":
+        raise TypeError(f"vector: has the dtype {array.dtype}; send real numbers")
+    if array.dtype.itemsize == 8:  # float32 cannot hold every large integer
+        return array.astype(np.float64)
     return array if array.dtype.name in DTYPES else array.astype(np.float32)
 
 

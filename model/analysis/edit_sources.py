@@ -40,7 +40,8 @@ def compute_source(network: Network, source: SourcePass, device: torch.device | 
         return tensor.index_select(axis, index)
 
     recorder = Recorder(source.stages, keep)
-    network(torch.tensor([list(source.ids)], device=device), tap=recorder, rows=source.positions)
+    rows = source.positions if source.has_selected_rows else source.positions[:1]
+    network(torch.tensor([list(source.ids)], device=device), tap=recorder, rows=rows)
     return recorder.kept
 
 

@@ -24,7 +24,7 @@ from model.tracing.stages import Stage, last_residuals
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 NAME_RULE = "1 to 100 letters, digits, dots, underscores and hyphens, of which the first is a letter or digit"
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-MAX_TENSORS = 4096  # in one file
+MAX_TENSORS = 512  # in one file
 MAX_DIMS = 4
 SUFFIXES = (".safetensors", ".gguf")
 CONTROL_VECTOR = "controlvector"  # general.architecture of llama.cpp's control vectors

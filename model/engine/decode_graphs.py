@@ -8,6 +8,7 @@ What a CUDA graph is to a GPU, a recording is to our CPU kernels: replaying it n
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,10 @@ from model.ops.cpu.recording import Recording, RecordingMemory
 from model.ops.interface import Argmax
 from model.tracing.edits.bound import EditedRows, tap_of_runs
 
+Kind = TypeVar("Kind")
 MAX_CHANGED_GRAPHS = 64  # with adapters or edits
+MAX_EDIT_BYTES = 1 << 26  # of the numbers of edits that graphs keep
+MAX_KINDS = 256  # of steps that are remembered
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class DecodeGraph:
         self._ids = ids.numpy()
         self._recording = Recording(memory)
         self._edits = tap_of_runs(edits, ops.network) if edits else None  # kept: the recording reads its numbers
+        self.edit_bytes = sum(each.edits.num_bytes for each in edits)
         context = StepContext(self._step, cache, sequences, ops.network)
         with self._recording.record(watched=watched):
             logits = model(ids, context=context, adapters=adapters, tap=self._edits)[0]
@@ -143,7 +148,7 @@ class DecodeGraphs:
         if graph.is_whole:
             self._keep(shape, graph)
         elif stages:
-            self._unrecordable.add(stages)
+            _remember(self._unrecordable, stages)
         else:
             self._attention = None  # PyTorch computes a part of this network, so nothing is recorded from now on
             self._graphs.clear()
@@ -152,8 +157,9 @@ class DecodeGraphs:
     def _keep(self, shape: Shape, graph: DecodeGraph) -> None:
         self._graphs[shape] = graph
         changed = [each for each in self._graphs if each.is_changed]
-        if len(changed) > MAX_CHANGED_GRAPHS:
-            del self._graphs[changed[0]]
+        num_bytes = sum(self._graphs[each].edit_bytes for each in changed)
+        while len(changed) > MAX_CHANGED_GRAPHS or (num_bytes > MAX_EDIT_BYTES and len(changed) > 1):
+            num_bytes -= self._graphs.pop(changed.pop(0)).edit_bytes
 
     def _record(
         self,
@@ -180,8 +186,15 @@ class DecodeGraphs:
             watched=watched,
         )
         if sum(scheduled.num_new for scheduled in sequences) > 1:
-            self._was_watched.add(kind)
+            _remember(self._was_watched, kind)
         return graph
+
+
+def _remember(kinds: set[Kind], kind: Kind) -> None:
+    """Add a kind of step. Of very many kinds, all are forgotten: they come from requests, so there is no limit."""
+    if len(kinds) >= MAX_KINDS:
+        kinds.clear()
+    kinds.add(kind)
 
 
 def _new_tokens(sequences: Sequence[ScheduledSequence]) -> list[int]:

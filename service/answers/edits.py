@@ -252,7 +252,8 @@ def check_sources(sources: Sequence[SourcePass], state: State, checkpoint: Check
                 "prompt, or start the server with a larger --max-pass-tokens"
             )
             raise ApiError(413, message, param="edits", code="prompt_too_long")
-        num_bytes = stage_bytes(source.stages, len(source.ids), checkpoint)
+        num_logits = len(source.positions) * checkpoint.model.config.vocab_size if source.has_selected_rows else 0
+        num_bytes = stage_bytes(source.stages, len(source.ids), checkpoint) + pass_bytes(num_logits=num_logits)
         Budget(0, num_bytes, "the stages of edits with a source, or the prompts of sources").check(state)
 
 

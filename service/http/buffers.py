@@ -31,8 +31,17 @@ class Reservation:
         self._num_bytes = 0
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve bytes that the request will need. Raises 429 if they would exceed the limit."""
+        """Reserve bytes that the request will need.
+
+        Raises 413 if they alone would exceed the limit, and 429 if they would together with those of other requests.
+        """
         held, limit = self._buffers.num_bytes, self._buffers.max_bytes
+        if self._num_bytes + num_bytes > max(limit, SMALL_BYTES):
+            message = (
+                f"this request needs {self._num_bytes + num_bytes} bytes, but all requests together may hold {limit}; "
+                "ask for less, or start the server with more --max-buffered-bytes"
+            )
+            raise ApiError(413, message, code="request_too_large")
         if self._num_bytes + num_bytes > SMALL_BYTES and held + num_bytes > limit:
             message = (
                 f"this request needs {num_bytes} more bytes, but requests and unread responses already hold {held} of "

@@ -20,6 +20,7 @@ from service.http.field_types import Answer, Indices, Prompt, Request, ShortText
 MAX_EDITS = 64
 MAX_POSITIONS = 4096  # entries of one list of positions; a range is one entry
 MAX_DEPTH = 4  # of nested lists of numbers
+MAX_SIZE = 1 << 31  # of one dim
 
 Op = Literal["zero", "set", "mean", "patch", "add", "scale", "project", "cap", "noise"]
 
@@ -83,7 +84,7 @@ class EncodedTensor(Request):
 
     data: Text
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
-    shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=MAX_DEPTH)]
+    shape: Annotated[list[Annotated[int, Field(ge=1, le=MAX_SIZE)]], Field(min_length=1, max_length=MAX_DEPTH)]
 
 
 def _kind_of_vector(value: Any) -> str:

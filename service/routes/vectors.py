@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from model.checkpoints.vector_files import NamedVector, read_vector_bytes
 from model.errors import CheckpointError
 from service.http.disconnects import unless_disconnected
-from service.http.encoding import NAMES
+from service.http.encoding import NAMES, to_json
 from service.http.errors import invalid, wrong_shape
 from service.http.openapi import BINARY, error_answers
-from service.http.schemas import VectorAnswer, VectorsAnswer, VectorTensor
+from service.http.schemas import VectorAnswer, VectorsAnswer
 from service.state import CheckpointDep, StateDep
 from service.vectors import VectorEntry
 
@@ -24,9 +24,15 @@ BODY: dict[str, Any] = {
 }
 
 
-@router.get("/vectors", summary="The named vectors that edits may use", responses=error_answers(401, 503))
-async def vectors(state: StateDep, checkpoint: CheckpointDep) -> VectorsAnswer:
-    return VectorsAnswer(vectors=[describe(entry) for entry in state.vectors])
+@router.get(
+    "/vectors",
+    summary="The named vectors that edits may use",
+    response_model=None,
+    responses={200: {"model": VectorsAnswer, "description": "The vectors"}, **error_answers(401, 503)},
+)
+async def vectors(state: StateDep, checkpoint: CheckpointDep) -> Response:
+    # Encoded without a check of each entry, which would take a second for very many tensors.
+    return Response(to_json({"vectors": [describe(entry) for entry in state.vectors]}), media_type="application/json")
 
 
 @router.put(
@@ -50,24 +56,25 @@ async def put_vector(name: str, request: Request, state: StateDep, checkpoint: C
             raise invalid("body", str(error), "invalid_vector") from None
 
     vector = await unless_disconnected(request, state.worker.run_body(read))
-    return describe(state.vectors.put(name, vector))
+    return VectorAnswer(**describe(state.vectors.put(name, vector)))
 
 
 @router.delete(
     "/vectors/{name}", summary="Delete a stored vector", responses=error_answers(400, 401, 403, 404, 422, 503)
 )
 async def delete_vector(name: str, state: StateDep, checkpoint: CheckpointDep) -> VectorAnswer:
-    return describe(state.vectors.delete(name))
+    return VectorAnswer(**describe(state.vectors.delete(name)))
 
 
-def describe(entry: VectorEntry) -> VectorAnswer:
-    return VectorAnswer(
-        name=entry.name,
-        uploaded=entry.uploaded,
-        by_stage=entry.vector.by_stage,
-        tensors=[
-            VectorTensor(name=name, shape=list(tensor.shape), dtype=NAMES[tensor.dtype])
+def describe(entry: VectorEntry) -> dict[str, Any]:
+    """The JSON object of a vector: see `VectorAnswer`."""
+    return {
+        "name": entry.name,
+        "uploaded": entry.uploaded,
+        "by_stage": entry.vector.by_stage,
+        "tensors": [
+            {"name": name, "shape": list(tensor.shape), "dtype": NAMES[tensor.dtype]}
             for name, tensor in entry.vector.tensors.items()
         ],
-        bytes=entry.vector.num_bytes,
-    )
+        "bytes": entry.vector.num_bytes,
+    }

@@ -147,7 +147,8 @@ BAD: list[tuple[Any, int, str]] = [
     (edit(op="set", vector=tensor("?", [1])), 400, "edits.0.vector.data"),
     (edit(op="set", vector=tensor("AAAA", [1])), 400, "edits.0.vector.data"),
     (edit(op="set", vector=tensor("AADAfw==", [1])), 400, "edits.0.vector"),  # NaN
-    (edit(op="set", vector=tensor("AAAAAA==", [2**40])), 400, "edits.0.vector.data"),
+    (edit(op="set", vector=tensor("AAAAAA==", [2**30])), 400, "edits.0.vector.data"),
+    (edit(op="set", vector=tensor("AAAAAA==", [10**4000])), 422, "edits.0.vector.shape.0"),
     (edit(op="patch", source={"prompt": []}), 400, "edits.0.source.prompt"),
     (edit(op="patch", source={"prompt": [VOCAB_SIZE]}), 400, "edits.0.source.prompt.0"),
     (edit(op="patch", source={"prompt": [1] * (CONTEXT + 1)}), 400, "edits.0.source.prompt"),
@@ -546,6 +547,25 @@ def test_the_scores_of_an_edited_pattern_count_in_the_limit_of_a_pass(start: Sta
                 assert "reduce the edits of scores and patterns" in response.json()["error"]["message"]
 
 
+def test_a_request_that_alone_exceeds_the_buffers_is_413(start: Start, tiny_directory: Path) -> None:
+    service = start(
+        model=str(tiny_directory), max_body_bytes=1 << 17, max_response_bytes=1 << 17, max_buffered_bytes=1 << 18
+    )
+    sources = [{"prompt": [1 + index] * 60, "positions": "all"} for index in range(16)]
+    edits = [edit(op="patch", stage="blocks.*.mlp.*", source=source) for source in sources]
+    response = service.post("/logits", {"prompt": [1] * 60, "edits": edits})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (413, "request_too_large")
+
+
+def test_the_logits_of_a_source_are_counted_only_if_they_are_kept(start: Start, tiny_directory: Path) -> None:
+    service = start(model=str(tiny_directory), max_pass_bytes=40_000)
+    for stage, status in (("blocks.0.resid_pre", 200), ("ln_final.out", 413)):
+        mean = edit(op="mean", stage=stage, positions="last", source={"prompt": [2] * 60})
+        response = service.post("/logits", {"prompt": IDS, "edits": [mean]})
+        assert response.status_code == status, response.text
+
+
 def test_the_vectors_of_very_many_plans_need_room(start: Start, tiny_directory: Path) -> None:
     service = start(
         model=str(tiny_directory), max_body_bytes=1 << 20, max_response_bytes=1 << 20, max_buffered_bytes=2 << 20
@@ -556,7 +576,7 @@ def test_the_vectors_of_very_many_plans_need_room(start: Start, tiny_directory: 
         "top_k": 1,
     }
     response = service.post("/logits", body)
-    assert (response.status_code, response.json()["error"]["code"]) == (429, "buffers_full")
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
     assert service.post("/logits", body | {"prompt": [[1] * 20] * 50}).status_code == 200  # one plan for all
     wait_until(lambda: service.metric("buffered_bytes") == 0, "nothing is held")
 

@@ -226,7 +226,7 @@ REFUSED: Mapping[str, tuple[Edit, str]] = {
         "source.positions: must be the positions of the edit",
     ),
     "a patch of keys that the source lacks": (
-        edit("patch", stage="*.pattern", source=EditSource(ids=OTHER[:4]), positions=[3], keys=[5]),
+        edit("patch", stage="*.pattern", source=EditSource(ids=OTHER[:4]), positions=[3], keys=[2, 5]),
         "keys: the source has 4 keys, so there is no 5",
     ),
     "a source without tokens": (edit("mean", source=EditSource(ids=[])), "source.prompt: has 0 tokens; a source has 1"),
@@ -255,6 +255,55 @@ def test_the_number_of_changed_stages_is_limited(monkeypatch: pytest.MonkeyPatch
     plan(*[edit(stage="blocks.*.mlp_out")] * 2)
     with pytest.raises(InvalidField, match="edits: change 7 stages in all; at most 6 are allowed"):
         plan(*[edit(stage="blocks.*.mlp_out")] * 2, edit())
+
+
+def test_the_amount_of_noise_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = edit("noise", std=1.0)
+    monkeypatch.setattr("model.tracing.edits.MAX_NOISE", 2 * 8 * LLAMA.d_model)
+    plan(noise, noise)
+    with pytest.raises(InvalidField, match=r"edits\.2\.positions: 576 random numbers for the prompt are more than 384"):
+        plan(noise, noise, noise)
+    plan(*[edit("noise", std=1.0, positions="generated")] * 9)
+    monkeypatch.setattr("model.tracing.edits.MAX_NOISY_STAGES", 2)
+    with pytest.raises(InvalidField, match=r"edits\.2\.stage: the request adds noise to 3 stages"):
+        plan(*[edit("noise", std=1.0, positions="last")] * 3)
+
+
+@pytest.mark.parametrize(("positions", "keys", "sees"), [([0], [2], False), ([2], [2], True), ([3, 1], [0, 2], True)])
+def test_an_edit_of_keys_that_no_query_sees_is_refused(positions: list[int], keys: list[int], sees: bool) -> None:
+    hidden = edit(stage="blocks.1.attn.pattern", positions=positions, keys=keys)
+    if sees:
+        plan(hidden)
+    else:
+        with pytest.raises(InvalidField, match=r"edits\.0\.keys: none is seen from the positions of the edit"):
+            plan(hidden)
+
+
+def test_keys_outside_the_sliding_window_are_refused() -> None:
+    config = replace(LLAMA, window=3)
+    plan(edit(stage="blocks.1.attn.pattern", positions=[5], keys=[3]), config=config)
+    with pytest.raises(InvalidField, match="a query sees its own key and the 2 before"):
+        plan(edit(stage="blocks.1.attn.pattern", positions=[5], keys=[2]), config=config)
+
+
+def test_vectors_of_key_value_heads_keep_the_order_of_the_query_heads() -> None:
+    """Heads 0 to 2 read the first key-value head, heads 3 to 5 the second one."""
+    values = torch.tensor([[1.0], [2.0]]).expand(2, LLAMA.d_head)
+    recorder = Recorder([stage for stage in stages_of(LLAMA) if stage.name == "blocks.0.attn.k"])
+    edits = bound(edit("set", "blocks.0.attn.k", heads=[4, 0], vector=values))
+    edited_pass(build(LLAMA), IDS, edits, tap=recorder)
+    assert recorder.kept["blocks.0.attn.k"][0, :, :, 0].tolist() == [[2.0, 1.0]] * len(IDS)
+
+
+def test_a_mapping_with_an_unknown_stage_is_refused() -> None:
+    vector = torch.ones(LLAMA.d_model)
+    with pytest.raises(InvalidField, match=r"edits\.0\.vector: 'blocks.9.resid_post' is no stage"):
+        plan(edit("add", vector={"blocks.1.resid_post": vector, "blocks.9.resid_post": vector}))
+
+
+def test_a_glob_may_match_more_than_a_mapping_has() -> None:
+    vector = torch.ones(LLAMA.d_model)
+    assert plan(edit("add", "*", vector={"embed": vector})).matches[0].stages == ["embed"]
 
 
 def test_no_edits_change_nothing() -> None:

@@ -25,6 +25,8 @@ __all__ = ["BoundEdits", "Edit", "EditMatch", "EditPlan", "EditSource", "Op", "P
 MAX_EDITS = 64
 MAX_CHANGED_STAGES = 2048  # of all edits together: each costs time in every step
 FINAL_STAGES = ("probabilities", "loss")  # nothing depends on them
+MAX_NOISY_STAGES = 64  # in a request; each takes half a millisecond in every step
+MAX_NOISE = 1 << 22  # numbers of noise for one prompt, which take about half a second
 MAX_SEED = (1 << 63) - 1
 
 
@@ -62,6 +64,7 @@ class _Planner:
         self._prompt_ids = tuple(prompt_ids)
         self._max_length = max_length
         self._sizes = sizes_of(config, len(prompt_ids))
+        self._num_noisy = self._num_noise = 0  # stages with noise, and the numbers of it for the prompt
         # Token ids of a source -> the stages and positions that are kept of its pass.
         self._sources: dict[tuple[int, ...], tuple[dict[str, Stage], set[int]]] = {}
 
@@ -77,7 +80,10 @@ class _Planner:
         if edit.keys is not None and not all("key" in stage.dims for stage in stages):
             other = next(stage.name for stage in stages if "key" not in stage.dims)
             raise InvalidField(f"{field}.keys", f"{other} has no keys; only scores, attn_scores and pattern have")
+        if keys is not None:
+            self._check_visible(stages, positions, keys, field)
         edits = self._stage_edits(edit, stages, positions, keys, field)
+        self._check_amount(edits, positions, field)
         source = self._source(edit, stages, positions, keys, field) if edit.op in ("mean", "patch") else None
         word: PositionWord = "generated" if edit.positions == "generated" else "all"
         match = EditMatch([stage.name for stage in stages], word if positions.is_open else positions.ranges())
@@ -94,16 +100,21 @@ class _Planner:
             stages = select(self._stages, [edit.stage])
         except UnknownStage as error:
             raise InvalidField(f"{field}.stage", str(error)) from error
-        for stage in stages:
-            if stage.name in FINAL_STAGES:
-                raise InvalidField(f"{field}.stage", f"{stage.name} cannot be edited, because nothing depends on it")
         if isinstance(edit.vector, Mapping):
+            known = {stage.name for stage in self._stages}
+            unknown = next((name for name in edit.vector if name not in known), None)
+            if unknown is not None:
+                raise InvalidField(f"{field}.vector", f"{shortened(unknown)} is no stage of this network")
             found = [stage for stage in stages if stage.name in edit.vector]
             if not found:
                 names = ", ".join(map(shortened, list(edit.vector)[:3])) or "none"
                 reason = f"has no tensor for any of the {len(stages)} stages that match; it has tensors for {names}"
                 raise InvalidField(f"{field}.vector", reason)
             stages = found
+        for stage in stages:
+            if stage.name in FINAL_STAGES:
+                reason = f"{stage.name} cannot be edited, because nothing depends on it; 'blocks.*' leaves it out"
+                raise InvalidField(f"{field}.stage", reason)
         return stages
 
     def _stage_edits(
@@ -128,6 +139,28 @@ class _Planner:
                 )
             )
         return planned
+
+    def _check_visible(self, stages: Sequence[Stage], positions: PositionSet, keys: PositionSet, field: str) -> None:
+        """Raise `InvalidField` unless at least one query sees one of the keys, at every stage."""
+        for window in {self._window(stage) for stage in stages}:
+            if not any(positions.touches(key, key + (window or self._max_length)) for key in keys.indices):
+                seen = "earlier keys and its own" if window is None else f"its own key and the {window - 1} before"
+                raise InvalidField(f"{field}.keys", f"none is seen from the positions of the edit: a query sees {seen}")
+
+    def _check_amount(self, edits: Sequence[StageEdit], positions: PositionSet, field: str) -> None:
+        """Raise `InvalidField` for too much noise: it is drawn in each pass, which delays other requests."""
+        num_positions = max(1, sum(position < len(self._prompt_ids) for position in positions.indices))
+        noises = [edit.noise for edit in edits if edit.noise is not None]
+        self._num_noisy += len(noises)
+        self._num_noise += sum(num_positions * noise.num_heads * (noise.size or self._max_length) for noise in noises)
+        if self._num_noisy > MAX_NOISY_STAGES:
+            reason = f"the request adds noise to {self._num_noisy} stages; at most {MAX_NOISY_STAGES} are allowed"
+            raise InvalidField(f"{field}.stage", reason)
+        if self._num_noise > MAX_NOISE:
+            reason = (
+                f"{self._num_noise} random numbers for the prompt are more than {MAX_NOISE}; change fewer positions"
+            )
+            raise InvalidField(f"{field}.positions", f"{reason} or stages")
 
     def _window(self, stage: Stage) -> int | None:
         """The sliding window of the layer, for stages with keys."""

@@ -20,6 +20,8 @@ from model.tracing.edits.positions import PositionSet
 from model.tracing.edits.tap import EditTap, KeyEdit
 from model.tracing.stages import Stage
 
+RECORDED_BYTES = 4096  # the most memory of one edit of one stage in a recorded step, without its numbers
+
 
 @dataclass(frozen=True)
 class Noise:
@@ -138,6 +140,12 @@ class UniformEdits:
     def stage_names(self) -> frozenset[str]:
         return frozenset(each.stage.name for edit in self.edits for each in edit.stages)
 
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bound the memory that a recorded step keeps for these edits."""
+        stages = [stage for edit in self.edits for stage in edit.stages]
+        return RECORDED_BYTES * len(stages) + _num_bytes(each.vectors for each in stages)
+
 
 @dataclass(frozen=True)
 class EditedRows:
@@ -160,9 +168,7 @@ class BoundEdits:
     def num_bytes(self) -> int:
         """The memory of the numbers."""
         stages = [stage for edit in self._edits for stage in edit.stages]
-        tensors = [each for stage in stages for each in (stage.vectors, stage.exact) if each is not None]
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-        return sum(storages.values())
+        return _num_bytes(each for stage in stages for each in (stage.vectors, stage.exact))
 
     @cached_property
     def stage_names(self) -> frozenset[str]:
@@ -225,7 +231,8 @@ def tap_of_runs(runs: Sequence[EditedRows], ops: NetworkOps) -> EditTap:
         rows = range(run.rows.start, run.rows.stop)
         for edit in run.edits.edits:
             for stage in edit.stages:
-                found.setdefault(stage.stage.name, []).append(stage.on(rows, (), ()))
+                # Kernels read `vectors` alone. The recording lives longer than the request, so it keeps nothing else.
+                found.setdefault(stage.stage.name, []).append(replace(stage.on(rows, (), ()), exact=None))
     return EditTap(found, ops)
 
 
@@ -242,6 +249,12 @@ class _Found:
         found = edit.positions.find(positions)
         rows = [row for row, _ in found]
         return cls(rows, [place for _, place in found], [positions[row] for row in rows])
+
+
+def _num_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """The memory of some tensors, of which several may share it."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _digest(parts: Iterable[bytes]) -> bytes:

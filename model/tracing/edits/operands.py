@@ -104,7 +104,7 @@ def _own_heads(stage: Stage, heads: Sequence[int], sizes: Mapping[str, int], fie
     if not heads or len(set(heads)) < len(heads):
         raise InvalidField(field, "a head is listed twice" if heads else "the list is empty")
     group = sizes["head"] // sizes[dim]
-    return tuple(heads) if group == 1 else tuple(sorted({head // group for head in heads}))
+    return tuple(dict.fromkeys(head // group for head in heads))
 
 
 def check_number(number: float | None, field: str) -> float:

@@ -22,6 +22,11 @@ class SourcePass:
     stages: Sequence[Stage]
     positions: Sequence[int]
 
+    @property
+    def has_selected_rows(self) -> bool:
+        """Whether a stage is kept that has only the positions whose logits are computed."""
+        return any(stage.has_selected_rows for stage in self.stages)
+
     def num_values(self, config: Widths) -> int:
         """How many numbers are kept."""
         sizes = sizes_of(config, len(self.positions)) | {"key": len(self.ids)}
