@@ -76,12 +76,12 @@ class VectorStore:
 
         Raises 400 for an unknown name; `param` is the place of the name in the request.
         """
-        file, _, tensor = name.partition("/")
+        file, slash, tensor = name.partition("/")
         entry = self._entries.get(file)
         if entry is None:
             raise invalid(param, f"there is no vector {file[:100]!r}; {self._known()}", "unknown_vector")
         tensors = entry.vector.tensors
-        if tensor:
+        if slash:
             if tensor not in tensors:
                 reason = f"{file} has no tensor {tensor[:100]!r}; it has {join_some([*tensors])}"
                 raise invalid(param, reason, "unknown_vector")

@@ -295,6 +295,23 @@ class TestRecordedSteps:
             run(engine, ask("1", prompt(5)))
         assert self.recorded(engine) == 3
 
+    def test_recorded_steps_keep_a_limited_amount_of_numbers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("model.engine.decode_graphs.MAX_EDIT_BYTES", 10_000)  # two edits with all their overhead
+        model = served("llama")
+        engine = new_engine(model)
+        for seed in range(5):
+            run(engine, edited(model, ask("1", prompt(5)), Edit(stage="embed", op="add", vector=vector(24, seed))))
+        assert self.recorded(engine) == 2
+
+    def test_the_kinds_of_recorded_steps_are_forgotten_at_last(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("model.engine.decode_graphs.MAX_KINDS", 2)
+        model = served("llama")
+        engine = new_engine(model)
+        for stage in ("embed", "blocks.0.resid_post", "blocks.0.attn.z", "blocks.1.resid_pre"):
+            requests = [edited(model, ask(each, prompt(5)), Edit(stage=stage, op="zero")) for each in "12"]
+            run(engine, *requests)
+        assert len(engine._runner._decode_graphs._was_watched) <= 2
+
     def test_edits_that_pytorch_computes_are_not_recorded_and_others_still_are(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

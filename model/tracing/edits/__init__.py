@@ -141,11 +141,12 @@ class _Planner:
         return planned
 
     def _check_visible(self, stages: Sequence[Stage], positions: PositionSet, keys: PositionSet, field: str) -> None:
-        """Raise `InvalidField` unless at least one query sees one of the keys, at every stage."""
-        for window in {self._window(stage) for stage in stages}:
-            if not any(positions.touches(key, key + (window or self._max_length)) for key in keys.indices):
-                seen = "earlier keys and its own" if window is None else f"its own key and the {window - 1} before"
-                raise InvalidField(f"{field}.keys", f"none is seen from the positions of the edit: a query sees {seen}")
+        """Raise `InvalidField` unless at least one query sees one of the keys, at one of the stages."""
+        windows = {self._window(stage) for stage in stages}
+        reach = self._max_length if None in windows else max(window for window in windows if window is not None)
+        if not any(positions.touches(key, key + reach) for key in keys.indices):
+            seen = "earlier keys and its own" if None in windows else f"its own key and the {reach - 1} before"
+            raise InvalidField(f"{field}.keys", f"none is seen from the positions of the edit: a query sees {seen}")
 
     def _check_amount(self, edits: Sequence[StageEdit], positions: PositionSet, field: str) -> None:
         """Raise `InvalidField` for too much noise: it is drawn in each pass, which delays other requests."""
