@@ -18,10 +18,12 @@ from model.analysis.attribution.attribution_patching import attribution_patching
 from model.analysis.attribution.direct import direct_attribution
 from model.analysis.attribution.gradients import compute_gradients, run_target
 from model.analysis.attribution.integrated_gradients import IntegratedGradientsRun, mean_embedding
+from model.analysis.attribution.logit_lens import LensPart, LensResult, LensRun
 from model.analysis.attribution.target import LogitTarget, LossTarget
 from model.checkpoints.translators import load_translators
 from model.errors import CheckpointError
 from model.network.float_copy import float_copy
+from model.network.transformer import Transformer
 from model.tracing.stages import select, stages_of
 from model.tracing.tap import Editor
 from service.http.attribute_schemas import (
@@ -36,6 +38,7 @@ from service.http.attribute_schemas import (
     SweepStart,
 )
 from service.settings import Settings
+from service.worker import Worker
 from tests.service.checkpoints import VOCAB_SIZE
 from tests.service.running import Running, Start, read_events, wait_until
 
@@ -334,6 +337,58 @@ class TestErrors:
         assert abs(answer["remainder"]) < 1e-4 * abs(answer["logit"])
         assert attribute(service, "logit_lens", prompt=PROMPT)
         assert attribute(service, "patching", **PATCH, stages=["embed"])
+
+
+class TestLensJobs:
+    BODY: ClassVar = {"prompt": PROMPT, "token": 5, "positions": list(range(7)), "top_k": 2}
+
+    def test_no_job_of_the_network_decodes_more_than_a_few_rows(
+        self, tiny: Running, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        whole = attribute(tiny, "logit_lens", **self.BODY)
+        jobs: list[int] = []  # the rows that each job decodes
+        run, decode = Worker.run, Transformer.decode
+
+        def counted(worker: Worker, job: Any) -> Any:
+            return run(worker, lambda: (jobs.append(0), job())[1])
+
+        def noted(model: Transformer, residual: torch.Tensor, *rest: Any) -> torch.Tensor:
+            jobs[-1] += residual.shape[1]
+            return decode(model, residual, *rest)
+
+        monkeypatch.setattr("model.analysis.attribution.logit_lens.LOGITS_PER_PART", 2 * VOCAB_SIZE)
+        monkeypatch.setattr(Worker, "run", counted)
+        monkeypatch.setattr(Transformer, "decode", noted)
+        parts = attribute(tiny, "logit_lens", **self.BODY)
+        assert jobs == [1] + [2, 2, 2, 1] * 3  # one row of the pass, and then those of each layer
+        assert parts | {"timings": None} == whole | {"timings": None}
+
+    def test_steps_of_other_requests_run_between_two_parts(
+        self, tiny: Running, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun, told = threading.Event(), threading.Event()
+        decode = LensRun.decode
+
+        def slow(run: LensRun, part: LensPart) -> LensResult:
+            begun.set()
+            time.sleep(0.0 if told.is_set() else 0.05)
+            return decode(run, part)
+
+        monkeypatch.setattr("model.analysis.attribution.logit_lens.LOGITS_PER_PART", VOCAB_SIZE)
+        monkeypatch.setattr(LensRun, "decode", slow)
+        with ThreadPoolExecutor(1) as threads:
+            lens = threads.submit(lambda: attribute(tiny, "logit_lens", **self.BODY))
+            assert begun.wait(10)
+            assert tiny.answer("/generate", prompt=PROMPT, max_tokens=1)
+            assert not lens.done()
+            told.set()
+            assert lens.result()
+
+    def test_a_lens_with_too_many_logits_is_refused_with_its_cost(self, start: Start, tiny_directory: Path) -> None:
+        service = start(model=str(tiny_directory), max_lens_logits=3 * 6 * VOCAB_SIZE)
+        message = refuse(service, 413, "positions", "logit_lens", **self.BODY)
+        assert f"3 residuals of 7 positions have {21 * VOCAB_SIZE} logits" in message
+        assert attribute(service, "logit_lens", **self.BODY | {"positions": list(range(6))})
 
 
 class TestTunedLens:
