@@ -5,6 +5,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,6 +38,7 @@ from service.http.attribute_schemas import (
     SweepEnd,
     SweepStart,
 )
+from service.http.errors import ApiError as HttpError
 from service.settings import Settings
 from service.worker import Worker
 from tests.service.checkpoints import VOCAB_SIZE
@@ -360,7 +362,7 @@ class TestLensJobs:
         monkeypatch.setattr(Worker, "run", counted)
         monkeypatch.setattr(Transformer, "decode", noted)
         parts = attribute(tiny, "logit_lens", **self.BODY)
-        assert jobs == [1] + [2, 2, 2, 1] * 3  # one row of the pass, and then those of each layer
+        assert jobs == [1, *[2, 2, 2, 1] * 3, 0]  # a row of the pass, those of each layer, and the answer's
         assert parts | {"timings": None} == whole | {"timings": None}
 
     def test_steps_of_other_requests_run_between_two_parts(
@@ -544,6 +546,29 @@ class TestThread:
         worker = service.state.worker
         assert service.on_loop(worker.run_gradients(lambda is_abandoned: look())).result(10) == (1, 19)
         assert service.on_network(look).result(10) == (2, os.getpriority(os.PRIO_PROCESS, 0))
+
+    def test_a_shutdown_ends_a_running_job_and_answers_those_that_wait(
+        self, start: Start, tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        service = start(model=str(tiny_directory))
+        worker, begun, ended = service.state.worker, threading.Event(), threading.Event()
+
+        def job(is_abandoned: Callable[[], bool]) -> None:
+            begun.set()
+            wait_until(is_abandoned, "the job is told that nobody waits")
+            time.sleep(0.2)  # the rest of the pass
+            ended.set()
+
+        jobs = [service.on_loop(worker.run_gradients(job)) for _ in range(2)]
+        assert begun.wait(10)
+        service.on_loop(worker.drain(0)).result(10)
+        for each in jobs:
+            with pytest.raises(HttpError) as found:
+                each.result(10)
+            assert (found.value.status, found.value.code) == (503, "draining")
+        assert not ended.is_set()
+        service.stop()
+        assert ended.is_set()
 
     def test_jobs_that_may_not_wait_are_refused_while_others_are_answered(self, tiny: Running) -> None:
         released = threading.Event()
