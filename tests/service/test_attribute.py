@@ -39,6 +39,7 @@ from service.http.attribute_schemas import (
     SweepStart,
 )
 from service.http.errors import ApiError as HttpError
+from service.http.errors import queue_full
 from service.settings import Settings
 from service.worker import Worker
 from tests.service.checkpoints import VOCAB_SIZE
@@ -272,6 +273,51 @@ class TestSweeps:
         assert [stream.result() for stream in streams] == [alone] * 3
         again = attribute(tiny, "patching", **PATCH, stages=stages)
         assert sweep.result() | {"timings": None} == again | {"timings": None}
+
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_a_sweep_that_has_begun_waits_while_others_fill_the_queue(
+        self, tiny: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
+    ) -> None:
+        body = {"method": "patching", **PATCH, "stages": ["embed"], "stream": stream}
+        expected = tiny.post("/attribute", body)
+        refusals = {2: 3, 3: 1}  # of the second group and the third
+        admitted: list[int] = []
+        admit = Worker.admit
+
+        def full(worker: Worker, *arguments: Any) -> Any:
+            if refusals.get(len(admitted)):
+                refusals[len(admitted)] -= 1
+                raise queue_full("64 requests are waiting already")
+            admitted.append(len(arguments[0]))
+            return admit(worker, *arguments)
+
+        monkeypatch.setattr(Worker, "admit", full)
+        monkeypatch.setattr("service.answers.attribution.sweep.MAX_GROUP", 2)
+        found = tiny.post("/attribute", body)
+        assert found.status_code == 200, found.text
+        assert admitted == [2, 2, 2, 2, 1]
+        assert not any(refusals.values())
+        if not stream:
+            assert found.json() | {"timings": None} == expected.json() | {"timings": None}
+        assert found.content.count(b'"error"') == 0
+
+    def test_a_sweep_that_finds_no_room_ends_with_429_at_first_and_later_at_its_deadline(
+        self, start: Start, tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        service = start(model=str(tiny_directory), request_timeout_seconds=1)
+        admit, room = Worker.admit, [0]
+
+        def full(worker: Worker, *arguments: Any) -> Any:
+            if not room[0]:
+                raise queue_full("64 requests are waiting already")
+            room[0] -= 1
+            return admit(worker, *arguments)
+
+        monkeypatch.setattr(Worker, "admit", full)
+        refuse(service, 429, None, "patching", **PATCH, stages=["embed"])
+        room[0] = 1
+        assert "1 s" in refuse(service, 503, None, "patching", **PATCH, stages=["embed"])
+        assert service.state.worker.num_running + service.state.worker.num_waiting == 0
 
 
 class TestErrors:
