@@ -129,6 +129,12 @@ class Settings(BaseSettings):
     max_sweep_cells: int = Field(
         4096, ge=1, description="maximum number of cells of a patching sweep; each is a generation of its own"
     )
+    max_lens_logits: int = Field(
+        1 << 30,
+        ge=1,
+        description="maximum number of logits of one request for the logit lens (layers times positions times "
+        "vocabulary)",
+    )
     cache_bytes: int | None = Field(
         None,
         ge=1,

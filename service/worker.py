@@ -1,5 +1,5 @@
 """The threads of the service beside the event loop: one runs the network, three handle texts and bodies, two compile
-grammars, one computes gradients at a low priority, and one loads the checkpoint.
+grammars, one computes gradients at a low priority, and others load the checkpoint and read the files of comparisons.
 
 On the network's thread, steps of the engine and jobs (such as the pass of a POST /forward) alternate, and each side
 gets half of the time. The event loop posts functions to that thread, which sends its results back once per step.
@@ -83,6 +83,8 @@ class Worker:
         self._executor_jobs: set[Future[Any]] = set()  # of all executors
         self._num_jobs: Counter[ThreadPoolExecutor] = Counter()  # of each executor
         self._text_bytes = 0  # of the texts of these jobs
+        self._executor_waits: set[asyncio.Future[Any]] = set()  # of the requests that wait for these jobs
+        self._abandonments: set[threading.Event] = set()  # of the jobs of `run_gradients`
         # Used on the network's thread:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._jobs: deque[Callable[[], bool]] = deque()  # each returns whether it ran; a cancelled one does not
@@ -159,7 +161,7 @@ class Worker:
         self._is_idle.clear()
         self._inbox.put(lambda: self._jobs.append(work))
         try:
-            return await self._result_of(future)
+            return await self._result_of(asyncio.wrap_future(future))
         finally:
             self._jobs_in_flight.discard(future)
             self._note_idle()
@@ -205,10 +207,12 @@ class Worker:
         if self._num_jobs[self._gradients] > MAX_WAITING_GRADIENTS:  # one of them runs
             raise queue_full(f"{MAX_WAITING_GRADIENTS} attributions wait to be computed already")
         is_abandoned = threading.Event()
+        self._abandonments.add(is_abandoned)
         try:
             return await self._run_on(self._gradients, partial(job, is_abandoned.is_set), 0)
         finally:
             is_abandoned.set()
+            self._abandonments.discard(is_abandoned)
 
     async def run_maintenance(self, job: Callable[[], Result]) -> Result:
         """Run a job that belongs to no request, on the thread of `run_body`. It is not counted or limited."""
@@ -221,7 +225,9 @@ class Worker:
         if len(self._executor_jobs) >= self._limits.max_running + self._limits.max_waiting:
             raise queue_full(f"{len(self._executor_jobs)} texts, bodies and grammars are being handled already")
         future = executor.submit(job)
+        wait = asyncio.wrap_future(future)
         self._executor_jobs.add(future)
+        self._executor_waits.add(wait)
         self._num_jobs[executor] += 1
         self._text_bytes += num_bytes
         self._is_idle.clear()
@@ -234,10 +240,11 @@ class Worker:
 
         try:
             async with asyncio.timeout(self._limits.timeout_seconds):
-                return await self._result_of(future)
+                return await self._result_of(wait)
         except TimeoutError:
             raise timed_out(self._limits.timeout_seconds) from None
         finally:
+            self._executor_waits.discard(wait)
             if future.cancel() or future.done():
                 finish()
             else:  # nothing waits for the job any more, but a running job cannot be stopped: it counts until it ends
@@ -248,10 +255,10 @@ class Worker:
         """Run a short job for a request that is already admitted. It is not counted again."""
         return await asyncio.get_running_loop().run_in_executor(self._text, job)
 
-    async def _result_of(self, future: Future[Result]) -> Result:
-        """Wait for a job. Raises 503 if the shutdown has cancelled it."""
+    async def _result_of(self, wait: asyncio.Future[Result]) -> Result:
+        """Wait for a job. Raises 503 if the shutdown has cancelled it, or the wait for it."""
         try:
-            return await asyncio.wrap_future(future)
+            return await wait
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._is_draining and task is not None and not task.cancelling():  # `give_up` cancelled the job
@@ -348,8 +355,12 @@ class Worker:
             logger.warning("shutting down without further delay: %d requests are cancelled", num_cancelled)
         for stream in set(self._streams.values()):
             stream.cancel("shutdown")
+        for is_abandoned in self._abandonments:
+            is_abandoned.set()
         for job in (*self._jobs_in_flight, *self._executor_jobs):
             job.cancel()
+        for wait in tuple(self._executor_waits):  # a job that runs goes on, but nobody waits for its end
+            wait.cancel()
 
     def close(self) -> None:
         """Wait for the step or job that runs, drop everything that has not started, and end the threads."""
@@ -359,6 +370,8 @@ class Worker:
 
         for job in self._jobs_in_flight:
             job.cancel()
+        for is_abandoned in self._abandonments:
+            is_abandoned.set()
         self._inbox.put(end)
         texts = (self._text, self._long_text, self._bodies)
         for executor in (*texts, self._grammars, self._slow_grammars, self._gradients):

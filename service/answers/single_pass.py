@@ -5,7 +5,8 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from torch import Tensor
@@ -19,6 +20,7 @@ from service.http.errors import ApiError, timed_out
 from service.state import State, get_reservation, seconds_left
 
 SAFETENSORS_MEDIA_TYPE = "application/x-safetensors"
+Result = TypeVar("Result")
 QUALITY = re.compile(r"0(\.\d{0,3})?|1(\.0{0,3})?")
 
 
@@ -48,10 +50,14 @@ class PassAnswer:
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward pass of a request. `run` takes the seconds that the pass waited."""
+    """One forward pass of a request. `run` takes the seconds that the pass waited.
+
+    The jobs in `before` run before it, one by one, so that other requests are served between them.
+    """
 
     num_tokens: int
     run: Callable[[float], PassAnswer]
+    before: Sequence[Callable[[], None]] = ()
 
 
 class Encoder:
@@ -143,14 +149,20 @@ async def _run(state: State, passes: Sequence[Pass], encoder: Encoder, arrived: 
 async def _run_one(state: State, each: Pass, encoder: Encoder, *, is_last: bool) -> bytes | memoryview:
     """Wait for one pass, and update the metrics. Returns the encoded answers after the last pass."""
     arrived = time.perf_counter()
+    starts, seconds = list[float](), 0.0
 
-    def timed() -> tuple[bytes | memoryview, float, float]:
-        began = time.perf_counter()
-        encoder.add(each.run(began - arrived))
-        content = encoder.finish() if is_last else b""
-        return content, began - arrived, time.perf_counter() - began
+    def timed(job: Callable[[], Result]) -> tuple[Result, float]:
+        starts.append(time.perf_counter())
+        return job(), time.perf_counter() - starts[-1]
 
-    content, waited, seconds = await state.worker.run(timed)
+    def finish() -> bytes | memoryview:
+        encoder.add(each.run(starts[0] - arrived))
+        return encoder.finish() if is_last else b""
+
+    for job in each.before:
+        seconds += (await state.worker.run(partial(timed, job)))[1]
+    content, last_seconds = await state.worker.run(lambda: timed(finish))
+    waited, seconds = starts[0] - arrived, seconds + last_seconds
     metrics = state.metrics
     metrics.queue_seconds.observe(waited)
     metrics.trace_seconds.observe(seconds)

@@ -5,6 +5,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,10 +19,12 @@ from model.analysis.attribution.attribution_patching import attribution_patching
 from model.analysis.attribution.direct import direct_attribution
 from model.analysis.attribution.gradients import compute_gradients, run_target
 from model.analysis.attribution.integrated_gradients import IntegratedGradientsRun, mean_embedding
+from model.analysis.attribution.logit_lens import LensPart, LensResult, LensRun
 from model.analysis.attribution.target import LogitTarget, LossTarget
 from model.checkpoints.translators import load_translators
 from model.errors import CheckpointError
 from model.network.float_copy import float_copy
+from model.network.transformer import Transformer
 from model.tracing.stages import select, stages_of
 from model.tracing.tap import Editor
 from service.http.attribute_schemas import (
@@ -35,7 +38,10 @@ from service.http.attribute_schemas import (
     SweepEnd,
     SweepStart,
 )
+from service.http.errors import ApiError as HttpError
+from service.http.errors import queue_full
 from service.settings import Settings
+from service.worker import Worker
 from tests.service.checkpoints import VOCAB_SIZE
 from tests.service.running import Running, Start, read_events, wait_until
 
@@ -268,6 +274,51 @@ class TestSweeps:
         again = attribute(tiny, "patching", **PATCH, stages=stages)
         assert sweep.result() | {"timings": None} == again | {"timings": None}
 
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_a_sweep_that_has_begun_waits_while_others_fill_the_queue(
+        self, tiny: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
+    ) -> None:
+        body = {"method": "patching", **PATCH, "stages": ["embed"], "stream": stream}
+        expected = tiny.post("/attribute", body)
+        refusals = {2: 3, 3: 1}  # of the second group and the third
+        admitted: list[int] = []
+        admit = Worker.admit
+
+        def full(worker: Worker, *arguments: Any) -> Any:
+            if refusals.get(len(admitted)):
+                refusals[len(admitted)] -= 1
+                raise queue_full("64 requests are waiting already")
+            admitted.append(len(arguments[0]))
+            return admit(worker, *arguments)
+
+        monkeypatch.setattr(Worker, "admit", full)
+        monkeypatch.setattr("service.answers.attribution.sweep.MAX_GROUP", 2)
+        found = tiny.post("/attribute", body)
+        assert found.status_code == 200, found.text
+        assert admitted == [2, 2, 2, 2, 1]
+        assert not any(refusals.values())
+        if not stream:
+            assert found.json() | {"timings": None} == expected.json() | {"timings": None}
+        assert found.content.count(b'"error"') == 0
+
+    def test_a_sweep_that_finds_no_room_ends_with_429_at_first_and_later_at_its_deadline(
+        self, start: Start, tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        service = start(model=str(tiny_directory), request_timeout_seconds=1)
+        admit, room = Worker.admit, [0]
+
+        def full(worker: Worker, *arguments: Any) -> Any:
+            if not room[0]:
+                raise queue_full("64 requests are waiting already")
+            room[0] -= 1
+            return admit(worker, *arguments)
+
+        monkeypatch.setattr(Worker, "admit", full)
+        refuse(service, 429, None, "patching", **PATCH, stages=["embed"])
+        room[0] = 1
+        assert "1 s" in refuse(service, 503, None, "patching", **PATCH, stages=["embed"])
+        assert service.state.worker.num_running + service.state.worker.num_waiting == 0
+
 
 class TestErrors:
     def test_wrong_tokens_and_positions(self, tiny: Running) -> None:
@@ -334,6 +385,58 @@ class TestErrors:
         assert abs(answer["remainder"]) < 1e-4 * abs(answer["logit"])
         assert attribute(service, "logit_lens", prompt=PROMPT)
         assert attribute(service, "patching", **PATCH, stages=["embed"])
+
+
+class TestLensJobs:
+    BODY: ClassVar = {"prompt": PROMPT, "token": 5, "positions": list(range(7)), "top_k": 2}
+
+    def test_no_job_of_the_network_decodes_more_than_a_few_rows(
+        self, tiny: Running, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        whole = attribute(tiny, "logit_lens", **self.BODY)
+        jobs: list[int] = []  # the rows that each job decodes
+        run, decode = Worker.run, Transformer.decode
+
+        def counted(worker: Worker, job: Any) -> Any:
+            return run(worker, lambda: (jobs.append(0), job())[1])
+
+        def noted(model: Transformer, residual: torch.Tensor, *rest: Any) -> torch.Tensor:
+            jobs[-1] += residual.shape[1]
+            return decode(model, residual, *rest)
+
+        monkeypatch.setattr("model.analysis.attribution.logit_lens.LOGITS_PER_PART", 2 * VOCAB_SIZE)
+        monkeypatch.setattr(Worker, "run", counted)
+        monkeypatch.setattr(Transformer, "decode", noted)
+        parts = attribute(tiny, "logit_lens", **self.BODY)
+        assert jobs == [1, *[2, 2, 2, 1] * 3, 0]  # a row of the pass, those of each layer, and the answer's
+        assert parts | {"timings": None} == whole | {"timings": None}
+
+    def test_steps_of_other_requests_run_between_two_parts(
+        self, tiny: Running, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun, told = threading.Event(), threading.Event()
+        decode = LensRun.decode
+
+        def slow(run: LensRun, part: LensPart) -> LensResult:
+            begun.set()
+            time.sleep(0.0 if told.is_set() else 0.05)
+            return decode(run, part)
+
+        monkeypatch.setattr("model.analysis.attribution.logit_lens.LOGITS_PER_PART", VOCAB_SIZE)
+        monkeypatch.setattr(LensRun, "decode", slow)
+        with ThreadPoolExecutor(1) as threads:
+            lens = threads.submit(lambda: attribute(tiny, "logit_lens", **self.BODY))
+            assert begun.wait(10)
+            assert tiny.answer("/generate", prompt=PROMPT, max_tokens=1)
+            assert not lens.done()
+            told.set()
+            assert lens.result()
+
+    def test_a_lens_with_too_many_logits_is_refused_with_its_cost(self, start: Start, tiny_directory: Path) -> None:
+        service = start(model=str(tiny_directory), max_lens_logits=3 * 6 * VOCAB_SIZE)
+        message = refuse(service, 413, "positions", "logit_lens", **self.BODY)
+        assert f"3 residuals of 7 positions have {21 * VOCAB_SIZE} logits" in message
+        assert attribute(service, "logit_lens", **self.BODY | {"positions": list(range(6))})
 
 
 class TestTunedLens:
@@ -489,6 +592,29 @@ class TestThread:
         worker = service.state.worker
         assert service.on_loop(worker.run_gradients(lambda is_abandoned: look())).result(10) == (1, 19)
         assert service.on_network(look).result(10) == (2, os.getpriority(os.PRIO_PROCESS, 0))
+
+    def test_a_shutdown_ends_a_running_job_and_answers_those_that_wait(
+        self, start: Start, tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        service = start(model=str(tiny_directory))
+        worker, begun, ended = service.state.worker, threading.Event(), threading.Event()
+
+        def job(is_abandoned: Callable[[], bool]) -> None:
+            begun.set()
+            wait_until(is_abandoned, "the job is told that nobody waits")
+            time.sleep(0.2)  # the rest of the pass
+            ended.set()
+
+        jobs = [service.on_loop(worker.run_gradients(job)) for _ in range(2)]
+        assert begun.wait(10)
+        service.on_loop(worker.drain(0)).result(10)
+        for each in jobs:
+            with pytest.raises(HttpError) as found:
+                each.result(10)
+            assert (found.value.status, found.value.code) == (503, "draining")
+        assert not ended.is_set()
+        service.stop()
+        assert ended.is_set()
 
     def test_jobs_that_may_not_wait_are_refused_while_others_are_answered(self, tiny: Running) -> None:
         released = threading.Event()

@@ -1,6 +1,7 @@
 """The logit lens: decode the residual stream at every layer, as if the following layers did nothing.
 
-With the translators of a tuned lens, each residual is translated first. Dims: R positions, C width, V vocabulary.
+With the translators of a tuned lens, each residual is translated first. The work is one pass and then many short parts,
+so that a server can do something else between them. Dims: R positions, C width, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ from model.tracing.predictions import Predictions, predict
 from model.tracing.stages import Stage, last_residuals, stages_of
 from model.tracing.tap import Recorder
 
+LOGITS_PER_PART = 1 << 21
+PREDICTIONS_PER_PART = 1 << 13
+
 
 @dataclass(frozen=True)
 class FollowedToken:
@@ -28,8 +32,18 @@ class FollowedToken:
 
 
 @dataclass(frozen=True)
+class LensPart:
+    """The rows from `first` to before `end` of the residual `stage`, which are decoded together."""
+
+    layer: int
+    stage: str
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
 class LensResult:
-    """One decoded residual: the most likely tokens of each position, and the followed token if there is one."""
+    """A decoded part: the most likely tokens of each of its positions, and the followed token if there is one."""
 
     stage: str
     is_translated: bool
@@ -43,33 +57,63 @@ def lens_stages(config: ModelConfig) -> list[Stage]:
     return [*before, last_residuals(config)[-1]]
 
 
-@torch.inference_mode()
-def logit_lens(
-    model: Transformer,
-    ids: Sequence[int],
-    positions: Sequence[int],
-    top_k: int,
-    *,
-    token: int | None = None,
-    translators: Translators | None = None,
-    adapter: Adapter | None = None,
-) -> list[LensResult]:
-    """Run one pass over `ids`, and decode the residuals of the positions one layer after the other."""
-    batch = torch.tensor([list(ids)], device=model.embed.weight.device)
-    rows = torch.tensor(list(positions), device=batch.device)
-    stages = lens_stages(model.config)
-    recorder = Recorder(stages, lambda stage, tensor: tensor[0, rows])
-    model(batch, tap=recorder, rows=[0], adapters=None if adapter is None else PassAdapters.of(adapter))
-    results = []
-    for layer, stage in enumerate(stages):
-        residual = recorder.kept[stage.name]  # (R, C)
-        is_translated = translators is not None and layer < len(translators)
+class LensRun:
+    """One pass over `ids`, and then the residuals of the positions, part by part and layer by layer."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        ids: Sequence[int],
+        positions: Sequence[int],
+        top_k: int,
+        *,
+        token: int | None = None,
+        translators: Translators | None = None,
+        adapter: Adapter | None = None,
+    ) -> None:
+        self._model = model
+        self._ids = ids
+        self._positions = positions
+        self._top_k = top_k
+        self._token = token
+        self._translators = translators
+        self._adapter = adapter
+        self._stages = lens_stages(model.config)
+        self._residuals: dict[str, Tensor] = {}
+
+    def parts(self) -> list[LensPart]:
+        """What is decoded after the pass, in order."""
+        size, num_rows = rows_per_part(self._model.config, self._top_k), len(self._positions)
+        return [
+            LensPart(layer, stage.name, first, min(first + size, num_rows))
+            for layer, stage in enumerate(self._stages)
+            for first in range(0, num_rows, size)
+        ]
+
+    @torch.inference_mode()
+    def run_pass(self) -> None:
+        device = self._model.embed.weight.device
+        rows = torch.tensor(list(self._positions), device=device)
+        recorder = Recorder(self._stages, lambda stage, tensor: tensor[0, rows])
+        batch = torch.tensor([list(self._ids)], device=device)
+        adapters = None if self._adapter is None else PassAdapters.of(self._adapter)
+        self._model(batch, tap=recorder, rows=[0], adapters=adapters)
+        self._residuals = recorder.kept
+
+    @torch.inference_mode()
+    def decode(self, part: LensPart) -> LensResult:
+        residual, translators = self._residuals[part.stage][part.first : part.end], self._translators  # (R, C)
+        is_translated = translators is not None and part.layer < len(translators)
         if translators is not None and is_translated:
-            residual = translators.translate(layer, residual)
-        logits = model.decode(residual[None])[0]  # (R, V)
-        followed = None if token is None else follow(logits, token)
-        results.append(LensResult(stage.name, is_translated, predict(logits, top_k), followed))
-    return results
+            residual = translators.translate(part.layer, residual)
+        logits = self._model.decode(residual[None])[0]  # (R, V)
+        followed = None if self._token is None else follow(logits, self._token)
+        return LensResult(part.stage, is_translated, predict(logits, self._top_k), followed)
+
+
+def rows_per_part(config: ModelConfig, top_k: int) -> int:
+    """How many rows are decoded together: so few that a part takes a fraction of a second."""
+    return max(1, min(LOGITS_PER_PART // config.vocab_size, PREDICTIONS_PER_PART // top_k))
 
 
 def follow(logits: Tensor, token: int) -> list[FollowedToken]:

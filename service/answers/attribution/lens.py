@@ -1,18 +1,60 @@
 """The method `logit_lens`: decode the residual stream at every layer, with or without translators of a tuned lens."""
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fastapi import Response
 
-from model.analysis.attribution.logit_lens import LensResult, lens_stages, logit_lens
+from model.analysis.attribution.logit_lens import LensPart, LensResult, LensRun, lens_stages, rows_per_part
 from service.answers.attribution.question import Question, read_token
 from service.answers.budget import Budget, ResponseContents, pass_bytes, response_bytes
 from service.answers.prompts import find_positions, longest_token_bytes
 from service.answers.single_pass import Pass, PassAnswer, answer_passes
 from service.answers.stage_answers import prediction_answers
 from service.http.attribute_schemas import LogitLensRequest
-from service.http.errors import invalid
+from service.http.errors import ApiError, invalid
+
+
+class LensAnswer:
+    """The answer of a run, which grows part by part."""
+
+    def __init__(self, run: LensRun, question: Question, positions: list[int], token: int | None) -> None:
+        self._run = run
+        self._question = question
+        self._positions = positions
+        self._token = token
+        self._layers: dict[str, dict[str, Any]] = {}
+        self._seconds = 0.0
+
+    def jobs(self) -> list[Callable[[], None]]:
+        """The pass, and each part. Other requests are served between them."""
+        parts = [partial(self._add, part) for part in self._run.parts()]
+        work: list[Callable[[], None]] = [self._run.run_pass, *parts]
+        return [partial(self._timed, each) for each in work]
+
+    def finish(self, waited: float) -> PassAnswer:
+        question = self._question
+        dtype = question.checkpoint.model.embed.weight.dtype
+        fields = {
+            "token": None if self._token is None else question.token_answer(self._token),
+            "layers": list(self._layers.values()),
+        }
+        return PassAnswer(question.answer("logit_lens", dtype, waited, self._seconds) | fields, {})
+
+    def _timed(self, job: Callable[[], None]) -> None:
+        began = time.perf_counter()
+        job()
+        self._seconds += time.perf_counter() - began
+
+    def _add(self, part: LensPart) -> None:
+        answer = layer_answer(self._question, self._positions[part.first : part.end], self._run.decode(part))
+        layer = self._layers.setdefault(part.stage, answer)
+        if layer is not answer:
+            layer["positions"] += answer["positions"]
+            if answer["token"] is not None:
+                layer["token"] += answer["token"]
 
 
 async def answer_lens(body: LogitLensRequest, question: Question) -> Response:
@@ -24,44 +66,52 @@ async def answer_lens(body: LogitLensRequest, question: Question) -> Response:
         raise invalid("top_k", f"{body.top_k} is more than the vocabulary of {config.vocab_size} tokens")
     if body.lens == "tuned" and state.translators is None:
         raise invalid("lens", "this server has no translators; start it with --lens FILE, or send plain", "no_lens")
-    translators = None if body.lens == "plain" else state.translators
-
-    def run(waited: float) -> PassAnswer:
-        began = time.perf_counter()
-        results = logit_lens(
-            checkpoint.model,
-            question.ids,
-            positions,
-            body.top_k,
-            token=token,
-            translators=translators,
-            adapter=question.served_adapter,
-        )
-        seconds = time.perf_counter() - began
-        fields = {
-            "token": None if token is None else question.token_answer(token),
-            "layers": [layer_answer(question, positions, result) for result in results],
-        }
-        return PassAnswer(
-            question.answer("logit_lens", checkpoint.model.embed.weight.dtype, waited, seconds) | fields, {}
-        )
-
-    num_layers = len(lens_stages(config))
-    num_predictions = len(question.ids) + num_layers * len(positions) * (2 + body.top_k)
-    contents = ResponseContents(
-        num_records=1 + num_layers * 2,
-        num_predictions=num_predictions,
-        text_bytes=num_predictions * longest_token_bytes(checkpoint),
+    check_work(question, len(positions))
+    run = LensRun(
+        checkpoint.model,
+        question.ids,
+        positions,
+        body.top_k,
+        token=token,
+        translators=None if body.lens == "plain" else state.translators,
+        adapter=question.served_adapter,
     )
-    budget = Budget(
-        response_bytes(contents),
-        pass_bytes(num_logits=len(positions) * config.vocab_size),
-        "positions, top_k or the prompt",
-    )
-    passes = [Pass(len(question.ids), run)]
+    answer = LensAnswer(run, question, positions, token)
+    passes = [Pass(len(question.ids), answer.finish, answer.jobs())]
+    budget = budget_of(question, len(positions), body.top_k)
     response = await answer_passes(question.request, state, passes, budget=budget, is_list=False, as_safetensors=False)
     state.metrics.attributions.labels("logit_lens").inc()
     return response
+
+
+def check_work(question: Question, num_positions: int) -> None:
+    """Raise 413 if all layers and positions together have too many logits."""
+    config, limit = question.checkpoint.model.config, question.state.settings.max_lens_logits
+    num_layers = len(lens_stages(config))
+    num_logits = num_layers * num_positions * config.vocab_size
+    if num_logits > limit:
+        message = (
+            f"positions: {num_layers} residuals of {num_positions} positions have {num_logits} logits, and the limit "
+            f"is {limit}; send fewer positions, or start the server with a larger --max-lens-logits"
+        )
+        raise ApiError(413, message, param="positions", code="too_many_logits")
+
+
+def budget_of(question: Question, num_positions: int, top_k: int) -> Budget:
+    config = question.checkpoint.model.config
+    num_layers = len(lens_stages(config))
+    num_predictions = len(question.ids) + num_layers * num_positions * (2 + top_k)
+    contents = ResponseContents(
+        num_records=1 + num_layers * 2,
+        num_predictions=num_predictions,
+        text_bytes=num_predictions * longest_token_bytes(question.checkpoint),
+    )
+    itemsize = question.checkpoint.model.embed.weight.dtype.itemsize
+    residuals = num_layers * num_positions * config.d_model * itemsize
+    num_logits = min(num_positions, rows_per_part(config, top_k)) * config.vocab_size
+    return Budget(
+        response_bytes(contents), pass_bytes(num_logits=num_logits) + residuals, "positions, top_k or the prompt"
+    )
 
 
 def layer_answer(question: Question, positions: list[int], result: LensResult) -> dict[str, Any]:

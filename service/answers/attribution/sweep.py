@@ -6,6 +6,7 @@ disconnects, and the groups after it never start.
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -17,6 +18,7 @@ import torch
 from fastapi import Response
 
 from model.analysis.attribution.patching_sweep import Cell, Patcher, clean_values
+from model.engine.request import Request as EngineRequest
 from model.tracing.edits import BoundEdits
 from service.answers.attribution.gradients import effects_answer
 from service.answers.attribution.question import Question
@@ -34,6 +36,7 @@ from service.state import get_engine, get_reservation
 logger = logging.getLogger(__name__)
 MAX_GROUP = 32  # cells that are admitted together
 TOKENS_BESIDE_OTHERS = 16  # of such cells, while other generations run
+SECONDS_BETWEEN_TRIES = 0.05  # to find room for a group
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class SweepRun:
         stages, first = [], 0
         for stage in plan.sweep.stages:
             shape = plan.sweep.shape(stage, config)
-            num_cells = int(torch.tensor(shape).prod()) if shape else 1
+            num_cells = math.prod(shape)
             tensor = torch.tensor(values[first : first + num_cells], dtype=torch.float64).view(shape)
             dims = tuple(dim for dim, _ in plan.sweep.axes(stage, config))
             stages.append(effects_answer(stage.name, dims, tensor))
@@ -166,15 +169,29 @@ class SweepRun:
     def _group_size(self) -> int:
         """As many cells as one step computes, but at most half of the sequences that may run at a time.
 
+        Never more than may wait, so that a group finds room in a queue that others fill.
         Beside other generations, cells have few tokens together, and are fewer than the generations if possible: only
         then does the engine limit how much prompts delay generations.
         """
         engine, num_tokens = get_engine(self._state), len(self._plan.corrupted)
+        most = min(MAX_GROUP, self._state.settings.max_waiting_requests)
         num_others = self._state.worker.num_running
         if num_others:
-            return max(1, min(num_others - 1, TOKENS_BESIDE_OTHERS // num_tokens))
+            return max(1, min(most, num_others - 1, TOKENS_BESIDE_OTHERS // num_tokens))
         by_tokens = min(engine.config.max_step_tokens // num_tokens, engine.num_cache_tokens // (num_tokens + 1))
-        return max(1, min(MAX_GROUP, self._state.settings.max_num_seqs // 2, by_tokens))
+        return max(1, min(most, self._state.settings.max_num_seqs // 2, by_tokens))
+
+    async def _admit(self, requests: Sequence[EngineRequest]) -> RequestStream:
+        """Admit the requests of a group. A sweep that has begun waits until there is room, up to its deadline."""
+        while True:
+            try:
+                return self._state.worker.admit(requests, self._plan.question.arrived)
+            except ApiError as error:
+                if error.code != "queue_full" or not self._num_admitted:
+                    raise
+            if asyncio.get_running_loop().time() >= self._deadline():
+                raise timed_out(self._state.settings.request_timeout_seconds)
+            await asyncio.sleep(SECONDS_BETWEEN_TRIES)
 
     async def _values(self, passes: Sequence[tuple[Sequence[int], BoundEdits | None]]) -> list[float]:
         """Run passes in the engine, and return the target's value after each."""
@@ -184,7 +201,7 @@ class SweepRun:
             for index, (ids, edits) in enumerate(passes)
         ]
         scores: dict[str, list[float]] = {}
-        self._stream = self._state.worker.admit(requests, plan.question.arrived)
+        self._stream = await self._admit(requests)
         self._num_admitted += len(requests)
         try:
             async for output in self._stream.outputs():
