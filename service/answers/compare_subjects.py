@@ -39,8 +39,13 @@ def find_path(name: str, settings: Settings) -> Path:
     if settings.compare_directory is None:
         raise invalid("b.path", "this server has no files to compare with; start it with --compare-directory DIRECTORY")
     root = settings.compare_directory.resolve()
-    path = (root / name).resolve()
-    if path == root or not path.is_relative_to(root) or not path.exists():
+    path = root / name
+    try:
+        path = path.resolve()
+        is_found = path != root and path.is_relative_to(root) and path.exists()
+    except (OSError, RuntimeError):  # such as a link to itself
+        is_found = False
+    if not is_found:
         raise invalid("b.path", f"{name!r} is not in the directory of --compare-directory")
     return path
 

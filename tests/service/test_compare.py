@@ -99,8 +99,17 @@ def test_no_path_outside_of_the_directory_can_be_named(
     outside = tmp_path / "secret.safetensors"
     save_file({"embed": torch.zeros(1)}, outside)
     (directory / "link.safetensors").symlink_to(outside)
+    (directory / "loop.npz").symlink_to("loop.npz")
     messages = set()
-    for path in (str(outside), "../secret.safetensors", "link.safetensors", "missing.safetensors", ".", "a/../.."):
+    for path in (
+        str(outside),
+        "../secret.safetensors",
+        "link.safetensors",
+        "loop.npz",
+        "missing.safetensors",
+        ".",
+        "a/../..",
+    ):
         response = comparing.post("/compare", {"prompt": PROMPT, "b": {"path": path}})
         assert response.status_code == 400
         error = response.json()["error"]

@@ -15,9 +15,9 @@ from model.errors import InvalidField
 from model.tracing.stages import Stage
 
 ID_NAMES = ("input_ids", "tokens", "token_ids", "ids")
-_HIDDEN = re.compile(r"(?:.*[./])?hidden_states?[._\[]?(\d+)\]?")
-_ATTENTIONS = re.compile(r"(?:.*[./])?attentions?[._\[](\d+)\]?")
-_MODULE = re.compile(r"(?:model\.|transformer\.|base_model\.)*(?:layers|h)\.(\d+)(?:\.(.+?))?(?:\.(?:out|output))?")
+_HIDDEN = re.compile(r"(?:.*[./])?hidden_states?[._\[]?(\d{1,6})\]?")
+_ATTENTIONS = re.compile(r"(?:.*[./])?attentions?[._\[](\d{1,6})\]?")
+_MODULE = re.compile(r"(?:model\.|transformer\.|base_model\.)*(?:layers|h)\.(\d{1,6})(?:\.(.+?))?(?:\.(?:out|output))?")
 _OUTER = re.compile(r"(?:model\.|transformer\.|base_model\.)*(.+?)(?:\.(?:out|output))?")
 # The modules of a block in transformers -> the stage that is their output, in blocks whose norms come first.
 _OF_BLOCK = {
