@@ -50,11 +50,11 @@ def find_path(name: str, settings: Settings) -> Path:
     return path
 
 
-def read_path(path: Path, root: Path) -> StageTensors | OpenCheckpoint:
-    """Read a file of stages, or open a checkpoint. Errors name the path below `root` only."""
+def read_path(path: Path, root: Path, max_bytes: int) -> StageTensors | OpenCheckpoint:
+    """Read a file of stages of up to `max_bytes`, or open a checkpoint. Errors name the path below `root` only."""
     try:
         if path.is_file() and path.suffix in STAGE_SUFFIXES:
-            return read_stage_file(path)
+            return read_stage_file(path, max_bytes)
         if path.is_dir() or path.suffix == ".gguf":
             return open_checkpoint(str(path), name=path.name)
     except (ValueError, OSError) as error:

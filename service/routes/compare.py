@@ -74,13 +74,14 @@ def make_budget(body: CompareRequest, checkpoint: Checkpoint, num_tokens: int) -
 async def run(body: CompareRequest, state: State, checkpoint: Checkpoint, ids: list[int]) -> Comparison:
     """Compare, within the timeout. Each block of each pass is a job on the network's thread.
 
-    One comparison runs at a time, so that their memory does not add up; others wait.
+    A client that disconnects does not end the reading of files, so the next comparison begins only after it.
     """
     state.worker.check_room(len(ids))
     try:
-        async with asyncio.timeout(state.settings.request_timeout_seconds), state.comparing:
+        async with asyncio.timeout(state.settings.request_timeout_seconds), state.comparisons.turn() as turn:
             with state.worker.series():
-                opened, source = await state.worker.run_detached(lambda: open_sources(body, state, checkpoint))
+                opening = state.worker.run_detached(lambda: open_sources(body, state, checkpoint))
+                opened, source = await turn.read(opening)
                 steps = compare_all(body, source, checkpoint, opened, state, ids)
                 while (found := await state.worker.run(lambda: advance(steps))) is None:
                     pass
@@ -101,7 +102,7 @@ def open_sources(
         return state.opened_checkpoint, read_tensors(body.b.tensors)
     if body.b.path is not None:
         path = find_path(body.b.path, state.settings)
-        return state.opened_checkpoint, read_path(path, path.parent)
+        return state.opened_checkpoint, read_path(path, path.parent, state.settings.max_pass_bytes)
     return state.opened_checkpoint, None
 
 

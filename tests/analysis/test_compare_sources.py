@@ -259,8 +259,10 @@ def test_a_compressed_file_that_would_be_too_large_is_refused(tmp_path: Path, mo
     monkeypatch.setattr("model.analysis.compare.sources.MAX_FILE_BYTES", 1 << 20)
     np.savez_compressed(tmp_path / "a.npz", embed=np.zeros(1 << 20, np.float32))
     assert (tmp_path / "a.npz").stat().st_size < 1 << 16
-    with pytest.raises(CheckpointError, match="more than are read"):
+    with pytest.raises(CheckpointError, match="the limits are 65536 and 1048576"):
         read_stage_file(tmp_path / "a.npz")
+    with pytest.raises(CheckpointError, match="the limits are 65536 and 131072"):
+        read_stage_file(tmp_path / "a.npz", 1 << 17)
 
 
 def test_a_file_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:

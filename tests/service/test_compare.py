@@ -2,19 +2,23 @@
 
 import base64
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
+from service.comparison_queue import MAX_WAITING_COMPARISONS
 from service.http.compare_schemas import CompareAnswer
+from service.routes.compare import open_sources
 from tests.analysis.planted_faults import record
 from tests.service.checkpoints import write_checkpoint
-from tests.service.running import Running, Start, running
+from tests.service.running import Running, Start, running, wait_until
 
 PROMPT = [257, 69, 270, 273, 264, 40, 41, 42]
 
@@ -168,6 +172,41 @@ def test_the_memory_of_a_comparison_is_limited(start: Start, tiny_directory: Pat
     response = service.post("/compare", {"prompt": PROMPT, "b": {"setting": {}}})
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "pass_too_large"
+
+
+def test_a_file_is_not_unpacked_beyond_the_memory_of_a_pass(start: Start, tiny_directory: Path, tmp_path: Path) -> None:
+    service = start(model=str(tiny_directory), compare_directory=tmp_path, max_pass_bytes=50 << 20)
+    np.savez_compressed(tmp_path / "large.npz", embed=np.zeros((60 << 20) // 4, np.float32))
+    response = service.post("/compare", {"prompt": PROMPT, "b": {"path": "large.npz"}})
+    assert response.status_code == 400
+    assert f"the limits are 65536 and {50 << 20}" in response.json()["error"]["message"]
+
+
+def test_a_comparison_begins_only_after_the_files_of_an_abandoned_one_are_read(
+    comparing: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, began = threading.Event(), []
+
+    def slow(*arguments: Any) -> Any:
+        began.append(arguments)
+        released.wait(20)
+        return open_sources(*arguments)
+
+    monkeypatch.setattr("service.routes.compare.open_sources", slow)
+    comparing.send("/compare", {"prompt": PROMPT, "b": {"setting": {}}}).close()
+    wait_until(lambda: len(began) == 1, "the first comparison reads")
+    body = {"prompt": PROMPT, "b": {"setting": {}}}
+    connections = [comparing.send("/compare", body) for _ in range(MAX_WAITING_COMPARISONS)]
+    try:
+        waiting = comparing.state.comparisons
+        wait_until(lambda: waiting._num_waiting == MAX_WAITING_COMPARISONS, "the others wait")
+        assert comparing.post("/compare", body).status_code == 429
+        assert len(began) == 1, "two comparisons read files at the same time"
+    finally:
+        released.set()
+    for connection in connections:
+        with connection:
+            assert connection.recv(15) == b"HTTP/1.1 200 OK"
 
 
 def test_generations_go_on_during_a_comparison(comparing: Running) -> None:

@@ -144,15 +144,19 @@ def _is_exact(tensor: Tensor, dtype: torch.dtype) -> bool:
 # Files
 
 
-def read_stage_file(path: Path) -> StageTensors:
-    """Read a safetensors or npz file of stages. Raises `CheckpointError` for anything else, and for pickles."""
+def read_stage_file(path: Path, max_bytes: int = MAX_FILE_BYTES) -> StageTensors:
+    """Read a safetensors or npz file of stages, which unpacks to at most `max_bytes`.
+
+    Raises `CheckpointError` for anything else, and for pickles.
+    """
+    max_bytes = min(max_bytes, MAX_FILE_BYTES)
     try:
         if path.suffix in PICKLE_SUFFIXES or path.suffix == ".npy":
             raise CheckpointError(f"{path}: not a safetensors or npz file; save the stages as safetensors")
         require_regular_file(path)
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise CheckpointError(f"{path}: has {path.stat().st_size} bytes; the limit is {MAX_FILE_BYTES}")
-        return _read_npz(path) if path.suffix == ".npz" else _read_safetensors(path)
+        if path.stat().st_size > max_bytes:
+            raise CheckpointError(f"{path}: has {path.stat().st_size} bytes; the limit is {max_bytes}")
+        return _read_npz(path, max_bytes) if path.suffix == ".npz" else _read_safetensors(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
@@ -179,14 +183,15 @@ def read_safetensors_bytes(content: bytes, name: str) -> StageTensors:
     return _stage_tensors(name, tensors, metadata)
 
 
-def _read_npz(path: Path) -> StageTensors:
+def _read_npz(path: Path, max_bytes: int) -> StageTensors:
     tensors: dict[str, Tensor] = {}
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
             total = sum(member.file_size for member in members)
-            if len(members) > MAX_TENSORS or total > MAX_FILE_BYTES:
-                raise CheckpointError(f"{path}: holds {len(members)} arrays of {total} bytes, more than are read")
+            if len(members) > MAX_TENSORS or total > max_bytes:
+                limits = f"the limits are {MAX_TENSORS} and {max_bytes}"
+                raise CheckpointError(f"{path}: holds {len(members)} arrays of {total} bytes; {limits}")
             for member in members:
                 name = member.filename.removesuffix(".npy")
                 tensors[name] = _read_npy(archive.read(member), f"{path}: {printable_name(name)}")
