@@ -64,9 +64,21 @@ def _transformers_name(name: str, config: ModelConfig) -> str | None:
     if config.norm_placement != "pre":
         return None
     if (module := _MODULE.fullmatch(name)) is not None and module[2] in _OF_BLOCK:
-        return f"blocks.{int(module[1])}.{_OF_BLOCK[module[2]]}"
+        part = _OF_BLOCK[module[2]]
+        return None if part in _scaled_later(config) else f"blocks.{int(module[1])}.{part}"
     outer = _OUTER.fullmatch(name)
-    return None if outer is None else _OUTSIDE.get(outer[1])
+    outside = None if outer is None else _OUTSIDE.get(outer[1])
+    return None if outside in _scaled_later(config) else outside
+
+
+def _scaled_later(config: ModelConfig) -> set[str]:
+    """The stages that `transformers` multiplies or caps after the module: the output of the module is not the stage."""
+    stages = {"embed"} if config.embedding_scale != 1.0 else set()
+    if config.residual_scale != 1.0:
+        stages |= {"attn_out", "mlp_out"}
+    if config.logits_scale != 1.0 or config.logits_softcap is not None:
+        stages.add("logits")
+    return stages
 
 
 def unstacked(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
