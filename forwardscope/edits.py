@@ -53,6 +53,8 @@ def to_array(vector: Any) -> NumpyArray:
         vector = vector.detach().cpu()
         vector = (vector.float() if str(vector.dtype) == "torch.bfloat16" else vector).numpy()
     array = np.asarray(vector)
+    if np.iscomplexobj(array):
+        raise ValueError(f"an array of {array.dtype} cannot be sent; give real numbers")
     return array if array.dtype.name in DTYPES else array.astype(np.float32)
 
 

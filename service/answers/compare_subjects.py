@@ -31,7 +31,7 @@ def read_tensors(text: str) -> StageTensors:
     try:
         return read_safetensors_bytes(content, "b.tensors")
     except CheckpointError as error:
-        raise invalid("b.tensors", str(error)) from None
+        raise invalid("b.tensors", str(error).removeprefix("b.tensors: ")) from None
 
 
 def find_path(name: str, settings: Settings) -> Path:

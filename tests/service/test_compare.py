@@ -158,7 +158,57 @@ def test_names_of_tensors_can_be_given(comparing: Running) -> None:
     b = upload({"mine": stages["blocks.0.resid_post"], "other": stages["embed"], "rest": torch.zeros(3)})
     answer = compare(comparing, b, names={"mine": "blocks.0.resid_post", "other": None})
     assert [stage["name"] for stage in answer["stages"]] == ["blocks.0.resid_post"]
-    assert answer["not_compared"] == ["rest"]
+    assert (answer["not_compared"], answer["num_not_compared"]) == (["rest"], 1)
+
+
+def test_an_answer_names_a_limited_number_of_other_tensors(comparing: Running) -> None:
+    others = {f"{index}{'x' * 1000}": torch.zeros(1) for index in range(300)}
+    answer = compare(comparing, upload(others | {"embed": stages_of(comparing)["embed"]}))
+    assert (len(answer["not_compared"]), answer["num_not_compared"]) == (100, 300)
+    assert max(map(len, answer["not_compared"])) <= 200
+
+
+@pytest.mark.parametrize(
+    ("tensors", "fields", "param", "message"),
+    [
+        ({}, {}, "b", "b: no tensor of b.tensors is a stage of this model; it has no tensors; give a map"),
+        ({"embed": torch.zeros(1)}, {"names": {"x": None}}, "names", "names: 'x' is not a tensor of B"),
+        (
+            {"tokens": torch.tensor([1])},
+            {},
+            "prompt",
+            "prompt: the token ids differ first at position 0: A has 257, B has 1",
+        ),
+    ],
+)
+def test_an_error_names_its_field_once(
+    comparing: Running, tensors: dict[str, Tensor], fields: dict[str, Any], param: str, message: str
+) -> None:
+    response = comparing.post("/compare", {"prompt": PROMPT, "b": upload(tensors)} | fields)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert error["message"] == message
+
+
+def test_an_error_shortens_the_name_of_a_tensor(comparing: Running) -> None:
+    name = "x/" * 50_000 + "hidden_states.0"
+    response = comparing.post("/compare", {"prompt": PROMPT, "b": upload({name: torch.zeros(1)})})
+    assert response.status_code == 400
+    assert "has the shape (1,), but" in response.json()["error"]["message"]
+    assert len(response.text) < 1000
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F8_E8M0"])
+def test_an_unknown_dtype_is_named(comparing: Running, dtype: str) -> None:
+    header = json.dumps({"embed": {"dtype": dtype, "shape": [2], "data_offsets": [0, 1 if dtype == "F4" else 2]}})
+    content = len(header).to_bytes(8, "little") + header.encode() + bytes(1 if dtype == "F4" else 2)
+    b = {"tensors": base64.b64encode(content).decode()}
+    response = comparing.post("/compare", {"prompt": PROMPT, "b": b})
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert not message.startswith("b.tensors: b.tensors")
+    assert "dtype" in message or "is float8" in message
 
 
 def test_a_long_prompt_is_refused_before_it_is_computed(comparing: Running) -> None:

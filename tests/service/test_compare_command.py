@@ -169,6 +169,20 @@ def test_a_hub_that_cannot_be_reached_ends_with_one_line(run: Run, monkeypatch: 
     assert err.count("\n") == 1
 
 
+def test_errors_too_large_for_float64_are_reported_without_nan(
+    run: Run, tiny_directory: Path, stages: dict[str, Tensor], tmp_path: Path
+) -> None:
+    tensors = {"tokens": torch.tensor(IDS), "embed": stages["hook_embed"].double() * 1e300}
+    save_file(tensors, tmp_path / "b.safetensors")
+    status, out, _ = run(str(tiny_directory), str(tmp_path / "b.safetensors"))
+    assert status == 3
+    assert "differs is embed: its error is too large for float64" in out
+    assert "times A's" not in out
+    status, out, _ = run(str(tiny_directory), str(tmp_path / "b.safetensors"), "--json")
+    assert status == 3
+    json.loads(out, parse_constant=pytest.fail)
+
+
 @pytest.mark.parametrize("name", ["b.pt", "b.npy", "b.npz", "b.safetensors"])
 def test_files_that_are_not_stages_end_with_one_line(run: Run, tiny_directory: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"not a file of stages")

@@ -93,11 +93,12 @@ def match_stages(
         if own in found:
             if torch.equal(tensors[origin[own]], tensor):  # such as a module and its last part
                 continue
-            reason = f"{origin[own]} and {given_name} are both the stage {own}, but differ; remove one of them"
+            both = f"{printable_name(origin[own])} and {printable_name(given_name)}"
+            reason = f"{both} are both the stage {own}, but differ; remove one of them"
             raise InvalidField("b", reason)
         found[own], origin[own] = layouts(given_name, tensor, stages[own], sizes), given_name
     if not found:
-        example = join_names(given.tensors)
+        example = join_names(given.tensors) if given.tensors else "no tensors"
         raise InvalidField("b", f"no tensor of {given.name} is a stage of this model; it has {example}; give a map")
     ordered = {name: found[name] for name in stages if name in found}
     return Given(given.name, ordered, computed_dtype([each[0].tensor for each in ordered.values()]), unknown)

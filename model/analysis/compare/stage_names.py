@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.errors import InvalidField
+from model.errors import InvalidField, printable_name
 from model.tracing.stages import Stage
 
 ID_NAMES = ("input_ids", "tokens", "token_ids", "ids")
@@ -109,7 +109,7 @@ def layouts(name: str, tensor: Tensor, stage: Stage, sizes: Mapping[str, int]) -
     if not found:
         dims = ", ".join(stage.dims)
         reason = f"has the shape {tuple(tensor.shape)}, but {stage.name} is {expected} ({dims})"
-        raise InvalidField(name, f"{reason}; export one prompt, and all of its positions")
+        raise InvalidField(printable_name(name), f"{reason}; export one prompt, and all of its positions")
     return found
 
 
