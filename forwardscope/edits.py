@@ -55,7 +55,7 @@ def to_positions(positions: Any) -> Any:
 def to_array(vector: Any) -> NumpyArray:
     """A numpy array of an array, a tensor or nested lists.
 
-    bfloat16 and short integers become float32, and long integers float64. Raises `TypeError` unless the numbers are
+    bfloat16 and short integers become float32, and long integers float64. Raises `ValueError` unless the numbers are
     real.
     """
     if hasattr(vector, "detach"):  # a tensor of PyTorch, which this module does not import
@@ -63,7 +63,7 @@ def to_array(vector: Any) -> NumpyArray:
         vector = (vector.float() if str(vector.dtype) == "torch.bfloat16" else vector).numpy()
     array = np.asarray(vector)
     if array.dtype.kind not in "fiu":
-        raise TypeError(f"vector: has the dtype {array.dtype}; send real numbers")
+        raise ValueError(f"an array of {array.dtype} cannot be sent; give real numbers")
     if array.dtype.itemsize == 8:  # float32 cannot hold every large integer
         return array.astype(np.float64)
     return array if array.dtype.name in DTYPES else array.astype(np.float32)

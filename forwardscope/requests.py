@@ -12,11 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 from urllib.parse import quote
 
-import numpy as np
-
 from forwardscope import answers
 from forwardscope.call import EVENTS, SAFETENSORS, Call, Request, StreamCall
-from forwardscope.edits import to_edits, vector_file
+from forwardscope.edits import to_array, to_edits, vector_file
 from forwardscope.results import (
     Attribution,
     ChatAnswer,
@@ -125,7 +123,7 @@ def compare(
     `--compare-directory`) and `setting` (the served model with another `dtype`, `quantize` or `kernels`). `dtype` is
     that in which B computes. `names` maps names of arrays to names of stages.
     """
-    tensors = None if stages is None else write_base64({name: np.asarray(array) for name, array in stages.items()})
+    tensors = None if stages is None else write_base64({name: to_array(array) for name, array in stages.items()})
     body = without_none(
         prompt=to_prompt(prompt),
         b=without_none(tensors=tensors, path=path, setting=None if setting is None else dict(setting)),

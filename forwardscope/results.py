@@ -244,7 +244,7 @@ class ComparedStage:
     inherited: float | None
     added: float | None
     added_noise: float | None
-    max_difference: float
+    max_difference: float | None
     max_index: tuple[int, ...]
     cosine: float | None
     scale: float | None

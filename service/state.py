@@ -13,6 +13,7 @@ from model.engine.engine import Engine
 from model.network.float_network import FloatNetwork
 from model.network.translators import Translators
 from model.text.grammar import Grammars
+from service.comparison_queue import ComparisonQueue
 from service.http.buffers import Buffers, Reservation
 from service.http.errors import ApiError, draining, invalid
 from service.metrics import Metrics
@@ -56,9 +57,9 @@ class State:
         # Made by the first request with a grammar. Each belongs to one thread of `run_grammar`.
         self.slow_grammars: Grammars | None = None
         self.grammars: Grammars | None = None
-        # Opened by the first comparison; one comparison runs at a time.
+        # Opened by the first comparison.
         self.opened_checkpoint: OpenCheckpoint | None = None
-        self.comparing = asyncio.Lock()
+        self.comparisons = ComparisonQueue()
         self.loaded = asyncio.Event()
         self.failure: str | None = None
         self.metrics.watch_ready(lambda: self.loaded.is_set() and not self.worker.is_draining)

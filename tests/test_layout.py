@@ -29,7 +29,10 @@ SERVICE_LEVELS = (
     ("service.routes",),
     ("service.answers",),
     ("service.state",),
-    ("service.vectors",),
+    (
+        "service.comparison_queue",
+        "service.vectors",
+    ),
     ("service.worker",),
     ("service.request_stream",),
     ("service.http",),

@@ -45,6 +45,11 @@ def download(source: str, revision: str | None) -> Path:
     from huggingface_hub import list_repo_files, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
+    errors: tuple[type[Exception], ...] = (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError)
+    with suppress(ImportError):  # older versions of the hub's library use another one, whose errors are OSErrors
+        import httpx
+
+        errors += (httpx.HTTPError,)
     hub_id, _, tag = source.partition(":")
     place = hub_id if revision is None else f"{hub_id} at revision {revision}"
     files: list[str] | None = None
@@ -61,7 +66,7 @@ def download(source: str, revision: str | None) -> Path:
                 tqdm_class=None if sys.stderr.isatty() else LoggedBar,
             )
         )
-    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+    except errors as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{place}: not a directory, and the download from the hub failed: {reason}") from error
     if files is None:

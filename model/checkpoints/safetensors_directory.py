@@ -71,7 +71,7 @@ def read_headers(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{unreadable}: {error}") from error
-    metadata = content.pop("__metadata__", {})
+    metadata = content.pop("__metadata__", None) or {}
     stored = {}
     for name, entry in content.items():
         begin, end = (8 + num_bytes + offset for offset in entry["data_offsets"])

@@ -31,7 +31,7 @@ def read_tensors(text: str) -> StageTensors:
     try:
         return read_safetensors_bytes(content, "b.tensors")
     except CheckpointError as error:
-        raise invalid("b.tensors", str(error)) from None
+        raise invalid("b.tensors", str(error).removeprefix("b.tensors: ")) from None
 
 
 def find_path(name: str, settings: Settings) -> Path:
@@ -39,17 +39,22 @@ def find_path(name: str, settings: Settings) -> Path:
     if settings.compare_directory is None:
         raise invalid("b.path", "this server has no files to compare with; start it with --compare-directory DIRECTORY")
     root = settings.compare_directory.resolve()
-    path = (root / name).resolve()
-    if path == root or not path.is_relative_to(root) or not path.exists():
+    path = root / name
+    try:
+        path = path.resolve()
+        is_found = path != root and path.is_relative_to(root) and path.exists()
+    except (OSError, RuntimeError):  # such as a link to itself
+        is_found = False
+    if not is_found:
         raise invalid("b.path", f"{name!r} is not in the directory of --compare-directory")
     return path
 
 
-def read_path(path: Path, root: Path) -> StageTensors | OpenCheckpoint:
-    """Read a file of stages, or open a checkpoint. Errors name the path below `root` only."""
+def read_path(path: Path, root: Path, max_bytes: int) -> StageTensors | OpenCheckpoint:
+    """Read a file of stages of up to `max_bytes`, or open a checkpoint. Errors name the path below `root` only."""
     try:
         if path.is_file() and path.suffix in STAGE_SUFFIXES:
-            return read_stage_file(path)
+            return read_stage_file(path, max_bytes)
         if path.is_dir() or path.suffix == ".gguf":
             return open_checkpoint(str(path), name=path.name)
     except (ValueError, OSError) as error:

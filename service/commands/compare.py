@@ -79,10 +79,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="the dtype in which B computes, which sets the noise floor; default: as B's weights are stored, or as the "
         "numbers in its file show",
     )
-    parser.add_argument(
-        "--quantize", default="none", choices=get_args(Quantization), help="of B, if it is a checkpoint"
-    )
-    parser.add_argument("--kernels", default="torch", choices=get_args(Kernels), help="of B, if it is a checkpoint")
+    parser.add_argument("--quantize", choices=get_args(Quantization), help="of B, if it is a checkpoint; default: none")
+    parser.add_argument("--kernels", choices=get_args(Kernels), help="of B, if it is a checkpoint; default: torch")
     parser.add_argument("--map", type=Path, help="JSON file: name in the file of B -> our stage, null to leave it out")
     parser.add_argument("--per-position", action="store_true", help="also the error of each position")
     parser.add_argument("--per-head", action="store_true", help="also the error of each head")
@@ -93,11 +91,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_ids(text: str) -> list[int]:
-    return [int(each) for each in text.replace(",", " ").split()]
+    try:
+        return [int(each) for each in text.replace(",", " ").split()]
+    except ValueError:
+        raise argparse.ArgumentTypeError("give token ids separated by commas, such as 1,2,3") from None
 
 
 def run(options: argparse.Namespace) -> tuple[Comparison, str]:
     """The comparison, and the name of A."""
+    check_options(options)
     a = open_model(options.a)
     tensors = read_stage_file(Path(options.b)) if is_stage_file(options.b) else None
     ids = find_ids(options, a, None if tensors is None else tensors.ids)
@@ -108,14 +110,28 @@ def run(options: argparse.Namespace) -> tuple[Comparison, str]:
     if tensors is not None:
         names = None if options.map is None else read_name_map(options.map)
         given = match_stages(tensors, a.config, ids, names)
-    elif options.map is not None:
-        raise InvalidField("--map", "is only for a file of stages")
-    elif options.b.startswith(("http://", "https://")):
+    elif is_url(options.b):
         with Client(options.b, options.api_key or os.environ.get(f"{PREFIX}API_KEY")) as client:
             given = match_stages(fetch_stages(client, ids), a.config, ids)
     else:
         given = compute_stages(options, a, ids, dtype)
     return compare(a, given, ids, Options(options.per_position, options.per_head), dtype), a.name
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raise `InvalidField` for an option that this kind of B cannot use."""
+    is_file, is_server = is_stage_file(options.b), is_url(options.b)
+    if options.map is not None and not is_file:
+        raise InvalidField("--map", "is only for a file of stages")
+    if options.api_key is not None and not is_server:
+        raise InvalidField("--api-key", "is only for the URL of a running server")
+    for name in ("quantize", "kernels"):
+        if getattr(options, name) is not None and (is_file or is_server):
+            raise InvalidField(f"--{name}", "is only for a checkpoint; what B has computed cannot be changed")
+
+
+def is_url(source: str) -> bool:
+    return source.startswith(("http://", "https://"))
 
 
 def is_stage_file(source: str) -> bool:
@@ -159,8 +175,8 @@ def compute_stages(
         text = DEFAULT_PROMPT if options.prompt is None else options.prompt
         check_equal_ids(ids, b.tokenizer.encode(text))
     own = dtype or (torch.float32 if b.dtype == torch.float64 else b.dtype)
-    settings: Mapping[str, str] = {"quantize": options.quantize, "kernels": options.kernels}
-    network = b.network(own, quantize=options.quantize, kernels=options.kernels)
+    settings: Mapping[str, str] = {"quantize": options.quantize or "none", "kernels": options.kernels or "torch"}
+    network = b.network(own, quantize=options.quantize or "none", kernels=options.kernels or "torch")
     described = ", ".join([str(own).removeprefix("torch."), *(each for each in settings.values() if each != "none")])
     return finish(record_steps(f"{b.name} ({described})", network, ids, own, a.config))
 

@@ -82,7 +82,7 @@ class ComparedStage(Answer):
     inherited: float | None = Field(description="of what A computes from B's earlier stages against A's own value")
     added: float | None = Field(description="of B's value against what A computes from B's earlier stages")
     added_noise: float | None = Field(description="the same for A in B's dtype")
-    max_difference: float
+    max_difference: float | None
     max_index: list[int]
     cosine: float | None
     scale: float | None = Field(description="the factor of A's value that fits B's best")
@@ -100,4 +100,5 @@ class CompareAnswer(Answer):
     verdict: CompareVerdict
     logits: ComparedLogits | None
     stages: list[ComparedStage]
-    not_compared: list[str] = Field(description="tensors of B that are no stages of A")
+    not_compared: list[str] = Field(description="tensors of B that are no stages of A, at most 100")
+    num_not_compared: int = Field(description="number of all such tensors")

@@ -6,6 +6,7 @@ from collections.abc import Generator
 from fastapi import APIRouter, Request, Response
 
 from model.analysis.compare import Comparison, Options, compare_bytes, compare_steps
+from model.analysis.compare.report import MAX_NOT_COMPARED
 from model.analysis.compare.report import to_json as comparison_json
 from model.analysis.compare.sources import StageTensors
 from model.checkpoints.load import DTYPES, Checkpoint
@@ -27,6 +28,8 @@ from service.state import CheckpointDep, State, StateDep, find_adapter, get_rese
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
 STAGE_BYTES = 1024  # the most bytes of a stage in the answer, without its errors by position and head
 ERROR_BYTES = 27  # of one number in JSON
+NAME_BYTES = 12 * 200  # of the name of a tensor that is not compared: 200 characters, escaped in JSON
+FIELDS = {"prompt": "prompt", "b": "b", "map": "names"}  # of errors of a comparison; others are names of tensors
 CONVERTED_BYTES = 8  # of a number of a weight, while its layer computes in float64
 
 
@@ -65,7 +68,8 @@ def make_budget(body: CompareRequest, checkpoint: Checkpoint, num_tokens: int) -
     config = checkpoint.model.config
     stages = [stage.name for stage in stages_of(config)]
     num_errors = num_tokens * body.per_position + config.num_heads * body.per_head
-    contents = ResponseContents(num_records=1, extra_bytes=len(stages) * (STAGE_BYTES + ERROR_BYTES * num_errors))
+    extra_bytes = len(stages) * (STAGE_BYTES + ERROR_BYTES * num_errors) + MAX_NOT_COMPARED * NAME_BYTES
+    contents = ResponseContents(num_records=1, extra_bytes=extra_bytes)
     largest_weight = CONVERTED_BYTES * config.d_model * max(config.vocab_size, 3 * config.d_mlp)
     num_bytes = compare_bytes(config, stages, num_tokens) + largest_weight
     return Budget(response_bytes(contents), num_bytes, "the prompt")
@@ -74,13 +78,14 @@ def make_budget(body: CompareRequest, checkpoint: Checkpoint, num_tokens: int) -
 async def run(body: CompareRequest, state: State, checkpoint: Checkpoint, ids: list[int]) -> Comparison:
     """Compare, within the timeout. Each block of each pass is a job on the network's thread.
 
-    One comparison runs at a time, so that their memory does not add up; others wait.
+    A client that disconnects does not end the reading of files, so the next comparison begins only after it.
     """
     state.worker.check_room(len(ids))
     try:
-        async with asyncio.timeout(state.settings.request_timeout_seconds), state.comparing:
+        async with asyncio.timeout(state.settings.request_timeout_seconds), state.comparisons.turn() as turn:
             with state.worker.series():
-                opened, source = await state.worker.run_detached(lambda: open_sources(body, state, checkpoint))
+                opening = state.worker.run_detached(lambda: open_sources(body, state, checkpoint))
+                opened, source = await turn.read(opening)
                 steps = compare_all(body, source, checkpoint, opened, state, ids)
                 while (found := await state.worker.run(lambda: advance(steps))) is None:
                     pass
@@ -101,7 +106,7 @@ def open_sources(
         return state.opened_checkpoint, read_tensors(body.b.tensors)
     if body.b.path is not None:
         path = find_path(body.b.path, state.settings)
-        return state.opened_checkpoint, read_path(path, path.parent)
+        return state.opened_checkpoint, read_path(path, path.parent, state.settings.max_pass_bytes)
     return state.opened_checkpoint, None
 
 
@@ -120,7 +125,8 @@ def compare_all(
         given = yield from given_steps(body, source, checkpoint, opened, state.settings, ids)
         return (yield from compare_steps(opened, given, ids, options, dtype))
     except InvalidField as error:
-        raise invalid(error.field if error.field == "prompt" else "b", str(error)) from None
+        field = FIELDS.get(error.field)
+        raise (invalid("b", str(error)) if field is None else invalid(field, error.reason)) from None
     except CheckpointError as error:
         raise invalid("b", str(error)) from None
 

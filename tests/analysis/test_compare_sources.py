@@ -124,6 +124,20 @@ def test_the_first_other_token_id_is_named() -> None:
         match(embed, ids=[0, 1, 2, 3])
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
+def test_stages_that_are_not_read_are_refused_with_their_dtype(dtype: torch.dtype) -> None:
+    embed = torch.rand(1, 5, 24)
+    assert list(match({"embed": embed.double(), "other": embed.to(dtype)}).stages) == ["embed"]
+    with pytest.raises(InvalidField, match=f"embed is {str(dtype).removeprefix('torch.')}"):
+        match({"embed": embed.to(dtype)})
+
+
+@pytest.mark.parametrize("name", ["hidden_states.", "attentions.", "model.layers."])
+def test_a_name_with_very_many_digits_is_no_stage(name: str) -> None:
+    found = match({"embed": torch.rand(1, 5, 24), name + "9" * 5000: torch.rand(1)})
+    assert list(found.unknown) == [name + "9" * 5000]
+
+
 def test_the_dtype_in_which_numbers_were_computed_shows_in_them() -> None:
     numbers = torch.rand(8, 8)
     assert computed_dtype([numbers, numbers.double()]) == torch.float32
@@ -148,6 +162,41 @@ def test_safetensors_and_npz_files_are_read_with_their_token_ids(tmp_path: Path)
         assert torch.equal(each.tensors["embed"], tensors["embed"])
 
 
+@pytest.mark.parametrize("ids", [torch.tensor([IDS], dtype=torch.float32), torch.tensor(IDS, dtype=torch.int16)])
+def test_token_ids_may_be_stored_as_any_whole_numbers(ids: Tensor) -> None:
+    assert read_safetensors_bytes(save({"input_ids": ids, "embed": torch.rand(1)}), "b").ids == IDS
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.tensor([IDS, IDS]),
+        torch.tensor([0.5, 1]),
+        torch.tensor([torch.inf, 1]),
+        torch.tensor([True, False]),
+        torch.tensor([1, 2], dtype=torch.complex64),
+        torch.tensor(1),
+    ],
+)
+def test_token_ids_that_are_not_those_of_one_prompt_are_refused(ids: Tensor) -> None:
+    with pytest.raises(CheckpointError, match=r"tokens: has the dtype .* and the shape"):
+        read_safetensors_bytes(save({"tokens": ids, "embed": torch.rand(1)}), "b")
+
+
+def safetensors_bytes(header: dict[str, Any], data: bytes = b"") -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def test_a_file_without_metadata_may_say_so_with_null(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    content = safetensors_bytes({"__metadata__": None, "embed": entry}, bytes(4))
+    (tmp_path / "a.safetensors").write_bytes(content)
+    for found in (read_safetensors_bytes(content, "a"), read_stage_file(tmp_path / "a.safetensors")):
+        assert found.ids is None
+        assert list(found.tensors) == ["embed"]
+
+
 class Evil:
     def __reduce__(self) -> tuple[Any, ...]:
         return (pytest.fail, ("a pickle was opened",))
@@ -163,12 +212,29 @@ def test_no_pickle_is_opened(tmp_path: Path) -> None:
 
 
 def npy(shape: tuple[int, ...], numbers: bytes) -> bytes:
-    header = str({"descr": "<f4", "fortran_order": False, "shape": shape}).encode()
+    return npy_of(str({"descr": "<f4", "fortran_order": False, "shape": shape}).encode(), numbers)
+
+
+def npy_of(header: bytes, numbers: bytes = b"") -> bytes:
     return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + numbers
 
 
 @pytest.mark.parametrize(
-    "member", [npy((1 << 40,), b""), npy((3,), bytes(8)), npy((-1,), bytes(4)), b"", b"\x93NUMPY\x09\x00", bytes(100)]
+    "member",
+    [
+        npy((1 << 40,), b""),
+        npy((3,), bytes(8)),
+        npy((-1,), bytes(4)),
+        b"",
+        b"\x93NUMPY\x09\x00",
+        bytes(100),
+        npy_of(b"(" * 4000),
+        npy_of(b"(" * 4000 + b")" * 4000),
+        npy_of(b"-" * 9000 + b"1"),
+        npy_of(b"[" * 90 + b"]" * 90),
+        npy_of(b'"' * 3),
+        npy_of(b"{1: [}"),
+    ],
 )
 def test_an_array_whose_header_does_not_fit_its_numbers_is_refused(tmp_path: Path, member: bytes) -> None:
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
@@ -177,12 +243,26 @@ def test_an_array_whose_header_does_not_fit_its_numbers_is_refused(tmp_path: Pat
         read_stage_file(tmp_path / "a.npz")
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
+def test_a_damaged_npz_file_is_refused(tmp_path: Path, method: int) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", method) as archive:
+        archive.writestr("embed.npy", npy((1000,), np.random.default_rng(0).bytes(4000)))
+    content = bytearray((tmp_path / "a.npz").read_bytes())
+    for first in (39, 44, 60, 200):
+        damaged = content[:first] + b"\xff" * 40 + content[first + 40 :]
+        (tmp_path / "a.npz").write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"a\.npz: "):
+            read_stage_file(tmp_path / "a.npz")
+
+
 def test_a_compressed_file_that_would_be_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("model.analysis.compare.sources.MAX_FILE_BYTES", 1 << 20)
     np.savez_compressed(tmp_path / "a.npz", embed=np.zeros(1 << 20, np.float32))
     assert (tmp_path / "a.npz").stat().st_size < 1 << 16
-    with pytest.raises(CheckpointError, match="more than are read"):
+    with pytest.raises(CheckpointError, match="the limits are 65536 and 1048576"):
         read_stage_file(tmp_path / "a.npz")
+    with pytest.raises(CheckpointError, match="the limits are 65536 and 131072"):
+        read_stage_file(tmp_path / "a.npz", 1 << 17)
 
 
 def test_a_file_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from forwardscope import ApiError, Client, ConnectionFailed, ForwardscopeError, RequestTimeout, UnknownStage
 from forwardscope.call import MAX_WAIT_SECONDS, retry_delay
@@ -66,6 +67,11 @@ class TestResults:
         assert found.hints[0].code == "permuted_heads"
         assert found.stages[name].per_head is not None
         assert found.last_equal_stage == "blocks.1.ln1.out"
+        tensor = torch.tensor(stages[name]).requires_grad_()
+        assert not client.compare(PROMPT, {name: tensor}).differs
+        assert not client.compare(PROMPT, {name: tensor.bfloat16()}).differs
+        with pytest.raises(ValueError, match="complex64 cannot be sent"):
+            client.compare(PROMPT, {name: tensor.to(torch.complex64)})
         assert not client.compare(PROMPT, setting={"dtype": "bfloat16"}).differs
         with pytest.raises(ApiError, match="--compare-directory"):
             client.compare(PROMPT, path="other")

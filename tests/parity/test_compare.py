@@ -49,6 +49,8 @@ def compare_modules(network: Any, opened: OpenCheckpoint) -> Comparison:
         ("llama", ("embed", "ln1.out", "attn.q", "attn.v", "attn_out", "mlp.pre_linear", "mlp_out", "resid_post")),
         ("qwen3", ("attn.q", "attn_out", "resid_post", "ln_final.out", "logits")),
         ("mistral", ("attn.k", "resid_post", "logits")),
+        ("granite", ("attn.k", "mlp.pre", "resid_post", "ln_final.out")),
+        *((family, ()) for family in ("gpt_neox", "mixtral", "qwen2", "qwen3_moe", "phi3", "smollm3", "stablelm")),
     ],
 )
 def test_the_modules_of_transformers_do_not_differ(family: str, stages: tuple[str, ...], tmp_path: Path) -> None:

@@ -2,19 +2,23 @@
 
 import base64
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
+from service.comparison_queue import MAX_WAITING_COMPARISONS
 from service.http.compare_schemas import CompareAnswer
+from service.routes.compare import open_sources
 from tests.analysis.planted_faults import record
 from tests.service.checkpoints import write_checkpoint
-from tests.service.running import Running, Start, running
+from tests.service.running import Running, Start, running, wait_until
 
 PROMPT = [257, 69, 270, 273, 264, 40, 41, 42]
 
@@ -99,8 +103,17 @@ def test_no_path_outside_of_the_directory_can_be_named(
     outside = tmp_path / "secret.safetensors"
     save_file({"embed": torch.zeros(1)}, outside)
     (directory / "link.safetensors").symlink_to(outside)
+    (directory / "loop.npz").symlink_to("loop.npz")
     messages = set()
-    for path in (str(outside), "../secret.safetensors", "link.safetensors", "missing.safetensors", ".", "a/../.."):
+    for path in (
+        str(outside),
+        "../secret.safetensors",
+        "link.safetensors",
+        "loop.npz",
+        "missing.safetensors",
+        ".",
+        "a/../..",
+    ):
         response = comparing.post("/compare", {"prompt": PROMPT, "b": {"path": path}})
         assert response.status_code == 400
         error = response.json()["error"]
@@ -145,7 +158,57 @@ def test_names_of_tensors_can_be_given(comparing: Running) -> None:
     b = upload({"mine": stages["blocks.0.resid_post"], "other": stages["embed"], "rest": torch.zeros(3)})
     answer = compare(comparing, b, names={"mine": "blocks.0.resid_post", "other": None})
     assert [stage["name"] for stage in answer["stages"]] == ["blocks.0.resid_post"]
-    assert answer["not_compared"] == ["rest"]
+    assert (answer["not_compared"], answer["num_not_compared"]) == (["rest"], 1)
+
+
+def test_an_answer_names_a_limited_number_of_other_tensors(comparing: Running) -> None:
+    others = {f"{index}{'x' * 1000}": torch.zeros(1) for index in range(300)}
+    answer = compare(comparing, upload(others | {"embed": stages_of(comparing)["embed"]}))
+    assert (len(answer["not_compared"]), answer["num_not_compared"]) == (100, 300)
+    assert max(map(len, answer["not_compared"])) <= 200
+
+
+@pytest.mark.parametrize(
+    ("tensors", "fields", "param", "message"),
+    [
+        ({}, {}, "b", "b: no tensor of b.tensors is a stage of this model; it has no tensors; give a map"),
+        ({"embed": torch.zeros(1)}, {"names": {"x": None}}, "names", "names: 'x' is not a tensor of B"),
+        (
+            {"tokens": torch.tensor([1])},
+            {},
+            "prompt",
+            "prompt: the token ids differ first at position 0: A has 257, B has 1",
+        ),
+    ],
+)
+def test_an_error_names_its_field_once(
+    comparing: Running, tensors: dict[str, Tensor], fields: dict[str, Any], param: str, message: str
+) -> None:
+    response = comparing.post("/compare", {"prompt": PROMPT, "b": upload(tensors)} | fields)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert error["message"] == message
+
+
+def test_an_error_shortens_the_name_of_a_tensor(comparing: Running) -> None:
+    name = "x/" * 50_000 + "hidden_states.0"
+    response = comparing.post("/compare", {"prompt": PROMPT, "b": upload({name: torch.zeros(1)})})
+    assert response.status_code == 400
+    assert "has the shape (1,), but" in response.json()["error"]["message"]
+    assert len(response.text) < 1000
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F8_E8M0"])
+def test_an_unknown_dtype_is_named(comparing: Running, dtype: str) -> None:
+    header = json.dumps({"embed": {"dtype": dtype, "shape": [2], "data_offsets": [0, 1 if dtype == "F4" else 2]}})
+    content = len(header).to_bytes(8, "little") + header.encode() + bytes(1 if dtype == "F4" else 2)
+    b = {"tensors": base64.b64encode(content).decode()}
+    response = comparing.post("/compare", {"prompt": PROMPT, "b": b})
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert not message.startswith("b.tensors: b.tensors")
+    assert "dtype" in message or "is float8" in message
 
 
 def test_a_long_prompt_is_refused_before_it_is_computed(comparing: Running) -> None:
@@ -159,6 +222,41 @@ def test_the_memory_of_a_comparison_is_limited(start: Start, tiny_directory: Pat
     response = service.post("/compare", {"prompt": PROMPT, "b": {"setting": {}}})
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "pass_too_large"
+
+
+def test_a_file_is_not_unpacked_beyond_the_memory_of_a_pass(start: Start, tiny_directory: Path, tmp_path: Path) -> None:
+    service = start(model=str(tiny_directory), compare_directory=tmp_path, max_pass_bytes=50 << 20)
+    np.savez_compressed(tmp_path / "large.npz", embed=np.zeros((60 << 20) // 4, np.float32))
+    response = service.post("/compare", {"prompt": PROMPT, "b": {"path": "large.npz"}})
+    assert response.status_code == 400
+    assert f"the limits are 65536 and {50 << 20}" in response.json()["error"]["message"]
+
+
+def test_a_comparison_begins_only_after_the_files_of_an_abandoned_one_are_read(
+    comparing: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, began = threading.Event(), []
+
+    def slow(*arguments: Any) -> Any:
+        began.append(arguments)
+        released.wait(20)
+        return open_sources(*arguments)
+
+    monkeypatch.setattr("service.routes.compare.open_sources", slow)
+    comparing.send("/compare", {"prompt": PROMPT, "b": {"setting": {}}}).close()
+    wait_until(lambda: len(began) == 1, "the first comparison reads")
+    body = {"prompt": PROMPT, "b": {"setting": {}}}
+    connections = [comparing.send("/compare", body) for _ in range(MAX_WAITING_COMPARISONS)]
+    try:
+        waiting = comparing.state.comparisons
+        wait_until(lambda: waiting._num_waiting == MAX_WAITING_COMPARISONS, "the others wait")
+        assert comparing.post("/compare", body).status_code == 429
+        assert len(began) == 1, "two comparisons read files at the same time"
+    finally:
+        released.set()
+    for connection in connections:
+        with connection:
+            assert connection.recv(15) == b"HTTP/1.1 200 OK"
 
 
 def test_generations_go_on_during_a_comparison(comparing: Running) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -128,6 +129,58 @@ def test_a_wrong_prompt_ends_with_one_line(
     assert status == 1
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("b", "arguments", "message"),
+    [
+        ("b.safetensors", ["--quantize", "int8"], "--quantize: is only for a checkpoint"),
+        ("b.safetensors", ["--quantize", "none"], "--quantize: is only for a checkpoint"),
+        ("b.safetensors", ["--kernels", "auto"], "--kernels: is only for a checkpoint"),
+        ("b.npz", ["--api-key", "k"], "--api-key: is only for the URL"),
+        ("http://localhost:1", ["--kernels", "torch"], "--kernels: is only for a checkpoint"),
+        ("http://localhost:1", ["--map", "map.json"], "--map: is only for a file of stages"),
+        ("bundled", ["--api-key", "k"], "--api-key: is only for the URL"),
+    ],
+)
+def test_an_option_that_b_cannot_use_is_refused(
+    run: Run, tiny_directory: Path, b: str, arguments: list[str], message: str
+) -> None:
+    status, _, err = run(str(tiny_directory), b, *arguments)
+    assert status == 1
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_ids_that_are_no_numbers_are_refused_with_an_example(run: Run) -> None:
+    status, _, err = run("bundled", "bundled", "--ids", "a")
+    assert status == 2
+    assert err.endswith("argument --ids: give token ids separated by commas, such as 1,2,3\n")
+
+
+def test_a_hub_that_cannot_be_reached_ends_with_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise httpx.ConnectError("no connection")
+
+    monkeypatch.setattr("huggingface_hub.list_repo_files", fail)
+    status, _, err = run("nosuch/model", "bundled")
+    assert status == 1
+    assert "nosuch/model: not a directory, and the download from the hub failed: no connection" in err
+    assert err.count("\n") == 1
+
+
+def test_errors_too_large_for_float64_are_reported_without_nan(
+    run: Run, tiny_directory: Path, stages: dict[str, Tensor], tmp_path: Path
+) -> None:
+    tensors = {"tokens": torch.tensor(IDS), "embed": stages["hook_embed"].double() * 1e300}
+    save_file(tensors, tmp_path / "b.safetensors")
+    status, out, _ = run(str(tiny_directory), str(tmp_path / "b.safetensors"))
+    assert status == 3
+    assert "differs is embed: its error is too large for float64" in out
+    assert "times A's" not in out
+    status, out, _ = run(str(tiny_directory), str(tmp_path / "b.safetensors"), "--json")
+    assert status == 3
+    json.loads(out, parse_constant=pytest.fail)
 
 
 @pytest.mark.parametrize("name", ["b.pt", "b.npy", "b.npz", "b.safetensors"])

@@ -4,8 +4,10 @@ import math
 from typing import Any
 
 from model.analysis.compare import Comparison, StageComparison
+from model.errors import join_names, printable_name
 
 MAX_LISTED = 8  # stages that one line names
+MAX_NOT_COMPARED = 100  # names of B's other tensors in JSON
 
 
 def report(found: Comparison, a: str, *, table: bool = True) -> str:
@@ -15,7 +17,7 @@ def report(found: Comparison, a: str, *, table: bool = True) -> str:
     if table:
         lines += _table(found)
     if found.unknown:
-        lines.append(f"not compared, because A has no such stages: {_listed(list(found.unknown))}")
+        lines.append(f"not compared, because A has no such stages: {join_names(found.unknown, MAX_LISTED)}")
     changed = [f"{stage.name} ({stage.layout})" for stage in found.stages if stage.layout]
     if changed:
         lines.append(f"axes of B changed: {_listed(changed, 2)}")
@@ -46,15 +48,17 @@ def _verdict(found: Comparison) -> list[str]:
     first = found.first
     if first is None:
         return ["verdict: no difference; rounding explains every error"]
-    if math.isinf(first.excess):
+    if first.difference.mismatches:
         what = f"{first.difference.mismatches} numbers are finite in only one of the two"
+    elif not math.isfinite(first.added):
+        what = "its error is too large for float64"
     else:
         what = f"it adds an error of {first.added:.2g}, where rounding adds {first.added_noise:.1g}"
     lines = [f"verdict: the first stage that differs is {first.name}: {what}"]
     if found.last_equal is not None:
         lines.append(f"before it, {found.last_equal} still agrees; the inherited error is {first.inherited:.1g}")
-    if first.difference.scale is not None and first.difference.cosine is not None:
-        difference = first.difference
+    difference = first.difference
+    if _finite(difference.scale) is not None and _finite(difference.cosine) is not None:
         lines.append(f"B's {first.name} is about {difference.scale:.4g} times A's, with cosine {difference.cosine:.6f}")
     others = [name for name in found.differing if name != first.name]
     if others:
@@ -93,7 +97,8 @@ def to_json(found: Comparison, a: str) -> dict[str, Any]:
             "top1_agreement": found.logits.top1_agreement,
         },
         "stages": [_stage(stage) for stage in found.stages],
-        "not_compared": list(found.unknown),
+        "not_compared": [printable_name(name) for name in found.unknown[:MAX_NOT_COMPARED]],
+        "num_not_compared": len(found.unknown),
     }
 
 
@@ -107,10 +112,10 @@ def _stage(stage: StageComparison) -> dict[str, Any]:
         "inherited": _finite(stage.inherited),
         "added": _finite(stage.added),
         "added_noise": _finite(stage.added_noise),
-        "max_difference": difference.max_difference,
+        "max_difference": _finite(difference.max_difference),
         "max_index": list(difference.max_index),
-        "cosine": difference.cosine,
-        "scale": difference.scale,
+        "cosine": _finite(difference.cosine),
+        "scale": _finite(difference.scale),
         "mismatches": difference.mismatches,
         "layout": stage.layout or None,
     }
@@ -120,5 +125,5 @@ def _stage(stage: StageComparison) -> dict[str, Any]:
     return answer
 
 
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None

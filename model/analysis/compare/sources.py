@@ -5,8 +5,12 @@ Files are untrusted. No pickle is read, and the sizes that a header states are c
 
 import io
 import json
+import lzma
 import math
+import struct
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +23,7 @@ from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
 from model.analysis.compare.stage_names import ID_NAMES, Layout, layouts, stage_name, unstacked
-from model.checkpoints.safetensors_directory import PICKLE_SUFFIXES, SafetensorsFiles, read_headers
+from model.checkpoints.safetensors_directory import HEADER_DTYPES, PICKLE_SUFFIXES, SafetensorsFiles, read_headers
 from model.config import ModelConfig
 from model.errors import CheckpointError, InvalidField, join_names, printable_name, shortened
 from model.files import read_json, require_regular_file
@@ -27,7 +31,12 @@ from model.tracing.stages import Stage, sizes_of, stages_of
 
 MAX_FILE_BYTES = 8 << 30
 MAX_TENSORS = 1 << 16
+READ_DTYPES = frozenset(HEADER_DTYPES.values())
 NPY_DTYPES = ("f8", "f4", "f2", "i8", "i4", "i2", "u1", "i1", "b1")
+UNREADABLE_ZIP: tuple[type[Exception], ...] = (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError)
+UNREADABLE_ZIP += (ValueError, zlib.error, lzma.LZMAError, struct.error)
+# NumPy reads the header of an array as a Python literal.
+UNREADABLE_HEADER = (ValueError, KeyError, TypeError, SyntaxError, tokenize.TokenError, MemoryError, RecursionError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,14 +85,20 @@ def match_stages(
             unknown += [] if is_mapped else [given_name]
             continue
         own = own.replace("hook_", "")
+        if tensor.dtype not in READ_DTYPES:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise InvalidField(
+                "b", f"{printable_name(given_name)} is {dtype}; only real numbers and integers are compared"
+            )
         if own in found:
             if torch.equal(tensors[origin[own]], tensor):  # such as a module and its last part
                 continue
-            reason = f"{origin[own]} and {given_name} are both the stage {own}, but differ; remove one of them"
+            both = f"{printable_name(origin[own])} and {printable_name(given_name)}"
+            reason = f"{both} are both the stage {own}, but differ; remove one of them"
             raise InvalidField("b", reason)
         found[own], origin[own] = layouts(given_name, tensor, stages[own], sizes), given_name
     if not found:
-        example = join_names(given.tensors)
+        example = join_names(given.tensors) if given.tensors else "no tensors"
         raise InvalidField("b", f"no tensor of {given.name} is a stage of this model; it has {example}; give a map")
     ordered = {name: found[name] for name in stages if name in found}
     return Given(given.name, ordered, computed_dtype([each[0].tensor for each in ordered.values()]), unknown)
@@ -130,17 +145,21 @@ def _is_exact(tensor: Tensor, dtype: torch.dtype) -> bool:
 # Files
 
 
-def read_stage_file(path: Path) -> StageTensors:
-    """Read a safetensors or npz file of stages. Raises `CheckpointError` for anything else, and for pickles."""
+def read_stage_file(path: Path, max_bytes: int = MAX_FILE_BYTES) -> StageTensors:
+    """Read a safetensors or npz file of stages, which unpacks to at most `max_bytes`.
+
+    Raises `CheckpointError` for anything else, and for pickles.
+    """
+    max_bytes = min(max_bytes, MAX_FILE_BYTES)
     try:
         if path.suffix in PICKLE_SUFFIXES or path.suffix == ".npy":
             raise CheckpointError(f"{path}: not a safetensors or npz file; save the stages as safetensors")
         require_regular_file(path)
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise CheckpointError(f"{path}: has {path.stat().st_size} bytes; the limit is {MAX_FILE_BYTES}")
-        return _read_npz(path) if path.suffix == ".npz" else _read_safetensors(path)
+        if path.stat().st_size > max_bytes:
+            raise CheckpointError(f"{path}: has {path.stat().st_size} bytes; the limit is {max_bytes}")
+        return _read_npz(path, max_bytes) if path.suffix == ".npz" else _read_safetensors(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def _read_safetensors(path: Path) -> StageTensors:
@@ -157,24 +176,29 @@ def read_safetensors_bytes(content: bytes, name: str) -> StageTensors:
     try:
         tensors = load_safetensors(content)
         num_bytes = int.from_bytes(content[:8], "little")
-        metadata = json.loads(content[8 : 8 + num_bytes]).get("__metadata__", {})
-    except (SafetensorError, ValueError, KeyError) as error:
+        metadata = json.loads(content[8 : 8 + num_bytes]).get("__metadata__") or {}
+    except KeyError as error:
+        raise CheckpointError(f"{name}: has a tensor of dtype {error.args[0]}, which cannot be read") from error
+    except (SafetensorError, ValueError) as error:
         raise CheckpointError(f"{name}: not a readable safetensors file: {error}") from error
     return _stage_tensors(name, tensors, metadata)
 
 
-def _read_npz(path: Path) -> StageTensors:
+def _read_npz(path: Path, max_bytes: int) -> StageTensors:
     tensors: dict[str, Tensor] = {}
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
             total = sum(member.file_size for member in members)
-            if len(members) > MAX_TENSORS or total > MAX_FILE_BYTES:
-                raise CheckpointError(f"{path}: holds {len(members)} arrays of {total} bytes, more than are read")
+            if len(members) > MAX_TENSORS or total > max_bytes:
+                limits = f"the limits are {MAX_TENSORS} and {max_bytes}"
+                raise CheckpointError(f"{path}: holds {len(members)} arrays of {total} bytes; {limits}")
             for member in members:
                 name = member.filename.removesuffix(".npy")
                 tensors[name] = _read_npy(archive.read(member), f"{path}: {printable_name(name)}")
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+    except CheckpointError:
+        raise
+    except UNREADABLE_ZIP as error:
         raise CheckpointError(f"{path}: not a readable npz file: {error}") from error
     return _stage_tensors(path.name, tensors, {})
 
@@ -186,8 +210,8 @@ def _read_npy(content: bytes, what: str) -> Tensor:
         version = np.lib.format.read_magic(file)
         read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         shape, is_fortran, dtype = read_header[version](file)
-    except (ValueError, KeyError) as error:
-        raise CheckpointError(f"{what}: not a readable array: {error}") from error
+    except UNREADABLE_HEADER as error:
+        raise CheckpointError(f"{what}: not a readable array: {shortened(str(error))}") from error
     numbers = content[file.tell() :]
     if dtype.str[1:] not in NPY_DTYPES or math.prod(shape) * dtype.itemsize != len(numbers):
         known = "float64, float32, float16 and integers"
@@ -197,10 +221,24 @@ def _read_npy(content: bytes, what: str) -> Tensor:
 
 
 def _stage_tensors(name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> StageTensors:
-    named = [tensors[key] for key in ID_NAMES if key in tensors and not tensors[key].is_floating_point()]
-    ids = [each.flatten().tolist() for each in named if each.dim() == 1 or (each.dim() == 2 and len(each) == 1)]
+    ids = [_ids_of_tensor(f"{name}: {key}", tensors[key]) for key in ID_NAMES if key in tensors]
     stages = {key: tensor for key, tensor in tensors.items() if key not in ID_NAMES}
     return StageTensors(name, stages, ids[0] if ids else _ids_of_metadata(metadata))
+
+
+def _ids_of_tensor(what: str, tensor: Tensor) -> list[int]:
+    """The token ids of one prompt. Some programs store them as floating-point numbers."""
+    is_number = tensor.dtype in READ_DTYPES and tensor.dtype != torch.bool
+    is_prompt = tensor.dim() == 1 or (tensor.dim() == 2 and len(tensor) == 1)
+    if is_number and is_prompt and tensor.is_floating_point():
+        is_number = bool((tensor.isfinite() & (tensor == tensor.round())).all())
+    if not is_number or not is_prompt:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        reason = f"has the dtype {dtype} and the shape {tuple(tensor.shape)}"
+        raise CheckpointError(
+            f"{what}: {reason}; store the token ids of one prompt as integers, (tokens) or (1, tokens)"
+        )
+    return [int(each) for each in tensor.flatten().tolist()]
 
 
 def _ids_of_metadata(metadata: Mapping[str, str]) -> list[int] | None:

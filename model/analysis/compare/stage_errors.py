@@ -47,7 +47,7 @@ def measure(reference: Tensor, other: Tensor) -> Difference:
         error=_ratio(float(torch.linalg.vector_norm(difference)), norm),
         max_difference=float(flat[index]) if flat.numel() else 0.0,
         max_index=place,
-        cosine=product / (norm * other_norm) if norm > 0 and other_norm > 0 else None,
+        cosine=product / (norm * other_norm) if 0 < norm < math.inf and 0 < other_norm < math.inf else None,
         scale=product / norm**2 if norm > 0 else None,
         mismatches=mismatches,
     )

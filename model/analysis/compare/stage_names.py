@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.errors import InvalidField
+from model.errors import InvalidField, printable_name
 from model.tracing.stages import Stage
 
 ID_NAMES = ("input_ids", "tokens", "token_ids", "ids")
-_HIDDEN = re.compile(r"(?:.*[./])?hidden_states?[._\[]?(\d+)\]?")
-_ATTENTIONS = re.compile(r"(?:.*[./])?attentions?[._\[](\d+)\]?")
-_MODULE = re.compile(r"(?:model\.|transformer\.|base_model\.)*(?:layers|h)\.(\d+)(?:\.(.+?))?(?:\.(?:out|output))?")
+_HIDDEN = re.compile(r"(?:.*[./])?hidden_states?[._\[]?(\d{1,6})\]?")
+_ATTENTIONS = re.compile(r"(?:.*[./])?attentions?[._\[](\d{1,6})\]?")
+_MODULE = re.compile(r"(?:model\.|transformer\.|base_model\.)*(?:layers|h)\.(\d{1,6})(?:\.(.+?))?(?:\.(?:out|output))?")
 _OUTER = re.compile(r"(?:model\.|transformer\.|base_model\.)*(.+?)(?:\.(?:out|output))?")
 # The modules of a block in transformers -> the stage that is their output, in blocks whose norms come first.
 _OF_BLOCK = {
@@ -64,9 +64,21 @@ def _transformers_name(name: str, config: ModelConfig) -> str | None:
     if config.norm_placement != "pre":
         return None
     if (module := _MODULE.fullmatch(name)) is not None and module[2] in _OF_BLOCK:
-        return f"blocks.{int(module[1])}.{_OF_BLOCK[module[2]]}"
+        part = _OF_BLOCK[module[2]]
+        return None if part in _scaled_later(config) else f"blocks.{int(module[1])}.{part}"
     outer = _OUTER.fullmatch(name)
-    return None if outer is None else _OUTSIDE.get(outer[1])
+    outside = None if outer is None else _OUTSIDE.get(outer[1])
+    return None if outside in _scaled_later(config) else outside
+
+
+def _scaled_later(config: ModelConfig) -> set[str]:
+    """The stages that `transformers` multiplies or caps after the module: the output of the module is not the stage."""
+    stages = {"embed"} if config.embedding_scale != 1.0 else set()
+    if config.residual_scale != 1.0:
+        stages |= {"attn_out", "mlp_out"}
+    if config.logits_scale != 1.0 or config.logits_softcap is not None:
+        stages.add("logits")
+    return stages
 
 
 def unstacked(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -97,7 +109,7 @@ def layouts(name: str, tensor: Tensor, stage: Stage, sizes: Mapping[str, int]) -
     if not found:
         dims = ", ".join(stage.dims)
         reason = f"has the shape {tuple(tensor.shape)}, but {stage.name} is {expected} ({dims})"
-        raise InvalidField(name, f"{reason}; export one prompt, and all of its positions")
+        raise InvalidField(printable_name(name), f"{reason}; export one prompt, and all of its positions")
     return found
 
 
