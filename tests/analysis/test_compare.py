@@ -3,11 +3,14 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from model.analysis.compare import Comparison, Options, compare, compare_with, reference_steps
+from model.analysis.compare.estimates import joined_heads
 from model.analysis.compare.passes import finish
 from model.analysis.compare.sources import StageTensors, match_stages
 from model.checkpoints.load import load_checkpoint
@@ -314,3 +317,19 @@ def test_faithful_exports_of_smollm2_do_not_differ() -> None:
         found = compare(model, given, ids)
         assert found.first is None, (name, found.first)
     assert len(FAITHFUL) == 10
+
+
+def test_the_order_of_joined_heads_is_found_from_a_part_of_a_wide_output() -> None:
+    num_heads, num_tokens, width = 4, 8, 64
+    weight = torch.randn(width, width, dtype=torch.float64)
+    z = torch.randn(1, num_tokens, num_heads, width // num_heads)
+    order = [2, 0, 3, 1]
+    out = z[:, :, order].flatten(2).double() @ weight.T
+    network: Any = SimpleNamespace(
+        config=SimpleNamespace(norm_placement="pre", residual_scale=1.0, d_model=width),
+        get_submodule=lambda name: SimpleNamespace(weight=weight, bias=None),
+    )
+    stage: Any = SimpleNamespace(name="blocks.0.attn_out")
+    ((hint, joined),) = joined_heads(network, stage, {"blocks.0.attn.z": z, stage.name: out})
+    assert "in the order 2, 0, 3, 1" in hint.message
+    assert torch.allclose(joined, out)

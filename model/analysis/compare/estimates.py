@@ -15,6 +15,7 @@ from model.network.transformer import Transformer
 from model.tracing.stages import Stage
 
 MAX_NUMBERS = 1 << 25  # of the contributions of every head through every part of the output matrix
+MAX_SOLVED = 1 << 22  # of these numbers, those that least squares use, so that they take a fraction of a second
 
 
 def estimate_theta(config: ModelConfig, name: str, given: Mapping[str, Tensor]) -> float | None:
@@ -55,13 +56,17 @@ def joined_heads(network: Transformer, stage: Stage, given: Mapping[str, Tensor]
     assert isinstance(weight, Tensor), "the layers of this network keep or read their weights"
     assert bias is None or isinstance(bias, Tensor)
     (_, num_tokens, num_heads, d_head), d_model = z.shape, network.config.d_model
-    if num_heads**2 > num_tokens * d_model or num_heads**2 * num_tokens * d_model > MAX_NUMBERS:
+    num_rows = min(num_tokens * d_model, 2 * num_heads**2, MAX_SOLVED // num_heads**2)
+    if num_heads**2 > num_rows or num_heads**2 * num_tokens * d_model > MAX_NUMBERS:
         return
     matrices = weight.double().view(d_model, num_heads, d_head)
     contributions = torch.einsum("tad,cbd->abtc", z[0].double(), matrices) * network.config.residual_scale
     base = torch.zeros(d_model) if bias is None else bias.double() * network.config.residual_scale
     target = (given[stage.name][0].double() - base).flatten()
-    solved = torch.linalg.lstsq(contributions.flatten(2).flatten(0, 1).T, target[:, None]).solution
+    rows = contributions.flatten(2).flatten(0, 1)[:, -num_rows:]  # (H * H, num_rows)
+    solved, failed = torch.linalg.solve_ex(rows @ rows.T, rows @ target[-num_rows:])  # the normal equations
+    if failed:
+        return
     order = solved.view(num_heads, num_heads).argmax(0)  # of part b of the matrix: the head that B multiplies with it
     if len(set(order.tolist())) < num_heads or order.tolist() == list(range(num_heads)):
         return
