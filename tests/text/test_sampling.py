@@ -389,7 +389,7 @@ def test_a_draw_is_the_smallest_of_exponential_variables_over_the_probabilities(
     """With this method, a small rounding error of the probabilities rarely changes the token. No noise is invalid."""
 
     def drawn(logits: Tensor, noise: list[float], **params: Any) -> int | Exception:
-        monkeypatch.setattr(torch_sampling, "uniforms", lambda key, vocab_size, device: torch.tensor(noise))
+        monkeypatch.setattr(torch_sampling, "uniforms_of", lambda keys, size, device: torch.tensor([noise]))
         return sampling.sample(logits[None], [sampler(**params)])[0]
 
     logits = torch.tensor([0.1, 0.2, 0.0, 0.7]).log()
