@@ -74,11 +74,6 @@ def keep_top(probabilities: Tensor, params: Sequence[Draw]) -> Tensor:
     return probabilities.masked_fill(probabilities < threshold, 0.0)
 
 
-def uniforms(key: int, vocab_size: int, device: torch.device | None = None) -> Tensor:
-    """A random number in the open interval (0, 1) for each token: (V,), the same on every device."""
-    return uniforms_of([key], vocab_size, device)[0]
-
-
 def uniforms_of(keys: Sequence[int], size: int, device: torch.device | None = None) -> Tensor:
     """For each of N keys of 64 bits, random numbers in the open interval (0, 1): (N, size), the same on every device.
 

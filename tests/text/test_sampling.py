@@ -16,7 +16,7 @@ from model.errors import shortened
 from model.ops import torch_sampling
 from model.ops.interface import Draw, SamplingOps
 from model.ops.torch_ops import TORCH
-from model.ops.torch_sampling import keep_top, uniforms
+from model.ops.torch_sampling import keep_top, uniforms_of
 from model.text import sampling
 from model.text.constraint import TokenMasks
 from model.text.sampling import Sampler, SamplingParams, key_of, token_logprobs
@@ -419,7 +419,7 @@ def test_keys_are_unique_and_noise_is_uniform() -> None:
     keys = {key_of(seed, num_drawn) for seed in seeds for num_drawn in range(100)}
     assert len(keys) == 20_000
     assert max(keys) < 2**64
-    noise = torch.stack([uniforms(key_of(seed, 1), 5000) for seed in range(200)]).double()
+    noise = uniforms_of([key_of(seed, 1) for seed in range(200)], 5000).double()
     assert noise.min() > 0
     assert noise.max() < 1
     for dim in (0, 1):  # one token in many draws, then all tokens in one draw

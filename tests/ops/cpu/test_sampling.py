@@ -9,7 +9,7 @@ import torch
 
 from model.ops.interface import Draw
 from model.ops.torch_ops import TORCH
-from model.ops.torch_sampling import keep_top, uniforms
+from model.ops.torch_sampling import keep_top, uniforms_of
 from model.text.sampling import key_of
 from tests.ops.cpu.common import DTYPES, cpu_backend
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("instructions")
 
 def gumbel(key: int, size: int) -> list[float]:
     """The noise of `sampling.cpp`, from the uniform numbers that sampling with PyTorch uses."""
-    return [-math.log(-math.log(uniform)) for uniform in uniforms(key, size).tolist()]
+    return [-math.log(-math.log(uniform)) for uniform in uniforms_of([key], size)[0].tolist()]
 
 
 def draw_of(row: int = 0, *, seed: int, num_drawn: int = 1, **params: Any) -> Draw:
