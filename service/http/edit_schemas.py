@@ -15,14 +15,14 @@ from pydantic import (
     model_validator,
 )
 
+from model.tracing.edits import MAX_EDITS, Op
+from model.tracing.edits.operands import LARGEST
+from model.tracing.edits.positions import PositionWord
 from service.http.field_types import Answer, Indices, Prompt, Request, ShortText, Text, at_most
 
-MAX_EDITS = 64
 MAX_POSITIONS = 4096  # entries of one list of positions; a range is one entry
 MAX_DEPTH = 4  # of nested lists of numbers
 MAX_SIZE = 1 << 31  # of one dim
-
-Op = Literal["zero", "set", "mean", "patch", "add", "scale", "project", "cap", "noise"]
 
 
 # Positions
@@ -32,7 +32,6 @@ def _kind_of_positions(value: Any) -> str:
     return "list" if isinstance(value, list) else "word"
 
 
-PositionWord = Literal["all", "prompt", "generated", "last"]
 PositionRange = Annotated[list[int], Field(min_length=2, max_length=2)]
 PositionList = Annotated[list[int | PositionRange], Field(fail_fast=True, min_length=1), at_most(MAX_POSITIONS)]
 PositionSpec = Annotated[
@@ -64,12 +63,11 @@ def check_numbers(value: list[Any]) -> list[Any]:
         if type(each) is not int and type(each) is not float:
             kind = "a list" if isinstance(each, list) else f"{str(each)[:20]!r}"
             raise ValueError(f"has {kind} where a number is expected")
-        if not abs(each) <= MAX_NUMBER:
+        if not abs(each) <= LARGEST:
             raise ValueError("has a number that is not finite in float32")
     return value
 
 
-MAX_NUMBER = (2 - 2**-23) * 2.0**127  # the largest number in float32
 NUMBERS_SCHEMA = {
     "type": "array",
     "minItems": 1,

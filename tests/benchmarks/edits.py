@@ -13,12 +13,12 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 
 import torch
 
 from model.checkpoints.load import load_checkpoint
-from model.config import ModelConfig
 from model.engine.cache import bytes_of_token
 from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Request
@@ -29,32 +29,20 @@ from model.text.transcript import GenerationParams
 from model.tracing.edits import Edit, plan_edits
 from model.tracing.stages import stages_of
 from tests.published_models import smollm2
+from tests.tiny import GPT2
 
 NUM_PROMPT, ROUNDS = 16, 5
-GPT2 = ModelConfig(
-    vocab_size=50257,
-    d_model=768,
-    num_layers=12,
-    num_heads=12,
-    d_mlp=3072,
-    max_positions=1024,
-    norm="layer",
-    norm_eps=1e-5,
-    positions="learned",
-    activation="gelu_tanh",
-    gated=False,
-    qkv_bias=True,
-    attention_out_bias=True,
-    mlp_bias=True,
+GPT2_SMALL = replace(
+    GPT2, vocab_size=50257, d_model=768, num_layers=12, num_heads=12, d_mlp=3072, max_positions=1024, norm_eps=1e-5
 )
 Case = Sequence[Sequence[Edit]]
 """The edits of stream i are entry i % length."""
 
 
 def random_gpt2(dtype: str) -> Transformer:
-    model = Transformer(GPT2)
+    model = Transformer(GPT2_SMALL)
     model.initialize(torch.Generator().manual_seed(0))
-    return prepare_model(GPT2, model.to(getattr(torch, dtype)).state_dict())
+    return prepare_model(GPT2_SMALL, model.to(getattr(torch, dtype)).state_dict())
 
 
 def cases_of(model: Transformer) -> Mapping[str, Case]:
