@@ -33,8 +33,12 @@ MAX_FILE_BYTES = 8 << 30
 MAX_TENSORS = 1 << 16
 READ_DTYPES = frozenset(HEADER_DTYPES.values())
 NPY_DTYPES = ("f8", "f4", "f2", "i8", "i4", "i2", "u1", "i1", "b1")
-UNREADABLE_ZIP: tuple[type[Exception], ...] = (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError)
-UNREADABLE_ZIP += (ValueError, zlib.error, lzma.LZMAError, struct.error)
+# What zipfile raises for damaged archives, unknown methods of compression (NotImplementedError) and passwords
+# (RuntimeError).
+UNREADABLE_ZIP = (
+    *(zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError),
+    *(ValueError, zlib.error, lzma.LZMAError, struct.error),
+)
 # NumPy reads the header of an array as a Python literal.
 UNREADABLE_HEADER = (ValueError, KeyError, TypeError, SyntaxError, tokenize.TokenError, MemoryError, RecursionError)
 
