@@ -18,6 +18,10 @@ namespace {
 // help.
 constexpr long ROWS_PER_ITEM = 144;
 
+// Several key heads are read at once, but only so many that their packed keys and values fit into the second-level cache
+// and that this number of items remains.
+constexpr long HEAD_DIMS_PER_ITEM = 256, MIN_ITEMS = 1;
+
 // Sequence s has the rows of q from cu_seqlens[s] up to cu_seqlens[s + 1], the first of them at position start[s].
 //
 // Args: q, keys, values, z, blocks (S, max_blocks), cu_seqlens (S + 1), start (S), S, max_blocks, block_size, H, Hkv,
@@ -30,27 +34,31 @@ void attention(Args args, long task, long num_tasks) {
     const int64_t* start = args.array<int64_t>(6);
     const long num_sequences = args.integer(7), max_blocks = args.integer(8), block_size = args.integer(9);
     const long H = args.integer(10), Hkv = args.integer(11), D = args.integer(12), window = args.integer(13);
-    const long q_stride = args.integer(17), group = H / Hkv, item_tokens = std::max(1L, ROWS_PER_ITEM / group);
+    const long q_stride = args.integer(17), group = H / Hkv;
+    const long item_tokens = std::max(1L, ROWS_PER_ITEM / group);
     const auto num_new = [&](long s) { return cu_seqlens[s + 1] - cu_seqlens[s]; };
-    long num_items = 0;
-    for (long s = 0; s < num_sequences; s++) num_items += (num_new(s) + item_tokens - 1) / item_tokens * Hkv;
+    long num_parts = 0;  // of the sequences
+    for (long s = 0; s < num_sequences; s++) num_parts += (num_new(s) + item_tokens - 1) / item_tokens;
+    const long head_step = std::clamp(num_parts * Hkv / MIN_ITEMS, 1L, std::clamp(HEAD_DIMS_PER_ITEM / D, 1L, Hkv));
+    const long num_items = num_parts * ((Hkv + head_step - 1) / head_step);
     static thread_local Scratch scratch;
     static thread_local std::vector<Number> zeros;
-    if ((long)zeros.size() < D) zeros.resize(D);
+    if ((long)zeros.size() < Hkv * D) zeros.resize(Hkv * D);
     long item = 0;
     for (long s = 0; s < num_sequences; s++)
         for (long end = num_new(s); end > 0; end -= item_tokens)  // the longest items first
-            for (long key_head = 0; key_head < Hkv; key_head++, item++) {
+            for (long key_head = 0; key_head < Hkv; key_head += head_step, item++) {
                 if (item < num_items * task / num_tasks || item >= num_items * (task + 1) / num_tasks) continue;
                 const int64_t* const own_blocks = blocks + s * max_blocks;
-                const HeadAttention<Format> head = {
+                const HeadsAttention<Format> heads = {
                     {keys + key_head * D, own_blocks, block_size, args.integer(15)},
                     {values + key_head * D, own_blocks, block_size, args.integer(16)},
                     q + cu_seqlens[s] * q_stride + key_head * group * D, zeros.data(),
                     z + (cu_seqlens[s] * H + key_head * group) * D,
-                    q_stride, H * D, start[s], group, D, window, args.real(14), args.real(18), scratch,
+                    q_stride, H * D, start[s], std::min(head_step, Hkv - key_head), group, D, window,
+                    args.real(14), args.real(18), scratch,
                 };
-                head.attend(std::max(0L, end - item_tokens) * group, end * group);
+                heads.attend(std::max(0L, end - item_tokens) * group, end * group);
             }
 }
 
@@ -73,8 +81,8 @@ void attention_scores(Args args, long task, long num_tasks) {
     for (long item = Hkv * num_items * task / num_tasks; item < Hkv * num_items * (task + 1) / num_tasks; item++) {
         const long key_head = item / num_items, begin = item % num_items * item_tokens, offset = key_head * group * N * S;
         const CacheRows<Number> rows = {keys + key_head * D, args.array<int64_t>(2), S, k_stride};
-        const HeadAttention<Format> head = {
-            rows, rows, q + key_head * group * D, zeros.data(), nullptr, q_stride, 0, start, group, D,
+        const HeadsAttention<Format> head = {
+            rows, rows, q + key_head * group * D, zeros.data(), nullptr, q_stride, 0, start, 1, group, D,
             args.integer(12), args.real(13), args.real(16), scratch,
         };
         const HeadScores<Format> outputs = {

@@ -1,7 +1,10 @@
-// One chunk of the keys and values of a head, packed as panels (attention_formats.h).
+// One chunk of the keys and values of some heads, packed as panels (attention_formats.h).
 //
-// A chunk has the positions [begin, begin + KEYS_PER_CHUNK), with `begin` a multiple of KEYS_PER_CHUNK. Keys become
-// [position / 16][lane][16], values [dim / 16][position / DEPTH][16]. Positions that nobody sees are zeros.
+// A chunk has the positions [begin, begin + KEYS_PER_CHUNK), with `begin` a multiple of KEYS_PER_CHUNK. The keys of a
+// head become [position / 16][lane][16], its values [dim / 16][position / DEPTH][16]. Positions that nobody sees are
+// zeros.
+//
+// The cache is read token by token, all heads of a token at once: memory delivers long runs faster than short ones.
 
 #pragma once
 
@@ -31,53 +34,61 @@ struct PackedChunk {
     static constexpr long DEPTH = Format::DEPTH, STEP = Format::KEY_STEP;
     static constexpr long VALUE_STRIDE = KEYS_PER_CHUNK / DEPTH * WIDTH;
 
-    long begin, D;
-    float *keys, *values;
+    long begin, num_heads, D;
+    float* memory;
 
-    // How many floats a chunk takes. Transposing writes up to 16 lanes at a time, so keys need some room at the end.
+    // How many floats a head takes. Transposing writes up to 16 lanes at a time, so keys need some room at the end.
     static long keys_size(long D) { return round_up(KEYS_PER_CHUNK * (D / DEPTH) + WIDTH * WIDTH, WIDTH); }
-    static long size(long D) { return keys_size(D) + D / WIDTH * VALUE_STRIDE; }
-
-    PackedChunk(long begin, long D, float* memory)
-        : begin(begin), D(D), keys(memory), values(memory + keys_size(D)) {}
+    static long head_size(long D) { return keys_size(D) + D / WIDTH * VALUE_STRIDE; }
 
     long num_lanes() const { return D / DEPTH; }
-    float* key_tile(long position) const { return keys + (position - begin) * num_lanes(); }
-    float* value_line(long position) const { return values + (position - begin) / DEPTH * WIDTH; }
+    float* key_tile(long head, long position) const {
+        return memory + head * head_size(D) + (position - begin) * num_lanes();
+    }
+    float* value_line(long head, long position) const {
+        return memory + head * head_size(D) + keys_size(D) + (position - begin) / DEPTH * WIDTH;
+    }
 
     // Packs the keys of the positions [from, to). `from` is a multiple of STEP.
     void pack_keys(const CacheRows<Number>& cache, long from, long to, const Number* zeros) const {
-        const long lanes = num_lanes();
+        const long lanes = num_lanes(), size = D, heads = num_heads;
+        cache.touch(from, to, heads * size);
         for (long position = from; position < round_up(to, STEP); position += WIDTH) {
             const Number* rows[WIDTH];
             cache.find(position, to, zeros, rows);
-            cache.template prefetch<WIDTH>(position + WIDTH, to, D);
-            float* const tile = key_tile(position);
-            for (long lane = 0; lane < lanes; lane += WIDTH) {
-                Floats vectors[WIDTH];
-                UNROLL for (int i = 0; i < WIDTH; i++)
-                    vectors[i] = Format::load_lanes(rows[i] + lane * DEPTH, D - lane * DEPTH);
-                transpose(vectors, tile + lane * WIDTH);
+            for (long head = 0; head < heads; head++) {
+                float* const tile = key_tile(head, position);
+                for (long lane = 0; lane < lanes; lane += WIDTH) {
+                    Floats vectors[WIDTH];
+                    UNROLL for (int i = 0; i < WIDTH; i++)
+                        vectors[i] = Format::load_lanes(rows[i] + head * size + lane * DEPTH, size - lane * DEPTH);
+                    transpose(vectors, tile + lane * WIDTH);
+                }
             }
         }
     }
 
     // Packs the values of the positions [from, to), and zeros before `from`, back to a multiple of STEP.
     void pack_values(const CacheRows<Number>& cache, long from, long to, const Number* zeros) const {
+        const long size = D, heads = num_heads;
+        cache.touch(from, to, heads * size);
         for (long position = round_down(from, STEP); position < round_up(to, STEP); position += WIDTH) {
             const Number* rows[WIDTH];
             cache.find(position, to, zeros, rows);
-            cache.template prefetch<WIDTH>(position + WIDTH, to, D);
             for (long i = 0; i < from - position && i < WIDTH; i++) rows[i] = zeros;
-            for (long i = 0; i < WIDTH; i += DEPTH)
-                Format::pack_values(rows + i, D, value_line(position + i), VALUE_STRIDE);
+            for (long head = 0; head < heads; head++)
+                for (long i = 0; i < WIDTH; i += DEPTH) {
+                    const Number* pair[DEPTH];
+                    for (long j = 0; j < DEPTH; j++) pair[j] = rows[i + j] + head * size;
+                    Format::pack_values(pair, size, value_line(head, position + i), VALUE_STRIDE);
+                }
         }
     }
 
-    // Whether all packed values of the positions [from, to) are finite. Both are multiples of STEP.
-    bool has_finite_values(long from, long to) const {
+    // Whether all packed values of a head at the positions [from, to) are finite. Both are multiples of STEP.
+    bool has_finite_values(long head, long from, long to) const {
         using Packed = typename Format::Weight;  // the packed numbers have the type of the weights
-        const float* const lines = value_line(from);
+        const float* const lines = value_line(head, from);
         for (long d = 0; d < D; d += WIDTH)
             for (long i = 0; i < (to - from) * WIDTH; i += WIDTH) {
                 const Floats value = load((const Packed*)(lines + d / WIDTH * VALUE_STRIDE) + i);

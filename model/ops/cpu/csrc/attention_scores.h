@@ -2,12 +2,12 @@
 
 #pragma once
 
-#include "attention_head.h"
+#include "attention_heads.h"
 
 template <class Format>
 struct HeadScores {
     using Number = typename Format::Number;
-    const HeadAttention<Format>& head;
+    const HeadsAttention<Format>& head;  // a single key head
     long N, S;                           // new tokens, and keys
     Number *scores, *masked, *pattern;  // (group, N, S) each
 
@@ -15,16 +15,16 @@ struct HeadScores {
     void write(long begin_token, long end_token) const {
         const long begin = begin_token * head.group, end = end_token * head.group, rows = end - begin;
         const long stride = round_up(S, KEYS_PER_CHUNK) + WIDTH;
-        const typename HeadAttention<Format>::Rows memory = head.reserve(begin, end);
+        const typename HeadsAttention<Format>::Rows memory = head.reserve(begin, end);
         static thread_local Scratch scratch;
         float* const all = scratch.reserve(rows * stride);
         Multiplier<Format> multiply;
         head.copy_queries(memory);
         for (long chunk_begin = 0; chunk_begin < S; chunk_begin += KEYS_PER_CHUNK) {
-            const PackedChunk<Format> chunk(chunk_begin, head.D, memory.packed);
+            const PackedChunk<Format> chunk = {chunk_begin, 1, head.D, memory.packed};
             const long to = std::min(S, chunk_begin + KEYS_PER_CHUNK), lanes = head.num_lanes();
             chunk.pack_keys(head.keys, chunk_begin, to, head.zeros);
-            multiply({memory.queries, lanes, chunk.keys, WIDTH * lanes, rows,
+            multiply({memory.queries, lanes, chunk.memory, WIDTH * lanes, rows,
                       round_up(to - chunk_begin, Format::KEY_STEP) / WIDTH, lanes, all + chunk_begin, stride});
         }
         for (long row = begin; row < end; row++) write_row(row, all + (row - begin) * stride);
