@@ -14,98 +14,219 @@
 
 namespace {
 
-// Rows of a task that share packed keys and values: with more rows packing costs less, with fewer rows more threads can
-// help.
+// Rows of an item of work that share packed keys and values: with more rows packing costs less, with fewer rows more
+// threads can help.
 constexpr long ROWS_PER_ITEM = 144;
 
-// Several key heads are read at once, but only so many that their packed keys and values fit into the second-level cache
-// and that this number of items remains.
-constexpr long HEAD_DIMS_PER_ITEM = 256, MIN_ITEMS = 1;
+// Several key heads are read at once, but only so many that this number of items remains, and that packed keys and
+// values of several tokens fit into the second-level cache.
+constexpr long MIN_ITEMS = 6, HEAD_DIMS_PER_ITEM = 256;
+
+// The sums of a row over a chunk in memory: `values` (D), then the RowSums.
+constexpr long PARTIAL_PADDING = WIDTH;
 
 // Sequence s has the rows of q from cu_seqlens[s] up to cu_seqlens[s + 1], the first of them at position start[s].
 //
-// Args: q, keys, values, z, blocks (S, max_blocks), cu_seqlens (S + 1), start (S), S, max_blocks, block_size, H, Hkv,
-// D, window (or 0), scale, the strides of keys, of values and of q, softcap (or 0).
+// cu_seqlens has S + 1 numbers, `start` has S. With `partials`, each chunk of keys is an item of its own, and if a
+// sequence has several chunks, `attention_combine` must be called next: it writes z of this sequence.
+template <class Number>
+STRUCT(
+    AttentionArguments,
+    (const Number*, q),
+    (const Number*, keys),
+    (const Number*, values),
+    (Number*, z),
+    (const int64_t*, blocks),  // (S, max_blocks)
+    (const int64_t*, cu_seqlens),
+    (const int64_t*, start),
+    (float*, partials),  // or null: (N, H, max_chunks, D + PARTIAL_PADDING)
+    (long, num_sequences),
+    (long, max_blocks),
+    (long, block_size),
+    (long, max_chunks),
+    (long, H),
+    (long, Hkv),
+    (long, D),
+    (long, window),  // or 0
+    (long, q_stride),
+    (long, k_stride),
+    (long, v_stride),
+    (double, scale),
+    (double, softcap));  // or 0
+
+// The items of a call: for each sequence, its tokens in parts, its key heads in groups, and the chunks of keys one by one
+// if there are partials.
+template <class Format>
+struct Items {
+    using Number = typename Format::Number;
+    const AttentionArguments<Number>& args;
+    long group = args.H / args.Hkv, item_tokens = std::max(1L, ROWS_PER_ITEM / group);
+
+    long num_new(long s) const { return args.cu_seqlens[s + 1] - args.cu_seqlens[s]; }
+
+    // Where the chunks of a sequence begin and end. Without partials, all of them are one item.
+    long first_chunk(long s) const {
+        return round_down(args.window ? std::max(0L, args.start[s] - args.window + 1) : 0, KEYS_PER_CHUNK);
+    }
+    long end(long s) const { return args.start[s] + num_new(s); }
+    bool is_split(long s) const { return args.partials && end(s) - first_chunk(s) > KEYS_PER_CHUNK; }
+
+    // Calls visit(sequence, first token, end token, first key head, key heads, chunk) for the items of one task.
+    template <class Visit>
+    void visit(long task, long num_tasks, Visit visit_item) const {
+        long num_parts = 0, longest = 0;
+        for_each_part([&](long s, long, long, long) { num_parts++, longest = std::max(longest, num_new(s)); });
+        const bool is_packed = Format::USES_AMX || longest > 1;
+        const long max_heads = is_packed ? std::clamp(HEAD_DIMS_PER_ITEM / args.D, 1L, args.Hkv) : args.Hkv;
+        const long heads = std::clamp(num_parts * args.Hkv / MIN_ITEMS, 1L, max_heads);
+        const long num_items = num_parts * ((args.Hkv + heads - 1) / heads);
+        const long begin = num_items * task / num_tasks, end = num_items * (task + 1) / num_tasks;
+        long item = 0;
+        for_each_part([&](long s, long first_token, long end_token, long chunk) {
+            for (long head = 0; head < args.Hkv; head += heads, item++)
+                if (item >= begin && item < end)
+                    visit_item(s, first_token, end_token, head, std::min(heads, args.Hkv - head), chunk);
+        });
+    }
+
+   private:
+    template <class Visit>
+    void for_each_part(Visit visit_part) const {
+        for (long s = 0; s < args.num_sequences; s++) {
+            const long chunk_step = is_split(s) ? KEYS_PER_CHUNK : std::numeric_limits<long>::max() / 2;
+            for (long end_token = num_new(s); end_token > 0; end_token -= item_tokens)  // the longest items first
+                for (long chunk = first_chunk(s); chunk < end(s); chunk += chunk_step)
+                    visit_part(s, std::max(0L, end_token - item_tokens), end_token, chunk);
+        }
+    }
+};
+
 template <class Format, class Number = typename Format::Number>
-void attention(Args args, long task, long num_tasks) {
-    const Number *q = args.array<Number>(0), *keys = args.array<Number>(1), *values = args.array<Number>(2);
-    Number* z = args.array<Number>(3);
-    const int64_t *blocks = args.array<int64_t>(4), *cu_seqlens = args.array<int64_t>(5);
-    const int64_t* start = args.array<int64_t>(6);
-    const long num_sequences = args.integer(7), max_blocks = args.integer(8), block_size = args.integer(9);
-    const long H = args.integer(10), Hkv = args.integer(11), D = args.integer(12), window = args.integer(13);
-    const long q_stride = args.integer(17), group = H / Hkv;
-    const long item_tokens = std::max(1L, ROWS_PER_ITEM / group);
-    const auto num_new = [&](long s) { return cu_seqlens[s + 1] - cu_seqlens[s]; };
-    long num_parts = 0;  // of the sequences
-    for (long s = 0; s < num_sequences; s++) num_parts += (num_new(s) + item_tokens - 1) / item_tokens;
-    const long head_step = std::clamp(num_parts * Hkv / MIN_ITEMS, 1L, std::clamp(HEAD_DIMS_PER_ITEM / D, 1L, Hkv));
-    const long num_items = num_parts * ((Hkv + head_step - 1) / head_step);
+void attention(const AttentionArguments<Number>& args, long task, long num_tasks) {
     static thread_local Scratch scratch;
     static thread_local std::vector<Number> zeros;
-    if ((long)zeros.size() < Hkv * D) zeros.resize(Hkv * D);
-    long item = 0;
-    for (long s = 0; s < num_sequences; s++)
-        for (long end = num_new(s); end > 0; end -= item_tokens)  // the longest items first
-            for (long key_head = 0; key_head < Hkv; key_head += head_step, item++) {
-                if (item < num_items * task / num_tasks || item >= num_items * (task + 1) / num_tasks) continue;
-                const int64_t* const own_blocks = blocks + s * max_blocks;
-                const HeadsAttention<Format> heads = {
-                    {keys + key_head * D, own_blocks, block_size, args.integer(15)},
-                    {values + key_head * D, own_blocks, block_size, args.integer(16)},
-                    q + cu_seqlens[s] * q_stride + key_head * group * D, zeros.data(),
-                    z + (cu_seqlens[s] * H + key_head * group) * D,
-                    q_stride, H * D, start[s], std::min(head_step, Hkv - key_head), group, D, window,
-                    args.real(14), args.real(18), scratch,
-                };
-                heads.attend(std::max(0L, end - item_tokens) * group, end * group);
+    if ((long)zeros.size() < args.Hkv * args.D) zeros.resize(args.Hkv * args.D);
+    const Items<Format> items = {args};
+    const long H = args.H, D = args.D, group = items.group;
+    items.visit(task, num_tasks, [&](long s, long token, long end_token, long key_head, long num_heads, long chunk) {
+        const int64_t* const blocks = args.blocks + s * args.max_blocks;
+        const long row = args.cu_seqlens[s], head = key_head * group;
+        const HeadsAttention<Format> heads = {
+            {args.keys + key_head * D, blocks, args.block_size, args.k_stride},
+            {args.values + key_head * D, blocks, args.block_size, args.v_stride},
+            args.q + row * args.q_stride + head * D, zeros.data(), args.z + (row * H + head) * D, args.q_stride, H * D,
+            args.start[s], num_heads, group, D, args.window, (float)args.scale, (float)args.softcap, scratch,
+        };
+        if (!items.is_split(s)) return heads.attend(token * group, end_token * group);
+        if (chunk >= heads.end_visible(end_token * group - 1) || chunk + KEYS_PER_CHUNK <= heads.first_visible(token * group))
+            return;
+        const long chunk_index = (chunk - items.first_chunk(s)) / KEYS_PER_CHUNK, size = D + PARTIAL_PADDING;
+        heads.attend_chunk(
+            token * group, end_token * group, chunk,
+            [&](long item_head, long item_row, const RowSums& sums, const float* values) {
+                const long partial_row = (row + item_row / group) * H + head + item_head * group + item_row % group;
+                float* const partial = args.partials + (partial_row * args.max_chunks + chunk_index) * size;
+                std::copy(values, values + D, partial);
+                *(RowSums*)(partial + D) = sums;
+            });
+    });
+}
+
+// Combines the sums over the chunks, in order, to z.
+template <class Format, class Number = typename Format::Number>
+void attention_combine(const AttentionArguments<Number>& args, long task, long num_tasks) {
+    static thread_local Scratch scratch;
+    const Items<Format> items = {args};
+    const long H = args.H, D = args.D, size = D + PARTIAL_PADDING;
+    float* const totals = scratch.reserve(D);
+    for (long s = 0; s < args.num_sequences; s++) {
+        if (!items.is_split(s)) continue;
+        const long num_rows = items.num_new(s) * H, first_row = args.cu_seqlens[s] * H;
+        for (long i = num_rows * task / num_tasks; i < num_rows * (task + 1) / num_tasks; i++) {
+            const long position = args.start[s] + i / H;
+            const long first = args.window ? std::max(0L, position - args.window + 1) : 0;
+            const float* const partials = args.partials + (first_row + i) * args.max_chunks * size;
+            RowSums sums;
+            std::fill(totals, totals + D, 0.0f);
+            for (long chunk = round_down(first, KEYS_PER_CHUNK); chunk <= position; chunk += KEYS_PER_CHUNK) {
+                const float* const partial = partials + (chunk - items.first_chunk(s)) / KEYS_PER_CHUNK * size;
+                combine<Format>(sums, totals, *(const RowSums*)(partial + D), partial, D);
             }
+            Number* const to = args.z + (first_row + i) * D;
+            for (long d = 0; d < D; d += WIDTH) store(to + d, load(totals + d) / broadcast(sums.total));
+        }
+    }
 }
 
 // The scores, the masked scores and the pattern, each (H, N, S), of one sequence with N new tokens, the first of them
 // at position `start`, and S keys.
 //
-// Args: q (N, H, D), keys (S, Hkv, D), blocks (a single 0), scores, masked scores, pattern, N, start, S, H, Hkv, D,
-// window (or 0), scale, the strides of q and of keys, softcap (or 0).
+// The keys are one block, whose index is `block`: a single 0.
+template <class Number>
+STRUCT(
+    AttentionScoresArguments,
+    (const Number*, q),     // (N, H, D)
+    (const Number*, keys),  // (S, Hkv, D)
+    (const int64_t*, block),
+    (Number*, scores),
+    (Number*, masked),
+    (Number*, pattern),
+    (long, N),
+    (long, start),
+    (long, S),
+    (long, H),
+    (long, Hkv),
+    (long, D),
+    (long, window),  // or 0
+    (long, q_stride),
+    (long, k_stride),
+    (double, scale),
+    (double, softcap));  // or 0
+
 template <class Format, class Number = typename Format::Number>
-void attention_scores(Args args, long task, long num_tasks) {
-    const Number *q = args.array<Number>(0), *keys = args.array<Number>(1);
-    const long N = args.integer(6), start = args.integer(7), S = args.integer(8), H = args.integer(9);
-    const long Hkv = args.integer(10), D = args.integer(11), q_stride = args.integer(14), k_stride = args.integer(15);
+void attention_scores(const AttentionScoresArguments<Number>& args, long task, long num_tasks) {
     constexpr long ROWS = 32;
-    const long group = H / Hkv, item_tokens = std::max(1L, ROWS / group);
-    const long num_items = (N + item_tokens - 1) / item_tokens;  // of one key head
+    const long N = args.N, S = args.S, D = args.D, group = args.H / args.Hkv, item_tokens = std::max(1L, ROWS / group);
+    const long num_parts = (N + item_tokens - 1) / item_tokens, num_items = args.Hkv * num_parts;
     static thread_local Scratch scratch;
     static thread_local std::vector<Number> zeros;
     if ((long)zeros.size() < D) zeros.resize(D);
-    for (long item = Hkv * num_items * task / num_tasks; item < Hkv * num_items * (task + 1) / num_tasks; item++) {
-        const long key_head = item / num_items, begin = item % num_items * item_tokens, offset = key_head * group * N * S;
-        const CacheRows<Number> rows = {keys + key_head * D, args.array<int64_t>(2), S, k_stride};
+    for (long item = num_items * task / num_tasks; item < num_items * (task + 1) / num_tasks; item++) {
+        const long key_head = item / num_parts, token = item % num_parts * item_tokens;
+        const CacheRows<Number> rows = {args.keys + key_head * D, args.block, S, args.k_stride};
         const HeadsAttention<Format> head = {
-            rows, rows, q + key_head * group * D, zeros.data(), nullptr, q_stride, 0, start, 1, group, D,
-            args.integer(12), args.real(13), args.real(16), scratch,
+            rows, rows, args.q + key_head * group * D, zeros.data(), nullptr, args.q_stride, 0, args.start, 1, group, D,
+            args.window, (float)args.scale, (float)args.softcap, scratch,
         };
+        const long offset = key_head * group * N * S;
         const HeadScores<Format> outputs = {
-            head, N, S, args.array<Number>(3) + offset, args.array<Number>(4) + offset,
-            args.array<Number>(5) + offset,
-        };
-        outputs.write(begin, std::min(begin + item_tokens, N));
+            head, N, S, args.scores + offset, args.masked + offset, args.pattern + offset};
+        outputs.write(token, std::min(token + item_tokens, N));
     }
 }
 
 bool uses_matrix_unit(long D) { return D % (2 * WIDTH) == 0 && is_amx_allowed(); }
 
+void attention_bfloat16_by_best_unit(const AttentionArguments<BFloat16>& args, long task, long num_tasks) {
+    uses_matrix_unit(args.D) ? attention<MatrixUnitPairs>(args, task, num_tasks)
+                             : attention<NumberPairs>(args, task, num_tasks);
+}
+
+void attention_scores_bfloat16_by_best_unit(
+    const AttentionScoresArguments<BFloat16>& args, long task, long num_tasks) {
+    uses_matrix_unit(args.D) ? attention_scores<MatrixUnitPairs>(args, task, num_tasks)
+                             : attention_scores<NumberPairs>(args, task, num_tasks);
+}
+
 }  // namespace
 
-KERNEL(attention_scores_float32) { attention_scores<SingleNumbers<float>>(args, task, num_tasks); }
-KERNEL(attention_float32) { attention<SingleNumbers<float>>(args, task, num_tasks); }
+EXPORT_CONSTANT(WIDTH)
+EXPORT_CONSTANT(KEYS_PER_CHUNK)
+EXPORT_CONSTANT(PARTIAL_PADDING)
 
-KERNEL(attention_scores_bfloat16) {
-    uses_matrix_unit(args.integer(11)) ? attention_scores<MatrixUnitPairs>(args, task, num_tasks)
-                                       : attention_scores<NumberPairs>(args, task, num_tasks);
-}
-
-KERNEL(attention_bfloat16) {
-    uses_matrix_unit(args.integer(12)) ? attention<MatrixUnitPairs>(args, task, num_tasks)
-                                       : attention<NumberPairs>(args, task, num_tasks);
-}
+KERNEL(attention_float32, attention<SingleNumbers<float>>)
+KERNEL(attention_bfloat16, attention_bfloat16_by_best_unit)
+KERNEL(attention_combine_float32, attention_combine<SingleNumbers<float>>)
+KERNEL(attention_combine_bfloat16, attention_combine<NumberPairs>)
+KERNEL(attention_scores_float32, attention_scores<SingleNumbers<float>>)
+KERNEL(attention_scores_bfloat16, attention_scores_bfloat16_by_best_unit)

@@ -52,7 +52,6 @@ struct PackedChunk {
     // Packs the keys of the positions [from, to). `from` is a multiple of STEP.
     void pack_keys(const CacheRows<Number>& cache, long from, long to, const Number* zeros) const {
         const long lanes = num_lanes(), size = D, heads = num_heads;
-        cache.touch(from, to, heads * size);
         for (long position = from; position < round_up(to, STEP); position += WIDTH) {
             const Number* rows[WIDTH];
             cache.find(position, to, zeros, rows);
@@ -71,16 +70,18 @@ struct PackedChunk {
     // Packs the values of the positions [from, to), and zeros before `from`, back to a multiple of STEP.
     void pack_values(const CacheRows<Number>& cache, long from, long to, const Number* zeros) const {
         const long size = D, heads = num_heads;
-        cache.touch(from, to, heads * size);
         for (long position = round_down(from, STEP); position < round_up(to, STEP); position += WIDTH) {
             const Number* rows[WIDTH];
             cache.find(position, to, zeros, rows);
             for (long i = 0; i < from - position && i < WIDTH; i++) rows[i] = zeros;
             for (long head = 0; head < heads; head++)
                 for (long i = 0; i < WIDTH; i += DEPTH) {
-                    const Number* pair[DEPTH];
-                    for (long j = 0; j < DEPTH; j++) pair[j] = rows[i + j] + head * size;
-                    Format::pack_values(pair, size, value_line(head, position + i), VALUE_STRIDE);
+                    const Number* lane_rows[DEPTH];
+                    for (long j = 0; j < DEPTH; j++) lane_rows[j] = rows[i + j] + head * size;
+                    float* const line = value_line(head, position + i);
+                    long d = 0;
+                    for (; d + 2 * WIDTH <= size; d += 2 * WIDTH) pack_values<2>(lane_rows, d, line);
+                    for (; d < size; d += WIDTH) pack_values<1>(lane_rows, d, line);
                 }
         }
     }
@@ -96,5 +97,13 @@ struct PackedChunk {
                 if (count_lanes(is_nan(difference))) return false;
             }
         return true;
+    }
+
+   private:
+    template <int tiles>
+    static void pack_values(const Number* const* rows, long d, float* line) {
+        Floats vectors[tiles];
+        Format::template load_values<tiles>(rows, d, vectors);
+        for (int tile = 0; tile < tiles; tile++) store(line + (d / WIDTH + tile) * VALUE_STRIDE, vectors[tile]);
     }
 };

@@ -55,9 +55,10 @@ struct SingleNumbers : std::conditional_t<std::is_same_v<NumberInCache, float>, 
 
     static Floats multiply(Floats sum, Floats x, Floats w) { return fma(x, w, sum); }
     static Floats load_lanes(const Number* from, long) { return load(from); }
-    // Packs `size` dims of the value of one key: [dim / 16][stride].
-    static void pack_values(const Number* const* rows, long size, float* to, long stride) {
-        for (long d = 0; d < size; d += WIDTH) store(to + d / WIDTH * stride, load(rows[0] + d));
+    // The values of one key in `tiles` times 16 dims from d on.
+    template <int tiles>
+    static void load_values(const Number* const* rows, long d, Floats (&vectors)[tiles]) {
+        UNROLL for (int tile = 0; tile < tiles; tile++) vectors[tile] = load(rows[0] + d + tile * WIDTH);
     }
 };
 
@@ -73,16 +74,17 @@ struct NumberPairs : CoarseWeights {
     static Floats load_lanes(const BFloat16* from, long count) {  // `count` numbers are left in the row
         return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(count < 2 * WIDTH ? 0xffff : 0xffffffff, from));
     }
-    // Interleaves `size` dims of the values of two keys: [dim / 16][stride].
-    static void pack_values(const BFloat16* const* rows, long size, float* to, long stride) {
+    // The values of two keys in `tiles` times 16 dims from d on, interleaved.
+    template <int tiles>
+    static void load_values(const BFloat16* const* rows, long d, Floats (&vectors)[tiles]) {
         const __m512i lower = (__m512i)((lane_indices() | lane_indices() << 16) + broadcast_integer(0x200000));
         const __m512i upper = _mm512_add_epi16(lower, _mm512_set1_epi16(WIDTH));
-        for (long d = 0; d < size; d += 2 * WIDTH) {
-            const __m512i even = _mm512_castps_si512(load_lanes(rows[0] + d, size - d));
-            const __m512i odd = _mm512_castps_si512(load_lanes(rows[1] + d, size - d));
-            float* const tile = to + d / WIDTH * stride;
-            store(tile, _mm512_castsi512_ps(_mm512_permutex2var_epi16(even, lower, odd)));
-            if (d + WIDTH < size) store(tile + stride, _mm512_castsi512_ps(_mm512_permutex2var_epi16(even, upper, odd)));
+        UNROLL for (int tile = 0; tile < tiles; tile += 2) {
+            const long first = d + tile * WIDTH, count = (tiles - tile) * WIDTH;
+            const __m512i even = _mm512_castps_si512(load_lanes(rows[0] + first, count));
+            const __m512i odd = _mm512_castps_si512(load_lanes(rows[1] + first, count));
+            vectors[tile] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(even, lower, odd));
+            if (tile + 1 < tiles) vectors[tile + 1] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(even, upper, odd));
         }
     }
 };
@@ -137,8 +139,6 @@ void multiply_rows(const Panel& panel, long row, long num_rows) {
 // Multiplies panels of one format. Holds the matrix unit's configuration from product to product.
 template <class Format>
 struct Multiplier {
-    static constexpr long MAX_ROWS = std::numeric_limits<long>::max();
-
     void operator()(const Panel& panel) {
         for (long row = 0; row < panel.rows; row += PANEL_ROWS)
             multiply_rows<Format>(panel, row, std::min<long>(panel.rows - row, PANEL_ROWS));

@@ -2,10 +2,16 @@
 //
 // A row is one new token in one query head. The rows of a key head are ordered by token, then query head. The keys are
 // read in chunks (attention_chunk.h); each chunk is packed once for all rows of an item of work. Blocks of rows are
-// multiplied by the keys they see, the scores become weights, and the weights are multiplied by the values.
+// multiplied by the keys they see, the scores become weights, and the weights are multiplied by the values. For a single
+// new token, packing whole chunks would cost more than it saves: keys are packed a few at a time, and values are read
+// where they lie. The order of the sums is the same.
 
 #pragma once
 
+#include <iterator>
+#include <numeric>
+
+#include "attention_in_place.h"
 #include "attention_softmax.h"
 
 template <class Format>
@@ -33,24 +39,31 @@ struct HeadsAttention {
     long end_visible(long row) const { return start + token(row) + 1; }
 
     // The rows [begin, end) of all heads, and memory for them: queries (heads, rows, lanes); the sums over all chunks so
-    // far, with values (heads, rows, D); scores (a block of rows, SCORE_STRIDE); values of a chunk (a block of rows, D).
+    // far, with values (heads, rows, D); of a block of rows the scores (rows, SCORE_STRIDE), and the sums over a chunk
+    // with values (rows, D).
     struct Rows {
         long begin, end;
         float *queries, *values, *scores, *chunk_values, *packed;
-        RowSums* sums;
+        RowSums *sums, *chunk_sums;
 
         long index(long head, long row) const { return head * (end - begin) + row - begin; }
     };
 
+    // A single token is one block, with the rows of all heads.
+    bool reads_in_place(long begin, long end) const { return !Format::USES_AMX && end - begin == group; }
+
     Rows reserve(long begin, long end) const {
-        const long num_rows = num_heads * (end - begin), block = BLOCK_ROWS * (SCORE_STRIDE + D);
-        const long sums_size = round_up(num_rows * (sizeof(RowSums) / sizeof(float)), WIDTH);
-        const long queries_size = round_up(num_rows * num_lanes() + WIDTH, WIDTH);
-        const long size = queries_size + sums_size + num_rows * D + block;
-        float* const memory = scratch.reserve(size + num_heads * PackedChunk<Format>::head_size(D));
-        float *const row_values = memory + queries_size + sums_size, *const scores = row_values + num_rows * D;
-        return {begin, end, memory, row_values, scores, scores + BLOCK_ROWS * SCORE_STRIDE, memory + size,
-                (RowSums*)(memory + queries_size)};
+        const long num_rows = num_heads * (end - begin);
+        const long block = reads_in_place(begin, end) ? std::max(num_rows, BLOCK_ROWS) : BLOCK_ROWS;
+        const auto sums_size = [](long rows) { return round_up(rows * sizeof(RowSums) / sizeof(float), WIDTH); };
+        const long sizes[] = {
+            round_up(num_rows * num_lanes() + WIDTH, WIDTH), num_rows * D, block * SCORE_STRIDE, block * D,
+            num_heads * PackedChunk<Format>::head_size(D), sums_size(num_rows), sums_size(block),
+        };
+        float* parts[std::size(sizes)];
+        float* memory = scratch.reserve(std::accumulate(std::begin(sizes), std::end(sizes), 0L));
+        for (size_t i = 0; i < std::size(sizes); memory += sizes[i++]) parts[i] = memory;
+        return {begin, end, parts[0], parts[1], parts[2], parts[3], parts[4], (RowSums*)parts[5], (RowSums*)parts[6]};
     }
 
     void copy_queries(const Rows& rows) const {
@@ -64,6 +77,9 @@ struct HeadsAttention {
             }
     }
 
+    // The first chunk that a row sees.
+    long first_chunk(long row) const { return round_down(first_visible(row), KEYS_PER_CHUNK); }
+
     // Computes z of the rows [begin, end).
     void attend(long begin, long end) const {
         const Rows rows = reserve(begin, end);
@@ -76,14 +92,22 @@ struct HeadsAttention {
             const long index = rows.index(head, row);
             combine<Format>(rows.sums[index], rows.values + index * D, sums, chunk_values, D);
         };
-        const long first = round_down(first_visible(begin), KEYS_PER_CHUNK);
-        for (long chunk = first; chunk < end_visible(end - 1); chunk += KEYS_PER_CHUNK)
+        for (long chunk = first_chunk(begin); chunk < end_visible(end - 1); chunk += KEYS_PER_CHUNK)
             visit_chunk(rows, chunk, multiply, add);
         for (long head = 0; head < num_heads; head++)
             for (long row = begin; row < end; row++) {
                 const long index = rows.index(head, row);
                 finish(head, row, rows.sums[index], rows.values + index * D);
             }
+    }
+
+    // Passes the sums of the rows [begin, end) over one chunk to `take`.
+    template <class Take>
+    void attend_chunk(long begin, long end, long chunk, Take take) const {
+        const Rows rows = reserve(begin, end);
+        Multiplier<Format> multiply;
+        copy_queries(rows);
+        visit_chunk(rows, chunk, multiply, take);
     }
 
     // Writes z of a row from its sums over all keys.
@@ -95,10 +119,13 @@ struct HeadsAttention {
     // Passes the sums of each row over one chunk to `take`.
     template <class Take>
     void visit_chunk(const Rows& rows, long chunk_begin, Multiplier<Format>& multiply, Take take) const {
-        const PackedChunk<Format> chunk = {chunk_begin, num_heads, D, rows.packed};
         const long from = std::max(chunk_begin, round_down(first_visible(rows.begin), STEP));
         const long to = std::min(chunk_begin + KEYS_PER_CHUNK, end_visible(rows.end - 1));
+        if (reads_in_place(rows.begin, rows.end)) return visit_in_place(rows, from, to, multiply, take);
+        const PackedChunk<Format> chunk = {chunk_begin, num_heads, D, rows.packed};
+        keys.touch(from, to, num_heads * D);
         chunk.pack_keys(keys, from, to, zeros);
+        values.touch(from, to, num_heads * D);
         chunk.pack_values(values, from, to, zeros);
         for (long head = 0; head < num_heads; head++)
             for (long row = rows.begin; row < rows.end; row += BLOCK_ROWS) {
@@ -109,6 +136,45 @@ struct HeadsAttention {
             }
     }
 
+    // Passes the sums of the rows of a single token over the positions [from, to) of a chunk to `take`.
+    template <class Take>
+    void visit_in_place(const Rows& rows, long from, long to, Multiplier<Format>& multiply, Take take) const {
+        const long first = first_visible(rows.begin), count = round_up(to - from, STEP), num_rows = num_heads * group;
+        for (long begin = from; begin < to; begin += KEYS_IN_PLACE)
+            multiply_keys(rows, begin, std::min(begin + KEYS_IN_PLACE, to), rows.scores + begin - from, multiply);
+        if (cap != 0) cap_scores(rows.scores, num_rows, count);
+        for (long i = 0; i < num_rows; i++)
+            rows.chunk_sums[i] = compute_weights<Format>(
+                rows.scores + i * SCORE_STRIDE, first - from, to - from, count, score_factor());
+        std::fill(rows.chunk_values, rows.chunk_values + num_rows * D, 0.0f);
+        for (long begin = from; begin < to; begin += KEYS_IN_PLACE) {
+            values.touch(begin, std::min(begin + KEYS_IN_PLACE, to), num_heads * D);
+            const VisibleValues<Number> visible(values, begin, first, to, zeros);
+            for (long head = 0; head < num_heads; head++)
+                add_head_in_place<Format>(
+                    visible, head * D, rows.scores + head * group * SCORE_STRIDE + (begin - from) / DEPTH,
+                    SCORE_STRIDE, rows.chunk_values + head * group * D, D, group);
+        }
+        for (long i = 0; i < num_rows; i++)
+            take(i / group, rows.begin + i % group, rows.chunk_sums[i], rows.chunk_values + i * D);
+    }
+
+    // Multiplies the queries of all heads by the keys of the positions [begin, end) -> scores (rows, SCORE_STRIDE).
+    void multiply_keys(const Rows& rows, long begin, long end, float* scores, Multiplier<Format>& multiply) const {
+        keys.touch(begin, end, num_heads * D);
+        const PackedChunk<Format> packed = {begin, 1, D, rows.packed};
+        CacheRows<Number> head_keys = keys;
+        for (long head = 0; head < num_heads; head++, head_keys.pool += D) {
+            packed.pack_keys(head_keys, begin, end, zeros);
+            multiply({rows.queries + head * group * num_lanes(), num_lanes(), packed.memory, WIDTH * num_lanes(), group,
+                      round_up(end - begin, STEP) / WIDTH, num_lanes(), scores + head * group * SCORE_STRIDE,
+                      SCORE_STRIDE});
+        }
+    }
+
+    // Scores times this factor are the exponents of weights.
+    float score_factor() const { return (cap != 0 ? 1.0f : scale) * Format::LOG_BASE; }
+
     // Passes the sums of the rows [row, end_row) over the positions [begin, end) of a chunk to `take`.
     template <class Take>
     void visit_block(
@@ -118,11 +184,10 @@ struct HeadsAttention {
         multiply({rows.queries + rows.index(head, row) * num_lanes(), num_lanes(), chunk.key_tile(head, begin),
                   WIDTH * num_lanes(), num_rows, count / WIDTH, num_lanes(), rows.scores, SCORE_STRIDE});
         if (cap != 0) cap_scores(rows.scores, num_rows, count);
-        RowSums sums[BLOCK_ROWS];
         for (long i = 0; i < num_rows; i++)
-            sums[i] = compute_weights<Format>(
+            rows.chunk_sums[i] = compute_weights<Format>(
                 rows.scores + i * SCORE_STRIDE, first_visible(row + i) - begin, end_visible(row + i) - begin, count,
-                (cap != 0 ? 1.0f : scale) * Format::LOG_BASE);
+                score_factor());
         // Weights of 0 hide the values that a row does not see, unless these are infinite or NaN.
         const bool see_all = first_visible(end_row - 1) <= begin && end <= end_visible(row);
         if (see_all || chunk.has_finite_values(head, begin, begin + count))
@@ -132,7 +197,7 @@ struct HeadsAttention {
                 multiply_visible_values(
                     rows.scores + i * SCORE_STRIDE, head, begin, std::max(begin, first_visible(row + i)),
                     std::min(end, end_visible(row + i)), rows.chunk_values + i * D, multiply);
-        for (long i = 0; i < num_rows; i++) take(head, row + i, sums[i], rows.chunk_values + i * D);
+        for (long i = 0; i < num_rows; i++) take(head, row + i, rows.chunk_sums[i], rows.chunk_values + i * D);
     }
 
     // Multiplies the weights of some rows by the values of `count` positions from `begin` on.
