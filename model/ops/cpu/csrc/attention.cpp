@@ -18,9 +18,9 @@ namespace {
 // threads can help.
 constexpr long ROWS_PER_ITEM = 144;
 
-// Several key heads are read at once, but only so many that this number of items remains, and that packed keys and
-// values of several tokens fit into the second-level cache.
-constexpr long MIN_ITEMS = 6, HEAD_DIMS_PER_ITEM = 256;
+// Several key heads are read at once, but only so many that a number of items remains, and that the packed keys and
+// values of several tokens fit into the second-level cache. Reading takes most of the time for single tokens only.
+constexpr long MIN_ITEMS = 6, MIN_PACKED_ITEMS = 32, HEAD_DIMS_PER_ITEM = 256;
 
 // The sums of a row over a chunk in memory: `values` (D), then the RowSums.
 constexpr long PARTIAL_PADDING = WIDTH;
@@ -78,7 +78,8 @@ struct Items {
         for_each_part([&](long s, long, long, long) { num_parts++, longest = std::max(longest, num_new(s)); });
         const bool is_packed = Format::USES_AMX || longest > 1;
         const long max_heads = is_packed ? std::clamp(HEAD_DIMS_PER_ITEM / args.D, 1L, args.Hkv) : args.Hkv;
-        const long heads = std::clamp(num_parts * args.Hkv / MIN_ITEMS, 1L, max_heads);
+        const long min_items = is_packed ? MIN_PACKED_ITEMS : MIN_ITEMS;
+        const long heads = std::clamp(num_parts * args.Hkv / min_items, 1L, max_heads);
         const long num_items = num_parts * ((args.Hkv + heads - 1) / heads);
         const long begin = num_items * task / num_tasks, end = num_items * (task + 1) / num_tasks;
         long item = 0;

@@ -18,7 +18,7 @@ template <class Format>
 struct HeadsAttention {
     using Number = typename Format::Number;
     static constexpr long DEPTH = Format::DEPTH, STEP = Format::KEY_STEP;
-    static constexpr long BLOCK_ROWS = Format::USES_AMX ? 2 * WIDTH : 2 * PANEL_ROWS;
+    static constexpr long BLOCK_ROWS = Format::USES_AMX ? 2 * WIDTH : 4 * PANEL_ROWS;
     static constexpr long SCORE_STRIDE = KEYS_PER_CHUNK + WIDTH;  // no power of two, which would crowd the cache's sets
 
     CacheRows<Number> keys, values;  // from the first key head on

@@ -20,7 +20,7 @@ struct CacheRows {
     // Sets `rows` to the rows of the positions [begin, begin + count). Those from `end` on are `missing`.
     template <int count>
     void find(long begin, long end, const Number* missing, const Number* (&rows)[count]) const {
-        if (block_size % count == 0 && begin % count == 0 && begin + count <= end) {
+        if (begin % block_size + count <= block_size && begin + count <= end) {
             const Number* const first = (*this)[begin];
             for (int i = 0; i < count; i++) rows[i] = first + i * stride;
         } else {
