@@ -1,0 +1,117 @@
+"""Pack weights in groups of 32 inputs into the layout of `csrc/weight_formats.h`, and unpack them again."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.ops.cpu import large_memory
+from model.ops.weight_formats import GROUP, SUPERGROUP, GroupedWeight, WeightFormat
+
+TILE = 16  # outputs of a tile: WIDTH in simd.h
+VECTORS = GROUP // 4  # of a group: as VECTORS_PER_GROUP in weight_formats.h
+
+
+@dataclass(frozen=True)
+class PackedGroups:
+    """A packed weight (N, K) = `shape`: `integers` (tiles, bytes) and `scales` (tiles, bytes), both uint8."""
+
+    shape: tuple[int, int]
+    format: WeightFormat
+    integers: Tensor
+    scales: Tensor
+
+
+def empty_groups(shape: tuple[int, int], format: WeightFormat) -> PackedGroups:
+    """Memory for a packed weight of this shape."""
+    num_tiles, num_units = -(-shape[0] // TILE), shape[1] // format.inputs_per_unit
+    integers = large_memory.empty((num_tiles, shape[1] * TILE * format.bits // 8), torch.uint8)
+    scale_bytes = {"group": 2, "minimum": 4, "bytes": 4 + 2 * SUPERGROUP, "halves": 2 + 2 * SUPERGROUP}
+    scales = large_memory.empty((num_tiles, num_units * TILE * scale_bytes[format.scale_kind]), torch.uint8)
+    return PackedGroups(shape, format, integers, scales)
+
+
+def pack_groups(weight: GroupedWeight, packed: PackedGroups, first_row: int = 0) -> None:
+    """Pack rows into `packed`, from its row `first_row` on, the first one of a tile. The last tile is padded."""
+    assert first_row % TILE == 0
+    first = first_row // TILE
+    num_tiles = -(-len(weight.integers) // TILE)
+    packed.integers[first : first + num_tiles] = _pack_integers(weight.integers, weight.format.bits)
+    packed.scales[first : first + num_tiles] = _pack_scales(weight)
+
+
+def unpack_groups(packed: PackedGroups) -> GroupedWeight:
+    """The rows of a packed weight, as they were before `pack_groups`."""
+    num_rows, format = packed.shape[0], packed.format
+    integers = _unpack_integers(packed.integers, format.bits)[:num_rows]
+    num_tiles = len(packed.scales)
+    if format.scale_kind == "group":
+        scales = packed.scales.view(torch.float16).view(num_tiles, -1, TILE).transpose(1, 2)
+        return GroupedWeight(format, integers, scales.flatten(0, 1)[:num_rows].contiguous())
+    if format.scale_kind == "minimum":
+        both = packed.scales.view(torch.float16).view(num_tiles, -1, 2, TILE).permute(0, 3, 1, 2)
+        return GroupedWeight(format, integers, both.flatten(0, 1)[:num_rows].contiguous())
+    num_factors = 2 if format.scale_kind == "bytes" else 1
+    units = packed.scales.view(num_tiles, packed.shape[1] // format.inputs_per_unit, -1)
+    split = num_factors * TILE * 2
+    factors = units[:, :, :split].contiguous().view(torch.float16)
+    factors = factors.view(num_tiles, -1, num_factors, TILE).permute(0, 3, 1, 2).flatten(0, 1)[:num_rows]
+    scales = units[:, :, split:].reshape(num_tiles, -1, 2, TILE).permute(0, 3, 1, 2).flatten(0, 1)[:num_rows]
+    if format.scale_kind == "halves":
+        scales = scales.contiguous().view(torch.int8)
+    return GroupedWeight(format, integers, scales.contiguous(), factors.contiguous())
+
+
+def _pack_integers(integers: Tensor, bits: int) -> Tensor:
+    """(N, K) uint8 -> (tiles, bytes)."""
+    padded = F.pad(integers, (0, 0, 0, -len(integers) % TILE))
+    groups = padded.view(-1, TILE, padded.shape[1] // GROUP, VECTORS, 4).permute(0, 2, 3, 1, 4)
+    groups = groups.reshape(len(padded) // TILE, -1, VECTORS, TILE * 4)
+    if bits == 8:
+        return groups.flatten(1)
+    low = groups & 15
+    parts = [low[:, :, 0::2] | low[:, :, 1::2] << 4]
+    width = bits - 4  # bits above the lowest four
+    if width:
+        in_byte = VECTORS * width // 8  # bytes that hold the upper bits of all vectors
+        upper = (groups >> 4).view(len(groups), -1, in_byte, VECTORS // in_byte, TILE * 4)
+        shifts = torch.arange(VECTORS // in_byte, dtype=torch.uint8)[:, None] * width
+        parts.append((upper << shifts).sum(3, dtype=torch.uint8))
+    return torch.cat(parts, dim=2).flatten(1)
+
+
+def _unpack_integers(tiles: Tensor, bits: int) -> Tensor:
+    """(tiles, bytes) -> (16 tiles, K) uint8."""
+    num_tiles = len(tiles)
+    vectors = tiles.view(num_tiles, -1, bits, TILE * 4)  # (tiles, groups, lines of 64 bytes, 64)
+    if bits == 8:
+        integers = vectors
+    else:
+        low = vectors[:, :, :4]
+        integers = torch.stack((low & 15, low >> 4), dim=3).view(num_tiles, -1, VECTORS, TILE * 4)
+        width = bits - 4
+        if width:
+            shifts = torch.arange(8 // width, dtype=torch.uint8)[:, None] * width
+            upper = (vectors[:, :, 4:, None] >> shifts) & (1 << width) - 1
+            integers = integers | upper.view(num_tiles, -1, VECTORS, TILE * 4) << 4
+    by_row = integers.view(num_tiles, -1, VECTORS, TILE, 4).permute(0, 3, 1, 2, 4)
+    return by_row.reshape(num_tiles * TILE, -1)
+
+
+def _pack_scales(weight: GroupedWeight) -> Tensor:
+    """(tiles, bytes)"""
+    scales = _tiles(weight.scales)
+    if weight.factors is None:
+        return scales.flatten(1).view(torch.uint8)
+    factors = _tiles(weight.factors).flatten(2).view(torch.uint8)  # (tiles, supergroups, bytes)
+    scales = scales.view(len(scales), factors.shape[1], -1).view(torch.uint8)
+    return torch.cat((factors, scales), dim=2).flatten(1)
+
+
+def _tiles(numbers: Tensor) -> Tensor:
+    """(N, n) or (N, n, m) -> (tiles, n, 16) or (tiles, n, m, 16), contiguous. The last tile is padded with zeros."""
+    columns = numbers.flatten(1)
+    padded = F.pad(columns, (0, 0, 0, -len(columns) % TILE))
+    tiles = padded.view(-1, TILE, padded.shape[1]).transpose(1, 2).contiguous()
+    return tiles.view(len(tiles), *numbers.shape[1:], TILE)
