@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Quantization = Literal["none", "int8", "int4"]
+Quantization = Literal["stored", "none", "int8", "int4"]
 GROUP = 32  # inputs that share a scale in int4: as in quantized_linear.cpp
 # Candidate scales of a group, as factors of m / -8, where m is its number of largest magnitude.
 SCALE_FACTORS = (0.76, 0.84, 0.92, 1.0, 1.12)
@@ -99,7 +99,7 @@ def bits_of(name: str, num_inputs: int, quantization: Quantization) -> int | Non
         return None  # it has few weights, and a small error can choose other experts
     if quantization == "int4" and name != "head" and num_inputs % GROUP == 0:
         return 4
-    if quantization != "none" and num_inputs % INPUTS_PER_STEP == 0:
+    if quantization in ("int8", "int4") and num_inputs % INPUTS_PER_STEP == 0:
         return 8
     return None
 

@@ -1,5 +1,6 @@
 """Pack weights in groups of 32 inputs into the layout of `csrc/weight_formats.h`, and unpack them again."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.ops.cpu import large_memory
+from model.ops.stacked_groups import GroupedRows, StackedGroups, row_bounds
 from model.ops.weight_formats import GROUP, SUPERGROUP, GroupedWeight, WeightFormat
 
 TILE = 16  # outputs of a tile: WIDTH in simd.h
@@ -39,6 +41,29 @@ def pack_groups(weight: GroupedWeight, packed: PackedGroups, first_row: int = 0)
     num_tiles = -(-len(weight.integers) // TILE)
     packed.integers[first : first + num_tiles] = _pack_integers(weight.integers, weight.format.bits)
     packed.scales[first : first + num_tiles] = _pack_scales(weight)
+
+
+def pack_stored(weight: StackedGroups) -> list[PackedGroups]:
+    """Pack a stored weight, a few rows at a time: one packed weight for each run of parts with the same format."""
+    packed = []
+    for run in weight.by_format():
+        sizes = [part.shape[0] for part in run]
+        if any(size % TILE for size in sizes[:-1]):  # a tile would have rows of two parts
+            packed += [_pack_parts([part]) for part in run]
+        else:
+            packed.append(_pack_parts(run))
+    return packed
+
+
+def _pack_parts(parts: Sequence[GroupedRows]) -> PackedGroups:
+    num_inputs = parts[0].shape[1]
+    packed = empty_groups((sum(part.shape[0] for part in parts), num_inputs), parts[0].format)
+    first_row = 0
+    for part in parts:
+        for start, stop in row_bounds(part.shape, TILE):
+            pack_groups(part.read(start, stop), packed, first_row + start)
+        first_row += part.shape[0]
+    return packed
 
 
 def unpack_groups(packed: PackedGroups) -> GroupedWeight:
@@ -76,7 +101,7 @@ def _pack_integers(integers: Tensor, bits: int) -> Tensor:
     if width:
         in_byte = VECTORS * width // 8  # bytes that hold the upper bits of all vectors
         upper = (groups >> 4).view(len(groups), -1, in_byte, VECTORS // in_byte, TILE * 4)
-        shifts = torch.arange(VECTORS // in_byte, dtype=torch.uint8)[:, None] * width
+        shifts = torch.arange(VECTORS // in_byte, dtype=torch.uint8, device="cpu")[:, None] * width
         parts.append((upper << shifts).sum(3, dtype=torch.uint8))
     return torch.cat(parts, dim=2).flatten(1)
 
@@ -92,7 +117,7 @@ def _unpack_integers(tiles: Tensor, bits: int) -> Tensor:
         integers = torch.stack((low & 15, low >> 4), dim=3).view(num_tiles, -1, VECTORS, TILE * 4)
         width = bits - 4
         if width:
-            shifts = torch.arange(8 // width, dtype=torch.uint8)[:, None] * width
+            shifts = torch.arange(8 // width, dtype=torch.uint8, device="cpu")[:, None] * width
             upper = (vectors[:, :, 4:, None] >> shifts) & (1 << width) - 1
             integers = integers | upper.view(num_tiles, -1, VECTORS, TILE * 4) << 4
     by_row = integers.view(num_tiles, -1, VECTORS, TILE, 4).permute(0, 3, 1, 2, 4)
