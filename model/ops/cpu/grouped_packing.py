@@ -90,9 +90,9 @@ def unpack_groups(packed: PackedGroups) -> GroupedWeight:
 
 def _pack_integers(integers: Tensor, bits: int) -> Tensor:
     """(N, K) uint8 -> (tiles, bytes)."""
-    padded = F.pad(integers, (0, 0, 0, -len(integers) % TILE))
-    groups = padded.view(-1, TILE, padded.shape[1] // GROUP, VECTORS, 4).permute(0, 2, 3, 1, 4)
-    groups = groups.reshape(len(padded) // TILE, -1, VECTORS, TILE * 4)
+    padded = F.pad(integers, (0, 0, 0, -len(integers) % TILE)).contiguous()
+    fours = padded.view(torch.int32).view(-1, TILE, padded.shape[1] // GROUP, VECTORS)  # four inputs are moved at once
+    groups = fours.permute(0, 2, 3, 1).contiguous().view(torch.uint8)  # (tiles, groups, vectors, 64)
     if bits == 8:
         return groups.flatten(1)
     low = groups & 15
