@@ -112,19 +112,21 @@ struct GroupedProduct {
                 UNROLL for (int row = 0; row < rows; row++)
                     UNROLL for (int tile = 0; tile < tiles; tile++)
                         sums[row][tile] = first_sum(x[row * num_groups], part);
-                UNROLL for (int pair = part * PAIRS; pair < (part + 1) * PAIRS; pair++)
+                UNROLL for (int pair = part * PAIRS; pair < (part + 1) * PAIRS; pair++) {
+                    Integers vectors[tiles][2];
                     UNROLL for (int tile = 0; tile < tiles; tile++) {
                         const long offset = tile * tile_bytes + group * Format::GROUP_BYTES;
                         for (int line = pair * Format::BITS / 4; line < (pair + 1) * Format::BITS / 4; line++)
                             block.prefetch<prefetches_next>(w, offset + line * 4 * WIDTH);
-                        Integers vectors[2];
-                        Format::unpack(w + offset, pair, vectors);
-                        UNROLL for (int i = 0; i < 2; i++)
-                            UNROLL for (int row = 0; row < rows; row++)
-                                sums[row][tile] = add_byte_products(
-                                    sums[row][tile], vectors[i],
-                                    broadcast_four(x[row * num_groups].bytes + (2 * pair + i) * 4));
+                        Format::unpack(w + offset, pair, vectors[tile]);
                     }
+                    UNROLL for (int i = 0; i < 2; i++)
+                        UNROLL for (int row = 0; row < rows; row++) {
+                            const Integers four = broadcast_four(x[row * num_groups].bytes + (2 * pair + i) * 4);
+                            UNROLL for (int tile = 0; tile < tiles; tile++)
+                                sums[row][tile] = add_byte_products(sums[row][tile], vectors[tile][i], four);
+                        }
+                }
                 UNROLL for (int row = 0; row < rows; row++) {
                     const Floats x_scale = broadcast(x[row * num_groups].scale);
                     UNROLL for (int tile = 0; tile < tiles; tile++)
