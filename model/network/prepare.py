@@ -12,13 +12,16 @@ from model.config import ModelConfig
 from model.network.parameters import count_parameters
 from model.network.transformer import Transformer
 from model.ops.cpu.cpu_ops import find_backend
-from model.ops.cpu.packed_linear import PackedQuantizedLinear, has_kernel, packed_layer
+from model.ops.cpu.grouped_linear import GroupedLinear, has_grouped_kernel
+from model.ops.cpu.grouped_packing import quantize_rows
+from model.ops.cpu.packed_linear import has_kernel, packed_layer
 from model.ops.cpu.packing import pack_rows
 from model.ops.cpu.paged_attention import VECTOR_WIDTH
 from model.ops.interface import Backend
-from model.ops.quantization import Quantization, QuantizedLinear, bits_of, quantize_to
+from model.ops.quantization import Quantization, QuantizedLinear, format_of, quantize_to
 from model.ops.stacked_rows import StackedRows
 from model.ops.torch_ops import TORCH
+from model.ops.weight_formats import WeightFormat
 from model.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -50,9 +53,9 @@ def prepare_model(
     def linear(name: str, num_inputs: int, num_outputs: int, has_bias: bool) -> nn.Module:
         weight = weights.pop(f"{name}.weight")
         bias = _whole(weights.pop(f"{name}.bias")).detach() if has_bias else None
-        bits = bits_of(name, num_inputs, quantize)
+        format = format_of(name, num_inputs, quantize)
         with torch.device(device):  # this runs while the rest of the network is laid out on the meta device
-            layer = make_linear(backend, weight, bits, bias, dtype)
+            layer = make_linear(backend, weight, format, bias, dtype)
         progress.advance(num_inputs * num_outputs)
         return layer
 
@@ -74,15 +77,17 @@ def _whole(weight: Tensor | StackedRows) -> Tensor:
 
 
 def make_linear(
-    backend: Backend, weight: Tensor | StackedRows, bits: int | None, bias: Tensor | None, dtype: torch.dtype
+    backend: Backend, weight: Tensor | StackedRows, format: WeightFormat | None, bias: Tensor | None, dtype: torch.dtype
 ) -> nn.Module:
-    """A linear layer of this backend, with its weight quantized to `bits` bits if that is not None."""
+    """A linear layer of this backend, with its weight quantized to `format` if that is not None."""
     is_ours = backend.network is not TORCH.network
-    if is_ours and has_kernel(weight.shape[1], bits, dtype):
-        rows = weight if isinstance(weight, StackedRows) else StackedRows((weight.detach(),), dtype, weight.device)
-        return packed_layer(pack_rows(rows, bits), bias, dtype)
+    rows = weight if isinstance(weight, StackedRows) else StackedRows((weight.detach(),), dtype, weight.device)
+    if is_ours and format is not None and has_grouped_kernel(format, dtype):
+        return GroupedLinear([quantize_rows(rows, format)], bias, dtype)
+    if is_ours and format is None and has_kernel(weight.shape[1], dtype):
+        return packed_layer(pack_rows(rows), bias, dtype)
     whole = _whole(weight).detach()
-    return backend.network.linear(whole if bits is None else quantize_to(whole, bits), bias, dtype)
+    return backend.network.linear(whole if format is None else quantize_to(whole, format), bias, dtype)
 
 
 def choose_backend(config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> Backend:
@@ -93,7 +98,7 @@ def choose_backend(config: ModelConfig, dtype: torch.dtype, device: torch.device
 
 
 def _log_choice(model: Transformer, quantize: Quantization) -> None:
-    num_packed = sum(isinstance(module, PackedQuantizedLinear) for module in model.modules())
+    num_packed = sum(isinstance(module, GroupedLinear) for module in model.modules())
     num_unpacked = sum(isinstance(module, QuantizedLinear) for module in model.modules())
     if quantize != "none":
         logger.info("%d linear layers in %s", num_packed + num_unpacked, quantize)

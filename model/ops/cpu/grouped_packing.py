@@ -6,10 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.ops.cpu import large_memory
+from model.ops.cpu import build, large_memory
+from model.ops.cpu.packing import TILE, RowAddresses
+from model.ops.cpu.recording import MAX_TASKS, call
+from model.ops.quantization import quantize_to
+from model.ops.stacked_rows import StackedRows
 from model.ops.weight_formats import GROUP, SUPERGROUP, GroupedWeight, WeightFormat
 
-TILE = 16  # outputs of a tile: WIDTH in simd.h
 VECTORS = GROUP // 4  # of a group: as VECTORS_PER_GROUP in weight_formats.h
 
 
@@ -39,6 +42,27 @@ def pack_groups(weight: GroupedWeight, packed: PackedGroups, first_row: int = 0)
     num_tiles = -(-len(weight.integers) // TILE)
     packed.integers[first : first + num_tiles] = _pack_integers(weight.integers, weight.format.bits)
     packed.scales[first : first + num_tiles] = _pack_scales(weight)
+
+
+def pack_weight(weight: GroupedWeight) -> PackedGroups:
+    """Pack a whole weight."""
+    packed = empty_groups((weight.integers.shape[0], weight.integers.shape[1]), weight.format)
+    pack_groups(weight, packed)
+    return packed
+
+
+def quantize_rows(weight: StackedRows, format: WeightFormat) -> PackedGroups:
+    """Quantize and pack a matrix in one pass over its rows. Without a kernel, PyTorch does the same."""
+    N, K = weight.shape
+    rows = RowAddresses.find(weight)
+    name = f"quantize_{format.name}"
+    kernel = None if rows is None else build.kernel("pack", f"{name}_{rows.source}", weight.dtype)
+    if rows is None or kernel is None:
+        return pack_weight(quantize_to(weight.tensor(), format))
+    packed = empty_groups((N, K), format)
+    outputs = (packed.integers.data_ptr(), packed.scales.data_ptr())
+    call(kernel, min(MAX_TASKS, len(packed.integers)), rows.addresses.data_ptr(), *outputs, N, K)
+    return packed
 
 
 def unpack_groups(packed: PackedGroups) -> GroupedWeight:
