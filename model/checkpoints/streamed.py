@@ -104,7 +104,7 @@ class OpenCheckpoint:
         def linear(name: str, num_inputs: int, num_outputs: int, has_bias: bool) -> nn.Module:
             stored_name = "embed.weight" if name == "head" and config.tied_head else f"{name}.weight"
             bias = _rows(weights, f"{name}.bias").tensor() if has_bias else None
-            format = format_of(name, num_inputs, quantize)
+            format = format_of(name, quantize)
             if is_torch and format is None:
                 return StreamedLinear(lambda: _rows(weights, stored_name), bias)
             return RebuiltLinear(lambda: make_linear(backend, _rows(weights, stored_name), format, bias, dtype))

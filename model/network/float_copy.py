@@ -41,9 +41,7 @@ def copy_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 def float_copy(model: Transformer, dtype: torch.dtype) -> Transformer:
     """Copy a network to PyTorch's layers in `dtype`. Its weights are constants: autograd ignores them."""
-    head_shares_embedding = model.config.tied_head and not isinstance(
-        model.head, QuantizedLinear | GroupedLinear
-    )
+    head_shares_embedding = model.config.tied_head and not isinstance(model.head, QuantizedLinear | GroupedLinear)
 
     def linear(name: str, num_inputs: int, num_outputs: int, has_bias: bool) -> nn.Module:
         if name == "head" and head_shares_embedding:

@@ -53,7 +53,7 @@ def prepare_model(
     def linear(name: str, num_inputs: int, num_outputs: int, has_bias: bool) -> nn.Module:
         weight = weights.pop(f"{name}.weight")
         bias = _whole(weights.pop(f"{name}.bias")).detach() if has_bias else None
-        format = format_of(name, num_inputs, quantize)
+        format = format_of(name, quantize)
         with torch.device(device):  # this runs while the rest of the network is laid out on the meta device
             layer = make_linear(backend, weight, format, bias, dtype)
         progress.advance(num_inputs * num_outputs)

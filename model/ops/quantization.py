@@ -2,8 +2,8 @@
 
 int8 is the format q8_0 of `weight_formats.py`: a scale for each group. int4 is q4_1: a scale and a minimum for each
 group. The group is rounded with several candidates of both, least squares fit a better scale and minimum to each
-rounding, and those with the smallest error are kept. Norms, biases and embedding tables are not quantized. A layer whose
-number of inputs is not a multiple of 32 keeps its weights as they are.
+rounding, and those with the smallest error are kept. Norms, biases and embedding tables are not quantized. Zeros fill the
+last group of an output if the number of inputs is not a multiple of 32.
 """
 
 from collections.abc import Mapping
@@ -25,25 +25,28 @@ MAX_SCALE = torch.finfo(torch.float16).max
 
 
 def quantize_int8(weight: Tensor) -> GroupedWeight:
-    """Quantize a weight (N, K), where K is a multiple of 32, with one scale per group of 32 inputs."""
-    groups = weight.float().view(len(weight), -1, GROUP)
+    """Quantize a weight (N, K) with one scale per group of 32 inputs."""
+    padding = -weight.shape[1] % GROUP
+    groups = F.pad(weight.float(), (0, padding)).view(len(weight), -1, GROUP)
     scales = _as_stored(groups.abs().amax(2, keepdim=True) / LARGEST_INT8)
     integers = (groups * _inverse(scales)).round_().clamp_(-LARGEST_INT8, LARGEST_INT8) + INT8.offset
-    return GroupedWeight(INT8, integers.flatten(1).to(torch.uint8), scales[:, :, 0].half())
+    return GroupedWeight(INT8, integers.flatten(1).to(torch.uint8), scales[:, :, 0].half(), padding=padding)
 
 
 def quantize_int4(weight: Tensor) -> GroupedWeight:
-    """Quantize a weight (N, K), where K is a multiple of 32, with a scale and a minimum per group of 32 inputs."""
-    N, K = weight.shape
+    """Quantize a weight (N, K) with a scale and a minimum per group of 32 inputs."""
+    padding = -weight.shape[1] % GROUP
+    N, K = weight.shape[0], weight.shape[1] + padding
     integers = torch.empty(N, K, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(N, K // GROUP, 2, dtype=torch.float16, device=weight.device)
     num_rows = max(1, CACHED_NUMBERS // K)
     for start in range(0, N, num_rows):
         rows = slice(start, start + num_rows)
-        quantized, fit = _quantize_groups(weight[rows].reshape(-1, GROUP).T.float().contiguous())
+        groups = F.pad(weight[rows].float(), (0, padding)).view(-1, GROUP)
+        quantized, fit = _quantize_groups(groups.T.contiguous())
         integers[rows] = quantized.T.reshape(-1, K)
         scales[rows] = torch.stack((fit.scale, fit.minimum), 1).view(-1, K // GROUP, 2)
-    return GroupedWeight(INT4, integers, scales)
+    return GroupedWeight(INT4, integers, scales, padding=padding)
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, weight: GroupedWeight, bias: Tensor | None) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.integers.shape
+        self.out_features, self.in_features = weight.shape
         self.weight_groups = weight
         self.bias = bias
 
@@ -126,12 +129,12 @@ class QuantizedLinear(nn.Module):
         return F.linear(x, self.weight_groups.dequantize().to(x.dtype), self.bias)
 
 
-def format_of(name: str, num_inputs: int, quantization: Quantization | Mapping[str, WeightFormat]) -> WeightFormat | None:
+def format_of(name: str, quantization: Quantization | Mapping[str, WeightFormat]) -> WeightFormat | None:
     """The format in which the layer `name` stores its weight; None if it keeps the weight as it is."""
     if not isinstance(quantization, str):
         return quantization.get(name)
-    if name.endswith(".router") or num_inputs % GROUP:
-        return None  # a router has few weights, and a small error can choose other experts
+    if name.endswith(".router"):
+        return None  # it has few weights, and a small error can choose other experts
     return {"none": None, "int8": INT8, "int4": INT4}[quantization]
 
 

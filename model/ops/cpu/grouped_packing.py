@@ -28,8 +28,9 @@ class PackedGroups:
 
 def empty_groups(shape: tuple[int, int], format: WeightFormat) -> PackedGroups:
     """Memory for a packed weight of this shape."""
-    num_tiles, num_units = -(-shape[0] // TILE), shape[1] // format.inputs_per_unit
-    integers = large_memory.empty((num_tiles, shape[1] * TILE * format.bits // 8), torch.uint8)
+    num_tiles, num_units = -(-shape[0] // TILE), -(-shape[1] // format.inputs_per_unit)
+    unit_bytes = format.inputs_per_unit * TILE * format.bits // 8
+    integers = large_memory.empty((num_tiles, num_units * unit_bytes), torch.uint8)
     scale_bytes = {"group": 2, "minimum": 4, "bytes": 4 + 2 * SUPERGROUP, "halves": 2 + 2 * SUPERGROUP}
     scales = large_memory.empty((num_tiles, num_units * TILE * scale_bytes[format.scale_kind]), torch.uint8)
     return PackedGroups(shape, format, integers, scales)
@@ -46,7 +47,7 @@ def pack_groups(weight: GroupedWeight, packed: PackedGroups, first_row: int = 0)
 
 def pack_weight(weight: GroupedWeight) -> PackedGroups:
     """Pack a whole weight."""
-    packed = empty_groups((weight.integers.shape[0], weight.integers.shape[1]), weight.format)
+    packed = empty_groups(weight.shape, weight.format)
     pack_groups(weight, packed)
     return packed
 
@@ -69,13 +70,13 @@ def unpack_groups(packed: PackedGroups) -> GroupedWeight:
     """The rows of a packed weight, as they were before `pack_groups`."""
     num_rows, format = packed.shape[0], packed.format
     integers = _unpack_integers(packed.integers, format.bits)[:num_rows]
-    num_tiles = len(packed.scales)
+    num_tiles, padding = len(packed.scales), integers.shape[1] - packed.shape[1]
     if format.scale_kind == "group":
         scales = packed.scales.view(torch.float16).view(num_tiles, -1, TILE).transpose(1, 2)
-        return GroupedWeight(format, integers, scales.flatten(0, 1)[:num_rows].contiguous())
+        return GroupedWeight(format, integers, scales.flatten(0, 1)[:num_rows].contiguous(), padding=padding)
     if format.scale_kind == "minimum":
         both = packed.scales.view(torch.float16).view(num_tiles, -1, 2, TILE).permute(0, 3, 1, 2)
-        return GroupedWeight(format, integers, both.flatten(0, 1)[:num_rows].contiguous())
+        return GroupedWeight(format, integers, both.flatten(0, 1)[:num_rows].contiguous(), padding=padding)
     num_factors = 2 if format.scale_kind == "bytes" else 1
     units = packed.scales.view(num_tiles, packed.shape[1] // format.inputs_per_unit, -1)
     split = num_factors * TILE * 2

@@ -143,11 +143,11 @@ using Group = float[GROUP * WIDTH];
 inline Floats number(const Group& x, int k) { return load(x + k * WIDTH); }
 
 // Calls `quantize(x, group)` for each group of each tile. Groups are numbered across the tiles. Args: rows, integers,
-// scales, N, K (a multiple of 32).
+// scales, N, K. Numbers beyond K are zeros.
 template <class From, class To, class Quantize>
 void for_each_group(Args args, long task, long num_tasks, Quantize quantize) {
     for_each_tile<From, To>(args, 3, task, num_tasks, [&](const auto& tile, long index) {
-        const long num_groups = tile.K / GROUP;
+        const long num_groups = (tile.K + GROUP - 1) / GROUP;
         for (long group = 0; group < num_groups; group++) {
             Group x;
             tile.columns(group * GROUP, x), tile.columns(group * GROUP + WIDTH, x + WIDTH * WIDTH);
