@@ -116,7 +116,8 @@ def load_checkpoint(
     weights = NetworkWeights(contents.tensors, family, model_config)
     torch_dtype = weights.dtype() if dtype == "auto" else DTYPES[dtype]
     weights.check()  # before memory is allocated, because a config can state any size
-    parameters = weights.read(torch_dtype, torch.device(device))
+    keeps_formats = quantize == "stored" and kernels != "torch" and device == "cpu"
+    parameters = weights.read(torch_dtype, torch.device(device), keeps_formats=keeps_formats)
     model = prepare_model(model_config, parameters, quantize=quantize, kernels=kernels)
     tokenizer = contents.tokenizer
     if tokenizer is not None and tokenizer.vocab_size > model_config.vocab_size:

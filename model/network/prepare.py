@@ -13,12 +13,13 @@ from model.network.parameters import count_parameters
 from model.network.transformer import Transformer
 from model.ops.cpu.cpu_ops import find_backend
 from model.ops.cpu.grouped_linear import GroupedLinear, has_grouped_kernel
-from model.ops.cpu.grouped_packing import quantize_rows
+from model.ops.cpu.grouped_packing import pack_stored, quantize_rows
 from model.ops.cpu.packed_linear import has_kernel, packed_layer
 from model.ops.cpu.packing import pack_rows
 from model.ops.cpu.paged_attention import VECTOR_WIDTH
 from model.ops.interface import Backend
 from model.ops.quantization import Quantization, QuantizedLinear, format_of, quantize_to
+from model.ops.stacked_groups import StackedGroups
 from model.ops.stacked_rows import StackedRows
 from model.ops.torch_ops import TORCH
 from model.ops.weight_formats import WeightFormat
@@ -26,13 +27,14 @@ from model.progress import Progress
 
 logger = logging.getLogger(__name__)
 
+Weight = Tensor | StackedRows | StackedGroups
 Kernels = Literal["auto", "torch"]
 """`auto`: our own kernels, if there are any for the dtype and the CPU. `torch`: PyTorch only."""
 
 
 def prepare_model(
     config: ModelConfig,
-    weights: MutableMapping[str, Tensor | StackedRows],
+    weights: MutableMapping[str, Weight],
     *,
     quantize: Quantization = "none",
     kernels: Kernels = "auto",
@@ -43,17 +45,21 @@ def prepare_model(
     soon as its layer is built, so that at most one matrix is in memory twice. Our kernels pack and quantize the rows of
     `StackedRows` where they lie.
     """
-    embedding = weights["embed.weight"] = _whole(weights["embed.weight"])
+    stored = weights["embed.weight"]
+    embedding = weights["embed.weight"] = whole_weight(stored)
     dtype, device = embedding.dtype, embedding.device
     backend = choose_backend(config, dtype, device, kernels)
     if config.tied_head:
-        weights["head.weight"] = embedding
+        keeps_blocks = isinstance(stored, StackedGroups) and can_keep_formats(backend, stored, dtype)
+        weights["head.weight"] = stored if keeps_blocks else embedding
     progress = Progress("preparing weights", total=count_parameters(config).total)
 
     def linear(name: str, num_inputs: int, num_outputs: int, has_bias: bool) -> nn.Module:
         weight = weights.pop(f"{name}.weight")
-        bias = _whole(weights.pop(f"{name}.bias")).detach() if has_bias else None
+        bias = whole_weight(weights.pop(f"{name}.bias")).detach() if has_bias else None
         format = format_of(name, quantize)
+        if name.endswith(".router"):
+            weight = whole_weight(weight)  # a small error can choose other experts
         with torch.device(device):  # this runs while the rest of the network is laid out on the meta device
             layer = make_linear(backend, weight, format, bias, dtype)
         progress.advance(num_inputs * num_outputs)
@@ -61,7 +67,7 @@ def prepare_model(
 
     with torch.device("meta"):
         model = Transformer(config, backend=backend, linear=linear)
-    rest = {name: _whole(weights[name]) for name in weights}
+    rest = {name: whole_weight(weights[name]) for name in weights}
     surplus = model.load_state_dict(rest, strict=False, assign=True).unexpected_keys
     model.tie_head()
     weights.clear()
@@ -72,21 +78,35 @@ def prepare_model(
     return model.requires_grad_(False).eval()
 
 
-def _whole(weight: Tensor | StackedRows) -> Tensor:
-    return weight.tensor() if isinstance(weight, StackedRows) else weight
+def whole_weight(weight: Weight) -> Tensor:
+    """The tensor of a weight, dequantized if it is stored in a format of groups."""
+    return weight if isinstance(weight, Tensor) else weight.tensor()
+
+
+def can_keep_formats(backend: Backend, weight: StackedGroups, dtype: torch.dtype) -> bool:
+    """Whether our kernels can multiply by all parts of a weight in their own formats."""
+    is_ours = backend.network is not TORCH.network
+    return is_ours and all(has_grouped_kernel(part.format, dtype) for part in weight.parts)
 
 
 def make_linear(
-    backend: Backend, weight: Tensor | StackedRows, format: WeightFormat | None, bias: Tensor | None, dtype: torch.dtype
+    backend: Backend, weight: Weight, format: WeightFormat | None, bias: Tensor | None, dtype: torch.dtype
 ) -> nn.Module:
-    """A linear layer of this backend, with its weight quantized to `format` if that is not None."""
+    """A linear layer of this backend, with its weight quantized to `format` if that is not None.
+
+    A weight that is stored in formats of groups keeps them if there are kernels for them.
+    """
+    if isinstance(weight, StackedGroups):
+        if format is None and can_keep_formats(backend, weight, dtype):
+            return GroupedLinear(pack_stored(weight), bias, dtype)
+        weight = weight.tensor()
     is_ours = backend.network is not TORCH.network
     rows = weight if isinstance(weight, StackedRows) else StackedRows((weight.detach(),), dtype, weight.device)
     if is_ours and format is not None and has_grouped_kernel(format, dtype):
         return GroupedLinear([quantize_rows(rows, format)], bias, dtype)
     if is_ours and format is None and has_kernel(weight.shape[1], dtype):
         return packed_layer(pack_rows(rows), bias, dtype)
-    whole = _whole(weight).detach()
+    whole = whole_weight(weight).detach()
     return backend.network.linear(whole if format is None else quantize_to(whole, format), bias, dtype)
 
 
@@ -100,8 +120,9 @@ def choose_backend(config: ModelConfig, dtype: torch.dtype, device: torch.device
 def _log_choice(model: Transformer, quantize: Quantization) -> None:
     num_packed = sum(isinstance(module, GroupedLinear) for module in model.modules())
     num_unpacked = sum(isinstance(module, QuantizedLinear) for module in model.modules())
-    if quantize != "none":
-        logger.info("%d linear layers in %s", num_packed + num_unpacked, quantize)
+    if num_packed + num_unpacked:
+        formats = "the formats of the file" if quantize in ("none", "stored") else quantize
+        logger.info("%d linear layers in %s", num_packed + num_unpacked, formats)
     if model.backend.network is not TORCH.network:
         rest = _computed_by_torch(model)
         exceptions = f", except for {', '.join(rest)}, which PyTorch computes" if rest else ""

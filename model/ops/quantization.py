@@ -2,8 +2,8 @@
 
 int8 is the format q8_0 of `weight_formats.py`: a scale for each group. int4 is q4_1: a scale and a minimum for each
 group. The group is rounded with several candidates of both, least squares fit a better scale and minimum to each
-rounding, and those with the smallest error are kept. Norms, biases and embedding tables are not quantized. Zeros fill the
-last group of an output if the number of inputs is not a multiple of 32.
+rounding, and those with the smallest error are kept. Norms, biases and embedding tables are not quantized. If the number
+of inputs is not a multiple of 32, zeros fill the last group of an output.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from model.ops.weight_formats import FORMATS, GROUP, GroupedWeight, WeightFormat
 
-Quantization = Literal["none", "int8", "int4"]
+Quantization = Literal["stored", "none", "int8", "int4"]
 INT8, INT4 = FORMATS["q8_0"], FORMATS["q4_1"]
 LARGEST_INT8, LARGEST_INT4 = 127, 15
 RANGE_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8)  # candidates for the range of a group in int4, as factors of its own
@@ -135,7 +135,7 @@ def format_of(name: str, quantization: Quantization | Mapping[str, WeightFormat]
         return quantization.get(name)
     if name.endswith(".router"):
         return None  # it has few weights, and a small error can choose other experts
-    return {"none": None, "int8": INT8, "int4": INT4}[quantization]
+    return {"int8": INT8, "int4": INT4}.get(quantization)
 
 
 def quantize_to(weight: Tensor, format: WeightFormat) -> GroupedWeight:

@@ -14,8 +14,8 @@ GROUP = 32  # inputs that share a scale: as in csrc/weight_formats.h
 SUPERGROUP = 8  # groups that share float16 factors, if their scales are bytes: as in csrc/weight_formats.h
 
 # "group": a float16 scale for each group. "minimum": also a float16 minimum for each group. "bytes": a scale and a
-# minimum as bytes for each group, times float16 factors of 8 groups. "halves": a scale as a signed byte for each half of
-# a group, times a float16 factor of 8 groups.
+# minimum as bytes for each group, times float16 factors of 8 groups. "halves": a scale as a signed byte for each half
+# of a group, times a float16 factor of 8 groups.
 ScaleKind = Literal["group", "minimum", "bytes", "halves"]
 
 

@@ -5,11 +5,13 @@ bits.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
+from model.checkpoints.gguf_files.dequantize import TensorRows
 from model.ops.weight_formats import FORMATS, GROUP, SUPERGROUP, GroupedWeight, WeightFormat
 
 Kind = GGMLQuantizationType
@@ -25,6 +27,25 @@ KINDS: Mapping[Kind, WeightFormat] = {
 }
 # The integers of blocks, their scales, and the factors of these.
 Fields = tuple[Tensor, Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class GroupedBlocks:
+    """The rows of a stored tensor, in the given order (`GroupedRows`)."""
+
+    stored: TensorRows
+    order: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.order), self.stored.num_columns
+
+    @property
+    def format(self) -> WeightFormat:
+        return KINDS[self.stored.kind]
+
+    def read(self, start: int, stop: int) -> GroupedWeight:
+        return read_blocks(self.stored.kind, self.stored.blocks(self.order[start:stop]))
 
 
 def read_blocks(kind: Kind, rows: Tensor) -> GroupedWeight:
@@ -59,21 +80,21 @@ def _q8_0(blocks: Tensor) -> Fields:
 
 
 def _q4_k(blocks: Tensor) -> Fields:
-    halves = blocks[..., 16:].unflatten(-1, (SUPERGROUP // 2, GROUP))  # two groups share 32 bytes
+    halves = blocks[..., 16:].view(*blocks.shape[:2], SUPERGROUP // 2, GROUP)  # two groups share 32 bytes
     return _nibbles(halves), _byte_scales(blocks[..., 4:16]), _float16(blocks, 0, 4)
 
 
 def _q5_k(blocks: Tensor) -> Fields:
-    halves = blocks[..., 48:].unflatten(-1, (SUPERGROUP // 2, GROUP))
-    groups = _nibbles(halves).unflatten(-1, (2, GROUP)).flatten(-3, -2)  # (..., 8, 32)
-    upper = blocks[..., 16:48].unsqueeze(-2) >> torch.arange(SUPERGROUP, dtype=torch.uint8)[:, None] & 1
+    halves = blocks[..., 48:].view(*blocks.shape[:2], SUPERGROUP // 2, GROUP)
+    groups = _nibbles(halves).view(*blocks.shape[:2], SUPERGROUP, GROUP)
+    upper = blocks[..., 16:48].unsqueeze(-2) >> torch.arange(SUPERGROUP, dtype=torch.uint8, device="cpu")[:, None] & 1
     return groups | upper << 4, _byte_scales(blocks[..., 4:16]), _float16(blocks, 0, 4)
 
 
 def _q6_k(blocks: Tensor) -> Fields:
-    lower = _nibbles(blocks[..., :128].unflatten(-1, (2, 2 * GROUP))).unflatten(-1, (4, GROUP))
-    shifts = torch.arange(4, dtype=torch.uint8)[:, None] * 2
-    upper = blocks[..., 128:192].unflatten(-1, (2, 1, GROUP)) >> shifts & 3
+    lower = _nibbles(blocks[..., :128].view(*blocks.shape[:2], 2, 2 * GROUP)).view(*blocks.shape[:2], 2, 4, GROUP)
+    shifts = torch.arange(4, dtype=torch.uint8, device="cpu")[:, None] * 2
+    upper = blocks[..., 128:192].view(*blocks.shape[:2], 2, 1, GROUP) >> shifts & 3
     return lower | upper << 4, blocks[..., 192:208].view(torch.int8), _float16(blocks, 208, 210)
 
 
@@ -96,7 +117,7 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 def _fifth_bits(packed: Tensor) -> Tensor:
     """(..., 4) -> (..., 32): bit i % 8 of byte i / 8, as bit 4 of integer i."""
-    bits = packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1
+    bits = packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device="cpu") & 1
     return bits.flatten(-2) << 4
 
 
@@ -107,7 +128,7 @@ def _float16(blocks: Tensor, start: int, stop: int) -> Tensor:
 def _scale_and_minimum(blocks: Tensor) -> Tensor:
     """The file has a number that is added; a minimum is subtracted."""
     both = _float16(blocks, 0, 4)
-    return both * torch.tensor((1, -1), dtype=torch.float16)
+    return both * torch.tensor((1, -1), dtype=torch.float16, device="cpu")
 
 
 def _byte_scales(packed: Tensor) -> Tensor:

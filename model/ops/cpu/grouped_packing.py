@@ -1,5 +1,6 @@
 """Pack weights in groups of 32 inputs into the layout of `csrc/weight_formats.h`, and unpack them again."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from model.ops.cpu import build, large_memory
 from model.ops.cpu.packing import TILE, RowAddresses
 from model.ops.cpu.recording import MAX_TASKS, call
 from model.ops.quantization import quantize_to
+from model.ops.stacked_groups import GroupedRows, StackedGroups, row_bounds
 from model.ops.stacked_rows import StackedRows
 from model.ops.weight_formats import GROUP, SUPERGROUP, GroupedWeight, WeightFormat
 
@@ -66,6 +68,29 @@ def quantize_rows(weight: StackedRows, format: WeightFormat) -> PackedGroups:
     return packed
 
 
+def pack_stored(weight: StackedGroups) -> list[PackedGroups]:
+    """Pack a stored weight, a few rows at a time: one packed weight for each run of parts with the same format."""
+    packed = []
+    for run in weight.by_format():
+        sizes = [part.shape[0] for part in run]
+        if any(size % TILE for size in sizes[:-1]):  # a tile would have rows of two parts
+            packed += [_pack_parts([part]) for part in run]
+        else:
+            packed.append(_pack_parts(run))
+    return packed
+
+
+def _pack_parts(parts: Sequence[GroupedRows]) -> PackedGroups:
+    num_inputs = parts[0].shape[1]
+    packed = empty_groups((sum(part.shape[0] for part in parts), num_inputs), parts[0].format)
+    first_row = 0
+    for part in parts:
+        for start, stop in row_bounds(part.shape, TILE):
+            pack_groups(part.read(start, stop), packed, first_row + start)
+        first_row += part.shape[0]
+    return packed
+
+
 def unpack_groups(packed: PackedGroups) -> GroupedWeight:
     """The rows of a packed weight, as they were before `pack_groups`."""
     num_rows, format = packed.shape[0], packed.format
@@ -101,7 +126,7 @@ def _pack_integers(integers: Tensor, bits: int) -> Tensor:
     if width:
         in_byte = VECTORS * width // 8  # bytes that hold the upper bits of all vectors
         upper = (groups >> 4).view(len(groups), -1, in_byte, VECTORS // in_byte, TILE * 4)
-        shifts = torch.arange(VECTORS // in_byte, dtype=torch.uint8)[:, None] * width
+        shifts = torch.arange(VECTORS // in_byte, dtype=torch.uint8, device="cpu")[:, None] * width
         parts.append((upper << shifts).sum(3, dtype=torch.uint8))
     return torch.cat(parts, dim=2).flatten(1)
 
@@ -117,7 +142,7 @@ def _unpack_integers(tiles: Tensor, bits: int) -> Tensor:
         integers = torch.stack((low & 15, low >> 4), dim=3).view(num_tiles, -1, VECTORS, TILE * 4)
         width = bits - 4
         if width:
-            shifts = torch.arange(8 // width, dtype=torch.uint8)[:, None] * width
+            shifts = torch.arange(8 // width, dtype=torch.uint8, device="cpu")[:, None] * width
             upper = (vectors[:, :, 4:, None] >> shifts) & (1 << width) - 1
             integers = integers | upper.view(num_tiles, -1, VECTORS, TILE * 4) << 4
     by_row = integers.view(num_tiles, -1, VECTORS, TILE, 4).permute(0, 3, 1, 2, 4)
