@@ -2,8 +2,8 @@
 
 int8 is the format q8_0 of `weight_formats.py`: a scale for each group. int4 is q4_1: a scale and a minimum for each
 group. The group is rounded with several candidates of both, least squares fit a better scale and minimum to each
-rounding, and those with the smallest error are kept. Norms, biases and embedding tables are not quantized. If the number
-of inputs is not a multiple of 32, zeros fill the last group of an output.
+rounding, and those with the smallest error are kept. Norms, biases and embedding tables are not quantized. Zeros fill
+the last group of an output if the number of inputs is not a multiple of 32.
 """
 
 from collections.abc import Mapping

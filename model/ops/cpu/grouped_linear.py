@@ -3,19 +3,18 @@
 The rows of x are rounded to bytes, too, with one scale for 32 numbers.
 """
 
-import ctypes
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from model.ops.cpu import build
+from model.ops.cpu.arguments import INPUT_GROUP_BYTES, GroupedLinearArguments, QuantizeGroupsArguments
 from model.ops.cpu.grouped_packing import PackedGroups, unpack_groups
-from model.ops.cpu.recording import call, empty, pointer
+from model.ops.cpu.recording import call, empty
+from model.ops.cpu.shared_layout import Kernel, find_kernel
 from model.ops.weight_formats import GROUP, WeightFormat
 
-INPUT_GROUP_BYTES = 44  # of a group of x: as InputGroup in grouped_linear.cpp
 MIN_OUTPUTS_PER_TASK = 128  # several tiles one after the other, so that the next one can be prefetched
 
 
@@ -31,8 +30,8 @@ class GroupedLinear(nn.Module):
         self.out_features, self.in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
         self.dtype = dtype
         self.bias = None if bias is None else bias.contiguous()
-        quantize = build.kernel("grouped_linear", "quantize_groups", dtype)
-        kernels = [_kernel(part.format) for part in parts]
+        quantize = _find_quantize(dtype)
+        kernels = [_find_linear(part.format) for part in parts]
         assert quantize is not None
         self._quantize = quantize
         self._kernels = [kernel for kernel in kernels if kernel is not None]
@@ -51,34 +50,36 @@ class GroupedLinear(nn.Module):
         x = x.contiguous()
         M, K, N = math.prod(x.shape[:-1]), self.in_features, self.out_features
         groups = empty((M, -(-K // GROUP), INPUT_GROUP_BYTES), torch.uint8)
-        call(self._quantize, M, x.data_ptr(), groups.data_ptr(), M, K)
+        call(self._quantize, M, QuantizeGroupsArguments(x=x.data_ptr(), groups=groups.data_ptr(), M=M, K=K))
         out = empty((*x.shape[:-1], N), x.dtype)
         first = 0
         for part, kernel in zip(self.parts, self._kernels, strict=True):
             num_outputs, offset = part.shape[0], first * x.itemsize
-            call(
-                kernel,
-                num_outputs // MIN_OUTPUTS_PER_TASK,
-                groups.data_ptr(),
-                part.integers.data_ptr(),
-                part.scales.data_ptr(),
-                pointer(self.bias) and pointer(self.bias) + offset,
-                out.data_ptr() + offset,
-                M,
-                num_outputs,
-                K,
-                N,
-                x.dtype == torch.bfloat16,
+            product = GroupedLinearArguments(
+                groups=groups.data_ptr(),
+                integers=part.integers.data_ptr(),
+                scales=part.scales.data_ptr(),
+                b=0 if self.bias is None else self.bias.data_ptr() + offset,
+                y=out.data_ptr() + offset,
+                M=M,
+                N=num_outputs,
+                K=K,
+                y_stride=N,
+                is_bfloat16=x.dtype == torch.bfloat16,
             )
+            call(kernel, num_outputs // MIN_OUTPUTS_PER_TASK, product)
             first += num_outputs
         return out
 
 
 def has_grouped_kernel(format: WeightFormat, dtype: torch.dtype) -> bool:
     """Whether our kernels can multiply by a weight in this format, with numbers of this dtype."""
-    return build.kernel("grouped_linear", "quantize_groups", dtype) is not None and _kernel(format) is not None
+    return _find_quantize(dtype) is not None and _find_linear(format) is not None
 
 
-def _kernel(format: WeightFormat) -> int | None:
-    function = getattr(build.load("grouped_linear"), f"linear_{format.name}", None)
-    return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
+def _find_quantize(dtype: torch.dtype) -> Kernel[QuantizeGroupsArguments] | None:
+    return find_kernel("grouped_linear", "quantize_groups", dtype, QuantizeGroupsArguments)
+
+
+def _find_linear(format: WeightFormat) -> Kernel[GroupedLinearArguments] | None:
+    return find_kernel("grouped_linear", f"linear_{format.name}", None, GroupedLinearArguments)

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.ops.cpu import build, large_memory
+from model.ops.cpu import large_memory
+from model.ops.cpu.arguments import QuantizeWeightArguments
 from model.ops.cpu.packing import TILE, RowAddresses
-from model.ops.cpu.recording import MAX_TASKS, call
+from model.ops.cpu.recording import call
+from model.ops.cpu.shared_layout import find_kernel
 from model.ops.quantization import quantize_to
 from model.ops.stacked_groups import GroupedRows, StackedGroups, row_bounds
 from model.ops.stacked_rows import StackedRows
@@ -59,12 +61,16 @@ def quantize_rows(weight: StackedRows, format: WeightFormat) -> PackedGroups:
     N, K = weight.shape
     rows = RowAddresses.find(weight)
     name = f"quantize_{format.name}"
-    kernel = None if rows is None else build.kernel("pack", f"{name}_{rows.source}", weight.dtype)
+    kernel = (
+        None if rows is None else find_kernel("pack", f"{name}_{rows.source}", weight.dtype, QuantizeWeightArguments)
+    )
     if rows is None or kernel is None:
         return pack_weight(quantize_to(weight.tensor(), format))
     packed = empty_groups((N, K), format)
-    outputs = (packed.integers.data_ptr(), packed.scales.data_ptr())
-    call(kernel, min(MAX_TASKS, len(packed.integers)), rows.addresses.data_ptr(), *outputs, N, K)
+    arguments = QuantizeWeightArguments(
+        rows=rows.addresses.data_ptr(), integers=packed.integers.data_ptr(), scales=packed.scales.data_ptr(), N=N, K=K
+    )
+    call(kernel, len(packed.integers), arguments)
     return packed
 
 
@@ -115,9 +121,9 @@ def unpack_groups(packed: PackedGroups) -> GroupedWeight:
 
 def _pack_integers(integers: Tensor, bits: int) -> Tensor:
     """(N, K) uint8 -> (tiles, bytes)."""
-    padded = F.pad(integers, (0, 0, 0, -len(integers) % TILE))
-    groups = padded.view(-1, TILE, padded.shape[1] // GROUP, VECTORS, 4).permute(0, 2, 3, 1, 4)
-    groups = groups.reshape(len(padded) // TILE, -1, VECTORS, TILE * 4)
+    padded = F.pad(integers, (0, 0, 0, -len(integers) % TILE)).contiguous()
+    fours = padded.view(torch.int32).view(-1, TILE, padded.shape[1] // GROUP, VECTORS)  # four inputs are moved at once
+    groups = fours.permute(0, 2, 3, 1).contiguous().view(torch.uint8)  # (tiles, groups, vectors, 64)
     if bits == 8:
         return groups.flatten(1)
     low = groups & 15

@@ -10,11 +10,12 @@ import math
 import torch
 from torch import Tensor, nn
 
-from model.ops.cpu import build
+from model.ops.cpu.arguments import LinearArguments, WidenArguments
 from model.ops.cpu.grouped_linear import GroupedLinear, has_grouped_kernel
 from model.ops.cpu.grouped_packing import pack_weight
 from model.ops.cpu.packing import DEPTH, PackedWeight, pack, unpack
 from model.ops.cpu.recording import call, empty, pointer
+from model.ops.cpu.shared_layout import Kernel, find_kernel
 from model.ops.weight_formats import GroupedWeight
 
 MIN_OUTPUTS_PER_TASK = 128  # several tiles one after the other, so that the next one can be prefetched
@@ -24,14 +25,14 @@ NUMBERS_PER_WIDEN_TASK = 16384  # with fewer numbers, starting another thread co
 class PackedLinear(nn.Module):
     """`nn.Linear` with packed weights, for inference on a CPU: x (..., K) -> (..., N)."""
 
-    def __init__(self, weight: PackedWeight, bias: Tensor | None, kernel: int) -> None:
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, kernel: Kernel[LinearArguments]) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.packed = weight.packed
         self.bias = None if bias is None else bias.contiguous()
         self._kernel = kernel
         # Exists only for bfloat16 on CPUs without AVX512-BF16, where the kernel reads x in float32.
-        self._widen = build.kernel("linear", "widen", weight.packed.dtype)
+        self._widen = find_kernel("linear", "widen", weight.packed.dtype, WidenArguments)
 
     def unpacked(self) -> Tensor:
         """The weight (N, K)."""
@@ -42,16 +43,18 @@ class PackedLinear(nn.Module):
         out = empty((*x.shape[:-1], self.out_features), x.dtype)
         if self._widen is not None:
             narrow, x = x, empty(x.shape, torch.float32)
-            call(self._widen, x.numel() // NUMBERS_PER_WIDEN_TASK, narrow.data_ptr(), x.data_ptr(), x.numel())
-        pointers = (x.data_ptr(), self.packed.data_ptr(), pointer(self.bias), out.data_ptr())
-        call(
-            self._kernel,
-            self.out_features // MIN_OUTPUTS_PER_TASK,
-            *pointers,
-            math.prod(x.shape[:-1]),
-            self.out_features,
-            self.in_features,
+            widening = WidenArguments(x=narrow.data_ptr(), out=x.data_ptr(), num_elements=x.numel())
+            call(self._widen, x.numel() // NUMBERS_PER_WIDEN_TASK, widening)
+        arguments = LinearArguments(
+            x=x.data_ptr(),
+            w=self.packed.data_ptr(),
+            b=pointer(self.bias),
+            y=out.data_ptr(),
+            M=math.prod(x.shape[:-1]),
+            N=self.out_features,
+            K=self.in_features,
         )
+        call(self._kernel, self.out_features // MIN_OUTPUTS_PER_TASK, arguments)
         return out
 
 
@@ -68,14 +71,18 @@ def pack_linear(weight: Tensor | GroupedWeight, bias: Tensor | None, dtype: torc
 
 def has_kernel(num_inputs: int, dtype: torch.dtype) -> bool:
     """Whether our kernels can multiply by a packed weight with `num_inputs` inputs."""
-    return dtype in DEPTH and num_inputs % DEPTH[dtype] == 0 and build.kernel("linear", "linear", dtype) is not None
+    return dtype in DEPTH and num_inputs % DEPTH[dtype] == 0 and _find_linear(dtype) is not None
 
 
 def packed_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> PackedLinear:
     """The layer of a packed weight, for which `has_kernel` holds."""
-    kernel = build.kernel("linear", "linear", dtype)
+    kernel = _find_linear(dtype)
     assert kernel is not None
     return PackedLinear(weight, bias, kernel)
+
+
+def _find_linear(dtype: torch.dtype) -> Kernel[LinearArguments] | None:
+    return find_kernel("linear", "linear", dtype, LinearArguments)
 
 
 def _check_input(x: Tensor, dtype: torch.dtype, size: int) -> Tensor:

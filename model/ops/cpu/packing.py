@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.ops.cpu import build, large_memory
-from model.ops.cpu.recording import MAX_TASKS, call
+from model.ops.cpu import large_memory
+from model.ops.cpu.arguments import BFLOAT16_DEPTH, FLOAT32_DEPTH, VECTOR_WIDTH, PackArguments
+from model.ops.cpu.recording import call
+from model.ops.cpu.shared_layout import find_kernel
 from model.ops.stacked_rows import StackedRows
 
-TILE = 16  # outputs of a tile: WIDTH in simd.h
-DEPTH = {torch.float32: 1, torch.bfloat16: 2}  # inputs of one output that lie side by side: as in linear.cpp
+TILE = VECTOR_WIDTH  # outputs of a tile
+DEPTH = {torch.float32: FLOAT32_DEPTH, torch.bfloat16: BFLOAT16_DEPTH}  # inputs of one output that lie side by side
 SOURCES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}  # dtypes that pack.cpp reads
 
 
@@ -66,10 +68,10 @@ def pack_rows(weight: StackedRows) -> PackedWeight:
     """Pack a matrix. Without a kernel, PyTorch does the same."""
     N, K = weight.shape
     rows = RowAddresses.find(weight)
-    kernel = None if rows is None else build.kernel("pack", f"pack_{rows.source}", weight.dtype)
+    kernel = None if rows is None else find_kernel("pack", f"pack_{rows.source}", weight.dtype, PackArguments)
     if rows is None or kernel is None:
         return PackedWeight((N, K), pack(weight.tensor()))
     num_tiles, depth = -(-N // TILE), DEPTH[weight.dtype]
     packed = large_memory.empty((num_tiles, K // depth, TILE, depth), weight.dtype)
-    call(kernel, min(MAX_TASKS, num_tiles), rows.addresses.data_ptr(), packed.data_ptr(), N, K)
+    call(kernel, num_tiles, PackArguments(rows=rows.addresses.data_ptr(), out=packed.data_ptr(), N=N, K=K))
     return PackedWeight((N, K), packed)

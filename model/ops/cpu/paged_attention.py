@@ -8,12 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.ops.cpu import build, recording
+from model.ops.cpu import recording
+from model.ops.cpu.arguments import (
+    VECTOR_WIDTH,
+    AttentionArguments,
+    AttentionScoresArguments,
+    WriteRowsArguments,
+)
 from model.ops.cpu.layout import merge_outer_dims, num_tasks
-from model.ops.cpu.recording import call, empty, float_bits
+from model.ops.cpu.recording import call, empty
+from model.ops.cpu.shared_layout import Kernel, find_kernel
 from model.ops.torch_attention import CausalMask, ScoreRule
-
-VECTOR_WIDTH = 16  # lanes of a vector: WIDTH in simd.h
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,12 @@ class PagedRead:
 class PagedAttention:
     """The kernels of one dtype that write keys and values to slots of a cache, and attend over blocks of slots."""
 
-    def __init__(self, write_rows: int, attention: int, attention_scores: int) -> None:
+    def __init__(
+        self,
+        write_rows: Kernel[WriteRowsArguments],
+        attention: Kernel[AttentionArguments],
+        attention_scores: Kernel[AttentionScoresArguments],
+    ) -> None:
         self._write_rows = write_rows
         self._attention = attention
         self._attention_scores = attention_scores
@@ -43,8 +53,9 @@ class PagedAttention:
         """The kernels of this dtype; None if this CPU has none, or `d_head` is not a multiple of a vector's width."""
         if d_head % VECTOR_WIDTH != 0:
             return None
-        write_rows = build.kernel("elementwise", "write_rows", dtype)
-        attention, scores = (build.kernel("attention", name, dtype) for name in ("attention", "attention_scores"))
+        write_rows = find_kernel("elementwise", "write_rows", dtype, WriteRowsArguments)
+        attention = find_kernel("attention", "attention", dtype, AttentionArguments)
+        scores = find_kernel("attention", "attention_scores", dtype, AttentionScoresArguments)
         if write_rows is None or attention is None or scores is None:
             return None
         return cls(write_rows, attention, scores)
@@ -52,9 +63,18 @@ class PagedAttention:
     def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Copy k and v (N, Hkv, D) to the slots (N,) of keys and values (num_slots, Hkv, D)."""
         (k, k_stride), (v, v_stride) = merge_outer_dims(k, 2), merge_outer_dims(v, 2)
-        N, size = slots.shape[0], keys.shape[1] * keys.shape[2]
-        pointers = (keys.data_ptr(), values.data_ptr(), slots.data_ptr())
-        call(self._write_rows, num_tasks(k), k.data_ptr(), k_stride, v.data_ptr(), v_stride, *pointers, N, size)
+        arguments = WriteRowsArguments(
+            k=k.data_ptr(),
+            v=v.data_ptr(),
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            slots=slots.data_ptr(),
+            num_rows=slots.shape[0],
+            size=keys.shape[1] * keys.shape[2],
+            k_stride=k_stride,
+            v_stride=v_stride,
+        )
+        call(self._write_rows, num_tasks(k), arguments)
 
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, read: PagedRead, window: int | None, rule: ScoreRule
@@ -62,11 +82,29 @@ class PagedAttention:
         """q (N, H, D) of the new tokens, keys and values (num_slots, Hkv, D) of one layer -> z (N, H, D)."""
         out = empty(q.shape, q.dtype)
         q, q_stride = merge_outer_dims(q, 2)
-        tensors = (q, keys, values, out, read.blocks, read.cu_seqlens, read.start)
-        shape = (*read.blocks.shape, read.block_size, q.shape[1], *keys.shape[1:])
-        pointers, strides = (tensor.data_ptr() for tensor in tensors), (keys.stride(0), values.stride(0), q_stride)
-        numbers = (window or 0, float_bits(rule.scale), *strides, float_bits(rule.softcap or 0.0))
-        call(self._attention, recording.MAX_TASKS, *pointers, *shape, *numbers)
+        num_sequences, max_blocks = read.blocks.shape
+        arguments = AttentionArguments(
+            q=q.data_ptr(),
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            z=out.data_ptr(),
+            blocks=read.blocks.data_ptr(),
+            cu_seqlens=read.cu_seqlens.data_ptr(),
+            start=read.start.data_ptr(),
+            num_sequences=num_sequences,
+            max_blocks=max_blocks,
+            block_size=read.block_size,
+            H=q.shape[1],
+            Hkv=keys.shape[1],
+            D=keys.shape[2],
+            window=window or 0,
+            q_stride=q_stride,
+            k_stride=keys.stride(0),
+            v_stride=values.stride(0),
+            scale=rule.scale,
+            softcap=rule.softcap or 0.0,
+        )
+        call(self._attention, recording.MAX_TASKS, arguments)
         return out
 
     def attention_scores(
@@ -74,13 +112,28 @@ class PagedAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Like `NetworkOps.attention_scores`, but always with a mask."""
         (B, N, H, D), S = q.shape, k.shape[1]
-        blocks = torch.zeros(1, dtype=torch.int64)  # all keys of a row of the batch are one block
+        block = torch.zeros(1, dtype=torch.int64)  # all keys of a row of the batch are one block
         scores, masked, pattern = (empty((B, H, N, S), q.dtype) for _ in range(3))
         for row in range(B):
             (row_q, q_stride), (row_k, k_stride) = merge_outer_dims(q[row], 2), merge_outer_dims(k[row], 2)
-            tensors = (row_q, row_k, blocks, scores[row], masked[row], pattern[row])
-            pointers = (tensor.data_ptr() for tensor in tensors)
-            shape = (N, mask.start, S, H, k.shape[2], D, mask.window or 0)
-            numbers = (float_bits(rule.scale), q_stride, k_stride, float_bits(rule.softcap or 0.0))
-            call(self._attention_scores, recording.MAX_TASKS, *pointers, *shape, *numbers)
+            arguments = AttentionScoresArguments(
+                q=row_q.data_ptr(),
+                keys=row_k.data_ptr(),
+                block=block.data_ptr(),
+                scores=scores[row].data_ptr(),
+                masked=masked[row].data_ptr(),
+                pattern=pattern[row].data_ptr(),
+                N=N,
+                start=mask.start,
+                S=S,
+                H=H,
+                Hkv=k.shape[2],
+                D=D,
+                window=mask.window or 0,
+                q_stride=q_stride,
+                k_stride=k_stride,
+                scale=rule.scale,
+                softcap=rule.softcap or 0.0,
+            )
+            call(self._attention_scores, recording.MAX_TASKS, arguments)
         return scores, masked, pattern

@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.ops.cpu import build
+from model.ops.cpu import grouped_packing, packing
+from model.ops.cpu.arguments import PackArguments
 from model.ops.cpu.grouped_packing import PackedGroups, pack_weight, quantize_rows, unpack_groups
 from model.ops.cpu.packing import PackedWeight, pack, pack_rows, unpack
+from model.ops.cpu.shared_layout import find_kernel
 from model.ops.quantization import INT4, INT8, quantize_to
 from model.ops.stacked_rows import StackedRows
 from model.ops.weight_formats import WeightFormat
@@ -34,7 +36,7 @@ def random_parts(N: int, K: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 def pack_or_skip(parts: tuple[Tensor, ...], dtype: torch.dtype, format: WeightFormat | None) -> list[Tensor]:
     """The tensors of the packed weight that our kernels make."""
-    if build.kernel("pack", "pack_float32", dtype) is None:
+    if find_kernel("pack", "pack_float32", dtype, PackArguments) is None:
         pytest.skip(NO_KERNELS)
     rows = StackedRows(parts, dtype, CPU)
     return tensors_of(pack_rows(rows) if format is None else quantize_rows(rows, format))
@@ -82,7 +84,8 @@ def test_without_a_kernel_pytorch_packs_the_same(monkeypatch: pytest.MonkeyPatch
     parts = random_parts(50, 64, torch.float32)
     by_kernel = [pack_or_skip(parts, torch.bfloat16, format) for format in FORMATS]
     with monkeypatch.context() as patch:
-        patch.setattr(build, "kernel", lambda *_: None)
+        for module in (packing, grouped_packing):
+            patch.setattr(module, "find_kernel", lambda *_: None)
         rows = StackedRows(parts, torch.bfloat16, CPU)
         by_pytorch = [
             tensors_of(pack_rows(rows) if format is None else quantize_rows(rows, format)) for format in FORMATS

@@ -23,7 +23,7 @@ struct InputGroup {
     int32_t negative_sum, negative_first_sum;
     int8_t bytes[GROUP];
 };
-static_assert(sizeof(InputGroup) == 44);  // as in model/ops/cpu/grouped_linear.py
+constexpr long INPUT_GROUP_BYTES = sizeof(InputGroup);
 
 // The group of 32 numbers. If one of them is not finite, neither are the products: the scale is NaN.
 InputGroup quantize_group(Floats first, Floats second) {
@@ -40,16 +40,18 @@ InputGroup quantize_group(Floats first, Floats second) {
     return group;
 }
 
-// Rounds x (M, K) to groups (M, ceil(K / 32)). Numbers beyond K count as 0. Args: x, groups, M, K.
+// Rounds x (M, K) to groups (M, ceil(K / 32)). Numbers beyond K count as 0.
 template <class Number>
-void quantize_groups(Args args, long task, long num_tasks) {
-    const Number* x = args.array<Number>(0);
-    const long M = args.integer(2), K = args.integer(3), num_groups = (K + GROUP - 1) / GROUP;
+STRUCT(QuantizeGroupsArguments, (const Number*, x), (InputGroup*, groups), (long, M), (long, K));
+
+template <class Number>
+void quantize_groups(const QuantizeGroupsArguments<Number>& args, long task, long num_tasks) {
+    const long M = args.M, K = args.K, num_groups = (K + GROUP - 1) / GROUP;
     for (long row = M * task / num_tasks; row < M * (task + 1) / num_tasks; row++)
         for (long group = 0; group < num_groups; group++) {
-            const Number* from = x + row * K + group * GROUP;
+            const Number* from = args.x + row * K + group * GROUP;
             const long count = K - group * GROUP;
-            args.array<InputGroup>(1)[row * num_groups + group] =
+            args.groups[row * num_groups + group] =
                 quantize_group(load(from, first_lanes(count)), load(from + WIDTH, first_lanes(count - WIDTH)));
         }
 }
@@ -110,19 +112,21 @@ struct GroupedProduct {
                 UNROLL for (int row = 0; row < rows; row++)
                     UNROLL for (int tile = 0; tile < tiles; tile++)
                         sums[row][tile] = first_sum(x[row * num_groups], part);
-                UNROLL for (int pair = part * PAIRS; pair < (part + 1) * PAIRS; pair++)
+                UNROLL for (int pair = part * PAIRS; pair < (part + 1) * PAIRS; pair++) {
+                    Integers vectors[tiles][2];
                     UNROLL for (int tile = 0; tile < tiles; tile++) {
                         const long offset = tile * tile_bytes + group * Format::GROUP_BYTES;
                         for (int line = pair * Format::BITS / 4; line < (pair + 1) * Format::BITS / 4; line++)
                             block.prefetch<prefetches_next>(w, offset + line * 4 * WIDTH);
-                        Integers vectors[2];
-                        Format::unpack(w + offset, pair, vectors);
-                        UNROLL for (int i = 0; i < 2; i++)
-                            UNROLL for (int row = 0; row < rows; row++)
-                                sums[row][tile] = add_byte_products(
-                                    sums[row][tile], vectors[i],
-                                    broadcast_four(x[row * num_groups].bytes + (2 * pair + i) * 4));
+                        Format::unpack(w + offset, pair, vectors[tile]);
                     }
+                    UNROLL for (int i = 0; i < 2; i++)
+                        UNROLL for (int row = 0; row < rows; row++) {
+                            const Integers four = broadcast_four(x[row * num_groups].bytes + (2 * pair + i) * 4);
+                            UNROLL for (int tile = 0; tile < tiles; tile++)
+                                sums[row][tile] = add_byte_products(sums[row][tile], vectors[tile][i], four);
+                        }
+                }
                 UNROLL for (int row = 0; row < rows; row++) {
                     const Floats x_scale = broadcast(x[row * num_groups].scale);
                     UNROLL for (int tile = 0; tile < tiles; tile++)
@@ -152,30 +156,42 @@ struct GroupedProduct {
     }
 };
 
-// Args: the groups that `quantize_groups` wrote, w, its scales, b (or 0), y, M, N, K, the distance of the rows of y, and
-// whether b and y are bfloat16.
+// y = x w^T + b, where `quantize_groups` wrote the groups of x.
+STRUCT(
+    GroupedLinearArguments,
+    (const InputGroup*, groups),
+    (const uint8_t*, integers),
+    (const uint8_t*, scales),
+    (const void*, b),  // or null
+    (void*, y),
+    (long, M),
+    (long, N),
+    (long, K),
+    (long, y_stride),     // from a row of y to the next one
+    (long, is_bfloat16));  // whether b and y are bfloat16; otherwise they are float32
+
 template <class Format>
-void linear(Args args, long task, long num_tasks) {
-    const long M = args.integer(5), N = args.integer(6), K = args.integer(7);
-    const Output output = {args.array<void>(4), args.array<void>(3), args.integer(8), args.integer(9) != 0};
+void linear(const GroupedLinearArguments& args, long task, long num_tasks) {
+    const Output output = {args.y, args.b, args.y_stride, args.is_bfloat16 != 0};
     const GroupedProduct<Format> product = {
-        args.array<InputGroup>(0), args.array<uint8_t>(1), args.array<uint8_t>(2), output, (K + GROUP - 1) / GROUP};
-    multiply_all(VectorProduct<GroupedProduct<Format>>{product}, M, N, task, num_tasks);
+        args.groups, args.integers, args.scales, output, (args.K + GROUP - 1) / GROUP};
+    multiply_all(VectorProduct<GroupedProduct<Format>>{product}, args.M, args.N, task, num_tasks);
 }
 
 }  // namespace
 
-#define FORMAT_KERNEL(name, bits, Scale) \
-    KERNEL(linear_##name) { linear<WeightFormat<bits, Scale>>(args, task, num_tasks); }
+KERNEL(linear_q4_0, linear<WeightFormat<4, GroupScale>>)
+KERNEL(linear_q5_0, linear<WeightFormat<5, GroupScale>>)
+KERNEL(linear_q8_0, linear<WeightFormat<8, GroupScale>>)
+KERNEL(linear_q4_1, linear<WeightFormat<4, GroupScaleAndMinimum>>)
+KERNEL(linear_q5_1, linear<WeightFormat<5, GroupScaleAndMinimum>>)
+KERNEL(linear_q4_k, linear<WeightFormat<4, ByteScaleAndMinimum>>)
+KERNEL(linear_q5_k, linear<WeightFormat<5, ByteScaleAndMinimum>>)
+KERNEL(linear_q6_k, linear<WeightFormat<6, HalfGroupScale>>)
+KERNEL(quantize_groups_float32, quantize_groups<float>)
+KERNEL(quantize_groups_bfloat16, quantize_groups<BFloat16>)
 
-FORMAT_KERNEL(q4_0, 4, GroupScale)
-FORMAT_KERNEL(q5_0, 5, GroupScale)
-FORMAT_KERNEL(q8_0, 8, GroupScale)
-FORMAT_KERNEL(q4_1, 4, GroupScaleAndMinimum)
-FORMAT_KERNEL(q5_1, 5, GroupScaleAndMinimum)
-FORMAT_KERNEL(q4_k, 4, ByteScaleAndMinimum)
-FORMAT_KERNEL(q5_k, 5, ByteScaleAndMinimum)
-FORMAT_KERNEL(q6_k, 6, HalfGroupScale)
-
-KERNEL(quantize_groups_float32) { quantize_groups<float>(args, task, num_tasks); }
-KERNEL(quantize_groups_bfloat16) { quantize_groups<BFloat16>(args, task, num_tasks); }
+EXPORT_CONSTANT(WIDTH)
+EXPORT_CONSTANT(GROUP)
+EXPORT_CONSTANT(SUPERGROUP)
+EXPORT_CONSTANT(INPUT_GROUP_BYTES)

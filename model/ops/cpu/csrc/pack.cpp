@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int GROUP = 32;  // k's that share a scale: as in model/ops/weight_formats.py
+constexpr int GROUP = 32;  // k's that share a scale
 constexpr float RANGE_FACTORS[] = {1.0f, 0.95f, 0.9f, 0.85f, 0.8f};  // as in model/ops/quantization.py
 constexpr float MAX_SCALE = 65504;  // the largest number of float16
 
@@ -71,14 +71,30 @@ struct Tile {
     }
 };
 
-// Calls `pack_tile(tile, index)` for each tile of this task. Args: rows, ..., N and K at `sizes` and `sizes` + 1.
-template <class From, class To, class PackTile>
-void for_each_tile(Args args, int sizes, long task, long num_tasks, PackTile pack_tile) {
-    using Rows = Tile<From, To>;
-    const auto* const rows = args.array<const typename Rows::Number* const>(0);
-    const long N = args.integer(sizes), K = args.integer(sizes + 1), num_tiles = (N + WIDTH - 1) / WIDTH;
+// The N rows of K numbers each to be packed, by address.
+template <class From, class To>
+STRUCT(
+    PackArguments,
+    (const typename Source<From>::Number* const*, rows),
+    (void*, out),
+    (long, N),
+    (long, K));
+
+template <class From, class To>
+STRUCT(
+    QuantizeWeightArguments,
+    (const typename Source<From>::Number* const*, rows),
+    (float*, integers),
+    (uint16_t*, scales),
+    (long, N),
+    (long, K));
+
+// Calls `pack_tile(tile, index)` for each tile of this task.
+template <class From, class To, template <class, class> class Arguments, class PackTile>
+void for_each_tile(const Arguments<From, To>& args, long task, long num_tasks, PackTile pack_tile) {
+    const long N = args.N, K = args.K, num_tiles = (N + WIDTH - 1) / WIDTH;
     for (long index = num_tiles * task / num_tasks; index < num_tiles * (task + 1) / num_tasks; index++)
-        pack_tile(Rows{rows + index * WIDTH, std::min(N - index * WIDTH, long{WIDTH}), K}, index);
+        pack_tile(Tile<From, To>{args.rows + index * WIDTH, std::min(N - index * WIDTH, long{WIDTH}), K}, index);
 }
 
 // Writes the first `count` of 16 columns of words: word i of every row, for i = 0, 1, ...
@@ -89,11 +105,11 @@ inline void write_columns(Floats (&words)[WIDTH], long count, float* to) {
     std::memcpy(to, all, count * WIDTH * sizeof *to);
 }
 
-// In float32: a word is a number. Args: rows, out, N, K.
+// In float32: a word is a number.
 template <class From>
-void pack(Args args, long task, long num_tasks, float) {
-    for_each_tile<From, float>(args, 2, task, num_tasks, [&](const auto& tile, long index) {
-        float* const out = args.array<float>(1) + index * WIDTH * tile.K;
+void pack_float32(const PackArguments<From, float>& args, long task, long num_tasks) {
+    for_each_tile(args, task, num_tasks, [&](const auto& tile, long index) {
+        float* const out = static_cast<float*>(args.out) + index * WIDTH * tile.K;
         for (long k = 0; k < tile.K; k += WIDTH) {
             Floats words[WIDTH];
             for (int row = 0; row < WIDTH; row++) words[row] = tile.numbers(row, k);
@@ -102,12 +118,12 @@ void pack(Args args, long task, long num_tasks, float) {
     });
 }
 
-// In bfloat16: a word is a pair of numbers. Args: rows, out, N, K (even).
+// In bfloat16: a word is a pair of numbers. K is even.
 template <class From>
-void pack(Args args, long task, long num_tasks, BFloat16) {
+void pack_bfloat16(const PackArguments<From, BFloat16>& args, long task, long num_tasks) {
     constexpr int STEP = 2 * WIDTH;
-    for_each_tile<From, BFloat16>(args, 2, task, num_tasks, [&](const auto& tile, long index) {
-        float* const out = args.array<float>(1) + index * WIDTH * tile.K / 2;
+    for_each_tile(args, task, num_tasks, [&](const auto& tile, long index) {
+        float* const out = static_cast<float*>(args.out) + index * WIDTH * tile.K / 2;
         for (long k = 0; k < tile.K; k += STEP) {
             Floats words[WIDTH];
             for (int row = 0; row < WIDTH; row++) {
@@ -142,11 +158,11 @@ inline Floats inverse(Floats scales) {
 using Group = float[GROUP * WIDTH];
 inline Floats number(const Group& x, int k) { return load(x + k * WIDTH); }
 
-// Calls `quantize(x, group)` for each group of each tile. Groups are numbered across the tiles. Args: rows, integers,
-// scales, N, K. Numbers beyond K are zeros.
+// Calls `quantize(x, group, exists)` for each group of each tile. Groups are numbered across the tiles, and numbers beyond
+// K are zeros. Lanes in `exists` are outputs below N.
 template <class From, class To, class Quantize>
-void for_each_group(Args args, long task, long num_tasks, Quantize quantize) {
-    for_each_tile<From, To>(args, 3, task, num_tasks, [&](const auto& tile, long index) {
+void for_each_group(const QuantizeWeightArguments<From, To>& args, long task, long num_tasks, Quantize quantize) {
+    for_each_tile(args, task, num_tasks, [&](const auto& tile, long index) {
         const long num_groups = (tile.K + GROUP - 1) / GROUP;
         for (long group = 0; group < num_groups; group++) {
             Group x;
@@ -158,12 +174,12 @@ void for_each_group(Args args, long task, long num_tasks, Quantize quantize) {
 
 // One scale for each row and group. Rows beyond N are zero bytes, as if from a scale of 0.
 template <class From, class To>
-void quantize_q8_0(Args args, long task, long num_tasks) {
-    for_each_group<From, To>(args, task, num_tasks, [&](const Group& x, long group, Mask exists) {
+void quantize_q8_0(const QuantizeWeightArguments<From, To>& args, long task, long num_tasks) {
+    for_each_group(args, task, num_tasks, [&](const Group& x, long group, Mask exists) {
         Floats magnitude = Floats{};
         for (int k = 0; k < GROUP; k++) magnitude = max(magnitude, abs(number(x, k)));
         const Floats scales = as_stored(magnitude / broadcast(127)), factor = inverse(scales);
-        store_float16(args.array<uint16_t>(2) + group * WIDTH, scales);
+        store_float16(args.scales + group * WIDTH, scales);
         const auto integer = [&](int k) {
             const Floats rounded = min(max(round(number(x, k) * factor), broadcast(-127)), broadcast(127));
             return to_integers(rounded + broadcast(128));
@@ -171,7 +187,7 @@ void quantize_q8_0(Args args, long task, long num_tasks) {
         for (int first = 0; first < GROUP; first += 4) {
             Integers bytes = Integers{};
             for (int i = 0; i < 4; i++) bytes = bytes | integer(first + i) << 8 * i;
-            float* const out = args.array<float>(1) + (group * GROUP + first) / 4 * WIDTH;
+            float* const out = args.integers + (group * GROUP + first) / 4 * WIDTH;
             store(out, select(exists, as_floats(bytes), Floats{}));
         }
     });
@@ -239,11 +255,11 @@ inline Fit fit_group(const Group& x) {
 
 // A scale and a minimum for each row and group. Rows beyond N are zeros.
 template <class From, class To>
-void quantize_q4_1(Args args, long task, long num_tasks) {
-    for_each_group<From, To>(args, task, num_tasks, [&](const Group& x, long group, Mask exists) {
+void quantize_q4_1(const QuantizeWeightArguments<From, To>& args, long task, long num_tasks) {
+    for_each_group(args, task, num_tasks, [&](const Group& x, long group, Mask exists) {
         const Fit fit = fit_group(x);
         const Floats factor = inverse(fit.scale);
-        uint16_t* const scales = args.array<uint16_t>(2) + group * 2 * WIDTH;
+        uint16_t* const scales = args.scales + group * 2 * WIDTH;
         store_float16(scales, fit.scale);
         store_float16(scales + WIDTH, select(exists, fit.minimum, Floats{}));
         const auto integer = [&](int k) { return to_integers(round_to_int4(number(x, k), fit.minimum, factor)); };
@@ -251,7 +267,7 @@ void quantize_q4_1(Args args, long task, long num_tasks) {
             Integers bytes = Integers{};
             for (int i = 0; i < 4; i++)
                 bytes = bytes | integer(first + i) << 8 * i | integer(first + 4 + i) << (8 * i + 4);
-            float* const out = args.array<float>(1) + (group * GROUP + first) / 8 * WIDTH;
+            float* const out = args.integers + (group * GROUP + first) / 8 * WIDTH;
             store(out, select(exists, as_floats(bytes), Floats{}));
         }
     });
@@ -259,10 +275,13 @@ void quantize_q4_1(Args args, long task, long num_tasks) {
 
 }  // namespace
 
-#define KERNELS(From, from, To, to)                                                                         \
-    KERNEL(pack_##from##_##to) { pack<From>(args, task, num_tasks, To{}); }                                 \
-    KERNEL(quantize_q8_0_##from##_##to) { quantize_q8_0<From, To>(args, task, num_tasks); }                 \
-    KERNEL(quantize_q4_1_##from##_##to) { quantize_q4_1<From, To>(args, task, num_tasks); }
+EXPORT_CONSTANT(WIDTH)
+EXPORT_CONSTANT(GROUP)
+
+#define KERNELS(From, from, To, to)                                     \
+    KERNEL(pack_##from##_##to, pack_##to<From>)                         \
+    KERNEL(quantize_q8_0_##from##_##to, quantize_q8_0<From, To>)        \
+    KERNEL(quantize_q4_1_##from##_##to, quantize_q4_1<From, To>)
 
 KERNELS(float, float32, float, float32)
 KERNELS(BFloat16, bfloat16, float, float32)
