@@ -19,7 +19,7 @@ from model.errors import CheckpointError
 from model.network.parameters import count_parameters
 from model.network.prepare import Kernels, choose_backend, make_linear, whole_weight
 from model.network.transformer import Transformer
-from model.ops.quantization import Quantization, format_of
+from model.ops.quantization import LayerFormats, Quantization, format_of
 from model.ops.stacked_rows import StackedRows
 from model.ops.torch_ops import TORCH, TorchNetworkOps
 from model.text.tokenizer import Tokenizer
@@ -92,7 +92,7 @@ class OpenCheckpoint:
         return count_parameters(self.config).total
 
     def network(
-        self, dtype: torch.dtype, *, quantize: Quantization = "none", kernels: Kernels = "torch"
+        self, dtype: torch.dtype, *, quantize: Quantization | LayerFormats = "none", kernels: Kernels = "torch"
     ) -> Transformer:
         """A network on the CPU that reads its weights whenever it computes. The arguments are as in `prepare_model`."""
         config, device = self.config, torch.device("cpu")

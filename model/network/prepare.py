@@ -18,7 +18,7 @@ from model.ops.cpu.grouped_packing import pack_stored, quantize_rows
 from model.ops.cpu.packed_linear import has_kernel, packed_layer
 from model.ops.cpu.packing import pack_rows
 from model.ops.interface import Backend
-from model.ops.quantization import Quantization, QuantizedLinear, format_of, quantize_to
+from model.ops.quantization import LayerFormats, Quantization, QuantizedLinear, format_of, quantize_to
 from model.ops.stacked_groups import StackedGroups
 from model.ops.stacked_rows import StackedRows
 from model.ops.torch_ops import TORCH
@@ -36,7 +36,7 @@ def prepare_model(
     config: ModelConfig,
     weights: MutableMapping[str, Weight],
     *,
-    quantize: Quantization = "none",
+    quantize: Quantization | LayerFormats = "none",
     kernels: Kernels = "auto",
 ) -> Transformer:
     """Build a network from the parameters of a plain `Transformer(config)`, named as in its `state_dict`.
@@ -117,18 +117,18 @@ def choose_backend(config: ModelConfig, dtype: torch.dtype, device: torch.device
     return (find_backend(dtype, config.d_head) if device.type == "cpu" else None) or TORCH
 
 
-def _log_choice(model: Transformer, quantize: Quantization) -> None:
+def _log_choice(model: Transformer, quantize: Quantization | LayerFormats) -> None:
     num_packed = sum(isinstance(module, GroupedLinear) for module in model.modules())
     num_unpacked = sum(isinstance(module, QuantizedLinear) for module in model.modules())
     if num_packed + num_unpacked:
-        formats = "the formats of the file" if quantize in ("none", "stored") else quantize
+        formats = quantize if quantize in ("int8", "int4") else "formats of their own"
         logger.info("%d linear layers in %s", num_packed + num_unpacked, formats)
     if model.backend.network is not TORCH.network:
         rest = _computed_by_torch(model)
         exceptions = f", except for {', '.join(rest)}, which PyTorch computes" if rest else ""
         logger.info("the network is computed by our own kernels%s", exceptions)
     if num_unpacked:
-        logger.warning("no kernel for %s weights here: they are smaller, but not faster", quantize)
+        logger.warning("no kernel for quantized weights here: they are smaller, but not faster")
 
 
 def _computed_by_torch(model: Transformer) -> list[str]:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from model.ops.weight_formats import FORMATS, GROUP, GroupedWeight, WeightFormat
 
 Quantization = Literal["stored", "none", "int8", "int4"]
+LayerFormats = Mapping[str, WeightFormat]
+"""The format of each linear layer by name. Other layers keep their weights."""
 INT8, INT4 = FORMATS["q8_0"], FORMATS["q4_1"]
 LARGEST_INT8, LARGEST_INT4 = 127, 15
 RANGE_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8)  # candidates for the range of a group in int4, as factors of its own
@@ -129,7 +131,7 @@ class QuantizedLinear(nn.Module):
         return F.linear(x, self.weight_groups.dequantize().to(x.dtype), self.bias)
 
 
-def format_of(name: str, quantization: Quantization | Mapping[str, WeightFormat]) -> WeightFormat | None:
+def format_of(name: str, quantization: Quantization | LayerFormats) -> WeightFormat | None:
     """The format in which the layer `name` stores its weight; None if it keeps the weight as it is."""
     if not isinstance(quantization, str):
         return quantization.get(name)

@@ -32,6 +32,12 @@ class WeightFormat:
         return GROUP * (SUPERGROUP if self.scale_kind in ("bytes", "halves") else 1)
 
     @property
+    def bits_per_weight(self) -> float:
+        """The bits of an integer and its share of the scales."""
+        scale_bits = {"group": 16.0, "minimum": 32.0, "bytes": 16 + 32 / SUPERGROUP, "halves": 16 + 16 / SUPERGROUP}
+        return self.bits + scale_bits[self.scale_kind] / GROUP
+
+    @property
     def offset(self) -> int:
         """What is subtracted from an integer: the middle of the range, or 0 if there are minimums."""
         return 1 << self.bits - 1 if self.scale_kind in ("group", "halves") else 0
