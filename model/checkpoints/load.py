@@ -27,7 +27,7 @@ from model.network.adapters import Adapter
 from model.network.parameters import ParameterCount, count_parameters
 from model.network.prepare import Kernels, prepare_model
 from model.network.transformer import Transformer
-from model.ops.quantization import Quantization
+from model.ops.quantization import LayerFormats, Quantization
 from model.text.chat_template import ChatTemplate
 from model.text.sampling import SamplingParams
 from model.text.tokenizer import Tokenizer
@@ -69,7 +69,7 @@ class Checkpoint:
     Without a `tokenizer.json`, `tokenizer` is None, and only token ids can be used. `chat_template` is None if the
     checkpoint has no template for chats. `special_tokens` are the texts of the tokens that it names, such as
     "bos_token". `family` knows the names of its tensors. `adapters` are those that requests may choose, by name.
-    `location` is where its files lie.
+    `location` is where its files lie. `quantization` is what `load_checkpoint` was given.
     """
 
     name: str
@@ -82,6 +82,7 @@ class Checkpoint:
     family: Family | None = None
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     location: Location | None = None
+    quantization: Quantization | LayerFormats = "none"
 
     @property
     def stages(self) -> list[Stage]:
@@ -95,7 +96,7 @@ def load_checkpoint(
     dtype: str = "auto",
     device: str = "cpu",
     name: str | None = None,
-    quantize: Quantization = "none",
+    quantize: Quantization | LayerFormats = "none",
     kernels: Kernels = "torch",
     chat_template: Path | None = None,
     revision: str | None = None,
@@ -137,6 +138,7 @@ def load_checkpoint(
         contents.special_tokens,
         family,
         location=location,
+        quantization=quantize,
     )
 
 

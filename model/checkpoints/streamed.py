@@ -19,7 +19,7 @@ from model.errors import CheckpointError
 from model.network.parameters import count_parameters
 from model.network.prepare import Kernels, choose_backend, make_linear, whole_weight
 from model.network.transformer import Transformer
-from model.ops.quantization import Quantization, bits_of
+from model.ops.quantization import LayerFormats, Quantization, format_of
 from model.ops.stacked_rows import StackedRows
 from model.ops.torch_ops import TORCH, TorchNetworkOps
 from model.text.tokenizer import Tokenizer
@@ -92,7 +92,7 @@ class OpenCheckpoint:
         return count_parameters(self.config).total
 
     def network(
-        self, dtype: torch.dtype, *, quantize: Quantization = "none", kernels: Kernels = "torch"
+        self, dtype: torch.dtype, *, quantize: Quantization | LayerFormats = "none", kernels: Kernels = "torch"
     ) -> Transformer:
         """A network on the CPU that reads its weights whenever it computes. The arguments are as in `prepare_model`."""
         config, device = self.config, torch.device("cpu")
@@ -104,10 +104,10 @@ class OpenCheckpoint:
         def linear(name: str, num_inputs: int, num_outputs: int, has_bias: bool) -> nn.Module:
             stored_name = "embed.weight" if name == "head" and config.tied_head else f"{name}.weight"
             bias = whole_weight(weights[f"{name}.bias"]) if has_bias else None
-            bits = bits_of(name, num_inputs, quantize)
-            if is_torch and bits is None:
+            format = format_of(name, quantize)
+            if is_torch and format is None:
                 return StreamedLinear(lambda: _rows(weights, stored_name), bias)
-            return RebuiltLinear(lambda: make_linear(backend, weights[stored_name], bits, bias, dtype))
+            return RebuiltLinear(lambda: make_linear(backend, weights[stored_name], format, bias, dtype))
 
         with torch.device("meta"):
             model = Transformer(config, backend=replace(backend, network=own_ops), linear=linear)

@@ -32,6 +32,12 @@ class WeightFormat:
         return GROUP * (SUPERGROUP if self.scale_kind in ("bytes", "halves") else 1)
 
     @property
+    def bits_per_weight(self) -> float:
+        """The bits of an integer and its share of the scales."""
+        scale_bits = {"group": 16.0, "minimum": 32.0, "bytes": 16 + 32 / SUPERGROUP, "halves": 16 + 16 / SUPERGROUP}
+        return self.bits + scale_bits[self.scale_kind] / GROUP
+
+    @property
     def offset(self) -> int:
         """What is subtracted from an integer: the middle of the range, or 0 if there are minimums."""
         return 1 << self.bits - 1 if self.scale_kind in ("group", "halves") else 0
@@ -58,16 +64,26 @@ class GroupedWeight:
 
     `scales` has one row for each output: (N, K / 32) float16, and (N, K / 32, 2) with minimums as the second; or
     (N, K / 32, 2) bytes, which are scale and minimum, or the scales of two halves (signed). `factors` exist in the
-    latter cases: (N, K / 256, 2), of scales and of minimums, or (N, K / 256, 1).
+    latter cases: (N, K / 256, 2), of scales and of minimums, or (N, K / 256, 1). `padding` inputs of the last group do
+    not exist: K includes them, but the matrix does not.
     """
 
     format: WeightFormat
     integers: Tensor
     scales: Tensor
     factors: Tensor | None = None
+    padding: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of outputs and of inputs."""
+        return self.integers.shape[0], self.integers.shape[1] - self.padding
 
     def dequantize(self) -> Tensor:
-        """The matrix (N, K) in float32."""
+        """The matrix in float32."""
+        return self._all_groups()[:, : self.shape[1]]
+
+    def _all_groups(self) -> Tensor:
         num_rows = len(self.integers)
         scales = self.scales.float()
         if self.factors is not None:

@@ -6,10 +6,8 @@ sides when a library is loaded. The C++ declarations say what the fields mean. A
 
 from typing import Annotated, NamedTuple
 
-from model.ops.quantization import GROUP
 from model.ops.row_edits import RuleKind
-from model.ops.weight_formats import GROUP as WEIGHT_GROUP
-from model.ops.weight_formats import SUPERGROUP
+from model.ops.weight_formats import GROUP, SUPERGROUP
 
 Address = Annotated[int, "address"]
 
@@ -26,13 +24,12 @@ CONSTANTS: dict[str, dict[str, int]] = {
     "elementwise": {"SUMMARY_CHUNK": SUMMARY_CHUNK, "NUM_MOMENTS": NUM_MOMENTS},
     "grouped_linear": {
         "WIDTH": VECTOR_WIDTH,
-        "GROUP": WEIGHT_GROUP,
+        "GROUP": GROUP,
         "SUPERGROUP": SUPERGROUP,
         "INPUT_GROUP_BYTES": INPUT_GROUP_BYTES,
     },
     "linear": {"WIDTH": VECTOR_WIDTH, "FLOAT32_DEPTH": FLOAT32_DEPTH, "BFLOAT16_DEPTH": BFLOAT16_DEPTH},
     "pack": {"WIDTH": VECTOR_WIDTH, "GROUP": GROUP},
-    "quantized_linear": {"WIDTH": VECTOR_WIDTH, "GROUP": GROUP},
 }
 
 
@@ -342,33 +339,6 @@ class GroupedLinearArguments(NamedTuple):
     is_bfloat16: int
 
 
-# quantized_linear.cpp
-
-
-class QuantizeArguments(NamedTuple):
-    x: Address
-    bytes: Address
-    scales: Address
-    offset_sums: Address
-    M: int
-    K: int
-    group: int
-    offset: int
-
-
-class QuantizedLinearArguments(NamedTuple):
-    x_bytes: Address
-    x_scales: Address
-    offset_sums: Address
-    w: Address
-    w_scales: Address
-    b: Address
-    y: Address
-    M: int
-    N: int
-    K: int
-
-
 # pack.cpp
 
 
@@ -381,7 +351,7 @@ class PackArguments(NamedTuple):
 
 class QuantizeWeightArguments(NamedTuple):
     rows: Address
-    out: Address
+    integers: Address
     scales: Address
     N: int
     K: int

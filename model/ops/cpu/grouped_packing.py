@@ -8,10 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.ops.cpu import large_memory
+from model.ops.cpu.arguments import QuantizeWeightArguments
+from model.ops.cpu.packing import TILE, RowAddresses
+from model.ops.cpu.recording import call
+from model.ops.cpu.shared_layout import find_kernel
+from model.ops.quantization import quantize_to
 from model.ops.stacked_groups import GroupedRows, StackedGroups, row_bounds
+from model.ops.stacked_rows import StackedRows
 from model.ops.weight_formats import GROUP, SUPERGROUP, GroupedWeight, WeightFormat
 
-TILE = 16  # outputs of a tile: WIDTH in simd.h
 VECTORS = GROUP // 4  # of a group: as VECTORS_PER_GROUP in weight_formats.h
 
 
@@ -27,8 +32,9 @@ class PackedGroups:
 
 def empty_groups(shape: tuple[int, int], format: WeightFormat) -> PackedGroups:
     """Memory for a packed weight of this shape."""
-    num_tiles, num_units = -(-shape[0] // TILE), shape[1] // format.inputs_per_unit
-    integers = large_memory.empty((num_tiles, shape[1] * TILE * format.bits // 8), torch.uint8)
+    num_tiles, num_units = -(-shape[0] // TILE), -(-shape[1] // format.inputs_per_unit)
+    unit_bytes = format.inputs_per_unit * TILE * format.bits // 8
+    integers = large_memory.empty((num_tiles, num_units * unit_bytes), torch.uint8)
     scale_bytes = {"group": 2, "minimum": 4, "bytes": 4 + 2 * SUPERGROUP, "halves": 2 + 2 * SUPERGROUP}
     scales = large_memory.empty((num_tiles, num_units * TILE * scale_bytes[format.scale_kind]), torch.uint8)
     return PackedGroups(shape, format, integers, scales)
@@ -41,6 +47,31 @@ def pack_groups(weight: GroupedWeight, packed: PackedGroups, first_row: int = 0)
     num_tiles = -(-len(weight.integers) // TILE)
     packed.integers[first : first + num_tiles] = _pack_integers(weight.integers, weight.format.bits)
     packed.scales[first : first + num_tiles] = _pack_scales(weight)
+
+
+def pack_weight(weight: GroupedWeight) -> PackedGroups:
+    """Pack a whole weight."""
+    packed = empty_groups(weight.shape, weight.format)
+    pack_groups(weight, packed)
+    return packed
+
+
+def quantize_rows(weight: StackedRows, format: WeightFormat) -> PackedGroups:
+    """Quantize and pack a matrix in one pass over its rows. Without a kernel, PyTorch does the same."""
+    N, K = weight.shape
+    rows = RowAddresses.find(weight)
+    name = f"quantize_{format.name}"
+    kernel = (
+        None if rows is None else find_kernel("pack", f"{name}_{rows.source}", weight.dtype, QuantizeWeightArguments)
+    )
+    if rows is None or kernel is None:
+        return pack_weight(quantize_to(weight.tensor(), format))
+    packed = empty_groups((N, K), format)
+    arguments = QuantizeWeightArguments(
+        rows=rows.addresses.data_ptr(), integers=packed.integers.data_ptr(), scales=packed.scales.data_ptr(), N=N, K=K
+    )
+    call(kernel, len(packed.integers), arguments)
+    return packed
 
 
 def pack_stored(weight: StackedGroups) -> list[PackedGroups]:
@@ -70,13 +101,13 @@ def unpack_groups(packed: PackedGroups) -> GroupedWeight:
     """The rows of a packed weight, as they were before `pack_groups`."""
     num_rows, format = packed.shape[0], packed.format
     integers = _unpack_integers(packed.integers, format.bits)[:num_rows]
-    num_tiles = len(packed.scales)
+    num_tiles, padding = len(packed.scales), integers.shape[1] - packed.shape[1]
     if format.scale_kind == "group":
         scales = packed.scales.view(torch.float16).view(num_tiles, -1, TILE).transpose(1, 2)
-        return GroupedWeight(format, integers, scales.flatten(0, 1)[:num_rows].contiguous())
+        return GroupedWeight(format, integers, scales.flatten(0, 1)[:num_rows].contiguous(), padding=padding)
     if format.scale_kind == "minimum":
         both = packed.scales.view(torch.float16).view(num_tiles, -1, 2, TILE).permute(0, 3, 1, 2)
-        return GroupedWeight(format, integers, both.flatten(0, 1)[:num_rows].contiguous())
+        return GroupedWeight(format, integers, both.flatten(0, 1)[:num_rows].contiguous(), padding=padding)
     num_factors = 2 if format.scale_kind == "bytes" else 1
     units = packed.scales.view(num_tiles, packed.shape[1] // format.inputs_per_unit, -1)
     split = num_factors * TILE * 2
