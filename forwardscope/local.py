@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from forwardscope.local_edits import bind_edits, describe_changes
 from forwardscope.local_generation import GenerationCollector, build_engine, read_params
 from forwardscope.local_trace import check_indices, describe_loss, describe_stage, values_of
 from forwardscope.results import AppliedEdit, ChatAnswer, Generation, Prediction, Token, Trace
+from model.analysis.auto_quantization import resolve
 from model.analysis.edit_changes import residuals
 from model.analysis.edit_sources import Network
 from model.analysis.forward_trace import Trace as PassTrace
@@ -44,7 +45,8 @@ def load(
     *,
     dtype: str = "auto",
     device: str = "auto",
-    quantize: Quantization = "none",
+    quantize: Quantization | Literal["auto"] = "stored",
+    quantize_loss: float = 0.005,
     kernels: Kernels = "auto",
     adapters: Mapping[str, str | Path] | None = None,
 ) -> "LocalModel":
@@ -57,12 +59,13 @@ def load(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     is_bundled = model == "bundled"
+    source = str(BUNDLED) if is_bundled else model
     checkpoint = load_checkpoint(
-        str(BUNDLED) if is_bundled else model,
+        source,
         dtype=dtype,
         device=device,
         name="bundled" if is_bundled else None,
-        quantize=quantize,
+        quantize=resolve(source, quantize, quantize_loss, kernels),
         kernels=kernels,
     )
     loaded = {name: load_adapter(checkpoint, path, name) for name, path in (adapters or {}).items()}

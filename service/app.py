@@ -13,6 +13,7 @@ from fastapi import Depends, FastAPI
 from fastapi_offline import FastAPIOffline
 
 from model import __version__
+from model.analysis.auto_quantization import resolve
 from model.checkpoints.adapters import load_adapter
 from model.checkpoints.load import BUNDLED, DTYPES, Checkpoint, load_checkpoint
 from model.checkpoints.translators import load_translators
@@ -203,7 +204,7 @@ def load_model(settings: Settings) -> Checkpoint | None:
         dtype=settings.dtype,
         device=device,
         name=name,
-        quantize=settings.quantize,
+        quantize=resolve(source, settings.quantize, settings.quantize_loss, settings.kernels, settings.revision),
         kernels=settings.kernels,
         chat_template=settings.chat_template,
         revision=settings.revision,

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from model.analysis.auto_quantization import parse_increase
 from model.ops.quantization import Quantization
 
 MIB = 1 << 20
@@ -96,10 +97,15 @@ class Settings(BaseSettings):
         description="auto: our own kernels if the dtype, the CPU (AVX2 or AVX-512) and a C++ compiler allow them, else "
         "PyTorch's fastest; torch: PyTorch only",
     )
-    quantize: Quantization = Field(
-        "none",
-        description="weights of the linear layers in int8 (one scale per output) or int4 (one scale per 32 inputs): "
-        "faster, but less accurate",
+    quantize: Quantization | Literal["auto"] = Field(
+        "stored",
+        description="weights of the linear layers. stored: in the formats of a GGUF file, otherwise in dtype; none: all in "
+        "dtype; int8, int4 (groups of 32 inputs): faster, but less accurate; auto: the fewest bits for each layer with "
+        "which the perplexity grows by at most --quantize-loss",
+    )
+    quantize_loss: Annotated[float, BeforeValidator(parse_increase)] = Field(
+        0.005,
+        description="with --quantize auto: the largest increase of the perplexity, such as 0.5% or 0.005",
     )
     speculate: bool = Field(
         True,

@@ -100,15 +100,16 @@ def measure_speed(model: Transformer, num_in: int = 256, num_out: int = 64) -> S
     return Speed(max(decodes), max(prefills))
 
 
-def generate_texts(checkpoint: Checkpoint, count: int) -> list[list[int]]:
-    """Let the network generate texts that fill its context, sampled from its own probabilities.
+def generate_texts(checkpoint: Checkpoint, count: int, length: int | None = None) -> list[list[int]]:
+    """Let the network generate texts of `length` tokens, or that fill its context, from its own probabilities.
 
     Text i starts with token i and has the seed i.
     """
     model = checkpoint.model
+    length = model.config.max_positions if length is None else length
     engine = Engine(model, None, EngineConfig(cache_bytes=1 << 28))
     for seed in range(count):
-        params = GenerationParams(max_tokens=model.config.max_positions - 1, sampling=SamplingParams(seed=seed))
+        params = GenerationParams(max_tokens=length - 1, sampling=SamplingParams(seed=seed))
         engine.add(Request(id=str(seed), prompt_ids=[seed], params=params))
     texts: dict[str, list[int]] = {str(seed): [seed] for seed in range(count)}
     while engine.has_work:

@@ -25,9 +25,9 @@ from model.errors import CheckpointError, short_repr
 from model.files import read_json
 from model.network.adapters import Adapter
 from model.network.parameters import ParameterCount, count_parameters
-from model.network.prepare import Kernels, prepare_model
+from model.network.prepare import Kernels, keeps_any_format, prepare_model
 from model.network.transformer import Transformer
-from model.ops.quantization import Quantization
+from model.ops.quantization import LayerFormats, Quantization
 from model.text.chat_template import ChatTemplate
 from model.text.sampling import SamplingParams
 from model.text.tokenizer import Tokenizer
@@ -69,7 +69,7 @@ class Checkpoint:
     Without a `tokenizer.json`, `tokenizer` is None, and only token ids can be used. `chat_template` is None if the
     checkpoint has no template for chats. `special_tokens` are the texts of the tokens that it names, such as
     "bos_token". `family` knows the names of its tensors. `adapters` are those that requests may choose, by name.
-    `location` is where its files lie.
+    `location` is where its files lie. `quantization` is what `load_checkpoint` was given.
     """
 
     name: str
@@ -82,6 +82,7 @@ class Checkpoint:
     family: Family | None = None
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     location: Location | None = None
+    quantization: Quantization | LayerFormats = "none"
 
     @property
     def stages(self) -> list[Stage]:
@@ -95,7 +96,7 @@ def load_checkpoint(
     dtype: str = "auto",
     device: str = "cpu",
     name: str | None = None,
-    quantize: Quantization = "none",
+    quantize: Quantization | LayerFormats = "none",
     kernels: Kernels = "torch",
     chat_template: Path | None = None,
     revision: str | None = None,
@@ -116,8 +117,11 @@ def load_checkpoint(
     weights = NetworkWeights(contents.tensors, family, model_config)
     torch_dtype = weights.dtype() if dtype == "auto" else DTYPES[dtype]
     weights.check()  # before memory is allocated, because a config can state any size
-    parameters = weights.read(torch_dtype, torch.device(device))
+    keeps_formats = quantize == "stored" and kernels != "torch" and device == "cpu"
+    parameters = weights.read(torch_dtype, torch.device(device), keeps_formats=keeps_formats)
     model = prepare_model(model_config, parameters, quantize=quantize, kernels=kernels)
+    if quantize == "stored" and not keeps_any_format(model):
+        quantize = "none"
     tokenizer = contents.tokenizer
     if tokenizer is not None and tokenizer.vocab_size > model_config.vocab_size:
         logger.warning(
@@ -136,6 +140,7 @@ def load_checkpoint(
         contents.special_tokens,
         family,
         location=location,
+        quantization=quantize,
     )
 
 

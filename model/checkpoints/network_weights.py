@@ -5,7 +5,7 @@ checked. This module knows the tensor names of a family, but neither a file form
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,9 +17,11 @@ from model.checkpoints.tensor_source import TensorSource
 from model.config import ModelConfig
 from model.errors import CheckpointError, join_names
 from model.network.transformer import Transformer
+from model.ops.stacked_groups import GroupedRows, StackedGroups
 from model.ops.stacked_rows import StackedRows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+Weight = Tensor | StackedRows | StackedGroups
 # The largest published mixtures of experts have about 50,000 weight matrices.
 MAX_PARAMETERS = 1 << 20
 
@@ -52,18 +54,18 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-class LazyWeights(MutableMapping[str, Tensor | StackedRows]):
+class LazyWeights(MutableMapping[str, Weight]):
     """Parameters by name, each read when it is looked up and not kept, unless it has been replaced by a tensor."""
 
-    def __init__(self, names: Iterable[str], read: Callable[[str], StackedRows]) -> None:
+    def __init__(self, names: Iterable[str], read: Callable[[str], StackedRows | StackedGroups]) -> None:
         self._read = read
-        self._kept: dict[str, Tensor | StackedRows | None] = dict.fromkeys(names)
+        self._kept: dict[str, Weight | None] = dict.fromkeys(names)
 
-    def __getitem__(self, name: str) -> Tensor | StackedRows:
+    def __getitem__(self, name: str) -> Weight:
         kept = self._kept[name]
         return self._read(name) if kept is None else kept
 
-    def __setitem__(self, name: str, weight: Tensor | StackedRows) -> None:
+    def __setitem__(self, name: str, weight: Weight) -> None:
         self._kept[name] = weight
 
     def __delitem__(self, name: str) -> None:
@@ -121,18 +123,29 @@ class NetworkWeights:
                 )
         self._check_duplicate_head()
 
-    def read(self, dtype: torch.dtype, device: torch.device) -> "LazyWeights":
+    def read(self, dtype: torch.dtype, device: torch.device, *, keeps_formats: bool = False) -> "LazyWeights":
         """All parameters, to be cast to `dtype`: parameter name -> rows. Call `check` first.
 
-        Each is read when it is looked up.
+        Each is read when it is looked up. `keeps_formats`: the rows of quantized matrices are those that are stored.
         """
         shapes = parameter_shapes(self._config)
 
-        def read_parameter(name: str) -> StackedRows:
+        def read_parameter(name: str) -> StackedRows | StackedGroups:
             parts = self._parts(name, shapes[name])
+            grouped = self._grouped(parts) if keeps_formats else None
+            if grouped is not None:
+                return StackedGroups(grouped, dtype, device)
             return StackedRows(tuple(part.to_rows(self._source.read(part.name)) for part in parts), dtype, device)
 
         return LazyWeights(shapes, read_parameter)
+
+    def _grouped(self, parts: Sequence[Part]) -> tuple[GroupedRows, ...] | None:
+        """The rows of a matrix in their own formats; None unless all parts are stored in formats of groups."""
+        if any(part.layout != "rows" for part in parts):
+            return None
+        found = [self._source.grouped(part.name) for part in parts]
+        grouped = tuple(rows for rows in found if rows is not None)
+        return grouped if len(grouped) == len(found) else None
 
     def _parts(self, name: str, shape: tuple[int, ...]) -> list[Part]:
         """The tensors that fill a parameter, with the names under which they are stored."""

@@ -118,6 +118,9 @@ class SafetensorsFiles:
     def files(self) -> list[Path]:
         return self._files
 
+    def grouped(self, name: str) -> None:
+        """Quantized tensors of such files are not implemented."""
+
     def read(self, name: str) -> Tensor:
         """Map a tensor into memory. The mapping is private: a change of the tensor would not reach the file."""
         stored = self._stored[name]

@@ -17,9 +17,9 @@ from model.checkpoints.network_weights import LazyWeights, NetworkWeights
 from model.config import ModelConfig
 from model.errors import CheckpointError
 from model.network.parameters import count_parameters
-from model.network.prepare import Kernels, choose_backend, make_linear
+from model.network.prepare import Kernels, choose_backend, make_linear, whole_weight
 from model.network.transformer import Transformer
-from model.ops.quantization import Quantization, bits_of
+from model.ops.quantization import LayerFormats, Quantization, format_of
 from model.ops.stacked_rows import StackedRows
 from model.ops.torch_ops import TORCH, TorchNetworkOps
 from model.text.tokenizer import Tokenizer
@@ -92,29 +92,29 @@ class OpenCheckpoint:
         return count_parameters(self.config).total
 
     def network(
-        self, dtype: torch.dtype, *, quantize: Quantization = "none", kernels: Kernels = "torch"
+        self, dtype: torch.dtype, *, quantize: Quantization | LayerFormats = "none", kernels: Kernels = "torch"
     ) -> Transformer:
         """A network on the CPU that reads its weights whenever it computes. The arguments are as in `prepare_model`."""
         config, device = self.config, torch.device("cpu")
         backend = choose_backend(config, dtype, device, kernels)
         is_torch = backend.network is TORCH.network
         own_ops = StoredTableOps(dtype) if is_torch else backend.network
-        weights = self.weights.read(dtype, device)
+        weights = self.weights.read(dtype, device, keeps_formats=quantize == "stored" and not is_torch)
 
         def linear(name: str, num_inputs: int, num_outputs: int, has_bias: bool) -> nn.Module:
             stored_name = "embed.weight" if name == "head" and config.tied_head else f"{name}.weight"
-            bias = _rows(weights, f"{name}.bias").tensor() if has_bias else None
-            bits = bits_of(name, num_inputs, quantize)
-            if is_torch and bits is None:
+            bias = whole_weight(weights[f"{name}.bias"]) if has_bias else None
+            format = format_of(name, quantize)
+            if is_torch and format is None:
                 return StreamedLinear(lambda: _rows(weights, stored_name), bias)
-            return RebuiltLinear(lambda: make_linear(backend, _rows(weights, stored_name), bits, bias, dtype))
+            return RebuiltLinear(lambda: make_linear(backend, weights[stored_name], format, bias, dtype))
 
         with torch.device("meta"):
             model = Transformer(config, backend=replace(backend, network=own_ops), linear=linear)
         names = [name for name, parameter in model.named_parameters() if parameter.is_meta]
         tables = ("embed.weight", "pos_embed.weight")
         rest = {
-            name: _stored_table(_rows(weights, name)) if is_torch and name in tables else _rows(weights, name).tensor()
+            name: _stored_table(_rows(weights, name)) if is_torch and name in tables else whole_weight(weights[name])
             for name in names
         }
         model.load_state_dict(rest, strict=False, assign=True)
@@ -145,7 +145,7 @@ def find_dtype(name: str) -> torch.dtype:
 
 def _rows(weights: LazyWeights, name: str) -> StackedRows:
     found = weights[name]
-    assert isinstance(found, StackedRows), "no weight of these was replaced"
+    assert isinstance(found, StackedRows), "no weight was replaced, and none keeps its format"
     return found
 
 

@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from model.ops.stacked_groups import GroupedRows
+
 
 @dataclass(frozen=True)
 class TensorHeader:
@@ -37,6 +39,9 @@ class TensorSource(Protocol):
     @property
     def files(self) -> Sequence[Path]:
         """All files that the tensors are read from. If none of them has changed, no tensor has."""
+
+    def grouped(self, name: str) -> GroupedRows | None:
+        """The rows of a stored matrix in their own format; None if it is not stored in a format of groups."""
 
     def read(self, name: str) -> Tensor:
         """Read a stored tensor. It may share the memory of the mapped file, so callers must not change it."""

@@ -11,17 +11,18 @@ from model.config import ModelConfig
 from model.network.adapters import Adapter, LowRankLayer
 from model.network.parameters import count_parameters
 from model.network.transformer import Transformer
-from model.ops.cpu.packed_linear import PackedLinear, PackedQuantizedLinear
+from model.ops.cpu.grouped_linear import GroupedLinear
+from model.ops.cpu.packed_linear import PackedLinear
 from model.ops.quantization import QuantizedLinear
 from model.ops.torch_ops import TORCH
 
 
 def linear_weight(layer: nn.Module) -> Tensor:
     """The weight (N, K) of any linear layer of a network: as it is, or in float32 if it is quantized."""
-    if isinstance(layer, PackedLinear | PackedQuantizedLinear):
+    if isinstance(layer, PackedLinear | GroupedLinear):
         return layer.unpacked()
     if isinstance(layer, QuantizedLinear):
-        return layer.quantized.dequantize(torch.float32)
+        return layer.weight_groups.dequantize()
     assert isinstance(layer, nn.Linear), "a network has no other linear layers"
     return layer.weight.detach()
 
@@ -40,9 +41,7 @@ def copy_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 def float_copy(model: Transformer, dtype: torch.dtype) -> Transformer:
     """Copy a network to PyTorch's layers in `dtype`. Its weights are constants: autograd ignores them."""
-    head_shares_embedding = model.config.tied_head and not isinstance(
-        model.head, QuantizedLinear | PackedQuantizedLinear
-    )
+    head_shares_embedding = model.config.tied_head and not isinstance(model.head, QuantizedLinear | GroupedLinear)
 
     def linear(name: str, num_inputs: int, num_outputs: int, has_bias: bool) -> nn.Module:
         if name == "head" and head_shares_embedding:

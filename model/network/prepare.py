@@ -13,25 +13,30 @@ from model.network.parameters import count_parameters
 from model.network.transformer import Transformer
 from model.ops.cpu.arguments import VECTOR_WIDTH
 from model.ops.cpu.cpu_ops import find_backend
-from model.ops.cpu.packed_linear import PackedQuantizedLinear, has_kernel, packed_layer
+from model.ops.cpu.grouped_linear import GroupedLinear, has_grouped_kernel
+from model.ops.cpu.grouped_packing import pack_stored, quantize_rows
+from model.ops.cpu.packed_linear import has_kernel, packed_layer
 from model.ops.cpu.packing import pack_rows
 from model.ops.interface import Backend
-from model.ops.quantization import Quantization, QuantizedLinear, bits_of, quantize_to
+from model.ops.quantization import LayerFormats, Quantization, QuantizedLinear, format_of, quantize_to
+from model.ops.stacked_groups import StackedGroups
 from model.ops.stacked_rows import StackedRows
 from model.ops.torch_ops import TORCH
+from model.ops.weight_formats import WeightFormat
 from model.progress import Progress
 
 logger = logging.getLogger(__name__)
 
+Weight = Tensor | StackedRows | StackedGroups
 Kernels = Literal["auto", "torch"]
 """`auto`: our own kernels, if there are any for the dtype and the CPU. `torch`: PyTorch only."""
 
 
 def prepare_model(
     config: ModelConfig,
-    weights: MutableMapping[str, Tensor | StackedRows],
+    weights: MutableMapping[str, Weight],
     *,
-    quantize: Quantization = "none",
+    quantize: Quantization | LayerFormats = "none",
     kernels: Kernels = "auto",
 ) -> Transformer:
     """Build a network from the parameters of a plain `Transformer(config)`, named as in its `state_dict`.
@@ -40,25 +45,29 @@ def prepare_model(
     soon as its layer is built, so that at most one matrix is in memory twice. Our kernels pack and quantize the rows of
     `StackedRows` where they lie.
     """
-    embedding = weights["embed.weight"] = _whole(weights["embed.weight"])
+    stored = weights["embed.weight"]
+    embedding = weights["embed.weight"] = whole_weight(stored)
     dtype, device = embedding.dtype, embedding.device
     backend = choose_backend(config, dtype, device, kernels)
     if config.tied_head:
-        weights["head.weight"] = embedding
+        keeps_blocks = isinstance(stored, StackedGroups) and can_keep_formats(backend, stored, dtype)
+        weights["head.weight"] = stored if keeps_blocks else embedding
     progress = Progress("preparing weights", total=count_parameters(config).total)
 
     def linear(name: str, num_inputs: int, num_outputs: int, has_bias: bool) -> nn.Module:
         weight = weights.pop(f"{name}.weight")
-        bias = _whole(weights.pop(f"{name}.bias")).detach() if has_bias else None
-        bits = bits_of(name, num_inputs, quantize)
+        bias = whole_weight(weights.pop(f"{name}.bias")).detach() if has_bias else None
+        format = format_of(name, quantize)
+        if name.endswith(".router"):
+            weight = whole_weight(weight)  # a small error can choose other experts
         with torch.device(device):  # this runs while the rest of the network is laid out on the meta device
-            layer = make_linear(backend, weight, bits, bias, dtype)
+            layer = make_linear(backend, weight, format, bias, dtype)
         progress.advance(num_inputs * num_outputs)
         return layer
 
     with torch.device("meta"):
         model = Transformer(config, backend=backend, linear=linear)
-    rest = {name: _whole(weights[name]) for name in weights}
+    rest = {name: whole_weight(weights[name]) for name in weights}
     surplus = model.load_state_dict(rest, strict=False, assign=True).unexpected_keys
     model.tie_head()
     weights.clear()
@@ -69,20 +78,41 @@ def prepare_model(
     return model.requires_grad_(False).eval()
 
 
-def _whole(weight: Tensor | StackedRows) -> Tensor:
-    return weight.tensor() if isinstance(weight, StackedRows) else weight
+def whole_weight(weight: Weight) -> Tensor:
+    """The tensor of a weight, dequantized if it is stored in a format of groups."""
+    return weight if isinstance(weight, Tensor) else weight.tensor()
+
+
+def keeps_any_format(model: Transformer) -> bool:
+    """Whether any layer of a network multiplies by its weight in a format of groups."""
+    return any(isinstance(module, GroupedLinear) for module in model.modules())
+
+
+def can_keep_formats(backend: Backend, weight: StackedGroups, dtype: torch.dtype) -> bool:
+    """Whether our kernels can multiply by all parts of a weight in their own formats."""
+    is_ours = backend.network is not TORCH.network
+    return is_ours and all(has_grouped_kernel(part.format, dtype) for part in weight.parts)
 
 
 def make_linear(
-    backend: Backend, weight: Tensor | StackedRows, bits: int | None, bias: Tensor | None, dtype: torch.dtype
+    backend: Backend, weight: Weight, format: WeightFormat | None, bias: Tensor | None, dtype: torch.dtype
 ) -> nn.Module:
-    """A linear layer of this backend, with its weight quantized to `bits` bits if that is not None."""
+    """A linear layer of this backend, with its weight quantized to `format` if that is not None.
+
+    A weight that is stored in formats of groups keeps them if there are kernels for them.
+    """
+    if isinstance(weight, StackedGroups):
+        if format is None and can_keep_formats(backend, weight, dtype):
+            return GroupedLinear(pack_stored(weight), bias, dtype)
+        weight = weight.tensor()
     is_ours = backend.network is not TORCH.network
-    if is_ours and has_kernel(weight.shape[1], bits, dtype):
-        rows = weight if isinstance(weight, StackedRows) else StackedRows((weight.detach(),), dtype, weight.device)
-        return packed_layer(pack_rows(rows, bits), bias, dtype)
-    whole = _whole(weight).detach()
-    return backend.network.linear(whole if bits is None else quantize_to(whole, bits), bias, dtype)
+    rows = weight if isinstance(weight, StackedRows) else StackedRows((weight.detach(),), dtype, weight.device)
+    if is_ours and format is not None and has_grouped_kernel(format, dtype):
+        return GroupedLinear([quantize_rows(rows, format)], bias, dtype)
+    if is_ours and format is None and has_kernel(weight.shape[1], dtype):
+        return packed_layer(pack_rows(rows), bias, dtype)
+    whole = whole_weight(weight).detach()
+    return backend.network.linear(whole if format is None else quantize_to(whole, format), bias, dtype)
 
 
 def choose_backend(config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> Backend:
@@ -92,17 +122,18 @@ def choose_backend(config: ModelConfig, dtype: torch.dtype, device: torch.device
     return (find_backend(dtype, config.d_head) if device.type == "cpu" else None) or TORCH
 
 
-def _log_choice(model: Transformer, quantize: Quantization) -> None:
-    num_packed = sum(isinstance(module, PackedQuantizedLinear) for module in model.modules())
+def _log_choice(model: Transformer, quantize: Quantization | LayerFormats) -> None:
+    num_packed = sum(isinstance(module, GroupedLinear) for module in model.modules())
     num_unpacked = sum(isinstance(module, QuantizedLinear) for module in model.modules())
-    if quantize != "none":
-        logger.info("%d linear layers in %s", num_packed + num_unpacked, quantize)
+    if num_packed + num_unpacked:
+        formats = quantize if quantize in ("int8", "int4") else "formats of their own"
+        logger.info("%d linear layers in %s", num_packed + num_unpacked, formats)
     if model.backend.network is not TORCH.network:
         rest = _computed_by_torch(model)
         exceptions = f", except for {', '.join(rest)}, which PyTorch computes" if rest else ""
         logger.info("the network is computed by our own kernels%s", exceptions)
     if num_unpacked:
-        logger.warning("no kernel for %s weights here: they are smaller, but not faster", quantize)
+        logger.warning("no kernel for quantized weights here: they are smaller, but not faster")
 
 
 def _computed_by_torch(model: Transformer) -> list[str]:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from model.config import Activation, NormKind
-from model.ops.quantization import Quantized
 from model.ops.row_edits import RowEdit
 from model.ops.summary import Summary
 from model.ops.torch_attention import CausalMask, ScoreRule
+from model.ops.weight_formats import GroupedWeight
 
 if TYPE_CHECKING:
     from model.ops.cpu.paged_attention import PagedAttention
@@ -63,7 +63,7 @@ class NetworkOps(Protocol):
     batch_invariant: bool
     """Whether no bit of a token's result depends on the other tokens of the pass."""
 
-    def linear(self, weight: Tensor | Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
+    def linear(self, weight: Tensor | GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
         """A layer that computes x @ weight.T + bias in `dtype`: weight (N, K), bias (N,)."""
 
     def embed(self, table: Tensor, index: Tensor) -> Tensor:

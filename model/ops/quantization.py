@@ -1,12 +1,12 @@
-"""Quantize weights to 8 or 4 bits: symmetric, rounded to nearest, without calibration data.
+"""Quantize weights to 8 or 4 bits in groups of 32 inputs, rounded to nearest, without calibration data.
 
-int8 has one scale per output (a row of the matrix). int4 has one scale per group of 32 inputs of an output: the group
-is rounded with several candidate scales, least squares fit a better scale to each rounding, and the fitted scale with
-the smallest error is kept. Norms, biases and embedding tables are not quantized. With int4, two kinds of layers are
-int8: the head, since an error in it affects every logit, and layers whose number of inputs is not a multiple of 32. A
-layer whose number of inputs is not a multiple of 4 keeps its weights as they are.
+int8 is the format q8_0 of `weight_formats.py`: a scale for each group. int4 is q4_1: a scale and a minimum for each
+group. The group is rounded with several candidates of both, least squares fit a better scale and minimum to each
+rounding, and those with the smallest error are kept. Norms, biases and embedding tables are not quantized. Zeros fill
+the last group of an output if the number of inputs is not a multiple of 32.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,97 +14,133 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Quantization = Literal["none", "int8", "int4"]
-GROUP = 32  # inputs that share a scale in int4
-# Candidate scales of a group, as factors of m / -8, where m is its number of largest magnitude.
-SCALE_FACTORS = (0.76, 0.84, 0.92, 1.0, 1.12)
+from model.ops.weight_formats import FORMATS, GROUP, GroupedWeight, WeightFormat
+
+Quantization = Literal["stored", "none", "int8", "int4"]
+LayerFormats = Mapping[str, WeightFormat]
+"""The format of each linear layer by name. Other layers keep their weights."""
+INT8, INT4 = FORMATS["q8_0"], FORMATS["q4_1"]
+LARGEST_INT8, LARGEST_INT4 = 127, 15
+RANGE_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8)  # candidates for the range of a group in int4, as factors of its own
 CACHED_NUMBERS = 1 << 20  # quantized at a time: more do not stay in the caches, with fewer the threads wait too often
-MAX_SCALE = torch.finfo(torch.float16).max  # of a group: the kernels read these scales as float16
-INPUTS_PER_STEP = 4  # inputs that the kernels multiply at a time
+MAX_SCALE = torch.finfo(torch.float16).max
+
+
+def quantize_int8(weight: Tensor) -> GroupedWeight:
+    """Quantize a weight (N, K) with one scale per group of 32 inputs."""
+    padding = -weight.shape[1] % GROUP
+    groups = F.pad(weight.float(), (0, padding)).view(len(weight), -1, GROUP)
+    scales = _as_stored(groups.abs().amax(2, keepdim=True) / LARGEST_INT8)
+    integers = (groups * _inverse(scales)).round_().clamp_(-LARGEST_INT8, LARGEST_INT8) + INT8.offset
+    return GroupedWeight(INT8, integers.flatten(1).to(torch.uint8), scales[:, :, 0].half(), padding=padding)
+
+
+def quantize_int4(weight: Tensor) -> GroupedWeight:
+    """Quantize a weight (N, K) with a scale and a minimum per group of 32 inputs."""
+    padding = -weight.shape[1] % GROUP
+    N, K = weight.shape[0], weight.shape[1] + padding
+    integers = torch.empty(N, K, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(N, K // GROUP, 2, dtype=torch.float16, device=weight.device)
+    num_rows = max(1, CACHED_NUMBERS // K)
+    for start in range(0, N, num_rows):
+        rows = slice(start, start + num_rows)
+        groups = F.pad(weight[rows].float(), (0, padding)).view(-1, GROUP)
+        quantized, fit = _quantize_groups(groups.T.contiguous())
+        integers[rows] = quantized.T.reshape(-1, K)
+        scales[rows] = torch.stack((fit.scale, fit.minimum), 1).view(-1, K // GROUP, 2)
+    return GroupedWeight(INT4, integers, scales, padding=padding)
 
 
 @dataclass(frozen=True)
-class Quantized:
-    """A matrix (N, K): `values` (N, K) int8 times `scales` (N, number of groups).
+class _Fit:
+    """How groups of 32 numbers are stored in int4: as `scale` times an integer minus `minimum`, each of (n)."""
 
-    A group is `group` inputs of an output, or all of them if `group` is None.
-    """
+    scale: Tensor
+    minimum: Tensor
 
-    values: Tensor
-    scales: Tensor
-    bits: int
-    group: int | None
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        groups = self.values.float().view(*self.scales.shape, -1)
-        return (groups * self.scales[:, :, None]).flatten(1).to(dtype)
+    def round(self, groups: Tensor) -> Tensor:
+        return ((groups + self.minimum) * _inverse(self.scale)).round_().clamp_(0, LARGEST_INT4)
 
 
-def quantize_int8(weight: Tensor) -> Quantized:
-    """Quantize a weight (N, K) with one scale per row."""
-    wide = weight.float()
-    scales = wide.abs().amax(1, keepdim=True) / 127
-    values = (wide / scales.clamp(min=torch.finfo(torch.float32).tiny)).round().clamp(-127, 127)
-    return Quantized(values.to(torch.int8), scales, 8, None)
+def _quantize_groups(groups: Tensor) -> tuple[Tensor, _Fit]:
+    """groups (32, n) float32 -> integers (32, n), and how they are scaled."""
+    smallest, largest = groups.amin(0), groups.amax(0)
+    half_range, middle = largest * 0.5 - smallest * 0.5, largest * 0.5 + smallest * 0.5
+    sum_x = _sum(groups)
+    best = _Fit(_as_stored(half_range * (2 / LARGEST_INT4)), _as_stored(-smallest))
+    min_error = torch.full_like(sum_x, torch.inf)
+    for factor in RANGE_FACTORS:
+        range_ = half_range * factor
+        candidate = _Fit(_as_finite(range_ * (2 / LARGEST_INT4)), _as_finite(range_ - middle))
+        integers = candidate.round(groups)
+        fitted = _least_squares(groups, integers, sum_x)
+        error = _sum((integers * fitted.scale - fitted.minimum - groups).square_())
+        is_better = error < min_error
+        best = _Fit(
+            torch.where(is_better, fitted.scale, best.scale), torch.where(is_better, fitted.minimum, best.minimum)
+        )
+        min_error = torch.where(is_better, error, min_error)
+    return best.round(groups), best
 
 
-def quantize_int4(weight: Tensor) -> Quantized:
-    """Quantize a weight (N, K) with one scale per group of 32 inputs.
-
-    Scales have either sign, so that the number with the largest magnitude can be -8 (values go from -8 to 7).
-    """
-    num_rows = max(1, CACHED_NUMBERS // weight.shape[1])
-    batches = [_quantize_groups(rows.float().view(len(rows), -1, GROUP)) for rows in torch.split(weight, num_rows)]
-    values, scales = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
-    return Quantized(values, scales, 4, GROUP)
-
-
-def _quantize_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """groups (N, G, 32) float32 -> values (N, 32 G) int8, scales (N, G)."""
-    base = groups.gather(2, groups.abs().argmax(2, keepdim=True)) / -8
-    scales, min_error = base, torch.full_like(base, torch.inf)
-    for factor in SCALE_FACTORS:
-        rounded = _round(groups, base * factor)
-        products = (groups * rounded).sum(2, keepdim=True)
-        squares = rounded.square_().sum(2, keepdim=True)
-        fitted = (products / squares.clamp(min=1)).clamp(-MAX_SCALE, MAX_SCALE).half().float()  # as stored
-        error = (fitted * squares - 2 * products) * fitted  # squared error, minus the constant sum of groups^2
-        scales = torch.where(error < min_error, fitted, scales)
-        min_error = torch.minimum(error, min_error)
-    return _round(groups, scales).flatten(1).to(torch.int8), scales[:, :, 0]
+def _least_squares(groups: Tensor, integers: Tensor, sum_x: Tensor) -> _Fit:
+    """The scale and minimum with which these integers have the smallest squared error, as float16 stores them."""
+    sum_q, sum_qq, sum_xq = _sum(integers), _sum(integers.square()), _sum(groups * integers)
+    determinant = sum_qq * GROUP - sum_q * sum_q
+    is_flat = determinant == 0  # all integers are equal: the minimum alone represents the group
+    scale = (sum_xq * GROUP - sum_q * sum_x) / torch.where(is_flat, 1, determinant)
+    scale = _as_stored(torch.where(is_flat, 0, scale))
+    return _Fit(scale, _as_stored((scale * sum_q - sum_x) * (1 / GROUP)))
 
 
-def _round(groups: Tensor, scales: Tensor) -> Tensor:
-    # The inverse of a smaller scale would not be finite. No such scale is kept, because float16 rounds it to 0.
+def _sum(numbers: Tensor) -> Tensor:
+    """(32, n) -> (n). The order is that of pack.cpp: numbers 8 apart first."""
+    first, second, third, fourth = numbers.view(4, 8, -1)
+    partial = first + second + third + fourth
+    total = partial[0]
+    for row in partial[1:]:
+        total = total + row
+    return total
+
+
+def _as_finite(numbers: Tensor) -> Tensor:
+    return numbers.clamp(-MAX_SCALE, MAX_SCALE)
+
+
+def _as_stored(scales: Tensor) -> Tensor:
+    """Round to float16. A number that is too large becomes the largest one."""
+    return _as_finite(scales).half().float()
+
+
+def _inverse(scales: Tensor) -> Tensor:
+    # The inverse of a smaller scale would not be finite.
     is_tiny = scales.abs() < torch.finfo(torch.float32).tiny
-    return (groups * torch.where(is_tiny, 0, 1 / scales)).round_().clamp_(-8, 7)
+    return torch.where(is_tiny, 0, 1 / scales)
 
 
 class QuantizedLinear(nn.Module):
-    """`nn.Linear` whose weights are rounded to 8 or 4 bits, each stored in a byte. It computes in the dtype of x."""
+    """`nn.Linear` whose weights are rounded to integers, each stored in a byte. It computes in the dtype of x."""
 
-    def __init__(self, quantized: Quantized, bias: Tensor | None) -> None:
+    def __init__(self, weight: GroupedWeight, bias: Tensor | None) -> None:
         super().__init__()
-        self.out_features, self.in_features = quantized.values.shape
-        self.quantized = quantized
+        self.out_features, self.in_features = weight.shape
+        self.weight_groups = weight
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.quantized.dequantize(x.dtype), self.bias)
+        return F.linear(x, self.weight_groups.dequantize().to(x.dtype), self.bias)
 
 
-def bits_of(name: str, num_inputs: int, quantization: Quantization) -> int | None:
-    """The number of bits in which the layer `name` stores a weight; None if it keeps its weight as it is."""
+def format_of(name: str, quantization: Quantization | LayerFormats) -> WeightFormat | None:
+    """The format in which the layer `name` stores its weight; None if it keeps the weight as it is."""
+    if not isinstance(quantization, str):
+        return quantization.get(name)
     if name.endswith(".router"):
         return None  # it has few weights, and a small error can choose other experts
-    if quantization == "int4" and name != "head" and num_inputs % GROUP == 0:
-        return 4
-    if quantization != "none" and num_inputs % INPUTS_PER_STEP == 0:
-        return 8
-    return None
+    return {"int8": INT8, "int4": INT4}.get(quantization)
 
 
-def quantize_to(weight: Tensor, bits: int) -> Quantized:
-    """Quantize a weight (N, K) to 8 or 4 bits."""
-    assert bits in (4, 8)
-    return quantize_int8(weight) if bits == 8 else quantize_int4(weight)
+def quantize_to(weight: Tensor, format: WeightFormat) -> GroupedWeight:
+    """Quantize a weight (N, K) to one of the formats `INT8` and `INT4`."""
+    assert format in (INT8, INT4)
+    return quantize_int8(weight) if format == INT8 else quantize_int4(weight)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from model.config import Activation, NormKind
 from model.ops.interface import Argmax, Backend, Draw, NormRule, Rotation
-from model.ops.quantization import Quantized, QuantizedLinear
+from model.ops.quantization import QuantizedLinear
 from model.ops.row_edits import RowEdit, edit_rows
 from model.ops.summary import Summary, summarize
 from model.ops.torch_attention import (
@@ -22,6 +22,7 @@ from model.ops.torch_attention import (
     softmax,
 )
 from model.ops.torch_sampling import apply_masks, draw_tokens
+from model.ops.weight_formats import GroupedWeight
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -45,8 +46,8 @@ class TorchNetworkOps:
 
     batch_invariant = False  # PyTorch's products are summed in an order that depends on the number of rows
 
-    def linear(self, weight: Tensor | Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
-        if isinstance(weight, Quantized):
+    def linear(self, weight: Tensor | GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
+        if isinstance(weight, GroupedWeight):
             return QuantizedLinear(weight, bias)
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
         layer.weight = nn.Parameter(weight, requires_grad=False)

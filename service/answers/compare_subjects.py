@@ -15,6 +15,7 @@ from model.analysis.compare.sources import Given, StageTensors, match_stages, re
 from model.checkpoints.load import DTYPES, Checkpoint
 from model.checkpoints.streamed import OpenCheckpoint, open_checkpoint
 from model.errors import CheckpointError
+from model.ops.quantization import LayerFormats, Quantization
 from service.http.compare_schemas import CompareRequest, CompareSetting
 from service.http.errors import invalid
 from service.settings import Settings
@@ -91,9 +92,15 @@ def _setting_steps(
 ) -> Generator[None, None, Given]:
     served = checkpoint.model.embed.weight.dtype
     dtype = served if setting.dtype is None else DTYPES[setting.dtype]
-    quantize = settings.quantize if setting.quantize is None else setting.quantize
+    quantize = checkpoint.quantization if setting.quantize is None else setting.quantize
     kernels = settings.kernels if setting.kernels is None else setting.kernels
-    is_served = (dtype, quantize, kernels) == (served, settings.quantize, settings.kernels)
+    is_served = (dtype, quantize, kernels) == (served, checkpoint.quantization, settings.kernels)
     network = checkpoint.model if is_served else opened.network(dtype, quantize=quantize, kernels=kernels)
-    described = ", ".join([str(dtype).removeprefix("torch."), *([quantize] if quantize != "none" else []), kernels])
+    described = ", ".join([str(dtype).removeprefix("torch."), *_described(quantize), kernels])
     return (yield from record_steps(f"{checkpoint.name} ({described})", network, ids, dtype, opened.config))
+
+
+def _described(quantize: Quantization | LayerFormats) -> list[str]:
+    if not isinstance(quantize, str):
+        return ["auto"]
+    return [] if quantize in ("none", "stored") else [quantize]

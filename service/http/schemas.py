@@ -680,7 +680,9 @@ class ModelAnswer(Answer):
     name: str
     device: str
     dtype: str
-    quantization: Quantization = Field(description="quantization of the weights of the linear layers")
+    quantization: Quantization | Literal["auto"] = Field(
+        description="quantization of the weights of the linear layers; auto: a format of its own for each layer"
+    )
     config: dict[str, Any]
     parameters: ParametersAnswer
     generation_defaults: dict[str, Any]

@@ -60,7 +60,7 @@ class TensorRows:
         self.num_columns = tensor.shape[-1]
         row_bytes = self.num_columns // block_size * block_bytes
         self.num_rows = tensor.num_bytes // row_bytes
-        self._kind = tensor.kind
+        self.kind = tensor.kind
         self._block_bytes = block_bytes
         try:
             data = np.memmap(tensor.file, np.uint8, mode="r", offset=tensor.offset, shape=(tensor.num_bytes,))
@@ -68,13 +68,17 @@ class TensorRows:
             raise CheckpointError(f"{tensor.file}: has changed since its header was read, or is gone") from error
         self._data = np.asarray(data).reshape(self.num_rows, row_bytes)
 
+    def blocks(self, rows: Tensor) -> Tensor:
+        """The stored bytes of some rows: rows (n,) int64 -> (n, bytes of a row) uint8, a copy."""
+        return torch.from_numpy(self._data[rows.numpy()])
+
     def values(self, start: int, stop: int) -> Tensor:
         """The values of some rows, (stop - start, num_columns), of `dtype`."""
         data = self._data[start:stop]
-        if self._kind in FLOATS:
+        if self.kind in FLOATS:
             return torch.from_numpy(np.array(data)).view(self.dtype)  # a copy: the file is mapped read-only
         with np.errstate(all="ignore"):  # a scale may be infinite
-            values = QUANTIZED[self._kind].dequantize_blocks(data.reshape(-1, self._block_bytes))
+            values = QUANTIZED[self.kind].dequantize_blocks(data.reshape(-1, self._block_bytes))
         return torch.from_numpy(values).view(stop - start, self.num_columns)
 
     def chunks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model.checkpoints.gguf_files.blocks import KINDS, GroupedBlocks
 from model.checkpoints.gguf_files.dequantize import FLOATS, TensorRows, value_dtype
 from model.checkpoints.gguf_files.header import StoredTensor
 from model.checkpoints.gguf_files.tensor_names import TABLES, Change, Target
@@ -80,6 +81,19 @@ class GGUFTensors:
         """Read a tensor, as `dtype`, or as the dtype of its header."""
         source = self._sources[name]
         return self.read_into(name, torch.empty(source.shape, dtype=dtype or self._dtype(source), device="cpu"))
+
+    def grouped(self, name: str) -> GroupedBlocks | None:
+        """The rows of a quantized matrix as they are stored, in the order of Hugging Face layout.
+
+        None if the matrix is not quantized, if its type cannot be used in this way, or if the file has it transposed.
+        """
+        source = self._sources[name]
+        if source.stored.kind not in KINDS or len(source.shape) != 2 or source.change in ("transposed", "plus_one"):
+            return None
+        order = torch.arange(source.start, source.stop, device="cpu")
+        if source.change is not None:
+            order = torch.argsort(self._places(source.change, len(order)))
+        return GroupedBlocks(TensorRows(source.stored), order)
 
     def read_into(self, name: str, destination: Tensor) -> Tensor:
         """Read a tensor into a tensor of the same shape and any dtype, without a second copy. Returns it."""

@@ -6,8 +6,8 @@ sides when a library is loaded. The C++ declarations say what the fields mean. A
 
 from typing import Annotated, NamedTuple
 
-from model.ops.quantization import GROUP
 from model.ops.row_edits import RuleKind
+from model.ops.weight_formats import GROUP, SUPERGROUP
 
 Address = Annotated[int, "address"]
 
@@ -16,6 +16,7 @@ FLOAT32_DEPTH, BFLOAT16_DEPTH = 1, 2  # inputs of one output that lie side by si
 KEYS_PER_CHUNK = 256  # keys whose softmax and weighted values are summed before they are added to those of other keys
 PARTIAL_PADDING = 16  # numbers behind the weighted values of a chunk: its softmax
 SUMMARY_CHUNK = 1 << 14  # numbers that are summarized at a time
+INPUT_GROUP_BYTES = 44  # of a group of 32 rounded inputs
 NUM_MOMENTS = 5  # float64 numbers of the moments of a chunk
 EDIT_KINDS: tuple[RuleKind, ...] = ("set", "add", "scale", "cap", "project", "cap_component")
 
@@ -23,9 +24,14 @@ CONSTANTS: dict[str, dict[str, int]] = {
     "attention": {"WIDTH": VECTOR_WIDTH, "KEYS_PER_CHUNK": KEYS_PER_CHUNK, "PARTIAL_PADDING": PARTIAL_PADDING},
     "edits": {kind.upper(): index for index, kind in enumerate(EDIT_KINDS)},
     "elementwise": {"SUMMARY_CHUNK": SUMMARY_CHUNK, "NUM_MOMENTS": NUM_MOMENTS},
+    "grouped_linear": {
+        "WIDTH": VECTOR_WIDTH,
+        "GROUP": GROUP,
+        "SUPERGROUP": SUPERGROUP,
+        "INPUT_GROUP_BYTES": INPUT_GROUP_BYTES,
+    },
     "linear": {"WIDTH": VECTOR_WIDTH, "FLOAT32_DEPTH": FLOAT32_DEPTH, "BFLOAT16_DEPTH": BFLOAT16_DEPTH},
     "pack": {"WIDTH": VECTOR_WIDTH, "GROUP": GROUP},
-    "quantized_linear": {"WIDTH": VECTOR_WIDTH, "GROUP": GROUP},
 }
 
 
@@ -314,31 +320,27 @@ class WidenArguments(NamedTuple):
     num_elements: int
 
 
-# quantized_linear.cpp
+# grouped_linear.cpp
 
 
-class QuantizeArguments(NamedTuple):
+class QuantizeGroupsArguments(NamedTuple):
     x: Address
-    bytes: Address
-    scales: Address
-    offset_sums: Address
+    groups: Address
     M: int
     K: int
-    group: int
-    offset: int
 
 
-class QuantizedLinearArguments(NamedTuple):
-    x_bytes: Address
-    x_scales: Address
-    offset_sums: Address
-    w: Address
-    w_scales: Address
+class GroupedLinearArguments(NamedTuple):
+    groups: Address
+    integers: Address
+    scales: Address
     b: Address
     y: Address
     M: int
     N: int
     K: int
+    y_stride: int
+    is_bfloat16: int
 
 
 # pack.cpp
@@ -353,7 +355,7 @@ class PackArguments(NamedTuple):
 
 class QuantizeWeightArguments(NamedTuple):
     rows: Address
-    out: Address
+    integers: Address
     scales: Address
     N: int
     K: int

@@ -31,10 +31,10 @@ from model.ops.cpu.paged_attention import PagedAttention, PagedRead
 from model.ops.cpu.recording import call, empty, pointer
 from model.ops.cpu.shared_layout import Arguments, Kernel, find_kernel
 from model.ops.interface import Backend, NetworkOps, NormRule, Rotation
-from model.ops.quantization import Quantized
 from model.ops.row_edits import RowEdit
 from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.torch_ops import TORCH
+from model.ops.weight_formats import GroupedWeight
 
 DTYPES = (torch.float32, torch.bfloat16)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # those that have a kernel
@@ -105,7 +105,7 @@ class CpuNetworkOps:
         self.batch_invariant = paged_attention is not None  # without it, PyTorch computes attention
         self._torch: NetworkOps = TORCH.network
 
-    def linear(self, weight: Tensor | Quantized, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
+    def linear(self, weight: Tensor | GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
         return pack_linear(weight, bias, dtype) or self._torch.linear(weight, bias, dtype)
 
     def embed(self, table: Tensor, index: Tensor) -> Tensor:

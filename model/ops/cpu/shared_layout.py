@@ -35,13 +35,17 @@ class Kernel(Generic[Arguments]):
     pack: Callable[..., bytes]
 
 
-def find_kernel(library: str, name: str, dtype: torch.dtype, arguments: type[Arguments]) -> Kernel[Arguments] | None:
+def find_kernel(
+    library: str, name: str, dtype: torch.dtype | None, arguments: type[Arguments]
+) -> Kernel[Arguments] | None:
     """The kernel `name` for this dtype in `library`.cpp; None if there is none for this CPU.
+
+    A kernel for several dtypes has None: its arguments say which one it is.
 
     Raises LayoutMismatch if its arguments, or a constant of the library, differ between Python and C++.
     """
     loaded = load_checked(library)
-    full_name = f"{name}_{str(dtype).removeprefix('torch.')}"
+    full_name = name if dtype is None else f"{name}_{str(dtype).removeprefix('torch.')}"
     function = getattr(loaded, full_name, None)
     if loaded is None or function is None:
         return None

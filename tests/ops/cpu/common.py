@@ -17,8 +17,9 @@ from model.ops.cpu import build, recording
 from model.ops.cpu.cpu_ops import find_backend
 from model.ops.cpu.packed_linear import pack_linear
 from model.ops.interface import Backend
-from model.ops.quantization import Quantization, Quantized
+from model.ops.quantization import Quantization
 from model.ops.torch_ops import TORCH
+from model.ops.weight_formats import GroupedWeight
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROUNDING = {torch.float32: 2**-23, torch.bfloat16: 2**-8}  # relative, of a single number
@@ -86,7 +87,7 @@ def by_kernels(model: Transformer, quantize: Quantization = "none") -> Transform
     return prepared
 
 
-def packed_layer(weight: Tensor | Quantized, bias: Tensor | None, dtype: torch.dtype) -> Any:
+def packed_layer(weight: Tensor | GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> Any:
     """The linear layer with this weight, computed by our kernels. Skips the test if there are none for this machine."""
     layer = pack_linear(weight, bias, dtype)
     if layer is None:

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.ops.cpu.packed_linear import PackedLinear, PackedQuantizedLinear, pack_linear
-from model.ops.cpu.packing import pack_rows, unpack
-from model.ops.quantization import QuantizedLinear, quantize_int4, quantize_int8, quantize_to
-from model.ops.stacked_rows import StackedRows
+from model.ops.cpu.grouped_linear import GroupedLinear
+from model.ops.cpu.packed_linear import PackedLinear, pack_linear
+from model.ops.quantization import QuantizedLinear, quantize_int4, quantize_int8
+from model.ops.weight_formats import GROUP
 from tests.ops.cpu.common import DTYPES, ROUNDING, cpu_backend, packed_layer
 
 pytestmark = pytest.mark.usefixtures("instructions")
@@ -68,14 +68,14 @@ def test_an_input_of_the_wrong_dtype_or_width_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quantize", [quantize_int8, quantize_int4])
-@pytest.mark.parametrize(("N", "K", "bias"), SHAPES)
-class TestPackedQuantizedLinear:
+@pytest.mark.parametrize(("N", "K", "bias"), [*SHAPES, (24, 50, True)])
+class TestGroupedLinear:
     def both(self, dtype: torch.dtype, quantize: Any, N: int, K: int, bias: bool) -> tuple[Any, QuantizedLinear]:
         torch.manual_seed(0)
         plain = nn.Linear(K, N, bias=bias, dtype=dtype).requires_grad_(False)
         quantized = QuantizedLinear(quantize(plain.weight), plain.bias)
-        packed = packed_layer(quantized.quantized, plain.bias, dtype)
-        assert isinstance(packed, PackedQuantizedLinear)
+        packed = packed_layer(quantized.weight_groups, plain.bias, dtype)
+        assert isinstance(packed, GroupedLinear)
         return packed, quantized
 
     def test_quantized_products_are_exact_products_of_the_rounded_rows(
@@ -84,10 +84,11 @@ class TestPackedQuantizedLinear:
         packed, quantized = self.both(dtype, quantize, N, K, bias)
         for num_rows in NUM_ROWS:
             x = torch.randn(num_rows, K).to(dtype)
-            largest = x.float().abs().amax(1, keepdim=True)
-            integers = (x.float() * torch.full_like(largest, 127).div(largest)).round().double()
-            rounded = integers * (largest / 127).double()
-            weight = quantized.quantized.dequantize(torch.float64)
+            groups = F.pad(x.float(), (0, -K % GROUP)).unflatten(1, (-1, GROUP))
+            largest = groups.abs().amax(2, keepdim=True)
+            integers = (groups * torch.full_like(largest, 127).div(largest)).round().double()
+            rounded = (integers * (largest / 127).double()).flatten(1)[:, :K]
+            weight = quantized.weight_groups.dequantize().double()
             exact = F.linear(rounded, weight, quantized.bias.double() if bias else None)
             # The integer products are exact; then float32 rounds a few times, and the dtype once.
             bound = F.linear(rounded.abs(), weight.abs()) * 2**-21 + exact.abs() * ROUNDING[dtype] + 1e-6
@@ -123,13 +124,3 @@ def test_pytorch_computes_layers_of_other_dtypes_and_of_odd_sizes() -> None:
         assert isinstance(built, nn.Linear)
         x = torch.randn(3, layer.in_features, dtype=layer.weight.dtype)
         assert torch.equal(built(x), layer(x))
-
-
-@pytest.mark.parametrize("shape", [(48, 64), (37, 96)])
-@pytest.mark.parametrize("bits", [None, 8, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_unpacking_reverses_packing(shape: tuple[int, int], bits: int | None, dtype: torch.dtype) -> None:
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
-    packed = pack_rows(StackedRows((weight,), dtype, weight.device), bits)
-    expected = weight if bits is None else quantize_to(weight, bits).dequantize(torch.float32)
-    assert torch.equal(unpack(packed), expected)

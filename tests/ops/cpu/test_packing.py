@@ -4,18 +4,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.ops.cpu import packing
+from model.ops.cpu import grouped_packing, packing
 from model.ops.cpu.arguments import PackArguments
-from model.ops.cpu.packing import PackedWeight, pack, pack_quantized, pack_rows
+from model.ops.cpu.grouped_packing import PackedGroups, pack_weight, quantize_rows, unpack_groups
+from model.ops.cpu.packing import PackedWeight, pack, pack_rows, unpack
 from model.ops.cpu.shared_layout import find_kernel
-from model.ops.quantization import quantize_int4, quantize_int8
+from model.ops.quantization import INT4, INT8, quantize_to
 from model.ops.stacked_rows import StackedRows
+from model.ops.weight_formats import WeightFormat
 from tests.ops.cpu.common import DTYPES, NO_KERNELS
 
 pytestmark = pytest.mark.usefixtures("instructions")
 
 SHAPES = [(64, 96), (50, 64), (17, 32), (1, 160), (300, 2048)]
 SOURCES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+FORMATS = [None, INT8, INT4]
 CPU = torch.device("cpu")
 
 
@@ -31,51 +34,74 @@ def random_parts(N: int, K: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return (matrix,) if N == 1 else (matrix[: N // 3].clone(), matrix[N // 3 :].clone())
 
 
-def expected_pack(weight: Tensor, bits: int | None) -> PackedWeight:
-    if bits is None:
-        return PackedWeight(tuple(weight.shape), pack(weight))
-    return pack_quantized(quantize_int8(weight) if bits == 8 else quantize_int4(weight))
+def pack_or_skip(parts: tuple[Tensor, ...], dtype: torch.dtype, format: WeightFormat | None) -> list[Tensor]:
+    """The tensors of the packed weight that our kernels make."""
+    if find_kernel("pack", "pack_float32", dtype, PackArguments) is None:
+        pytest.skip(NO_KERNELS)
+    rows = StackedRows(parts, dtype, CPU)
+    return tensors_of(pack_rows(rows) if format is None else quantize_rows(rows, format))
+
+
+def tensors_of(packed: PackedWeight | PackedGroups) -> list[Tensor]:
+    return [packed.packed] if isinstance(packed, PackedWeight) else [packed.integers, packed.scales]
+
+
+def packed_by_pytorch(weight: Tensor, format: WeightFormat | None) -> list[Tensor]:
+    return [pack(weight)] if format is None else tensors_of(pack_weight(quantize_to(weight, format)))
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("N", "K"), SHAPES)
 def test_rows_in_several_tensors_are_packed_to_the_same_bits_as_the_converted_matrix(
-    dtype: torch.dtype, source: torch.dtype, bits: int | None, N: int, K: int
+    dtype: torch.dtype, source: torch.dtype, format: WeightFormat | None, N: int, K: int
 ) -> None:
-    if find_kernel("pack", "pack_float32", dtype, PackArguments) is None:
-        pytest.skip(NO_KERNELS)
     parts = random_parts(N, K, source)
-    packed = pack_rows(StackedRows(parts, dtype, CPU), bits)
-    expected = expected_pack(torch.cat(parts).to(dtype), bits)
-    assert (packed.shape, packed.bits, packed.group) == (expected.shape, expected.bits, expected.group)
-    assert packed.packed.numel() == expected.packed.numel()
-    assert torch.equal(packed.packed.flatten(), expected.packed.flatten())
-    if bits is not None:
-        assert packed.scales is not None
-        assert expected.scales is not None
-        assert packed.scales.dtype == expected.scales.dtype
-        assert torch.equal(packed.scales.flatten(), expected.scales.flatten())
+    expected = packed_by_pytorch(torch.cat(parts).to(dtype), format)
+    assert_equal(pack_or_skip(parts, dtype, format), expected)
 
 
-@pytest.mark.parametrize(("K", "bits"), [(34, None), (36, 8), (6, None), (4, 8)])
-def test_rows_whose_length_is_no_multiple_of_a_vector_are_packed(K: int, bits: int | None) -> None:
+@pytest.mark.parametrize(("K", "format"), [(34, None), (6, None), (36, INT8), (7, INT8), (50, INT4), (4, INT4)])
+def test_rows_whose_length_is_no_multiple_of_a_vector_are_packed(K: int, format: WeightFormat | None) -> None:
     weight = torch.randn(21, K, dtype=torch.bfloat16)
-    packed = pack_rows(StackedRows((weight,), torch.bfloat16, CPU), bits)
-    expected = expected_pack(weight, bits)
-    assert torch.equal(packed.packed.flatten(), expected.packed.flatten())
+    assert_equal(pack_or_skip((weight,), torch.bfloat16, format), packed_by_pytorch(weight, format))
 
 
 def test_a_transposed_part_is_packed() -> None:
     stored = torch.randn(64, 48)
-    packed = pack_rows(StackedRows((stored.T,), torch.float32, CPU), None)
+    packed = pack_rows(StackedRows((stored.T,), torch.float32, CPU))
     assert torch.equal(packed.packed, pack(stored.T.contiguous()))
 
 
 def test_without_a_kernel_pytorch_packs_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = StackedRows(random_parts(50, 64, torch.float32), torch.bfloat16, CPU)
-    by_kernel = [pack_rows(weight, bits) for bits in (None, 8, 4)]
-    monkeypatch.setattr(packing, "find_kernel", lambda *_: None)
-    for bits, packed in zip((None, 8, 4), by_kernel, strict=True):
-        assert torch.equal(pack_rows(weight, bits).packed.flatten(), packed.packed.flatten())
+    parts = random_parts(50, 64, torch.float32)
+    by_kernel = [pack_or_skip(parts, torch.bfloat16, format) for format in FORMATS]
+    with monkeypatch.context() as patch:
+        for module in (packing, grouped_packing):
+            patch.setattr(module, "find_kernel", lambda *_: None)
+        rows = StackedRows(parts, torch.bfloat16, CPU)
+        by_pytorch = [
+            tensors_of(pack_rows(rows) if format is None else quantize_rows(rows, format)) for format in FORMATS
+        ]
+    for found, expected in zip(by_kernel, by_pytorch, strict=True):
+        assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(48, 64), (37, 96), (20, 40)])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_unpacking_reverses_packing(shape: tuple[int, int], format: WeightFormat | None, dtype: torch.dtype) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    rows = StackedRows((weight,), dtype, CPU)
+    if format is None:
+        assert torch.equal(unpack(pack_rows(rows)), weight)
+    else:
+        unpacked = unpack_groups(quantize_rows(rows, format)).dequantize()
+        assert torch.equal(unpacked, quantize_to(weight, format).dequantize())

@@ -1,4 +1,4 @@
-// The loops over a matrix product y = x w^T with packed weights. linear.cpp and quantized_linear.cpp supply the product
+// The loops over a matrix product y = x w^T with packed weights. linear.cpp and grouped_linear.cpp supply the product
 // of one block: up to ROWS rows of x by one or two tiles of 16 outputs.
 //
 // The weights lie tile after tile, so a block reads them in one pass through memory. Each task has some tiles to itself

@@ -1,5 +1,5 @@
 // Reads the rows of a weight (N, K), and packs them in tiles of 16 outputs: in their own dtype (the layout is described
-// in linear.cpp), or quantized to 8 or 4 bits (quantized_linear.cpp).
+// in linear.cpp), or quantized to the formats q8_0 and q4_1 (weight_formats.h).
 //
 // The rows may lie anywhere, for instance in several tensors of a mapped file: `rows` has the address of each. Numbers
 // are rounded to the dtype of the network first. The results are the same, to the bit, as those of `pack`,
@@ -14,8 +14,8 @@
 
 namespace {
 
-constexpr int GROUP = 32;  // k's that share a scale in int4
-constexpr float SCALE_FACTORS[] = {0.76f, 0.84f, 0.92f, 1.0f, 1.12f};
+constexpr int GROUP = 32;  // k's that share a scale
+constexpr float RANGE_FACTORS[] = {1.0f, 0.95f, 0.9f, 0.85f, 0.8f};  // as in model/ops/quantization.py
 constexpr float MAX_SCALE = 65504;  // the largest number of float16
 
 struct Float16 {};
@@ -84,8 +84,8 @@ template <class From, class To>
 STRUCT(
     QuantizeWeightArguments,
     (const typename Source<From>::Number* const*, rows),
-    (void*, out),
-    (void*, scales),
+    (float*, integers),
+    (uint16_t*, scales),
     (long, N),
     (long, K));
 
@@ -141,35 +141,12 @@ void pack_bfloat16(const PackArguments<From, BFloat16>& args, long task, long nu
     });
 }
 
-// One scale for each row. K is a multiple of 4.
-template <class From, class To>
-void quantize_int8(const QuantizeWeightArguments<From, To>& args, long task, long num_tasks) {
-    constexpr int STEP = 4 * WIDTH;
-    for_each_tile(args, task, num_tasks, [&](const auto& tile, long index) {
-        uint8_t* const out = static_cast<uint8_t*>(args.out) + index * WIDTH * tile.K;
-        Floats divisors[WIDTH];
-        for (int row = 0; row < tile.num_rows; row++) {
-            Floats magnitude = Floats{};
-            for (long k = 0; k < tile.K; k += WIDTH) magnitude = max(magnitude, abs(tile.numbers(row, k)));
-            const float scale = reduce_max(magnitude) / 127;
-            static_cast<float*>(args.scales)[index * WIDTH + row] = scale;
-            divisors[row] = broadcast(std::max(scale, std::numeric_limits<float>::min()));
-        }
-        const Floats largest = broadcast(127), smallest = broadcast(-127);
-        const Integers offset = broadcast_integer(0x80808080);  // w + 128 of a byte w is w with another highest bit
-        for (long k = 0; k < tile.K; k += STEP) {
-            Floats words[WIDTH];
-            for (int row = 0; row < WIDTH; row++) {
-                int8_t bytes[STEP];
-                for (int i = 0; i < STEP && row < tile.num_rows; i += WIDTH) {
-                    const Floats rounded = round(tile.numbers(row, k + i) / divisors[row]);
-                    store_int8(bytes + i, to_integers(min(max(rounded, smallest), largest)), first_lanes(WIDTH));
-                }
-                words[row] = row < tile.num_rows ? as_floats(load_integers(bytes) ^ offset) : Floats{};
-            }
-            write_columns(words, (tile.K - k) / 4, reinterpret_cast<float*>(out + k * WIDTH));
-        }
-    });
+inline Floats as_finite(Floats a) { return min(max(a, broadcast(-MAX_SCALE)), broadcast(MAX_SCALE)); }
+
+inline Floats as_stored(Floats scales) {
+    uint16_t halves[WIDTH];
+    store_float16(halves, as_finite(scales));
+    return load_float16(halves);
 }
 
 inline Floats inverse(Floats scales) {
@@ -177,70 +154,121 @@ inline Floats inverse(Floats scales) {
     return select(is_tiny, Floats{}, broadcast(1) / scales);
 }
 
-inline Floats round_to_int4(Floats x, Floats inverse_scale) {
-    return min(max(round(x * inverse_scale), broadcast(-8)), broadcast(7));
-}
+// A group of 16 outputs: number(k) has k of each.
+using Group = float[GROUP * WIDTH];
+inline Floats number(const Group& x, int k) { return load(x + k * WIDTH); }
 
-inline Floats round_to_float16(Floats a) {
-    uint16_t halves[WIDTH];
-    store_float16(halves, a);
-    return load_float16(halves);
-}
-
-// The scales of a group of 16 outputs: x has the k's of the group, one vector for each.
-inline Floats fit_scales(const float* x) {
-    Floats magnitude = Floats{}, extreme = Floats{};
-    for (int k = 0; k < GROUP; k++) {
-        const Floats value = load(x + k * WIDTH);
-        const Mask is_larger = is_greater(abs(value), magnitude);
-        magnitude = select(is_larger, abs(value), magnitude);
-        extreme = select(is_larger, value, extreme);
-    }
-    const Floats base = extreme / broadcast(-8);
-    Floats scales = base, min_error = broadcast(INFINITY);
-    for (const float factor : SCALE_FACTORS) {
-        const Floats inverse_scale = inverse(base * broadcast(factor));
-        Floats products = Floats{}, squares = Floats{};
-        for (int first = 0; first < 8; first++) {  // in the order in which PyTorch sums 32 numbers
-            Floats partial = Floats{};
-            for (int k = first; k < GROUP; k += 8) {
-                const Floats value = load(x + k * WIDTH), rounded = round_to_int4(value, inverse_scale);
-                partial = k == first ? value * rounded : partial + value * rounded;
-                squares = squares + rounded * rounded;
-            }
-            products = products + partial;
-        }
-        Floats fitted = products / max(squares, broadcast(1));
-        fitted = round_to_float16(min(max(fitted, broadcast(-MAX_SCALE)), broadcast(MAX_SCALE)));
-        const Floats error = (fitted * squares - broadcast(2) * products) * fitted;
-        scales = select(is_greater(min_error, error), fitted, scales);
-        min_error = min(error, min_error);
-    }
-    return scales;
-}
-
-// One scale for each row and group. K is a multiple of 32.
-template <class From, class To>
-void quantize_int4(const QuantizeWeightArguments<From, To>& args, long task, long num_tasks) {
+// Calls `quantize(x, group, exists)` for each group of each tile. Groups are numbered across the tiles, and numbers beyond
+// K are zeros. Lanes in `exists` are outputs below N.
+template <class From, class To, class Quantize>
+void for_each_group(const QuantizeWeightArguments<From, To>& args, long task, long num_tasks, Quantize quantize) {
     for_each_tile(args, task, num_tasks, [&](const auto& tile, long index) {
-        const long num_groups = tile.K / GROUP;
-        const Mask exists = first_lanes(tile.num_rows);
-        for (long group = index * num_groups; group < (index + 1) * num_groups; group++) {
-            float x[GROUP * WIDTH];
-            const long k = (group - index * num_groups) * GROUP;
-            tile.columns(k, x), tile.columns(k + WIDTH, x + WIDTH * WIDTH);
-            const Floats scales = fit_scales(x), inverse_scale = inverse(scales);
-            store_float16(static_cast<uint16_t*>(args.scales) + group * WIDTH, scales);
-            const auto number = [&](int k) {  // w + 8
-                return to_integers(round_to_int4(load(x + k * WIDTH), inverse_scale) + broadcast(8));
-            };
-            for (int first = 0; first < GROUP; first += 8) {
-                Integers bytes = Integers{};
-                for (int i = 0; i < 4; i++)
-                    bytes = bytes | number(first + i) << 8 * i | number(first + 4 + i) << (8 * i + 4);
-                float* const out = static_cast<float*>(args.out) + (group * GROUP + first) / 8 * WIDTH;
-                store(out, select(exists, as_floats(bytes), Floats{}));
-            }
+        const long num_groups = (tile.K + GROUP - 1) / GROUP;
+        for (long group = 0; group < num_groups; group++) {
+            Group x;
+            tile.columns(group * GROUP, x), tile.columns(group * GROUP + WIDTH, x + WIDTH * WIDTH);
+            quantize(x, index * num_groups + group, first_lanes(tile.num_rows));
+        }
+    });
+}
+
+// One scale for each row and group. Rows beyond N are zero bytes, as if from a scale of 0.
+template <class From, class To>
+void quantize_q8_0(const QuantizeWeightArguments<From, To>& args, long task, long num_tasks) {
+    for_each_group(args, task, num_tasks, [&](const Group& x, long group, Mask exists) {
+        Floats magnitude = Floats{};
+        for (int k = 0; k < GROUP; k++) magnitude = max(magnitude, abs(number(x, k)));
+        const Floats scales = as_stored(magnitude / broadcast(127)), factor = inverse(scales);
+        store_float16(args.scales + group * WIDTH, scales);
+        const auto integer = [&](int k) {
+            const Floats rounded = min(max(round(number(x, k) * factor), broadcast(-127)), broadcast(127));
+            return to_integers(rounded + broadcast(128));
+        };
+        for (int first = 0; first < GROUP; first += 4) {
+            Integers bytes = Integers{};
+            for (int i = 0; i < 4; i++) bytes = bytes | integer(first + i) << 8 * i;
+            float* const out = args.integers + (group * GROUP + first) / 4 * WIDTH;
+            store(out, select(exists, as_floats(bytes), Floats{}));
+        }
+    });
+}
+
+// How a group is stored: as `scale` times an integer minus `minimum`.
+struct Fit {
+    Floats scale, minimum;
+};
+
+inline Floats round_to_int4(Floats x, Floats minimum, Floats factor) {
+    return min(max(round((x + minimum) * factor), Floats{}), broadcast(15));
+}
+
+// The sum of term(k) for all k of a group, in the order of `_sum` in quantization.py.
+template <class Term>
+inline Floats sum_of_group(Term term) {
+    Floats total;
+    for (int first = 0; first < 8; first++) {
+        Floats partial = term(first);
+        for (int k = first + 8; k < GROUP; k += 8) partial = partial + term(k);
+        total = first == 0 ? partial : total + partial;
+    }
+    return total;
+}
+
+// The scale and minimum with which these integers have the smallest squared error.
+inline Fit least_squares(const Group& x, const Group& integers, Floats sum_x) {
+    const Floats size = broadcast(GROUP), one = broadcast(1);
+    const Floats sum_q = sum_of_group([&](int k) { return number(integers, k); });
+    const Floats sum_qq = sum_of_group([&](int k) { return number(integers, k) * number(integers, k); });
+    const Floats sum_xq = sum_of_group([&](int k) { return number(x, k) * number(integers, k); });
+    const Floats determinant = sum_qq * size - sum_q * sum_q;
+    const Mask is_flat = is_equal(determinant, Floats{});
+    const Floats scale = (sum_xq * size - sum_q * sum_x) / select(is_flat, one, determinant);
+    const Floats stored = as_stored(select(is_flat, Floats{}, scale));
+    return {stored, as_stored((stored * sum_q - sum_x) * broadcast(1.0f / GROUP))};
+}
+
+// The best of several fits.
+inline Fit fit_group(const Group& x) {
+    Floats smallest = number(x, 0), largest = smallest;
+    for (int k = 1; k < GROUP; k++) smallest = min(smallest, number(x, k)), largest = max(largest, number(x, k));
+    const Floats half = broadcast(0.5f), step = broadcast(2.0f / 15);
+    const Floats half_range = largest * half - smallest * half, middle = largest * half + smallest * half;
+    const Floats sum_x = sum_of_group([&](int k) { return number(x, k); });
+    Fit best = {as_stored(half_range * step), as_stored(broadcast(0) - smallest)};
+    Floats min_error = broadcast(INFINITY);
+    for (const float range_factor : RANGE_FACTORS) {
+        const Floats range = half_range * broadcast(range_factor);
+        const Floats minimum = as_finite(range - middle), factor = inverse(as_finite(range * step));
+        Group integers;
+        for (int k = 0; k < GROUP; k++) store(integers + k * WIDTH, round_to_int4(number(x, k), minimum, factor));
+        const Fit fitted = least_squares(x, integers, sum_x);
+        const Floats error = sum_of_group([&](int k) {
+            const Floats difference = number(integers, k) * fitted.scale - fitted.minimum - number(x, k);
+            return difference * difference;
+        });
+        const Mask is_better = is_greater(min_error, error);
+        best = {select(is_better, fitted.scale, best.scale), select(is_better, fitted.minimum, best.minimum)};
+        min_error = select(is_better, error, min_error);
+    }
+    return best;
+}
+
+// A scale and a minimum for each row and group. Rows beyond N are zeros.
+template <class From, class To>
+void quantize_q4_1(const QuantizeWeightArguments<From, To>& args, long task, long num_tasks) {
+    for_each_group(args, task, num_tasks, [&](const Group& x, long group, Mask exists) {
+        const Fit fit = fit_group(x);
+        const Floats factor = inverse(fit.scale);
+        uint16_t* const scales = args.scales + group * 2 * WIDTH;
+        store_float16(scales, fit.scale);
+        store_float16(scales + WIDTH, select(exists, fit.minimum, Floats{}));
+        const auto integer = [&](int k) { return to_integers(round_to_int4(number(x, k), fit.minimum, factor)); };
+        for (int first = 0; first < GROUP; first += 8) {
+            Integers bytes = Integers{};
+            for (int i = 0; i < 4; i++)
+                bytes = bytes | integer(first + i) << 8 * i | integer(first + 4 + i) << (8 * i + 4);
+            float* const out = args.integers + (group * GROUP + first) / 8 * WIDTH;
+            store(out, select(exists, as_floats(bytes), Floats{}));
         }
     });
 }
@@ -252,8 +280,8 @@ EXPORT_CONSTANT(GROUP)
 
 #define KERNELS(From, from, To, to)                                     \
     KERNEL(pack_##from##_##to, pack_##to<From>)                         \
-    KERNEL(quantize_int8_##from##_##to, quantize_int8<From, To>)        \
-    KERNEL(quantize_int4_##from##_##to, quantize_int4<From, To>)
+    KERNEL(quantize_q8_0_##from##_##to, quantize_q8_0<From, To>)        \
+    KERNEL(quantize_q4_1_##from##_##to, quantize_q4_1<From, To>)
 
 KERNELS(float, float32, float, float32)
 KERNELS(BFloat16, bfloat16, float, float32)

@@ -73,6 +73,13 @@ inline void store_uint16(uint16_t* to, Integers a) {
 inline void store_uint16(uint16_t* to, Integers a, Mask mask) {
     _mm256_mask_storeu_epi16(to, mask, _mm512_cvtepi32_epi16((__m512i)a));
 }
+// Bytes, widened to 32 bits.
+inline Integers load_uint8(const uint8_t* from) {
+    return (Integers)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+}
+inline Integers load_int8(const int8_t* from) {
+    return (Integers)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+}
 inline Floats load_float16(const uint16_t* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 }
@@ -260,6 +267,14 @@ inline void store_int8(int8_t* to, Integers a, Mask mask) {
     const __m256i words = _mm256_permute4x64_epi64(packed, 0xd8);
     const __m128i all = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
     std::memcpy(to, &all, count_lanes(mask));
+}
+inline Integers load_uint8(const uint8_t* from) {
+    return {(Integers8)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)),
+            (Integers8)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(from + 8)))};
+}
+inline Integers load_int8(const int8_t* from) {
+    return {(Integers8)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)),
+            (Integers8)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(from + 8)))};
 }
 inline Floats load_float16(const uint16_t* from) {
     const __m128i* const halves = (const __m128i*)from;

@@ -1,0 +1,140 @@
+"""Choose the formats of a checkpoint's layers once, and keep the choice with its report for the next start.
+
+    python -m model.analysis.auto_quantization --model DIRECTORY --quantize-loss 0.5%
+
+The report is a JSON file in the cache folder. Its name depends on the files of the checkpoint, the budget and the kernels.
+"""
+
+import argparse
+import hashlib
+import json
+import logging
+import math
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from model.analysis.drift import generate_texts
+from model.analysis.format_choice import FormatChoice, LayerLosses, LossMeter, choose_formats
+from model.checkpoints.load import BUNDLED, load_checkpoint, read_contents
+from model.checkpoints.locate import locate
+from model.network.prepare import Kernels
+from model.ops.cpu.build import prepare_cache
+from model.ops.quantization import LayerFormats, Quantization
+
+logger = logging.getLogger(__name__)
+
+NUM_TEXTS, NUM_TOKENS = 4, 96  # generated to measure losses, and tokens of each
+VERSION = 1  # of the measurement and of the report: other versions are measured again
+
+
+def choose(source: str, max_increase: float, kernels: Kernels = "auto", revision: str | None = None) -> FormatChoice:
+    """The choice for a checkpoint: the kept one, or a new one, which takes minutes.
+
+    `max_increase` is the largest relative increase of the perplexity, such as 0.005.
+    """
+    directory = prepare_cache()
+    path = (
+        None if directory is None else directory / f"quantization-{_key(source, max_increase, kernels, revision)}.json"
+    )
+    choice = None if path is None else _read(path)
+    if choice is None:
+        logger.info("measuring which layers of %s may lose precision; the result is kept for the next start", source)
+        checkpoint = load_checkpoint(source, dtype="float32", kernels=kernels, revision=revision)
+        length = min(NUM_TOKENS, checkpoint.model.config.max_positions)
+        ids = _equally_long(generate_texts(checkpoint, NUM_TEXTS, length))
+        choice = choose_formats(LossMeter(checkpoint.model, ids), math.log1p(max_increase))
+        if path is not None:
+            _write(path, choice)
+    logger.info("%s%s", choice.describe(), "" if path is None else f" (report: {path})")
+    return choice
+
+
+def resolve(
+    source: str,
+    quantize: Quantization | Literal["auto"],
+    max_increase: float,
+    kernels: Kernels,
+    revision: str | None = None,
+) -> Quantization | LayerFormats:
+    """What `load_checkpoint` takes for a setting: a quantization, or for "auto" the formats of all layers."""
+    if quantize == "auto":
+        return choose(source, max_increase, kernels, revision).by_layer()
+    return quantize
+
+
+def parse_increase(text: str | float) -> float:
+    """Read a relative increase: "0.5%" or "0.005". Raises `ValueError` for anything that is not above 0 and at most 1."""
+    number = str(text).strip()
+    try:
+        value = float(number[:-1]) / 100 if number.endswith("%") else float(number)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1:
+        raise ValueError(f"{text!r} is not an increase of the perplexity; write for example 0.5% or 0.005")
+    return value
+
+
+def _equally_long(texts: list[list[int]]) -> torch.Tensor:
+    """Texts (B, T), cut to the length of the shortest one: some end early."""
+    length = min(map(len, texts))
+    return torch.tensor([text[:length] for text in texts])
+
+
+def _key(source: str, max_increase: float, kernels: Kernels, revision: str | None) -> str:
+    files = [path.resolve() for path in read_contents(locate(source, revision)).tensors.files]
+    statuses = [(str(path), status.st_size, status.st_mtime_ns) for path in files for status in (path.stat(),)]
+    settings = [VERSION, statuses, max_increase, kernels, NUM_TEXTS, NUM_TOKENS]
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
+
+
+def _read(path: Path) -> FormatChoice | None:
+    """A kept choice; None if there is none, or if the file is damaged, so that it is measured again."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        layers = [LayerLosses(**layer) for layer in content.pop("layers")]
+        choice = FormatChoice(**content, layers=layers)
+        choice.by_layer()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        logger.warning("%s cannot be used, so the layers are measured again: %s", path, error)
+        return None
+    return choice
+
+
+def _write(path: Path, choice: FormatChoice) -> None:
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(asdict(choice), indent=1), encoding="utf-8")
+    unfinished.replace(path)
+
+
+def table(choice: FormatChoice) -> str:
+    """The report as text: the losses of each layer, and its format."""
+    names = list(choice.layers[0].losses)
+    lines = [f"{'layer':24} {' '.join(f'{name:>9}' for name in names)}  format"]
+    for layer in choice.layers:
+        losses = " ".join(f"{layer.losses[name]:9.2e}" for name in names)
+        lines.append(f"{layer.name:24} {losses}  {choice.formats.get(layer.name, 'not quantized')}")
+    return "\n".join([*lines, choice.describe()])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(BUNDLED))
+    parser.add_argument("--quantize-loss", default="0.5%", help="the largest increase of the perplexity")
+    parser.add_argument("--kernels", default="auto", choices=get_args(Kernels))
+    options = parser.parse_args()
+    try:
+        choice = choose(options.model, parse_increase(options.quantize_loss), options.kernels)
+    except (ValueError, OSError) as error:
+        parser.exit(1, f"{error}\n")
+    sys.stdout.write(table(choice) + "\n")
+
+
+if __name__ == "__main__":
+    main()

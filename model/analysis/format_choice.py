@@ -1,0 +1,212 @@
+"""Choose for each linear layer whether its weights are stored in int4, in int8 or as they are (`--quantize auto`).
+
+The loss of a choice is the mean Kullback-Leibler divergence of its next-token distributions from those of the
+unquantized network, on texts that the network generates itself. On such texts, this is how much the logarithm of the
+perplexity is expected to grow. The loss of each layer and format is measured alone. Then the formats that save the most
+bits for their loss are taken as long as the sum of the losses stays within the budget. At the end, the loss of the whole
+choice is measured, and the budget is corrected if that differs from the sum.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.network.float_copy import linear_weight
+from model.network.prepare import make_linear
+from model.network.transformer import Transformer
+from model.ops.cpu.packed_linear import PackedLinear
+from model.ops.quantization import INT4, INT8
+from model.ops.weight_formats import FORMATS, WeightFormat
+from model.progress import Progress
+
+UNQUANTIZED_BITS = 16  # of a weight that keeps its dtype, bfloat16
+CANDIDATES = (INT8, INT4)  # in the order of the bits that they save
+CORRECTIONS = 4  # how often the whole choice is measured at most
+
+
+@dataclass(frozen=True)
+class LayerLosses:
+    """The losses of one layer in each candidate format, by the format's name, in nats per token."""
+
+    name: str
+    num_weights: int
+    losses: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class FormatChoice:
+    """The format of each layer by name; layers that are not named keep their weights.
+
+    `loss` is the measured loss of the whole choice and `max_loss` the budget, both in nats per token.
+    """
+
+    formats: Mapping[str, str]
+    loss: float
+    max_loss: float
+    bits_per_weight: float
+    layers: Sequence[LayerLosses]
+
+    def by_layer(self) -> dict[str, WeightFormat]:
+        return {name: FORMATS[format] for name, format in self.formats.items()}
+
+    def describe(self) -> str:
+        """One line: how many layers have which format, and what that costs."""
+        counts = {format.name: list(self.formats.values()).count(format.name) for format in reversed(CANDIDATES)}
+        num_kept = len(self.layers) - len(self.formats)
+        parts = [*(f"{count} layers in {name}" for name, count in counts.items()), f"{num_kept} not quantized"]
+        return (
+            f"{', '.join(parts)}: {self.bits_per_weight:.2f} bits per weight; perplexity of its own texts "
+            f"{math.expm1(self.loss):+.2%} (at most {math.expm1(self.max_loss):+.2%})"
+        )
+
+
+class LossMeter:
+    """Measures how much the predictions of a network change if some of its layers are quantized.
+
+    `ids` (B, T) are the texts. The network computes in float32, so that the rounding of its stages hides no small loss.
+    """
+
+    def __init__(self, model: Transformer, ids: Tensor) -> None:
+        self._model = model
+        self._ids = ids
+        self.layers = {name: layer for name, layer in model.named_modules() if _can_be_quantized(name, layer)}
+        self._reference = self._log_probabilities()
+
+    def quantized(self, name: str, format: WeightFormat) -> nn.Module:
+        """A layer of the network with its weights in this format."""
+        layer = self.layers[name]
+        bias = layer.bias if isinstance(layer.bias, Tensor) else None
+        weight = linear_weight(layer)
+        return make_linear(self._model.backend, weight, format, bias, weight.dtype)
+
+    @torch.inference_mode()
+    def loss(self, formats: Mapping[str, WeightFormat]) -> float:
+        """The mean divergence in nats per token if these layers have these formats."""
+        handles = []
+        for name, format in formats.items():
+            quantized = self.quantized(name, format)
+            handles.append(self.layers[name].register_forward_hook(_Replacement(quantized)))
+        try:
+            changed = self._log_probabilities()
+        finally:
+            for handle in handles:
+                handle.remove()
+        pairs = zip(changed, self._reference, strict=True)
+        divergences = [F.kl_div(after, before, reduction="sum", log_target=True) for after, before in pairs]
+        return max(0.0, float(sum(divergences)) / self._ids.numel())
+
+    @torch.inference_mode()
+    def _log_probabilities(self) -> list[Tensor]:
+        return [F.log_softmax(self._model(text[None])[0].float(), dim=-1) for text in self._ids]
+
+
+class _Replacement:
+    """A forward hook that returns the result of another layer instead."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        result: Tensor = self._layer(*args)
+        return result
+
+
+def _can_be_quantized(name: str, layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear | PackedLinear) and not name.endswith(".router")
+
+
+def measure_layers(meter: LossMeter) -> list[LayerLosses]:
+    """The loss of each layer alone, in each format."""
+    progress = Progress("measuring the loss of each layer", total=len(meter.layers) * len(CANDIDATES))
+    measured = []
+    for name in meter.layers:
+        losses = {}
+        for format in CANDIDATES:
+            losses[format.name] = meter.loss({name: format})
+            progress.advance(1)
+        measured.append(LayerLosses(name, linear_weight(meter.layers[name]).numel(), losses))
+    progress.finish()
+    return measured
+
+
+def choose_formats(meter: LossMeter, max_loss: float) -> FormatChoice:
+    """The choice with the fewest bits per weight whose measured loss is at most `max_loss` nats per token."""
+    layers = measure_layers(meter)
+    best = FormatChoice({}, 0.0, max_loss, bits_per_weight(layers, {}), layers)
+    budget = max_loss
+    for _ in range(CORRECTIONS):
+        formats = within_budget(layers, budget)
+        if not formats:
+            break
+        loss = meter.loss(formats)
+        bits = bits_per_weight(layers, formats)
+        if loss <= max_loss and bits < best.bits_per_weight:
+            names = {name: format.name for name, format in formats.items()}
+            best = FormatChoice(names, loss, max_loss, bits, layers)
+        budget *= max_loss / max(loss, max_loss / 4)  # towards the budget whose choice has the loss `max_loss`
+    return best
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Storing a layer in a format with fewer bits than before: what it saves, and the loss that it adds."""
+
+    name: str
+    format: WeightFormat
+    saved_bits: float
+    added_loss: float
+
+    @property
+    def price(self) -> float:
+        return self.added_loss / self.saved_bits
+
+
+def within_budget(layers: Sequence[LayerLosses], max_loss: float) -> dict[str, WeightFormat]:
+    """The formats that save the most bits for their loss, as long as the sum of the losses is at most `max_loss`."""
+    chosen: dict[str, WeightFormat] = {}
+    total = 0.0
+    full: set[str] = set()  # layers whose next step was too expensive
+    for step in sorted((step for layer in layers for step in _steps(layer)), key=lambda step: step.price):
+        if step.name in full or total + step.added_loss > max_loss:
+            full.add(step.name)
+            continue
+        chosen[step.name] = step.format
+        total += step.added_loss
+    return chosen
+
+
+def _steps(layer: LayerLosses) -> list[_Step]:
+    """The steps of a layer with rising prices. A format is left out if the next one saves more bits for their price."""
+
+    def step(since: _Point, to: _Point) -> _Step:
+        return _Step(layer.name, to.format, to.saved_bits - since.saved_bits, to.loss - since.loss)
+
+    points: list[_Point] = [_Point(CANDIDATES[0], 0.0, 0.0)]  # the weights as they are
+    for format in CANDIDATES:
+        saved_bits = (UNQUANTIZED_BITS - format.bits_per_weight) * layer.num_weights
+        point = _Point(format, saved_bits, layer.losses[format.name])
+        while len(points) > 1 and step(points[-2], point).price <= step(points[-2], points[-1]).price:
+            points.pop()
+        points.append(point)
+    return [step(since, to) for since, to in itertools.pairwise(points)]
+
+
+class _Point(NamedTuple):
+    format: WeightFormat
+    saved_bits: float
+    loss: float
+
+
+def bits_per_weight(layers: Sequence[LayerLosses], formats: Mapping[str, WeightFormat]) -> float:
+    """The mean number of bits of a weight of these layers, with their scales."""
+    sizes = {layer.name: layer.num_weights for layer in layers}
+    bits = sum(
+        size * (formats[name].bits_per_weight if name in formats else UNQUANTIZED_BITS) for name, size in sizes.items()
+    )
+    return bits / sum(sizes.values())

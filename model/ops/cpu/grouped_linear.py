@@ -1,0 +1,85 @@
+"""Linear layers with weights in groups of 32 inputs (`csrc/grouped_linear.cpp`), in the formats of GGUF files.
+
+The rows of x are rounded to bytes, too, with one scale for 32 numbers.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from model.ops.cpu.arguments import INPUT_GROUP_BYTES, GroupedLinearArguments, QuantizeGroupsArguments
+from model.ops.cpu.grouped_packing import PackedGroups, unpack_groups
+from model.ops.cpu.recording import call, empty
+from model.ops.cpu.shared_layout import Kernel, find_kernel
+from model.ops.weight_formats import GROUP, WeightFormat
+
+MIN_OUTPUTS_PER_TASK = 128  # several tiles one after the other, so that the next one can be prefetched
+
+
+class GroupedLinear(nn.Module):
+    """`nn.Linear` with packed weights in groups, for inference on a CPU: x (..., K) -> (..., N).
+
+    The rows of several parts, each in a format of its own, are stacked.
+    """
+
+    def __init__(self, parts: Sequence[PackedGroups], bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.parts = tuple(parts)
+        self.out_features, self.in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        self.dtype = dtype
+        self.bias = None if bias is None else bias.contiguous()
+        quantize = _find_quantize(dtype)
+        kernels = [_find_linear(part.format) for part in parts]
+        assert quantize is not None
+        self._quantize = quantize
+        self._kernels = [kernel for kernel in kernels if kernel is not None]
+        assert len(self._kernels) == len(parts)
+
+    def unpacked(self) -> Tensor:
+        """The weight (N, K) in float32, as far as its bits go."""
+        return torch.cat([unpack_groups(part).dequantize() for part in self.parts])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != self.dtype or x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"the input is {x.dtype} {tuple(x.shape)}, but this packed layer takes {self.in_features} "
+                f"{self.dtype} per row"
+            )
+        x = x.contiguous()
+        M, K, N = math.prod(x.shape[:-1]), self.in_features, self.out_features
+        groups = empty((M, -(-K // GROUP), INPUT_GROUP_BYTES), torch.uint8)
+        call(self._quantize, M, QuantizeGroupsArguments(x=x.data_ptr(), groups=groups.data_ptr(), M=M, K=K))
+        out = empty((*x.shape[:-1], N), x.dtype)
+        first = 0
+        for part, kernel in zip(self.parts, self._kernels, strict=True):
+            num_outputs, offset = part.shape[0], first * x.itemsize
+            product = GroupedLinearArguments(
+                groups=groups.data_ptr(),
+                integers=part.integers.data_ptr(),
+                scales=part.scales.data_ptr(),
+                b=0 if self.bias is None else self.bias.data_ptr() + offset,
+                y=out.data_ptr() + offset,
+                M=M,
+                N=num_outputs,
+                K=K,
+                y_stride=N,
+                is_bfloat16=x.dtype == torch.bfloat16,
+            )
+            call(kernel, num_outputs // MIN_OUTPUTS_PER_TASK, product)
+            first += num_outputs
+        return out
+
+
+def has_grouped_kernel(format: WeightFormat, dtype: torch.dtype) -> bool:
+    """Whether our kernels can multiply by a weight in this format, with numbers of this dtype."""
+    return _find_quantize(dtype) is not None and _find_linear(format) is not None
+
+
+def _find_quantize(dtype: torch.dtype) -> Kernel[QuantizeGroupsArguments] | None:
+    return find_kernel("grouped_linear", "quantize_groups", dtype, QuantizeGroupsArguments)
+
+
+def _find_linear(format: WeightFormat) -> Kernel[GroupedLinearArguments] | None:
+    return find_kernel("grouped_linear", f"linear_{format.name}", None, GroupedLinearArguments)

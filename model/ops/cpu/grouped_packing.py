@@ -1,0 +1,173 @@
+"""Pack weights in groups of 32 inputs into the layout of `csrc/weight_formats.h`, and unpack them again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.ops.cpu import large_memory
+from model.ops.cpu.arguments import QuantizeWeightArguments
+from model.ops.cpu.packing import TILE, RowAddresses
+from model.ops.cpu.recording import call
+from model.ops.cpu.shared_layout import find_kernel
+from model.ops.quantization import quantize_to
+from model.ops.stacked_groups import GroupedRows, StackedGroups, row_bounds
+from model.ops.stacked_rows import StackedRows
+from model.ops.weight_formats import GROUP, SUPERGROUP, GroupedWeight, WeightFormat
+
+VECTORS = GROUP // 4  # of a group: as VECTORS_PER_GROUP in weight_formats.h
+
+
+@dataclass(frozen=True)
+class PackedGroups:
+    """A packed weight (N, K) = `shape`: `integers` (tiles, bytes) and `scales` (tiles, bytes), both uint8."""
+
+    shape: tuple[int, int]
+    format: WeightFormat
+    integers: Tensor
+    scales: Tensor
+
+
+def empty_groups(shape: tuple[int, int], format: WeightFormat) -> PackedGroups:
+    """Memory for a packed weight of this shape."""
+    num_tiles, num_units = -(-shape[0] // TILE), -(-shape[1] // format.inputs_per_unit)
+    unit_bytes = format.inputs_per_unit * TILE * format.bits // 8
+    integers = large_memory.empty((num_tiles, num_units * unit_bytes), torch.uint8)
+    scale_bytes = {"group": 2, "minimum": 4, "bytes": 4 + 2 * SUPERGROUP, "halves": 2 + 2 * SUPERGROUP}
+    scales = large_memory.empty((num_tiles, num_units * TILE * scale_bytes[format.scale_kind]), torch.uint8)
+    return PackedGroups(shape, format, integers, scales)
+
+
+def pack_groups(weight: GroupedWeight, packed: PackedGroups, first_row: int = 0) -> None:
+    """Pack rows into `packed`, from its row `first_row` on, the first one of a tile. The last tile is padded."""
+    assert first_row % TILE == 0
+    first = first_row // TILE
+    num_tiles = -(-len(weight.integers) // TILE)
+    packed.integers[first : first + num_tiles] = _pack_integers(weight.integers, weight.format.bits)
+    packed.scales[first : first + num_tiles] = _pack_scales(weight)
+
+
+def pack_weight(weight: GroupedWeight) -> PackedGroups:
+    """Pack a whole weight."""
+    packed = empty_groups(weight.shape, weight.format)
+    pack_groups(weight, packed)
+    return packed
+
+
+def quantize_rows(weight: StackedRows, format: WeightFormat) -> PackedGroups:
+    """Quantize and pack a matrix in one pass over its rows. Without a kernel, PyTorch does the same."""
+    N, K = weight.shape
+    rows = RowAddresses.find(weight)
+    name = f"quantize_{format.name}"
+    kernel = (
+        None if rows is None else find_kernel("pack", f"{name}_{rows.source}", weight.dtype, QuantizeWeightArguments)
+    )
+    if rows is None or kernel is None:
+        return pack_weight(quantize_to(weight.tensor(), format))
+    packed = empty_groups((N, K), format)
+    arguments = QuantizeWeightArguments(
+        rows=rows.addresses.data_ptr(), integers=packed.integers.data_ptr(), scales=packed.scales.data_ptr(), N=N, K=K
+    )
+    call(kernel, len(packed.integers), arguments)
+    return packed
+
+
+def pack_stored(weight: StackedGroups) -> list[PackedGroups]:
+    """Pack a stored weight, a few rows at a time: one packed weight for each run of parts with the same format."""
+    packed = []
+    for run in weight.by_format():
+        sizes = [part.shape[0] for part in run]
+        if any(size % TILE for size in sizes[:-1]):  # a tile would have rows of two parts
+            packed += [_pack_parts([part]) for part in run]
+        else:
+            packed.append(_pack_parts(run))
+    return packed
+
+
+def _pack_parts(parts: Sequence[GroupedRows]) -> PackedGroups:
+    num_inputs = parts[0].shape[1]
+    packed = empty_groups((sum(part.shape[0] for part in parts), num_inputs), parts[0].format)
+    first_row = 0
+    for part in parts:
+        for start, stop in row_bounds(part.shape, TILE):
+            pack_groups(part.read(start, stop), packed, first_row + start)
+        first_row += part.shape[0]
+    return packed
+
+
+def unpack_groups(packed: PackedGroups) -> GroupedWeight:
+    """The rows of a packed weight, as they were before `pack_groups`."""
+    num_rows, format = packed.shape[0], packed.format
+    integers = _unpack_integers(packed.integers, format.bits)[:num_rows]
+    num_tiles, padding = len(packed.scales), integers.shape[1] - packed.shape[1]
+    if format.scale_kind == "group":
+        scales = packed.scales.view(torch.float16).view(num_tiles, -1, TILE).transpose(1, 2)
+        return GroupedWeight(format, integers, scales.flatten(0, 1)[:num_rows].contiguous(), padding=padding)
+    if format.scale_kind == "minimum":
+        both = packed.scales.view(torch.float16).view(num_tiles, -1, 2, TILE).permute(0, 3, 1, 2)
+        return GroupedWeight(format, integers, both.flatten(0, 1)[:num_rows].contiguous(), padding=padding)
+    num_factors = 2 if format.scale_kind == "bytes" else 1
+    units = packed.scales.view(num_tiles, packed.shape[1] // format.inputs_per_unit, -1)
+    split = num_factors * TILE * 2
+    factors = units[:, :, :split].contiguous().view(torch.float16)
+    factors = factors.view(num_tiles, -1, num_factors, TILE).permute(0, 3, 1, 2).flatten(0, 1)[:num_rows]
+    scales = units[:, :, split:].reshape(num_tiles, -1, 2, TILE).permute(0, 3, 1, 2).flatten(0, 1)[:num_rows]
+    if format.scale_kind == "halves":
+        scales = scales.contiguous().view(torch.int8)
+    return GroupedWeight(format, integers, scales.contiguous(), factors.contiguous())
+
+
+def _pack_integers(integers: Tensor, bits: int) -> Tensor:
+    """(N, K) uint8 -> (tiles, bytes)."""
+    padded = F.pad(integers, (0, 0, 0, -len(integers) % TILE)).contiguous()
+    fours = padded.view(torch.int32).view(-1, TILE, padded.shape[1] // GROUP, VECTORS)  # four inputs are moved at once
+    groups = fours.permute(0, 2, 3, 1).contiguous().view(torch.uint8)  # (tiles, groups, vectors, 64)
+    if bits == 8:
+        return groups.flatten(1)
+    low = groups & 15
+    parts = [low[:, :, 0::2] | low[:, :, 1::2] << 4]
+    width = bits - 4  # bits above the lowest four
+    if width:
+        in_byte = VECTORS * width // 8  # bytes that hold the upper bits of all vectors
+        upper = (groups >> 4).view(len(groups), -1, in_byte, VECTORS // in_byte, TILE * 4)
+        shifts = torch.arange(VECTORS // in_byte, dtype=torch.uint8, device="cpu")[:, None] * width
+        parts.append((upper << shifts).sum(3, dtype=torch.uint8))
+    return torch.cat(parts, dim=2).flatten(1)
+
+
+def _unpack_integers(tiles: Tensor, bits: int) -> Tensor:
+    """(tiles, bytes) -> (16 tiles, K) uint8."""
+    num_tiles = len(tiles)
+    vectors = tiles.view(num_tiles, -1, bits, TILE * 4)  # (tiles, groups, lines of 64 bytes, 64)
+    if bits == 8:
+        integers = vectors
+    else:
+        low = vectors[:, :, :4]
+        integers = torch.stack((low & 15, low >> 4), dim=3).view(num_tiles, -1, VECTORS, TILE * 4)
+        width = bits - 4
+        if width:
+            shifts = torch.arange(8 // width, dtype=torch.uint8, device="cpu")[:, None] * width
+            upper = (vectors[:, :, 4:, None] >> shifts) & (1 << width) - 1
+            integers = integers | upper.view(num_tiles, -1, VECTORS, TILE * 4) << 4
+    by_row = integers.view(num_tiles, -1, VECTORS, TILE, 4).permute(0, 3, 1, 2, 4)
+    return by_row.reshape(num_tiles * TILE, -1)
+
+
+def _pack_scales(weight: GroupedWeight) -> Tensor:
+    """(tiles, bytes)"""
+    scales = _tiles(weight.scales)
+    if weight.factors is None:
+        return scales.flatten(1).view(torch.uint8)
+    factors = _tiles(weight.factors).flatten(2).view(torch.uint8)  # (tiles, supergroups, bytes)
+    scales = scales.view(len(scales), factors.shape[1], -1).view(torch.uint8)
+    return torch.cat((factors, scales), dim=2).flatten(1)
+
+
+def _tiles(numbers: Tensor) -> Tensor:
+    """(N, n) or (N, n, m) -> (tiles, n, 16) or (tiles, n, m, 16), contiguous. The last tile is padded with zeros."""
+    columns = numbers.flatten(1)
+    padded = F.pad(columns, (0, 0, 0, -len(columns) % TILE))
+    tiles = padded.view(-1, TILE, padded.shape[1]).transpose(1, 2).contiguous()
+    return tiles.view(len(tiles), *numbers.shape[1:], TILE)

@@ -1,0 +1,97 @@
+"""Formats of quantized weights in groups of 32 inputs: those of GGUF files, and our own int4 and int8 among them.
+
+A number is `scale * (w - offset)` or `scale * w - minimum`, where w is an unsigned integer of 4 to 8 bits.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+GROUP = 32  # inputs that share a scale: as in csrc/weight_formats.h
+SUPERGROUP = 8  # groups that share float16 factors, if their scales are bytes: as in csrc/weight_formats.h
+
+# "group": a float16 scale for each group. "minimum": also a float16 minimum for each group. "bytes": a scale and a
+# minimum as bytes for each group, times float16 factors of 8 groups. "halves": a scale as a signed byte for each half
+# of a group, times a float16 factor of 8 groups.
+ScaleKind = Literal["group", "minimum", "bytes", "halves"]
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How the numbers of a matrix are stored. `inputs_per_unit` divides the number of inputs of every matrix."""
+
+    name: str
+    bits: int
+    scale_kind: ScaleKind
+
+    @property
+    def inputs_per_unit(self) -> int:
+        return GROUP * (SUPERGROUP if self.scale_kind in ("bytes", "halves") else 1)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """The bits of an integer and its share of the scales."""
+        scale_bits = {"group": 16.0, "minimum": 32.0, "bytes": 16 + 32 / SUPERGROUP, "halves": 16 + 16 / SUPERGROUP}
+        return self.bits + scale_bits[self.scale_kind] / GROUP
+
+    @property
+    def offset(self) -> int:
+        """What is subtracted from an integer: the middle of the range, or 0 if there are minimums."""
+        return 1 << self.bits - 1 if self.scale_kind in ("group", "halves") else 0
+
+
+FORMATS: Mapping[str, WeightFormat] = {
+    format.name: format
+    for format in (
+        WeightFormat("q4_0", 4, "group"),
+        WeightFormat("q5_0", 5, "group"),
+        WeightFormat("q8_0", 8, "group"),
+        WeightFormat("q4_1", 4, "minimum"),
+        WeightFormat("q5_1", 5, "minimum"),
+        WeightFormat("q4_k", 4, "bytes"),
+        WeightFormat("q5_k", 5, "bytes"),
+        WeightFormat("q6_k", 6, "halves"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class GroupedWeight:
+    """A matrix (N, K) of a format: `integers` (N, K) uint8, `scales`, and `factors` (N, K / 256) float16.
+
+    `scales` has one row for each output: (N, K / 32) float16, and (N, K / 32, 2) with minimums as the second; or
+    (N, K / 32, 2) bytes, which are scale and minimum, or the scales of two halves (signed). `factors` exist in the
+    latter cases: (N, K / 256, 2), of scales and of minimums, or (N, K / 256, 1). `padding` inputs of the last group do
+    not exist: K includes them, but the matrix does not.
+    """
+
+    format: WeightFormat
+    integers: Tensor
+    scales: Tensor
+    factors: Tensor | None = None
+    padding: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of outputs and of inputs."""
+        return self.integers.shape[0], self.integers.shape[1] - self.padding
+
+    def dequantize(self) -> Tensor:
+        """The matrix in float32."""
+        return self._all_groups()[:, : self.shape[1]]
+
+    def _all_groups(self) -> Tensor:
+        num_rows = len(self.integers)
+        scales = self.scales.float()
+        if self.factors is not None:
+            scales = self.factors.float().repeat_interleave(SUPERGROUP, dim=1) * scales
+        integers = (self.integers.to(torch.int16) - self.format.offset).float()
+        if self.format.scale_kind == "group":
+            return (integers.view(num_rows, -1, GROUP) * scales[:, :, None]).flatten(1)
+        if self.format.scale_kind == "halves":
+            return (integers.view(num_rows, -1, GROUP // 2) * scales.flatten(1)[:, :, None]).flatten(1)
+        groups = integers.view(num_rows, -1, GROUP)
+        return (groups * scales[:, :, :1] - scales[:, :, 1:]).flatten(1)
