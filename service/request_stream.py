@@ -18,6 +18,7 @@ from service.metrics import Progress
 # Bytes that a stream may hold for a client that does not read. Above them the request is paused: no step computes it.
 # `FAIR_UNREAD_BYTES` applies while the buffers of all requests together are full (`Buffers.is_full`).
 MAX_UNREAD_BYTES, FAIR_UNREAD_BYTES = 8 << 20, 1 << 16
+BATCH_BYTES = 1 << 14  # a batch of outputs ends with the output that reaches this size
 # Estimates for one output without its traced values, and for each log-probability of the prompt that it reports.
 OUTPUT_BYTES, ENTRY_BYTES = 1024, 128
 
@@ -54,27 +55,32 @@ class RequestStream:
         self._unread_bytes = 0
         self._paused = False
         self._is_closed = False
-        self._has_more = asyncio.Event()
+        self._arrival: asyncio.Future[None] | None = None  # of the next output, while `batches` waits for it
         self._timer = asyncio.get_running_loop().call_later(timeout_seconds, self.cancel, "timeout")
 
-    async def outputs(self) -> AsyncIterator[Output]:
-        """Yield the outputs as they arrive, until every choice has ended."""
+    async def batches(self) -> AsyncIterator[list[Output]]:
+        """Yield the outputs as they arrive, until every choice has ended: those that wait, up to `BATCH_BYTES`."""
         num_ended = 0
         while num_ended < self._num_choices:
             while not self._unread:
-                self._has_more.clear()
-                await self._has_more.wait()
-            output = self._unread.popleft()
-            self._count(-_size(output))
-            num_ended += output.end is not None
-            yield output
+                self._arrival = asyncio.get_running_loop().create_future()
+                await self._arrival
+            batch: list[Output] = []
+            num_bytes = 0
+            while self._unread and num_bytes < BATCH_BYTES:
+                batch.append(self._unread.popleft())
+                num_bytes += _size(batch[-1])
+                num_ended += batch[-1].end is not None
+            self._count(-num_bytes)
+            yield batch
 
     def put(self, output: Output) -> None:
         """Add an output of the worker."""
         if not self._is_closed:
             self._unread.append(output)
             self._count(_size(output))
-            self._has_more.set()
+            if self._arrival is not None and not self._arrival.done():
+                self._arrival.set_result(None)
         if output.end is not None:
             self.open_choices[output.request_id].remove(output.choice)
             if not any(self.open_choices.values()):
@@ -111,6 +117,8 @@ class RequestStream:
 
 
 def _size(output: Output) -> int:
+    if output.trace is None and not output.prompt_tokens:
+        return OUTPUT_BYTES
     stages = output.trace.stages if output.trace is not None else []
     num_entries = sum(1 + (0 if token.logprobs is None else len(token.logprobs.top)) for token in output.prompt_tokens)
     fixed = OUTPUT_BYTES + ENTRY_BYTES * num_entries
