@@ -8,7 +8,7 @@ unread outputs are dropped.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from model.engine.request import Output, Request
@@ -51,6 +51,11 @@ class RequestStream:
         """The choices of each request that have not ended."""
         self._num_choices = sum(map(len, self.open_choices.values()))
         self._reservation = Reservation(buffers)
+        self.write_at_once: Callable[[Output], bool] = lambda output: False
+        """Writes an output that has only new tokens, if nothing earlier waits; False if `batches` must yield it.
+
+        Waking the task that reads `batches` takes as long as writing a token.
+        """
         self._unread: deque[Output] = deque()
         self._unread_bytes = 0
         self._paused = False
@@ -76,15 +81,19 @@ class RequestStream:
 
     def put(self, output: Output) -> None:
         """Add an output of the worker."""
-        if not self._is_closed:
+        is_awaited = self._arrival is not None and not self._arrival.done()  # then no earlier output is unread
+        if not (self._is_closed or (is_awaited and self._can_skip_queue(output) and self.write_at_once(output))):
             self._unread.append(output)
             self._count(_size(output))
-            if self._arrival is not None and not self._arrival.done():
+            if self._arrival is not None and is_awaited:
                 self._arrival.set_result(None)
         if output.end is not None:
             self.open_choices[output.request_id].remove(output.choice)
             if not any(self.open_choices.values()):
                 self._timer.cancel()
+
+    def _can_skip_queue(self, output: Output) -> bool:
+        return output.end is None and output.error is None and output.trace is None and not output.prompt_tokens
 
     def close(self) -> None:
         """Cancel the choices that have not ended, and drop all unread outputs.

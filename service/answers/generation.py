@@ -25,6 +25,7 @@ from service.answers.generation_plan import Plan
 from service.answers.prompts import token_text
 from service.answers.step_trace_answers import trace_answer
 from service.http.access_log import note_tokens
+from service.http.chunk_writer import ChunkWriter
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
 from service.http.errors import ApiError, error_body, internal
@@ -153,6 +154,19 @@ class Generation:
             choice = {"id": self.id, "choice": output.index}
             return event(choice | error_body(generation_error(output.step.error)), kind="error")
 
+        def write_at_once(output: Output) -> bool:
+            try:
+                if writer is None or not writer.is_ready:
+                    return False
+                if events := events_of(self._note(output, None)):
+                    writer.write(events)
+                return True
+            except Exception:  # a bug; `batches` yields the output again, and below the error is reported
+                logger.exception("an event of generation %s was not written at once", self.id)
+                return False
+
+        writer: ChunkWriter | None = self._request.scope["state"].get("chunk_writer")
+        self._stream.write_at_once = write_at_once
         try:
             async for outputs in self.batches():
                 if events := b"".join(map(events_of, outputs)):

@@ -8,15 +8,15 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from service.http.access_log import AccessLog, log_refusal
+from service.http.chunk_writer import ChunkWriter
 from service.http.errors import ApiError, error_bytes, error_response
 from service.http.gate import OPERATION_PATHS, closing
 from service.http.http_parser import HttpParser
@@ -237,20 +237,6 @@ class Connection(H11Protocol):
         self.loop.call_later(PROBE_SECONDS, self._probe)
         return True
 
-    # Called by `EventStream`
-
-    def write(self, cycle: RequestResponseCycle, content: bytes) -> bool:
-        """Write a part of a streamed response at once, without the layers of the application.
-
-        False if this is not possible: the caller must then send it through the layers. One reason is a client that
-        reads too slowly, for which `send` of `cycle` waits.
-        """
-        is_current = cycle is self.cycle and cycle.response_started and not cycle.response_complete
-        if not is_current or cycle.disconnected or self.flow.write_paused or not self.conn.sends_chunks:
-            return False
-        self.transport.write(self.conn.encode_chunk(content))
-        return True
-
     # Called by uvicorn
 
     def handle_events(self) -> None:
@@ -259,7 +245,7 @@ class Connection(H11Protocol):
         if self.cycle is not before:
             self.phase_began = time.monotonic()
             self._num_requests += 1
-            self.cycle.scope["state"]["write"] = partial(self.write, self.cycle)
+            self.cycle.scope["state"]["chunk_writer"] = ChunkWriter(self.conn, self.cycle)
 
     def on_response_complete(self) -> None:
         self.phase_began = time.monotonic()

@@ -37,7 +37,9 @@ class HttpParser(h11.Connection):
         `send` checks its events against the state of the connection, which takes longer than everything else that is
         done for one generated token.
         """
-        assert self.sends_chunks and self.our_state is h11.SEND_BODY and content
+        assert self.sends_chunks
+        assert self.our_state is h11.SEND_BODY
+        assert content, "an empty chunk would end the body"
         chunk = b"%x\r\n%b\r\n" % (len(content), content)
         self.num_sent += len(chunk)
         return chunk

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from service.http.chunk_writer import ChunkWriter
 from service.http.encoding import to_json
 
 DONE = b"data: [DONE]\n\n"
@@ -32,16 +33,15 @@ class EventStream(StreamingResponse):
         super().__init__(frames, media_type="text/event-stream", headers=headers)
         self._frames = frames
         self._on_close = on_close
-        self._write: Callable[[bytes], bool] = lambda frame: False
+        self._writer: ChunkWriter | None = None
 
     async def stream_response(self, send: Send) -> None:
-        """Send the response. A frame takes the short way, `Connection.write`, where that is possible.
-
-        The layers of the application (middleware) change or note only the head of a response and its end.
-        """
+        """Send the response. A short frame is written with the `ChunkWriter` of the connection if that is ready."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for frame in self._frames:
-            if len(frame) > SHORT_FRAME or not self._write(frame):
+            if self._writer is not None and self._writer.is_ready and len(frame) <= SHORT_FRAME:
+                self._writer.write(frame)
+            else:
                 await send({"type": "http.response.body", "body": frame, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -49,7 +49,7 @@ class EventStream(StreamingResponse):
         # `Connection._probe` may send this between events, to find out whether the client is still there.
         state = scope.setdefault("state", {})
         state["probe"] = COMMENT
-        self._write = state.get("write", self._write)
+        self._writer = state.get("chunk_writer")
         try:
             async with aclosing(self._frames):
                 await super().__call__(scope, receive, send)
