@@ -43,7 +43,7 @@ def test_events_that_are_written_at_once_are_the_same_events(tiny: Running, monk
 
 def test_an_http_1_0_client_gets_events_that_are_not_in_chunks(tiny: Running) -> None:
     body = json.dumps(BODY | {"stream": True}).encode()
-    head = f"POST /generate HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head = "POST /generate HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(tiny.address, timeout=PATIENCE_SECONDS) as connection:
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
