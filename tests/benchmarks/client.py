@@ -24,7 +24,7 @@ class Dialect:
 
 OURS = Dialect("/generate", re.compile(rb'"token":\{"id":(\d+)'), b"[DONE]")
 LLAMA = {
-    "llama.cpp": Dialect("/completion", re.compile(rb'"tokens":\[(\d+)\]'), b'"stop":true'),
+    "llama.cpp": Dialect("/completion", re.compile(rb'"tokens":\[([\d,]+)\]'), b'"stop":true'),
     "ik_llama.cpp": Dialect("/completion", re.compile(rb'"content":".*"stop":false()'), b'"stop":true'),
 }
 VLLM = Dialect("/v1/completions", re.compile(rb'"token_ids":\[([\d,]+)\]'), b"[DONE]")

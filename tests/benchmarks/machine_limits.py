@@ -28,9 +28,8 @@ class Shape:
     def read(cls, checkpoint: Path) -> "Shape":
         """The shape of a network of the Llama family, from the configuration of its checkpoint."""
         config = json.loads((checkpoint / "config.json").read_text())
-        width, num_layers, num_heads = (
-            config[f"{n}"] for n in ("hidden_size", "num_hidden_layers", "num_attention_heads")
-        )
+        width, num_layers = config["hidden_size"], config["num_hidden_layers"]
+        num_heads = config["num_attention_heads"]
         head_size = config.get("head_dim") or width // num_heads
         num_rows = (2 * num_heads + 2 * config["num_key_value_heads"]) * head_size + 3 * config["intermediate_size"]
         return cls(num_layers * width * num_rows, config["vocab_size"] * width, 2 * num_layers * num_heads * head_size)

@@ -3,8 +3,8 @@
     python -m tests.benchmarks.peer_formats gguf|openvino|openvino-int8|openvino-int4|ctranslate2 CHECKPOINT OUT
     python -m tests.benchmarks.peer_formats checkpoint FILE.gguf OUT
 
-Run this with an interpreter that has the packages of the peer. The tokenizers of random weights are dummies, in which every token is a
-word of its own, because all prompts are token ids.
+Run this with an interpreter that has the packages of the peer. The tokenizers of random weights are dummies, in
+which every token is a word of its own, because all prompts are token ids.
 """
 
 import json
@@ -74,14 +74,23 @@ def write_gguf(checkpoint: Path, out: Path) -> None:
 
 def write_checkpoint(gguf_file: Path, out: Path) -> None:
     """Write the dequantized weights of a GGUF file in Hugging Face layout, as transformers reads them."""
+    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
-    if hasattr(model.config, "quantization_config"):  # that of the file, but the weights are dequantized
-        del model.config.quantization_config
-    model.save_pretrained(out)
+    out.mkdir(parents=True)
+    added = ("quantization_config", "_model_name_or_path")  # by transformers, for the GGUF file
+    config = {key: value for key, value in model.config.to_dict().items() if key not in added}
+    (out / "config.json").write_text(json.dumps(config))
+    is_tied = config["tie_word_embeddings"]
+    weights = {
+        name: weight for name, weight in model.state_dict().items() if not (is_tied and name == "lm_head.weight")
+    }
+    save_file(weights, out / "model.safetensors")
     tokenizer.save_pretrained(out)
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    (out / "generation_config.json").write_text(json.dumps(ids))
 
 
 def write_windows(checkpoint: Path, text: str, window: int, out: Path) -> None:
