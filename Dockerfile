@@ -6,6 +6,10 @@ FROM ${BASE} AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /build
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/forwardscope
 ENV PATH=/opt/forwardscope/bin:$PATH
 # The dependencies change rarely, so they are a layer of their own: torch from its index, then the others.
@@ -21,21 +25,19 @@ COPY forwardscope forwardscope
 COPY model model
 COPY service service
 RUN pip install --no-deps .
+# The kernels for every set of vector instructions. The container chooses by its CPU, and needs no compiler.
+RUN cd / && python -m model.ops.cpu.build --all /opt/forwardscope/kernels
 
 FROM ${BASE}
-# g++ compiles the kernels in model/ops/cpu/csrc for the CPU on which the container runs.
-# hadolint ignore=DL3008
-RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ \
-    && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 10001 --no-create-home --home-dir /cache forwardscope \
     && install --directory --owner=forwardscope --group=forwardscope /cache
 COPY --from=build /opt/forwardscope /opt/forwardscope
-# /cache keeps the compiled kernels and the checkpoints that are downloaded from the hub. Nothing else is written.
+# /cache keeps the checkpoints that are downloaded from the hub. Nothing else is written.
 ENV PATH=/opt/forwardscope/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
     HF_HOME=/cache/huggingface \
+    KERNEL_LIBRARIES=/opt/forwardscope/kernels \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     FORWARDSCOPE_HOST=0.0.0.0 \

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from model.ops.cpu.build import LIBRARIES
 from service.settings import Settings
 from tests.service.running import running
 
@@ -291,3 +292,13 @@ def test_every_query_of_the_dashboard_parses(tmp_path: Path) -> None:
 
 def test_alerts_fire_when_they_should_and_not_otherwise() -> None:
     promtool("test", "rules", "alerts_test.yaml")
+
+
+def test_the_image_contains_the_kernels_of_every_instruction_level_and_no_compiler() -> None:
+    build, final = re.split(r"^FROM ", (DEPLOY.parent / "Dockerfile").read_text(encoding="utf-8"), flags=re.M)[1:]
+    (directory,) = re.findall(r"python -m model\.ops\.cpu\.build --all (\S+)", build)
+    assert re.search(r"apt-get install .*\bg\+\+", build)
+    assert "apt-get" not in final
+    assert f"{LIBRARIES}={directory}" in final
+    (copied,) = re.findall(r"COPY --from=build (\S+) \1$", final, re.M)
+    assert directory.startswith(f"{copied}/")

@@ -1,34 +1,42 @@
-"""Compile the C++ files in `csrc` for the CPU of this machine, once, and load them as libraries.
+"""Compile the C++ files in `csrc` for the instructions of this CPU, once, and load them as libraries.
 
-Flags in the environment variable `CXXFLAGS` follow our own (`-mno-avx512f`, for example, selects AVX2).
+Flags in the environment variable `CXXFLAGS` follow our own.
 
-Libraries are kept in a cache directory. If that directory cannot be written, each library is compiled into a temporary
-directory, which is removed as soon as the library is loaded. A process that is killed while it compiles leaves a
-directory behind; a later start removes that directory. This module does not know what the libraries compute.
+`python -m model.ops.cpu.build --all DIRECTORY` compiles all files for all instruction levels into a directory. If the
+environment variable `KERNEL_LIBRARIES` names that directory, its libraries are used, and no compiler is needed.
+
+Libraries are otherwise kept in a cache directory. If that directory cannot be written, each library is compiled into a
+temporary directory, which is removed as soon as the library is loaded. A process that is killed while it compiles
+leaves a directory behind; a later start removes that directory. This module does not know what the libraries compute.
 """
 
+import argparse
 import atexit
 import ctypes
 import hashlib
 import logging
 import os
-import platform
 import shlex
 import shutil
 import stat
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+
+from model.ops.cpu.instruction_levels import LEVELS, InstructionLevel, chosen_level
 
 logger = logging.getLogger(__name__)
 
 # -fno-tree-pre: otherwise GCC 12 keeps half of the sums of the int8 product in memory, and it takes twice as long.
 # -ffp-contract=off: otherwise the compiler fuses products and sums in some places and not in others, and bits differ.
-FLAGS = ("-O3", "-march=native", "-fno-tree-pre", "-ffp-contract=off", "-std=c++20", "-pthread", "-shared", "-fPIC")
+FLAGS = ("-O3", "-fno-tree-pre", "-ffp-contract=off", "-std=c++20", "-pthread", "-shared", "-fPIC")
 COMPILERS = ("g++", "c++")
+LIBRARIES = "KERNEL_LIBRARIES"  # environment variable: a directory of libraries that were compiled before
 CSRC = Path(__file__).parent / "csrc"
 COMPILE_SECONDS = 10  # about what the slowest file takes; only logged
 COMPILING = "forwardscope-compiling-"  # prefix of the directories in which processes compile
@@ -52,41 +60,89 @@ def load(name: str) -> ctypes.CDLL | None:
 
 
 def compile_source(source: Path) -> Path:
-    """Compile a C++ file, unless the cache has its library, and return the path of the library.
+    """Compile a C++ file, unless it was compiled before, and return the path of the library.
 
-    A cached library is used again if source, headers, compiler, flags and CPU are the same. Without a cache, the
-    library lies in a temporary directory of its own, which `load` removes after loading, or else the end of the
-    process. Raises `OSError` if there is no compiler, or it fails.
+    A library in the directory of `KERNEL_LIBRARIES` is used if source, headers and flags are the same; one in the
+    cache, if the compiler is the same, too. Without a cache, the library lies in a temporary directory of its own.
+    `load` removes that directory after loading, or else the end of the process does. Raises `OSError` if this CPU has
+    no instruction level, if there is no compiler, or if it fails.
     """
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        raise OSError("there is no C++ compiler")
-    flags = [*FLAGS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    level = chosen_level()
+    if level is None:
+        raise OSError("this CPU has neither AVX-512 nor AVX2 (with FMA and F16C)")
+    compiled_before = os.environ.get(LIBRARIES)
+    if compiled_before and (library := Path(compiled_before, library_name(source, level))).exists():
+        return library
+    compiler = find_compiler()
     version = subprocess.run([compiler, "-v"], capture_output=True, text=True).stderr
-    headers = [header.read_text() for header in sorted(CSRC.glob("*.h"))]
-    inputs = (source.read_text(), *headers, version, *flags, describe_cpu())
-    key = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
-    name = f"{source.stem}-{key}.so"
+    name = library_name(source, level, version)
     cache_path = prepare_cache()
     if cache_path is not None and (cache_path / name).exists():
         return cache_path / name
     directory = Path(tempfile.mkdtemp(prefix=COMPILING, dir=cache_path))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    unfinished = directory / name
     often = "once" if cache_path is not None else "at each start, because no cache directory can be written"
-    logger.info("compiling %s for this CPU (up to about %d seconds, %s)", source.name, COMPILE_SECONDS, often)
-    command = [compiler, *flags, f"-I{CSRC}", str(source), "-o", str(unfinished)]
-    # The compiler's temporary files go to the same directory, so that none of them is left behind either.
-    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TMPDIR": str(directory)})
-    if result.returncode != 0:
+    logger.info("compiling %s for %s (up to about %d seconds, %s)", source.name, level.name, COMPILE_SECONDS, often)
+    start = time.monotonic()
+    try:
+        run_compiler(compiler, source, level, directory / name)
+    except OSError:
         shutil.rmtree(directory, ignore_errors=True)
-        lines = result.stderr.splitlines()
-        raise OSError(next((line for line in lines if "error" in line), f"{compiler} failed"))
+        raise
+    logger.info("compiled %s in %.1f seconds", source.name, time.monotonic() - start)
     if cache_path is None:
-        return unfinished
-    unfinished.replace(cache_path / name)
+        return directory / name
+    (directory / name).replace(cache_path / name)
     shutil.rmtree(directory, ignore_errors=True)
     return cache_path / name
+
+
+def compile_all(directory: Path) -> None:
+    """Compile all files for all levels into a directory. Raises `OSError` if there is no compiler, or it fails."""
+    compiler = find_compiler()
+    directory.mkdir(parents=True, exist_ok=True)
+
+    def compile_one(source: Path, level: InstructionLevel) -> None:
+        start = time.monotonic()
+        run_compiler(compiler, source, level, directory / library_name(source, level))
+        logger.info("compiled %s for %s in %.1f seconds", source.name, level.name, time.monotonic() - start)
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        tasks = [
+            threads.submit(compile_one, source, level) for level in LEVELS for source in sorted(CSRC.glob("*.cpp"))
+        ]
+    for task in tasks:
+        task.result()
+
+
+def find_compiler() -> str:
+    """The path of a C++ compiler. Raises `OSError` if there is none."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise OSError("there is no C++ compiler")
+    return compiler
+
+
+def library_name(source: Path, level: InstructionLevel, compiler_version: str = "") -> str:
+    """The name of a library's file. It depends on everything that its content depends on."""
+    headers = [header.read_text() for header in sorted(CSRC.glob("*.h"))]
+    inputs = (source.read_text(), *headers, compiler_version, *compiler_flags(level))
+    key = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
+    return f"{source.stem}-{level.name}-{key}.so"
+
+
+def compiler_flags(level: InstructionLevel) -> list[str]:
+    return [*FLAGS, *level.compiler_flags, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+
+
+def run_compiler(compiler: str, source: Path, level: InstructionLevel, library: Path) -> None:
+    """Compile a file. The compiler's temporary files lie next to the library, so that none is left elsewhere."""
+    command = [compiler, *compiler_flags(level), f"-I{CSRC}", str(source), "-o", str(library)]
+    environment = os.environ | {"TMPDIR": str(library.parent)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if result.returncode != 0:
+        lines = result.stderr.splitlines()
+        raise OSError(next((line for line in lines if "error" in line), f"{compiler} failed"))
 
 
 def prepare_cache() -> Path | None:
@@ -119,10 +175,13 @@ def remove_stale(parent: Path, pattern: str) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def describe_cpu() -> str:
-    """A description of the CPU: everything that `-march=native` depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line: compile all files for all instruction levels."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--all", type=Path, required=True, metavar="DIRECTORY", help="where the libraries are written")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    compile_all(parser.parse_args(arguments).all)
+
+
+if __name__ == "__main__":
+    main()

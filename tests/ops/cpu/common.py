@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model.network.prepare import prepare_model
 from model.network.transformer import Transformer
-from model.ops.cpu import build, recording
+from model.ops.cpu import build, instruction_levels, recording
 from model.ops.cpu.cpu_ops import find_backend
 from model.ops.cpu.packed_linear import pack_linear
 from model.ops.interface import Backend
@@ -47,27 +47,33 @@ def compiled_for(instructions: str) -> Iterator[None]:
 
     Skips the test if these instructions cannot run on this machine, or if they are the CPU's own.
     """
-    available = build.describe_cpu().split()
-    if "avx512f" not in available:
+    available = instruction_levels.cpu_features()
+    if not instruction_levels.AVX512.cpu_features <= available:
         pytest.skip("this machine has no AVX-512")
-    if instructions == "AVX2":
-        flags = "-mno-avx512f"
-    elif instructions == "AVX512-BF16" and "amx_bf16" in available:
-        flags = "-mno-amx-tile"
-    else:
-        wanted = ("avx512_bf16", "amx_bf16") if instructions == "AMX" else ("avx512_bf16",)
-        if wanted[-1] in available:
-            pytest.skip(f"{instructions} is tested as this machine's own instruction set")
-        flags = " ".join(EMULATED[name] for name in wanted if name not in available)
-    with compiled_with(flags):
+    if instructions == "AVX2" or (instructions == "AVX512-BF16" and "amx_bf16" in available):
+        level = instruction_levels.AVX2 if instructions == "AVX2" else instruction_levels.AVX512_BF16
+        with set_variable(instruction_levels.VARIABLE, level.name):
+            yield
+        return
+    wanted = ("avx512_bf16", "amx_bf16") if instructions == "AMX" else ("avx512_bf16",)
+    if wanted[-1] in available:
+        pytest.skip(f"{instructions} is tested as this machine's own instruction set")
+    with compiled_with(" ".join(EMULATED[name] for name in wanted if name not in available)):
         yield
 
 
 @contextmanager
 def compiled_with(flags: str) -> Iterator[None]:
     """Use kernels that are compiled with these additional flags."""
+    with set_variable("CXXFLAGS", flags):
+        yield
+
+
+@contextmanager
+def set_variable(name: str, value: str) -> Iterator[None]:
+    """Use the kernels that belong to a value of an environment variable."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXXFLAGS", flags)
+        patch.setenv(name, value)
         forget_kernels()
         yield
     forget_kernels()

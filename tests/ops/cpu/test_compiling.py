@@ -1,17 +1,21 @@
 """Compiling leaves only libraries in the cache, and no files elsewhere."""
 
+import ctypes
+import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
-from model.ops.cpu import build
+from model.ops.cpu import build, instruction_levels
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = 'extern "C" int answer() { return 42; }'
@@ -209,3 +213,99 @@ def test_a_log_line_comes_before_each_compilation_and_only_then(
     often = "once" if has_cache else "at each start, because no cache directory can be written"
     line = f"compiling answer.cpp for this CPU (up to about 10 seconds, {often})"
     assert [record.getMessage() for record in caplog.records] == [line] * (1 if has_cache else 2)
+
+
+LEVEL_SOURCE = """
+#if defined(__AMX_TILE__)
+#define NAME "amx"
+#elif defined(__AVX512BF16__)
+#define NAME "avx512-bf16"
+#elif defined(__AVX512VNNI__)
+#define NAME "avx512-vnni"
+#elif defined(__AVX512F__)
+#define NAME "avx512"
+#elif defined(__AVX2__) && defined(__FMA__)
+#define NAME "avx2"
+#endif
+extern "C" const char* level() { return NAME; }
+"""
+
+
+class TestInstructionLevels:
+    @pytest.fixture(autouse=True)
+    def prebuilt(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """A directory with the library of one small source for all levels."""
+        sources = tmp_path / "levels"
+        sources.mkdir()
+        (sources / "level.cpp").write_text(f"{LEVEL_SOURCE}// {tmp_path}")
+        monkeypatch.setattr(build, "CSRC", sources)
+        monkeypatch.delenv("CXXFLAGS", raising=False)
+        monkeypatch.delenv(instruction_levels.VARIABLE, raising=False)
+        build.main(["--all", str(tmp_path / "prebuilt")])
+        return tmp_path / "prebuilt"
+
+    @pytest.fixture(autouse=True)
+    def _other_cpus(self) -> Iterator[None]:
+        instruction_levels.cpu_features.cache_clear()
+        yield
+        instruction_levels.cpu_features.cache_clear()
+
+    @staticmethod
+    def emulate_cpu(features: Iterable[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: fpu sse2 {' '.join(features)}\n")
+        monkeypatch.setattr(instruction_levels, "CPU_INFO", tmp_path / "cpuinfo")
+
+    @pytest.mark.parametrize("level", instruction_levels.LEVELS, ids=lambda level: level.name)
+    def test_without_a_compiler_the_prebuilt_library_of_the_best_level_of_the_cpu_is_loaded(
+        self,
+        level: instruction_levels.InstructionLevel,
+        prebuilt: Path,
+        tmp_path: Path,
+        cache: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(build, "COMPILERS", ())
+        monkeypatch.setenv(build.LIBRARIES, str(prebuilt))
+        self.emulate_cpu(level.cpu_features, tmp_path, monkeypatch)
+        library = build.compile_source(build.CSRC / "level.cpp")
+        assert library.parent == prebuilt
+        describe = ctypes.CDLL(str(library)).level
+        describe.restype = ctypes.c_char_p
+        assert describe() == level.name.encode()
+        assert list(cache.iterdir()) == []
+
+    def test_a_variable_chooses_a_lower_level_and_a_wrong_name_is_an_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.emulate_cpu(instruction_levels.AVX512_VNNI.cpu_features, tmp_path, monkeypatch)
+        assert instruction_levels.chosen_level() == instruction_levels.AVX512_VNNI
+        monkeypatch.setenv(instruction_levels.VARIABLE, "avx2")
+        assert instruction_levels.chosen_level() == instruction_levels.AVX2
+        for wrong in ("avx512-bf16", "sse2"):
+            monkeypatch.setenv(instruction_levels.VARIABLE, wrong)
+            with pytest.raises(ValueError, match=f"'{wrong}', but this CPU has the levels: avx2, avx512, avx512-vnni"):
+                instruction_levels.chosen_level()
+
+    def test_a_cpu_without_avx2_has_no_level(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.emulate_cpu(["avx"], tmp_path, monkeypatch)
+        assert instruction_levels.chosen_level() is None
+        with pytest.raises(OSError, match="neither AVX-512 nor AVX2"):
+            build.compile_source(build.CSRC / "level.cpp")
+
+    def test_prebuilt_libraries_of_another_source_are_not_used(
+        self,
+        prebuilt: Path,
+        tmp_path: Path,
+        cache: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        monkeypatch.setenv(build.LIBRARIES, str(prebuilt))
+        self.emulate_cpu(instruction_levels.AVX2.cpu_features, tmp_path, monkeypatch)
+        source = build.CSRC / "level.cpp"
+        source.write_text(source.read_text() + "// changed")
+        with caplog.at_level(logging.INFO):
+            assert build.compile_source(source).parent == cache
+        compiling, compiled = (record.message for record in caplog.records[-2:])
+        assert compiling.startswith("compiling level.cpp for avx2")
+        assert re.fullmatch(r"compiled level\.cpp in \d+\.\d seconds", compiled)

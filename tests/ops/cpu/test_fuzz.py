@@ -166,7 +166,7 @@ def test_edits_and_patterns(rng: random.Random, dtype: torch.dtype) -> None:
     ):
         check(ours.edit_rows(x, [edit]), theirs.edit_rows(x, [edit]), dtype)
     B, Hkv, S = rng.randint(1, 2), rng.randint(1, 3), rng.randint(1, 20)
-    pattern = torch.rand(B, 2 * Hkv, T, S).softmax(-1)
+    pattern = torch.rand(B, 2 * Hkv, T, S).softmax(-1).to(dtype)
     v = strided(rng, (B, S, Hkv, D), dtype)
     check(ours.apply_pattern(pattern, v), theirs.apply_pattern(pattern, v), dtype)
 

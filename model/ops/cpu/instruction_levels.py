@@ -1,0 +1,62 @@
+"""The sets of vector instructions for which kernels are compiled, and the choice of one for this CPU."""
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+CPU_INFO = Path("/proc/cpuinfo")
+VARIABLE = "KERNEL_INSTRUCTIONS"  # environment variable with the name of a level to use instead of the best one
+
+
+@dataclass(frozen=True)
+class InstructionLevel:
+    """A set of instructions: the compiler's options for it, and the CPU features that it needs, as Linux names them."""
+
+    name: str
+    compiler_flags: tuple[str, ...]
+    cpu_features: frozenset[str]
+
+
+def _extended(level: InstructionLevel, name: str, features: dict[str, str]) -> InstructionLevel:
+    """A level with further features, each with the compiler's option for it."""
+    return InstructionLevel(name, (*level.compiler_flags, *features.values()), level.cpu_features | features.keys())
+
+
+AVX2 = InstructionLevel("avx2", ("-mavx2", "-mfma", "-mf16c"), frozenset(("avx2", "fma", "f16c")))
+AVX512 = _extended(
+    AVX2,
+    "avx512",
+    {"avx512f": "-mavx512f", "avx512bw": "-mavx512bw", "avx512dq": "-mavx512dq", "avx512vl": "-mavx512vl"},
+)
+AVX512_VNNI = _extended(AVX512, "avx512-vnni", {"avx512_vnni": "-mavx512vnni"})
+AVX512_BF16 = _extended(AVX512_VNNI, "avx512-bf16", {"avx512_bf16": "-mavx512bf16"})
+AMX = _extended(AVX512_BF16, "amx", {"amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16", "amx_int8": "-mamx-int8"})
+LEVELS = (AVX2, AVX512, AVX512_VNNI, AVX512_BF16, AMX)  # each includes the levels before it
+
+
+def chosen_level() -> InstructionLevel | None:
+    """The best level of this CPU, or else the one that the environment variable names; None if the CPU has none.
+
+    Raises `ValueError` if the variable names no level, or one that the CPU does not have.
+    """
+    available = [level for level in LEVELS if level.cpu_features <= cpu_features()]
+    wanted = os.environ.get(VARIABLE)
+    if not wanted:
+        return available[-1] if available else None
+    for level in available:
+        if level.name == wanted:
+            return level
+    names = ", ".join(level.name for level in available) or "none"
+    raise ValueError(f"{VARIABLE} is {wanted!r}, but this CPU has the levels: {names}; take one of these, or unset it")
+
+
+@cache
+def cpu_features() -> frozenset[str]:
+    """The features of this CPU, as Linux names them; none on other systems."""
+    try:
+        lines = CPU_INFO.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())
