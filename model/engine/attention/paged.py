@@ -35,7 +35,9 @@ class PagedStep:
         blocks = [[*s.sequence.blocks, *[0] * (num_blocks - len(s.sequence.blocks))] for s in sequences]
         self.positions, self.lengths, self._slots = torch.tensor(slot_mapping(sequences, size))
         first_rows, start = _row_tables(sequences)
-        partials = empty_partials(len(self.positions), self._cache.num_heads, self._cache.keys.shape[-1], num_blocks * size)
+        partials = empty_partials(
+            len(self.positions), self._cache.num_heads, self._cache.keys.shape[-1], num_blocks * size
+        )
         self._read = PagedRead(torch.tensor(blocks), torch.tensor(first_rows), torch.tensor(start), size, partials)
 
     def update(self, sequences: Sequence[ScheduledSequence]) -> None:
