@@ -37,6 +37,7 @@ SERVICE_LEVELS = (
     ("service.request_stream",),
     ("service.http",),
     ("service.metrics",),
+    ("service.buffered_metrics",),
     ("service.settings",),
 )
 FORBIDDEN_IN_MODEL = {"fastapi", "starlette", "uvicorn", "asyncio", "threading"}
