@@ -14,6 +14,7 @@ from model.checkpoints.streamed import open_checkpoint
 from model.network.float_copy import linear_weight
 from model.network.transformer import Transformer
 from model.ops.cpu.grouped_linear import GroupedLinear
+from model.ops.quantization import Quantization
 from model.ops.torch_ops import TORCH
 from tests.checkpoints.test_gguf_models import CASES, tiny_config
 from tests.ops.cpu.common import NO_KERNELS
@@ -28,8 +29,8 @@ TEXT = (
 )
 
 
-def load(path: Path, quantize: str) -> Checkpoint:
-    checkpoint = load_checkpoint(str(path), dtype="float32", quantize=quantize, kernels="auto")  # type: ignore[arg-type]
+def load(path: Path, quantize: Quantization) -> Checkpoint:
+    checkpoint = load_checkpoint(str(path), dtype="float32", quantize=quantize, kernels="auto")
     if checkpoint.model.backend.network is TORCH.network:
         pytest.skip(NO_KERNELS)
     return checkpoint
@@ -51,7 +52,6 @@ def tiny_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return write_gguf(tmp_path, tmp_path / "q8.gguf", kind=Kind.Q8_0)
 
 
-@torch.inference_mode()
 def test_every_layer_keeps_the_numbers_of_the_file_and_the_logits_differ_only_by_rounded_inputs(
     tiny_file: Path,
 ) -> None:
@@ -66,7 +66,6 @@ def test_every_layer_keeps_the_numbers_of_the_file_and_the_logits_differ_only_by
     assert 0 < relative_error(stored.model(ids), dequantized.model(ids)) < 0.08
 
 
-@torch.inference_mode()
 def test_a_network_that_reads_its_weights_when_it_computes_gives_the_same_bits(tiny_file: Path) -> None:
     stored = load(tiny_file, "stored").model
     streamed = open_checkpoint(str(tiny_file)).network(torch.float32, quantize="stored", kernels="auto")
@@ -82,7 +81,6 @@ def test_pytorch_computes_with_dequantized_weights(tiny_file: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "num_layers"), [(smollm2_gguf, 30), (gemma3_gguf, 18)], ids=["smollm2", "gemma3"])
-@torch.inference_mode()
 def test_a_published_file_in_its_own_formats_predicts_as_well_as_dequantized(
     file: Callable[[], Path], num_layers: int
 ) -> None:
