@@ -149,17 +149,24 @@ class BatchTap:
     """The taps of several sequences as one tap of the pass that computes them together.
 
     `sequences` maps the index of a sequence in the batch to its tap; sequences that are not traced have none. Stages
-    in `row_selected_stages` have only the rows whose logits are computed.
+    in `row_selected_stages` have only the rows whose logits are computed. `edits` is a tap of all rows, which comes
+    before the taps of the sequences.
     """
 
-    def __init__(self, sequences: Mapping[int, SequenceTap], row_selected_stages: frozenset[str]) -> None:
+    def __init__(
+        self, sequences: Mapping[int, SequenceTap], row_selected_stages: frozenset[str], edits: Tap | None = None
+    ) -> None:
         self.sequences = sequences
         self._row_selected_stages = row_selected_stages
+        self._edits = edits
+        self._edits_want = (lambda name: False) if edits is None else wants_of(edits)
 
     def wants(self, name: str) -> bool:
-        return any(tap.wants(name) for tap in self.sequences.values())
+        return self._edits_want(name) or any(tap.wants(name) for tap in self.sequences.values())
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        if self._edits is not None and self._edits_want(name):
+            tensor = call_tap(self._edits, name, tensor)
         result = tensor
         for tap in self.sequences.values():
             if tap.wants(name):

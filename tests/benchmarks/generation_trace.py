@@ -2,12 +2,12 @@
 
     python -m tests.benchmarks.generation_trace [MODEL] [--tokens 64] [--rounds 3] [--prompts 16 64 128 512]
 
-MODEL is a checkpoint directory; by default SmolLM2-135M-Instruct, which is downloaded. Two engines with the same network
-take steps in turn, one of them traced, so that both meet the same load of the machine. Each trace is measured with one
-stream, and with eight streams of which one is traced. A ratio of one stream is tokens per second over those of plain
-decoding. A ratio of eight streams is the median time of a step over that of an untraced step, which is the latency
-between two tokens of the other seven. With `--encode`, the time to describe each trace as JSON is counted too; the
-service does that on another thread. Prompts are traced as `POST /forward` does, with summaries of all stages, and
+MODEL is a checkpoint directory; by default SmolLM2-135M-Instruct, which is downloaded. Two engines with the same
+network take steps in turn, one of them traced, so that both meet the same load of the machine. Each trace is measured
+with one stream, and with eight streams of which one is traced. A ratio of one stream is tokens per second over those of
+plain decoding. A ratio of eight streams is the median time of a step over that of an untraced step, which is the
+latency between two tokens of the other seven. With `--encode`, the time to describe each trace as JSON is counted too;
+the service does that on another thread. Prompts are traced as `POST /forward` does, with summaries of all stages, and
 compared with a plain pass. The last line is the result as JSON.
 """
 
@@ -26,12 +26,12 @@ from model.checkpoints.load import load_checkpoint
 from model.engine.cache import bytes_of_token
 from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Request
-from model.engine.step_tracer import TraceParams
+from model.engine.trace_params import TraceParams
 from model.network.transformer import Transformer
 from model.text.sampling import SamplingParams
 from model.text.transcript import GenerationParams
 from model.tracing.selection import Selection
-from model.tracing.stages import select, sizes_of, stages_of
+from model.tracing.stages import Stage, select, sizes_of, stages_of
 from service.answers.step_trace_answers import TracePlan, trace_answer
 from service.http.encoding import to_json
 from tests.published_models import smollm2
@@ -42,7 +42,7 @@ NUM_PROMPT, NUM_STREAMS, PAIRS = 16, 8, 8
 def traces_of(model: Transformer) -> Mapping[str, TraceParams]:
     stages = stages_of(model.config)
 
-    def chosen(*globs: str) -> Sequence:
+    def chosen(*globs: str) -> Sequence[Stage]:
         return select(stages, globs)
 
     residuals = chosen("blocks.*.resid_post")

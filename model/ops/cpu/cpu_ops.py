@@ -43,7 +43,9 @@ def find_backend(dtype: torch.dtype, d_head: int) -> Backend | None:
     paged_attention, edits = PagedAttention.find(dtype, d_head), CpuEdits.find()
     if len(available) < len(kernels) or sampling is None or summaries is None or edits is None:
         return None
-    return Backend(CpuNetworkOps(available, paged_attention, edits), sampling, summaries, paged_attention)
+    return Backend(
+        CpuNetworkOps(available, paged_attention, edits), sampling, summaries, paged_attention, summaries.kernels
+    )
 
 
 class CpuNetworkOps:

@@ -1,38 +1,44 @@
-"""Statistics of stages and of logits with our own kernels (`csrc/elementwise.cpp`)."""
+"""Statistics of stages and of logits with our own kernels (`csrc/elementwise.cpp`, `csrc/tracing.cpp`)."""
 
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from model.ops.cpu import build
-from model.ops.cpu.layout import equal_rows
 from model.ops.cpu.recording import call, empty, pointer
+from model.ops.cpu.trace_kernels import TraceKernels
+from model.ops.interface import Top
 from model.ops.summary import Summary, summarize
+from model.ops.torch_ops import TORCH
 
-CHUNK = 1 << 14  # numbers that are summarized at a time: `Layout::CHUNK` in elementwise.cpp
-NUM_MOMENTS = 5  # float64 numbers of `Moments` in elementwise.cpp
-NUM_STATISTICS = 6  # float64 numbers that the kernel `summaries` writes per tensor
 STAGE_DTYPES = (torch.float32, torch.bfloat16)
+MAX_TOP = 64  # for more numbers per row, PyTorch's `topk` is faster
 
 
 class CpuSummaryOps:
     """`SummaryOps` for logits of one dtype, and for stages of float32 or bfloat16."""
 
-    def __init__(self, distribution: int, summaries: int, moments: dict[torch.dtype, int]) -> None:
+    max_recorded_top = MAX_TOP
+
+    def __init__(self, dtype: torch.dtype, distribution: int, top: int, kernels: TraceKernels) -> None:
+        self._dtype = dtype
         self._distribution = distribution
-        self._combine_moments = summaries
-        self._moments = moments
+        self._top = top
+        self.kernels = kernels
 
     @classmethod
     def find(cls, dtype: torch.dtype) -> "CpuSummaryOps | None":
         """The operations with the kernels of this dtype; None if this CPU has none."""
         distribution = build.kernel("elementwise", "distribution", dtype)
-        summaries = build.kernel("elementwise", "summaries", torch.float32)
+        combine = build.kernel("elementwise", "summaries", torch.float32)
+        top = build.kernel("tracing", "top", dtype)
         moments = {each: build.kernel("elementwise", "moments", each) for each in STAGE_DTYPES}
         available = {each: kernel for each, kernel in moments.items() if kernel is not None}
-        return None if distribution is None or summaries is None else cls(distribution, summaries, available)
+        kernels = None if combine is None else TraceKernels.find(available, combine)
+        if distribution is None or top is None or kernels is None:
+            return None
+        return cls(dtype, distribution, top, kernels)
 
     def distribution(self, logits: Tensor, *, wants_probabilities: bool) -> tuple[Tensor | None, Tensor]:
         rows, size = logits.shape[:-1], logits.shape[-1]
@@ -43,29 +49,20 @@ class CpuSummaryOps:
         call(self._distribution, rows.numel(), *pointers, rows.numel(), size)
         return probabilities, log_totals
 
+    def top(self, logits: Tensor, count: int) -> Top:
+        if logits.dtype != self._dtype or count > MAX_TOP:
+            return TORCH.summaries.top(logits, count)
+        (num_rows, size), logits = logits.shape, logits.contiguous()
+        values, indices = empty((num_rows, count), torch.float32), empty((num_rows, count), torch.int64)
+        pointers = (logits.data_ptr(), values.data_ptr(), indices.data_ptr())
+        call(self._top, num_rows, *pointers, num_rows, size, count)
+        return Top(values, indices)
+
     def summarize(self, tensors: Sequence[Tensor]) -> list[Summary]:
         summaries: dict[int, Summary] = {}
-        for dtype, kernel in self._moments.items():
+        for dtype in self.kernels.moments:
             if chosen := [index for index, x in enumerate(tensors) if x.dtype == dtype]:
-                summaries |= zip(chosen, self._summarize_all(kernel, [tensors[index] for index in chosen]), strict=True)
+                calls = self.kernels.summary_calls(dtype, [tensors[index] for index in chosen])
+                calls.run()
+                summaries |= zip(chosen, calls.read(), strict=True)
         return [summaries[index] if index in summaries else summarize(x) for index, x in enumerate(tensors)]
-
-    def _summarize_all(self, kernel: int, tensors: list[Tensor]) -> Iterator[Summary]:
-        rows = [equal_rows(x) for x in tensors]  # keeps copies alive until the kernel has read them
-        layouts = array("q")
-        num_chunks = 0
-        for x, stride, size in rows:
-            count = x.numel()
-            layouts.extend((x.data_ptr(), count, stride, size))
-            num_chunks += -(-count // CHUNK)
-        moments = array("d", bytes(8 * NUM_MOMENTS * num_chunks))
-        statistics = array("d", bytes(8 * NUM_STATISTICS * len(tensors)))
-        addresses = [each.buffer_info()[0] for each in (layouts, moments, statistics)]
-        call(kernel, num_chunks, *addresses[:2], len(tensors))
-        call(self._combine_moments, 1, *addresses, len(tensors))
-        for index in range(0, len(statistics), NUM_STATISTICS):
-            low, high, mean, std, l2, num_missing = statistics[index : index + NUM_STATISTICS]
-            if low <= high:
-                yield Summary(low, high, mean, std, l2, int(num_missing))
-            else:  # no number is finite
-                yield Summary(None, None, None, None, None, int(num_missing))

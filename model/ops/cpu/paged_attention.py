@@ -3,6 +3,7 @@
 Dims: N new tokens of all sequences, H/Hkv heads, D head size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,15 +73,52 @@ class PagedAttention:
     def attention_scores(
         self, q: Tensor, k: Tensor, mask: CausalMask, rule: ScoreRule
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Like `NetworkOps.attention_scores`, but always with a mask."""
-        (B, N, H, D), S = q.shape, k.shape[1]
-        blocks = torch.zeros(1, dtype=torch.int64)  # all keys of a row of the batch are one block
+        """Like `NetworkOps.attention_scores`, but always with a mask. There are no keys after the last query."""
+        (B, N, H, _), S = q.shape, k.shape[1]
+        assert mask.start + N == S
+        blocks, start = torch.zeros(1, dtype=torch.int64), torch.tensor([mask.start])  # all keys of a row are one block
         scores, masked, pattern = (empty((B, H, N, S), q.dtype) for _ in range(3))
         for row in range(B):
-            (row_q, q_stride), (row_k, k_stride) = merge_outer_dims(q[row], 2), merge_outer_dims(k[row], 2)
-            tensors = (row_q, row_k, blocks, scores[row], masked[row], pattern[row])
-            pointers = (tensor.data_ptr() for tensor in tensors)
-            shape = (N, mask.start, S, H, k.shape[2], D, mask.window or 0)
-            numbers = (float_bits(rule.scale), q_stride, k_stride, float_bits(rule.softcap or 0.0))
-            call(self._attention_scores, recording.MAX_TASKS, *pointers, *shape, *numbers)
+            row_k, k_stride = merge_outer_dims(k[row], 2)
+            outputs = scores[row], masked[row], pattern[row]
+            self._call_scores(q[row], row_k, k_stride, (blocks, start, S), outputs, mask.window, rule)
         return scores, masked, pattern
+
+    def step_scores(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        read: PagedRead,
+        sequence: int,
+        max_keys: int,
+        window: int | None,
+        rule: ScoreRule,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The scores, masked scores and pattern of one sequence of a step, in memory that a replay writes again.
+
+        q (N, H, D) of its new tokens, keys (num_slots, Hkv, D) -> three buffers of H * N * `max_keys` numbers. Each
+        begins with its (H, N, S) numbers, where S is the number of the sequence's keys in this step.
+        """
+        outputs = [empty((q.shape[1] * q.shape[0] * max_keys,), q.dtype) for _ in range(3)]
+        tables = read.blocks[sequence], read.start[sequence : sequence + 1], read.block_size
+        self._call_scores(q, keys, keys.stride(0), tables, outputs, window, rule)
+        return outputs[0], outputs[1], outputs[2]
+
+    def _call_scores(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        k_stride: int,
+        tables: tuple[Tensor, Tensor, int],
+        outputs: Sequence[Tensor],
+        window: int | None,
+        rule: ScoreRule,
+    ) -> None:
+        """Compute the scores of one sequence. `tables`: its blocks, the position of its first query, and block_size."""
+        blocks, start, block_size = tables
+        N, H, D = q.shape
+        q, q_stride = merge_outer_dims(q, 2)
+        pointers = (tensor.data_ptr() for tensor in (q, keys, blocks, *outputs))
+        shape = (N, start.data_ptr(), block_size, H, keys.shape[1], D, window or 0)
+        numbers = (float_bits(rule.scale), q_stride, k_stride, float_bits(rule.softcap or 0.0))
+        call(self._attention_scores, recording.MAX_TASKS, *pointers, *shape, *numbers)

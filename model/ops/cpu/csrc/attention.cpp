@@ -684,14 +684,14 @@ void attention(Args args, long task, long num_tasks) {
 }
 
 // The scores, the masked scores and the pattern, each (H, N, S), of one sequence with N new tokens, the first of them
-// at position `start`, and S keys.
+// at position start[0], and S = start[0] + N keys. A recorded call reads `start` and `blocks` when it is replayed.
 //
-// Args: q (N, H, D), keys (S, Hkv, D), blocks (a single 0), scores, masked scores, pattern, N, start, S, H, Hkv, D,
+// Args: q (N, H, D), keys (slots, Hkv, D), blocks, scores, masked scores, pattern, N, start (1), block_size, H, Hkv, D,
 // window (or 0), scale, the strides of q and of keys, softcap (or 0).
 template <class Number, class Dot>
 void attention_scores(Args args, long task, long num_tasks) {
     const Number *q = args.array<Number>(0), *keys = args.array<Number>(1);
-    const long N = args.integer(6), start = args.integer(7), S = args.integer(8), H = args.integer(9);
+    const long N = args.integer(6), start = *args.array<int64_t>(7), S = start + N, H = args.integer(9);
     const long Hkv = args.integer(10), D = args.integer(11), q_stride = args.integer(14), k_stride = args.integer(15);
     const long group = H / Hkv, tile_tokens = std::max(1L, TILE_ROWS / group);
     const long num_tiles = (N + tile_tokens - 1) / tile_tokens;  // of one key head
@@ -701,7 +701,9 @@ void attention_scores(Args args, long task, long num_tasks) {
     for (long tile = Hkv * num_tiles * task / num_tasks; tile < Hkv * num_tiles * (task + 1) / num_tasks; tile++) {
         const long key_head = tile / num_tiles, begin = tile % num_tiles * tile_tokens, to = key_head * group * N * S;
         if (begin == 0) transposed_keys.begin = transposed_keys.end = 0;
-        const CacheRows<Number> head_keys = {keys + key_head * D, args.array<int64_t>(2), S, k_stride, D, nullptr};
+        const CacheRows<Number> head_keys = {
+            keys + key_head * D, args.array<int64_t>(2), args.integer(8), k_stride, D, nullptr,
+        };
         const SequenceAttention<Number, Dot> attention = {
             head_keys, head_keys, q + key_head * group * D, nullptr, start, 1, group, q_stride, H, D,
             args.integer(12), args.real(13), args.real(16), scratch, transposed_keys, packed_values,
