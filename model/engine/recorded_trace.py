@@ -4,7 +4,8 @@ The recording contains the kernels of the trace: attention scores, summaries and
 the memory of the recording until the next recording runs, so a trace copies what it keeps.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,8 +15,8 @@ from model.config import ModelConfig
 from model.engine.logit_lens import LensLogits
 from model.engine.trace_params import StepTraceKind
 from model.network.transformer import Transformer
-from model.ops.cpu.trace_kernels import JoinedRows, SummaryCalls, TraceKernels
-from model.ops.summary import Summary
+from model.ops.cpu.recording import empty
+from model.ops.cpu.trace_kernels import Pieces, SummaryCalls, TraceKernels, summaries_of
 from model.tracing.selection import StageTrace
 from model.tracing.stages import Stage, last_residuals, sizes_of
 from model.tracing.tap import Chain, Recorder, Tap
@@ -58,13 +59,57 @@ class _Kept:
     heads: tuple[int, Tensor] | None
     summary: tuple[int, int] | None = None
 
+    def shape(self, num_keys: int) -> tuple[int, ...]:
+        """The shape in a step with this number of keys, before heads are selected."""
+        shape = tuple(self.tensor.shape)
+        return (*shape[:-1], num_keys) if self.grows else shape
+
     def at(self, num_keys: int) -> Tensor:
         """The stage with the number of keys of the step that was replayed."""
         tensor = self.tensor
         if self.grows:
-            B, H, T, _ = tensor.shape
-            tensor = tensor.as_strided((B, H, T, num_keys), (H * T * num_keys, T * num_keys, num_keys, 1))
+            B, H, T, S = self.shape(num_keys)
+            tensor = tensor.as_strided((B, H, T, S), (H * T * S, T * S, S, 1))
         return tensor if self.heads is None else tensor.index_select(*self.heads)
+
+
+@dataclass(frozen=True)
+class StageReading:
+    """A copy of what one replay has computed of the stages. Another thread may make the stages of it.
+
+    `copies` has the numbers of `copied` stages, at `places`. `made` are stages that were made at once.
+    """
+
+    kept: Sequence[_Kept]
+    num_keys: int
+    statistics: Sequence[bytes]
+    copies: Tensor | None
+    places: Sequence[int]
+    copied: Sequence[_Kept]
+    made: Mapping[str, StageTrace]
+
+    @property
+    def num_value_bytes(self) -> int:
+        made = (0 if trace.values is None else trace.values.nbytes for trace in self.made.values())
+        return sum(made, 0 if self.copies is None else self.copies.nbytes)
+
+    def stages(self) -> dict[str, StageTrace]:
+        summaries = [list(summaries_of(each)) for each in self.statistics]
+        found = dict(self.made)
+        for kept in self.kept:
+            if kept.heads is not None:
+                continue
+            shape = kept.shape(self.num_keys)
+            trace = found[kept.stage.name] = StageTrace(kept.stage, shape, kept.tensor.dtype, None)
+            if kept.summary is not None:
+                calls, index = kept.summary
+                trace.summary = summaries[calls][index]
+        if self.copies is not None:
+            for kept, begin in zip(self.copied, self.places, strict=False):
+                trace = found[kept.stage.name]
+                end = begin + math.prod(trace.shape) * trace.dtype.itemsize
+                trace.values = self.copies[begin:end].view(trace.dtype).view(trace.shape)
+        return found
 
 
 class RecordedTrace:
@@ -72,62 +117,69 @@ class RecordedTrace:
 
     def __init__(self, model: Transformer, kernels: TraceKernels, kind: StepTraceKind, max_keys: int) -> None:
         self._model, self._kernels, self._kind, self._max_keys = model, kernels, kind, max_keys
+        self._detail = kind.params.selection.detail
         self._heads = _head_indices(kind, model.config)
         self._stages = Recorder(kind.params.selection.stages if kind.has_stages else ())
         self._residuals = Recorder(last_residuals(model.config) if kind.has_lens else ())
         self.tap: Tap = Chain(self._stages, self._residuals)
         self._kept: list[_Kept] = []
         self._summaries: list[SummaryCalls] = []
-        self._growing: list[tuple[SummaryCalls, int, int]] = []  # calls, index, and the numbers for each key
-        self._joined: JoinedRows | None = None
+        self._growing: list[tuple[SummaryCalls, Sequence[int], int]] = []  # calls, indices, and numbers for each key
+        self._copied: list[_Kept] = []  # growing stages are the last
+        self._pieces: Pieces | None = None
         self._num_keys = 0
+        self._lens_pieces: Pieces | None = None  # kept: the recording reads its table
         self.lens: LensLogits | None = None
 
     def finish_recording(self, num_keys: int) -> None:
         """Record the summaries and the logit lens. Call this after the pass, while the recording still goes on."""
-        kept = self._stages.kept
-        self._kept = [
-            self._keep(stage, kept[stage.name]) for stage in self._kind.params.selection.stages if stage.name in kept
-        ]
-        if self._kind.params.selection.detail != "none":
+        tensors = self._stages.kept
+        stages = [stage for stage in self._kind.params.selection.stages if stage.name in tensors]
+        self._kept = [self._keep(stage, tensors[stage.name]) for stage in stages]
+        if self._detail != "none":
             self._add_summaries()
+        if self._detail == "values":
+            self._copied = sorted((kept for kept in self._kept if kept.heads is None), key=lambda kept: kept.grows)
+            num_fixed = sum(not kept.grows for kept in self._copied)
+            self._pieces = self._kernels.pieces([self._whole(kept) for kept in self._copied], num_fixed)
         self.update(num_keys)
         for calls in self._summaries:
             calls.run()
-        count = self._kind.params.logit_lens
-        if self._kind.has_lens and count is not None:
-            self._joined = self._kernels.join_rows(list(self._residuals.kept.values()))
-            self.lens = LensLogits.of(self._model, self._joined.joined, count)
+        if self._kind.has_lens and self._kind.params.logit_lens is not None:
+            residuals = list(self._residuals.kept.values())
+            joined = empty((len(residuals), self._model.config.d_model), residuals[0].dtype)
+            self._lens_pieces = self._kernels.pieces([residual.flatten() for residual in residuals])
+            assert self._lens_pieces.places[-1] == joined.nbytes
+            self._lens_pieces.copy_to(joined)
+            self.lens = LensLogits.of(self._model, joined, self._kind.params.logit_lens)
 
     def update(self, num_keys: int) -> None:
         """Prepare for a replay, in which the sequence has `num_keys` keys."""
-        assert num_keys <= self._max_keys or not self._growing
+        assert num_keys <= self._max_keys or not any(kept.grows for kept in self._kept)
         self._num_keys = num_keys
-        for calls, index, numbers in self._growing:
-            calls.set_count(index, numbers * num_keys)
+        for calls, indices, numbers in self._growing:
+            calls.set_count(indices, numbers * num_keys)
+        if self._pieces is not None and self._copied and self._copied[-1].grows:
+            last = self._copied[-1]
+            self._pieces.set_growing_size(math.prod(last.shape(num_keys)) * last.tensor.itemsize)
 
-    def read(self) -> dict[str, StageTrace]:
-        """A copy of what the last replay has computed of each stage."""
-        selection = self._kind.params.selection
-        summaries = [list(calls.read()) for calls in self._summaries]
-        found: dict[str, StageTrace] = {}
-        pending: list[tuple[StageTrace, Tensor]] = []
-        for kept in self._kept:
-            tensor = kept.at(self._num_keys)
-            values = tensor.clone() if selection.detail == "values" else None
-            trace = StageTrace(kept.stage, tuple(tensor.shape), tensor.dtype, values)
-            if kept.summary is not None:
-                calls, index = kept.summary
-                trace.summary = summaries[calls][index]
-            elif selection.detail != "none":
-                pending.append((trace, tensor))
-            found[kept.stage.name] = trace
-        for (trace, _), summary in zip(pending, self._summarize([tensor for _, tensor in pending]), strict=True):
-            trace.summary = summary
-        return found
-
-    def _summarize(self, tensors: Sequence[Tensor]) -> list[Summary]:
-        return self._model.backend.summaries.summarize(tensors) if tensors else []
+    def read(self) -> StageReading:
+        """A copy of what the last replay has computed of the stages."""
+        selected = [kept for kept in self._kept if kept.heads is not None]
+        made: dict[str, StageTrace] = {}
+        if selected:
+            tensors = [kept.at(self._num_keys) for kept in selected]
+            summaries = None if self._detail == "none" else self._model.backend.summaries.summarize(tensors)
+            for index, (kept, x) in enumerate(zip(selected, tensors, strict=True)):
+                values = x if self._detail == "values" else None
+                summary = None if summaries is None else summaries[index]
+                made[kept.stage.name] = StageTrace(kept.stage, tuple(x.shape), x.dtype, values, summary)
+        copies, places = None, self._pieces.places if self._pieces is not None else ()
+        if self._pieces is not None:
+            copies = torch.empty(places[-1], dtype=torch.uint8)
+            self._pieces.copy_to(copies)
+        statistics = [calls.read() for calls in self._summaries]
+        return StageReading(self._kept, self._num_keys, statistics, copies, places, self._copied, made)
 
     def _keep(self, stage: Stage, tensor: Tensor) -> _Kept:
         chosen = [(axis, self._heads[dim]) for axis, dim in enumerate(stage.dims) if dim in self._heads]
@@ -141,9 +193,10 @@ class RecordedTrace:
                 continue
             calls = self._kernels.summary_calls(dtype, [self._whole(self._kept[i]) for i in own])
             for place, i in enumerate(own):
-                kept = self._kept[i] = replace(self._kept[i], summary=(len(self._summaries), place))
-                if kept.grows:
-                    self._growing.append((calls, place, kept.tensor.shape[1]))
+                self._kept[i] = replace(self._kept[i], summary=(len(self._summaries), place))
+            growing = [place for place, i in enumerate(own) if self._kept[i].grows]
+            if growing:
+                self._growing.append((calls, growing, self._model.config.num_heads))
             self._summaries.append(calls)
 
     def _whole(self, kept: _Kept) -> Tensor:

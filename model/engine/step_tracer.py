@@ -10,8 +10,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from model.engine.lazy_sequence import LazySequence
 from model.engine.logit_lens import LensLayer, LensLogits
-from model.engine.recorded_trace import RecordedTrace
+from model.engine.recorded_trace import RecordedTrace, StageReading
 from model.engine.scheduler import ScheduledSequence
 from model.engine.trace_params import StepTraceKind, TraceParams
 from model.network.transformer import Transformer
@@ -28,12 +29,14 @@ AFTER_CHOICE = frozenset({"probabilities", "loss"})  # stages that are computed 
 class StepTrace:
     """What one step shows of one sequence: the traced `positions` that it computed, and their stages in order.
 
-    There are `predictions` for each position if any were asked for, and a `logit_lens` if the step chose a token. If a
-    grammar constrained the choice, `constraint` is what the grammar changed.
+    The stages of a recorded step are made when they are first read. There are `predictions` for each position if any
+    were asked for, and a `logit_lens` if the step chose a token. If a grammar constrained the choice, `constraint` is
+    what the grammar changed.
     """
 
     positions: list[int]
-    stages: list[StageTrace]
+    stages: Sequence[StageTrace]
+    num_value_bytes: int  # of the stages
     predictions: list[Predictions]
     logit_lens: Sequence[LensLayer] | None
     constraint: ConstraintEffect | None = None
@@ -106,22 +109,36 @@ class StepTracer:
         is what a recorded step has kept.
         """
         predictions: list[Predictions] = []
-        kept: dict[str, StageTrace] = {} if recorded is None else recorded.read()
+        found: dict[str, StageTrace] = {}
         if self.needs_logits:
             assert logits is not None
-            kept |= self._read_out(logits, next_tokens)
+            found |= self._read_out(logits, next_tokens)
             if self._params.top_k:
                 rows = logits if len(self.positions) == self._num_new else logits[self._rows]
                 predictions = predict(rows, self._params.top_k, self._model.backend.summaries)
         lens = self._lens_logits() if recorded is None else recorded.lens
+        layers = None if lens is None else lens.layers(next_tokens[-1])
         if recorded is None and self.positions:
-            kept |= self._recorder.kept
+            found |= self._recorder.kept
         if "_collector" in vars(self):
             self._collector.finish()
-        stages = [trace for stage in self._params.selection.stages if (trace := kept.get(stage.name)) is not None]
-        layers = None if lens is None else lens.layers(next_tokens[-1])
-        has_content = self.positions or layers or constraint
-        return StepTrace(self.positions, stages, predictions, layers, constraint) if has_content else None
+        if not (self.positions or layers or constraint):
+            return None
+        stages, num_bytes = self._stages(found, None if recorded is None else recorded.read())
+        return StepTrace(self.positions, stages, num_bytes, predictions, layers, constraint)
+
+    def _stages(self, found: dict[str, StageTrace], reading: StageReading | None) -> tuple[Sequence[StageTrace], int]:
+        """The traced stages in order, and the bytes of their values."""
+        ordered = self._params.selection.stages
+        num_bytes = sum(each.values.nbytes for each in found.values() if each.values is not None)
+        if reading is None:
+            return [found[stage.name] for stage in ordered if stage.name in found], num_bytes
+
+        def make() -> list[StageTrace]:
+            found.update(reading.stages())
+            return [found[stage.name] for stage in ordered if stage.name in found]
+
+        return LazySequence(len(found) + len(reading.kept), make), num_bytes + reading.num_value_bytes
 
     def _read_out(self, logits: Tensor, next_tokens: Sequence[int]) -> dict[str, StageTrace]:
         """The stages that are computed from the logits and the next tokens."""

@@ -19,7 +19,7 @@ class TraceParams:
     top_k: int = 0
     logit_lens: int | None = None
 
-    @property
+    @cached_property
     def needs_logits(self) -> bool:
         """Whether the logits of every traced position are needed, not only those of the last one."""
         return self.top_k > 0 or any(stage.has_selected_rows for stage in self.selection.stages)

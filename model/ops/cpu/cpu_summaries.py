@@ -7,7 +7,7 @@ from torch import Tensor
 
 from model.ops.cpu import build
 from model.ops.cpu.recording import call, empty, pointer
-from model.ops.cpu.trace_kernels import TraceKernels
+from model.ops.cpu.trace_kernels import TraceKernels, summaries_of
 from model.ops.interface import Top
 from model.ops.summary import Summary, summarize
 from model.ops.torch_ops import TORCH
@@ -64,5 +64,5 @@ class CpuSummaryOps:
             if chosen := [index for index, x in enumerate(tensors) if x.dtype == dtype]:
                 calls = self.kernels.summary_calls(dtype, [tensors[index] for index in chosen])
                 calls.run()
-                summaries |= zip(chosen, calls.read(), strict=True)
+                summaries |= zip(chosen, summaries_of(calls.read()), strict=True)
         return [summaries[index] if index in summaries else summarize(x) for index, x in enumerate(tensors)]

@@ -1,4 +1,4 @@
-// Operations for traces: the largest numbers of each row, and copies of rows that lie anywhere in memory.
+// Operations for traces: the largest numbers of each row, and copies of tensors that lie anywhere in memory.
 
 #include <cmath>
 #include <vector>
@@ -78,11 +78,16 @@ void top(Args args, long task, long num_tasks) {
 
 }  // namespace
 
-// Copies N pieces of `size` bytes each, one after the other. Args: addresses (N), out, N, size.
+// Copies N pieces of memory to places in `out`. Args: the address, the place in `out` and the size of each piece (N, 3),
+// out, N. Places and sizes are in bytes.
 KERNEL(copy_pieces_float32) {
-    const long size = args.integer(3);
-    for_each_row(args.integer(2), task, num_tasks, [&](long row) {
-        std::memcpy(args.array<char>(1) + row * size, args.array<const char*>(0)[row], size);
+    struct Piece {
+        const char* address;
+        int64_t place, size;
+    };
+    for_each_row(args.integer(2), task, num_tasks, [&](long index) {
+        const Piece& piece = args.array<Piece>(0)[index];
+        std::memcpy(args.array<char>(1) + piece.place, piece.address, piece.size);
     });
 }
 
