@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from model.config import ModelConfig
 from model.network.parameters import count_parameters
 from model.network.transformer import Transformer
+from model.ops.cpu.arguments import VECTOR_WIDTH
 from model.ops.cpu.cpu_ops import find_backend
 from model.ops.cpu.packed_linear import PackedQuantizedLinear, has_kernel, packed_layer
 from model.ops.cpu.packing import pack_rows
-from model.ops.cpu.paged_attention import VECTOR_WIDTH
 from model.ops.interface import Backend
 from model.ops.quantization import Quantization, QuantizedLinear, bits_of, quantize_to
 from model.ops.stacked_rows import StackedRows

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Quantization = Literal["none", "int8", "int4"]
-GROUP = 32  # inputs that share a scale in int4: as in quantized_linear.cpp
+GROUP = 32  # inputs that share a scale in int4
 # Candidate scales of a group, as factors of m / -8, where m is its number of largest magnitude.
 SCALE_FACTORS = (0.76, 0.84, 0.92, 1.0, 1.12)
 CACHED_NUMBERS = 1 << 20  # quantized at a time: more do not stay in the caches, with fewer the threads wait too often

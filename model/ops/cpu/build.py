@@ -23,8 +23,6 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-import torch
-
 logger = logging.getLogger(__name__)
 
 # -fno-tree-pre: otherwise GCC 12 keeps half of the sums of the int8 product in memory, and it takes twice as long.
@@ -51,12 +49,6 @@ def load(name: str) -> ctypes.CDLL | None:
     except OSError as error:
         logger.info("%s could not be built or loaded, so PyTorch is used in its place: %s", source.name, error)
         return None
-
-
-def kernel(library: str, name: str, dtype: torch.dtype) -> int | None:
-    """The address of the kernel `name` for this dtype in `library`.cpp; None if there is none for this CPU."""
-    function = getattr(load(library), f"{name}_{str(dtype).removeprefix('torch.')}", None)
-    return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
 
 
 def compile_source(source: Path) -> Path:

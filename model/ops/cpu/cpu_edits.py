@@ -6,12 +6,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.ops.cpu import build
+from model.ops.cpu.arguments import (
+    EDIT_KINDS,
+    ApplyPatternArguments,
+    CopyRowsArguments,
+    DistributionArguments,
+    EditRowsArguments,
+)
 from model.ops.cpu.layout import NUMBERS_PER_TASK, merge_outer_dims, num_tasks
-from model.ops.cpu.recording import call, empty, float_bits, pointer
-from model.ops.row_edits import RowEdit, RuleKind, edit_rows
+from model.ops.cpu.recording import call, empty, pointer
+from model.ops.cpu.shared_layout import Kernel, find_kernel
+from model.ops.row_edits import RowEdit, edit_rows
 
-KINDS: Sequence[RuleKind] = ("set", "add", "scale", "cap", "project", "cap_component")  # as `Kind` in edits.cpp
 STAGE_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -19,18 +25,20 @@ STAGE_DTYPES = (torch.float32, torch.bfloat16)
 class _Kernels:
     """The kernels of one dtype."""
 
-    copy_rows: int
-    edit_rows: int
-    apply_pattern: int
-    distribution: int
+    copy_rows: Kernel[CopyRowsArguments]
+    edit_rows: Kernel[EditRowsArguments]
+    apply_pattern: Kernel[ApplyPatternArguments]
+    distribution: Kernel[DistributionArguments]
 
     @classmethod
     def find(cls, dtype: torch.dtype) -> "_Kernels | None":
-        names = ("copy_rows", "edit_rows", "apply_pattern")
-        found = [build.kernel("edits", name, dtype) for name in names]
-        found.append(build.kernel("elementwise", "distribution", dtype))
-        kernels = [kernel for kernel in found if kernel is not None]
-        return cls(*kernels) if len(kernels) == len(found) else None
+        copy_rows = find_kernel("edits", "copy_rows", dtype, CopyRowsArguments)
+        edit_rows = find_kernel("edits", "edit_rows", dtype, EditRowsArguments)
+        apply_pattern = find_kernel("edits", "apply_pattern", dtype, ApplyPatternArguments)
+        distribution = find_kernel("elementwise", "distribution", dtype, DistributionArguments)
+        if copy_rows is None or edit_rows is None or apply_pattern is None or distribution is None:
+            return None
+        return cls(copy_rows, edit_rows, apply_pattern, distribution)
 
 
 class CpuEdits:
@@ -53,7 +61,8 @@ class CpuEdits:
         out, num_rows = empty(x.shape, x.dtype), x.shape[0] * x.shape[1]
         x, stride = merge_outer_dims(x, x.dim() - 2)
         size = out.numel() // num_rows
-        call(kernels.copy_rows, num_tasks(out), x.data_ptr(), stride, out.data_ptr(), num_rows, size)
+        copying = CopyRowsArguments(x=x.data_ptr(), out=out.data_ptr(), num_rows=num_rows, size=size, x_stride=stride)
+        call(kernels.copy_rows, num_tasks(out), copying)
         for edit in edits:
             for part in out:
                 _edit_in_place(kernels.edit_rows, part, edit)
@@ -63,8 +72,14 @@ class CpuEdits:
         scores = scores.contiguous()
         rows = scores.shape[:-1].numel()
         probabilities, log_totals = empty(scores.shape, torch.float32), empty((rows,), torch.float32)
-        pointers = (scores.data_ptr(), probabilities.data_ptr(), log_totals.data_ptr())
-        call(self._kernels[scores.dtype].distribution, rows, *pointers, rows, scores.shape[-1])
+        arguments = DistributionArguments(
+            x=scores.data_ptr(),
+            probabilities=probabilities.data_ptr(),
+            log_totals=log_totals.data_ptr(),
+            num_rows=rows,
+            size=scores.shape[-1],
+        )
+        call(self._kernels[scores.dtype].distribution, rows, arguments)
         return probabilities.to(dtype)
 
     def apply_pattern(self, pattern: Tensor, v: Tensor) -> Tensor:
@@ -72,37 +87,47 @@ class CpuEdits:
         out = empty((B, T, H, D), v.dtype)
         weights = pattern.float().contiguous()
         kernel = self._kernels[v.dtype].apply_pattern
-        for own, values, result in zip(weights, v, out, strict=True):
+        for row_weights, values, result in zip(weights, v, out, strict=True):
             values, stride = merge_outer_dims(values, 2)
-            pointers = (own.data_ptr(), values.data_ptr(), stride, result.data_ptr())
-            call(kernel, num_tasks(own), *pointers, T, H, Hkv, D, S)
+            arguments = ApplyPatternArguments(
+                pattern=row_weights.data_ptr(),
+                v=values.data_ptr(),
+                out=result.data_ptr(),
+                T=T,
+                H=H,
+                Hkv=Hkv,
+                D=D,
+                S=S,
+                v_stride=stride,
+            )
+            call(kernel, num_tasks(row_weights), arguments)
         return out
 
 
-def _edit_in_place(kernel: int, x: Tensor, edit: RowEdit) -> None:
+def _edit_in_place(kernel: Kernel[EditRowsArguments], x: Tensor, edit: RowEdit) -> None:
     """Edit rows of x (T, D) or (T, H, D), which is contiguous."""
     num_heads = x.shape[1] if x.dim() == 3 else 1
     num_edited = num_heads if edit.heads is None else len(edit.heads)
     vectors = edit.vectors
-    strides: tuple[int, ...] = (0, 0)  # of the vectors: from place to place, and from head to head
+    vector_stride = head_stride = 0
     if vectors is not None:
         assert vectors.dtype == torch.float32
         assert vectors.stride(-1) == 1 or vectors.shape[-1] == 1
-        strides = tuple(vectors.stride(dim) if vectors.shape[dim] > 1 else 0 for dim in (0, 1))
-    call(
-        kernel,
-        len(edit.rows) * num_edited * x.shape[-1] // NUMBERS_PER_TASK,
-        x.data_ptr(),
-        edit.rows.data_ptr(),
-        len(edit.rows),
-        num_heads,
-        x.shape[-1],
-        pointer(edit.heads),
-        num_edited,
-        pointer(vectors),
-        pointer(edit.places),
-        *strides,
-        KINDS.index(edit.rule.kind),
-        float_bits(edit.rule.first),
-        float_bits(edit.rule.second),
+        vector_stride, head_stride = (vectors.stride(dim) if vectors.shape[dim] > 1 else 0 for dim in (0, 1))
+    arguments = EditRowsArguments(
+        x=x.data_ptr(),
+        rows=edit.rows.data_ptr(),
+        heads=pointer(edit.heads),
+        vectors=pointer(vectors),
+        places=pointer(edit.places),
+        num_rows=len(edit.rows),
+        num_heads=num_heads,
+        num_edited=num_edited,
+        size=x.shape[-1],
+        vector_stride=vector_stride,
+        head_stride=head_stride,
+        kind=EDIT_KINDS.index(edit.rule.kind),
+        first=edit.rule.first,
+        second=edit.rule.second,
     )
+    call(kernel, len(edit.rows) * num_edited * x.shape[-1] // NUMBERS_PER_TASK, arguments)

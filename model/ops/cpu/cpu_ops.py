@@ -5,19 +5,31 @@ pass, or on how a prompt is divided into passes. Dims are those of `NetworkOps`.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from model.config import Activation
 from model.ops.cpu import build, recording
+from model.ops.cpu.arguments import (
+    ActivateArguments,
+    AddArguments,
+    MapArguments,
+    NormArguments,
+    RotateArguments,
+    RotationArguments,
+    SelectRotationArguments,
+    TakeRowsArguments,
+)
 from model.ops.cpu.cpu_edits import CpuEdits
 from model.ops.cpu.cpu_sampling import CpuSamplingOps
 from model.ops.cpu.cpu_summaries import CpuSummaryOps
 from model.ops.cpu.layout import merge_outer_dims, num_tasks
 from model.ops.cpu.packed_linear import pack_linear
 from model.ops.cpu.paged_attention import PagedAttention, PagedRead
-from model.ops.cpu.recording import call, empty, float_bits, pointer
+from model.ops.cpu.recording import call, empty, pointer
+from model.ops.cpu.shared_layout import Arguments, Kernel, find_kernel
 from model.ops.interface import Backend, NetworkOps, NormRule, Rotation
 from model.ops.quantization import Quantized
 from model.ops.row_edits import RowEdit
@@ -25,8 +37,7 @@ from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.torch_ops import TORCH
 
 DTYPES = (torch.float32, torch.bfloat16)
-KERNELS = ("take_rows", "add", "scale", "softcap", "norm", "rotate", "silu", "gelu", "gelu_tanh", "relu")
-FLOAT32_KERNELS = ("rotation", "select_rotation")  # for every dtype
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # those that have a kernel
 
 
 def find_backend(dtype: torch.dtype, d_head: int) -> Backend | None:
@@ -34,24 +45,61 @@ def find_backend(dtype: torch.dtype, d_head: int) -> Backend | None:
     if dtype not in DTYPES:
         return None
     # The first library that cannot be loaded logs the reason; the others are not tried.
-    if recording.runner() is None or build.load("elementwise") is None:
+    if recording.thread_pool() is None or build.load("elementwise") is None:
         return None
-    kernels = {name: build.kernel("elementwise", name, dtype) for name in KERNELS}
-    kernels |= {name: build.kernel("elementwise", name, torch.float32) for name in FLOAT32_KERNELS}
-    available = {name: kernel for name, kernel in kernels.items() if kernel is not None}
+    kernels = _Kernels.find(dtype)
     sampling, summaries = CpuSamplingOps.find(dtype), CpuSummaryOps.find(dtype)
     paged_attention, edits = PagedAttention.find(dtype, d_head), CpuEdits.find()
-    if len(available) < len(kernels) or sampling is None or summaries is None or edits is None:
+    if kernels is None or sampling is None or summaries is None or edits is None:
         return None
-    return Backend(
-        CpuNetworkOps(available, paged_attention, edits), sampling, summaries, paged_attention, summaries.kernels
-    )
+    network = CpuNetworkOps(kernels, paged_attention, edits)
+    return Backend(network, sampling, summaries, paged_attention, summaries.kernels)
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """The kernels of elementwise.cpp for one dtype."""
+
+    take_rows: Kernel[TakeRowsArguments]
+    add: Kernel[AddArguments]
+    scale: Kernel[MapArguments]
+    softcap: Kernel[MapArguments]
+    norm: Kernel[NormArguments]
+    rotate: Kernel[RotateArguments]
+    activations: dict[str, Kernel[ActivateArguments]]
+    rotation: Kernel[RotationArguments]  # in float32 for every dtype
+    select_rotation: Kernel[SelectRotationArguments]  # likewise
+
+    @classmethod
+    def find(cls, dtype: torch.dtype) -> "_Kernels | None":
+        """None if this CPU lacks one of the kernels."""
+
+        def find(name: str, arguments: type[Arguments], dtype: torch.dtype = dtype) -> Kernel[Arguments]:
+            kernel = find_kernel("elementwise", name, dtype, arguments)
+            if kernel is None:
+                raise LookupError(name)
+            return kernel
+
+        try:
+            return cls(
+                take_rows=find("take_rows", TakeRowsArguments),
+                add=find("add", AddArguments),
+                scale=find("scale", MapArguments),
+                softcap=find("softcap", MapArguments),
+                norm=find("norm", NormArguments),
+                rotate=find("rotate", RotateArguments),
+                activations={name: find(name, ActivateArguments) for name in ACTIVATIONS},
+                rotation=find("rotation", RotationArguments, torch.float32),
+                select_rotation=find("select_rotation", SelectRotationArguments, torch.float32),
+            )
+        except LookupError:
+            return None
 
 
 class CpuNetworkOps:
-    """`NetworkOps` with our kernels, whose addresses are in `kernels`. PyTorch computes what has no kernel."""
+    """`NetworkOps` with our kernels. PyTorch computes what has no kernel."""
 
-    def __init__(self, kernels: dict[str, int], paged_attention: PagedAttention | None, edits: CpuEdits) -> None:
+    def __init__(self, kernels: _Kernels, paged_attention: PagedAttention | None, edits: CpuEdits) -> None:
         self._kernels = kernels
         self._edits = edits
         self._paged_attention = paged_attention
@@ -69,31 +117,40 @@ class CpuNetworkOps:
                 raise IndexError(f"index {int(low if low < 0 else high)} is out of range; there are {len(table)} rows")
         out = empty((*index.shape, table.shape[1]), table.dtype)
         index = index.contiguous()
-        kernel = self._kernels["take_rows"]
-        call(kernel, num_tasks(out), table.data_ptr(), index.data_ptr(), out.data_ptr(), index.numel(), table.shape[1])
+        arguments = TakeRowsArguments(
+            table=table.data_ptr(),
+            indices=index.data_ptr(),
+            out=out.data_ptr(),
+            num_rows=index.numel(),
+            size=table.shape[1],
+        )
+        call(self._kernels.take_rows, num_tasks(out), arguments)
         return out
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         a, b = a.contiguous(), b.contiguous()
         out = empty(a.shape, a.dtype)
-        call(self._kernels["add"], num_tasks(out), a.data_ptr(), b.data_ptr(), out.data_ptr(), a.numel())
+        arguments = AddArguments(a=a.data_ptr(), b=b.data_ptr(), out=out.data_ptr(), num_elements=a.numel())
+        call(self._kernels.add, num_tasks(out), arguments)
         return out
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         assert total.is_contiguous(), "a contiguous copy would get the sum"
         x = x.contiguous()
-        call(self._kernels["add"], num_tasks(x), total.data_ptr(), x.data_ptr(), total.data_ptr(), x.numel())
+        arguments = AddArguments(a=total.data_ptr(), b=x.data_ptr(), out=total.data_ptr(), num_elements=x.numel())
+        call(self._kernels.add, num_tasks(x), arguments)
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        return self._map("scale", x, factor)
+        return self._map(self._kernels.scale, x, factor)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
-        return self._map("softcap", x, cap)
+        return self._map(self._kernels.softcap, x, cap)
 
-    def _map(self, kernel: str, x: Tensor, parameter: float) -> Tensor:
+    def _map(self, kernel: Kernel[MapArguments], x: Tensor, parameter: float) -> Tensor:
         x = x.contiguous()
         out = empty(x.shape, x.dtype)
-        call(self._kernels[kernel], num_tasks(out), x.data_ptr(), out.data_ptr(), x.numel(), float_bits(parameter))
+        arguments = MapArguments(x=x.data_ptr(), out=out.data_ptr(), num_elements=x.numel(), parameter=parameter)
+        call(kernel, num_tasks(out), arguments)
         return out
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, rule: NormRule) -> Tensor:
@@ -123,25 +180,24 @@ class CpuNetworkOps:
             x = x.unsqueeze(-2)  # rows that do not lie next to each other
         inner = x.shape[-2] if x.dim() > 1 else 1
         x, outer_stride = merge_outer_dims(x, 2)
-        call(
-            self._kernels["norm"],
-            num_tasks(out),
-            x.data_ptr(),
-            weight.data_ptr(),
-            pointer(bias),
-            out.data_ptr(),
-            out[..., 0].numel() // inner if inner else 0,
-            inner,
-            outer_stride,
-            x.stride(-2) if x.dim() > 1 else 0,
-            x.shape[-1],
-            float_bits(rule.eps),
-            rule.kind == "layer",
-            pointer(scales),
-            pointer(normalized),
-            weight.shape[-1] if weight.dim() > 1 else 0,
-            float_bits(float(rule.offset)),
+        arguments = NormArguments(
+            x=x.data_ptr(),
+            weight=weight.data_ptr(),
+            bias=pointer(bias),
+            out=out.data_ptr(),
+            scales=pointer(scales),
+            normalized=pointer(normalized),
+            outer=out[..., 0].numel() // inner if inner else 0,
+            inner=inner,
+            size=x.shape[-1],
+            outer_stride=outer_stride,
+            inner_stride=x.stride(-2) if x.dim() > 1 else 0,
+            weight_stride=weight.shape[-1] if weight.dim() > 1 else 0,
+            is_centered=rule.kind == "layer",
+            eps=rule.eps,
+            offset=rule.offset,
         )
+        call(self._kernels.norm, num_tasks(out), arguments)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Rotation:
         if frequencies.dim() > 1:  # frequencies that differ between positions
@@ -149,14 +205,34 @@ class CpuNetworkOps:
             return angles.cos() * factor, angles.sin() * factor
         cos, sin = (empty((len(positions), len(frequencies)), torch.float32) for _ in range(2))
         positions = positions.contiguous()
-        pointers = (tensor.data_ptr() for tensor in (positions, frequencies, cos, sin))
-        call(self._kernels["rotation"], len(positions), *pointers, len(positions), len(frequencies), float_bits(factor))
+        arguments = RotationArguments(
+            positions=positions.data_ptr(),
+            frequencies=frequencies.data_ptr(),
+            cosines=cos.data_ptr(),
+            sines=sin.data_ptr(),
+            num_rows=len(positions),
+            half=len(frequencies),
+            factor=factor,
+        )
+        call(self._kernels.rotation, len(positions), arguments)
         return cos, sin
 
     def select_rotation(self, short: Rotation, long: Rotation, lengths: Tensor, limit: int) -> Rotation:
         cos, sin = (empty(short[0].shape, torch.float32) for _ in range(2))
-        pointers = (tensor.data_ptr() for tensor in (*short, *long, lengths.contiguous(), cos, sin))
-        call(self._kernels["select_rotation"], len(cos), *pointers, *cos.shape, limit)
+        lengths = lengths.contiguous()
+        arguments = SelectRotationArguments(
+            short_cosines=short[0].data_ptr(),
+            short_sines=short[1].data_ptr(),
+            long_cosines=long[0].data_ptr(),
+            long_sines=long[1].data_ptr(),
+            lengths=lengths.data_ptr(),
+            cosines=cos.data_ptr(),
+            sines=sin.data_ptr(),
+            num_rows=cos.shape[0],
+            half=cos.shape[1],
+            limit=limit,
+        )
+        call(self._kernels.select_rotation, len(cos), arguments)
         return cos, sin
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
@@ -164,28 +240,39 @@ class CpuNetworkOps:
         B, T, H, D = x.shape
         x, stride = merge_outer_dims(x, 2)
         cos, sin = rotation
-        pointers = (out.data_ptr(), cos.data_ptr(), sin.data_ptr())
-        call(self._kernels["rotate"], num_tasks(out), x.data_ptr(), stride, *pointers, B * T, H, D, T, cos.shape[-1])
+        arguments = RotateArguments(
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            cosines=cos.data_ptr(),
+            sines=sin.data_ptr(),
+            num_rows=B * T,
+            num_heads=H,
+            d_head=D,
+            x_stride=stride,
+            period=T,
+            half=cos.shape[-1],
+        )
+        call(self._kernels.rotate, num_tasks(out), arguments)
         return out
 
     def activate(self, activation: Activation, pre: Tensor, linear: Tensor | None = None) -> Tensor:
-        if activation not in self._kernels:
+        kernel = self._kernels.activations.get(activation)
+        if kernel is None:
             return self._torch.activate(activation, pre, linear)
         out = empty(pre.shape, pre.dtype)
         size = pre.shape[-1]
         pre, stride = merge_outer_dims(pre, 1)
         gate, gate_stride = (None, 0) if linear is None else merge_outer_dims(linear, 1)
-        call(
-            self._kernels[activation],
-            num_tasks(out),
-            pre.data_ptr(),
-            stride,
-            pointer(gate),
-            gate_stride,
-            out.data_ptr(),
-            out.numel() // size,
-            size,
+        arguments = ActivateArguments(
+            pre=pre.data_ptr(),
+            linear=pointer(gate),
+            out=out.data_ptr(),
+            num_rows=out.numel() // size,
+            size=size,
+            pre_stride=stride,
+            linear_stride=gate_stride,
         )
+        call(kernel, num_tasks(out), arguments)
         return out
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, rule: ScoreRule) -> Tensor:

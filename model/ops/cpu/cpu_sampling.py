@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model.ops.cpu import build
+from model.ops.cpu.arguments import ArgmaxArguments, DrawArguments, DrawParameters
 from model.ops.cpu.recording import call, empty
+from model.ops.cpu.shared_layout import Kernel, check_struct, find_kernel, load_checked
 from model.ops.interface import Argmax, Draw
 from model.ops.torch_ops import TORCH
 
@@ -16,7 +17,12 @@ LOGITS_DTYPES = (torch.float32, torch.bfloat16)
 class CpuSamplingOps:
     """`SamplingOps` for logits of `dtype`. Draws also take float32 logits, which penalties produce."""
 
-    def __init__(self, dtype: torch.dtype, argmax: int, draws: dict[torch.dtype, int]) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        argmax: Kernel[ArgmaxArguments],
+        draws: dict[torch.dtype, Kernel[DrawArguments]],
+    ) -> None:
         self._dtype = dtype
         self._argmax = argmax
         self._draws = draws
@@ -24,8 +30,11 @@ class CpuSamplingOps:
     @classmethod
     def find(cls, dtype: torch.dtype) -> "CpuSamplingOps | None":
         """The operations with the kernels of this dtype; None if this CPU has none."""
-        argmax = build.kernel("elementwise", "argmax", dtype)
-        draws = {each: build.kernel("sampling", "draw", each) for each in LOGITS_DTYPES}
+        argmax = find_kernel("elementwise", "argmax", dtype, ArgmaxArguments)
+        draws = {each: find_kernel("sampling", "draw", each, DrawArguments) for each in LOGITS_DTYPES}
+        library = load_checked("sampling")
+        if library is not None:
+            check_struct(library, "draw_parameters", DrawParameters)
         available = {each: kernel for each, kernel in draws.items() if kernel is not None}
         return None if argmax is None else cls(dtype, argmax, available)
 
@@ -35,8 +44,17 @@ class CpuSamplingOps:
         N, size = logits.shape
         logits = logits.contiguous()
         values, indices = empty((N,), torch.float32), empty((N,), torch.int64)
-        outputs = values.data_ptr(), indices.data_ptr()
-        call(self._argmax, N, logits.data_ptr(), *outputs, N, size, *mask_arguments(masks))
+        bitmasks, words_per_row = mask_arguments(masks)
+        arguments = ArgmaxArguments(
+            x=logits.data_ptr(),
+            values=values.data_ptr(),
+            indices=indices.data_ptr(),
+            bitmasks=bitmasks,
+            num_rows=N,
+            size=size,
+            words_per_row=words_per_row,
+        )
+        call(self._argmax, N, arguments)
         return Argmax(values, indices)
 
     def draw(self, logits: Tensor, draws: Sequence[Draw], masks: Tensor | None = None) -> list[int]:
@@ -45,13 +63,24 @@ class CpuSamplingOps:
             return TORCH.sampling.draw(logits, draws, masks)
         logits, size = logits.contiguous(), logits.shape[-1]
         rows = torch.tensor([draw.row for draw in draws])
-        # Four float64 numbers per draw: `Params` in sampling.cpp.
-        params_list = [[draw.temperature, draw.top_k, draw.top_p, draw.min_p] for draw in draws]
-        params = torch.tensor(params_list, dtype=torch.float64)
+        # DrawParameters has only float64 numbers.
+        parameters_list = [DrawParameters(draw.temperature, draw.top_k, draw.top_p, draw.min_p) for draw in draws]
+        parameters = torch.tensor(parameters_list, dtype=torch.float64)
         keys = torch.tensor([draw.key for draw in draws], dtype=torch.uint64)
         chosen = empty(rows.shape, torch.int64)
-        pointers = (tensor.data_ptr() for tensor in (logits, rows, params, keys, chosen))
-        call(kernel, len(draws), *pointers, len(draws), size, *mask_arguments(masks))
+        bitmasks, words_per_row = mask_arguments(masks)
+        arguments = DrawArguments(
+            logits=logits.data_ptr(),
+            rows=rows.data_ptr(),
+            parameters=parameters.data_ptr(),
+            keys=keys.data_ptr(),
+            tokens=chosen.data_ptr(),
+            bitmasks=bitmasks,
+            num_draws=len(draws),
+            size=size,
+            words_per_row=words_per_row,
+        )
+        call(kernel, len(draws), arguments)
         token_ids: list[int] = chosen.tolist()
         return token_ids
 

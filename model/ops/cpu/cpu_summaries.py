@@ -5,23 +5,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model.ops.cpu import build
+from model.ops.cpu.arguments import DistributionArguments, TopArguments
 from model.ops.cpu.recording import call, empty, pointer
+from model.ops.cpu.shared_layout import Kernel, find_kernel
 from model.ops.cpu.trace_kernels import TraceKernels, summaries_of
 from model.ops.interface import Top
 from model.ops.summary import Summary, summarize
 from model.ops.torch_ops import TORCH
 
-STAGE_DTYPES = (torch.float32, torch.bfloat16)
 MAX_TOP = 64  # for more numbers per row, PyTorch's `topk` is faster
 
 
 class CpuSummaryOps:
     """`SummaryOps` for logits of one dtype, and for stages of float32 or bfloat16."""
 
-    max_recorded_top = MAX_TOP
-
-    def __init__(self, dtype: torch.dtype, distribution: int, top: int, kernels: TraceKernels) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        distribution: Kernel[DistributionArguments],
+        top: Kernel[TopArguments],
+        kernels: TraceKernels,
+    ) -> None:
         self._dtype = dtype
         self._distribution = distribution
         self._top = top
@@ -30,12 +34,8 @@ class CpuSummaryOps:
     @classmethod
     def find(cls, dtype: torch.dtype) -> "CpuSummaryOps | None":
         """The operations with the kernels of this dtype; None if this CPU has none."""
-        distribution = build.kernel("elementwise", "distribution", dtype)
-        combine = build.kernel("elementwise", "summaries", torch.float32)
-        top = build.kernel("tracing", "top", dtype)
-        moments = {each: build.kernel("elementwise", "moments", each) for each in STAGE_DTYPES}
-        available = {each: kernel for each, kernel in moments.items() if kernel is not None}
-        kernels = None if combine is None else TraceKernels.find(available, combine)
+        distribution = find_kernel("elementwise", "distribution", dtype, DistributionArguments)
+        top, kernels = find_kernel("tracing", "top", dtype, TopArguments), TraceKernels.find()
         if distribution is None or top is None or kernels is None:
             return None
         return cls(dtype, distribution, top, kernels)
@@ -45,8 +45,14 @@ class CpuSummaryOps:
         logits = logits.contiguous()
         probabilities = empty(logits.shape, torch.float32) if wants_probabilities else None
         log_totals = empty(rows, torch.float32)
-        pointers = (logits.data_ptr(), pointer(probabilities), log_totals.data_ptr())
-        call(self._distribution, rows.numel(), *pointers, rows.numel(), size)
+        arguments = DistributionArguments(
+            x=logits.data_ptr(),
+            probabilities=pointer(probabilities),
+            log_totals=log_totals.data_ptr(),
+            num_rows=rows.numel(),
+            size=size,
+        )
+        call(self._distribution, rows.numel(), arguments)
         return probabilities, log_totals
 
     def top(self, logits: Tensor, count: int) -> Top:
@@ -54,8 +60,15 @@ class CpuSummaryOps:
             return TORCH.summaries.top(logits, count)
         (num_rows, size), logits = logits.shape, logits.contiguous()
         values, indices = empty((num_rows, count), torch.float32), empty((num_rows, count), torch.int64)
-        pointers = (logits.data_ptr(), values.data_ptr(), indices.data_ptr())
-        call(self._top, num_rows, *pointers, num_rows, size, count)
+        arguments = TopArguments(
+            x=logits.data_ptr(),
+            values=values.data_ptr(),
+            indices=indices.data_ptr(),
+            num_rows=num_rows,
+            size=size,
+            count=count,
+        )
+        call(self._top, num_rows, arguments)
         return Top(values, indices)
 
     def summarize(self, tensors: Sequence[Tensor]) -> list[Summary]:

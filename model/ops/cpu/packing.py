@@ -10,13 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.ops.cpu import build, large_memory
-from model.ops.cpu.recording import MAX_TASKS, call
+from model.ops.cpu import large_memory
+from model.ops.cpu.arguments import (
+    BFLOAT16_DEPTH,
+    FLOAT32_DEPTH,
+    VECTOR_WIDTH,
+    PackArguments,
+    QuantizeWeightArguments,
+)
+from model.ops.cpu.recording import call
+from model.ops.cpu.shared_layout import find_kernel
 from model.ops.quantization import GROUP, INPUTS_PER_STEP, Quantized, quantize_to
 from model.ops.stacked_rows import StackedRows
 
-TILE = 16  # outputs of a tile: WIDTH in simd.h
-DEPTH = {torch.float32: 1, torch.bfloat16: 2}  # inputs of one output that lie side by side: as in linear.cpp
+TILE = VECTOR_WIDTH  # outputs of a tile
+DEPTH = {torch.float32: FLOAT32_DEPTH, torch.bfloat16: BFLOAT16_DEPTH}  # inputs of one output that lie side by side
 SOURCES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}  # dtypes that pack.cpp reads
 
 
@@ -71,32 +79,33 @@ def unpack(weight: PackedWeight) -> Tensor:
 def pack_rows(weight: StackedRows, bits: int | None) -> PackedWeight:
     """Pack a matrix, quantized to `bits` bits if that is not None. Without a kernel, PyTorch does the same."""
     N, K = weight.shape
-    kernel_name = "pack" if bits is None else f"quantize_int{bits}"
     parts = [part if part.stride(1) == 1 else part.contiguous() for part in weight.parts]
     source = SOURCES.get(parts[0].dtype) if len({part.dtype for part in parts}) == 1 else None
-    kernel = None if source is None else build.kernel("pack", f"{kernel_name}_{source}", weight.dtype)
-    if kernel is None:
-        whole = weight.tensor()
-        if bits is None:
-            return PackedWeight((N, K), pack(whole))
-        return pack_quantized(quantize_to(whole, bits))
     # The address of each row.
     starts = [part.data_ptr() + torch.arange(len(part)) * part.stride(0) * part.itemsize for part in parts]
     rows = torch.cat(starts)
     num_tiles = -(-N // TILE)
     if bits is None:
+        packer = None if source is None else find_kernel("pack", f"pack_{source}", weight.dtype, PackArguments)
+        if packer is None:
+            return PackedWeight((N, K), pack(weight.tensor()))
         depth = DEPTH[weight.dtype]
         result = PackedWeight((N, K), large_memory.empty((num_tiles, K // depth, TILE, depth), weight.dtype))
-    elif bits == 8:
+        call(packer, num_tiles, PackArguments(rows=rows.data_ptr(), out=result.packed.data_ptr(), N=N, K=K))
+        return result
+    name = f"quantize_int{bits}_{source}"
+    quantizer = None if source is None else find_kernel("pack", name, weight.dtype, QuantizeWeightArguments)
+    if quantizer is None:
+        return pack_quantized(quantize_to(weight.tensor(), bits))
+    if bits == 8:
         packed = large_memory.empty((num_tiles, K // INPUTS_PER_STEP, TILE, INPUTS_PER_STEP), torch.uint8)
-        result = PackedWeight((N, K), packed, torch.empty(N), 8, K)
+        scales, group = torch.empty(N), K
     else:
         packed = large_memory.empty((num_tiles * K // GROUP, GROUP // 8, TILE, 4), torch.uint8)
-        scales = large_memory.empty((num_tiles, K // GROUP, TILE, 1), torch.float16)
-        result = PackedWeight((N, K), packed, scales, 4, GROUP)
-    outputs = [result.packed.data_ptr(), *([] if result.scales is None else [result.scales.data_ptr()])]
-    call(kernel, min(MAX_TASKS, num_tiles), rows.data_ptr(), *outputs, N, K)
-    return result
+        scales, group = large_memory.empty((num_tiles, K // GROUP, TILE, 1), torch.float16), GROUP
+    arguments = QuantizeWeightArguments(rows=rows.data_ptr(), out=packed.data_ptr(), scales=scales.data_ptr(), N=N, K=K)
+    call(quantizer, num_tiles, arguments)
+    return PackedWeight((N, K), packed, scales, bits, group)
 
 
 def _pack_tiles(matrix: Tensor, depth: int) -> Tensor:

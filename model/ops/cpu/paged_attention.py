@@ -3,18 +3,22 @@
 Dims: N new tokens of all sequences, H/Hkv heads, D head size.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from model.ops.cpu import build, recording
+from model.ops.cpu import recording
+from model.ops.cpu.arguments import (
+    VECTOR_WIDTH,
+    AttentionArguments,
+    AttentionScoresArguments,
+    WriteRowsArguments,
+)
 from model.ops.cpu.layout import merge_outer_dims, num_tasks
-from model.ops.cpu.recording import call, empty, float_bits
+from model.ops.cpu.recording import call, empty
+from model.ops.cpu.shared_layout import Kernel, find_kernel
 from model.ops.torch_attention import CausalMask, ScoreRule
-
-VECTOR_WIDTH = 16  # lanes of a vector: WIDTH in simd.h
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,12 @@ class PagedRead:
 class PagedAttention:
     """The kernels of one dtype that write keys and values to slots of a cache, and attend over blocks of slots."""
 
-    def __init__(self, write_rows: int, attention: int, attention_scores: int) -> None:
+    def __init__(
+        self,
+        write_rows: Kernel[WriteRowsArguments],
+        attention: Kernel[AttentionArguments],
+        attention_scores: Kernel[AttentionScoresArguments],
+    ) -> None:
         self._write_rows = write_rows
         self._attention = attention
         self._attention_scores = attention_scores
@@ -44,8 +53,9 @@ class PagedAttention:
         """The kernels of this dtype; None if this CPU has none, or `d_head` is not a multiple of a vector's width."""
         if d_head % VECTOR_WIDTH != 0:
             return None
-        write_rows = build.kernel("elementwise", "write_rows", dtype)
-        attention, scores = (build.kernel("attention", name, dtype) for name in ("attention", "attention_scores"))
+        write_rows = find_kernel("elementwise", "write_rows", dtype, WriteRowsArguments)
+        attention = find_kernel("attention", "attention", dtype, AttentionArguments)
+        scores = find_kernel("attention", "attention_scores", dtype, AttentionScoresArguments)
         if write_rows is None or attention is None or scores is None:
             return None
         return cls(write_rows, attention, scores)
@@ -53,9 +63,18 @@ class PagedAttention:
     def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Copy k and v (N, Hkv, D) to the slots (N,) of keys and values (num_slots, Hkv, D)."""
         (k, k_stride), (v, v_stride) = merge_outer_dims(k, 2), merge_outer_dims(v, 2)
-        N, size = slots.shape[0], keys.shape[1] * keys.shape[2]
-        pointers = (keys.data_ptr(), values.data_ptr(), slots.data_ptr())
-        call(self._write_rows, num_tasks(k), k.data_ptr(), k_stride, v.data_ptr(), v_stride, *pointers, N, size)
+        arguments = WriteRowsArguments(
+            k=k.data_ptr(),
+            v=v.data_ptr(),
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            slots=slots.data_ptr(),
+            num_rows=slots.shape[0],
+            size=keys.shape[1] * keys.shape[2],
+            k_stride=k_stride,
+            v_stride=v_stride,
+        )
+        call(self._write_rows, num_tasks(k), arguments)
 
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, read: PagedRead, window: int | None, rule: ScoreRule
@@ -63,11 +82,29 @@ class PagedAttention:
         """q (N, H, D) of the new tokens, keys and values (num_slots, Hkv, D) of one layer -> z (N, H, D)."""
         out = empty(q.shape, q.dtype)
         q, q_stride = merge_outer_dims(q, 2)
-        tensors = (q, keys, values, out, read.blocks, read.cu_seqlens, read.start)
-        shape = (*read.blocks.shape, read.block_size, q.shape[1], *keys.shape[1:])
-        pointers, strides = (tensor.data_ptr() for tensor in tensors), (keys.stride(0), values.stride(0), q_stride)
-        numbers = (window or 0, float_bits(rule.scale), *strides, float_bits(rule.softcap or 0.0))
-        call(self._attention, recording.MAX_TASKS, *pointers, *shape, *numbers)
+        num_sequences, max_blocks = read.blocks.shape
+        arguments = AttentionArguments(
+            q=q.data_ptr(),
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            z=out.data_ptr(),
+            blocks=read.blocks.data_ptr(),
+            cu_seqlens=read.cu_seqlens.data_ptr(),
+            start=read.start.data_ptr(),
+            num_sequences=num_sequences,
+            max_blocks=max_blocks,
+            block_size=read.block_size,
+            H=q.shape[1],
+            Hkv=keys.shape[1],
+            D=keys.shape[2],
+            window=window or 0,
+            q_stride=q_stride,
+            k_stride=keys.stride(0),
+            v_stride=values.stride(0),
+            scale=rule.scale,
+            softcap=rule.softcap or 0.0,
+        )
+        call(self._attention, recording.MAX_TASKS, arguments)
         return out
 
     def attention_scores(
@@ -76,12 +113,12 @@ class PagedAttention:
         """Like `NetworkOps.attention_scores`, but always with a mask. There are no keys after the last query."""
         (B, N, H, _), S = q.shape, k.shape[1]
         assert mask.start + N == S
-        blocks, start = torch.zeros(1, dtype=torch.int64), torch.tensor([mask.start])  # all keys of a row are one block
+        # All keys of a row of the batch are one block.
+        read = PagedRead(torch.zeros(1, 1, dtype=torch.int64), torch.tensor([0, N]), torch.tensor([mask.start]), S)
         scores, masked, pattern = (empty((B, H, N, S), q.dtype) for _ in range(3))
         for row in range(B):
-            row_k, k_stride = merge_outer_dims(k[row], 2)
-            outputs = scores[row], masked[row], pattern[row]
-            self._call_scores(q[row], row_k, k_stride, (blocks, start, S), outputs, mask.window, rule)
+            row_k, _ = merge_outer_dims(k[row], 2)
+            self._call_scores(q[row], row_k, read, 0, (scores[row], masked[row], pattern[row]), mask.window, rule)
         return scores, masked, pattern
 
     def step_scores(
@@ -99,26 +136,42 @@ class PagedAttention:
         q (N, H, D) of its new tokens, keys (num_slots, Hkv, D) -> three buffers of H * N * `max_keys` numbers. Each
         begins with its (H, N, S) numbers, where S is the number of the sequence's keys in this step.
         """
-        outputs = [empty((q.shape[1] * q.shape[0] * max_keys,), q.dtype) for _ in range(3)]
-        tables = read.blocks[sequence], read.start[sequence : sequence + 1], read.block_size
-        self._call_scores(q, keys, keys.stride(0), tables, outputs, window, rule)
-        return outputs[0], outputs[1], outputs[2]
+        size = (q.shape[1] * q.shape[0] * max_keys,)
+        outputs = empty(size, q.dtype), empty(size, q.dtype), empty(size, q.dtype)
+        self._call_scores(q, keys, read, sequence, outputs, window, rule)
+        return outputs
 
     def _call_scores(
         self,
         q: Tensor,
         keys: Tensor,
-        k_stride: int,
-        tables: tuple[Tensor, Tensor, int],
-        outputs: Sequence[Tensor],
+        read: PagedRead,
+        sequence: int,
+        outputs: tuple[Tensor, Tensor, Tensor],
         window: int | None,
         rule: ScoreRule,
     ) -> None:
-        """Compute the scores of one sequence. `tables`: its blocks, the position of its first query, and block_size."""
-        blocks, start, block_size = tables
+        """Write the scores, masked scores and pattern of one sequence, whose new tokens are q (N, H, D)."""
         N, H, D = q.shape
         q, q_stride = merge_outer_dims(q, 2)
-        pointers = (tensor.data_ptr() for tensor in (q, keys, blocks, *outputs))
-        shape = (N, start.data_ptr(), block_size, H, keys.shape[1], D, window or 0)
-        numbers = (float_bits(rule.scale), q_stride, k_stride, float_bits(rule.softcap or 0.0))
-        call(self._attention_scores, recording.MAX_TASKS, *pointers, *shape, *numbers)
+        scores, masked, pattern = outputs
+        arguments = AttentionScoresArguments(
+            q=q.data_ptr(),
+            keys=keys.data_ptr(),
+            blocks=read.blocks[sequence].data_ptr(),
+            start=read.start[sequence].data_ptr(),
+            scores=scores.data_ptr(),
+            masked=masked.data_ptr(),
+            pattern=pattern.data_ptr(),
+            N=N,
+            block_size=read.block_size,
+            H=H,
+            Hkv=keys.shape[1],
+            D=D,
+            window=window or 0,
+            q_stride=q_stride,
+            k_stride=keys.stride(0),
+            scale=rule.scale,
+            softcap=rule.softcap or 0.0,
+        )
+        call(self._attention_scores, recording.MAX_TASKS, arguments)

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,40 +18,51 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.ops.cpu import build
+from model.ops.cpu.arguments import KernelCall
 from model.ops.cpu.buffer_pool import buffer_pool
+from model.ops.cpu.shared_layout import Arguments, Kernel, check_struct, load_checked, struct_format
 
-MAX_ARGS = 20  # of a kernel: as in thread_pool.cpp
 # A call has at most this many tasks, so at most this many threads compute it. With more tasks than threads, a
 # suspended thread delays the others less.
 MAX_TASKS = 32
 ALIGNMENT = 64  # bytes
 CHUNK = 1 << 24  # bytes that a recording's memory grows by, at least
 
-_Call = ctypes.c_int64 * (2 + MAX_ARGS)  # the kernel, num_tasks and the arguments: `Call` in thread_pool.cpp
 _recording: ContextVar["Recording | None"] = ContextVar("recording", default=None)
 
 
+@dataclass(frozen=True)
+class ThreadPool:
+    """The functions of thread_pool.cpp. They release Python's global lock while they run."""
+
+    run_call: Callable[[int, int, bytes, int], None]  # kernel, num_tasks, arguments, num_threads
+    run_calls: Callable[[Any, int, int], None]  # calls, num_calls, num_threads
+
+
 @cache
-def runner() -> Callable[[Any, int, int], None] | None:
-    """The function `run_calls` of thread_pool.cpp; None if the library could not be built."""
-    library = build.load("thread_pool")
+def thread_pool() -> ThreadPool | None:
+    """The functions that run kernels; None if the library could not be built."""
+    library = load_checked("thread_pool")
     if library is None:
         return None
-    run_calls = library.run_calls
-    run_calls.argtypes, run_calls.restype = [ctypes.c_void_p, ctypes.c_long, ctypes.c_long], None
-    return run_calls
+    check_struct(library, "kernel_call", KernelCall)
+    run_call, run_calls = library.run_call, library.run_calls
+    run_call.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_char_p, ctypes.c_long]
+    run_calls.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_long]
+    run_call.restype = run_calls.restype = None
+    return ThreadPool(run_call, run_calls)
 
 
-def call(kernel: int, num_tasks: int, *args: int) -> None:
+def call(kernel: Kernel[Arguments], num_tasks: int, arguments: Arguments) -> None:
     """Run a kernel now, divided into at most `num_tasks` tasks. If a recording is being made, record the call."""
-    new_call = _Call(kernel, max(1, min(num_tasks, MAX_TASKS)), *args)
+    packed = kernel.pack(*arguments)
+    num_tasks = max(1, min(num_tasks, MAX_TASKS))
     recording = _recording.get()
     if recording is not None:
-        recording.calls.append(new_call)
-    run_calls = runner()
-    assert run_calls is not None, "a kernel was found, so the thread pool must be there too"
-    run_calls(new_call, 1, torch.get_num_threads())
+        recording.add_call(kernel.address, num_tasks, packed)
+    pool = thread_pool()
+    assert pool is not None, "a kernel was found, so the thread pool must be there too"
+    pool.run_call(kernel.address, num_tasks, packed, torch.get_num_threads())
 
 
 def is_recording() -> bool:
@@ -69,11 +81,6 @@ def pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def float_bits(number: float) -> int:
-    """The bits of a float64 number as a kernel argument, which kernels read with `Args::real` (kernel.h)."""
-    return int(struct.unpack("q", struct.pack("d", number))[0])
-
-
 class RecordingMemory:
     """Memory for intermediate results, shared by recordings of which only one runs at a time."""
 
@@ -88,11 +95,11 @@ class Recording:
     """
 
     def __init__(self, memory: RecordingMemory) -> None:
-        self.calls: list[Any] = []
         self.is_whole = True
         self._memory = memory
         self._position = (0, 0)  # the current chunk, and how many of its bytes are taken
-        self._call_list: Any = None
+        self._calls: list[tuple[int, int, bytes]] = []  # kernel, num_tasks, arguments
+        self._call_list = _CallList([])
 
     @contextmanager
     def record(self, *, watched: bool = True) -> Iterator[None]:
@@ -107,13 +114,17 @@ class Recording:
                 yield
         finally:
             _recording.reset(token)
-        self._call_list = (_Call * len(self.calls))(*self.calls)
+        self._call_list = _CallList(self._calls)
+
+    def add_call(self, kernel: int, num_tasks: int, arguments: bytes) -> None:
+        """Record a call: the kernel's address, and the struct of its arguments."""
+        self._calls.append((kernel, num_tasks, arguments))
 
     def replay(self) -> None:
         """Make all recorded calls again, on the current contents of their inputs."""
-        run_calls = runner()
-        assert run_calls is not None
-        run_calls(self._call_list, len(self.calls), torch.get_num_threads())
+        pool = thread_pool()
+        assert pool is not None
+        pool.run_calls(self._call_list.address, self._call_list.num_calls, torch.get_num_threads())
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialized tensor in the memory of this recording."""
@@ -127,6 +138,20 @@ class Recording:
             self.is_whole = was_whole
         self._position = (chunk, taken + -(-size // ALIGNMENT) * ALIGNMENT)
         return self._memory.chunks[chunk][taken : taken + size].view(dtype).view(shape)
+
+
+class _CallList:
+    """Calls as thread_pool.cpp reads them: an array of `KernelCall`, and the arguments of all calls."""
+
+    def __init__(self, calls: Sequence[tuple[int, int, bytes]]) -> None:
+        self._arguments = ctypes.create_string_buffer(b"".join(arguments for _, _, arguments in calls))
+        pack, position = struct.Struct(struct_format(KernelCall)).pack, ctypes.addressof(self._arguments)
+        packed = bytearray()
+        for kernel, num_tasks, arguments in calls:
+            packed += pack(*KernelCall(kernel, num_tasks, position))
+            position += len(arguments)
+        self._calls = ctypes.create_string_buffer(bytes(packed))
+        self.address, self.num_calls = ctypes.addressof(self._calls), len(calls)
 
 
 class _ComputationWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it

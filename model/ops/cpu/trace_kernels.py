@@ -12,19 +12,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.ops.cpu import build
+from model.ops.cpu.arguments import (
+    NUM_MOMENTS,
+    SUMMARY_CHUNK,
+    CopyPiecesArguments,
+    MomentsArguments,
+    Piece,
+    SummariesArguments,
+    SummaryStatistics,
+    TensorLayout,
+)
 from model.ops.cpu.layout import equal_rows
 from model.ops.cpu.recording import call
+from model.ops.cpu.shared_layout import Kernel, check_struct, find_kernel, load_checked, struct_format
 from model.ops.summary import Summary
 
-CHUNK = 1 << 14  # numbers that are summarized at a time: `Layout::CHUNK` in elementwise.cpp
-NUM_MOMENTS = 5  # float64 numbers of `Moments` in elementwise.cpp
-NUM_STATISTICS = 6  # float64 numbers that the kernel `summaries` writes per tensor
-STATISTICS = struct.Struct(f"{NUM_STATISTICS}d")
-PIECE_SIZE = 3  # int64 numbers of a `Piece` in tracing.cpp
+STAGE_DTYPES = (torch.float32, torch.bfloat16)
+STATISTICS = struct.Struct(struct_format(SummaryStatistics))
+NUM_ELEMENTS, SIZE = (TensorLayout._fields.index(name) for name in ("num_elements", "size"))
+PLACE, PIECE_SIZE = (Piece._fields.index(name) for name in ("place", "size"))
 ALIGNMENT = 8  # bytes, of the tensors in a copy
 BYTES_PER_TASK = 1 << 15
-LAYOUT_SIZE = 4  # int64 numbers of a `Layout` in elementwise.cpp
 
 
 class SummaryCalls:
@@ -33,24 +41,28 @@ class SummaryCalls:
     `run` may be called during a recording. A replay summarizes what the tensors hold then.
     """
 
-    def __init__(self, moments: int, combine: int, tensors: Sequence[Tensor]) -> None:
-        self._kernels = moments, combine
+    def __init__(
+        self, moments: Kernel[MomentsArguments], combine: Kernel[SummariesArguments], tensors: Sequence[Tensor]
+    ) -> None:
+        self._moments_kernel, self._combine = moments, combine
         rows = [equal_rows(x) for x in tensors]
         self._tensors = [x for x, _, _ in rows]  # of which some may be copies
-        layouts = [(x.data_ptr(), x.numel(), stride, size) for x, stride, size in rows]
-        self._layouts = np.array(layouts, dtype=np.int64).reshape(-1, LAYOUT_SIZE)
-        self._max_chunks = sum(-(-x.numel() // CHUNK) for x in self._tensors)
+        layouts = [TensorLayout(x.data_ptr(), x.numel(), stride, size) for x, stride, size in rows]
+        self._layouts = np.array(layouts, dtype=np.int64)
+        self._max_chunks = sum(-(-x.numel() // SUMMARY_CHUNK) for x in self._tensors)
         self._moments = np.empty(NUM_MOMENTS * self._max_chunks, dtype=np.float64)
-        self._statistics = np.empty(NUM_STATISTICS * len(tensors), dtype=np.float64)
+        self._statistics = np.empty(len(SummaryStatistics._fields) * len(tensors), dtype=np.float64)
 
     def set_count(self, indices: Sequence[int], count: int) -> None:
         """From now on, summarize only the first `count` numbers of some tensors, which must be contiguous."""
-        self._layouts[indices, 1] = self._layouts[indices, 3] = count
+        self._layouts[indices, NUM_ELEMENTS] = self._layouts[indices, SIZE] = count
 
     def run(self) -> None:
-        layouts, moments, statistics = (each.ctypes.data for each in (self._layouts, self._moments, self._statistics))
-        call(self._kernels[0], self._max_chunks, layouts, moments, len(self._tensors))
-        call(self._kernels[1], 1, layouts, moments, statistics, len(self._tensors))
+        addresses = {"layouts": self._layouts.ctypes.data, "moments": self._moments.ctypes.data}
+        num_tensors = len(self._tensors)
+        call(self._moments_kernel, self._max_chunks, MomentsArguments(**addresses, num_tensors=num_tensors))
+        summaries = self._statistics.ctypes.data
+        call(self._combine, 1, SummariesArguments(**addresses, summaries=summaries, num_tensors=num_tensors))
 
     def read(self) -> bytes:
         """A copy of the statistics that the last call or replay has computed; see `summaries_of`."""
@@ -59,7 +71,7 @@ class SummaryCalls:
 
 def summaries_of(statistics: bytes) -> Iterator[Summary]:
     """The summaries of the tensors of `SummaryCalls`, in order."""
-    for low, high, mean, std, l2, num_missing in STATISTICS.iter_unpack(statistics):
+    for low, high, mean, std, l2, num_missing in STATISTICS.iter_unpack(statistics):  # `SummaryStatistics`
         if low <= high:
             yield Summary(low, high, mean, std, l2, int(num_missing))
         else:  # no number is finite
@@ -72,7 +84,9 @@ class Pieces:
     Of the tensors from `first_growing` on, only the first `set_growing_size` bytes are copied.
     """
 
-    def __init__(self, kernel: int, tensors: Sequence[Tensor], first_growing: int | None = None) -> None:
+    def __init__(
+        self, kernel: Kernel[CopyPiecesArguments], tensors: Sequence[Tensor], first_growing: int | None = None
+    ) -> None:
         assert all(x.is_contiguous() for x in tensors)
         self._kernel = kernel
         self._tensors = tensors
@@ -80,34 +94,47 @@ class Pieces:
         sizes = [x.nbytes for x in tensors]
         self.places = [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
         """The place of each tensor in a copy, in bytes; at last, the size of the copy."""
-        table = list(zip((x.data_ptr() for x in tensors), self.places, sizes, strict=False))
-        self._table = np.array(table, dtype=np.int64).reshape(-1, PIECE_SIZE)
+        table = [Piece(x.data_ptr(), place, size) for x, place, size in zip(tensors, self.places, sizes, strict=False)]
+        self._table = np.array(table, dtype=np.int64)
 
     def set_growing_size(self, num_bytes: int) -> None:
         first, stride = self._first_growing, -(-num_bytes // ALIGNMENT) * ALIGNMENT
         begin, count = self.places[first], len(self._tensors) - first
         self.places = [*self.places[: first + 1], *(begin + stride * (i + 1) for i in range(count))]
-        self._table[first:, 1] = self.places[first:-1]
-        self._table[first:, 2] = num_bytes
+        self._table[first:, PLACE] = self.places[first:-1]
+        self._table[first:, PIECE_SIZE] = num_bytes
 
     def copy_to(self, out: Tensor) -> None:
         """Copy all pieces to `out`, which has as many bytes as `places` says."""
-        num_tasks = out.nbytes // BYTES_PER_TASK
-        call(self._kernel, num_tasks, self._table.ctypes.data, out.data_ptr(), len(self._tensors))
+        arguments = CopyPiecesArguments(
+            pieces=self._table.ctypes.data, out=out.data_ptr(), num_pieces=len(self._tensors)
+        )
+        call(self._kernel, out.nbytes // BYTES_PER_TASK, arguments)
 
 
 @dataclass(frozen=True)
 class TraceKernels:
     """The kernels of recorded traces."""
 
-    moments: dict[torch.dtype, int]
-    combine_moments: int
-    copy_pieces: int
+    moments: dict[torch.dtype, Kernel[MomentsArguments]]
+    combine_moments: Kernel[SummariesArguments]
+    copy_pieces: Kernel[CopyPiecesArguments]
 
     @classmethod
-    def find(cls, moments: dict[torch.dtype, int], combine_moments: int) -> "TraceKernels | None":
-        copy_pieces = build.kernel("tracing", "copy_pieces", torch.float32)
-        return None if copy_pieces is None else cls(moments, combine_moments, copy_pieces)
+    def find(cls) -> "TraceKernels | None":
+        """The kernels for stages of float32 and bfloat16; None if this CPU has none."""
+        moments = {each: find_kernel("elementwise", "moments", each, MomentsArguments) for each in STAGE_DTYPES}
+        combine = find_kernel("elementwise", "summaries", torch.float32, SummariesArguments)
+        copy_pieces = find_kernel("tracing", "copy_pieces", torch.float32, CopyPiecesArguments)
+        for library, name, fields in (
+            ("elementwise", "tensor_layout", TensorLayout),
+            ("elementwise", "summary", SummaryStatistics),
+            ("tracing", "piece", Piece),
+        ):
+            if (loaded := load_checked(library)) is not None:
+                check_struct(loaded, name, fields)
+        available = {each: kernel for each, kernel in moments.items() if kernel is not None}
+        return None if combine is None or copy_pieces is None else cls(available, combine, copy_pieces)
 
     def summary_calls(self, dtype: torch.dtype, tensors: Sequence[Tensor]) -> SummaryCalls:
         return SummaryCalls(self.moments[dtype], self.combine_moments, tensors)

@@ -75,7 +75,7 @@ def compiled_with(flags: str) -> Iterator[None]:
 def forget_kernels() -> None:
     """Make the next call load the kernels again, as after a change of the compiler or its flags."""
     build.load.cache_clear()
-    recording.runner.cache_clear()
+    recording.thread_pool.cache_clear()
 
 
 def by_kernels(model: Transformer, quantize: Quantization = "none") -> Transformer:

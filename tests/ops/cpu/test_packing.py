@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.ops.cpu import build
+from model.ops.cpu import packing
+from model.ops.cpu.arguments import PackArguments
 from model.ops.cpu.packing import PackedWeight, pack, pack_quantized, pack_rows
+from model.ops.cpu.shared_layout import find_kernel
 from model.ops.quantization import quantize_int4, quantize_int8
 from model.ops.stacked_rows import StackedRows
 from tests.ops.cpu.common import DTYPES, NO_KERNELS
@@ -42,7 +44,7 @@ def expected_pack(weight: Tensor, bits: int | None) -> PackedWeight:
 def test_rows_in_several_tensors_are_packed_to_the_same_bits_as_the_converted_matrix(
     dtype: torch.dtype, source: torch.dtype, bits: int | None, N: int, K: int
 ) -> None:
-    if build.kernel("pack", "pack_float32", dtype) is None:
+    if find_kernel("pack", "pack_float32", dtype, PackArguments) is None:
         pytest.skip(NO_KERNELS)
     parts = random_parts(N, K, source)
     packed = pack_rows(StackedRows(parts, dtype, CPU), bits)
@@ -74,6 +76,6 @@ def test_a_transposed_part_is_packed() -> None:
 def test_without_a_kernel_pytorch_packs_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = StackedRows(random_parts(50, 64, torch.float32), torch.bfloat16, CPU)
     by_kernel = [pack_rows(weight, bits) for bits in (None, 8, 4)]
-    monkeypatch.setattr(build, "kernel", lambda *_: None)
+    monkeypatch.setattr(packing, "find_kernel", lambda *_: None)
     for bits, packed in zip((None, 8, 4), by_kernel, strict=True):
         assert torch.equal(pack_rows(weight, bits).packed.flatten(), packed.packed.flatten())

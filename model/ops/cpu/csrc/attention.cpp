@@ -636,16 +636,37 @@ struct SequenceAttention {
 
 // Sequence s has the rows of q from cu_seqlens[s] up to cu_seqlens[s + 1], the first of them at position start[s].
 //
-// Args: q, keys, values, z, blocks (S, max_blocks), cu_seqlens (S + 1), start (S), S, max_blocks, block_size, H, Hkv,
-// D, window (or 0), scale, the strides of keys, of values and of q, softcap (or 0).
+// cu_seqlens has S + 1 numbers, `start` has S.
+template <class Number>
+STRUCT(
+    AttentionArguments,
+    (const Number*, q),
+    (const Number*, keys),
+    (const Number*, values),
+    (Number*, z),
+    (const int64_t*, blocks),  // (S, max_blocks)
+    (const int64_t*, cu_seqlens),
+    (const int64_t*, start),
+    (long, num_sequences),
+    (long, max_blocks),
+    (long, block_size),
+    (long, H),
+    (long, Hkv),
+    (long, D),
+    (long, window),  // or 0
+    (long, q_stride),
+    (long, k_stride),
+    (long, v_stride),
+    (double, scale),
+    (double, softcap));  // or 0
+
 template <class Number, class Dot>
-void attention(Args args, long task, long num_tasks) {
-    const Number *q = args.array<Number>(0), *keys = args.array<Number>(1), *values = args.array<Number>(2);
-    Number* z = args.array<Number>(3);
-    const int64_t *blocks = args.array<int64_t>(4), *cu_seqlens = args.array<int64_t>(5);
-    const int64_t* start = args.array<int64_t>(6);
-    const long num_sequences = args.integer(7), max_blocks = args.integer(8), block_size = args.integer(9);
-    const long H = args.integer(10), Hkv = args.integer(11), D = args.integer(12), window = args.integer(13);
+void attention(const AttentionArguments<Number>& args, long task, long num_tasks) {
+    const Number *q = args.q, *keys = args.keys, *values = args.values;
+    Number* z = args.z;
+    const int64_t *blocks = args.blocks, *cu_seqlens = args.cu_seqlens, *start = args.start;
+    const long num_sequences = args.num_sequences, max_blocks = args.max_blocks, block_size = args.block_size;
+    const long H = args.H, Hkv = args.Hkv, D = args.D, window = args.window;
     const long group = H / Hkv, tile_tokens = std::max(1L, TILE_ROWS / group);
     // Tiles that read the cache in place have several key heads each, but only so many that at least four tiles remain
     // if num_sequences * Hkv is at least four (with one new token per sequence).
@@ -667,15 +688,15 @@ void attention(Args args, long task, long num_tasks) {
             transposed_keys.begin = transposed_keys.end = packed_values.begin = packed_values.end = 0;
             for (long begin = 0; begin < num_new; begin += tile_tokens, tile++)
                 if (tile >= num_tiles * task / num_tasks && tile < num_tiles * (task + 1) / num_tasks) {
-                    const long q_stride = args.integer(17), num_heads = std::min(heads, Hkv - key_head);
+                    const long q_stride = args.q_stride, num_heads = std::min(heads, Hkv - key_head);
                     const int64_t* const own_blocks = blocks + s * max_blocks;
                     const SequenceAttention<Number, Dot> attention = {
-                        {keys + key_head * D, own_blocks, block_size, args.integer(15), num_heads * D, zeros.data()},
-                        {values + key_head * D, own_blocks, block_size, args.integer(16), num_heads * D, zeros.data()},
+                        {keys + key_head * D, own_blocks, block_size, args.k_stride, num_heads * D, zeros.data()},
+                        {values + key_head * D, own_blocks, block_size, args.v_stride, num_heads * D, zeros.data()},
                         q + cu_seqlens[s] * q_stride + key_head * group * D,
                         z + (cu_seqlens[s] * H + key_head * group) * D,
                         start[s], num_heads, group, q_stride, H, D, window,
-                        args.real(14), args.real(18), scratch, transposed_keys, packed_values,
+                        (float)args.scale, (float)args.softcap, scratch, transposed_keys, packed_values,
                     };
                     attention.attend(begin, std::min(begin + tile_tokens, num_new));
                 }
@@ -685,14 +706,32 @@ void attention(Args args, long task, long num_tasks) {
 
 // The scores, the masked scores and the pattern, each (H, N, S), of one sequence with N new tokens, the first of them
 // at position start[0], and S = start[0] + N keys. A recorded call reads `start` and `blocks` when it is replayed.
-//
-// Args: q (N, H, D), keys (slots, Hkv, D), blocks, scores, masked scores, pattern, N, start (1), block_size, H, Hkv, D,
-// window (or 0), scale, the strides of q and of keys, softcap (or 0).
+template <class Number>
+STRUCT(
+    AttentionScoresArguments,
+    (const Number*, q),     // (N, H, D)
+    (const Number*, keys),  // (slots, Hkv, D)
+    (const int64_t*, blocks),
+    (const int64_t*, start),  // (1)
+    (Number*, scores),
+    (Number*, masked),
+    (Number*, pattern),
+    (long, N),
+    (long, block_size),
+    (long, H),
+    (long, Hkv),
+    (long, D),
+    (long, window),  // or 0
+    (long, q_stride),
+    (long, k_stride),
+    (double, scale),
+    (double, softcap));  // or 0
+
 template <class Number, class Dot>
-void attention_scores(Args args, long task, long num_tasks) {
-    const Number *q = args.array<Number>(0), *keys = args.array<Number>(1);
-    const long N = args.integer(6), start = *args.array<int64_t>(7), S = start + N, H = args.integer(9);
-    const long Hkv = args.integer(10), D = args.integer(11), q_stride = args.integer(14), k_stride = args.integer(15);
+void attention_scores(const AttentionScoresArguments<Number>& args, long task, long num_tasks) {
+    const Number *q = args.q, *keys = args.keys;
+    const long N = args.N, start = *args.start, S = start + N, H = args.H, Hkv = args.Hkv, D = args.D;
+    const long q_stride = args.q_stride, k_stride = args.k_stride;
     const long group = H / Hkv, tile_tokens = std::max(1L, TILE_ROWS / group);
     const long num_tiles = (N + tile_tokens - 1) / tile_tokens;  // of one key head
     static thread_local Scratch scratch;
@@ -702,31 +741,36 @@ void attention_scores(Args args, long task, long num_tasks) {
         const long key_head = tile / num_tiles, begin = tile % num_tiles * tile_tokens, to = key_head * group * N * S;
         if (begin == 0) transposed_keys.begin = transposed_keys.end = 0;
         const CacheRows<Number> head_keys = {
-            keys + key_head * D, args.array<int64_t>(2), args.integer(8), k_stride, D, nullptr,
+            keys + key_head * D, args.blocks, args.block_size, k_stride, D, nullptr,
         };
         const SequenceAttention<Number, Dot> attention = {
             head_keys, head_keys, q + key_head * group * D, nullptr, start, 1, group, q_stride, H, D,
-            args.integer(12), args.real(13), args.real(16), scratch, transposed_keys, packed_values,
+            args.window, (float)args.scale, (float)args.softcap, scratch, transposed_keys, packed_values,
         };
         attention.write_scores(
-            begin, std::min(begin + tile_tokens, N), N, S, args.array<Number>(3) + to, args.array<Number>(4) + to,
-            args.array<Number>(5) + to);
+            begin, std::min(begin + tile_tokens, N), N, S, args.scores + to, args.masked + to,
+            args.pattern + to);
     }
+}
+
+bool uses_amx(long D) { return D % AmxDot::CHUNK == 0 && is_amx_allowed(); }
+
+void attention_bfloat16_by_best_unit(const AttentionArguments<BFloat16>& args, long task, long num_tasks) {
+    uses_amx(args.D) ? attention<BFloat16, AmxDot>(args, task, num_tasks)
+                     : attention<BFloat16, BFloat16Dot>(args, task, num_tasks);
+}
+
+void attention_scores_bfloat16_by_best_unit(
+    const AttentionScoresArguments<BFloat16>& args, long task, long num_tasks) {
+    uses_amx(args.D) ? attention_scores<BFloat16, AmxDot>(args, task, num_tasks)
+                     : attention_scores<BFloat16, BFloat16Dot>(args, task, num_tasks);
 }
 
 }  // namespace
 
-KERNEL(attention_scores_float32) { attention_scores<float, Float32Dot<float>>(args, task, num_tasks); }
-KERNEL(attention_float32) { attention<float, Float32Dot<float>>(args, task, num_tasks); }
+EXPORT_CONSTANT(WIDTH)
 
-KERNEL(attention_scores_bfloat16) {
-    const bool uses_amx = args.integer(11) % AmxDot::CHUNK == 0 && is_amx_allowed();
-    uses_amx ? attention_scores<BFloat16, AmxDot>(args, task, num_tasks)
-             : attention_scores<BFloat16, BFloat16Dot>(args, task, num_tasks);
-}
-
-KERNEL(attention_bfloat16) {
-    const bool uses_amx = args.integer(12) % AmxDot::CHUNK == 0 && is_amx_allowed();
-    uses_amx ? attention<BFloat16, AmxDot>(args, task, num_tasks)
-             : attention<BFloat16, BFloat16Dot>(args, task, num_tasks);
-}
+KERNEL(attention_float32, attention<float, Float32Dot<float>>)
+KERNEL(attention_bfloat16, attention_bfloat16_by_best_unit)
+KERNEL(attention_scores_float32, attention_scores<float, Float32Dot<float>>)
+KERNEL(attention_scores_bfloat16, attention_scores_bfloat16_by_best_unit)

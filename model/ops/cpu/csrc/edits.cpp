@@ -9,8 +9,8 @@
 
 namespace {
 
-// What an edit makes of a vector x: `EditRule` in model/ops/row_edits.py, in the order of KINDS in cpu_edits.py.
-enum Kind : long { SET, ADD, SCALE, CAP, PROJECT, CAP_COMPONENT };
+// What an edit makes of a vector x: `EditRule` in model/ops/row_edits.py.
+constexpr long SET = 0, ADD = 1, SCALE = 2, CAP = 3, PROJECT = 4, CAP_COMPONENT = 5;
 
 // NaN stays NaN.
 Floats limit(Floats x, Floats low, Floats high) { return min(high, max(low, x)); }
@@ -37,58 +37,93 @@ void apply_rule(long kind, float first, float second, const float* v, Number* x,
     map([&](Floats old, Floats direction) { return fma(difference, direction, old); });
 }
 
-// Edits rows of x (T, H, size) in place. Args: x, rows (N), N, H, size, heads (h) or null, h, vectors or null, places (N)
-// or null, the strides of the vectors from place to place and from head to head, kind, first, second.
+// Edits N rows of x (T, H, size) in place. `vector_stride` is that of the vectors from place to place, `head_stride` that
+// from head to head.
 template <class Number>
-void edit_rows(Args args, long task, long num_tasks) {
-    const long H = args.integer(3), size = args.integer(4), num_edited = args.integer(6);
-    const int64_t *rows = args.array<int64_t>(1), *heads = args.array<int64_t>(5), *places = args.array<int64_t>(8);
-    const float* const vectors = args.array<float>(7);
-    for_each_row(args.integer(2) * num_edited, task, num_tasks, [&](long index) {
-        const long row = index / num_edited, head = index % num_edited;
-        Number* const x = args.array<Number>(0) + (rows[row] * H + (heads ? heads[head] : head)) * size;
-        const long place = places ? places[row] : 0;
-        const float* const v = vectors ? vectors + place * args.integer(9) + head * args.integer(10) : nullptr;
-        apply_rule(args.integer(11), args.real(12), args.real(13), v, x, size);
+STRUCT(
+    EditRowsArguments,
+    (Number*, x),
+    (const int64_t*, rows),    // (N)
+    (const int64_t*, heads),   // (num_edited), or null for all heads
+    (const float*, vectors),   // or null
+    (const int64_t*, places),  // (N): which vector belongs to each row; or null for the first one
+    (long, num_rows),
+    (long, num_heads),
+    (long, num_edited),  // how many heads of a row are edited
+    (long, size),
+    (long, vector_stride),
+    (long, head_stride),
+    (long, kind),
+    (double, first),
+    (double, second));
+
+template <class Number>
+void edit_rows(const EditRowsArguments<Number>& args, long task, long num_tasks) {
+    for_each_row(args.num_rows * args.num_edited, task, num_tasks, [&](long index) {
+        const long row = index / args.num_edited, head = index % args.num_edited;
+        const long edited_head = args.heads ? args.heads[head] : head;
+        Number* const x = args.x + (args.rows[row] * args.num_heads + edited_head) * args.size;
+        const long offset = (args.places ? args.places[row] : 0) * args.vector_stride + head * args.head_stride;
+        const float* const v = args.vectors ? args.vectors + offset : nullptr;
+        apply_rule(args.kind, args.first, args.second, v, x, args.size);
     });
 }
 
-// Copies rows: out (N, size), contiguous, from x, whose rows are `stride` numbers apart. Args: x, stride, out, N, size.
+// Copies rows: out (N, size), contiguous, from x, whose rows are `x_stride` numbers apart.
 template <class Number>
-void copy_rows(Args args, long task, long num_tasks) {
-    const StridedRows<Number> x = {args.array<Number>(0), args.integer(1), args.integer(4)};
-    const StridedRows<Number> out = {args.array<Number>(2), x.size, x.size};
-    for_each_row(args.integer(3), task, num_tasks, [&](long row) {
-        std::memcpy(out[row], x[row], x.size * sizeof(Number));
+STRUCT(CopyRowsArguments, (const Number*, x), (Number*, out), (long, num_rows), (long, size), (long, x_stride));
+
+template <class Number>
+void copy_rows(const CopyRowsArguments<Number>& args, long task, long num_tasks) {
+    for_each_row(args.num_rows, task, num_tasks, [&](long row) {
+        std::memcpy(args.out + row * args.size, args.x + row * args.x_stride, args.size * sizeof(Number));
     });
 }
 
 // Averages the values of the keys with the weights of a pattern: pattern (H, T, S) float32, v (S, Hkv, D) -> out (T, H,
-// D). Keys of weight 0 are skipped, so values behind the last visible key do not matter. Args: pattern, v, its stride,
-// out, T, H, Hkv, D, S.
+// D). Keys of weight 0 are skipped, so values behind the last visible key do not matter.
 template <class Number>
-void apply_pattern(Args args, long task, long num_tasks) {
-    const long stride = args.integer(2), T = args.integer(4), H = args.integer(5), D = args.integer(7);
-    const long group = H / args.integer(6), S = args.integer(8);
+STRUCT(
+    ApplyPatternArguments,
+    (const float*, pattern),
+    (const Number*, v),
+    (Number*, out),
+    (long, T),
+    (long, H),
+    (long, Hkv),
+    (long, D),
+    (long, S),
+    (long, v_stride));
+
+template <class Number>
+void apply_pattern(const ApplyPatternArguments<Number>& args, long task, long num_tasks) {
+    const long T = args.T, H = args.H, D = args.D, S = args.S, group = H / args.Hkv;
     for_each_row(T * H, task, num_tasks, [&](long row) {
         const long token = row / H, head = row % H;
-        const float* const weights = args.array<float>(0) + (head * T + token) * S;
-        const Number* const values = args.array<Number>(1) + head / group * D;
+        const float* const weights = args.pattern + (head * T + token) * S;
+        const Number* const values = args.v + head / group * D;
         for_each_vector(D, [&](long i, Mask mask) {
             Floats sum = Floats{};
             for (long key = 0; key < S; key++)
-                if (weights[key] != 0) sum = fma(broadcast(weights[key]), load(values + key * stride + i, mask), sum);
-            store(args.array<Number>(3) + row * D + i, sum, mask);
+                if (weights[key] != 0) sum = fma(broadcast(weights[key]), load(values + key * args.v_stride + i, mask), sum);
+            store(args.out + row * D + i, sum, mask);
         });
     });
 }
 
 }  // namespace
 
-#define KERNELS(Number, dtype)                                                    \
-    KERNEL(edit_rows_##dtype) { edit_rows<Number>(args, task, num_tasks); }       \
-    KERNEL(copy_rows_##dtype) { copy_rows<Number>(args, task, num_tasks); }       \
-    KERNEL(apply_pattern_##dtype) { apply_pattern<Number>(args, task, num_tasks); }
+EXPORT_CONSTANT(SET)
+EXPORT_CONSTANT(ADD)
+EXPORT_CONSTANT(SCALE)
+EXPORT_CONSTANT(CAP)
+EXPORT_CONSTANT(PROJECT)
+EXPORT_CONSTANT(CAP_COMPONENT)
+
+#define KERNELS(Number, dtype)                     \
+    KERNEL(edit_rows_##dtype, edit_rows<Number>)   \
+    KERNEL(copy_rows_##dtype, copy_rows<Number>)   \
+    KERNEL(apply_pattern_##dtype, apply_pattern<Number>)
 
 KERNELS(float, float32)
 KERNELS(BFloat16, bfloat16)

@@ -11,80 +11,114 @@
 
 namespace {
 
-// Looks up rows: out (N, size) = table[index (N)]. Args: table, index, out, N, size.
+// Looks up rows: out (N, size) = table[indices (N)].
 template <class Number>
-void take_rows(Args args, long task, long num_tasks) {
-    const Number* table = args.array<Number>(0);
-    const int64_t* index = args.array<int64_t>(1);
-    const StridedRows<Number> out = {args.array<Number>(2), args.integer(4), args.integer(4)};
-    for_each_row(args.integer(3), task, num_tasks, [&](long row) {
-        std::memcpy(out[row], table + index[row] * out.size, out.size * sizeof(Number));
+STRUCT(
+    TakeRowsArguments,
+    (const Number*, table),
+    (const int64_t*, indices),
+    (Number*, out),
+    (long, num_rows),
+    (long, size));
+
+template <class Number>
+void take_rows(const TakeRowsArguments<Number>& args, long task, long num_tasks) {
+    for_each_row(args.num_rows, task, num_tasks, [&](long row) {
+        std::memcpy(args.out + row * args.size, args.table + args.indices[row] * args.size, args.size * sizeof(Number));
     });
 }
 
-// Copies the keys and values of new tokens, k and v (N, size), to slots (N) of keys and values (num_slots, size). Args:
-// k, its stride, v, its stride, keys, values, slots, N, size.
+// Copies the keys and values of new tokens, k and v (N, size), to slots (N) of keys and values (num_slots, size).
 template <class Number>
-void write_rows(Args args, long task, long num_tasks) {
-    const long size = args.integer(8);
-    const StridedRows<Number> k = {args.array<Number>(0), args.integer(1), size};
-    const StridedRows<Number> v = {args.array<Number>(2), args.integer(3), size};
-    Number *const keys = args.array<Number>(4), *const values = args.array<Number>(5);
-    const int64_t* slots = args.array<int64_t>(6);
-    for_each_row(args.integer(7), task, num_tasks, [&](long row) {
-        std::memcpy(keys + slots[row] * size, k[row], size * sizeof(Number));
-        std::memcpy(values + slots[row] * size, v[row], size * sizeof(Number));
+STRUCT(
+    WriteRowsArguments,
+    (const Number*, k),
+    (const Number*, v),
+    (Number*, keys),
+    (Number*, values),
+    (const int64_t*, slots),
+    (long, num_rows),
+    (long, size),
+    (long, k_stride),
+    (long, v_stride));
+
+template <class Number>
+void write_rows(const WriteRowsArguments<Number>& args, long task, long num_tasks) {
+    const long size = args.size;
+    for_each_row(args.num_rows, task, num_tasks, [&](long row) {
+        const long slot = args.slots[row];
+        std::memcpy(args.keys + slot * size, args.k + row * args.k_stride, size * sizeof(Number));
+        std::memcpy(args.values + slot * size, args.v + row * args.v_stride, size * sizeof(Number));
     });
 }
 
-// out = a + b. Args: a, b, out, count.
+// out = a + b, each of `num_elements` numbers.
 template <class Number>
-void add(Args args, long task, long num_tasks) {
-    const Number *a = args.array<Number>(0), *b = args.array<Number>(1);
-    Number* out = args.array<Number>(2);
-    const long count = args.integer(3), vectors = (count + WIDTH - 1) / WIDTH;
+STRUCT(AddArguments, (const Number*, a), (const Number*, b), (Number*, out), (long, num_elements));
+
+template <class Number>
+void add(const AddArguments<Number>& args, long task, long num_tasks) {
+    const long vectors = (args.num_elements + WIDTH - 1) / WIDTH;
     for_each_row(vectors, task, num_tasks, [&](long vector) {
         const long i = vector * WIDTH;
-        const Mask mask = first_lanes(count - i);
-        store(out + i, load(a + i, mask) + load(b + i, mask), mask);
+        const Mask mask = first_lanes(args.num_elements - i);
+        store(args.out + i, load(args.a + i, mask) + load(args.b + i, mask), mask);
     });
 }
 
-// out = factor x, or cap tanh(x / cap). Args: x, out, count, factor or cap.
-template <class Number, class Operation>
-void map_numbers(Args args, long task, long num_tasks, Operation operation) {
-    const Number* x = args.array<Number>(0);
-    Number* out = args.array<Number>(1);
-    const Floats parameter = broadcast(args.real(3));
-    const long count = args.integer(2);
-    for_each_row((count + WIDTH - 1) / WIDTH, task, num_tasks, [&](long vector) {
+// out = parameter x, or parameter tanh(x / parameter), each of `num_elements` numbers.
+template <class Number>
+STRUCT(MapArguments, (const Number*, x), (Number*, out), (long, num_elements), (double, parameter));
+
+template <class Number, Floats (*operation)(Floats, Floats)>
+void map_numbers(const MapArguments<Number>& args, long task, long num_tasks) {
+    const Floats parameter = broadcast(args.parameter);
+    for_each_row((args.num_elements + WIDTH - 1) / WIDTH, task, num_tasks, [&](long vector) {
         const long i = vector * WIDTH;
-        const Mask mask = first_lanes(count - i);
-        store(out + i, operation(load(x + i, mask), parameter), mask);
+        const Mask mask = first_lanes(args.num_elements - i);
+        store(args.out + i, operation(load(args.x + i, mask), parameter), mask);
     });
 }
+
+Floats scale(Floats x, Floats factor) { return factor * x; }
 
 // LayerNorm or RMSNorm: x (outer, inner, size) -> out, contiguous. A row, minus its mean if it is to be centered
 // (LayerNorm), is divided by its scale, multiplied by the gain (the weight plus `offset`), and the bias is added. All
 // rows share one weight if the stride of the weight is 0; otherwise each of the `inner` rows has its own. Also stores
 // the `scales` (outer, inner) in float32, and the rows before the gain, `normalized`, if these are wanted.
-// Args: x, weight, bias (or 0), out, outer, inner, the outer and the inner stride of x, size, eps, whether to center,
-// scales (or 0), normalized (or 0), the stride of the weight, offset.
 template <class Number>
-void norm(Args args, long task, long num_tasks) {
-    const Number *x = args.array<Number>(0), *weight = args.array<Number>(1), *bias = args.array<Number>(2);
-    const long inner = args.integer(5), outer_stride = args.integer(6), inner_stride = args.integer(7);
-    const long size = args.integer(8);
-    const float eps = args.real(9);
-    float* const scales = args.array<float>(11);
-    Number* const normalized = args.array<Number>(12);
-    const long weight_stride = args.integer(13);
-    const Floats offset = broadcast(args.real(14));
-    for_each_row(args.integer(4) * inner, task, num_tasks, [&](long row) {
-        const Number* from = x + row / inner * outer_stride + row % inner * inner_stride;
-        Number* to = args.array<Number>(3) + row * size;
+STRUCT(
+    NormArguments,
+    (const Number*, x),
+    (const Number*, weight),
+    (const Number*, bias),  // or null
+    (Number*, out),
+    (float*, scales),       // or null
+    (Number*, normalized),  // or null
+    (long, outer),
+    (long, inner),
+    (long, size),
+    (long, outer_stride),   // of x
+    (long, inner_stride),   // of x
+    (long, weight_stride),
+    (long, is_centered),
+    (double, eps),
+    (double, offset));
+
+template <class Number>
+void norm(const NormArguments<Number>& args, long task, long num_tasks) {
+    const long size = args.size;
+    const float eps = args.eps;
+    const Number *const weight = args.weight, *const bias = args.bias;
+    float* const scales = args.scales;
+    Number* const normalized = args.normalized;
+    const Floats offset = broadcast(args.offset);
+    for_each_row(args.outer * args.inner, task, num_tasks, [&](long row) {
+        const long inner_row = row % args.inner;
+        const Number* from = args.x + row / args.inner * args.outer_stride + inner_row * args.inner_stride;
+        Number* to = args.out + row * size;
         Floats shift = Floats{}, squares = Floats{};
-        if (args.integer(10)) {
+        if (args.is_centered) {
             for_each_vector(size, [&](long i, Mask mask) { shift = shift + load(from + i, mask); });
             shift = broadcast(reduce_add(shift) / size);
         }
@@ -98,51 +132,82 @@ void norm(Args args, long task, long num_tasks) {
         for_each_vector(size, [&](long i, Mask mask) {
             Floats value = (load(from + i, mask) - shift) * factor;
             if (normalized) store(normalized + row * size + i, value, mask);
-            value = value * (load(weight + row % inner * weight_stride + i, mask) + offset);
+            value = value * (load(weight + inner_row * args.weight_stride + i, mask) + offset);
             if (bias) value = value + load(bias + i, mask);
             store(to + i, value, mask);
         });
     });
 }
 
-// Rotary angles: positions (N), frequencies (D/2) -> cosines and sines (N, D/2) in float32, times `factor`. Args:
-// positions, frequencies, cosines, sines, N, D/2, factor.
-void rotation(Args args, long task, long num_tasks) {
-    const int64_t* positions = args.array<int64_t>(0);
-    const float* frequencies = args.array<float>(1);
-    const long half = args.integer(5);
-    for_each_row(args.integer(4), task, num_tasks, [&](long row) {
-        for (long i = 0; i < half; i++) {
-            const float angle = positions[row] * frequencies[i];
-            args.array<float>(2)[row * half + i] = std::cos(angle) * args.real(6);
-            args.array<float>(3)[row * half + i] = std::sin(angle) * args.real(6);
+// Rotary angles: positions (N), frequencies (D/2) -> cosines and sines (N, D/2) in float32, times `factor`.
+STRUCT(
+    RotationArguments,
+    (const int64_t*, positions),
+    (const float*, frequencies),
+    (float*, cosines),
+    (float*, sines),
+    (long, num_rows),
+    (long, half),  // D/2
+    (double, factor));
+
+void rotation(const RotationArguments& args, long task, long num_tasks) {
+    const float factor = args.factor;
+    for_each_row(args.num_rows, task, num_tasks, [&](long row) {
+        for (long i = 0; i < args.half; i++) {
+            const float angle = args.positions[row] * args.frequencies[i];
+            args.cosines[row * args.half + i] = std::cos(angle) * factor;
+            args.sines[row * args.half + i] = std::sin(angle) * factor;
         }
     });
 }
 
-// Chooses the angles of each row: of `long` if lengths[row] is above the limit, otherwise of `short`. Args: cosines
-// (N, half) and sines of `short`, likewise of `long`, lengths (N), cosines and sines to write, N, half, limit.
-void select_rotation(Args args, long task, long num_tasks) {
-    const long half = args.integer(8);
-    for_each_row(args.integer(7), task, num_tasks, [&](long row) {
-        const int from = args.array<int64_t>(4)[row] > args.integer(9) ? 2 : 0;
-        for (int i = 0; i < 2; i++)
-            std::memcpy(
-                args.array<float>(5 + i) + row * half, args.array<float>(from + i) + row * half, half * sizeof(float));
+// Chooses the angles (N, D/2) of each row: the long ones if lengths[row] is above the limit, otherwise the short ones.
+STRUCT(
+    SelectRotationArguments,
+    (const float*, short_cosines),
+    (const float*, short_sines),
+    (const float*, long_cosines),
+    (const float*, long_sines),
+    (const int64_t*, lengths),
+    (float*, cosines),
+    (float*, sines),
+    (long, num_rows),
+    (long, half),  // D/2
+    (long, limit));
+
+void select_rotation(const SelectRotationArguments& args, long task, long num_tasks) {
+    for_each_row(args.num_rows, task, num_tasks, [&](long row) {
+        const bool is_long = args.lengths[row] > args.limit;
+        const long begin = row * args.half, num_bytes = args.half * sizeof(float);
+        std::memcpy(args.cosines + begin, (is_long ? args.long_cosines : args.short_cosines) + begin, num_bytes);
+        std::memcpy(args.sines + begin, (is_long ? args.long_sines : args.short_sines) + begin, num_bytes);
     });
 }
 
 // Rotates each pair (i, i + half) of every head by its angle: x (N, H, D) -> out. The dims from 2 half on stay as they
-// are. Row n takes the angles of row n % period. Args: x, its stride, out, cosines (period, half), sines, N, H, D,
-// period, half.
+// are. Row n takes the angles of row n % period.
 template <class Number>
-void rotate(Args args, long task, long num_tasks) {
-    const long heads = args.integer(6), size = args.integer(7), period = args.integer(8), half = args.integer(9);
-    const StridedRows<Number> x = {args.array<Number>(0), args.integer(1), heads * size};
-    const StridedRows<Number> out = {args.array<Number>(2), x.size, x.size};
-    for_each_row(args.integer(5), task, num_tasks, [&](long row) {
-        const float* const cosines = args.array<float>(3) + row % period * half;
-        const float* const sines = args.array<float>(4) + row % period * half;
+STRUCT(
+    RotateArguments,
+    (const Number*, x),
+    (Number*, out),
+    (const float*, cosines),  // (period, half)
+    (const float*, sines),
+    (long, num_rows),
+    (long, num_heads),
+    (long, d_head),
+    (long, x_stride),
+    (long, period),
+    (long, half));
+
+template <class Number>
+void rotate(const RotateArguments<Number>& args, long task, long num_tasks) {
+    const long heads = args.num_heads, size = args.d_head, half = args.half;
+    const StridedRows<const Number> x = {args.x, args.x_stride, heads * size};
+    const StridedRows<Number> out = {args.out, x.size, x.size};
+    for_each_row(args.num_rows, task, num_tasks, [&](long row) {
+        const float* const cosines = args.cosines + row % args.period * half;
+        const float* const sines = args.sines + row % args.period * half;
         for (long head = 0; head < heads; head++) {
             const Number* from = x[row] + head * size;
             Number* to = out[row] + head * size;
@@ -190,15 +255,25 @@ Floats gelu(Floats x) {
 
 Floats relu(Floats x) { return max(Floats{}, x); }  // NaN stays
 
-// out (N, size) = activation(pre), times `linear` if there is one. Args: pre, its stride, linear (or 0), its stride,
-// out, N, size.
+// out (N, size) = activation(pre), times `linear` if there is one.
+template <class Number>
+STRUCT(
+    ActivateArguments,
+    (const Number*, pre),
+    (const Number*, linear),  // or null
+    (Number*, out),
+    (long, num_rows),
+    (long, size),
+    (long, pre_stride),
+    (long, linear_stride));
+
 template <class Number, Floats (*activation)(Floats)>
-void activate(Args args, long task, long num_tasks) {
-    const long size = args.integer(6), vectors = (size + WIDTH - 1) / WIDTH;
-    const StridedRows<Number> pre = {args.array<Number>(0), args.integer(1), size};
-    const StridedRows<Number> out = {args.array<Number>(4), size, size};
-    const StridedRows<Number> linear = {args.array<Number>(2), args.integer(3), size};
-    const long count = args.integer(5) * vectors;
+void activate(const ActivateArguments<Number>& args, long task, long num_tasks) {
+    const long size = args.size, vectors = (size + WIDTH - 1) / WIDTH;
+    const StridedRows<const Number> pre = {args.pre, args.pre_stride, size};
+    const StridedRows<const Number> linear = {args.linear, args.linear_stride, size};
+    const StridedRows<Number> out = {args.out, size, size};
+    const long count = args.num_rows * vectors;
     const long begin = count * task / num_tasks, end = count * (task + 1) / num_tasks;
     for (long row = begin / vectors; row * vectors < end; row++) {  // the first and the last row may be incomplete
         const long last = std::min(vectors, end - row * vectors);
@@ -213,13 +288,22 @@ void activate(Args args, long task, long num_tasks) {
 }
 
 // Log-sum-exp and softmax of each row, in float32: x (N, size) -> log_totals (N), and probabilities (N, size) if these
-// are wanted. Args: x, probabilities (or 0), log_totals, N, size.
+// are wanted.
 template <class Number>
-void distribution(Args args, long task, long num_tasks) {
-    const long size = args.integer(4);
-    for_each_row(args.integer(3), task, num_tasks, [&](long row) {
-        const Number* x = args.array<Number>(0) + row * size;
-        float* const probabilities = args.array<float>(1) ? args.array<float>(1) + row * size : nullptr;
+STRUCT(
+    DistributionArguments,
+    (const Number*, x),
+    (float*, probabilities),  // or null
+    (float*, log_totals),
+    (long, num_rows),
+    (long, size));
+
+template <class Number>
+void distribution(const DistributionArguments<Number>& args, long task, long num_tasks) {
+    const long size = args.size;
+    for_each_row(args.num_rows, task, num_tasks, [&](long row) {
+        const Number* x = args.x + row * size;
+        float* const probabilities = args.probabilities ? args.probabilities + row * size : nullptr;
         Floats maxima = broadcast(-INFINITY), sum = Floats{};
         for_each_vector(size, [&](long i, Mask mask) {
             maxima = max(maxima, select(mask, load(x + i, mask), broadcast(-INFINITY)));
@@ -231,7 +315,7 @@ void distribution(Args args, long task, long num_tasks) {
             if (probabilities) store(probabilities + i, value, mask);
         });
         const float total = reduce_add(sum);
-        args.array<float>(2)[row] = shift + std::log(total);
+        args.log_totals[row] = shift + std::log(total);
         if (probabilities)
             for_each_vector(size, [&](long i, Mask mask) {
                 store(probabilities + i, load(probabilities + i, mask) / broadcast(total), mask);
@@ -240,13 +324,24 @@ void distribution(Args args, long task, long num_tasks) {
 }
 
 // The maximum of each row, NaN if the row has a NaN, and the index of its first occurrence. Numbers that a bitmask
-// excludes count as -inf. Args: x (N, size), values (N) float32, indices (N) int64, N, size, bitmasks (N, W) or null, W.
+// excludes count as -inf.
 template <class Number>
-void argmax(Args args, long task, long num_tasks) {
-    const long size = args.integer(4);
-    for_each_row(args.integer(3), task, num_tasks, [&](long row) {
-        const Number* x = args.array<Number>(0) + row * size;
-        const Bitmask bitmask = Bitmask{args.array<uint32_t>(5), args.integer(6)}.row(row);
+STRUCT(
+    ArgmaxArguments,
+    (const Number*, x),  // (N, size)
+    (float*, values),
+    (int64_t*, indices),
+    (const uint32_t*, bitmasks),  // (N, words_per_row) or null
+    (long, num_rows),
+    (long, size),
+    (long, words_per_row));
+
+template <class Number>
+void argmax(const ArgmaxArguments<Number>& args, long task, long num_tasks) {
+    const long size = args.size;
+    for_each_row(args.num_rows, task, num_tasks, [&](long row) {
+        const Number* x = args.x + row * size;
+        const Bitmask bitmask = Bitmask{args.bitmasks, args.words_per_row}.row(row);
         Floats maxima = broadcast(-INFINITY);
         Integers first_index = Integers{};
         Mask is_nan_lane = {};
@@ -261,8 +356,8 @@ void argmax(Args args, long task, long num_tasks) {
         const float value = reduce_max(maxima);
         const Mask is_maximum = is_equal(maxima, broadcast(value));
         const Integers indices = select(is_maximum, first_index + lane_indices(), broadcast_integer(size));
-        args.array<float>(1)[row] = count_lanes(is_nan_lane) ? NAN : value;
-        args.array<int64_t>(2)[row] = reduce_min(indices);
+        args.values[row] = count_lanes(is_nan_lane) ? NAN : value;
+        args.indices[row] = reduce_min(indices);
     });
 }
 
@@ -340,73 +435,93 @@ Moments moments_of(const Number* x, long size) {
             total(squares) - error * error * count};
 }
 
-// A tensor to be summarized: `count` numbers, in rows of `size` numbers that lie `stride` numbers apart.
-struct Layout {
-    int64_t address, count, stride, size;
+constexpr long SUMMARY_CHUNK = 1 << 14;  // numbers
+constexpr long NUM_MOMENTS = sizeof(Moments) / sizeof(double);
 
-    static constexpr long CHUNK = 1 << 14;  // numbers: as in model/ops/cpu/cpu_summaries.py
-    long num_chunks() const { return (count + CHUNK - 1) / CHUNK; }
-};
+// A tensor to be summarized: `num_elements` numbers, in rows of `size` numbers that lie `stride` numbers apart.
+STRUCT(TensorLayout, (const void*, address), (long, num_elements), (long, stride), (long, size));
 
-// The moments of each chunk of N tensors. Args: layouts (N), moments of all chunks, one tensor after the other, N.
+long num_chunks(const TensorLayout& layout) { return (layout.num_elements + SUMMARY_CHUNK - 1) / SUMMARY_CHUNK; }
+
+// The moments of each chunk of some tensors. The chunks of all tensors lie one after the other.
+STRUCT(MomentsArguments, (const TensorLayout*, layouts), (Moments*, moments), (long, num_tensors));
+
 template <class Number>
-void moments(Args args, long task, long num_tasks) {
+void moments(const MomentsArguments& args, long task, long num_tasks) {
     constexpr long SPAN = 256 * WIDTH;  // numbers whose moments are computed in float32, then added in float64
-    const Layout* const layouts = args.array<Layout>(0);
     long total = 0, index = 0;
-    for (long n = 0; n < args.integer(2); n++) total += layouts[n].num_chunks();
-    for (long n = 0; n < args.integer(2); n++) {
-        const Layout& at = layouts[n];
-        const StridedRows<Number> x = {(Number*)at.address, at.stride, at.size};
-        for (long begin = 0; begin < at.count; begin += Layout::CHUNK, index++) {
+    for (long n = 0; n < args.num_tensors; n++) total += num_chunks(args.layouts[n]);
+    for (long n = 0; n < args.num_tensors; n++) {
+        const TensorLayout& layout = args.layouts[n];
+        const StridedRows<const Number> x = {(const Number*)layout.address, layout.stride, layout.size};
+        for (long begin = 0; begin < layout.num_elements; begin += SUMMARY_CHUNK, index++) {
             if (index < total * task / num_tasks || index >= total * (task + 1) / num_tasks) continue;
-            Moments& all = args.array<Moments>(1)[index] = {};
-            for (long next, i = begin, end = std::min(begin + Layout::CHUNK, at.count); i < end; i = next) {
-                next = std::min({i + SPAN, (i / at.size + 1) * at.size, end});
-                all.add(moments_of<true>(x[i / at.size] + i % at.size, next - i));
+            Moments& all = args.moments[index] = {};
+            for (long next, i = begin, end = std::min(begin + SUMMARY_CHUNK, layout.num_elements); i < end; i = next) {
+                next = std::min({i + SPAN, (i / layout.size + 1) * layout.size, end});
+                all.add(moments_of<true>(x[i / layout.size] + i % layout.size, next - i));
             }
         }
     }
 }
 
-// Combines the moments of the chunks of N tensors. For each tensor: minimum, maximum, mean, standard deviation, L2
-// norm, and how many numbers are not finite. Args: layouts (N), moments of all chunks, summaries (N, 6) float64, N.
-void summaries(Args args) {
-    const Layout* const layouts = args.array<Layout>(0);
-    const Moments* chunk = args.array<Moments>(1);
-    for (long n = 0; n < args.integer(3); n++) {
+STRUCT(
+    Summary,
+    (double, minimum),
+    (double, maximum),
+    (double, mean),
+    (double, standard_deviation),
+    (double, l2_norm),
+    (double, num_missing));  // how many numbers are not finite
+
+// Combines the moments of the chunks of each tensor.
+STRUCT(
+    SummariesArguments,
+    (const TensorLayout*, layouts),
+    (const Moments*, moments),
+    (Summary*, summaries),
+    (long, num_tensors));
+
+void summaries(const SummariesArguments& args, long task, long) {
+    if (task > 0) return;  // one task computes everything
+    const Moments* chunk = args.moments;
+    for (long n = 0; n < args.num_tensors; n++) {
         Moments all;
-        for (const Moments* const end = chunk + layouts[n].num_chunks(); chunk < end; chunk++) all.add(*chunk);
+        for (const Moments* const end = chunk + num_chunks(args.layouts[n]); chunk < end; chunk++) all.add(*chunk);
         const double squares = std::max(0.0, all.squares);
-        const double summary[] = {all.minimum, all.maximum, all.mean, std::sqrt(squares / all.count),
-                                  std::sqrt(squares + all.count * all.mean * all.mean), layouts[n].count - all.count};
-        std::memcpy(args.array<double>(2) + 6 * n, summary, sizeof summary);
+        args.summaries[n] = {
+            all.minimum, all.maximum, all.mean, std::sqrt(squares / all.count),
+            std::sqrt(squares + all.count * all.mean * all.mean), args.layouts[n].num_elements - all.count,
+        };
     }
 }
 
 }  // namespace
 
-KERNEL(summaries_float32) { summaries(args); }
-KERNEL(rotation_float32) { rotation(args, task, num_tasks); }
-KERNEL(select_rotation_float32) { select_rotation(args, task, num_tasks); }
+EXPORT_CONSTANT(SUMMARY_CHUNK)
+EXPORT_CONSTANT(NUM_MOMENTS)
+EXPORT_DESCRIPTION(tensor_layout, TensorLayout)
+EXPORT_DESCRIPTION(summary, Summary)
 
-#define KERNELS(Number, dtype)                                                                    \
-    KERNEL(take_rows_##dtype) { take_rows<Number>(args, task, num_tasks); }                       \
-    KERNEL(write_rows_##dtype) { write_rows<Number>(args, task, num_tasks); }                     \
-    KERNEL(add_##dtype) { add<Number>(args, task, num_tasks); }                                   \
-    KERNEL(scale_##dtype) {                                                                       \
-        map_numbers<Number>(args, task, num_tasks, [](Floats x, Floats factor) { return factor * x; }); \
-    }                                                                                             \
-    KERNEL(softcap_##dtype) { map_numbers<Number>(args, task, num_tasks, softcap); }              \
-    KERNEL(norm_##dtype) { norm<Number>(args, task, num_tasks); }                                 \
-    KERNEL(rotate_##dtype) { rotate<Number>(args, task, num_tasks); }                             \
-    KERNEL(argmax_##dtype) { argmax<Number>(args, task, num_tasks); }                             \
-    KERNEL(distribution_##dtype) { distribution<Number>(args, task, num_tasks); }                 \
-    KERNEL(moments_##dtype) { moments<Number>(args, task, num_tasks); }                           \
-    KERNEL(silu_##dtype) { activate<Number, silu>(args, task, num_tasks); }                       \
-    KERNEL(gelu_##dtype) { activate<Number, gelu>(args, task, num_tasks); }                       \
-    KERNEL(gelu_tanh_##dtype) { activate<Number, gelu_tanh>(args, task, num_tasks); }             \
-    KERNEL(relu_##dtype) { activate<Number, relu>(args, task, num_tasks); }
+KERNEL(summaries_float32, summaries)
+KERNEL(rotation_float32, rotation)
+KERNEL(select_rotation_float32, select_rotation)
+
+#define KERNELS(Number, dtype)                                    \
+    KERNEL(take_rows_##dtype, take_rows<Number>)                  \
+    KERNEL(write_rows_##dtype, write_rows<Number>)                \
+    KERNEL(add_##dtype, add<Number>)                              \
+    KERNEL(scale_##dtype, map_numbers<Number, scale>)             \
+    KERNEL(softcap_##dtype, map_numbers<Number, softcap>)         \
+    KERNEL(norm_##dtype, norm<Number>)                            \
+    KERNEL(rotate_##dtype, rotate<Number>)                        \
+    KERNEL(argmax_##dtype, argmax<Number>)                        \
+    KERNEL(distribution_##dtype, distribution<Number>)            \
+    KERNEL(moments_##dtype, moments<Number>)                      \
+    KERNEL(silu_##dtype, activate<Number, silu>)                  \
+    KERNEL(gelu_##dtype, activate<Number, gelu>)                  \
+    KERNEL(gelu_tanh_##dtype, activate<Number, gelu_tanh>)        \
+    KERNEL(relu_##dtype, activate<Number, relu>)
 
 KERNELS(float, float32)
 KERNELS(BFloat16, bfloat16)

@@ -1,35 +1,32 @@
 // What all kernels share: how they take their arguments, how their work is divided, and functions that several use.
 //
-// A kernel computes one operation, such as a norm. It is a C function of three arguments: an array of 64-bit values
-// (addresses, sizes, numbers), and the index of a task among the `num_tasks` tasks into which this call is divided.
+// A kernel computes one operation, such as a norm. It is a function of three arguments: a struct with addresses, sizes
+// and numbers, and the index of a task among the `num_tasks` tasks into which this call is divided.
 // `run_calls` of thread_pool.cpp runs all tasks of a call on several threads. A task writes only its own share of the
 // outputs, and each output is computed in the same order of operations whatever the number of tasks, so no bit of a
 // result depends on how a call is divided.
 
 #pragma once
 
+#include "shared_struct.h"
 #include "simd.h"
 
 // Unroll loops over arrays that must stay in registers: one loop that is not unrolled forces its array into memory.
 #define UNROLL _Pragma("GCC unroll 16")
 
-#define KERNEL(name) extern "C" void name(Args args, long task, long num_tasks)
+template <class Arguments>
+using Kernel = void(const Arguments& args, long task, long num_tasks);
 
-// The arguments of a call, by index. Python passes them in the same order: `call` in model/ops/cpu/recording.py.
-struct Args {
-    const int64_t* values;
+template <class Arguments>
+Arguments arguments_of(Kernel<Arguments>*);
 
-    template <class T>
-    T* array(int index) const {
-        return reinterpret_cast<T*>(values[index]);
-    }
-    long integer(int index) const { return values[index]; }
-    float real(int index) const {  // passed as the bits of a double: `float_bits` in recording.py
-        double number;
-        std::memcpy(&number, values + index, sizeof number);
-        return number;
-    }
-};
+// Exports a kernel as the function `name`, and the description of its arguments as `name`_arguments.
+#define KERNEL(name, ...)                                                                           \
+    extern "C" void name(const void* arguments, long task, long num_tasks) {                        \
+        using Arguments = decltype(arguments_of(__VA_ARGS__));                                      \
+        static_cast<Kernel<Arguments>&>(__VA_ARGS__)(*static_cast<const Arguments*>(arguments), task, num_tasks); \
+    }                                                                                               \
+    EXPORT_DESCRIPTION(name##_arguments, decltype(arguments_of(__VA_ARGS__)))
 
 // Which numbers of some rows count: bit i % 32 of word i / 32 of a row allows number i. Without words, all of them do.
 struct Bitmask {

@@ -92,29 +92,47 @@ struct Product {
     }
 };
 
-// Args: x, w, b (or 0), y, M, N, K.
-template <class Format, class Number = typename Format::Number>
-void linear(Args args, long task, long num_tasks) {
-    const long M = args.integer(4), N = args.integer(5), K = args.integer(6);
-    const Product<Format> product = {
-        args.array<typename Format::Input>(0), args.array<Number>(1), args.array<Number>(2), args.array<Number>(3),
-        N, K,
-    };
-    multiply_by_best_unit<std::is_same_v<Number, BFloat16>>(product, M, N, task, num_tasks);
+template <class Format>
+STRUCT(
+    LinearArguments,
+    (const typename Format::Input*, x),
+    (const typename Format::Number*, w),
+    (const typename Format::Number*, b),  // or null
+    (typename Format::Number*, y),
+    (long, M),
+    (long, N),
+    (long, K));
+
+template <class Format>
+void linear(const LinearArguments<Format>& args, long task, long num_tasks) {
+    const Product<Format> product = {args.x, args.w, args.b, args.y, args.N, args.K};
+    constexpr bool is_packed_for_amx = std::is_same_v<typename Format::Number, BFloat16>;
+    multiply_by_best_unit<is_packed_for_amx>(product, args.M, args.N, task, num_tasks);
 }
+
+#ifndef __AVX512BF16__
+// Widens the numbers of x to float32, as the product of bfloat16 numbers reads it without AVX512-BF16.
+STRUCT(WidenArguments, (const BFloat16*, x), (float*, out), (long, num_elements));
+
+void widen(const WidenArguments& args, long task, long num_tasks) {
+    const long vectors = (args.num_elements + WIDTH - 1) / WIDTH;
+    for (long vector = vectors * task / num_tasks; vector < vectors * (task + 1) / num_tasks; vector++) {
+        const Mask mask = first_lanes(args.num_elements - vector * WIDTH);
+        store(args.out + vector * WIDTH, load(args.x + vector * WIDTH, mask), mask);
+    }
+}
+#endif
+
+constexpr int FLOAT32_DEPTH = Float32Format::DEPTH, BFLOAT16_DEPTH = BFloat16Format::DEPTH;
 
 }  // namespace
 
-KERNEL(linear_float32) { linear<Float32Format>(args, task, num_tasks); }
-KERNEL(linear_bfloat16) { linear<BFloat16Format>(args, task, num_tasks); }
+EXPORT_CONSTANT(WIDTH)
+EXPORT_CONSTANT(FLOAT32_DEPTH)
+EXPORT_CONSTANT(BFLOAT16_DEPTH)
 
+KERNEL(linear_float32, linear<Float32Format>)
+KERNEL(linear_bfloat16, linear<BFloat16Format>)
 #ifndef __AVX512BF16__
-// Widens x to float32, as linear_bfloat16 reads it without AVX512-BF16. Args: x (count), out (count), count.
-KERNEL(widen_bfloat16) {
-    const long vectors = (args.integer(2) + WIDTH - 1) / WIDTH;
-    for (long vector = vectors * task / num_tasks; vector < vectors * (task + 1) / num_tasks; vector++) {
-        const Mask mask = first_lanes(args.integer(2) - vector * WIDTH);
-        store(args.array<float>(1) + vector * WIDTH, load(args.array<BFloat16>(0) + vector * WIDTH, mask), mask);
-    }
-}
+KERNEL(widen_bfloat16, widen)
 #endif

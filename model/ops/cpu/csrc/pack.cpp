@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int GROUP = 32;  // k's that share a scale in int4: as in model/ops/quantization.py
+constexpr int GROUP = 32;  // k's that share a scale in int4
 constexpr float SCALE_FACTORS[] = {0.76f, 0.84f, 0.92f, 1.0f, 1.12f};
 constexpr float MAX_SCALE = 65504;  // the largest number of float16
 
@@ -71,14 +71,30 @@ struct Tile {
     }
 };
 
-// Calls `pack_tile(tile, index)` for each tile of this task. Args: rows, ..., N and K at `sizes` and `sizes` + 1.
-template <class From, class To, class PackTile>
-void for_each_tile(Args args, int sizes, long task, long num_tasks, PackTile pack_tile) {
-    using Rows = Tile<From, To>;
-    const auto* const rows = args.array<const typename Rows::Number* const>(0);
-    const long N = args.integer(sizes), K = args.integer(sizes + 1), num_tiles = (N + WIDTH - 1) / WIDTH;
+// The N rows of K numbers each to be packed, by address.
+template <class From, class To>
+STRUCT(
+    PackArguments,
+    (const typename Source<From>::Number* const*, rows),
+    (void*, out),
+    (long, N),
+    (long, K));
+
+template <class From, class To>
+STRUCT(
+    QuantizeWeightArguments,
+    (const typename Source<From>::Number* const*, rows),
+    (void*, out),
+    (void*, scales),
+    (long, N),
+    (long, K));
+
+// Calls `pack_tile(tile, index)` for each tile of this task.
+template <class From, class To, template <class, class> class Arguments, class PackTile>
+void for_each_tile(const Arguments<From, To>& args, long task, long num_tasks, PackTile pack_tile) {
+    const long N = args.N, K = args.K, num_tiles = (N + WIDTH - 1) / WIDTH;
     for (long index = num_tiles * task / num_tasks; index < num_tiles * (task + 1) / num_tasks; index++)
-        pack_tile(Rows{rows + index * WIDTH, std::min(N - index * WIDTH, long{WIDTH}), K}, index);
+        pack_tile(Tile<From, To>{args.rows + index * WIDTH, std::min(N - index * WIDTH, long{WIDTH}), K}, index);
 }
 
 // Writes the first `count` of 16 columns of words: word i of every row, for i = 0, 1, ...
@@ -89,11 +105,11 @@ inline void write_columns(Floats (&words)[WIDTH], long count, float* to) {
     std::memcpy(to, all, count * WIDTH * sizeof *to);
 }
 
-// In float32: a word is a number. Args: rows, out, N, K.
+// In float32: a word is a number.
 template <class From>
-void pack(Args args, long task, long num_tasks, float) {
-    for_each_tile<From, float>(args, 2, task, num_tasks, [&](const auto& tile, long index) {
-        float* const out = args.array<float>(1) + index * WIDTH * tile.K;
+void pack_float32(const PackArguments<From, float>& args, long task, long num_tasks) {
+    for_each_tile(args, task, num_tasks, [&](const auto& tile, long index) {
+        float* const out = static_cast<float*>(args.out) + index * WIDTH * tile.K;
         for (long k = 0; k < tile.K; k += WIDTH) {
             Floats words[WIDTH];
             for (int row = 0; row < WIDTH; row++) words[row] = tile.numbers(row, k);
@@ -102,12 +118,12 @@ void pack(Args args, long task, long num_tasks, float) {
     });
 }
 
-// In bfloat16: a word is a pair of numbers. Args: rows, out, N, K (even).
+// In bfloat16: a word is a pair of numbers. K is even.
 template <class From>
-void pack(Args args, long task, long num_tasks, BFloat16) {
+void pack_bfloat16(const PackArguments<From, BFloat16>& args, long task, long num_tasks) {
     constexpr int STEP = 2 * WIDTH;
-    for_each_tile<From, BFloat16>(args, 2, task, num_tasks, [&](const auto& tile, long index) {
-        float* const out = args.array<float>(1) + index * WIDTH * tile.K / 2;
+    for_each_tile(args, task, num_tasks, [&](const auto& tile, long index) {
+        float* const out = static_cast<float*>(args.out) + index * WIDTH * tile.K / 2;
         for (long k = 0; k < tile.K; k += STEP) {
             Floats words[WIDTH];
             for (int row = 0; row < WIDTH; row++) {
@@ -125,18 +141,18 @@ void pack(Args args, long task, long num_tasks, BFloat16) {
     });
 }
 
-// One scale for each row. Args: rows, out, scales, N, K (a multiple of 4).
+// One scale for each row. K is a multiple of 4.
 template <class From, class To>
-void quantize_int8(Args args, long task, long num_tasks) {
+void quantize_int8(const QuantizeWeightArguments<From, To>& args, long task, long num_tasks) {
     constexpr int STEP = 4 * WIDTH;
-    for_each_tile<From, To>(args, 3, task, num_tasks, [&](const auto& tile, long index) {
-        uint8_t* const out = args.array<uint8_t>(1) + index * WIDTH * tile.K;
+    for_each_tile(args, task, num_tasks, [&](const auto& tile, long index) {
+        uint8_t* const out = static_cast<uint8_t*>(args.out) + index * WIDTH * tile.K;
         Floats divisors[WIDTH];
         for (int row = 0; row < tile.num_rows; row++) {
             Floats magnitude = Floats{};
             for (long k = 0; k < tile.K; k += WIDTH) magnitude = max(magnitude, abs(tile.numbers(row, k)));
             const float scale = reduce_max(magnitude) / 127;
-            args.array<float>(2)[index * WIDTH + row] = scale;
+            static_cast<float*>(args.scales)[index * WIDTH + row] = scale;
             divisors[row] = broadcast(std::max(scale, std::numeric_limits<float>::min()));
         }
         const Floats largest = broadcast(127), smallest = broadcast(-127);
@@ -203,10 +219,10 @@ inline Floats fit_scales(const float* x) {
     return scales;
 }
 
-// One scale for each row and group. Args: rows, out, scales, N, K (a multiple of 32).
+// One scale for each row and group. K is a multiple of 32.
 template <class From, class To>
-void quantize_int4(Args args, long task, long num_tasks) {
-    for_each_tile<From, To>(args, 3, task, num_tasks, [&](const auto& tile, long index) {
+void quantize_int4(const QuantizeWeightArguments<From, To>& args, long task, long num_tasks) {
+    for_each_tile(args, task, num_tasks, [&](const auto& tile, long index) {
         const long num_groups = tile.K / GROUP;
         const Mask exists = first_lanes(tile.num_rows);
         for (long group = index * num_groups; group < (index + 1) * num_groups; group++) {
@@ -214,7 +230,7 @@ void quantize_int4(Args args, long task, long num_tasks) {
             const long k = (group - index * num_groups) * GROUP;
             tile.columns(k, x), tile.columns(k + WIDTH, x + WIDTH * WIDTH);
             const Floats scales = fit_scales(x), inverse_scale = inverse(scales);
-            store_float16(args.array<uint16_t>(2) + group * WIDTH, scales);
+            store_float16(static_cast<uint16_t*>(args.scales) + group * WIDTH, scales);
             const auto number = [&](int k) {  // w + 8
                 return to_integers(round_to_int4(load(x + k * WIDTH), inverse_scale) + broadcast(8));
             };
@@ -222,7 +238,7 @@ void quantize_int4(Args args, long task, long num_tasks) {
                 Integers bytes = Integers{};
                 for (int i = 0; i < 4; i++)
                     bytes = bytes | number(first + i) << 8 * i | number(first + 4 + i) << (8 * i + 4);
-                float* const out = args.array<float>(1) + (group * GROUP + first) / 8 * WIDTH;
+                float* const out = static_cast<float*>(args.out) + (group * GROUP + first) / 8 * WIDTH;
                 store(out, select(exists, as_floats(bytes), Floats{}));
             }
         }
@@ -231,10 +247,13 @@ void quantize_int4(Args args, long task, long num_tasks) {
 
 }  // namespace
 
-#define KERNELS(From, from, To, to)                                                                         \
-    KERNEL(pack_##from##_##to) { pack<From>(args, task, num_tasks, To{}); }                                 \
-    KERNEL(quantize_int8_##from##_##to) { quantize_int8<From, To>(args, task, num_tasks); }                 \
-    KERNEL(quantize_int4_##from##_##to) { quantize_int4<From, To>(args, task, num_tasks); }
+EXPORT_CONSTANT(WIDTH)
+EXPORT_CONSTANT(GROUP)
+
+#define KERNELS(From, from, To, to)                                     \
+    KERNEL(pack_##from##_##to, pack_##to<From>)                         \
+    KERNEL(quantize_int8_##from##_##to, quantize_int8<From, To>)        \
+    KERNEL(quantize_int4_##from##_##to, quantize_int4<From, To>)
 
 KERNELS(float, float32, float, float32)
 KERNELS(BFloat16, bfloat16, float, float32)

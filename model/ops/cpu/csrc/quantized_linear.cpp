@@ -21,18 +21,29 @@
 
 namespace {
 
-constexpr int GROUP = 32;  // k's that share a scale in int4: as in model/ops/quantization.py
+constexpr int GROUP = 32;  // k's that share a scale in int4
 
 // Rounds x (M, K) to bytes (M, K), with a scale (M) for each row. Also sums the bytes of each `group` k's, times
-// `offset`: (M, K / group). Args: x, bytes, scales, sums, M, K, group, offset.
+// `offset`: (M, K / group).
 template <class Number>
-void quantize(Args args, long task, long num_tasks) {
-    const Number* x = args.array<Number>(0);
-    const long M = args.integer(4), K = args.integer(5), group = args.integer(6), offset = args.integer(7);
+STRUCT(
+    QuantizeArguments,
+    (const Number*, x),
+    (int8_t*, bytes),
+    (float*, scales),
+    (int32_t*, offset_sums),
+    (long, M),
+    (long, K),
+    (long, group),
+    (long, offset));
+
+template <class Number>
+void quantize(const QuantizeArguments<Number>& args, long task, long num_tasks) {
+    const long M = args.M, K = args.K, group = args.group, offset = args.offset;
     for (long row = M * task / num_tasks; row < M * (task + 1) / num_tasks; row++) {
-        const Number* from = x + row * K;
-        int8_t* to = args.array<int8_t>(1) + row * K;
-        int32_t* sums = args.array<int32_t>(3) + row * (K / group);
+        const Number* from = args.x + row * K;
+        int8_t* to = args.bytes + row * K;
+        int32_t* sums = args.offset_sums + row * (K / group);
         Floats magnitude = Floats{};
         Mask is_nan_lane = {};
         for (long k = 0; k < K; k += WIDTH) {
@@ -41,7 +52,7 @@ void quantize(Args args, long task, long num_tasks) {
             is_nan_lane = is_nan_lane | is_nan(value);
         }
         const float max_abs = count_lanes(is_nan_lane) ? NAN : reduce_max(magnitude);
-        args.array<float>(2)[row] = max_abs / 127;
+        args.scales[row] = max_abs / 127;
         const Floats factor = broadcast(max_abs > 0 ? 127 / max_abs : 0);
         for (long k = 0; k < K; k += WIDTH) {
             const Mask mask = first_lanes(K - k);
@@ -163,24 +174,40 @@ struct Int4Product : QuantizedProduct<Number> {
     }
 };
 
-// Args: the bytes, scales and sums that `quantize` wrote, w, its scales, b (or 0), y, M, N, K.
+// y = x w^T + b, where `quantize` wrote x_bytes, x_scales and offset_sums.
+template <class Number, class Scale>
+STRUCT(
+    QuantizedLinearArguments,
+    (const int8_t*, x_bytes),
+    (const float*, x_scales),
+    (const int32_t*, offset_sums),
+    (const uint8_t*, w),
+    (const Scale*, w_scales),
+    (const Number*, b),  // or null
+    (Number*, y),
+    (long, M),
+    (long, N),
+    (long, K));
+
 template <template <class> class Product, class Number, class Scale>
-void linear(Args args, long task, long num_tasks) {
-    const long M = args.integer(7), N = args.integer(8), K = args.integer(9);
+void linear(const QuantizedLinearArguments<Number, Scale>& args, long task, long num_tasks) {
     const Product<Number> product = {
-        {args.array<int8_t>(0), args.array<float>(1), args.array<int32_t>(2), args.array<uint8_t>(3),
-         args.array<Number>(5), args.array<Number>(6), N, K},
-        args.array<Scale>(4),
+        {args.x_bytes, args.x_scales, args.offset_sums, args.w, args.b, args.y, args.N, args.K},
+        args.w_scales,
     };
-    multiply_by_best_unit<std::is_same_v<Product<Number>, Int8Product<Number>>>(product, M, N, task, num_tasks);
+    constexpr bool is_packed_for_amx = std::is_same_v<Product<Number>, Int8Product<Number>>;
+    multiply_by_best_unit<is_packed_for_amx>(product, args.M, args.N, task, num_tasks);
 }
 
 }  // namespace
 
-#define KERNELS(Number, dtype)                                                                          \
-    KERNEL(quantize_##dtype) { quantize<Number>(args, task, num_tasks); }                               \
-    KERNEL(linear_int8_##dtype) { linear<Int8Product, Number, float>(args, task, num_tasks); }          \
-    KERNEL(linear_int4_##dtype) { linear<Int4Product, Number, uint16_t>(args, task, num_tasks); }
+EXPORT_CONSTANT(WIDTH)
+EXPORT_CONSTANT(GROUP)
+
+#define KERNELS(Number, dtype)                                             \
+    KERNEL(quantize_##dtype, quantize<Number>)                             \
+    KERNEL(linear_int8_##dtype, linear<Int8Product, Number, float>)        \
+    KERNEL(linear_int4_##dtype, linear<Int4Product, Number, uint16_t>)
 
 KERNELS(float, float32)
 KERNELS(BFloat16, bfloat16)

@@ -52,10 +52,10 @@ Floats gumbel(Integers word) {
     return Floats{} - log(Floats{} - log_uniform);
 }
 
-// The parameters of one draw. Python passes four doubles in this order.
-struct Params {
-    double temperature, top_k, top_p, min_p;
+// The parameters of one draw.
+STRUCT(DrawParameters, (double, temperature), (double, top_k), (double, top_p), (double, min_p));
 
+struct Params : DrawParameters {
     // The smallest z that top-k, top-p and min-p keep. z is at most 0, and padded with -inf to `size`, a multiple of
     // 16. Equal values are kept or removed together, so the threshold follows from how many values are larger, and from
     // their mass.
@@ -149,22 +149,31 @@ int64_t draw(const Number* logits, long size, const Params& params, uint64_t key
     return reduce_min(select(is_equal(best, broadcast(reduce_max(best))), winners, broadcast_integer(size)));
 }
 
-// Args: logits (N, V), the row of each of R draws (R), params (R, 4) float64, keys (R), the drawn tokens (R), R, V,
-// bitmasks (N, W) or null, W.
 template <class Number>
-void draw_rows(Args args, long task, long num_tasks) {
-    const long num_draws = args.integer(5), size = args.integer(6);
-    for (long i = num_draws * task / num_tasks; i < num_draws * (task + 1) / num_tasks; i++) {
-        const double* const params = args.array<double>(2) + 4 * i;
-        const long row = args.array<int64_t>(1)[i];
-        const Number* const logits = args.array<Number>(0) + row * size;
-        const Bitmask bitmask = Bitmask{args.array<uint32_t>(7), args.integer(8)}.row(row);
-        args.array<int64_t>(4)[i] =
-            draw(logits, size, Params{params[0], params[1], params[2], params[3]}, args.array<uint64_t>(3)[i], bitmask);
+STRUCT(
+    DrawArguments,
+    (const Number*, logits),             // (N, V)
+    (const int64_t*, rows),              // (R): the row of the logits for each of R draws
+    (const DrawParameters*, parameters), // (R)
+    (const uint64_t*, keys),             // (R)
+    (int64_t*, tokens),                  // (R): the results
+    (const uint32_t*, bitmasks),         // (N, words_per_row), or null
+    (long, num_draws),
+    (long, size),  // V
+    (long, words_per_row));
+
+template <class Number>
+void draw_rows(const DrawArguments<Number>& args, long task, long num_tasks) {
+    for (long i = args.num_draws * task / num_tasks; i < args.num_draws * (task + 1) / num_tasks; i++) {
+        const long row = args.rows[i];
+        const Bitmask bitmask = Bitmask{args.bitmasks, args.words_per_row}.row(row);
+        args.tokens[i] =
+            draw(args.logits + row * args.size, args.size, Params{args.parameters[i]}, args.keys[i], bitmask);
     }
 }
 
 }  // namespace
 
-KERNEL(draw_float32) { draw_rows<float>(args, task, num_tasks); }
-KERNEL(draw_bfloat16) { draw_rows<BFloat16>(args, task, num_tasks); }
+EXPORT_DESCRIPTION(draw_parameters, DrawParameters)
+KERNEL(draw_float32, draw_rows<float>)
+KERNEL(draw_bfloat16, draw_rows<BFloat16>)

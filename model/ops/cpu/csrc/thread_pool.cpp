@@ -16,11 +16,12 @@
 #include <thread>
 #include <vector>
 
+#include "shared_struct.h"
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int MAX_ARGS = 20;  // as in model/ops/cpu/recording.py
 constexpr int SPINS_BEFORE_YIELD = 2000;
 constexpr std::chrono::milliseconds IDLE_BEFORE_SLEEP{5};
 
@@ -38,12 +39,9 @@ bool spin_until(IsDone is_done, Clock::time_point deadline = Clock::time_point::
     return true;
 }
 
-// One call of a kernel, laid out as `_Call` in recording.py: 2 + MAX_ARGS values of 64 bits.
-struct Call {
-    void (*kernel)(const int64_t* args, long task, long num_tasks);
-    int64_t num_tasks;
-    int64_t args[MAX_ARGS];
-};
+using Kernel = void(const void* arguments, long task, long num_tasks);
+
+STRUCT(KernelCall, (Kernel*, kernel), (long, num_tasks), (const void*, arguments));
 
 // How many tasks of a call have been taken, and how many are done. Each call has a cache line of its own.
 struct alignas(64) Progress {
@@ -51,19 +49,19 @@ struct alignas(64) Progress {
 };
 
 struct CallList {
-    const Call* calls;
+    const KernelCall* calls;
     long num_calls;
     std::vector<Progress> progress;
 
     // Every thread that helps runs this function. A call starts when all tasks of the call before it are done.
     void run() {
         for (long index = 0; index < num_calls; index++) {
-            const Call& call = calls[index];
+            const KernelCall& call = calls[index];
             Progress& at = progress[index];
             while (at.num_taken.load(std::memory_order_relaxed) < call.num_tasks) {
                 const long task = at.num_taken.fetch_add(1, std::memory_order_relaxed);
                 if (task >= call.num_tasks) break;
-                call.kernel(call.args, task, call.num_tasks);
+                call.kernel(call.arguments, task, call.num_tasks);
                 at.num_done.fetch_add(1, std::memory_order_release);
             }
             spin_until([&] { return at.num_done.load(std::memory_order_acquire) == call.num_tasks; });
@@ -114,11 +112,19 @@ ThreadPool& thread_pool() {
 
 }  // namespace
 
+EXPORT_DESCRIPTION(kernel_call, KernelCall)
+
 // Runs `num_calls` calls on `num_threads` threads, the calling thread among them.
-extern "C" void run_calls(const Call* calls, long num_calls, long num_threads) {
-    if (num_calls == 1 && calls->num_tasks == 1) return calls->kernel(calls->args, 0, 1);
+extern "C" void run_calls(const KernelCall* calls, long num_calls, long num_threads) {
+    if (num_calls == 1 && calls->num_tasks == 1) return calls->kernel(calls->arguments, 0, 1);
     CallList list{calls, num_calls, std::vector<Progress>(num_calls)};
     // While another caller uses the pool, this one computes alone.
     std::unique_lock lock(thread_pool().in_use, std::try_to_lock);
     lock.owns_lock() && num_threads > 1 ? thread_pool().run(list, num_threads) : list.run();
+}
+
+// Runs one call.
+extern "C" void run_call(Kernel* kernel, long num_tasks, const void* arguments, long num_threads) {
+    const KernelCall call = {kernel, num_tasks, arguments};
+    run_calls(&call, 1, num_threads);
 }

@@ -39,14 +39,24 @@ Place find_next(const Number* x, long begin, long end, const Place& last) {
     return best;
 }
 
-// The k largest numbers of each row, the largest first, and their indices. Of equal numbers, the one with the smaller
-// index comes first. Args: x (N, size), values (N, k) float32, indices (N, k) int64, N, size, k.
+// The `count` largest numbers of each row, the largest first, and their indices. Of equal numbers, the one with the smaller
+// index comes first.
 template <class Number>
-void top(Args args, long task, long num_tasks) {
-    const long size = args.integer(4), k = args.integer(5), num_spans = (size + SPAN - 1) / SPAN;
+STRUCT(
+    TopArguments,
+    (const Number*, x),  // (num_rows, size)
+    (float*, values),    // (num_rows, count)
+    (int64_t*, indices), // (num_rows, count)
+    (long, num_rows),
+    (long, size),
+    (long, count));
+
+template <class Number>
+void top(const TopArguments<Number>& args, long task, long num_tasks) {
+    const long size = args.size, count = args.count, num_spans = (size + SPAN - 1) / SPAN;
     std::vector<Place> best(num_spans);
-    for_each_row(args.integer(3), task, num_tasks, [&](long row) {
-        const Number* x = args.array<Number>(0) + row * size;
+    for_each_row(args.num_rows, task, num_tasks, [&](long row) {
+        const Number* x = args.x + row * size;
         for (long span = 0; span < num_spans; span++) {  // the index is found when it is needed
             Floats maxima = broadcast(-INFINITY);
             const Number* const from = x + span * SPAN;
@@ -57,7 +67,7 @@ void top(Args args, long task, long num_tasks) {
             });
             best[span] = {reduce_max(maxima), span * SPAN};
         }
-        for (long j = 0; j < k; j++) {
+        for (long j = 0; j < count; j++) {
             long chosen = -1;
             for (long span = 0; span < num_spans; span++)
                 if (best[span].index >= 0 && (chosen < 0 || best[span].precedes(best[chosen]))) chosen = span;
@@ -69,27 +79,29 @@ void top(Args args, long task, long num_tasks) {
                 if (i >= best[chosen].index && (std::isnan(number) ? INFINITY : number) == best[chosen].value)
                     found = {best[chosen].value, i};
             }
-            args.array<float>(1)[row * k + j] = as_float(x[found.index]);
-            args.array<int64_t>(2)[row * k + j] = found.index;
+            args.values[row * count + j] = as_float(x[found.index]);
+            args.indices[row * count + j] = found.index;
             best[chosen] = find_next(x, begin, end, found);
         }
     });
 }
 
-}  // namespace
+// A piece of memory, and its place in a copy of several. `place` and `size` are in bytes.
+STRUCT(Piece, (const char*, address), (long, place), (long, size));
 
-// Copies N pieces of memory to places in `out`. Args: the address, the place in `out` and the size of each piece (N, 3),
-// out, N. Places and sizes are in bytes.
-KERNEL(copy_pieces_float32) {
-    struct Piece {
-        const char* address;
-        int64_t place, size;
-    };
-    for_each_row(args.integer(2), task, num_tasks, [&](long index) {
-        const Piece& piece = args.array<Piece>(0)[index];
-        std::memcpy(args.array<char>(1) + piece.place, piece.address, piece.size);
+STRUCT(CopyPiecesArguments, (const Piece*, pieces), (char*, out), (long, num_pieces));
+
+// Copies some pieces of memory to their places in `out`.
+void copy_pieces(const CopyPiecesArguments& args, long task, long num_tasks) {
+    for_each_row(args.num_pieces, task, num_tasks, [&](long index) {
+        const Piece& piece = args.pieces[index];
+        std::memcpy(args.out + piece.place, piece.address, piece.size);
     });
 }
 
-KERNEL(top_float32) { top<float>(args, task, num_tasks); }
-KERNEL(top_bfloat16) { top<BFloat16>(args, task, num_tasks); }
+}  // namespace
+
+EXPORT_DESCRIPTION(piece, Piece)
+KERNEL(copy_pieces_float32, copy_pieces)
+KERNEL(top_float32, top<float>)
+KERNEL(top_bfloat16, top<BFloat16>)
