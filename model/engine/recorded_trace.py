@@ -174,8 +174,9 @@ class RecordedTrace:
                 values = x if self._detail == "values" else None
                 summary = None if summaries is None else summaries[index]
                 made[kept.stage.name] = StageTrace(kept.stage, tuple(x.shape), x.dtype, values, summary)
-        copies, places = None, self._pieces.places if self._pieces is not None else ()
+        copies, places = None, list[int]()
         if self._pieces is not None:
+            places = self._pieces.places
             copies = torch.empty(places[-1], dtype=torch.uint8)
             self._pieces.copy_to(copies)
         statistics = [calls.read() for calls in self._summaries]

@@ -193,7 +193,7 @@ class TopArguments(NamedTuple):
     indices: Address
     num_rows: int
     size: int
-    count: int
+    num_top: int
 
 
 class Piece(NamedTuple):

@@ -66,7 +66,7 @@ class CpuSummaryOps:
             indices=indices.data_ptr(),
             num_rows=num_rows,
             size=size,
-            count=count,
+            num_top=count,
         )
         call(self._top, num_rows, arguments)
         return Top(values, indices)

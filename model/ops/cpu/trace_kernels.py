@@ -4,6 +4,7 @@ Each object keeps the memory that its recorded calls read and write.
 """
 
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -45,11 +46,16 @@ class SummaryCalls:
         self, moments: Kernel[MomentsArguments], combine: Kernel[SummariesArguments], tensors: Sequence[Tensor]
     ) -> None:
         self._moments_kernel, self._combine = moments, combine
-        rows = [equal_rows(x) for x in tensors]
-        self._tensors = [x for x, _, _ in rows]  # of which some may be copies
-        layouts = [TensorLayout(x.data_ptr(), x.numel(), stride, size) for x, stride, size in rows]
-        self._layouts = np.array(layouts, dtype=np.int64)
-        self._max_chunks = sum(-(-x.numel() // SUMMARY_CHUNK) for x in self._tensors)
+        self._tensors: list[Tensor] = []  # of which some are copies
+        layouts = array("q")
+        self._max_chunks = 0
+        for x in tensors:
+            rows, stride, size = equal_rows(x)
+            num_elements = rows.numel()
+            self._tensors.append(rows)
+            layouts.extend((rows.data_ptr(), num_elements, stride, size))  # a `TensorLayout`
+            self._max_chunks += -(-num_elements // SUMMARY_CHUNK)
+        self._layouts = np.frombuffer(layouts, dtype=np.int64).reshape(len(tensors), len(TensorLayout._fields))
         self._moments = np.empty(NUM_MOMENTS * self._max_chunks, dtype=np.float64)
         self._statistics = np.empty(len(SummaryStatistics._fields) * len(tensors), dtype=np.float64)
 

@@ -45,15 +45,15 @@ template <class Number>
 STRUCT(
     TopArguments,
     (const Number*, x),  // (num_rows, size)
-    (float*, values),    // (num_rows, count)
-    (int64_t*, indices), // (num_rows, count)
+    (float*, values),    // (num_rows, num_top)
+    (int64_t*, indices), // (num_rows, num_top)
     (long, num_rows),
     (long, size),
-    (long, count));
+    (long, num_top));
 
 template <class Number>
 void top(const TopArguments<Number>& args, long task, long num_tasks) {
-    const long size = args.size, count = args.count, num_spans = (size + SPAN - 1) / SPAN;
+    const long size = args.size, count = args.num_top, num_spans = (size + SPAN - 1) / SPAN;
     std::vector<Place> best(num_spans);
     for_each_row(args.num_rows, task, num_tasks, [&](long row) {
         const Number* x = args.x + row * size;
