@@ -113,6 +113,19 @@ def test_every_kind_of_network_is_traced_alike_with_recordings(name: str, monkey
 
 
 @every_selection
+@pytest.mark.parametrize("stream", [0, 3])
+def test_one_traced_stream_of_several_is_replayed(selection: str, stream: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others keep their bits, and so does the trace, whatever place its sequence has in the step."""
+    model = served("qwen3")
+    requests = [ask(f"{seed}", prompt(4 + seed, seed=seed), max_tokens=9 + seed) for seed in range(4)]
+    requests[stream] = traced(model, requests[stream], selection)
+    engine = new_engine(model)
+    found = run(engine, *requests)
+    assert_same_bits(found, without_recordings(monkeypatch, new_engine(model), *requests))
+    assert num_traced_graphs(engine) <= 6
+
+
+@every_selection
 def test_a_trace_changes_no_bit_of_its_request_or_of_neighbours(selection: str) -> None:
     model = served("llama")
     plain = [ask(f"{seed}", prompt(5 + seed, seed=seed), max_tokens=12, temperature=0.9) for seed in range(3)]
