@@ -16,6 +16,7 @@ from torch import Tensor
 
 from model.engine.attention.paged import PagedBackend
 from model.engine.attention.step_context import RecordedStepContext
+from model.engine.joint_decoding import JointDecoding
 from model.engine.recorded_trace import (
     MAX_TRACE_BYTES,
     RecordedTrace,
@@ -92,13 +93,14 @@ class DecodeGraph:
         self._traced = traced
         traces = self._new_traces(model, max_keys)
         tap, taps = self._tap(traces)
+        self._decode = JointDecoding(model, ops.trace_kernels, traces)
         with self._recording.record(watched=watched):
-            logits = model(ids, context=context, adapters=adapters, tap=tap)[0]
+            logits = model(ids, context=context, adapters=adapters, tap=tap, decode=self._decode)[0]
             argmax = ops.sampling.argmax(logits)
             for error in (each.error for each in taps if each.error is not None):
                 raise error
-            for trace, row in zip(traces, traced, strict=True):
-                trace.finish_recording(_num_keys(sequences[row.index]))
+            for trace, row, lens_logits in zip(traces, traced, self._decode.lenses, strict=True):
+                trace.finish_recording(_num_keys(sequences[row.index]), lens_logits)
         self.result = DecodeResult(logits, argmax, traces, was_replayed=False)
         self._replayed = replace(self.result, was_replayed=True)
         self.is_whole = self._recording.is_whole

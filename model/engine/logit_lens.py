@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from model.network.transformer import Transformer
-from model.ops.interface import Top
+from model.ops.interface import SummaryOps, Top
 from model.tracing.predictions import Predictions, predictions_of
 
 
@@ -28,10 +27,8 @@ class LensLogits:
     log_totals: Tensor
 
     @classmethod
-    def of(cls, model: Transformer, residuals: Tensor, count: int) -> "LensLogits":
-        """residuals (L, C) -> their logits, and the `count` largest of them. Our kernels alone compute these."""
-        logits = model.decode(residuals[None])[0]
-        ops = model.backend.summaries
+    def of(cls, logits: Tensor, count: int, ops: SummaryOps) -> "LensLogits":
+        """The `count` largest of logits (L, V). Our kernels compute this without PyTorch."""
         _, log_totals = ops.distribution(logits, wants_probabilities=False)
         return cls(logits, ops.top(logits, count), log_totals)
 

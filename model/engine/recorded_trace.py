@@ -15,7 +15,6 @@ from model.config import ModelConfig
 from model.engine.logit_lens import LensLogits
 from model.engine.trace_params import StepTraceKind
 from model.network.transformer import Transformer
-from model.ops.cpu.recording import empty
 from model.ops.cpu.trace_kernels import Pieces, SummaryCalls, TraceKernels, summaries_of
 from model.tracing.selection import StageTrace
 from model.tracing.stages import Stage, last_residuals, sizes_of
@@ -128,11 +127,13 @@ class RecordedTrace:
         self._copied: list[_Kept] = []  # growing stages are the last
         self._pieces: Pieces | None = None
         self._num_keys = 0
-        self._lens_pieces: Pieces | None = None  # kept: the recording reads its table
         self.lens: LensLogits | None = None
 
-    def finish_recording(self, num_keys: int) -> None:
-        """Record the summaries and the logit lens. Call this after the pass, while the recording still goes on."""
+    def finish_recording(self, num_keys: int, lens_logits: Tensor | None) -> None:
+        """Record the summaries and the logit lens. Call this after the pass, while the recording still goes on.
+
+        lens_logits (L, V) are the decoded `residuals`.
+        """
         tensors = self._stages.kept
         stages = [stage for stage in self._kind.params.selection.stages if stage.name in tensors]
         self._kept = [self._keep(stage, tensors[stage.name]) for stage in stages]
@@ -145,13 +146,13 @@ class RecordedTrace:
         self.update(num_keys)
         for calls in self._summaries:
             calls.run()
-        if self._kind.has_lens and self._kind.params.logit_lens is not None:
-            residuals = list(self._residuals.kept.values())
-            joined = empty((len(residuals), self._model.config.d_model), residuals[0].dtype)
-            self._lens_pieces = self._kernels.pieces([residual.flatten() for residual in residuals])
-            assert self._lens_pieces.places[-1] == joined.nbytes
-            self._lens_pieces.copy_to(joined)
-            self.lens = LensLogits.of(self._model, joined, self._kind.params.logit_lens)
+        if lens_logits is not None and self._kind.params.logit_lens is not None:
+            self.lens = LensLogits.of(lens_logits, self._kind.params.logit_lens, self._model.backend.summaries)
+
+    @property
+    def residuals(self) -> list[Tensor]:
+        """The residual after every block, each (1, 1, C), if there is a logit lens."""
+        return list(self._residuals.kept.values())
 
     def update(self, num_keys: int) -> None:
         """Prepare for a replay, in which the sequence has `num_keys` keys."""

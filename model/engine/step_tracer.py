@@ -157,4 +157,5 @@ class StepTracer:
         if not self._has_lens or not self._residuals.kept or self._params.logit_lens is None:
             return None
         residuals = torch.cat(list(self._residuals.kept.values()))  # (L, C)
-        return LensLogits.of(self._model, residuals, self._params.logit_lens)
+        logits = self._model.decode(residuals[None])[0]
+        return LensLogits.of(logits, self._params.logit_lens, self._model.backend.summaries)
