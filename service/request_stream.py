@@ -128,7 +128,6 @@ class RequestStream:
 def _size(output: Output) -> int:
     if output.trace is None and not output.prompt_tokens:
         return OUTPUT_BYTES
-    stages = output.trace.stages if output.trace is not None else []
     num_entries = sum(1 + (0 if token.logprobs is None else len(token.logprobs.top)) for token in output.prompt_tokens)
     fixed = OUTPUT_BYTES + ENTRY_BYTES * num_entries
-    return fixed + sum(stage.values.nbytes for stage in stages if stage.values is not None)
+    return fixed if output.trace is None else fixed + output.trace.num_value_bytes

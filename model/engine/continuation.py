@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from model.engine.recorded_trace import RecordedTrace
 from model.engine.request import Output, Request
 from model.engine.scheduler import ScheduledSequence
 from model.engine.sequence import SequenceState
@@ -16,7 +17,6 @@ from model.text.constraint import GrammarState
 from model.text.sampling import ConstraintEffect, Sampler, TokenLogprobs, token_logprobs
 from model.text.tokenizer import Tokenizer
 from model.text.transcript import TokenOutput, Transcript
-from model.tracing.tap import Chain, Tap
 
 
 @dataclass
@@ -25,7 +25,8 @@ class SequenceResult:
 
     `logits` (T, V) are those of all new tokens, if they were wanted. `token_ids` are the tokens that the sequence gets,
     with their `logprobs` and `scores` if those were asked for; none if the step did not reach the newest token.
-    `constraint` is what a grammar changed for the token of a traced sequence. `error` is what went wrong in this
+    `constraint` is what a grammar changed for the token of a traced sequence. `recorded_trace` is what a recorded step
+    kept of it. `error` is what went wrong in this
     sequence. `trace_seconds` is the time that tracing took.
     """
 
@@ -35,6 +36,7 @@ class SequenceResult:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     constraint: ConstraintEffect | None = None
+    recorded_trace: RecordedTrace | None = None
     error: Exception | None = None
     trace_seconds: float = 0.0
 
@@ -74,11 +76,6 @@ class Continuation:
         trace = self.request.trace
         return None if trace is None else StepTracer(model, trace, scheduled, self.traced_until)
 
-    def tap(self, tracer: StepTracer | None) -> Tap | None:
-        """The request's own tap, followed by the tracer's; None if there is neither."""
-        taps = [tap for tap in (self.request.tap, None if tracer is None else tracer.tap) if tap is not None]
-        return Chain(*taps) if taps else None
-
     def needs_all_logits(self, scheduled: ScheduledSequence, tracer: StepTracer | None) -> bool:
         """Whether the logits of all new tokens are needed, not only those after which a token is chosen."""
         is_traced = tracer is not None and tracer.needs_logits
@@ -106,7 +103,7 @@ class Continuation:
         if result.tracer is not None:
             begun, end_position = time.perf_counter(), scheduled.start + scheduled.num_new
             next_tokens = self.sequence.tokens[scheduled.start + 1 : end_position + 1]
-            trace = result.tracer.finish(result.logits, next_tokens, result.constraint)
+            trace = result.tracer.finish(result.logits, next_tokens, result.constraint, result.recorded_trace)
             self.traced_until = max(self.traced_until, end_position)
             result.trace_seconds += time.perf_counter() - begun
         end = self.transcript.end if scheduled.reaches_newest_token else None

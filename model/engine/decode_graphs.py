@@ -1,7 +1,8 @@
 """Decode graphs: a step in which every sequence only decodes is recorded once per shape, then replayed.
 
-Steps with adapters or edits are recorded once for each way in which their rows are divided among these. There may be
-very many ways, so only those that were used last are kept.
+Steps with adapters, edits or traces are recorded once for each way in which their rows are divided among these. There
+may be very many ways, so only those that were used last are kept. The recording of a traced step also keeps the traced
+stages (recorded_trace.py).
 
 What a CUDA graph is to a GPU, a recording is to our CPU kernels: replaying it needs no Python between the kernels.
 """
@@ -14,33 +15,57 @@ import torch
 from torch import Tensor
 
 from model.engine.attention.paged import PagedBackend
-from model.engine.attention.step_context import StepContext
+from model.engine.attention.step_context import RecordedStepContext
+from model.engine.joint_decoding import JointDecoding
+from model.engine.recorded_trace import (
+    MAX_TRACE_BYTES,
+    RecordedTrace,
+    bytes_of_trace,
+    room_for_keys,
+    traces_keys,
+)
 from model.engine.scheduler import ScheduledSequence
+from model.engine.trace_params import StepTraceKind
 from model.network.adapters import PassAdapters
 from model.network.transformer import Transformer
 from model.ops.cpu.recording import Recording, RecordingMemory
 from model.ops.interface import Argmax
 from model.tracing.edits.bound import EditedRows, tap_of_runs
+from model.tracing.tap import BatchTap, SequenceTap, Tap
 
 Kind = TypeVar("Kind")
-MAX_CHANGED_GRAPHS = 64  # with adapters or edits
+MAX_CHANGED_GRAPHS = 64  # with adapters, edits or traces
 MAX_EDIT_BYTES = 1 << 26  # of the numbers of edits that graphs keep
 MAX_KINDS = 256  # of steps that are remembered
 
 
 @dataclass(frozen=True)
+class TracedRow:
+    """A traced sequence of a step: its index among the sequences, and the row of its one new token."""
+
+    kind: StepTraceKind
+    index: int
+    row: int
+
+
+@dataclass(frozen=True)
 class DecodeResult:
-    """The logits (N, V) of N tokens and the argmax of each row; and whether a recorded step was replayed for them."""
+    """The logits (N, V) of N tokens and the argmax of each row; and whether a recorded step was replayed for them.
+
+    `traces` are those of the traced rows of the step, in order.
+    """
 
     logits: Tensor
     argmax: Argmax
+    traces: Sequence[RecordedTrace]
     was_replayed: bool
 
 
 class DecodeGraph:
     """One recorded pass of `model` over the N new tokens of some decoding sequences, and the memory of its inputs.
 
-    The rows of `adapters` are part of the recording, and so are the rows and the numbers of `edits`.
+    The rows of `adapters` are part of the recording, and so are the rows and the numbers of `edits`, and the rows that
+    are `traced`, which may have up to `max_keys` keys.
     """
 
     def __init__(
@@ -51,6 +76,8 @@ class DecodeGraph:
         memory: RecordingMemory,
         adapters: PassAdapters | None,
         edits: Sequence[EditedRows],
+        traced: Sequence[TracedRow] = (),
+        max_keys: int = 0,
     ) -> None:
         cache, ops = attention.cache, model.backend
         max_blocks = min(-(-model.config.max_positions // cache.block_size), cache.num_blocks)
@@ -60,10 +87,19 @@ class DecodeGraph:
         self._recording = Recording(memory)
         self._edits = tap_of_runs(edits, ops.network) if edits else None  # kept: the recording reads its numbers
         self.edit_bytes = sum(each.edits.num_bytes for each in edits)
-        context = StepContext(self._step, cache, sequences, ops.network)
+        context = RecordedStepContext(self._step, cache, sequences, ops.network, max_keys)
+        self._traced = traced
+        traces = self._new_traces(model, max_keys)
+        tap, taps = self._tap(traces)
+        self._decode = JointDecoding(model, ops.trace_kernels, traces)
         with self._recording.record():
-            logits = model(ids, context=context, adapters=adapters, tap=self._edits)[0]
-            self.result = DecodeResult(logits, ops.sampling.argmax(logits), was_replayed=False)
+            logits = model(ids, context=context, adapters=adapters, tap=tap, decode=self._decode)[0]
+            argmax = ops.sampling.argmax(logits)
+            for error in (each.error for each in taps if each.error is not None):
+                raise error
+            for trace, row, lens_logits in zip(traces, traced, self._decode.lenses, strict=True):
+                trace.finish_recording(_num_keys(sequences[row.index]), lens_logits)
+        self.result = DecodeResult(logits, argmax, traces, was_replayed=False)
         self._replayed = replace(self.result, was_replayed=True)
         self.is_whole = self._recording.is_whole
 
@@ -76,6 +112,25 @@ class DecodeGraph:
     def update_inputs(self, sequences: Sequence[ScheduledSequence]) -> None:
         self._step.update(sequences)
         self._ids[0] = _new_tokens(sequences)
+        for trace, row in zip(self.result.traces, self._traced, strict=True):
+            trace.update(_num_keys(sequences[row.index]))
+
+    def _new_traces(self, model: Transformer, max_keys: int) -> list[RecordedTrace]:
+        kernels = model.backend.trace_kernels
+        if kernels is None:
+            assert not self._traced
+            return []
+        return [RecordedTrace(model, kernels, each.kind, max_keys) for each in self._traced]
+
+    def _tap(self, traces: Sequence[RecordedTrace]) -> tuple[Tap | None, Sequence[SequenceTap]]:
+        """The tap of the pass, and those of the traced sequences."""
+        if not traces:
+            return self._edits, ()
+        taps = {}
+        for each, trace in zip(self._traced, traces, strict=True):
+            row = slice(each.row, each.row + 1)
+            taps[each.index] = SequenceTap(trace.tap, tokens=row, rows=row)
+        return BatchTap(taps, frozenset(), self._edits), list(taps.values())
 
 
 @dataclass(frozen=True)
@@ -86,11 +141,13 @@ class Shape:
     num_tokens: int
     adapted: tuple[tuple[str, int, int], ...]  # the name of an adapter, and the first row of its run and the last + 1
     edited: tuple[tuple[bytes, int, int], ...]  # the key of some edits, and likewise
+    traced: tuple[tuple[tuple[str, bool, bool], int], ...] = ()  # the key of what is traced, and the row
+    max_keys: int = 0  # for which traced attention has room
 
     @property
     def is_changed(self) -> bool:
-        """Whether an adapter or an edit changes any row."""
-        return bool(self.adapted or self.edited)
+        """Whether any row has an adapter, an edit or a trace."""
+        return bool(self.adapted or self.edited or self.traced)
 
     @classmethod
     def of(
@@ -98,6 +155,8 @@ class Shape:
         sequences: Sequence[ScheduledSequence],
         adapters: PassAdapters | None,
         edits: Sequence[EditedRows],
+        traced: Sequence[TracedRow] = (),
+        max_keys: int = 0,
     ) -> "Shape":
         runs = () if adapters is None else adapters.tokens
         return cls(
@@ -105,7 +164,18 @@ class Shape:
             sum(scheduled.num_new for scheduled in sequences),
             tuple((each.adapter.name, each.rows.start, each.rows.stop) for each in runs),
             tuple((each.edits.key, each.rows.start, each.rows.stop) for each in edits),
+            tuple((each.kind.key, each.row) for each in traced),
+            max_keys,
         )
+
+
+@dataclass(frozen=True)
+class ChangeKind:
+    """What changes the steps of some graphs: any adapter, edits of which stages, and which traces."""
+
+    is_adapted: bool
+    edited_stages: frozenset[str]
+    traces: frozenset[tuple[str, bool, bool]]
 
 
 class DecodeGraphs:
@@ -116,7 +186,7 @@ class DecodeGraphs:
         self._attention = attention
         self._memory = RecordingMemory()
         self._graphs: dict[Shape, DecodeGraph] = {}  # changed ones in the order of their last use
-        self._unrecordable: set[frozenset[str]] = set()  # stages whose edits PyTorch computes
+        self._unrecordable: set[ChangeKind] = set()  # of which PyTorch computes a part
 
     @property
     def num_recorded(self) -> int:
@@ -127,29 +197,46 @@ class DecodeGraphs:
         sequences: Sequence[ScheduledSequence],
         adapters: PassAdapters | None = None,
         edits: Sequence[EditedRows] = (),
+        traced: Sequence[TracedRow] = (),
     ) -> DecodeResult | None:
         """The result of the step, valid until the next call. None if the step cannot be recorded."""
         if self._attention is None or not all(scheduled.is_decoding for scheduled in sequences):
             return None
-        shape = Shape.of(sequences, adapters, edits)
+        max_keys = self._room_for_keys(sequences, traced)
+        if traced and not self._can_trace(traced, max_keys):
+            return None
+        shape = Shape.of(sequences, adapters, edits, traced, max_keys)
         graph = self._graphs.get(shape)
         if graph is not None:
             if shape.is_changed:
                 self._graphs[shape] = self._graphs.pop(shape)
             return graph.replay(sequences)
         stages = frozenset[str]().union(*(each.edits.stage_names for each in edits))
-        if stages in self._unrecordable:
+        kind = ChangeKind(bool(shape.adapted), stages, frozenset(each.kind.key for each in traced))
+        if replace(kind, is_adapted=False) in self._unrecordable:
             return None
         adapters = adapters if shape.adapted else None
-        graph = DecodeGraph(self._model, self._attention, sequences, self._memory, adapters, edits)
+        graph = DecodeGraph(self._model, self._attention, sequences, self._memory, adapters, edits, traced, max_keys)
         if graph.is_whole:
             self._keep(shape, graph)
-        elif stages:
-            _remember(self._unrecordable, stages)
+        elif stages or traced:
+            _remember(self._unrecordable, replace(kind, is_adapted=False))
         else:
             self._attention = None  # PyTorch computes a part of this network, so nothing is recorded from now on
             self._graphs.clear()
         return graph.result
+
+    def _room_for_keys(self, sequences: Sequence[ScheduledSequence], traced: Sequence[TracedRow]) -> int:
+        """For how many keys traced attention must have room; 0 if no stage has keys."""
+        counts = [_num_keys(sequences[each.index]) for each in traced if traces_keys(each.kind)]
+        return room_for_keys(max(counts)) if counts else 0
+
+    def _can_trace(self, traced: Sequence[TracedRow], max_keys: int) -> bool:
+        """Whether the backend records traces, and the memory for them is limited."""
+        if self._model.backend.trace_kernels is None:
+            return False
+        config, dtype = self._model.config, self._model.embed.weight.dtype
+        return sum(bytes_of_trace(each.kind, config, dtype, max_keys) for each in traced) <= MAX_TRACE_BYTES
 
     def _keep(self, shape: Shape, graph: DecodeGraph) -> None:
         self._graphs[shape] = graph
@@ -164,6 +251,11 @@ def _remember(kinds: set[Kind], kind: Kind) -> None:
     if len(kinds) >= MAX_KINDS:
         kinds.clear()
     kinds.add(kind)
+
+
+def _num_keys(scheduled: ScheduledSequence) -> int:
+    """The number of keys of a sequence after a step."""
+    return scheduled.start + scheduled.num_new
 
 
 def _new_tokens(sequences: Sequence[ScheduledSequence]) -> list[int]:

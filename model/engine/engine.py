@@ -271,24 +271,28 @@ class Engine:
         self, continuations: Mapping[ScheduledSequence, Continuation]
     ) -> tuple[ForwardResult, dict[ScheduledSequence, SequenceResult]]:
         """Run the forward pass, and choose the next token of every sequence whose tokens are all computed."""
-        results, taps, edits, all_rows = {}, {}, {}, set()
+        results, taps, tracers, edits, all_rows = {}, {}, {}, {}, set()
         for scheduled, continuation in continuations.items():
             own_edits = continuation.request.edits
             if own_edits is not None and own_edits.is_active(scheduled.start, scheduled.num_new):
                 edits[scheduled] = own_edits
             tracer = continuation.new_tracer(self._model, scheduled)
             results[scheduled] = SequenceResult(tracer)
-            tap = continuation.tap(tracer)
-            if tap is not None:
-                taps[scheduled] = tap
+            if continuation.request.tap is not None:
+                taps[scheduled] = continuation.request.tap
+            if tracer is not None and tracer.kind is not None:
+                tracers[scheduled] = tracer
             if continuation.needs_all_logits(scheduled, tracer):
                 all_rows.add(scheduled)
-        forward = self._runner.run(list(continuations), taps, frozenset(all_rows), edits)
+        forward = self._runner.run(list(continuations), taps, frozenset(all_rows), edits, tracers)
         for scheduled in all_rows:
             results[scheduled].logits = forward.logits[forward.rows[scheduled]]
         for scheduled, sequence_tap in forward.taps.items():
             results[scheduled].error = sequence_tap.error
-            results[scheduled].trace_seconds = sequence_tap.seconds if scheduled in taps else 0.0
+            is_traced = scheduled in taps or scheduled in tracers
+            results[scheduled].trace_seconds = sequence_tap.seconds if is_traced else 0.0
+        for scheduled, recorded in forward.recorded_traces.items():
+            results[scheduled].recorded_trace = recorded
         self._choose_tokens(forward, continuations, results)
         return forward, results
 

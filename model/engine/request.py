@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from model.engine.step_tracer import StepTrace, TraceParams
+from model.engine.step_tracer import StepTrace
+from model.engine.trace_params import TraceParams
 from model.text.transcript import End, GenerationParams, TokenOutput
 from model.tracing.edits import BoundEdits
 from model.tracing.tap import Tap

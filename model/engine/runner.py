@@ -10,8 +10,10 @@ from torch import Tensor
 from model.engine.attention.paged import PagedBackend
 from model.engine.attention.step_context import StepContext, choose_attention
 from model.engine.cache import PagedCache
-from model.engine.decode_graphs import DecodeGraphs
+from model.engine.decode_graphs import DecodeGraphs, TracedRow
+from model.engine.recorded_trace import RecordedTrace
 from model.engine.scheduler import ScheduledSequence
+from model.engine.step_tracer import StepTracer
 from model.network.adapters import AdaptedRows, Adapter, PassAdapters
 from model.network.transformer import Transformer
 from model.ops.interface import Argmax
@@ -24,13 +26,15 @@ from model.tracing.tap import BatchTap, Chain, SequenceTap, Tap
 class ForwardResult:
     """The logits (R, V) of one pass, and for each sequence which `rows` of them it has, and its tap.
 
-    `argmax` is that of each row, if the pass computed it. A pass that `was_recorded` took longer than a replayed one.
+    `argmax` is that of each row, if the pass computed it. `recorded_traces` are what a recorded pass kept of traced
+    sequences; they are valid until the next pass. A pass that `was_recorded` took longer than a replayed one.
     """
 
     logits: Tensor
     argmax: Argmax | None
     rows: Mapping[ScheduledSequence, slice]
     taps: Mapping[ScheduledSequence, SequenceTap]
+    recorded_traces: Mapping[ScheduledSequence, RecordedTrace]
     was_recorded: bool
     was_replayed: bool
 
@@ -69,13 +73,14 @@ class Runner:
         taps: Mapping[ScheduledSequence, Tap],
         all_rows: frozenset[ScheduledSequence],
         edits: Mapping[ScheduledSequence, BoundEdits],
+        tracers: Mapping[ScheduledSequence, StepTracer],
     ) -> ForwardResult:
         """The logits of those tokens after which a token is chosen; for sequences in `all_rows`, of all new tokens.
 
-        `edits` has the sequences whose new tokens are edited. Their taps see the edited stages.
+        `edits` has the sequences whose new tokens are edited. Their taps and tracers see the edited stages.
         """
         uniform = None if taps else _uniform_edits(sequences, edits)
-        ordered = self._order(sequences, uniform or {})
+        ordered = self._order(sequences, uniform or {}, tracers)
         rows: dict[ScheduledSequence, slice] = {}
         first_row = 0
         for scheduled in ordered:
@@ -84,10 +89,12 @@ class Runner:
             first_row = end_row
         adapters = self._pass_adapters(ordered, rows) if self._adapters else None
         if uniform is not None:
-            decoded = self._decode_graphs.run(ordered, adapters, _edited_rows(ordered, uniform))
+            edited, traced = _edited_rows(ordered, uniform), _traced_rows(ordered, rows, tracers)
+            decoded = self._decode_graphs.run(ordered, adapters, edited, traced)
             if decoded is not None:
+                traces = {ordered[row.index]: trace for row, trace in zip(traced, decoded.traces, strict=True)}
                 replayed = decoded.was_replayed
-                return ForwardResult(decoded.logits, decoded.argmax, rows, {}, not replayed, replayed)
+                return ForwardResult(decoded.logits, decoded.argmax, rows, {}, traces, not replayed, replayed)
         ids: list[int] = []
         selected: list[int] = []
         batch: dict[int, SequenceTap] = {}
@@ -95,8 +102,9 @@ class Runner:
             tokens, own = slice(len(ids), len(ids) + scheduled.num_new), rows[scheduled]
             ids += scheduled.new_tokens
             selected += range(tokens.stop - (own.stop - own.start), tokens.stop)
-            if scheduled in taps or scheduled in edits:
-                batch[index] = self._sequence_tap(scheduled, tokens, own, taps.get(scheduled), edits.get(scheduled))
+            if scheduled in taps or scheduled in edits or scheduled in tracers:
+                tap = _reading_tap(taps.get(scheduled), tracers.get(scheduled))
+                batch[index] = self._sequence_tap(scheduled, tokens, own, tap, edits.get(scheduled))
         attention = self._attention.prepare(ordered)
         logits = self._model(
             torch.tensor([ids], device=self._cache.device),
@@ -106,21 +114,26 @@ class Runner:
             adapters=adapters,
         )[0]
         sequence_taps = {ordered[index]: tap for index, tap in batch.items()}
-        return ForwardResult(logits, None, rows, sequence_taps, was_recorded=False, was_replayed=False)
+        return ForwardResult(logits, None, rows, sequence_taps, {}, was_recorded=False, was_replayed=False)
 
     def _order(
-        self, sequences: Sequence[ScheduledSequence], uniform: Mapping[ScheduledSequence, UniformEdits]
+        self,
+        sequences: Sequence[ScheduledSequence],
+        uniform: Mapping[ScheduledSequence, UniformEdits],
+        tracers: Mapping[ScheduledSequence, StepTracer],
     ) -> list[ScheduledSequence]:
         """The order of the rows of a pass."""
         ordered = in_attention_order(sequences)
         if isinstance(self._attention, PagedBackend) and (
-            self._adapters or uniform
-        ):  # any order will do: have few runs
+            self._adapters or uniform or tracers
+        ):  # any order will do: have few runs, and few different places of traced sequences
+            keys = {scheduled: tracer.kind.key for scheduled, tracer in tracers.items() if tracer.kind is not None}
             ordered.sort(
                 key=lambda scheduled: (
                     not scheduled.is_decoding,
                     scheduled.sequence.adapter or "",
                     uniform[scheduled].key if scheduled in uniform else b"",
+                    keys.get(scheduled, ()),
                 )
             )
         return ordered
@@ -162,6 +175,25 @@ class Runner:
 def in_attention_order(sequences: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
     """Decoding sequences before prompts, short ones first: sequences of similar length are read together."""
     return sorted(sequences, key=lambda scheduled: (not scheduled.is_decoding, scheduled.start))
+
+
+def _reading_tap(tap: Tap | None, tracer: StepTracer | None) -> Tap | None:
+    """The request's own tap, followed by the tracer's; None if there is neither."""
+    taps = [each for each in (tap, None if tracer is None else tracer.tap) if each is not None]
+    return Chain(*taps) if taps else None
+
+
+def _traced_rows(
+    ordered: Sequence[ScheduledSequence],
+    rows: Mapping[ScheduledSequence, slice],
+    tracers: Mapping[ScheduledSequence, StepTracer],
+) -> list[TracedRow]:
+    """The traced sequences of a step in which all sequences decode. Nothing is drafted for traced sequences."""
+    return [
+        TracedRow(kind, index, rows[scheduled].start)
+        for index, scheduled in enumerate(ordered)
+        if scheduled in tracers and (kind := tracers[scheduled].kind) is not None
+    ]
 
 
 def _uniform_edits(

@@ -1,12 +1,20 @@
-"""Trace one sequence while it is generated: the stages of its new tokens, and the logit lens."""
+"""Trace one sequence while it is generated: the stages of its new tokens, and the logit lens.
+
+A step with a trace is recorded if possible (recorded_trace.py). Otherwise the tracer collects the stages by a tap.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from model.engine.lazy_sequence import LazySequence
+from model.engine.logit_lens import LensLayer, LensLogits
+from model.engine.recorded_trace import RecordedTrace, StageReading
 from model.engine.scheduler import ScheduledSequence
+from model.engine.trace_params import StepTraceKind, TraceParams
 from model.network.transformer import Transformer
 from model.text.sampling import ConstraintEffect
 from model.tracing.predictions import Predictions, compute_loss, predict
@@ -14,47 +22,23 @@ from model.tracing.selection import Selection, StageCollector, StageTrace
 from model.tracing.stages import Stage, last_residuals, sizes_of
 from model.tracing.tap import Chain, Recorder, Tap
 
-
-@dataclass(frozen=True, kw_only=True)
-class TraceParams:
-    """What to trace. `selection.positions` are positions of the sequence (None: all that the sequence computes
-    itself). Each is traced in the step that computes it, with its `top_k` most likely next tokens.
-
-    `logit_lens`: decode the residual of every block at the position that chose a token, and report this many of its
-    most likely tokens. None: no logit lens.
-    """
-
-    selection: Selection
-    top_k: int = 0
-    logit_lens: int | None = None
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether the logits of every traced position are needed, not only those of the last one."""
-        return self.top_k > 0 or any(stage.has_selected_rows for stage in self.selection.stages)
-
-
-@dataclass(frozen=True)
-class LensLayer:
-    """The most likely tokens after one block, and the probability that it gives to the token that was chosen."""
-
-    layer: int
-    top: Predictions
-    chosen_probability: float
+AFTER_CHOICE = frozenset({"probabilities", "loss"})  # stages that are computed when the next token is known
 
 
 @dataclass(frozen=True)
 class StepTrace:
     """What one step shows of one sequence: the traced `positions` that it computed, and their stages in order.
 
-    There are `predictions` for each position if any were asked for, and a `logit_lens` if the step chose a token. If a
-    grammar constrained the choice, `constraint` is what the grammar changed.
+    The stages of a recorded step are made when they are first read. There are `predictions` for each position if any
+    were asked for, and a `logit_lens` if the step chose a token. If a grammar constrained the choice, `constraint` is
+    what the grammar changed.
     """
 
     positions: list[int]
-    stages: list[StageTrace]
+    stages: Sequence[StageTrace]
+    num_value_bytes: int  # of the stages
     predictions: list[Predictions]
-    logit_lens: list[LensLayer] | None
+    logit_lens: Sequence[LensLayer] | None
     constraint: ConstraintEffect | None = None
 
 
@@ -64,48 +48,104 @@ class StepTracer:
     def __init__(self, model: Transformer, params: TraceParams, scheduled: ScheduledSequence, begin: int) -> None:
         self._model = model
         self._params = params
-        config, selection = model.config, params.selection
-        start, num_new = scheduled.start, scheduled.num_new
-        new = range(start, start + num_new)
-        wanted = new if selection.positions is None else sorted(set(selection.positions) & set(new))
-        self.positions = [position for position in wanted if position >= begin]
-        rows = None if len(self.positions) == num_new else [position - start for position in self.positions]
-        self._rows = list(range(num_new)) if rows is None else rows
-        step_selection = Selection(
-            stages=selection.stages if self.positions else (),
-            detail=selection.detail,
-            positions=rows,
-            heads=selection.heads,
-        )
-        sizes = sizes_of(config, num_new) | {"key": start + num_new}
-        self._collector = StageCollector(step_selection, sizes, model.backend.summaries)
-        self._recorder = Recorder(step_selection.stages, self._keep)
-        has_lens = params.logit_lens is not None and scheduled.reaches_newest_token
-        lens_stages = last_residuals(config) if has_lens else ()
-        self._lens = Recorder(lens_stages, lambda stage, tensor: tensor[:, -1:].clone())
-        self.tap: Tap = Chain(self._recorder, self._lens)
+        self._start, self._num_new = scheduled.start, scheduled.num_new
+        new = range(self._start, self._start + self._num_new)
+        wanted = params.wanted_positions
+        self.positions = [p for p in new if p >= begin and (wanted is None or p in wanted)]
+        self._has_lens = params.logit_lens is not None and scheduled.reaches_newest_token
 
     @property
     def needs_logits(self) -> bool:
         return bool(self.positions) and self._params.needs_logits
 
-    def finish(
-        self, logits: Tensor | None, next_tokens: Sequence[int], constraint: ConstraintEffect | None = None
-    ) -> StepTrace | None:
-        """logits (T, V) of the new positions if `needs_logits`, and the token that follows each of them.
+    @property
+    def kind(self) -> StepTraceKind | None:
+        """What the pass must keep; None if nothing."""
+        has_stages = bool(self.positions) and bool(self._params.selection.stages)
+        return StepTraceKind(self._params, has_stages, self._has_lens) if has_stages or self._has_lens else None
 
-        None if the step has nothing to show.
+    @cached_property
+    def tap(self) -> Tap:
+        """The tap that collects what the pass must keep, if the step is not recorded."""
+        return Chain(self._recorder, self._residuals)
+
+    @cached_property
+    def _residuals(self) -> Recorder:
+        stages = last_residuals(self._model.config) if self._has_lens else ()
+        return Recorder(stages, lambda stage, tensor: tensor[:, -1].clone())
+
+    @cached_property
+    def _recorder(self) -> Recorder:
+        stages = self._params.selection.stages if self.positions else ()
+        return Recorder([stage for stage in stages if stage.name not in AFTER_CHOICE], self._keep)
+
+    @cached_property
+    def _collector(self) -> StageCollector:
+        selection = self._params.selection
+        all_positions = len(self.positions) == self._num_new
+        step_selection = Selection(
+            stages=selection.stages,
+            detail=selection.detail,
+            positions=None if all_positions else self._rows,
+            heads=selection.heads,
+        )
+        sizes = sizes_of(self._model.config, self._num_new) | {"key": self._start + self._num_new}
+        return StageCollector(step_selection, sizes, self._model.backend.summaries)
+
+    @property
+    def _rows(self) -> list[int]:
+        return [position - self._start for position in self.positions]
+
+    def finish(
+        self,
+        logits: Tensor | None,
+        next_tokens: Sequence[int],
+        constraint: ConstraintEffect | None = None,
+        recorded: RecordedTrace | None = None,
+    ) -> StepTrace | None:
+        """Describe the step. None if it has nothing to show.
+
+        logits (T, V) are those of the new positions if `needs_logits`; `next_tokens` follow each of these. `recorded`
+        is what a recorded step has kept.
         """
-        predictions = []
+        predictions: list[Predictions] = []
+        found: dict[str, StageTrace] = {}
         if self.needs_logits:
             assert logits is not None
-            compute_loss(logits[None], next_tokens, self._recorder, self._model.backend.summaries)
-            predictions = predict(logits[self._rows], self._params.top_k) if self._params.top_k else []
-        self._collector.finish()
-        stages = [trace for stage in self._params.selection.stages if (trace := self._recorder.kept.get(stage.name))]
-        lens = self._decode_lens(next_tokens[-1])
-        has_content = self.positions or lens or constraint
-        return StepTrace(self.positions, stages, predictions, lens, constraint) if has_content else None
+            found |= self._read_out(logits, next_tokens)
+            if self._params.top_k:
+                rows = logits if len(self.positions) == self._num_new else logits[self._rows]
+                predictions = predict(rows, self._params.top_k, self._model.backend.summaries)
+        lens = self._lens_logits() if recorded is None else recorded.lens
+        layers = None if lens is None else lens.layers(next_tokens[-1])
+        if recorded is None and self.positions:
+            found |= self._recorder.kept
+        if "_collector" in vars(self):
+            self._collector.finish()
+        if not (self.positions or layers or constraint):
+            return None
+        stages, num_bytes = self._stages(found, None if recorded is None else recorded.read())
+        return StepTrace(self.positions, stages, num_bytes, predictions, layers, constraint)
+
+    def _stages(self, found: dict[str, StageTrace], reading: StageReading | None) -> tuple[Sequence[StageTrace], int]:
+        """The traced stages in order, and the bytes of their values."""
+        ordered = self._params.selection.stages
+        num_bytes = sum(each.values.nbytes for each in found.values() if each.values is not None)
+        if reading is None:
+            return [found[stage.name] for stage in ordered if stage.name in found], num_bytes
+
+        def make() -> list[StageTrace]:
+            found.update(reading.stages())
+            return [found[stage.name] for stage in ordered if stage.name in found]
+
+        return LazySequence(len(found) + len(reading.kept), make), num_bytes + reading.num_value_bytes
+
+    def _read_out(self, logits: Tensor, next_tokens: Sequence[int]) -> dict[str, StageTrace]:
+        """The stages that are computed from the logits and the next tokens."""
+        recorder = Recorder([each for each in self._params.selection.stages if each.name in AFTER_CHOICE], self._keep)
+        if not self._params.names.isdisjoint(AFTER_CHOICE):
+            compute_loss(logits[None], next_tokens, recorder, self._model.backend.summaries)
+        return recorder.kept
 
     def _keep(self, stage: Stage, tensor: Tensor) -> StageTrace:
         kept = self._collector(stage, tensor)
@@ -113,12 +153,9 @@ class StepTracer:
             kept.values = kept.values.clone()  # a view would keep the tensor of the whole step in memory
         return kept
 
-    def _decode_lens(self, chosen: int) -> list[LensLayer] | None:
-        if not self._lens.kept or self._params.logit_lens is None:
+    def _lens_logits(self) -> LensLogits | None:
+        if not self._has_lens or not self._residuals.kept or self._params.logit_lens is None:
             return None
-        residual = torch.cat(list(self._lens.kept.values()), dim=1)  # (1, L, C)
-        logits = self._model.decode(residual)[0]  # (L, V)
-        probabilities = logits.float().softmax(-1)[:, chosen].tolist()
-        tops = predict(logits, self._params.logit_lens)
-        layers = range(self._model.config.num_layers)
-        return list(map(LensLayer, layers, tops, probabilities))
+        residuals = torch.cat(list(self._residuals.kept.values()))  # (L, C)
+        logits = self._model.decode(residuals[None])[0]
+        return LensLogits.of(logits, self._params.logit_lens, self._model.backend.summaries)

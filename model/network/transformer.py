@@ -5,7 +5,7 @@ rows, C width, H/Hkv heads, D head size, V vocabulary. Stages that fused kernels
 request; the pass uses them only if a tap has changed them, so reading a stage changes no bit of the result.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import torch
@@ -182,6 +182,7 @@ class Transformer(nn.Module):
         *,
         context: AttentionContext | None = None,
         adapters: PassAdapters | None = None,
+        decode: Callable[[Tensor, Probe], Tensor] | None = None,
     ) -> Tensor:
         """ids (B, T) int64 -> logits (B, T, V).
 
@@ -189,7 +190,7 @@ class Transformer(nn.Module):
         the cache if the tokens belong to several sequences. `rows` limits the logits to R of the T positions:
         (B, R, V); a tap then sees `ln_final` and `logits` of those rows only. Without a tap, and if the network is
         batch-invariant, the last block skips everything after attention for the other rows. `adapters` change some of
-        the rows.
+        the rows. `decode` replaces the method of this name, and must have the same result.
 
         Without a `context`, raises `ValueError` if the positions exceed `max_positions`.
         """
@@ -210,7 +211,7 @@ class Transformer(nn.Module):
 
         if index is not None and not skips_rows:
             x = x.index_select(1, index)
-        return probe("logits", self.decode(x, probe))
+        return probe("logits", (decode or self.decode)(x, probe))
 
     def steps(self, ids: Tensor, tap: Tap | None = None) -> Iterator[Tensor]:
         """Compute the pass of `forward` without a cache, one block at a time, so that other work can run in between.

@@ -19,6 +19,7 @@ from model.ops.weight_formats import GroupedWeight
 
 if TYPE_CHECKING:
     from model.ops.cpu.paged_attention import PagedAttention
+    from model.ops.cpu.trace_kernels import TraceKernels
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of the angles by which a pass turns its queries and keys."""
@@ -37,6 +38,13 @@ class NormRule(NamedTuple):
 
 class Argmax(NamedTuple):
     """The largest value of each row (NaN if the row has a NaN) and the index of its first occurrence."""
+
+    values: Tensor
+    indices: Tensor
+
+
+class Top(NamedTuple):
+    """The k largest values (N, k) of each row, the largest first, and their indices (N, k). NaN comes first."""
 
     values: Tensor
     indices: Tensor
@@ -146,17 +154,22 @@ class SummaryOps(Protocol):
     def distribution(self, logits: Tensor, *, wants_probabilities: bool) -> tuple[Tensor | None, Tensor]:
         """logits (..., V) -> softmax if wanted, and log(sum(exp(logits))) (...), both in at least float32."""
 
+    def top(self, logits: Tensor, count: int) -> Top:
+        """The `count` largest of each row of logits (N, V)."""
+
 
 @dataclass(frozen=True)
 class Backend:
     """What computes a network, its samples and its summaries.
 
-    `paged_attention` attends over a paged key-value cache in place; None if the backend cannot. `allows_varlen`: the
-    engine may use `torch.nn.attention.varlen` on devices that have it.
+    `paged_attention` attends over a paged key-value cache in place; None if the backend cannot. `trace_kernels` compute
+    traces in recorded steps; None if steps with traces cannot be recorded. `allows_varlen`: the engine may use
+    `torch.nn.attention.varlen` on devices that have it.
     """
 
     network: NetworkOps
     sampling: SamplingOps
     summaries: SummaryOps
     paged_attention: "PagedAttention | None" = None
+    trace_kernels: "TraceKernels | None" = None
     allows_varlen: bool = True

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import Activation, NormKind
-from model.ops.interface import Argmax, Backend, Draw, NormRule, Rotation
+from model.ops.interface import Argmax, Backend, Draw, NormRule, Rotation, Top
 from model.ops.quantization import QuantizedLinear
 from model.ops.row_edits import RowEdit, edit_rows
 from model.ops.summary import Summary, summarize
@@ -148,6 +148,10 @@ class TorchSummaryOps:
     def distribution(self, logits: Tensor, *, wants_probabilities: bool) -> tuple[Tensor | None, Tensor]:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return wide.softmax(-1) if wants_probabilities else None, wide.logsumexp(-1)
+
+    def top(self, logits: Tensor, count: int) -> Top:
+        found = logits.topk(count, dim=-1)
+        return Top(found.values, found.indices)
 
 
 TORCH = Backend(TorchNetworkOps(), TorchSamplingOps(), TorchSummaryOps())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.ops.interface import SummaryOps
+from model.ops.interface import SummaryOps, Top
 from model.ops.torch_ops import TORCH
 from model.tracing.tap import Probe, Tap
 
@@ -20,12 +20,16 @@ class Predictions:
     probabilities: list[float]
 
 
-def predict(logits: Tensor, top_k: int) -> list[Predictions]:
+def predict(logits: Tensor, top_k: int, ops: SummaryOps = TORCH.summaries) -> list[Predictions]:
     """logits (T, V) -> for each row the `top_k` most likely tokens, with probabilities over the whole vocabulary."""
-    probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-    top = logits.topk(top_k, dim=-1)
-    top_probabilities = probabilities.gather(-1, top.indices)
-    return list(map(Predictions, top.indices.tolist(), top.values.tolist(), top_probabilities.tolist()))
+    _, log_totals = ops.distribution(logits, wants_probabilities=False)
+    return predictions_of(ops.top(logits, top_k), log_totals)
+
+
+def predictions_of(top: Top, log_totals: Tensor) -> list[Predictions]:
+    """The largest logits (T, k), and log(sum(exp(logits))) (T,) of each row -> a `Predictions` for each row."""
+    probabilities = (top.values.to(log_totals.dtype) - log_totals[:, None]).exp()
+    return list(map(Predictions, top.indices.tolist(), top.values.tolist(), probabilities.tolist()))
 
 
 def compute_loss(

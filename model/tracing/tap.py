@@ -149,17 +149,24 @@ class BatchTap:
     """The taps of several sequences as one tap of the pass that computes them together.
 
     `sequences` maps the index of a sequence in the batch to its tap; sequences that are not traced have none. Stages
-    in `row_selected_stages` have only the rows whose logits are computed.
+    in `row_selected_stages` have only the rows whose logits are computed. `edits` is a tap of all rows, which comes
+    before the taps of the sequences.
     """
 
-    def __init__(self, sequences: Mapping[int, SequenceTap], row_selected_stages: frozenset[str]) -> None:
+    def __init__(
+        self, sequences: Mapping[int, SequenceTap], row_selected_stages: frozenset[str], edits: Tap | None = None
+    ) -> None:
         self.sequences = sequences
         self._row_selected_stages = row_selected_stages
+        self._edits = edits
+        self._edits_want = (lambda name: False) if edits is None else wants_of(edits)
 
     def wants(self, name: str) -> bool:
-        return any(tap.wants(name) for tap in self.sequences.values())
+        return self._edits_want(name) or any(tap.wants(name) for tap in self.sequences.values())
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        if self._edits is not None and self._edits_want(name):
+            tensor = call_tap(self._edits, name, tensor)
         result = tensor
         for tap in self.sequences.values():
             if tap.wants(name):
@@ -178,16 +185,22 @@ class Probe:
     Without a tap every call returns its tensor at once.
     """
 
-    __slots__ = ("_prefix", "_tap", "_wants")
+    __slots__ = ("_checks", "_prefix", "_tap", "_wants")
 
     def __init__(self, tap: Tap | None, prefix: str = "") -> None:
         self._tap = tap
         self._prefix = prefix
         self._wants = wants_of(tap)
+        self._checks = not isinstance(tap, (BatchTap, SequenceTap))  # `SequenceTap` checks what its tap returns
 
     def at(self, place: str) -> "Probe":
         """The same tap one level deeper: `probe.at("attn")("q", x)` is the stage `attn.q`."""
-        return self if self._tap is None else Probe(self._tap, f"{self._prefix}{place}.")
+        if self._tap is None:
+            return self
+        inner = Probe.__new__(Probe)
+        inner._tap, inner._wants, inner._checks = self._tap, self._wants, self._checks
+        inner._prefix = f"{self._prefix}{place}."
+        return inner
 
     def sequences(self) -> Sequence[tuple[int, SequenceTap, "Probe"]]:
         """The traced sequences of a batch: index, tap, and the probe of that tap at this place."""
@@ -203,6 +216,4 @@ class Probe:
         full_name = self._prefix + name
         if not self._wants(full_name):
             return tensor
-        if isinstance(self._tap, BatchTap | SequenceTap):  # `SequenceTap` checks what its tap returns
-            return self._tap(full_name, tensor)
-        return call_tap(self._tap, full_name, tensor)
+        return call_tap(self._tap, full_name, tensor) if self._checks else self._tap(full_name, tensor)

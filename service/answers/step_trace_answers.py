@@ -5,7 +5,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from model.checkpoints.load import Checkpoint
-from model.engine.step_tracer import LensLayer, StepTrace, TraceParams
+from model.engine.logit_lens import LensLayer
+from model.engine.step_tracer import StepTrace
+from model.engine.trace_params import TraceParams
 from model.tracing.selection import Selection
 from model.tracing.stages import Stage
 from service.answers.prompts import check_indices, find_positions

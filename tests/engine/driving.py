@@ -12,7 +12,8 @@ from model.config import ModelConfig
 from model.engine.cache import bytes_of_token
 from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Output, Request, Step
-from model.engine.step_tracer import StepTrace, TraceParams
+from model.engine.step_tracer import StepTrace
+from model.engine.trace_params import TraceParams
 from model.network.adapters import Adapter, PassAdapters
 from model.network.attention import DenseContext
 from model.network.transformer import Transformer

@@ -11,7 +11,7 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.engine.engine import Engine
 from model.engine.request import Request
-from model.engine.step_tracer import TraceParams
+from model.engine.trace_params import TraceParams
 from model.errors import InvalidField
 from model.network.adapted_network import AdaptedNetwork
 from model.network.adapters import Adapter, LowRankLayer

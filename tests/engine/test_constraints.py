@@ -20,7 +20,7 @@ from model.checkpoints.load import load_checkpoint
 from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Request
 from model.engine.step_budget import StepBudget
-from model.engine.step_tracer import TraceParams
+from model.engine.trace_params import TraceParams
 from model.errors import InvalidField
 from model.network.transformer import Transformer
 from model.text.constraint import Constraint, GrammarState

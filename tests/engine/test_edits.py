@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from model.analysis.edit_sources import compute_sources, edited_pass
+from model.engine.decode_graphs import ChangeKind
 from model.engine.engine import Engine
 from model.engine.request import Request
 from model.engine.step_budget import StepBudget
-from model.engine.step_tracer import TraceParams
+from model.engine.trace_params import TraceParams
 from model.errors import InvalidField
 from model.network.adapted_network import AdaptedNetwork
 from model.network.prepare import prepare_model
@@ -318,7 +319,7 @@ class TestRecordedSteps:
         monkeypatch.setattr(ops, "edit_rows", by_pytorch)
         engine = new_engine(model)
         assert bits(run(engine, *requests)) == expected
-        assert engine._runner._decode_graphs._unrecordable == {frozenset({"embed"})}
+        assert engine._runner._decode_graphs._unrecordable == {ChangeKind(False, frozenset({"embed"}), frozenset())}
         assert self.recorded(engine) == 0
         run(engine, ask("1", prompt(5)))
         assert engine._runner.replays

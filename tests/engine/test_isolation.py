@@ -13,7 +13,7 @@ from model.checkpoints.load import BUNDLED, load_checkpoint
 from model.engine.attention import step_context
 from model.engine.request import Request
 from model.engine.scheduler import ScheduledSequence
-from model.engine.step_tracer import TraceParams
+from model.engine.trace_params import TraceParams
 from model.errors import shortened
 from model.network.transformer import Transformer
 from model.ops.interface import Draw

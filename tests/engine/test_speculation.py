@@ -11,7 +11,7 @@ from model.engine.engine import Engine
 from model.engine.prompt_lookup import accept_draft
 from model.engine.request import Request
 from model.engine.step_budget import StepBudget
-from model.engine.step_tracer import TraceParams
+from model.engine.trace_params import TraceParams
 from model.network.transformer import Transformer
 from model.tracing.selection import Selection
 from model.tracing.stages import stages_of

@@ -14,7 +14,8 @@ from torch import Tensor
 from model.analysis.forward_trace import Trace, trace
 from model.engine.engine import Engine
 from model.engine.request import Request
-from model.engine.step_tracer import StepTrace, TraceParams
+from model.engine.step_tracer import StepTrace
+from model.engine.trace_params import TraceParams
 from model.network.transformer import Transformer
 from model.ops.summary import summarize
 from model.tracing.predictions import Predictions, predict

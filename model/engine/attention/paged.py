@@ -57,6 +57,12 @@ class PagedStep:
         self._kernels.write(k, v, keys, values, self._slots)
         return self._kernels.attend(q, keys, values, self._read, cache.windows[layer], cache.score_rule)
 
+    def scores(self, layer: int, sequence: int, q: Tensor, max_keys: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`PagedAttention.step_scores` of one sequence, whose keys were stored by `attend`."""
+        cache = self._cache
+        rule, window = cache.score_rule, cache.windows[layer]
+        return self._kernels.step_scores(q, cache.keys[layer], self._read, sequence, max_keys, window, rule)
+
 
 def _row_tables(sequences: Sequence[ScheduledSequence]) -> tuple[list[int], list[int]]:
     """The cumulative numbers of new tokens, and the position of the first new token of each sequence."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.engine.attention.gathered import GatheredBackend
 from model.engine.attention.interface import AttentionBackend, StepAttention
-from model.engine.attention.paged import PagedBackend
+from model.engine.attention.paged import PagedBackend, PagedStep
 from model.engine.attention.varlen import VarlenBackend, find_kernel
 from model.engine.cache import PagedCache
 from model.engine.scheduler import ScheduledSequence
@@ -71,3 +71,31 @@ class StepContext:
 
     def finish(self) -> None:
         """Nothing to do: the scheduler counts the computed tokens."""
+
+
+class RecordedStepContext(StepContext):
+    """The context of a step that is recorded. Traced attention has room for `max_keys` keys of each sequence."""
+
+    def __init__(
+        self,
+        attention: PagedStep,
+        cache: PagedCache,
+        sequences: Sequence[ScheduledSequence],
+        ops: NetworkOps,
+        max_keys: int,
+    ) -> None:
+        super().__init__(attention, cache, sequences, ops)
+        self._paged = attention
+        self._max_keys = max_keys
+
+    def _trace(
+        self, layer: int, scheduled: ScheduledSequence, tap: SequenceTap, q: Tensor, z: Tensor, probe: Probe
+    ) -> None:
+        """Offer the scores and the pattern of one sequence. A step in which they are edited is not recorded."""
+        if not probe.wants("scores", "attn_scores", "pattern"):
+            return
+        H, N, S = q.shape[2], scheduled.num_new, scheduled.start + scheduled.num_new
+        index = self._sequences.index(scheduled)
+        buffers = self._paged.scores(layer, index, q[0, tap.tokens], self._max_keys)
+        for name, buffer in zip(("scores", "attn_scores", "pattern"), buffers, strict=True):
+            probe(name, buffer[: H * N * S].view(1, H, N, S))

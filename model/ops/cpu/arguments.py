@@ -192,6 +192,30 @@ class SummariesArguments(NamedTuple):
     num_tensors: int
 
 
+# tracing.cpp
+
+
+class TopArguments(NamedTuple):
+    x: Address
+    values: Address
+    indices: Address
+    num_rows: int
+    size: int
+    num_top: int
+
+
+class Piece(NamedTuple):
+    address: Address
+    place: int
+    size: int
+
+
+class CopyPiecesArguments(NamedTuple):
+    pieces: Address
+    out: Address
+    num_pieces: int
+
+
 # edits.cpp
 
 
@@ -284,13 +308,13 @@ class AttentionArguments(NamedTuple):
 class AttentionScoresArguments(NamedTuple):
     q: Address
     keys: Address
-    block: Address
+    blocks: Address
+    start: Address
     scores: Address
     masked: Address
     pattern: Address
     N: int
-    start: int
-    S: int
+    block_size: int
     H: int
     Hkv: int
     D: int

@@ -52,7 +52,8 @@ def find_backend(dtype: torch.dtype, d_head: int) -> Backend | None:
     paged_attention, edits = PagedAttention.find(dtype, d_head), CpuEdits.find()
     if kernels is None or sampling is None or summaries is None or edits is None:
         return None
-    return Backend(CpuNetworkOps(kernels, paged_attention, edits), sampling, summaries, paged_attention)
+    network = CpuNetworkOps(kernels, paged_attention, edits)
+    return Backend(network, sampling, summaries, paged_attention, summaries.kernels)
 
 
 @dataclass(frozen=True)

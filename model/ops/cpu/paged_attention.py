@@ -139,30 +139,68 @@ class PagedAttention:
     def attention_scores(
         self, q: Tensor, k: Tensor, mask: CausalMask, rule: ScoreRule
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Like `NetworkOps.attention_scores`, but always with a mask."""
-        (B, N, H, D), S = q.shape, k.shape[1]
-        block = torch.zeros(1, dtype=torch.int64)  # all keys of a row of the batch are one block
+        """Like `NetworkOps.attention_scores`, but always with a mask. There are no keys after the last query."""
+        (B, N, H, _), S = q.shape, k.shape[1]
+        assert mask.start + N == S
+        # All keys of a row of the batch are one block.
+        read = PagedRead(torch.zeros(1, 1, dtype=torch.int64), torch.tensor([0, N]), torch.tensor([mask.start]), S)
         scores, masked, pattern = (empty((B, H, N, S), q.dtype) for _ in range(3))
         for row in range(B):
-            (row_q, q_stride), (row_k, k_stride) = merge_outer_dims(q[row], 2), merge_outer_dims(k[row], 2)
-            arguments = AttentionScoresArguments(
-                q=row_q.data_ptr(),
-                keys=row_k.data_ptr(),
-                block=block.data_ptr(),
-                scores=scores[row].data_ptr(),
-                masked=masked[row].data_ptr(),
-                pattern=pattern[row].data_ptr(),
-                N=N,
-                start=mask.start,
-                S=S,
-                H=H,
-                Hkv=k.shape[2],
-                D=D,
-                window=mask.window or 0,
-                q_stride=q_stride,
-                k_stride=k_stride,
-                scale=rule.scale,
-                softcap=rule.softcap or 0.0,
-            )
-            call(self._attention_scores, recording.MAX_TASKS, arguments)
+            row_k, _ = merge_outer_dims(k[row], 2)
+            self._call_scores(q[row], row_k, read, 0, (scores[row], masked[row], pattern[row]), mask.window, rule)
         return scores, masked, pattern
+
+    def step_scores(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        read: PagedRead,
+        sequence: int,
+        max_keys: int,
+        window: int | None,
+        rule: ScoreRule,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The scores, masked scores and pattern of one sequence of a step, in memory that a replay writes again.
+
+        q (N, H, D) of its new tokens, keys (num_slots, Hkv, D) -> three buffers of H * N * `max_keys` numbers. Each
+        begins with its (H, N, S) numbers, where S is the number of the sequence's keys in this step.
+        """
+        size = (q.shape[1] * q.shape[0] * max_keys,)
+        outputs = empty(size, q.dtype), empty(size, q.dtype), empty(size, q.dtype)
+        self._call_scores(q, keys, read, sequence, outputs, window, rule)
+        return outputs
+
+    def _call_scores(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        read: PagedRead,
+        sequence: int,
+        outputs: tuple[Tensor, Tensor, Tensor],
+        window: int | None,
+        rule: ScoreRule,
+    ) -> None:
+        """Write the scores, masked scores and pattern of one sequence, whose new tokens are q (N, H, D)."""
+        N, H, D = q.shape
+        q, q_stride = merge_outer_dims(q, 2)
+        scores, masked, pattern = outputs
+        arguments = AttentionScoresArguments(
+            q=q.data_ptr(),
+            keys=keys.data_ptr(),
+            blocks=read.blocks[sequence].data_ptr(),
+            start=read.start[sequence].data_ptr(),
+            scores=scores.data_ptr(),
+            masked=masked.data_ptr(),
+            pattern=pattern.data_ptr(),
+            N=N,
+            block_size=read.block_size,
+            H=H,
+            Hkv=keys.shape[1],
+            D=D,
+            window=window or 0,
+            q_stride=q_stride,
+            k_stride=keys.stride(0),
+            scale=rule.scale,
+            softcap=rule.softcap or 0.0,
+        )
+        call(self._attention_scores, recording.MAX_TASKS, arguments)

@@ -166,6 +166,26 @@ class TestOperations:
             assert probabilities[0, 2].isnan().all()
             torch.testing.assert_close(probabilities.double(), exact, atol=1e-12, rtol=1e-5, equal_nan=True)
 
+    @pytest.mark.parametrize("size", [3, 16, 257, 5003])
+    @pytest.mark.parametrize("count", [1, 3, 64])
+    def test_the_largest_logits_agree_and_equal_ones_are_in_order(
+        self, dtype: torch.dtype, size: int, count: int
+    ) -> None:
+        ops, count = cpu_backend(dtype).summaries, min(count, size)
+        logits = torch.randn(6, size, generator=torch.Generator().manual_seed(0)).to(dtype)
+        logits[1] = -torch.inf
+        logits[2] = logits[2].round()  # many equal numbers
+        logits[3, size // 2 :] = -torch.inf
+        logits[4, [0, size - 1]] = torch.nan
+        logits[5, size - 1] = torch.inf
+        values, indices = ops.top(logits, count)
+        keys = logits.float().nan_to_num(torch.inf, torch.inf, -torch.inf)
+        expected = keys.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+        assert torch.equal(indices, expected)
+        assert torch.equal(values.nan_to_num(7), logits.gather(-1, expected).float().nan_to_num(7))
+        for row in range(6):
+            assert torch.equal(ops.top(logits[row : row + 1], count).indices[0], indices[row])
+
     def test_summaries_agree(self, dtype: torch.dtype) -> None:
         ops, generator = cpu_backend(dtype).summaries, torch.Generator().manual_seed(0)
         large = torch.randn(100_003, generator=generator)

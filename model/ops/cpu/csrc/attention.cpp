@@ -160,21 +160,19 @@ void attention_combine(const AttentionArguments<Number>& args, long task, long n
 }
 
 // The scores, the masked scores and the pattern, each (H, N, S), of one sequence with N new tokens, the first of them
-// at position `start`, and S keys.
-//
-// The keys are one block, whose index is `block`: a single 0.
+// at position start[0], and S = start[0] + N keys. A recorded call reads `start` and `blocks` when it is replayed.
 template <class Number>
 STRUCT(
     AttentionScoresArguments,
     (const Number*, q),     // (N, H, D)
-    (const Number*, keys),  // (S, Hkv, D)
-    (const int64_t*, block),
+    (const Number*, keys),  // (slots, Hkv, D)
+    (const int64_t*, blocks),
+    (const int64_t*, start),  // (1)
     (Number*, scores),
     (Number*, masked),
     (Number*, pattern),
     (long, N),
-    (long, start),
-    (long, S),
+    (long, block_size),
     (long, H),
     (long, Hkv),
     (long, D),
@@ -187,16 +185,17 @@ STRUCT(
 template <class Format, class Number = typename Format::Number>
 void attention_scores(const AttentionScoresArguments<Number>& args, long task, long num_tasks) {
     constexpr long ROWS = 32;
-    const long N = args.N, S = args.S, D = args.D, group = args.H / args.Hkv, item_tokens = std::max(1L, ROWS / group);
+    const long N = args.N, start = *args.start, S = start + N, D = args.D, group = args.H / args.Hkv;
+    const long item_tokens = std::max(1L, ROWS / group);
     const long num_parts = (N + item_tokens - 1) / item_tokens, num_items = args.Hkv * num_parts;
     static thread_local Scratch scratch;
     static thread_local std::vector<Number> zeros;
     if ((long)zeros.size() < D) zeros.resize(D);
     for (long item = num_items * task / num_tasks; item < num_items * (task + 1) / num_tasks; item++) {
         const long key_head = item / num_parts, token = item % num_parts * item_tokens;
-        const CacheRows<Number> rows = {args.keys + key_head * D, args.block, S, args.k_stride};
+        const CacheRows<Number> rows = {args.keys + key_head * D, args.blocks, args.block_size, args.k_stride};
         const HeadsAttention<Format> head = {
-            rows, rows, args.q + key_head * group * D, zeros.data(), nullptr, args.q_stride, 0, args.start, 1, group, D,
+            rows, rows, args.q + key_head * group * D, zeros.data(), nullptr, args.q_stride, 0, start, 1, group, D,
             args.window, (float)args.scale, (float)args.softcap, scratch,
         };
         const long offset = key_head * group * N * S;

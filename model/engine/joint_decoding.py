@@ -1,0 +1,46 @@
+"""Decode the residuals of logit lenses together with the rows of a recorded step: the head is read once for all."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from model.engine.recorded_trace import RecordedTrace
+from model.network.transformer import Transformer
+from model.ops.cpu.recording import empty
+from model.ops.cpu.trace_kernels import Pieces, TraceKernels
+from model.tracing.tap import Probe
+
+
+class JointDecoding:
+    """Replaces `Transformer.decode` while a step is recorded, and keeps the logits (L, V) of each lens in `lenses`.
+
+    No bit of a row depends on the other rows of a product. If stages of the final norm are traced or edited, the rows
+    of the step are decoded separately.
+    """
+
+    def __init__(self, model: Transformer, kernels: TraceKernels | None, traces: Sequence[RecordedTrace]) -> None:
+        self._model = model
+        self._kernels = kernels
+        self._traces = traces
+        self._pieces: Pieces | None = None  # kept: the recording reads its table
+        self.lenses: list[Tensor | None] = [None] * len(traces)
+
+    def __call__(self, x: Tensor, probe: Probe) -> Tensor:
+        """x (1, T, C) -> logits (1, T, V)."""
+        groups = [trace.residuals for trace in self._traces]
+        residuals = [residual.flatten() for group in groups for residual in group]
+        if not residuals or self._kernels is None:
+            return self._model.decode(x, probe)
+        is_separate = probe.at("ln_final").wants("scale", "normalized", "out")
+        num_rows = 0 if is_separate else x.shape[1]
+        joined = empty((num_rows + len(residuals), x.shape[-1]), x.dtype)
+        self._pieces = self._kernels.pieces([*([] if is_separate else [x.flatten()]), *residuals])
+        assert self._pieces.places[-1] == joined.nbytes
+        self._pieces.copy_to(joined)
+        logits = self._model.decode(joined[None])
+        first = num_rows
+        for index, group in enumerate(groups):
+            if group:
+                self.lenses[index] = logits[0, first : first + len(group)]
+            first += len(group)
+        return self._model.decode(x, probe) if is_separate else logits[:, :num_rows]

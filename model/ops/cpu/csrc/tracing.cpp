@@ -1,0 +1,107 @@
+// Operations for traces: the largest numbers of each row, and copies of tensors that lie anywhere in memory.
+
+#include <cmath>
+#include <vector>
+
+#include "rows.h"
+
+namespace {
+
+constexpr long SPAN = 16 * WIDTH;  // numbers whose maximum is kept, so that the next largest is found in one span
+
+float as_float(float number) { return number; }
+float as_float(BFloat16 number) {
+    const uint32_t bits = (uint32_t)number << 16;
+    float result;
+    std::memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+// A number of a row: a larger value comes first, then a smaller index. NaN comes with the infinite values.
+struct Place {
+    float value;
+    long index;  // -1: none
+
+    bool precedes(const Place& other) const {
+        return value > other.value || (value == other.value && index < other.index);
+    }
+};
+
+// The first place of a span after `last`.
+template <class Number>
+Place find_next(const Number* x, long begin, long end, const Place& last) {
+    Place best = {-INFINITY, -1};
+    for (long i = begin; i < end; i++) {
+        const float number = as_float(x[i]);
+        const Place place = {std::isnan(number) ? INFINITY : number, i};
+        if ((last.index < 0 || last.precedes(place)) && (best.index < 0 || place.precedes(best))) best = place;
+    }
+    return best;
+}
+
+// The `count` largest numbers of each row, the largest first, and their indices. Of equal numbers, the one with the smaller
+// index comes first.
+template <class Number>
+STRUCT(
+    TopArguments,
+    (const Number*, x),  // (num_rows, size)
+    (float*, values),    // (num_rows, num_top)
+    (int64_t*, indices), // (num_rows, num_top)
+    (long, num_rows),
+    (long, size),
+    (long, num_top));
+
+template <class Number>
+void top(const TopArguments<Number>& args, long task, long num_tasks) {
+    const long size = args.size, count = args.num_top, num_spans = (size + SPAN - 1) / SPAN;
+    std::vector<Place> best(num_spans);
+    for_each_row(args.num_rows, task, num_tasks, [&](long row) {
+        const Number* x = args.x + row * size;
+        for (long span = 0; span < num_spans; span++) {  // the index is found when it is needed
+            Floats maxima = broadcast(-INFINITY);
+            const Number* const from = x + span * SPAN;
+            for_each_vector(std::min(SPAN, size - span * SPAN), [&](long i, Mask mask) {
+                const Floats value = load(from + i, mask);
+                const Floats ordered = select(is_nan(value), broadcast(INFINITY), value);
+                maxima = max(maxima, select(mask, ordered, broadcast(-INFINITY)));
+            });
+            best[span] = {reduce_max(maxima), span * SPAN};
+        }
+        for (long j = 0; j < count; j++) {
+            long chosen = -1;
+            for (long span = 0; span < num_spans; span++)
+                if (best[span].index >= 0 && (chosen < 0 || best[span].precedes(best[chosen]))) chosen = span;
+            const long begin = chosen * SPAN, end = std::min(begin + SPAN, size);
+            // Numbers of this span that are taken already precede its best number.
+            Place found = {INFINITY, -1};
+            for (long i = begin; i < end && found.index < 0; i++) {
+                const float number = as_float(x[i]);
+                if (i >= best[chosen].index && (std::isnan(number) ? INFINITY : number) == best[chosen].value)
+                    found = {best[chosen].value, i};
+            }
+            args.values[row * count + j] = as_float(x[found.index]);
+            args.indices[row * count + j] = found.index;
+            best[chosen] = find_next(x, begin, end, found);
+        }
+    });
+}
+
+// A piece of memory, and its place in a copy of several. `place` and `size` are in bytes.
+STRUCT(Piece, (const char*, address), (long, place), (long, size));
+
+STRUCT(CopyPiecesArguments, (const Piece*, pieces), (char*, out), (long, num_pieces));
+
+// Copies some pieces of memory to their places in `out`.
+void copy_pieces(const CopyPiecesArguments& args, long task, long num_tasks) {
+    for_each_row(args.num_pieces, task, num_tasks, [&](long index) {
+        const Piece& piece = args.pieces[index];
+        std::memcpy(args.out + piece.place, piece.address, piece.size);
+    });
+}
+
+}  // namespace
+
+EXPORT_DESCRIPTION(piece, Piece)
+KERNEL(copy_pieces_float32, copy_pieces)
+KERNEL(top_float32, top<float>)
+KERNEL(top_bfloat16, top<BFloat16>)

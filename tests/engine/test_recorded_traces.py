@@ -1,0 +1,203 @@
+"""Traced steps are recorded and replayed: a trace has the same bits as without recordings, and changes no bit."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from model.engine.decode_graphs import DecodeGraphs
+from model.engine.engine import Engine
+from model.engine.request import Request
+from model.engine.step_tracer import StepTrace
+from model.engine.trace_params import TraceParams
+from model.network.transformer import Transformer
+from model.tracing import tap as taps
+from model.tracing.edits import Edit
+from model.tracing.selection import Selection
+from model.tracing.stages import select, stages_of
+from tests.engine.driving import Result, ask, new_engine, prompt, run
+from tests.engine.test_adapters import engine_of, served, with_adapter
+from tests.engine.test_edits import edited, vector
+from tests.tiny import every_engine_config
+
+SELECTIONS: Mapping[str, Mapping[str, Any]] = {
+    "values of all stages": {"stages": ["*"], "detail": "values", "top_k": 3, "logit_lens": 2},
+    "summaries of all stages": {"stages": ["*"]},
+    "shapes alone": {"stages": ["*"], "detail": "none"},
+    "some heads": {"stages": ["*.attn.*", "*.resid_post"], "detail": "values", "heads": [3, 0]},
+    "summaries of some heads": {"stages": ["*.attn.*"], "heads": [1]},
+    "some positions": {"stages": ["*.pattern", "*.ln1.*"], "positions": [0, 2, 14, 15, 16, 20]},
+    "the top token of the lens": {"stages": [], "logit_lens": 1},
+    "a long lens": {"stages": [], "logit_lens": 66},
+    "probabilities": {"stages": ["probabilities", "loss", "logits"], "detail": "values"},
+}
+every_selection = pytest.mark.parametrize("selection", SELECTIONS)
+
+
+def traced(model: Transformer, request: Request, selection: str) -> Request:
+    params = dict(SELECTIONS[selection])
+    stages = select(stages_of(model.config), params.pop("stages"))
+    others = {name: params.pop(name) for name in ("top_k", "logit_lens") if name in params}
+    return replace(request, trace=TraceParams(selection=Selection(stages=stages, **params), **others))
+
+
+def contents(trace: StepTrace) -> list[Any]:
+    """Everything in a trace, in a form that can be compared."""
+    stages = [
+        (
+            kept.stage.name,
+            kept.shape,
+            kept.dtype,
+            kept.summary,
+            None if kept.values is None else kept.values.contiguous().view(torch.uint8).tolist(),
+        )
+        for kept in trace.stages
+    ]
+    return [trace.positions, *stages, trace.predictions, trace.logit_lens]
+
+
+def assert_same_bits(found: Mapping[Any, Result], expected: Mapping[Any, Result]) -> None:
+    """The messages are short: pytest needs minutes to compare the whole traces."""
+    for key, result in expected.items():
+        assert found[key].error is None
+        assert (found[key].ids, found[key].logprobs) == (result.ids, result.logprobs), key
+        assert len(found[key].traces) == len(result.traces)
+        for step, (one, other) in enumerate(zip(found[key].traces, result.traces, strict=True)):
+            for this, that in zip(contents(one), contents(other), strict=True):
+                is_same = this == that
+                assert is_same, f"{key}, step {step}: {str(this)[:300]} is not {str(that)[:300]}"
+
+
+def without_recordings(monkeypatch: pytest.MonkeyPatch, engine: Engine, *requests: Request) -> dict[Any, Result]:
+    with monkeypatch.context() as patch:
+        patch.setattr(DecodeGraphs, "run", lambda self, *args: None)
+        return run(engine, *requests)
+
+
+def num_traced_graphs(engine: Engine) -> int:
+    return sum(bool(shape.traced) for shape in engine._runner._decode_graphs._graphs)
+
+
+@every_selection
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_recorded_trace_has_the_bits_of_one_that_is_not_recorded(
+    selection: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two traced sequences enter after each other, beside a plain one, and outgrow the first room for keys."""
+    monkeypatch.setattr("model.engine.recorded_trace.MIN_KEYS", 8)
+    model = served("gemma2", dtype)
+    requests = [
+        traced(model, ask("1", prompt(13), max_tokens=14, temperature=1.1), selection),
+        ask("2", prompt(6, seed=2), max_tokens=9),
+        traced(model, ask("3", prompt(3, seed=3), max_tokens=20), selection),
+    ]
+    engine = new_engine(model)
+    found = run(engine, *requests)
+    expected = without_recordings(monkeypatch, new_engine(model), *requests)
+    assert (num_traced_graphs(engine) > 0) == (selection != "a long lens")
+    assert_same_bits(found, expected)
+
+
+@every_engine_config
+def test_every_kind_of_network_is_traced_alike_with_recordings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = served(name)
+    requests = [
+        traced(model, ask("1", prompt(9), max_tokens=8), "values of all stages"),
+        ask("2", prompt(6, seed=2), max_tokens=6),
+    ]
+    found = run(new_engine(model), *requests)
+    expected = without_recordings(monkeypatch, new_engine(model), *requests)
+    assert_same_bits(found, expected)
+
+
+@every_selection
+@pytest.mark.parametrize("stream", [0, 3])
+def test_one_traced_stream_of_several_is_replayed(selection: str, stream: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others keep their bits, and so does the trace, whatever place its sequence has in the step."""
+    model = served("qwen3")
+    requests = [ask(f"{seed}", prompt(4 + seed, seed=seed), max_tokens=9 + seed) for seed in range(4)]
+    requests[stream] = traced(model, requests[stream], selection)
+    engine = new_engine(model)
+    found = run(engine, *requests)
+    assert_same_bits(found, without_recordings(monkeypatch, new_engine(model), *requests))
+    assert num_traced_graphs(engine) <= 6
+
+
+@every_selection
+def test_a_trace_changes_no_bit_of_its_request_or_of_neighbours(selection: str) -> None:
+    model = served("llama")
+    plain = [ask(f"{seed}", prompt(5 + seed, seed=seed), max_tokens=12, temperature=0.9) for seed in range(3)]
+    expected = run(new_engine(model), *plain)
+    found = run(new_engine(model), plain[0], traced(model, plain[1], selection), plain[2])
+    for key, result in expected.items():
+        assert (found[key].ids, found[key].logprobs) == (result.ids, result.logprobs)
+
+
+def test_traces_with_edits_and_adapters_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = served("llama")
+    edit = Edit(stage="blocks.1.resid_post", op="add", vector=vector(24), positions="generated")
+    requests = [
+        traced(
+            model, with_adapter(edited(model, ask("1", prompt(9), max_tokens=8), edit), "a"), "values of all stages"
+        ),
+        traced(model, edited(model, ask("2", prompt(7), max_tokens=8), edit), "summaries of all stages"),
+        traced(model, with_adapter(ask("3", prompt(6), max_tokens=8), "b"), "the top token of the lens"),
+        edited(model, ask("4", prompt(5), max_tokens=8), edit),
+    ]
+    engine = engine_of(model)
+    found = run(engine, *requests)
+    expected = without_recordings(monkeypatch, engine_of(model), *requests)
+    assert num_traced_graphs(engine) > 0
+    assert_same_bits(found, expected)
+
+
+def test_a_recorded_trace_runs_no_python_for_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    call = taps.Recorder.__call__
+    monkeypatch.setattr(taps.Recorder, "__call__", lambda self, *args: calls.append(args[0]) or call(self, *args))
+    model = served("llama")
+    num_blocks = model.config.num_layers
+    request = replace(
+        ask("1", prompt(9), max_tokens=30),
+        trace=TraceParams(selection=Selection(stages=select(stages_of(model.config), ["blocks.*.resid_post"]))),
+    )
+    result = run(new_engine(model), request)["1", 0]
+    assert len(result.traces) == 30
+    assert len(calls) == 2 * num_blocks  # in the step of the prompt, and in the one that is recorded
+
+
+def test_a_step_without_a_traced_position_is_a_plain_one() -> None:
+    model = served("llama")
+    engine = new_engine(model)
+    run(engine, traced(model, ask("1", prompt(9), max_tokens=4), "some positions"))
+    assert num_traced_graphs(engine) == 0
+    assert engine._runner.replays
+
+
+def test_traces_that_need_too_much_memory_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = served("llama")
+    request = traced(model, ask("1", prompt(9)), "values of all stages")
+    expected = run(new_engine(model), request)
+    monkeypatch.setattr("model.engine.decode_graphs.MAX_TRACE_BYTES", 1000)
+    engine = new_engine(model)
+    assert_same_bits(run(engine, request), expected)
+    assert num_traced_graphs(engine) == 0
+
+
+def test_values_of_one_step_stay_when_the_next_step_runs() -> None:
+    model = served("llama")
+    request = traced(model, ask("1", prompt(9), max_tokens=6), "values of all stages")
+    engine = new_engine(model)
+    engine.add(request)
+    outputs = [engine.step().outputs[0] for _ in range(6)]
+    late = [contents(output.trace) for output in outputs if output.trace is not None]
+    engine.add(request)
+    early = []
+    while engine.has_work:
+        [output] = engine.step().outputs
+        assert output.trace is not None
+        early.append(contents(output.trace))
+    is_same = late[1:] == early[1:]  # of the prompt, the second request computes only the end
+    assert is_same
