@@ -96,8 +96,8 @@ class Settings(BaseSettings):
     )
     quantize: Quantization | Literal["auto"] = Field(
         "none",
-        description="weights of the linear layers in int8 or int4 (groups of 32 inputs): faster, but less accurate; auto: "
-        "the fewest bits for each layer with which the perplexity grows by at most --quantize-loss",
+        description="weights of the linear layers in int8 or int4 (groups of 32 inputs): faster, but less accurate; "
+        "auto: the fewest bits for each layer with which the perplexity grows by at most --quantize-loss",
     )
     quantize_loss: Annotated[float, BeforeValidator(parse_increase)] = Field(
         0.005,

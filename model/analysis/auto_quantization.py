@@ -2,7 +2,8 @@
 
     python -m model.analysis.auto_quantization --model DIRECTORY --quantize-loss 0.5%
 
-The report is a JSON file in the cache folder. Its name depends on the files of the checkpoint, the budget and the kernels.
+The report is a JSON file in the cache folder. Its name depends on the files of the checkpoint, the budget and the
+kernels.
 """
 
 import argparse
@@ -68,7 +69,7 @@ def resolve(
 
 
 def parse_increase(text: str | float) -> float:
-    """Read a relative increase: "0.5%" or "0.005". Raises `ValueError` for anything that is not above 0 and at most 1."""
+    """Read a relative increase above 0 and up to 1, such as "0.5%" or "0.005". Raises `ValueError` for other texts."""
     number = str(text).strip()
     try:
         value = float(number[:-1]) / 100 if number.endswith("%") else float(number)
