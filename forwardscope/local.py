@@ -45,7 +45,7 @@ def load(
     *,
     dtype: str = "auto",
     device: str = "auto",
-    quantize: Quantization | Literal["auto"] = "none",
+    quantize: Quantization | Literal["auto"] = "stored",
     quantize_loss: float = 0.005,
     kernels: Kernels = "auto",
     adapters: Mapping[str, str | Path] | None = None,

@@ -45,7 +45,7 @@ def choose(source: str, max_increase: float, kernels: Kernels = "auto", revision
     choice = None if path is None else _read(path)
     if choice is None:
         logger.info("measuring which layers of %s may lose precision; the result is kept for the next start", source)
-        checkpoint = load_checkpoint(source, dtype="float32", kernels=kernels, revision=revision)
+        checkpoint = load_checkpoint(source, dtype="float32", quantize="none", kernels=kernels, revision=revision)
         length = min(NUM_TOKENS, checkpoint.model.config.max_positions)
         ids = _equally_long(generate_texts(checkpoint, NUM_TEXTS, length))
         choice = choose_formats(LossMeter(checkpoint.model, ids), math.log1p(max_increase))

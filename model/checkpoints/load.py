@@ -25,7 +25,7 @@ from model.errors import CheckpointError, short_repr
 from model.files import read_json
 from model.network.adapters import Adapter
 from model.network.parameters import ParameterCount, count_parameters
-from model.network.prepare import Kernels, prepare_model
+from model.network.prepare import Kernels, keeps_any_format, prepare_model
 from model.network.transformer import Transformer
 from model.ops.quantization import LayerFormats, Quantization
 from model.text.chat_template import ChatTemplate
@@ -120,6 +120,8 @@ def load_checkpoint(
     keeps_formats = quantize == "stored" and kernels != "torch" and device == "cpu"
     parameters = weights.read(torch_dtype, torch.device(device), keeps_formats=keeps_formats)
     model = prepare_model(model_config, parameters, quantize=quantize, kernels=kernels)
+    if quantize == "stored" and not keeps_any_format(model):
+        quantize = "none"
     tokenizer = contents.tokenizer
     if tokenizer is not None and tokenizer.vocab_size > model_config.vocab_size:
         logger.warning(

@@ -83,6 +83,11 @@ def whole_weight(weight: Weight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.tensor()
 
 
+def keeps_any_format(model: Transformer) -> bool:
+    """Whether any layer of a network multiplies by its weight in a format of groups."""
+    return any(isinstance(module, GroupedLinear) for module in model.modules())
+
+
 def can_keep_formats(backend: Backend, weight: StackedGroups, dtype: torch.dtype) -> bool:
     """Whether our kernels can multiply by all parts of a weight in their own formats."""
     is_ours = backend.network is not TORCH.network

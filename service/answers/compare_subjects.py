@@ -103,4 +103,4 @@ def _setting_steps(
 def _described(quantize: Quantization | LayerFormats) -> list[str]:
     if not isinstance(quantize, str):
         return ["auto"]
-    return [] if quantize == "none" else [quantize]
+    return [] if quantize in ("none", "stored") else [quantize]

@@ -36,7 +36,7 @@ async def model(state: StateDep, checkpoint: CheckpointDep) -> ModelAnswer:
         name=checkpoint.name,
         device=str(network.embed.weight.device),
         dtype=NAMES[network.embed.weight.dtype],
-        quantization=settings.quantize,
+        quantization=checkpoint.quantization if isinstance(checkpoint.quantization, str) else "auto",
         config=asdict(network.config),
         parameters=ParametersAnswer(
             components=dict(count.components), total=count.total, non_embedding=count.non_embedding

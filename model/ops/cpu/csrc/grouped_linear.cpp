@@ -94,6 +94,10 @@ struct GroupedProduct {
 
     template <int rows, int tiles, bool prefetches_next>
     void multiply(const Block& block) const {
+        if constexpr (tiles < TILES_PER_BLOCK && rows > 1) {  // only the last tile is alone: save the compiler's time
+            for (Block one = block; one.row < block.row + rows; one.row++) multiply<1, tiles, false>(one);
+            return;
+        }
         using Scale = typename Format::Scale;
         constexpr int PAIRS = VECTORS_PER_GROUP / 2 / Scale::PARTS;  // pairs of vectors of a part
         const long tile_bytes = this->tile_bytes(), scale_bytes = Scale::bytes(num_groups);
