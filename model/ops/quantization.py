@@ -97,7 +97,7 @@ def _sum(numbers: Tensor) -> Tensor:
     """(32, n) -> (n). The order is that of pack.cpp: numbers 8 apart first."""
     first, second, third, fourth = numbers.view(4, 8, -1)
     partial = first + second + third + fourth
-    total = partial[0]
+    total: Tensor = partial[0]
     for row in partial[1:]:
         total = total + row
     return total
