@@ -8,7 +8,7 @@ unread outputs are dropped.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from model.engine.request import Output, Request
@@ -18,6 +18,7 @@ from service.metrics import Progress
 # Bytes that a stream may hold for a client that does not read. Above them the request is paused: no step computes it.
 # `FAIR_UNREAD_BYTES` applies while the buffers of all requests together are full (`Buffers.is_full`).
 MAX_UNREAD_BYTES, FAIR_UNREAD_BYTES = 8 << 20, 1 << 16
+BATCH_BYTES = 1 << 14  # a batch of outputs ends with the output that reaches this size
 # Estimates for one output without its traced values, and for each log-probability of the prompt that it reports.
 OUTPUT_BYTES, ENTRY_BYTES = 1024, 128
 
@@ -50,35 +51,49 @@ class RequestStream:
         """The choices of each request that have not ended."""
         self._num_choices = sum(map(len, self.open_choices.values()))
         self._reservation = Reservation(buffers)
+        self.write_at_once: Callable[[Output], bool] = lambda output: False
+        """Writes an output that has only new tokens, if nothing earlier waits; False if `batches` must yield it.
+
+        Waking the task that reads `batches` takes as long as writing a token.
+        """
         self._unread: deque[Output] = deque()
         self._unread_bytes = 0
         self._paused = False
         self._is_closed = False
-        self._has_more = asyncio.Event()
+        self._arrival: asyncio.Future[None] | None = None  # of the next output, while `batches` waits for it
         self._timer = asyncio.get_running_loop().call_later(timeout_seconds, self.cancel, "timeout")
 
-    async def outputs(self) -> AsyncIterator[Output]:
-        """Yield the outputs as they arrive, until every choice has ended."""
+    async def batches(self) -> AsyncIterator[list[Output]]:
+        """Yield the outputs as they arrive, until every choice has ended: those that wait, up to `BATCH_BYTES`."""
         num_ended = 0
         while num_ended < self._num_choices:
             while not self._unread:
-                self._has_more.clear()
-                await self._has_more.wait()
-            output = self._unread.popleft()
-            self._count(-_size(output))
-            num_ended += output.end is not None
-            yield output
+                self._arrival = asyncio.get_running_loop().create_future()
+                await self._arrival
+            batch: list[Output] = []
+            num_bytes = 0
+            while self._unread and num_bytes < BATCH_BYTES:
+                batch.append(self._unread.popleft())
+                num_bytes += _size(batch[-1])
+                num_ended += batch[-1].end is not None
+            self._count(-num_bytes)
+            yield batch
 
     def put(self, output: Output) -> None:
         """Add an output of the worker."""
-        if not self._is_closed:
+        is_awaited = self._arrival is not None and not self._arrival.done()  # then no earlier output is unread
+        if not (self._is_closed or (is_awaited and self._can_skip_queue(output) and self.write_at_once(output))):
             self._unread.append(output)
             self._count(_size(output))
-            self._has_more.set()
+            if self._arrival is not None and is_awaited:
+                self._arrival.set_result(None)
         if output.end is not None:
             self.open_choices[output.request_id].remove(output.choice)
             if not any(self.open_choices.values()):
                 self._timer.cancel()
+
+    def _can_skip_queue(self, output: Output) -> bool:
+        return output.end is None and output.error is None and output.trace is None and not output.prompt_tokens
 
     def close(self) -> None:
         """Cancel the choices that have not ended, and drop all unread outputs.
@@ -111,6 +126,8 @@ class RequestStream:
 
 
 def _size(output: Output) -> int:
+    if output.trace is None and not output.prompt_tokens:
+        return OUTPUT_BYTES
     stages = output.trace.stages if output.trace is not None else []
     num_entries = sum(1 + (0 if token.logprobs is None else len(token.logprobs.top)) for token in output.prompt_tokens)
     fixed = OUTPUT_BYTES + ENTRY_BYTES * num_entries

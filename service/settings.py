@@ -1,5 +1,6 @@
 """The settings of the service: environment variables `FORWARDSCOPE_*`, or options, which take precedence."""
 
+import os
 import re
 from ipaddress import ip_address
 from pathlib import Path
@@ -12,6 +13,7 @@ from model.analysis.auto_quantization import parse_increase
 from model.ops.quantization import Quantization
 
 MIB = 1 << 20
+MAX_THREADS_PER_CPU = 4
 PREFIX = "FORWARDSCOPE_"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 ADAPTER = re.compile(r"[^\s=]{1,200}=.+")
@@ -87,7 +89,8 @@ class Settings(BaseSettings):
     threads: int | None = Field(
         None,
         ge=1,
-        description="CPU threads for the network; default: torch's choice, at most the CPUs that the container may use",
+        description="CPU threads for the network, at most 4 for each CPU of the machine; default: torch's choice, at "
+        "most the CPUs that the container may use",
     )
     kernels: Literal["auto", "torch"] = Field(
         "auto",
@@ -226,6 +229,17 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level of messages that are logged"
     )
+
+    @model_validator(mode="after")
+    def _check_threads(self) -> Self:
+        num_cpus = os.cpu_count() or 1
+        if self.threads is not None and self.threads > MAX_THREADS_PER_CPU * num_cpus:
+            raise ValueError(
+                f"threads: {self.threads} is more than {MAX_THREADS_PER_CPU * num_cpus}, which is "
+                f"{MAX_THREADS_PER_CPU} for each of the {num_cpus} CPUs of this machine; threads without a CPU of "
+                "their own make every step slower, so leave the setting out, or take the number of CPUs"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_buffers(self) -> Self:

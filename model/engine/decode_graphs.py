@@ -51,8 +51,6 @@ class DecodeGraph:
         memory: RecordingMemory,
         adapters: PassAdapters | None,
         edits: Sequence[EditedRows],
-        *,
-        watched: bool,
     ) -> None:
         cache, ops = attention.cache, model.backend
         max_blocks = min(-(-model.config.max_positions // cache.block_size), cache.num_blocks)
@@ -63,7 +61,7 @@ class DecodeGraph:
         self._edits = tap_of_runs(edits, ops.network) if edits else None  # kept: the recording reads its numbers
         self.edit_bytes = sum(each.edits.num_bytes for each in edits)
         context = StepContext(self._step, cache, sequences, ops.network)
-        with self._recording.record(watched=watched):
+        with self._recording.record():
             logits = model(ids, context=context, adapters=adapters, tap=self._edits)[0]
             self.result = DecodeResult(logits, ops.sampling.argmax(logits), was_replayed=False)
         self._replayed = replace(self.result, was_replayed=True)
@@ -118,8 +116,6 @@ class DecodeGraphs:
         self._attention = attention
         self._memory = RecordingMemory()
         self._graphs: dict[Shape, DecodeGraph] = {}  # changed ones in the order of their last use
-        # Whether a recording was watched with and without adapters, and with edits of which stages.
-        self._was_watched: set[tuple[bool, frozenset[str]]] = set()
         self._unrecordable: set[frozenset[str]] = set()  # stages whose edits PyTorch computes
 
     @property
@@ -144,7 +140,8 @@ class DecodeGraphs:
         stages = frozenset[str]().union(*(each.edits.stage_names for each in edits))
         if stages in self._unrecordable:
             return None
-        graph = self._record(self._attention, sequences, adapters, edits, (bool(shape.adapted), stages))
+        adapters = adapters if shape.adapted else None
+        graph = DecodeGraph(self._model, self._attention, sequences, self._memory, adapters, edits)
         if graph.is_whole:
             self._keep(shape, graph)
         elif stages:
@@ -160,34 +157,6 @@ class DecodeGraphs:
         num_bytes = sum(self._graphs[each].edit_bytes for each in changed)
         while len(changed) > MAX_CHANGED_GRAPHS or (num_bytes > MAX_EDIT_BYTES and len(changed) > 1):
             num_bytes -= self._graphs.pop(changed.pop(0)).edit_bytes
-
-    def _record(
-        self,
-        attention: PagedBackend,
-        sequences: Sequence[ScheduledSequence],
-        adapters: PassAdapters | None,
-        edits: Sequence[EditedRows],
-        kind: tuple[bool, frozenset[str]],
-    ) -> DecodeGraph:
-        """Record a step. `kind` says whether it has adapters, and which stages are edited.
-
-        To watch a recording is to look for computations by PyTorch, which cannot be replayed. It is slow, so it ends
-        with the first watched recording of several tokens: with one token, PyTorch can return a view where it copies.
-        """
-        is_adapted, _ = kind
-        watched = kind not in self._was_watched
-        graph = DecodeGraph(
-            self._model,
-            attention,
-            sequences,
-            self._memory,
-            adapters if is_adapted else None,
-            edits,
-            watched=watched,
-        )
-        if sum(scheduled.num_new for scheduled in sequences) > 1:
-            _remember(self._was_watched, kind)
-        return graph
 
 
 def _remember(kinds: set[Kind], kind: Kind) -> None:

@@ -25,6 +25,7 @@ from service.answers.generation_plan import Plan
 from service.answers.prompts import token_text
 from service.answers.step_trace_answers import trace_answer
 from service.http.access_log import note_tokens
+from service.http.chunk_writer import ChunkWriter
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
 from service.http.errors import ApiError, error_body, internal
@@ -97,20 +98,23 @@ class Generation:
         self._stream.close()
         note_tokens(self._request, self.num_prompt, self.num_generated)
 
-    async def outputs(self) -> AsyncIterator[ChoiceOutput]:
-        """Yield the outputs of each step with their traces as JSON. The error of a failed choice is logged."""
-        async for output in self._stream.outputs():
-            index = self._first_choice[output.request_id] + output.choice
-            if isinstance(output.error, NoFiniteMaximum) and self.edits[index // self.params.n] is not None:
-                reason = "the edited pass gives logits that are not finite; use smaller numbers"
-                output = replace(output, error=InvalidField("edits", reason))
-            if output.error is not None and not isinstance(output.error, InvalidField):
-                logger.error("generation %s failed", self.id, exc_info=output.error)
-            self._num_generated[index] = output.num_generated
-            if output.end is not None and output.choice == 0:
-                self.num_cached += output.num_cached
-            trace = await self._encode_trace(output)
-            yield ChoiceOutput(index, output, trace)
+    async def batches(self) -> AsyncIterator[list[ChoiceOutput]]:
+        """Yield the outputs that wait, with their traces as JSON, until every choice has ended."""
+        async for outputs in self._stream.batches():
+            yield [self._note(output, await self._encode_trace(output)) for output in outputs]
+
+    def _note(self, output: Output, trace: orjson.Fragment | None) -> ChoiceOutput:
+        """Count the tokens of an output. The error of a failed choice is logged."""
+        index = self._first_choice[output.request_id] + output.choice
+        if isinstance(output.error, NoFiniteMaximum) and self.edits[index // self.params.n] is not None:
+            reason = "the edited pass gives logits that are not finite; use smaller numbers"
+            output = replace(output, error=InvalidField("edits", reason))
+        if output.error is not None and not isinstance(output.error, InvalidField):
+            logger.error("generation %s failed", self.id, exc_info=output.error)
+        self._num_generated[index] = output.num_generated
+        if output.end is not None and output.choice == 0:
+            self.num_cached += output.num_cached
+        return ChoiceOutput(index, output, trace)
 
     async def _encode_trace(self, output: Output) -> orjson.Fragment | None:
         trace, plan = output.trace, self._trace_plan
@@ -123,10 +127,11 @@ class Generation:
     async def collect(self) -> list["Choice"]:
         """Wait until every choice has ended. Raises 500 if one of them fails, or 400 if the request is the reason."""
         choices = [Choice(index) for index in range(self.num_choices)]
-        async for output in self.outputs():
-            if output.step.error is not None:
-                raise generation_error(output.step.error)
-            choices[output.index].add(output)
+        async for outputs in self.batches():
+            for output in outputs:
+                if output.step.error is not None:
+                    raise generation_error(output.step.error)
+                choices[output.index].add(output)
         return choices
 
     def encode(self, answer: dict[str, Any]) -> bytes:
@@ -140,14 +145,31 @@ class Generation:
     ) -> AsyncGenerator[bytes]:
         """Yield Server-Sent Events: those that `write` makes of each output, those of `write_last`, and `[DONE]`.
 
-        A choice that fails ends with an `error` event.
+        The events of all outputs that wait are one item. A choice that fails ends with an `error` event.
         """
+
+        def events_of(output: ChoiceOutput) -> bytes:
+            if output.step.error is None:
+                return b"".join(write(output))
+            choice = {"id": self.id, "choice": output.index}
+            return event(choice | error_body(generation_error(output.step.error)), kind="error")
+
+        def write_at_once(output: Output) -> bool:
+            try:
+                if writer is None or not writer.is_ready:
+                    return False
+                if events := events_of(self._note(output, None)):
+                    writer.write(events)
+                return True
+            except Exception:  # a bug; `batches` yields the output again, and below the error is reported
+                logger.exception("an event of generation %s was not written at once", self.id)
+                return False
+
+        writer: ChunkWriter | None = self._request.scope["state"].get("chunk_writer")
+        self._stream.write_at_once = write_at_once
         try:
-            async for output in self.outputs():
-                if output.step.error is not None:
-                    choice = {"id": self.id, "choice": output.index}
-                    yield event(choice | error_body(generation_error(output.step.error)), kind="error")
-                elif events := b"".join(write(output)):
+            async for outputs in self.batches():
+                if events := b"".join(map(events_of, outputs)):
                     yield events
             for last in write_last():
                 yield last

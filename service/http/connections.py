@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from service.http.access_log import AccessLog, log_refusal
+from service.http.chunk_writer import ChunkWriter
 from service.http.errors import ApiError, error_bytes, error_response
 from service.http.gate import OPERATION_PATHS, closing
 from service.http.http_parser import HttpParser
@@ -244,6 +245,7 @@ class Connection(H11Protocol):
         if self.cycle is not before:
             self.phase_began = time.monotonic()
             self._num_requests += 1
+            self.cycle.scope["state"]["chunk_writer"] = ChunkWriter(self.conn, self.cycle)
 
     def on_response_complete(self) -> None:
         self.phase_began = time.monotonic()

@@ -18,6 +18,8 @@ class HttpParser(h11.Connection):
     """
 
     is_chunked = False
+    sends_chunks = False
+    """Whether the body of the current response is sent in chunks."""
     num_sent = 0
     _num_chunks = 0
     _num_bytes = 0
@@ -25,7 +27,22 @@ class HttpParser(h11.Connection):
     def send(self, event: Any) -> Any:
         sent = super().send(event)
         self.num_sent += len(sent or b"")
+        if isinstance(event, h11.Response):
+            self.sends_chunks = b"\r\nTransfer-Encoding: chunked\r\n" in sent
         return sent
+
+    def encode_chunk(self, content: bytes) -> bytes:
+        """Encode a part of the body of a response that is sent in chunks: the same bytes as from `send`, but faster.
+
+        `send` checks its events against the state of the connection, which takes longer than everything else that is
+        done for one generated token.
+        """
+        assert self.sends_chunks
+        assert self.our_state is h11.SEND_BODY
+        assert content, "an empty chunk would end the body"
+        chunk = b"%x\r\n%b\r\n" % (len(content), content)
+        self.num_sent += len(chunk)
+        return chunk
 
     def next_event(self) -> Any:
         event = super().next_event()

@@ -7,9 +7,11 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from service.http.chunk_writer import ChunkWriter
 from service.http.encoding import to_json
 
 DONE = b"data: [DONE]\n\n"
+SHORT_FRAME = 1 << 16  # bytes; longer frames are sent in pieces, by `in_pieces` of gate.py
 COMMENT = b":\n\n"  # an empty comment, which clients skip
 
 
@@ -31,10 +33,23 @@ class EventStream(StreamingResponse):
         super().__init__(frames, media_type="text/event-stream", headers=headers)
         self._frames = frames
         self._on_close = on_close
+        self._writer: ChunkWriter | None = None
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the response. A short frame is written with the `ChunkWriter` of the connection if that is ready."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for frame in self._frames:
+            if self._writer is not None and self._writer.is_ready and len(frame) <= SHORT_FRAME:
+                self._writer.write(frame)
+            else:
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # `Connection._probe` may send this between events, to find out whether the client is still there.
-        scope.setdefault("state", {})["probe"] = COMMENT
+        state = scope.setdefault("state", {})
+        state["probe"] = COMMENT
+        self._writer = state.get("chunk_writer")
         try:
             async with aclosing(self._frames):
                 await super().__call__(scope, receive, send)

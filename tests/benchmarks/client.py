@@ -12,7 +12,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a server streams: the path, the pattern of a token in a frame (its id is the group), and the end mark."""
+    """How a server streams: the path, the pattern of the tokens in a frame, and the end mark.
+
+    The group of the pattern is the id of the token, or several with commas, or empty if the server does not say it.
+    """
 
     path: str
     token: re.Pattern[bytes]
@@ -20,6 +23,11 @@ class Dialect:
 
 
 OURS = Dialect("/generate", re.compile(rb'"token":\{"id":(\d+)'), b"[DONE]")
+LLAMA = {
+    "llama.cpp": Dialect("/completion", re.compile(rb'"tokens":\[([\d,]+)\]'), b'"stop":true'),
+    "ik_llama.cpp": Dialect("/completion", re.compile(rb'"content":".*"stop":false()'), b'"stop":true'),
+}
+VLLM = Dialect("/v1/completions", re.compile(rb'"token_ids":\[([\d,]+)\]'), b"[DONE]")
 
 
 @dataclass
@@ -67,8 +75,9 @@ class Reading(asyncio.Protocol):
         *frames, self._unread = self._unread.split(b"\n\n")
         for frame in frames:
             if token := self._dialect.token.search(frame):
-                self._timed.tokens.append(now)
-                self._timed.ids.append(int(token[1]))
+                ids = token[1].split(b",")
+                self._timed.tokens += [now] * len(ids)
+                self._timed.ids += map(int, filter(None, ids))
             elif b"event: error" in frame:
                 self._timed.error = frame.decode(errors="replace")
             elif self._dialect.end in frame:

@@ -1,15 +1,16 @@
 """Convert a checkpoint to the format of a peer, without changing the weights.
 
-    python -m tests.benchmarks.peer_formats gguf|openvino|openvino-int8|ctranslate2 CHECKPOINT OUT
+    python -m tests.benchmarks.peer_formats gguf|openvino|openvino-int8|openvino-int4|ctranslate2 CHECKPOINT OUT
+    python -m tests.benchmarks.peer_formats checkpoint FILE.gguf OUT
 
-Run this with an interpreter that has the packages of the peer. The tokenizers are dummies, in which every token is a
-word of its own, because all prompts are token ids.
+Run this with an interpreter that has the packages of the peer. The tokenizers of random weights are dummies, in
+which every token is a word of its own, because all prompts are token ids.
 """
 
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
@@ -71,10 +72,39 @@ def write_gguf(checkpoint: Path, out: Path) -> None:
     writer.close()
 
 
-def write_openvino(checkpoint: Path, out: Path, weights: str = "fp32") -> None:
+def write_checkpoint(gguf_file: Path, out: Path) -> None:
+    """Write the dequantized weights of a GGUF file in Hugging Face layout, as transformers reads them."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
+    out.mkdir(parents=True)
+    added = ("quantization_config", "_model_name_or_path")  # by transformers, for the GGUF file
+    config = {key: value for key, value in model.config.to_dict().items() if key not in added}
+    (out / "config.json").write_text(json.dumps(config))
+    is_tied = config["tie_word_embeddings"]
+    weights = {
+        name: weight for name, weight in model.state_dict().items() if not (is_tied and name == "lm_head.weight")
+    }
+    save_file(weights, out / "model.safetensors")
+    tokenizer.save_pretrained(out)
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    (out / "generation_config.json").write_text(json.dumps(ids))
+
+
+def write_windows(checkpoint: Path, text: str, window: int, out: Path) -> None:
+    """Write the token ids of the text in windows of `window` tokens; a last window that is not full is left out."""
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(str(checkpoint / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    out.write_text(json.dumps([ids[start : start + window] for start in range(0, len(ids) - window + 1, window)]))
+
+
+def write_openvino(checkpoint: Path, out: Path, weights: str = "fp32", options: Sequence[str] = ()) -> None:
     command = ["-c", "from optimum.commands.optimum_cli import main; main()", "export", "openvino"]
     task = ["--task", "text-generation-with-past", "--weight-format", weights]
-    subprocess.run([sys.executable, *command, "--model", checkpoint, *task, out], check=True)
+    subprocess.run([sys.executable, *command, "--model", checkpoint, *task, *options, out], check=True)
 
 
 def write_ctranslate2(checkpoint: Path, out: Path) -> None:
@@ -87,7 +117,9 @@ WRITERS: dict[str, Callable[[Path, Path], None]] = {
     "gguf": write_gguf,
     "openvino": write_openvino,
     "openvino-int8": lambda checkpoint, out: write_openvino(checkpoint, out, "int8"),
+    "openvino-int4": lambda checkpoint, out: write_openvino(checkpoint, out, "int4", ["--group-size", "64"]),
     "ctranslate2": write_ctranslate2,
+    "checkpoint": write_checkpoint,
 }
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 QUIET_SECONDS = 0.01  # after this time without a new request, the requests that have arrived are a batch
 STATIC_LENGTH = 256  # lengths of static caches are multiples of it, so that similar lengths share a cache
 PREFILLS = (512, 1500)
-PACKAGES = ("torch", "transformers", "openvino", "openvino-genai", "optimum-intel", "ctranslate2")
+PACKAGES = ("torch", "transformers", "openvino", "openvino-genai", "optimum-intel", "ctranslate2", "vllm")
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +134,7 @@ class Transformers:
 class OpenVino:
     """`ContinuousBatchingPipeline` of OpenVINO GenAI.
 
-    The precision hint is set for unquantized weights; for int8, OpenVINO chooses the precision for the CPU.
+    The precision hint is set for unquantized weights; for int8 and int4, OpenVINO chooses the precision for the CPU.
     """
 
     batches = False
@@ -146,7 +146,7 @@ class OpenVino:
         scheduler.cache_size = 1  # GiB, as ours
         scheduler.enable_prefix_caching = False
         properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
-        if variant != "int8":
+        if not variant.startswith("int"):
             properties["INFERENCE_PRECISION_HINT"] = {"float32": "f32", "bfloat16": "bf16"}[variant]
         self._pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
         self._num_requests = 0
@@ -267,7 +267,7 @@ def prefills(engine: Engine) -> dict[int, float]:
     draw = random.Random(0)
 
     def seconds(num_in: int) -> float:
-        request = Request([draw.randrange(1000, 50000) for _ in range(num_in)], 1)
+        request = Request([draw.randrange(1000, 49000) for _ in range(num_in)], 1)
         start = time.perf_counter()
         engine.generate([request], lambda emitted: None, list)
         return time.perf_counter() - start

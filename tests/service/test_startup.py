@@ -232,6 +232,7 @@ class TestCommandLine:
             (["--dtype", "int8"], "dtype"),
             (["--no-such-setting", "1"], "no-such-setting"),
             (["--threads", "0", "--port", "8000"], "threads"),
+            (["--threads", "1000000"], "threads: 1000000 is more than"),
         ],
     )
     def test_a_wrong_setting_ends_the_process_with_2_and_the_name_of_the_setting(

@@ -8,7 +8,7 @@ from torch import Tensor
 from model.engine.attention.interface import cu_seqlens, slot_mapping
 from model.engine.cache import PagedCache
 from model.engine.scheduler import ScheduledSequence
-from model.ops.cpu.paged_attention import PagedAttention, PagedRead
+from model.ops.cpu.paged_attention import PagedAttention, PagedRead, empty_partials
 
 
 class PagedBackend:
@@ -35,7 +35,8 @@ class PagedStep:
         blocks = [[*s.sequence.blocks, *[0] * (num_blocks - len(s.sequence.blocks))] for s in sequences]
         self.positions, self.lengths, self._slots = torch.tensor(slot_mapping(sequences, size))
         first_rows, start = _row_tables(sequences)
-        self._read = PagedRead(torch.tensor(blocks), torch.tensor(first_rows), torch.tensor(start), size)
+        partials = empty_partials(len(self.positions), self._cache.num_heads, self._cache.keys.shape[-1], num_blocks * size)
+        self._read = PagedRead(torch.tensor(blocks), torch.tensor(first_rows), torch.tensor(start), size, partials)
 
     def update(self, sequences: Sequence[ScheduledSequence]) -> None:
         """Overwrite the tables with those of another step of as many sequences and tokens."""

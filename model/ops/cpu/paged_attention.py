@@ -3,6 +3,7 @@
 Dims: N new tokens of all sequences, H/Hkv heads, D head size.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,15 +11,20 @@ from torch import Tensor
 
 from model.ops.cpu import recording
 from model.ops.cpu.arguments import (
+    KEYS_PER_CHUNK,
+    PARTIAL_PADDING,
     VECTOR_WIDTH,
     AttentionArguments,
     AttentionScoresArguments,
     WriteRowsArguments,
 )
 from model.ops.cpu.layout import merge_outer_dims, num_tasks
-from model.ops.cpu.recording import call, empty
+from model.ops.cpu.recording import call, empty, pointer
 from model.ops.cpu.shared_layout import Kernel, find_kernel
 from model.ops.torch_attention import CausalMask, ScoreRule
+
+MAX_SPLIT_TOKENS = 16  # new tokens of a step: with more, there is work for all threads without splitting sequences
+MAX_PARTIAL_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -26,13 +32,29 @@ class PagedRead:
     """Which of the N new tokens of a step belong to which sequence, and where the keys of each sequence lie.
 
     Sequence s has the rows from `cu_seqlens[s]` up to `cu_seqlens[s + 1]`. The first of them is at position `start[s]`.
-    Its keys are in the blocks `blocks[s]`, in order, each of `block_size` slots. All tensors are int64.
+    Its keys are in the blocks `blocks[s]`, in order, each of `block_size` slots. These tensors are int64.
+
+    With `partials` (`empty_partials`), several threads share the keys of a sequence. The result has the same bits.
     """
 
     blocks: Tensor
     cu_seqlens: Tensor
     start: Tensor
     block_size: int
+    partials: Tensor | None = None
+
+
+def empty_partials(num_tokens: int, num_heads: int, d_head: int, max_keys: int) -> Tensor | None:
+    """Memory for the sums of each token and head over each chunk of up to `max_keys` keys.
+
+    None if splitting the keys of a sequence would gain nothing: with many tokens, or with a single chunk of keys.
+    """
+    max_chunks = -(-max_keys // KEYS_PER_CHUNK) + 1  # a window may begin and end in the middle of a chunk
+    shape = (num_tokens, num_heads, max_chunks, d_head + PARTIAL_PADDING)
+    num_bytes = math.prod(shape) * torch.float32.itemsize
+    if num_tokens > MAX_SPLIT_TOKENS or max_keys <= KEYS_PER_CHUNK or num_bytes > MAX_PARTIAL_BYTES:
+        return None
+    return torch.empty(shape, dtype=torch.float32)
 
 
 class PagedAttention:
@@ -42,10 +64,12 @@ class PagedAttention:
         self,
         write_rows: Kernel[WriteRowsArguments],
         attention: Kernel[AttentionArguments],
+        combine: Kernel[AttentionArguments],
         attention_scores: Kernel[AttentionScoresArguments],
     ) -> None:
         self._write_rows = write_rows
         self._attention = attention
+        self._combine = combine
         self._attention_scores = attention_scores
 
     @classmethod
@@ -55,10 +79,11 @@ class PagedAttention:
             return None
         write_rows = find_kernel("elementwise", "write_rows", dtype, WriteRowsArguments)
         attention = find_kernel("attention", "attention", dtype, AttentionArguments)
+        combine = find_kernel("attention", "attention_combine", dtype, AttentionArguments)
         scores = find_kernel("attention", "attention_scores", dtype, AttentionScoresArguments)
-        if write_rows is None or attention is None or scores is None:
+        if write_rows is None or attention is None or combine is None or scores is None:
             return None
-        return cls(write_rows, attention, scores)
+        return cls(write_rows, attention, combine, scores)
 
     def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Copy k and v (N, Hkv, D) to the slots (N,) of keys and values (num_slots, Hkv, D)."""
@@ -91,9 +116,11 @@ class PagedAttention:
             blocks=read.blocks.data_ptr(),
             cu_seqlens=read.cu_seqlens.data_ptr(),
             start=read.start.data_ptr(),
+            partials=pointer(read.partials),
             num_sequences=num_sequences,
             max_blocks=max_blocks,
             block_size=read.block_size,
+            max_chunks=0 if read.partials is None else read.partials.shape[2],
             H=q.shape[1],
             Hkv=keys.shape[1],
             D=keys.shape[2],
@@ -105,6 +132,8 @@ class PagedAttention:
             softcap=rule.softcap or 0.0,
         )
         call(self._attention, recording.MAX_TASKS, arguments)
+        if read.partials is not None:
+            call(self._combine, q.shape[0] * q.shape[1], arguments)
         return out
 
     def attention_scores(

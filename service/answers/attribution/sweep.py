@@ -204,15 +204,16 @@ class SweepRun:
         self._stream = await self._admit(requests)
         self._num_admitted += len(requests)
         try:
-            async for output in self._stream.outputs():
-                if output.error is not None:
-                    logger.error("sweep %s failed", self._id, exc_info=output.error)
-                    raise internal()
-                if output.scores:
-                    scores[output.request_id] = output.scores
-                if output.end is not None and output.end.finish_reason == "cancelled":
-                    is_late = output.end.stop_reason == "timeout"
-                    raise timed_out(self._state.settings.request_timeout_seconds) if is_late else draining()
+            async for batch in self._stream.batches():
+                for output in batch:
+                    if output.error is not None:
+                        logger.error("sweep %s failed", self._id, exc_info=output.error)
+                        raise internal()
+                    if output.scores:
+                        scores[output.request_id] = output.scores
+                    if output.end is not None and output.end.finish_reason == "cancelled":
+                        is_late = output.end.stop_reason == "timeout"
+                        raise timed_out(self._state.settings.request_timeout_seconds) if is_late else draining()
         finally:
             self._stream.close()
             self._stream = None

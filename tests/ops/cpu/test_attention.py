@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from model.ops.cpu.cpu_ops import find_backend
-from model.ops.cpu.paged_attention import PagedAttention, PagedRead
+from model.ops.cpu.paged_attention import PagedAttention, PagedRead, empty_partials
 from model.ops.torch_attention import ScoreRule
 from tests.ops.cpu.common import DTYPES, cpu_backend
 
@@ -176,6 +176,36 @@ def test_a_long_prompt_has_the_same_results_as_its_tokens_one_by_one(dtype: torc
     with ThreadPoolExecutor(1) as new_thread:
         found = new_thread.submit(kernels.attend, q, keys, values, whole, window, ScoreRule(0.25)).result()
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("H", "Hkv", "D"), [(6, 2, 64), (3, 3, 80), (10, 1, 32)])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, None), (600, 0.8)])
+def test_threads_that_share_the_keys_of_a_sequence_change_no_bit(
+    dtype: torch.dtype, H: int, Hkv: int, D: int, window: int | None, softcap: float | None
+) -> None:
+    kernels, size, N, rule = paged_kernels(dtype), 16, 1072, ScoreRule(D**-0.5, softcap)
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(N, Hkv, D, generator=generator).to(dtype) for _ in range(2))
+    q = torch.randn(N, H, D, generator=generator).to(dtype)
+    blocks = torch.randperm(N // size, generator=generator)[None]
+    whole = PagedRead(blocks, torch.tensor([0, N]), torch.tensor([0]), size)
+    expected = kernels.attend(q, keys, values, whole, window, rule)
+    for ends, counts in (([1072], [1]), ([300, 1060, 40, 256, 257], [1] * 5), ([1072, 515, 6], [5, 7, 4])):
+        rows = torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
+        partials = empty_partials(len(rows), H, D, N)
+        assert partials is not None
+        partials.fill_(torch.nan)  # what is read must have been written
+        read = PagedRead(
+            blocks.expand(len(ends), -1).contiguous(),
+            torch.tensor([0, *counts]).cumsum(0),
+            torch.tensor(ends) - torch.tensor(counts),
+            size,
+            partials,
+        )
+        found = kernels.attend(q[rows].contiguous(), keys, values, read, window, rule)
+        assert not partials.isnan().all()  # keys were indeed shared
+        assert torch.equal(found, expected[rows])
 
 
 def test_pytorch_computes_heads_whose_size_is_not_a_multiple_of_a_vector() -> None:

@@ -188,3 +188,19 @@ class TestEngine:
         assert max(replayed) > 0
         monkeypatch.setattr(DecodeGraphs, "run", lambda self, *args: None)
         assert generate(build(1 << 24), 1, 2, 3) == found
+
+    def test_a_step_that_pytorch_computes_in_part_is_never_replayed_whatever_its_number_of_sequences(
+        self, build: Callable[[int], Engine], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """PyTorch computes sums of three rows, while steps of one or two rows are recorded and replayed."""
+        engine, plain = build(1 << 24), build(1 << 24)
+        monkeypatch.setattr(plain._runner._decode_graphs, "_attention", None)
+        ops = engine._model.backend.network
+        add = ops.add
+        monkeypatch.setattr(ops, "add", lambda a, b: add(a, b) * 1 if a.shape[1] == 3 else add(a, b))
+        assert plain._model.backend.network is ops
+        for seeds in ((1, 2), (1, 2, 3)):
+            was_recorded = engine._runner._decode_graphs.num_recorded > 0
+            assert generate(engine, *seeds) == generate(plain, *seeds)
+        assert was_recorded
+        assert engine._runner._decode_graphs.num_recorded == 0

@@ -1,7 +1,11 @@
 """Recordings: a replay computes with the current inputs, and computations of PyTorch are noticed."""
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +13,8 @@ import torch
 from model.ops.cpu import recording as recording_module
 from model.ops.cpu.recording import Recording, RecordingMemory
 from tests.ops.cpu.common import cpu_backend
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class TestRecording:
@@ -59,3 +65,34 @@ def test_idle_kernel_threads_use_little_cpu_time(monkeypatch: pytest.MonkeyPatch
     before = time.process_time()
     time.sleep(0.5)
     assert time.process_time() - before < 0.25
+
+
+REFUSED_THREADS = """
+import logging, resource, sys
+from pathlib import Path
+import torch
+from model.ops.cpu.cpu_ops import find_backend
+
+logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+operations = find_backend(torch.float32, 16).network
+ones = torch.ones(1 << 16)
+operations.add(ones, ones)  # allocates what a call needs
+torch.get_num_threads = lambda: 4
+in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+_, hard = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (in_use + (1 << 22), hard))  # less than the stack of a thread
+for _ in range(3):
+    total = operations.add(ones, ones)
+resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+assert (total == 2).all()
+"""
+
+
+def test_if_the_system_refuses_to_start_a_thread_kernels_run_on_fewer_and_one_warning_says_so() -> None:
+    cpu_backend(torch.float32)
+    command = [sys.executable, "-c", REFUSED_THREADS]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    (warning,) = ended.stdout.splitlines()
+    assert "kernels run on 1 of 4 threads" in warning

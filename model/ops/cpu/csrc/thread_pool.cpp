@@ -5,14 +5,20 @@
 //
 // The threads are started once and kept. After a list they spin for some milliseconds, since the next list usually
 // follows soon, and then sleep: waking a thread takes longer than many calls do, above all in a virtual machine.
+//
+// If the system refuses to start a thread (a container limits their number, or memory is short), the pool goes on with
+// the threads that it has.
 
 #include <immintrin.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <limits>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -73,13 +79,20 @@ struct CallList {
 struct ThreadPool {
     std::mutex in_use;
     long num_workers = 0;
+    long max_workers = std::numeric_limits<long>::max();  // smaller after the system has refused to start a thread
     CallList* list = nullptr;             // the list to help with
     std::atomic<uint32_t> generation{0};  // grows with each list, so that workers notice a new one
     std::atomic<long> num_wanted{0};      // workers with a smaller index help with the list
     std::atomic<long> num_active{0};      // workers that may be using `list`
 
+    // Starts workers until there are `total`, unless the system refuses one: then no more are started later, either.
     void start_workers(long total) {
-        for (; num_workers < total; num_workers++) std::thread(&ThreadPool::work, this, num_workers).detach();
+        try {
+            for (; num_workers < std::min(total, max_workers); num_workers++)
+                std::thread(&ThreadPool::work, this, num_workers).detach();
+        } catch (const std::system_error&) {
+            max_workers = num_workers;
+        }
     }
 
     void work(long index) {
@@ -114,17 +127,26 @@ ThreadPool& thread_pool() {
 
 EXPORT_DESCRIPTION(kernel_call, KernelCall)
 
-// Runs `num_calls` calls on `num_threads` threads, the calling thread among them.
-extern "C" void run_calls(const KernelCall* calls, long num_calls, long num_threads) {
-    if (num_calls == 1 && calls->num_tasks == 1) return calls->kernel(calls->arguments, 0, 1);
+// Runs `num_calls` calls on `num_threads` threads, the calling thread among them. Returns on how many threads at most,
+// which is less than `num_threads` if the system has refused to start a thread.
+extern "C" long run_calls(const KernelCall* calls, long num_calls, long num_threads) {
+    if (num_calls == 1 && calls->num_tasks == 1) {
+        calls->kernel(calls->arguments, 0, 1);
+        return num_threads;
+    }
     CallList list{calls, num_calls, std::vector<Progress>(num_calls)};
     // While another caller uses the pool, this one computes alone.
     std::unique_lock lock(thread_pool().in_use, std::try_to_lock);
-    lock.owns_lock() && num_threads > 1 ? thread_pool().run(list, num_threads) : list.run();
+    if (!lock.owns_lock() || num_threads == 1) {
+        list.run();
+        return num_threads;
+    }
+    thread_pool().run(list, num_threads);
+    return std::min(num_threads, thread_pool().num_workers + 1);
 }
 
 // Runs one call.
-extern "C" void run_call(Kernel* kernel, long num_tasks, const void* arguments, long num_threads) {
+extern "C" long run_call(Kernel* kernel, long num_tasks, const void* arguments, long num_threads) {
     const KernelCall call = {kernel, num_tasks, arguments};
-    run_calls(&call, 1, num_threads);
+    return run_calls(&call, 1, num_threads);
 }
