@@ -99,9 +99,9 @@ class Settings(BaseSettings):
     )
     quantize: Quantization | Literal["auto"] = Field(
         "stored",
-        description="weights of the linear layers. stored: in the formats of a GGUF file, otherwise in dtype; "
-        "none: all in dtype; int8, int4 (groups of 32 inputs): faster, but less accurate; auto: the fewest bits for "
-        "each layer with which the perplexity grows by at most --quantize-loss",
+        description="weights of the linear layers. stored: in the formats of a GGUF file, else in dtype; none: all "
+        "in dtype; int8, int4 (groups of 32 inputs): faster, but less accurate; auto: the fewest bits for each layer "
+        "with which the perplexity grows by at most --quantize-loss",
     )
     quantize_loss: Annotated[float, BeforeValidator(parse_increase)] = Field(
         0.005,

@@ -2,7 +2,8 @@
 
     python -m model.analysis.auto_quantization --model DIRECTORY --quantize-loss 0.5%
 
-The report is a JSON file in the cache folder. Its name depends on the files of the checkpoint, the budget and the kernels.
+The report is a JSON file in the cache folder. Its name depends on the files of the checkpoint, the budget and the
+kernels.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def choose(source: str, max_increase: float, kernels: Kernels = "auto", revision
     choice = None if path is None else _read(path)
     if choice is None:
         logger.info("measuring which layers of %s may lose precision; the result is kept for the next start", source)
-        checkpoint = load_checkpoint(source, dtype="float32", kernels=kernels, revision=revision)
+        checkpoint = load_checkpoint(source, dtype="float32", quantize="none", kernels=kernels, revision=revision)
         length = min(NUM_TOKENS, checkpoint.model.config.max_positions)
         ids = _equally_long(generate_texts(checkpoint, NUM_TEXTS, length))
         choice = choose_formats(LossMeter(checkpoint.model, ids), math.log1p(max_increase))
@@ -68,7 +69,7 @@ def resolve(
 
 
 def parse_increase(text: str | float) -> float:
-    """Read a relative increase: "0.5%" or "0.005". Raises `ValueError` for anything that is not above 0 and at most 1."""
+    """Read a relative increase above 0 and up to 1, such as "0.5%" or "0.005". Raises `ValueError` for other texts."""
     number = str(text).strip()
     try:
         value = float(number[:-1]) / 100 if number.endswith("%") else float(number)

@@ -3,8 +3,8 @@
 The loss of a choice is the mean Kullback-Leibler divergence of its next-token distributions from those of the
 unquantized network, on texts that the network generates itself. On such texts, this is how much the logarithm of the
 perplexity is expected to grow. The loss of each layer and format is measured alone. Then the formats that save the most
-bits for their loss are taken as long as the sum of the losses stays within the budget. At the end, the loss of the whole
-choice is measured, and the budget is corrected if that differs from the sum.
+bits for their loss are taken as long as the sum of the losses stays within the budget. At the end, the loss of the
+whole choice is measured, and the budget is corrected if that differs from the sum.
 """
 
 import itertools

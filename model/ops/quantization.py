@@ -3,7 +3,7 @@
 int8 is the format q8_0 of `weight_formats.py`: a scale for each group. int4 is q4_1: a scale and a minimum for each
 group. The group is rounded with several candidates of both, least squares fit a better scale and minimum to each
 rounding, and those with the smallest error are kept. Norms, biases and embedding tables are not quantized. Zeros fill
-the last group of an output if the number of inputs is not a multiple of 32.
+the last group of an output if the number of inputs is not a multiple of 32. With int4, the head is int8.
 """
 
 from collections.abc import Mapping
@@ -97,7 +97,7 @@ def _sum(numbers: Tensor) -> Tensor:
     """(32, n) -> (n). The order is that of pack.cpp: numbers 8 apart first."""
     first, second, third, fourth = numbers.view(4, 8, -1)
     partial = first + second + third + fourth
-    total = partial[0]
+    total: Tensor = partial[0]
     for row in partial[1:]:
         total = total + row
     return total
@@ -137,6 +137,8 @@ def format_of(name: str, quantization: Quantization | LayerFormats) -> WeightFor
         return quantization.get(name)
     if name.endswith(".router"):
         return None  # it has few weights, and a small error can choose other experts
+    if quantization == "int4" and name == "head":
+        return INT8  # an error in it affects every logit
     return {"int8": INT8, "int4": INT4}.get(quantization)
 
 

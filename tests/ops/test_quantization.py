@@ -96,9 +96,10 @@ def test_a_quantized_layer_multiplies_by_the_dequantized_weights(quantize: Quant
     torch.testing.assert_close(QuantizedLinear(quantized, linear.bias)(x), expected)
 
 
-def test_routers_of_experts_are_not_quantized() -> None:
+def test_int4_uses_int8_for_the_head_and_keeps_routers_of_experts() -> None:
     assert format_of("blocks.0.mlp.router", "int4") is None
-    assert format_of("head", "int4") == INT4
+    assert format_of("head", "int4") == INT8
+    assert format_of("blocks.0.mlp.up", "int4") == INT4
     assert format_of("head", "none") is None
     assert format_of("head", {"head": INT8}) == INT8
 

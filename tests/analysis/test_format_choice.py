@@ -1,0 +1,136 @@
+"""The choice of formats for layers within a budget of accuracy, and the report that is kept."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.analysis import auto_quantization
+from model.analysis.auto_quantization import choose, parse_increase, resolve, table
+from model.analysis.format_choice import (
+    LayerLosses,
+    LossMeter,
+    bits_per_weight,
+    choose_formats,
+    within_budget,
+)
+from model.checkpoints.load import load_checkpoint
+from model.network.transformer import Transformer
+from model.ops.cpu.grouped_linear import GroupedLinear
+from model.ops.quantization import INT4, INT8, QuantizedLinear
+from tests.ops.cpu.common import by_kernels
+from tests.parity.reference import BASES, config_of
+from tests.tiny import CONFIGS, build, random_ids, write_reference
+
+LAYERS = [
+    LayerLosses("robust", 100, {"q8_0": 0.001, "q4_1": 0.002}),
+    LayerLosses("sensitive", 100, {"q8_0": 0.001, "q4_1": 0.5}),
+    LayerLosses("odd", 100, {"q8_0": 0.4, "q4_1": 0.4}),
+]
+
+
+def test_layers_that_lose_least_get_the_fewest_bits() -> None:
+    assert within_budget(LAYERS, 0.0009) == {}
+    assert within_budget(LAYERS, 0.01) == {"robust": INT4, "sensitive": INT8}
+    assert within_budget(LAYERS, 0.5) == {"robust": INT4, "sensitive": INT8, "odd": INT4}
+    assert within_budget(LAYERS, 1.0) == {"robust": INT4, "sensitive": INT4, "odd": INT4}
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.001, 0.0015, 0.002, 0.003, 0.4, 0.403, 0.9, 5.0])
+def test_the_sum_of_the_losses_stays_within_the_budget(budget: float) -> None:
+    losses = {layer.name: layer.losses for layer in LAYERS}
+    formats = within_budget(LAYERS, budget)
+    assert sum(losses[name][format.name] for name, format in formats.items()) <= budget + 1e-12
+
+
+def test_bits_per_weight_include_the_scales() -> None:
+    assert bits_per_weight(LAYERS, {}) == 16
+    assert bits_per_weight(LAYERS, {"robust": INT4, "sensitive": INT8}) == pytest.approx((5 + 8.5 + 16) / 3)
+
+
+def meter(network: str = "llama") -> tuple[Transformer, LossMeter]:
+    model = by_kernels(build(CONFIGS[network]))
+    return model, LossMeter(model, random_ids(model.config.vocab_size, 24).view(2, 12))
+
+
+def test_measuring_a_layer_leaves_the_network_as_it_is() -> None:
+    model, losses = meter()
+    ids = random_ids(model.config.vocab_size, 9)
+    before = model(ids)
+    assert losses.loss({}) == 0
+    assert losses.loss({"blocks.0.attn.qkv": INT4}) > losses.loss({"blocks.0.attn.qkv": INT8}) > 0
+    assert torch.equal(model(ids), before)
+
+
+def test_routers_of_experts_keep_their_weights() -> None:
+    _, losses = meter("mixtral")
+    assert losses.layers
+    assert not [name for name in losses.layers if name.endswith(".router")]
+
+
+def test_the_measured_loss_of_a_choice_is_within_its_budget() -> None:
+    _, losses = meter()
+    sizes = []
+    for max_loss in (1e-9, 1e-5, 1e-3, 10.0):
+        choice = choose_formats(losses, max_loss)
+        assert choice.loss <= max_loss
+        assert choice.loss == losses.loss(choice.by_layer())
+        sizes.append(choice.bits_per_weight)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == 16
+    assert sizes[-1] == 5
+
+
+@pytest.fixture(scope="module")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("llama")
+    write_reference(config_of("llama", BASES["llama"]), directory)
+    return str(directory)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(auto_quantization, "prepare_cache", lambda: tmp_path)
+    monkeypatch.setattr(auto_quantization, "NUM_TEXTS", 2)
+    monkeypatch.setattr(auto_quantization, "NUM_TOKENS", 12)
+    return tmp_path
+
+
+def test_a_choice_is_measured_once_and_its_report_is_kept(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: str
+) -> None:
+    first = choose(tiny_checkpoint, 0.01)
+    (path,) = cache.glob("quantization-*.json")
+    assert json.loads(path.read_text())["formats"] == first.formats
+    with monkeypatch.context() as patch:
+        patch.setattr(auto_quantization, "choose_formats", None)  # measuring again would fail
+        assert choose(tiny_checkpoint, 0.01) == first
+        with pytest.raises(TypeError):
+            choose(tiny_checkpoint, 0.02)
+    path.write_text("{}")
+    assert choose(tiny_checkpoint, 0.01) == first
+    assert all(layer.name in table(first) for layer in first.layers)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_network_is_loaded_in_the_chosen_formats(cache: Path, kernels: str, tiny_checkpoint: str) -> None:
+    formats = resolve(tiny_checkpoint, "auto", 0.01, kernels)  # type: ignore[arg-type]
+    checkpoint = load_checkpoint(tiny_checkpoint, quantize=formats, kernels=kernels)  # type: ignore[arg-type]
+    assert not isinstance(formats, str)
+    assert formats
+    quantized = {
+        name: layer.parts[0].format if isinstance(layer, GroupedLinear) else layer.weight_groups.format
+        for name, layer in checkpoint.model.named_modules()
+        if isinstance(layer, GroupedLinear | QuantizedLinear)
+    }
+    assert quantized == formats
+
+
+def test_increases_are_read_as_percentages_or_shares() -> None:
+    assert parse_increase("0.5%") == parse_increase("0.005") == parse_increase(0.005) == 0.005
+    for wrong in ("", "half", "0", "-1%", "nan", "101%", "1.5"):
+        with pytest.raises(ValueError, match=r"write for example 0\.5%"):
+            parse_increase(wrong)
+    assert math.isclose(parse_increase("100%"), 1)
