@@ -18,10 +18,12 @@ def test_smollm2_answers_from_its_gguf_file(start: Start, quantize: str) -> None
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     chat = service.answer("/v1/chat/completions", messages=messages, temperature=0, max_tokens=20)
     (choice,) = chat["choices"]
-    assert choice["finish_reason"] == "stop"  # by <|im_end|>
     content = choice["message"]["content"]
-    # int8 rounds the weights, which the file has in four bits, a second time.
-    assert content == PARIS if quantize != "int8" else content.startswith(PARIS.removesuffix("."))
+    # Products in groups round the activations to bytes, and then the answer may go on after "Paris".
+    assert content.startswith(PARIS.removesuffix("."))
+    if quantize == "none":
+        assert content == PARIS
+        assert choice["finish_reason"] == "stop"  # by <|im_end|>
 
 
 @pytest.mark.parametrize("quantize", ["stored", "none", "int8"])

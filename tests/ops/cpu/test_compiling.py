@@ -196,7 +196,7 @@ def test_folders_of_other_programs_in_the_temporary_folder_are_kept(
 
 
 @pytest.mark.parametrize("has_cache", [True, False])
-def test_a_log_line_comes_before_each_compilation_and_only_then(
+def test_log_lines_come_before_and_after_each_compilation_and_only_then(
     sources: Path,
     temporary: Path,
     cache: Path,
@@ -211,8 +211,14 @@ def test_a_log_line_comes_before_each_compilation_and_only_then(
         build.compile_source(sources / "answer.cpp")
         build.compile_source(sources / "answer.cpp")
     often = "once" if has_cache else "at each start, because no cache directory can be written"
-    line = f"compiling answer.cpp for this CPU (up to about 10 seconds, {often})"
-    assert [record.getMessage() for record in caplog.records] == [line] * (1 if has_cache else 2)
+    level = instruction_levels.chosen_level()
+    assert level is not None
+    before = f"compiling answer.cpp for {level.name} (up to about 10 seconds, {often})"
+    after = re.compile(r"compiled answer\.cpp in \d+\.\d seconds")
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[::2] == [before] * (1 if has_cache else 2)
+    assert len(lines[1::2]) == len(lines[::2])
+    assert all(map(after.fullmatch, lines[1::2]))
 
 
 LEVEL_SOURCE = """

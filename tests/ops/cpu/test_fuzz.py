@@ -11,14 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.ops.cpu.grouped_packing import quantize_rows
 from model.ops.cpu.packing import pack_rows
 from model.ops.cpu.paged_attention import PagedRead
 from model.ops.interface import Draw, NormRule
-from model.ops.quantization import quantize_to
+from model.ops.quantization import INT4, INT8, quantize_to
 from model.ops.row_edits import EditRule, RowEdit
 from model.ops.stacked_rows import StackedRows
 from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.torch_ops import TORCH
+from model.ops.weight_formats import WeightFormat
 from tests.ops.cpu.common import DTYPES, cpu_backend, packed_layer
 
 NUM_ROUNDS = 4
@@ -98,22 +100,27 @@ def test_rotary_positions(rng: random.Random, dtype: torch.dtype) -> None:
     check(ours.rotate(x, found), theirs.rotate(x, expected), dtype)
 
 
-@pytest.mark.parametrize("bits", [None, 8, 4])
-def test_linear(rng: random.Random, dtype: torch.dtype, bits: Any) -> None:
-    N, K = rng.randint(1, 300), rng.randint(1, 8) * (4 if bits is None else 32)
+@pytest.mark.parametrize("format", [None, INT8, INT4])
+def test_linear(rng: random.Random, dtype: torch.dtype, format: WeightFormat | None) -> None:
+    N, K = rng.randint(1, 300), 4 * rng.randint(1, 40)
     weight = torch.randn(N, K).to(dtype)
-    stored = weight if bits is None else quantize_to(weight, bits)
     bias = torch.randn(N).to(dtype) if rng.random() < 0.5 else None
-    packed = pack_rows(StackedRows([weight], dtype, CPU), bits).packed
-    layer = packed_layer(stored, bias, dtype)
-    assert torch.equal(packed.flatten(), layer.packed.flatten())
+    rows = StackedRows([weight], dtype, CPU)
+    if format is None:
+        layer = packed_layer(weight, bias, dtype)
+        assert torch.equal(pack_rows(rows).packed.flatten(), layer.packed.flatten())
+    else:
+        layer = packed_layer(quantize_to(weight, format), bias, dtype)
+        packed, (part,) = quantize_rows(rows, format), layer.parts
+        assert torch.equal(packed.integers.flatten(), part.integers.flatten())
+        assert torch.equal(packed.scales.view(torch.uint8).flatten(), part.scales.view(torch.uint8).flatten())
     for M in (1, rng.randint(2, 12), rng.randint(13, 60)):
         x = strided(rng, (M, K), dtype)
         expected = TORCH.network.linear(weight, bias, dtype)(x).float()
         found = layer(x).float()
         assert found.shape == expected.shape
         error = (found - expected).norm() / expected.norm().clamp(min=1.0)
-        assert error < {None: TOLERANCES[dtype], 8: 0.03, 4: 0.3}[bits]
+        assert error < {None: TOLERANCES[dtype], INT8: 0.03, INT4: 0.3}[format]
 
 
 def test_attention(rng: random.Random, dtype: torch.dtype) -> None:
