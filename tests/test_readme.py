@@ -82,7 +82,7 @@ INSTALLATIONS = [example for example in EXAMPLES if "pip install" in example.cod
 QUICK_START = [
     example for example in INSTALLATIONS if re.search(r"&& \S+/(forwardscope|python -m pytest)$", example.code)
 ]
-REPORTS = [example for example in EXAMPLES if example.code.startswith(".venv/bin/python -m model.analysis.drift")]
+REPORTS = [example for example in EXAMPLES if example.code.startswith(".venv/bin/python -m model.analysis.")]
 CHECKS = [example for example in EXAMPLES if example.code.startswith(".venv/bin/python -m pytest")]  # as .ci/run does
 EVALUATIONS = [
     example for example in EXAMPLES if example.code.startswith(".venv/bin/lm_eval")
