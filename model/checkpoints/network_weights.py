@@ -16,12 +16,12 @@ from model.checkpoints.families.family import Family, Part
 from model.checkpoints.tensor_source import TensorSource
 from model.config import ModelConfig
 from model.errors import CheckpointError, join_names
+from model.network.prepare import Weight
 from model.network.transformer import Transformer
 from model.ops.stacked_groups import GroupedRows, StackedGroups
 from model.ops.stacked_rows import StackedRows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-Weight = Tensor | StackedRows | StackedGroups
 # The largest published mixtures of experts have about 50,000 weight matrices.
 MAX_PARAMETERS = 1 << 20
 

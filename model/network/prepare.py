@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.errors import CheckpointError
 from model.network.parameters import count_parameters
 from model.network.transformer import Transformer
 from model.ops.cpu.arguments import VECTOR_WIDTH
@@ -62,6 +63,8 @@ def prepare_model(
             weight = whole_weight(weight)  # a small error can choose other experts
         with torch.device(device):  # this runs while the rest of the network is laid out on the meta device
             layer = make_linear(backend, weight, format, bias, dtype)
+        if format is not None:
+            _check_quantized(name, layer)
         progress.advance(num_inputs * num_outputs)
         return layer
 
@@ -113,6 +116,20 @@ def make_linear(
         return packed_layer(pack_rows(rows), bias, dtype)
     whole = whole_weight(weight).detach()
     return backend.network.linear(whole if format is None else quantize_to(whole, format), bias, dtype)
+
+
+def _check_quantized(name: str, layer: nn.Module) -> None:
+    """Raise `CheckpointError` if a weight that was quantized has NaN or infinite numbers."""
+    if isinstance(layer, GroupedLinear):  # int8 and int4 have no other scales than float16
+        scales = [part.scales.view(torch.float16) for part in layer.parts]
+    else:
+        assert isinstance(layer, QuantizedLinear)
+        scales = [layer.weight_groups.scales]
+    if not all(each.isfinite().all() for each in scales):
+        raise CheckpointError(
+            f"{name}.weight has numbers that are not finite, so it cannot be quantized; repair the checkpoint, or "
+            "quantize nothing ('none')"
+        )
 
 
 def choose_backend(config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> Backend:

@@ -4,6 +4,8 @@ int8 is the format q8_0 of `weight_formats.py`: a scale for each group. int4 is 
 group. The group is rounded with several candidates of both, least squares fit a better scale and minimum to each
 rounding, and those with the smallest error are kept. Norms, biases and embedding tables are not quantized. Zeros fill
 the last group of an output if the number of inputs is not a multiple of 32. With int4, the head is int8.
+
+NaN and infinite weights cannot be quantized. The scales of their group become NaN.
 """
 
 from collections.abc import Mapping
@@ -29,10 +31,11 @@ MAX_SCALE = torch.finfo(torch.float16).max
 def quantize_int8(weight: Tensor) -> GroupedWeight:
     """Quantize a weight (N, K) with one scale per group of 32 inputs."""
     padding = -weight.shape[1] % GROUP
-    groups = F.pad(weight.float(), (0, padding)).view(len(weight), -1, GROUP)
+    groups, is_finite = _finite_groups(F.pad(weight.float(), (0, padding)).view(len(weight), -1, GROUP))
     scales = _as_stored(groups.abs().amax(2, keepdim=True) / LARGEST_INT8)
     integers = (groups * _inverse(scales)).round_().clamp_(-LARGEST_INT8, LARGEST_INT8) + INT8.offset
-    return GroupedWeight(INT8, integers.flatten(1).to(torch.uint8), scales[:, :, 0].half(), padding=padding)
+    scales = torch.where(is_finite, scales[:, :, 0], torch.nan)
+    return GroupedWeight(INT8, integers.flatten(1).to(torch.uint8), scales.half(), padding=padding)
 
 
 def quantize_int4(weight: Tensor) -> GroupedWeight:
@@ -44,11 +47,18 @@ def quantize_int4(weight: Tensor) -> GroupedWeight:
     num_rows = max(1, CACHED_NUMBERS // K)
     for start in range(0, N, num_rows):
         rows = slice(start, start + num_rows)
-        groups = F.pad(weight[rows].float(), (0, padding)).view(-1, GROUP)
+        groups, is_finite = _finite_groups(F.pad(weight[rows].float(), (0, padding)).view(-1, GROUP))
         quantized, fit = _quantize_groups(groups.T.contiguous())
         integers[rows] = quantized.T.reshape(-1, K)
-        scales[rows] = torch.stack((fit.scale, fit.minimum), 1).view(-1, K // GROUP, 2)
+        fitted = torch.where(is_finite[:, None], torch.stack((fit.scale, fit.minimum), 1), torch.nan)
+        scales[rows] = fitted.view(-1, K // GROUP, 2)
     return GroupedWeight(INT4, integers, scales, padding=padding)
+
+
+def _finite_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace groups (..., 32) that have a number that is not finite by zeros; also return which groups are finite."""
+    is_finite = groups.isfinite().all(-1)
+    return torch.where(is_finite[..., None], groups, 0), is_finite
 
 
 @dataclass(frozen=True)

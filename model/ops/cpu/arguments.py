@@ -23,7 +23,6 @@ EDIT_KINDS: tuple[RuleKind, ...] = ("set", "add", "scale", "cap", "project", "ca
 CONSTANTS: dict[str, dict[str, int]] = {
     "attention": {"WIDTH": VECTOR_WIDTH, "KEYS_PER_CHUNK": KEYS_PER_CHUNK, "PARTIAL_PADDING": PARTIAL_PADDING},
     "edits": {kind.upper(): index for index, kind in enumerate(EDIT_KINDS)},
-    "elementwise": {"SUMMARY_CHUNK": SUMMARY_CHUNK, "NUM_MOMENTS": NUM_MOMENTS},
     "grouped_linear": {
         "WIDTH": VECTOR_WIDTH,
         "GROUP": GROUP,
@@ -32,6 +31,7 @@ CONSTANTS: dict[str, dict[str, int]] = {
     },
     "linear": {"WIDTH": VECTOR_WIDTH, "FLOAT32_DEPTH": FLOAT32_DEPTH, "BFLOAT16_DEPTH": BFLOAT16_DEPTH},
     "pack": {"WIDTH": VECTOR_WIDTH, "GROUP": GROUP},
+    "statistics": {"SUMMARY_CHUNK": SUMMARY_CHUNK, "NUM_MOMENTS": NUM_MOMENTS},
 }
 
 
@@ -143,6 +143,9 @@ class ActivateArguments(NamedTuple):
     size: int
     pre_stride: int
     linear_stride: int
+
+
+# statistics.cpp
 
 
 class DistributionArguments(NamedTuple):

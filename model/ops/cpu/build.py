@@ -32,7 +32,7 @@ from model.ops.cpu.instruction_levels import LEVELS, InstructionLevel, chosen_le
 
 logger = logging.getLogger(__name__)
 
-# -fno-tree-pre: otherwise GCC 12 keeps half of the sums of the int8 product in memory, and it takes twice as long.
+# -fno-tree-pre: otherwise GCC 12 keeps some of the sums of a product in memory instead of registers.
 # -ffp-contract=off: otherwise the compiler fuses products and sums in some places and not in others, and bits differ.
 FLAGS = ("-O3", "-fno-tree-pre", "-ffp-contract=off", "-std=c++20", "-pthread", "-shared", "-fPIC")
 COMPILERS = ("g++", "c++")
@@ -83,36 +83,43 @@ def compile_source(source: Path) -> Path:
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     often = "once" if cache_path is not None else "at each start, because no cache directory can be written"
     logger.info("compiling %s for %s (up to about %d seconds, %s)", source.name, level.name, COMPILE_SECONDS, often)
-    start = time.monotonic()
     try:
         run_compiler(compiler, source, level, directory / name)
+        if cache_path is None:
+            return directory / name
+        (directory / name).replace(cache_path / name)
     except OSError:
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    logger.info("compiled %s in %.1f seconds", source.name, time.monotonic() - start)
-    if cache_path is None:
-        return directory / name
-    (directory / name).replace(cache_path / name)
     shutil.rmtree(directory, ignore_errors=True)
     return cache_path / name
 
 
 def compile_all(directory: Path) -> None:
-    """Compile all files for all levels into a directory. Raises `OSError` if there is no compiler, or it fails."""
+    """Compile all files for all levels into a directory. Raises `OSError` if there is no compiler, or it fails.
+
+    A library gets its name only when it is complete, so an interrupted run leaves no broken library with a right name.
+    """
     compiler = find_compiler()
     directory.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix=COMPILING, dir=directory) as unfinished,
+        ThreadPoolExecutor(os.cpu_count()) as threads,
+    ):
 
-    def compile_one(source: Path, level: InstructionLevel) -> None:
-        start = time.monotonic()
-        run_compiler(compiler, source, level, directory / library_name(source, level))
-        logger.info("compiled %s for %s in %.1f seconds", source.name, level.name, time.monotonic() - start)
+        def compile_one(source: Path, level: InstructionLevel) -> None:
+            name = library_name(source, level)
+            run_compiler(compiler, source, level, Path(unfinished, name))
+            Path(unfinished, name).replace(directory / name)
 
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        tasks = [
-            threads.submit(compile_one, source, level) for level in LEVELS for source in sorted(CSRC.glob("*.cpp"))
-        ]
-    for task in tasks:
-        task.result()
+        sources = sorted(CSRC.glob("*.cpp"))
+        tasks = [threads.submit(compile_one, source, level) for level in LEVELS for source in sources]
+        try:
+            for task in tasks:
+                task.result()
+        except OSError:
+            threads.shutdown(cancel_futures=True)
+            raise
 
 
 def find_compiler() -> str:
@@ -139,10 +146,12 @@ def run_compiler(compiler: str, source: Path, level: InstructionLevel, library: 
     """Compile a file. The compiler's temporary files lie next to the library, so that none is left elsewhere."""
     command = [compiler, *compiler_flags(level), f"-I{CSRC}", str(source), "-o", str(library)]
     environment = os.environ | {"TMPDIR": str(library.parent)}
+    start = time.monotonic()
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     if result.returncode != 0:
         lines = result.stderr.splitlines()
         raise OSError(next((line for line in lines if "error" in line), f"{compiler} failed"))
+    logger.info("compiled %s for %s in %.1f seconds", source.name, level.name, time.monotonic() - start)
 
 
 def prepare_cache() -> Path | None:
@@ -180,7 +189,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--all", type=Path, required=True, metavar="DIRECTORY", help="where the libraries are written")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    compile_all(parser.parse_args(arguments).all)
+    try:
+        compile_all(parser.parse_args(arguments).all)
+    except OSError as error:
+        parser.exit(1, f"the kernels could not be compiled: {error}\n")
 
 
 if __name__ == "__main__":

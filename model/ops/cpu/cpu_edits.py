@@ -13,12 +13,11 @@ from model.ops.cpu.arguments import (
     DistributionArguments,
     EditRowsArguments,
 )
-from model.ops.cpu.layout import NUMBERS_PER_TASK, merge_outer_dims, num_tasks
+from model.ops.cpu.layout import DTYPES, NUMBERS_PER_TASK, merge_outer_dims, num_tasks
 from model.ops.cpu.recording import call, empty, pointer
 from model.ops.cpu.shared_layout import Kernel, find_kernel
 from model.ops.row_edits import RowEdit, edit_rows
 
-STAGE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class _Kernels:
         copy_rows = find_kernel("edits", "copy_rows", dtype, CopyRowsArguments)
         edit_rows = find_kernel("edits", "edit_rows", dtype, EditRowsArguments)
         apply_pattern = find_kernel("edits", "apply_pattern", dtype, ApplyPatternArguments)
-        distribution = find_kernel("elementwise", "distribution", dtype, DistributionArguments)
+        distribution = find_kernel("statistics", "distribution", dtype, DistributionArguments)
         if copy_rows is None or edit_rows is None or apply_pattern is None or distribution is None:
             return None
         return cls(copy_rows, edit_rows, apply_pattern, distribution)
@@ -50,7 +49,7 @@ class CpuEdits:
     @classmethod
     def find(cls) -> "CpuEdits | None":
         """None if this CPU has no kernels."""
-        found = {dtype: _Kernels.find(dtype) for dtype in STAGE_DTYPES}
+        found = {dtype: _Kernels.find(dtype) for dtype in DTYPES}
         kernels = {dtype: each for dtype, each in found.items() if each is not None}
         return cls(kernels) if len(kernels) == len(found) else None
 

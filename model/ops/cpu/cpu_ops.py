@@ -25,7 +25,7 @@ from model.ops.cpu.arguments import (
 from model.ops.cpu.cpu_edits import CpuEdits
 from model.ops.cpu.cpu_sampling import CpuSamplingOps
 from model.ops.cpu.cpu_summaries import CpuSummaryOps
-from model.ops.cpu.layout import merge_outer_dims, num_tasks
+from model.ops.cpu.layout import DTYPES, merge_outer_dims, num_tasks
 from model.ops.cpu.packed_linear import pack_linear
 from model.ops.cpu.paged_attention import PagedAttention, PagedRead
 from model.ops.cpu.recording import call, empty, pointer
@@ -36,7 +36,6 @@ from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.torch_ops import TORCH
 from model.ops.weight_formats import GroupedWeight
 
-DTYPES = (torch.float32, torch.bfloat16)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # those that have a kernel
 
 

@@ -1,4 +1,4 @@
-"""Choose next tokens from logits with our own kernels (`csrc/elementwise.cpp`, `csrc/sampling.cpp`)."""
+"""Choose next tokens from logits with our own kernels (`csrc/statistics.cpp`, `csrc/sampling.cpp`)."""
 
 from collections.abc import Sequence
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from model.ops.cpu.arguments import ArgmaxArguments, DrawArguments, DrawParameters
+from model.ops.cpu.layout import DTYPES
 from model.ops.cpu.recording import call, empty
 from model.ops.cpu.shared_layout import Kernel, check_struct, find_kernel, load_checked
 from model.ops.interface import Argmax, Draw
 from model.ops.torch_ops import TORCH
 
-LOGITS_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class CpuSamplingOps:
@@ -30,8 +30,8 @@ class CpuSamplingOps:
     @classmethod
     def find(cls, dtype: torch.dtype) -> "CpuSamplingOps | None":
         """The operations with the kernels of this dtype; None if this CPU has none."""
-        argmax = find_kernel("elementwise", "argmax", dtype, ArgmaxArguments)
-        draws = {each: find_kernel("sampling", "draw", each, DrawArguments) for each in LOGITS_DTYPES}
+        argmax = find_kernel("statistics", "argmax", dtype, ArgmaxArguments)
+        draws = {each: find_kernel("sampling", "draw", each, DrawArguments) for each in DTYPES}
         library = load_checked("sampling")
         if library is not None:
             check_struct(library, "draw_parameters", DrawParameters)

@@ -1,4 +1,4 @@
-"""Statistics of stages and of logits with our own kernels (`csrc/elementwise.cpp`, `csrc/tracing.cpp`)."""
+"""Statistics of stages and of logits with our own kernels (`csrc/statistics.cpp`, `csrc/tracing.cpp`)."""
 
 from collections.abc import Sequence
 
@@ -34,7 +34,7 @@ class CpuSummaryOps:
     @classmethod
     def find(cls, dtype: torch.dtype) -> "CpuSummaryOps | None":
         """The operations with the kernels of this dtype; None if this CPU has none."""
-        distribution = find_kernel("elementwise", "distribution", dtype, DistributionArguments)
+        distribution = find_kernel("statistics", "distribution", dtype, DistributionArguments)
         top, kernels = find_kernel("tracing", "top", dtype, TopArguments), TraceKernels.find()
         if distribution is None or top is None or kernels is None:
             return None
@@ -56,6 +56,8 @@ class CpuSummaryOps:
         return probabilities, log_totals
 
     def top(self, logits: Tensor, count: int) -> Top:
+        if not 0 <= count <= logits.shape[-1]:  # the kernel does not check it
+            raise ValueError(f"count is {count}; a row has {logits.shape[-1]} numbers, so it must be from 0 to that many")
         if logits.dtype != self._dtype or count > MAX_TOP:
             return TORCH.summaries.top(logits, count)
         (num_rows, size), logits = logits.shape, logits.contiguous()

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from model.ops.cpu.arguments import INPUT_GROUP_BYTES, GroupedLinearArguments, QuantizeGroupsArguments
 from model.ops.cpu.grouped_packing import PackedGroups, unpack_groups
+from model.ops.cpu.layout import OUTPUTS_PER_TASK, linear_input
 from model.ops.cpu.recording import call, empty
 from model.ops.cpu.shared_layout import Kernel, find_kernel
 from model.ops.weight_formats import GROUP, WeightFormat
 
-MIN_OUTPUTS_PER_TASK = 128  # several tiles one after the other, so that the next one can be prefetched
 
 
 class GroupedLinear(nn.Module):
@@ -42,12 +42,7 @@ class GroupedLinear(nn.Module):
         return torch.cat([unpack_groups(part).dequantize() for part in self.parts])
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype != self.dtype or x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"the input is {x.dtype} {tuple(x.shape)}, but this packed layer takes {self.in_features} "
-                f"{self.dtype} per row"
-            )
-        x = x.contiguous()
+        x = linear_input(x, self.dtype, self.in_features)
         M, K, N = math.prod(x.shape[:-1]), self.in_features, self.out_features
         groups = empty((M, -(-K // GROUP), INPUT_GROUP_BYTES), torch.uint8)
         call(self._quantize, M, QuantizeGroupsArguments(x=x.data_ptr(), groups=groups.data_ptr(), M=M, K=K))
@@ -67,7 +62,7 @@ class GroupedLinear(nn.Module):
                 y_stride=N,
                 is_bfloat16=x.dtype == torch.bfloat16,
             )
-            call(kernel, num_outputs // MIN_OUTPUTS_PER_TASK, product)
+            call(kernel, num_outputs // OUTPUTS_PER_TASK, product)
             first += num_outputs
         return out
 

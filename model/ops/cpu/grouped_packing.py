@@ -15,7 +15,7 @@ from model.ops.cpu.shared_layout import find_kernel
 from model.ops.quantization import quantize_to
 from model.ops.stacked_groups import GroupedRows, StackedGroups, row_bounds
 from model.ops.stacked_rows import StackedRows
-from model.ops.weight_formats import GROUP, SUPERGROUP, GroupedWeight, WeightFormat
+from model.ops.weight_formats import GROUP, GroupedWeight, WeightFormat
 
 VECTORS = GROUP // 4  # of a group: as VECTORS_PER_GROUP in weight_formats.h
 
@@ -35,8 +35,8 @@ def empty_groups(shape: tuple[int, int], format: WeightFormat) -> PackedGroups:
     num_tiles, num_units = -(-shape[0] // TILE), -(-shape[1] // format.inputs_per_unit)
     unit_bytes = format.inputs_per_unit * TILE * format.bits // 8
     integers = large_memory.empty((num_tiles, num_units * unit_bytes), torch.uint8)
-    scale_bytes = {"group": 2, "minimum": 4, "bytes": 4 + 2 * SUPERGROUP, "halves": 2 + 2 * SUPERGROUP}
-    scales = large_memory.empty((num_tiles, num_units * TILE * scale_bytes[format.scale_kind]), torch.uint8)
+    scale_bytes = round(format.inputs_per_unit * TILE * (format.bits_per_weight - format.bits) / 8)
+    scales = large_memory.empty((num_tiles, num_units * scale_bytes), torch.uint8)
     return PackedGroups(shape, format, integers, scales)
 
 

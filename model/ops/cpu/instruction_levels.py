@@ -24,6 +24,7 @@ def _extended(level: InstructionLevel, name: str, features: dict[str, str]) -> I
 
 
 AVX2 = InstructionLevel("avx2", ("-mavx2", "-mfma", "-mf16c"), frozenset(("avx2", "fma", "f16c")))
+AVX2_VNNI = _extended(AVX2, "avx2-vnni", {"avx_vnni": "-mavxvnni"})
 AVX512 = _extended(
     AVX2,
     "avx512",
@@ -31,8 +32,8 @@ AVX512 = _extended(
 )
 AVX512_VNNI = _extended(AVX512, "avx512-vnni", {"avx512_vnni": "-mavx512vnni"})
 AVX512_BF16 = _extended(AVX512_VNNI, "avx512-bf16", {"avx512_bf16": "-mavx512bf16"})
-AMX = _extended(AVX512_BF16, "amx", {"amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16", "amx_int8": "-mamx-int8"})
-LEVELS = (AVX2, AVX512, AVX512_VNNI, AVX512_BF16, AMX)  # each includes the levels before it
+AMX = _extended(AVX512_BF16, "amx", {"amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16"})
+LEVELS = (AVX2, AVX2_VNNI, AVX512, AVX512_VNNI, AVX512_BF16, AMX)  # a better level comes later
 
 
 def chosen_level() -> InstructionLevel | None:

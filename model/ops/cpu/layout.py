@@ -1,13 +1,25 @@
 """How tensors lie in memory, as kernels take them: an address, a stride and sizes. Also, how kernels are divided."""
 
+import torch
 from torch import Tensor
 
+DTYPES = (torch.float32, torch.bfloat16)  # of the numbers that kernels read and write
 NUMBERS_PER_TASK = 2048  # with fewer numbers, starting another thread costs more than it saves
+OUTPUTS_PER_TASK = 128  # of a linear layer: several tiles one after the other, so that the next one can be prefetched
 
 
 def num_tasks(tensor: Tensor) -> int:
     """How many tasks a kernel that writes `tensor` may be divided into."""
     return tensor.numel() // NUMBERS_PER_TASK
+
+
+def linear_input(x: Tensor, dtype: torch.dtype, num_inputs: int) -> Tensor:
+    """The rows of x, contiguous, for a linear layer. Raises `ValueError` if the layer takes other rows."""
+    if x.dtype != dtype or x.shape[-1] != num_inputs:
+        raise ValueError(
+            f"the input is {x.dtype} {tuple(x.shape)}, but this packed layer takes {num_inputs} {dtype} per row"
+        )
+    return x.contiguous()
 
 
 def merge_outer_dims(x: Tensor, num_inner: int) -> tuple[Tensor, int]:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from model.ops.cpu.arguments import LinearArguments, WidenArguments
 from model.ops.cpu.grouped_linear import GroupedLinear, has_grouped_kernel
 from model.ops.cpu.grouped_packing import pack_weight
+from model.ops.cpu.layout import OUTPUTS_PER_TASK, linear_input
 from model.ops.cpu.packing import DEPTH, PackedWeight, pack, unpack
 from model.ops.cpu.recording import call, empty, pointer
 from model.ops.cpu.shared_layout import Kernel, find_kernel
 from model.ops.weight_formats import GroupedWeight
 
-MIN_OUTPUTS_PER_TASK = 128  # several tiles one after the other, so that the next one can be prefetched
 NUMBERS_PER_WIDEN_TASK = 16384  # with fewer numbers, starting another thread costs more than widening them
 
 
@@ -39,7 +39,7 @@ class PackedLinear(nn.Module):
         return unpack(PackedWeight((self.out_features, self.in_features), self.packed))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = _check_input(x, self.packed.dtype, self.in_features)
+        x = linear_input(x, self.packed.dtype, self.in_features)
         out = empty((*x.shape[:-1], self.out_features), x.dtype)
         if self._widen is not None:
             narrow, x = x, empty(x.shape, torch.float32)
@@ -54,7 +54,7 @@ class PackedLinear(nn.Module):
             N=self.out_features,
             K=self.in_features,
         )
-        call(self._kernel, self.out_features // MIN_OUTPUTS_PER_TASK, arguments)
+        call(self._kernel, self.out_features // OUTPUTS_PER_TASK, arguments)
         return out
 
 
@@ -83,9 +83,3 @@ def packed_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) 
 
 def _find_linear(dtype: torch.dtype) -> Kernel[LinearArguments] | None:
     return find_kernel("linear", "linear", dtype, LinearArguments)
-
-
-def _check_input(x: Tensor, dtype: torch.dtype, size: int) -> Tensor:
-    if x.dtype != dtype or x.shape[-1] != size:
-        raise ValueError(f"the input is {x.dtype} {tuple(x.shape)}, but this packed layer takes {size} {dtype} per row")
-    return x.contiguous()

@@ -23,12 +23,11 @@ from model.ops.cpu.arguments import (
     SummaryStatistics,
     TensorLayout,
 )
-from model.ops.cpu.layout import equal_rows
+from model.ops.cpu.layout import DTYPES, equal_rows
 from model.ops.cpu.recording import call
 from model.ops.cpu.shared_layout import Kernel, check_struct, find_kernel, load_checked, struct_format
 from model.ops.summary import Summary
 
-STAGE_DTYPES = (torch.float32, torch.bfloat16)
 STATISTICS = struct.Struct(struct_format(SummaryStatistics))
 NUM_ELEMENTS, SIZE = (TensorLayout._fields.index(name) for name in ("num_elements", "size"))
 PLACE, PIECE_SIZE = (Piece._fields.index(name) for name in ("place", "size"))
@@ -129,12 +128,12 @@ class TraceKernels:
     @classmethod
     def find(cls) -> "TraceKernels | None":
         """The kernels for stages of float32 and bfloat16; None if this CPU has none."""
-        moments = {each: find_kernel("elementwise", "moments", each, MomentsArguments) for each in STAGE_DTYPES}
-        combine = find_kernel("elementwise", "summaries", torch.float32, SummariesArguments)
+        moments = {each: find_kernel("statistics", "moments", each, MomentsArguments) for each in DTYPES}
+        combine = find_kernel("statistics", "summaries", torch.float32, SummariesArguments)
         copy_pieces = find_kernel("tracing", "copy_pieces", torch.float32, CopyPiecesArguments)
         for library, name, fields in (
-            ("elementwise", "tensor_layout", TensorLayout),
-            ("elementwise", "summary", SummaryStatistics),
+            ("statistics", "tensor_layout", TensorLayout),
+            ("statistics", "summary", SummaryStatistics),
             ("tracing", "piece", Piece),
         ):
             if (loaded := load_checked(library)) is not None:

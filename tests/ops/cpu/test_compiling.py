@@ -214,7 +214,7 @@ def test_log_lines_come_before_and_after_each_compilation_and_only_then(
     level = instruction_levels.chosen_level()
     assert level is not None
     before = f"compiling answer.cpp for {level.name} (up to about 10 seconds, {often})"
-    after = re.compile(r"compiled answer\.cpp in \d+\.\d seconds")
+    after = re.compile(rf"compiled answer\.cpp for {level.name} in \d+\.\d seconds")
     lines = [record.getMessage() for record in caplog.records]
     assert lines[::2] == [before] * (1 if has_cache else 2)
     assert len(lines[1::2]) == len(lines[::2])
@@ -314,4 +314,4 @@ class TestInstructionLevels:
             assert build.compile_source(source).parent == cache
         compiling, compiled = (record.message for record in caplog.records[-2:])
         assert compiling.startswith("compiling level.cpp for avx2")
-        assert re.fullmatch(r"compiled level\.cpp in \d+\.\d seconds", compiled)
+        assert re.fullmatch(r"compiled level\.cpp for avx2 in \d+\.\d seconds", compiled)

@@ -177,14 +177,18 @@ class TestOperations:
         logits[2] = logits[2].round()  # many equal numbers
         logits[3, size // 2 :] = -torch.inf
         logits[4, [0, size - 1]] = torch.nan
-        logits[5, size - 1] = torch.inf
+        logits[5, 0], logits[5, size - 1] = torch.inf, torch.nan
         values, indices = ops.top(logits, count)
-        keys = logits.float().nan_to_num(torch.inf, torch.inf, -torch.inf)
-        expected = keys.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+        expected = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :count]  # NaN comes first
         assert torch.equal(indices, expected)
         assert torch.equal(values.nan_to_num(7), logits.gather(-1, expected).float().nan_to_num(7))
         for row in range(6):
             assert torch.equal(ops.top(logits[row : row + 1], count).indices[0], indices[row])
+
+    @pytest.mark.parametrize("count", [-1, 4, 65])
+    def test_more_largest_logits_than_there_are_are_refused(self, dtype: torch.dtype, count: int) -> None:
+        with pytest.raises(ValueError, match=f"count is {count}; a row has 3 numbers"):
+            cpu_backend(dtype).summaries.top(torch.zeros(1, 3, dtype=dtype), count)
 
     def test_summaries_agree(self, dtype: torch.dtype) -> None:
         ops, generator = cpu_backend(dtype).summaries, torch.Generator().manual_seed(0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from model.ops.cpu import arguments, build, recording, shared_layout
-from model.ops.cpu.arguments import AddArguments, Address
+from model.ops.cpu.arguments import AddArguments, MomentsArguments, Address
 from model.ops.cpu.shared_layout import Kernel, LayoutMismatch, find_kernel
 from tests.ops.cpu.common import NO_KERNELS
 
@@ -70,9 +70,9 @@ def test_a_difference_between_the_declarations_is_an_error_that_names_the_field(
 
 
 def test_a_constant_that_differs_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(arguments.CONSTANTS["elementwise"], "NUM_MOMENTS", 4)
-    with pytest.raises(LayoutMismatch, match=r"NUM_MOMENTS is 5 in elementwise\.cpp and 4"):
-        find_kernel("elementwise", "add", torch.float32, AddArguments)
+    monkeypatch.setitem(arguments.CONSTANTS["statistics"], "NUM_MOMENTS", 4)
+    with pytest.raises(LayoutMismatch, match=r"NUM_MOMENTS is 5 in statistics\.cpp and 4"):
+        find_kernel("statistics", "moments", torch.float32, MomentsArguments)
 
 
 def test_a_call_with_a_wrong_number_of_arguments_or_a_wrong_type_never_reaches_the_kernel() -> None:

@@ -1,5 +1,5 @@
 // Products with the CPU's matrix unit (Intel's AMX). One instruction multiplies up to 16 rows of x, 64 bytes of each,
-// by 16 outputs. Weights that are packed in pairs of bfloat16 or in groups of four bytes already have the right layout.
+// by 16 outputs. Weights that are packed in pairs of bfloat16 already have the right layout.
 //
 // The unit sums the even and the odd elements of bfloat16 pairs separately, so its bits differ from those of the vector
 // instructions. Kernels therefore choose the unit by the CPU and by the length of a row, never by the number of rows.
@@ -10,7 +10,7 @@
 
 #include "gemm.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
 #define HAS_AMX
 
 #include <sys/syscall.h>
@@ -55,23 +55,15 @@ class TileConfig {
     long rows = 0;
 };
 
-// Multiplies x by one or two tiles of weights -> sums (rows, tiles * 16) of 32 bits, in rows `to_stride` bytes apart.
+// Multiplies x by one or two tiles of weights -> sums (rows, tiles * 16) in float32, in rows `to_stride` bytes apart.
 //
 // The TileConfig says how many rows x has: more than 16 if `has_upper_rows`. A row has `steps` times 64 bytes; rows are
 // `x_stride` bytes apart. A tile has 16 lines for each step, `w_line` bytes apart; the tiles are `w_tile` bytes apart.
 // `before_step` is called with the index of each step.
-template <bool is_int8, int tiles, bool has_upper_rows, class BeforeStep>
+template <int tiles, bool has_upper_rows, class BeforeStep>
 inline void multiply_tiles(
     const void* x, long x_stride, const void* w, long w_line, long w_tile, long steps, void* to, long to_stride,
     BeforeStep before_step) {
-#define MULTIPLY(sum, x, w)             \
-    {                                   \
-        if constexpr (is_int8)          \
-            _tile_dpbsud(sum, x, w);    \
-        else                            \
-            _tile_dpbf16ps(sum, x, w);  \
-    }
-
     asm volatile("" ::: "memory");  // GCC does not know either that the instructions read x and w
     const char *lower = (const char*)x, *upper = lower + WIDTH * x_stride;
     const char *first = (const char*)w, *second = first + w_tile;
@@ -83,19 +75,18 @@ inline void multiply_tiles(
         before_step(step);
         _tile_loadd(6, first, w_line);
         _tile_loadd(4, lower, x_stride);
-        MULTIPLY(0, 4, 6)
+        _tile_dpbf16ps(0, 4, 6);
         if constexpr (has_upper_rows) {
             _tile_loadd(5, upper, x_stride);
-            MULTIPLY(2, 5, 6)
+            _tile_dpbf16ps(2, 5, 6);
         }
         if constexpr (tiles == 2) {
             _tile_loadd(7, second, w_line);
-            MULTIPLY(1, 4, 7)
-            if constexpr (has_upper_rows) MULTIPLY(3, 5, 7)
+            _tile_dpbf16ps(1, 4, 7);
+            if constexpr (has_upper_rows) _tile_dpbf16ps(3, 5, 7);
         }
         lower += LINE_BYTES, upper += LINE_BYTES, first += WIDTH * w_line, second += WIDTH * w_line;
     }
-#undef MULTIPLY
     char *const to_lower = (char*)to, *const to_upper = to_lower + WIDTH * to_stride;
     _tile_stored(0, to_lower, to_stride);
     if constexpr (tiles == 2) _tile_stored(1, to_lower + LINE_BYTES, to_stride);
@@ -109,7 +100,6 @@ inline void multiply_tiles(
 template <class Product>
 struct AmxProduct : Product {
     static constexpr int ROWS = 2 * WIDTH;
-    static constexpr bool IS_INT8 = sizeof(*Product::x) == 1;
     mutable TileConfig config;
 
     static bool can_multiply(const Product& product) {
@@ -126,7 +116,7 @@ struct AmxProduct : Product {
    private:
     template <int tiles, bool prefetches_next, bool has_upper_rows>
     void multiply(long num_rows, const Block& block) const {
-        alignas(LINE_BYTES) std::conditional_t<IS_INT8, Integers, Floats> sums[ROWS][tiles];
+        alignas(LINE_BYTES) Floats sums[ROWS][tiles];
         const long row_bytes = this->row_bytes(), tile_bytes = this->tile_bytes();
         const char *const x = (const char*)this->x, *const w = (const char*)this->w + block.output / WIDTH * tile_bytes;
         const auto prefetch = [&](long step) {
@@ -134,7 +124,7 @@ struct AmxProduct : Product {
                 UNROLL for (int line = 0; line < WIDTH; line++)
                     block.prefetch<prefetches_next>(w, tile * tile_bytes + (step * WIDTH + line) * LINE_BYTES);
         };
-        multiply_tiles<IS_INT8, tiles, has_upper_rows>(
+        multiply_tiles<tiles, has_upper_rows>(
             x + block.row * row_bytes, row_bytes, w, LINE_BYTES, tile_bytes, row_bytes / LINE_BYTES, sums,
             tiles * LINE_BYTES, prefetch);
         for (long row = 0; row < num_rows; row++)
@@ -148,12 +138,12 @@ inline bool is_amx_allowed() { return false; }
 
 #endif
 
-// Multiplies all M rows by the outputs of this task: with the matrix unit if there is one that can multiply these
-// operands, otherwise with vector instructions.
-template <bool is_packed_for_amx, class Product>
+// Multiplies all M rows by the outputs of this task: with the matrix unit if the weights are bfloat16 and the unit can
+// multiply rows of this length, otherwise with vector instructions.
+template <class Product>
 void multiply_by_best_unit(const Product& product, long M, long N, long task, long num_tasks) {
 #ifdef HAS_AMX
-    if constexpr (is_packed_for_amx)
+    if constexpr (std::is_same_v<typename Product::Number, BFloat16>)
         if (AmxProduct<Product>::can_multiply(product))
             return multiply_all(AmxProduct<Product>{product}, M, N, task, num_tasks);
 #endif

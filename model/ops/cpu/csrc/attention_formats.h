@@ -72,7 +72,9 @@ struct NumberPairs : CoarseWeights {
 
     static Floats multiply(Floats sum, Floats x, Floats w) { return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w); }
     static Floats load_lanes(const BFloat16* from, long count) {  // `count` numbers are left in the row
-        return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(count < 2 * WIDTH ? 0xffff : 0xffffffff, from));
+        const __mmask32 mask = count < 2 * WIDTH ? 0xffff : 0xffffffff;
+        check_access(from, mask);
+        return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, from));
     }
     // The values of two keys in `tiles` times 16 dims from d on, interleaved.
     template <int tiles>
@@ -167,7 +169,7 @@ struct Multiplier<MatrixUnitPairs> {
     template <int tiles, bool has_upper_rows>
     static void multiply(const Panel& panel, long row, long tile) {
         constexpr long BYTES = sizeof(float);
-        multiply_tiles<false, tiles, has_upper_rows>(
+        multiply_tiles<tiles, has_upper_rows>(
             panel.x + row * panel.x_stride, panel.x_stride * BYTES, panel.w + tile * panel.w_stride, LINE_BYTES,
             panel.w_stride * BYTES, panel.steps / WIDTH, panel.out + row * panel.out_stride + tile * WIDTH,
             panel.out_stride * BYTES, [](long) {});

@@ -25,15 +25,19 @@ struct InputGroup {
 };
 constexpr long INPUT_GROUP_BYTES = sizeof(InputGroup);
 
+// Below this, 127 divided by the largest number of a group would be infinite: the group counts as zeros.
+constexpr float MIN_LARGEST = 128 * std::numeric_limits<float>::min();
+
 // The group of 32 numbers. If one of them is not finite, neither are the products: the scale is NaN.
 InputGroup quantize_group(Floats first, Floats second) {
     const Mask is_nan_lane = is_nan(first) | is_nan(second);
     const float largest = reduce_max(max(abs(first), abs(second)));
     if (count_lanes(is_nan_lane) || largest > std::numeric_limits<float>::max()) return {.scale = NAN};
-    const Floats factor = broadcast(largest > 0 ? 127 / largest : 0);
+    const bool is_zero = largest < MIN_LARGEST;
+    const Floats factor = broadcast(is_zero ? 0 : 127 / largest);
     const Floats rounded[] = {round(first * factor), round(second * factor)};
     InputGroup group;
-    group.scale = largest / 127;
+    group.scale = is_zero ? 0 : largest / 127;
     group.negative_first_sum = -static_cast<int32_t>(reduce_add(rounded[0]));
     group.negative_sum = -static_cast<int32_t>(reduce_add(rounded[0] + rounded[1]));
     for (int i = 0; i < 2; i++) store_int8(group.bytes + i * WIDTH, to_integers(rounded[i]), first_lanes(WIDTH));
@@ -84,6 +88,7 @@ struct Output {
 
 template <class Format>
 struct GroupedProduct {
+    using Scale = typename Format::Scale;
     static constexpr int ROWS = HAS_AVX512 ? 6 : 2;  // rows of x whose two kinds of sums fit into the registers
     const InputGroup* x;
     const uint8_t *w, *scales;
@@ -98,11 +103,8 @@ struct GroupedProduct {
             for (Block one = block; one.row < block.row + rows; one.row++) multiply<1, tiles, false>(one);
             return;
         }
-        using Scale = typename Format::Scale;
-        constexpr int PAIRS = VECTORS_PER_GROUP / 2 / Scale::PARTS;  // pairs of vectors of a part
-        const long tile_bytes = this->tile_bytes(), scale_bytes = Scale::bytes(num_groups);
-        const uint8_t* const w = this->w + block.output / WIDTH * tile_bytes;
-        const uint8_t* const scales = this->scales + block.output / WIDTH * scale_bytes;
+        const long tile = block.output / WIDTH, scale_bytes = Scale::bytes(num_groups);
+        const uint8_t *const w = this->w + tile * tile_bytes(), *const scales = this->scales + tile * scale_bytes;
         Floats totals[rows][tiles];
         UNROLL for (int row = 0; row < rows; row++)
             UNROLL for (int tile = 0; tile < tiles; tile++) totals[row][tile] = Floats{};
@@ -113,24 +115,7 @@ struct GroupedProduct {
                 scale[tile] = Scale::load(scales + tile * scale_bytes, group);
             UNROLL for (int part = 0; part < Scale::PARTS; part++) {
                 Integers sums[rows][tiles];
-                UNROLL for (int row = 0; row < rows; row++)
-                    UNROLL for (int tile = 0; tile < tiles; tile++)
-                        sums[row][tile] = first_sum(x[row * num_groups], part);
-                UNROLL for (int pair = part * PAIRS; pair < (part + 1) * PAIRS; pair++) {
-                    Integers vectors[tiles][2];
-                    UNROLL for (int tile = 0; tile < tiles; tile++) {
-                        const long offset = tile * tile_bytes + group * Format::GROUP_BYTES;
-                        for (int line = pair * Format::BITS / 4; line < (pair + 1) * Format::BITS / 4; line++)
-                            block.prefetch<prefetches_next>(w, offset + line * 4 * WIDTH);
-                        Format::unpack(w + offset, pair, vectors[tile]);
-                    }
-                    UNROLL for (int i = 0; i < 2; i++)
-                        UNROLL for (int row = 0; row < rows; row++) {
-                            const Integers four = broadcast_four(x[row * num_groups].bytes + (2 * pair + i) * 4);
-                            UNROLL for (int tile = 0; tile < tiles; tile++)
-                                sums[row][tile] = add_byte_products(sums[row][tile], vectors[tile][i], four);
-                        }
-                }
+                sum_part<prefetches_next>(block, w, x, group, part, sums);
                 UNROLL for (int row = 0; row < rows; row++) {
                     const Floats x_scale = broadcast(x[row * num_groups].scale);
                     UNROLL for (int tile = 0; tile < tiles; tile++)
@@ -138,24 +123,55 @@ struct GroupedProduct {
                             fma(to_floats(sums[row][tile]), scale[tile].of_part(part) * x_scale, totals[row][tile]);
                 }
             }
-            if constexpr (Scale::HAS_MINIMUM)
-                UNROLL for (int row = 0; row < rows; row++) {
-                    const InputGroup& own = x[row * num_groups];
-                    const Floats x_sum = broadcast(static_cast<float>(own.negative_sum) * own.scale);
-                    UNROLL for (int tile = 0; tile < tiles; tile++)
-                        totals[row][tile] = fma(scale[tile].minimum, x_sum, totals[row][tile]);
-                }
+            if constexpr (Scale::HAS_MINIMUM) subtract_minimums(x, scale, totals);
         }
         UNROLL for (int row = 0; row < rows; row++)
             UNROLL for (int tile = 0; tile < tiles; tile++) output.store_sums(block, row, tile, totals[row][tile]);
     }
 
    private:
+    // The sums of the products of one part of a group: `w` is the first tile of the block, `x` the group of its first row.
+    template <bool prefetches_next, int rows, int tiles>
+    [[gnu::always_inline]] void sum_part(
+        const Block& block, const uint8_t* w, const InputGroup* x, long group, int part,
+        Integers (&sums)[rows][tiles]) const {
+        constexpr int PAIRS = VECTORS_PER_GROUP / 2 / Scale::PARTS;  // pairs of vectors of a part
+        UNROLL for (int row = 0; row < rows; row++)
+            UNROLL for (int tile = 0; tile < tiles; tile++) sums[row][tile] = first_sum(x[row * num_groups], part);
+        UNROLL for (int pair = part * PAIRS; pair < (part + 1) * PAIRS; pair++) {
+            Integers vectors[tiles][2];
+            UNROLL for (int tile = 0; tile < tiles; tile++) {
+                const long offset = tile * tile_bytes() + group * Format::GROUP_BYTES;
+                for (int line = pair * Format::BITS / 4; line < (pair + 1) * Format::BITS / 4; line++)
+                    block.prefetch<prefetches_next>(w, offset + line * 4 * WIDTH);
+                Format::unpack(w + offset, pair, vectors[tile]);
+            }
+            UNROLL for (int i = 0; i < 2; i++)
+                UNROLL for (int row = 0; row < rows; row++) {
+                    const Integers four = broadcast_four(x[row * num_groups].bytes + (2 * pair + i) * 4);
+                    UNROLL for (int tile = 0; tile < tiles; tile++)
+                        sums[row][tile] = add_byte_products(sums[row][tile], vectors[tile][i], four);
+                }
+        }
+    }
+
+    // Subtracts the minimums of a group of weights, times the sum of the group of each row.
+    template <int rows, int tiles>
+    [[gnu::always_inline]] void subtract_minimums(
+        const InputGroup* x, const Scale (&scale)[tiles], Floats (&totals)[rows][tiles]) const {
+        UNROLL for (int row = 0; row < rows; row++) {
+            const InputGroup& own = x[row * num_groups];
+            const Floats x_sum = broadcast(static_cast<float>(own.negative_sum) * own.scale);
+            UNROLL for (int tile = 0; tile < tiles; tile++)
+                totals[row][tile] = fma(scale[tile].minimum, x_sum, totals[row][tile]);
+        }
+    }
+
     // What the sum of the products of a part begins with: the offset of the weights, times -1 and the sum of the bytes.
     static Integers first_sum(const InputGroup& x, int part) {
-        if constexpr (Format::Scale::HAS_MINIMUM) return Integers{};
+        if constexpr (Scale::HAS_MINIMUM) return Integers{};
         const int32_t first = x.negative_first_sum;
-        const int32_t sum = Format::Scale::PARTS == 1 ? x.negative_sum : part == 0 ? first : x.negative_sum - first;
+        const int32_t sum = Scale::PARTS == 1 ? x.negative_sum : part == 0 ? first : x.negative_sum - first;
         return broadcast_integer(static_cast<uint32_t>(sum)) << Format::OFFSET_SHIFT;
     }
 };

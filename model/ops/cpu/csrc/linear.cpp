@@ -106,8 +106,7 @@ STRUCT(
 template <class Format>
 void linear(const LinearArguments<Format>& args, long task, long num_tasks) {
     const Product<Format> product = {args.x, args.w, args.b, args.y, args.N, args.K};
-    constexpr bool is_packed_for_amx = std::is_same_v<typename Format::Number, BFloat16>;
-    multiply_by_best_unit<is_packed_for_amx>(product, args.M, args.N, task, num_tasks);
+    multiply_by_best_unit(product, args.M, args.N, task, num_tasks);
 }
 
 #ifndef __AVX512BF16__

@@ -10,11 +10,10 @@
 #include <limits>
 #include <type_traits>
 
-#include "kernel.h"
+#include "weight_formats.h"
 
 namespace {
 
-constexpr int GROUP = 32;  // k's that share a scale
 constexpr float RANGE_FACTORS[] = {1.0f, 0.95f, 0.9f, 0.85f, 0.8f};  // as in model/ops/quantization.py
 constexpr float MAX_SCALE = 65504;  // the largest number of float16
 
@@ -158,8 +157,18 @@ inline Floats inverse(Floats scales) {
 using Group = float[GROUP * WIDTH];
 inline Floats number(const Group& x, int k) { return load(x + k * WIDTH); }
 
-// Calls `quantize(x, group, exists)` for each group of each tile. Groups are numbered across the tiles, and numbers beyond
-// K are zeros. Lanes in `exists` are outputs below N.
+// The outputs of which all numbers of a group are finite. The other outputs are set to zero.
+inline Mask clear_non_finite(Group& x) {
+    Mask finite = first_lanes(WIDTH);
+    for (int k = 0; k < GROUP; k++) finite = finite & is_greater(broadcast(INFINITY), abs(number(x, k)));
+    if (count_lanes(finite) < WIDTH)
+        for (int k = 0; k < GROUP; k++) store(x + k * WIDTH, select(finite, number(x, k), Floats{}));
+    return finite;
+}
+
+// Calls `quantize(x, group, exists, finite)` for each group of each tile. Groups are numbered across the tiles, and
+// numbers beyond K are zeros. Lanes in `exists` are outputs below N. An output of which a number is not finite is not in
+// `finite`: its scales become NaN.
 template <class From, class To, class Quantize>
 void for_each_group(const QuantizeWeightArguments<From, To>& args, long task, long num_tasks, Quantize quantize) {
     for_each_tile(args, task, num_tasks, [&](const auto& tile, long index) {
@@ -167,7 +176,8 @@ void for_each_group(const QuantizeWeightArguments<From, To>& args, long task, lo
         for (long group = 0; group < num_groups; group++) {
             Group x;
             tile.columns(group * GROUP, x), tile.columns(group * GROUP + WIDTH, x + WIDTH * WIDTH);
-            quantize(x, index * num_groups + group, first_lanes(tile.num_rows));
+            const Mask finite = clear_non_finite(x);
+            quantize(x, index * num_groups + group, first_lanes(tile.num_rows), finite);
         }
     });
 }
@@ -175,11 +185,11 @@ void for_each_group(const QuantizeWeightArguments<From, To>& args, long task, lo
 // One scale for each row and group. Rows beyond N are zero bytes, as if from a scale of 0.
 template <class From, class To>
 void quantize_q8_0(const QuantizeWeightArguments<From, To>& args, long task, long num_tasks) {
-    for_each_group(args, task, num_tasks, [&](const Group& x, long group, Mask exists) {
+    for_each_group(args, task, num_tasks, [&](const Group& x, long group, Mask exists, Mask finite) {
         Floats magnitude = Floats{};
         for (int k = 0; k < GROUP; k++) magnitude = max(magnitude, abs(number(x, k)));
         const Floats scales = as_stored(magnitude / broadcast(127)), factor = inverse(scales);
-        store_float16(args.scales + group * WIDTH, scales);
+        store_float16(args.scales + group * WIDTH, select(finite, scales, broadcast(NAN)));
         const auto integer = [&](int k) {
             const Floats rounded = min(max(round(number(x, k) * factor), broadcast(-127)), broadcast(127));
             return to_integers(rounded + broadcast(128));
@@ -256,12 +266,12 @@ inline Fit fit_group(const Group& x) {
 // A scale and a minimum for each row and group. Rows beyond N are zeros.
 template <class From, class To>
 void quantize_q4_1(const QuantizeWeightArguments<From, To>& args, long task, long num_tasks) {
-    for_each_group(args, task, num_tasks, [&](const Group& x, long group, Mask exists) {
+    for_each_group(args, task, num_tasks, [&](const Group& x, long group, Mask exists, Mask finite) {
         const Fit fit = fit_group(x);
         const Floats factor = inverse(fit.scale);
         uint16_t* const scales = args.scales + group * 2 * WIDTH;
-        store_float16(scales, fit.scale);
-        store_float16(scales + WIDTH, select(exists, fit.minimum, Floats{}));
+        store_float16(scales, select(finite, fit.scale, broadcast(NAN)));
+        store_float16(scales + WIDTH, select(finite, select(exists, fit.minimum, Floats{}), broadcast(NAN)));
         const auto integer = [&](int k) { return to_integers(round_to_int4(number(x, k), fit.minimum, factor)); };
         for (int first = 0; first < GROUP; first += 8) {
             Integers bytes = Integers{};

@@ -11,8 +11,18 @@
 #include <cstdint>
 #include <cstring>
 
-constexpr int WIDTH = 16;  // lanes of a vector: as VECTOR_WIDTH in model/ops/cpu/paged_attention.py
+constexpr int WIDTH = 16;  // lanes of a vector: VECTOR_WIDTH in model/ops/cpu/arguments.py
 using BFloat16 = uint16_t;
+
+// AddressSanitizer does not see what the intrinsics for masked loads and stores access. If it is used, this reads each
+// number whose bit is set, so that it sees the same accesses.
+template <class Number>
+inline void check_access(const Number* numbers, uint32_t bits) {
+#ifdef __SANITIZE_ADDRESS__
+    for (int i = 0; i < 32; i++)
+        if (bits >> i & 1) static_cast<void>(*static_cast<const volatile Number*>(numbers + i));
+#endif
+}
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 
@@ -24,9 +34,15 @@ using Mask = __mmask16;  // one bit for each lane
 inline Floats broadcast(float number) { return _mm512_set1_ps(number); }
 inline Integers broadcast_integer(uint32_t number) { return (Integers)_mm512_set1_epi32(number); }
 inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
-inline Floats load(const float* from, Mask mask) { return _mm512_maskz_loadu_ps(mask, from); }  // other lanes: 0
+inline Floats load(const float* from, Mask mask) {  // other lanes: 0
+    check_access(from, mask);
+    return _mm512_maskz_loadu_ps(mask, from);
+}
 inline void store(float* to, Floats a) { _mm512_storeu_ps(to, a); }
-inline void store(float* to, Floats a, Mask mask) { _mm512_mask_storeu_ps(to, mask, a); }
+inline void store(float* to, Floats a, Mask mask) {
+    check_access(to, mask);
+    _mm512_mask_storeu_ps(to, mask, a);
+}
 inline Integers load_integers(const void* from) { return (Integers)_mm512_loadu_si512(from); }
 
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }  // a b + c, rounded once
@@ -57,6 +73,7 @@ inline Integers as_bits(Floats a) { return (Integers)a; }
 inline Floats to_floats(Integers a) { return _mm512_cvtepi32_ps((__m512i)a); }  // signed integers
 inline Integers to_integers(Floats a) { return (Integers)_mm512_cvtps_epi32(a); }
 inline void store_int8(int8_t* to, Integers a, Mask mask) {  // saturated
+    check_access(to, mask);
     _mm_mask_storeu_epi8(to, mask, _mm512_cvtsepi32_epi8((__m512i)a));
 }
 
@@ -65,12 +82,14 @@ inline Integers load_uint16(const uint16_t* from) {
     return (Integers)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
 }
 inline Integers load_uint16(const uint16_t* from, Mask mask) {
+    check_access(from, mask);
     return (Integers)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from));
 }
 inline void store_uint16(uint16_t* to, Integers a) {
     _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)a));
 }
 inline void store_uint16(uint16_t* to, Integers a, Mask mask) {
+    check_access(to, mask);
     _mm256_mask_storeu_epi16(to, mask, _mm512_cvtepi32_epi16((__m512i)a));
 }
 // Bytes, widened to 32 bits.
@@ -233,10 +252,12 @@ inline Integers select(Mask mask, Integers a, Integers b) {
 }
 
 inline Floats load(const float* from, Mask mask) {
+    check_access(from, to_bits(mask));
     return {_mm256_maskload_ps(from, (__m256i)mask.low), _mm256_maskload_ps(from + 8, (__m256i)mask.high)};
 }
 inline void store(float* to, Floats a, Mask mask) {
     if (to_bits(mask) == 0xffff) return store(to, a);
+    check_access(to, to_bits(mask));
     _mm256_maskstore_ps(to, (__m256i)mask.low, a.low);
     _mm256_maskstore_ps(to + 8, (__m256i)mask.high, a.high);
 }
@@ -338,6 +359,7 @@ inline Floats load(const BFloat16* from, Mask mask) { return as_floats(load_uint
 #ifdef __AVX512BF16__
 inline void store(BFloat16* to, Floats a) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(a)); }
 inline void store(BFloat16* to, Floats a, Mask mask) {
+    check_access(to, mask);
     _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(a));
 }
 #else

@@ -17,13 +17,17 @@ float as_float(BFloat16 number) {
     return result;
 }
 
-// A number of a row: a larger value comes first, then a smaller index. NaN comes with the infinite values.
+// A number of a row. NaN comes first, then larger values; of equal numbers, and of several NaN, the smaller index.
 struct Place {
     float value;
     long index;  // -1: none
 
+    bool equals(const Place& other) const {
+        return value == other.value || (std::isnan(value) && std::isnan(other.value));
+    }
     bool precedes(const Place& other) const {
-        return value > other.value || (value == other.value && index < other.index);
+        if (equals(other)) return index < other.index;
+        return std::isnan(value) || value > other.value;
     }
 };
 
@@ -32,15 +36,14 @@ template <class Number>
 Place find_next(const Number* x, long begin, long end, const Place& last) {
     Place best = {-INFINITY, -1};
     for (long i = begin; i < end; i++) {
-        const float number = as_float(x[i]);
-        const Place place = {std::isnan(number) ? INFINITY : number, i};
+        const Place place = {as_float(x[i]), i};
         if ((last.index < 0 || last.precedes(place)) && (best.index < 0 || place.precedes(best))) best = place;
     }
     return best;
 }
 
-// The `count` largest numbers of each row, the largest first, and their indices. Of equal numbers, the one with the smaller
-// index comes first.
+// The `num_top` largest numbers of each row, the largest first, and their indices (the order is that of `Place`). There
+// are at most `size` of them.
 template <class Number>
 STRUCT(
     TopArguments,
@@ -59,13 +62,14 @@ void top(const TopArguments<Number>& args, long task, long num_tasks) {
         const Number* x = args.x + row * size;
         for (long span = 0; span < num_spans; span++) {  // the index is found when it is needed
             Floats maxima = broadcast(-INFINITY);
+            Mask is_nan_lane = {};
             const Number* const from = x + span * SPAN;
             for_each_vector(std::min(SPAN, size - span * SPAN), [&](long i, Mask mask) {
                 const Floats value = load(from + i, mask);
-                const Floats ordered = select(is_nan(value), broadcast(INFINITY), value);
-                maxima = max(maxima, select(mask, ordered, broadcast(-INFINITY)));
+                maxima = max(select(mask, value, broadcast(-INFINITY)), maxima);  // ignores NaN
+                is_nan_lane = is_nan_lane | is_nan(value);
             });
-            best[span] = {reduce_max(maxima), span * SPAN};
+            best[span] = {count_lanes(is_nan_lane) ? NAN : reduce_max(maxima), span * SPAN};
         }
         for (long j = 0; j < count; j++) {
             long chosen = -1;
@@ -75,9 +79,8 @@ void top(const TopArguments<Number>& args, long task, long num_tasks) {
             // Numbers of this span that are taken already precede its best number.
             Place found = {INFINITY, -1};
             for (long i = begin; i < end && found.index < 0; i++) {
-                const float number = as_float(x[i]);
-                if (i >= best[chosen].index && (std::isnan(number) ? INFINITY : number) == best[chosen].value)
-                    found = {best[chosen].value, i};
+                const Place place = {as_float(x[i]), i};
+                if (i >= best[chosen].index && place.equals(best[chosen])) found = place;
             }
             args.values[row * count + j] = as_float(x[found.index]);
             args.indices[row * count + j] = found.index;
