@@ -10,7 +10,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from model.checkpoints.families.family import Family, Part
 from model.checkpoints.tensor_source import TensorSource

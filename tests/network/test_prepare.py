@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from model.errors import CheckpointError
 from model.network.prepare import Kernels, prepare_model
 from model.network.transformer import Transformer
 from model.ops.quantization import Quantization, QuantizedLinear
@@ -46,6 +47,20 @@ def test_only_linear_layers_are_quantized() -> None:
     layers = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
     assert quantized == [*(f"blocks.{i}.{layer}" for i in range(plain.config.num_layers) for layer in layers), "head"]
     assert torch.equal(prepared.embed.weight, plain.embed.weight)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_a_weight_that_is_not_finite_is_not_quantized_and_the_error_names_it(
+    quantize: Quantization, number: float, kernels: Kernels
+) -> None:
+    plain = build(CONFIGS["gpt2"])
+    weights = {name: weight.clone() for name, weight in plain.state_dict().items()}
+    weights["blocks.1.mlp.up.weight"][3, 5] = number
+    with pytest.raises(CheckpointError, match=r"blocks\.1\.mlp\.up\.weight has numbers that are not finite"):
+        prepare_model(plain.config, dict(weights), quantize=quantize, kernels=kernels)
+    prepare_model(plain.config, weights, kernels=kernels)
 
 
 def test_a_missing_weight_and_a_surplus_weight_are_noticed() -> None:

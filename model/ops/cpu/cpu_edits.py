@@ -19,7 +19,6 @@ from model.ops.cpu.shared_layout import Kernel, find_kernel
 from model.ops.row_edits import RowEdit, edit_rows
 
 
-
 @dataclass(frozen=True)
 class _Kernels:
     """The kernels of one dtype."""

@@ -13,7 +13,6 @@ from model.ops.interface import Argmax, Draw
 from model.ops.torch_ops import TORCH
 
 
-
 class CpuSamplingOps:
     """`SamplingOps` for logits of `dtype`. Draws also take float32 logits, which penalties produce."""
 

@@ -57,7 +57,7 @@ class CpuSummaryOps:
 
     def top(self, logits: Tensor, count: int) -> Top:
         if not 0 <= count <= logits.shape[-1]:  # the kernel does not check it
-            raise ValueError(f"count is {count}; a row has {logits.shape[-1]} numbers, so it must be from 0 to that many")
+            raise ValueError(f"count is {count}; a row has {logits.shape[-1]} numbers, which is the largest count")
         if logits.dtype != self._dtype or count > MAX_TOP:
             return TORCH.summaries.top(logits, count)
         (num_rows, size), logits = logits.shape, logits.contiguous()

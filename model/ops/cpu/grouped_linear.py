@@ -17,7 +17,6 @@ from model.ops.cpu.shared_layout import Kernel, find_kernel
 from model.ops.weight_formats import GROUP, WeightFormat
 
 
-
 class GroupedLinear(nn.Module):
     """`nn.Linear` with packed weights in groups, for inference on a CPU: x (..., K) -> (..., N).
 

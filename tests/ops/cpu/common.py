@@ -15,6 +15,7 @@ from model.network.prepare import prepare_model
 from model.network.transformer import Transformer
 from model.ops.cpu import build, instruction_levels, recording
 from model.ops.cpu.cpu_ops import find_backend
+from model.ops.cpu.instruction_levels import AVX512, AVX512_VNNI, LEVELS
 from model.ops.cpu.packed_linear import pack_linear
 from model.ops.interface import Backend
 from model.ops.quantization import Quantization
@@ -23,7 +24,7 @@ from model.ops.weight_formats import GroupedWeight
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROUNDING = {torch.float32: 2**-23, torch.bfloat16: 2**-8}  # relative, of a single number
-INSTRUCTIONS = ("AVX2", "AVX512-BF16", "AMX")  # instruction sets to test in addition to the CPU's own
+INSTRUCTIONS = ("avx2", "avx512-bf16", "amx")  # levels with which most tests run, in addition to the CPU's own
 
 
 def including(header: str) -> str:
@@ -37,29 +38,38 @@ def including(header: str) -> str:
     return f"-include {shlex.quote(str(path))} -DHASH_OF_{path.stem}=0x{digest}"
 
 
-EMULATED = {"avx512_bf16": including("bfloat16_pairs.h"), "amx_bf16": including("matrix_unit.h")}
-NO_KERNELS = "this machine has neither AVX-512 nor AVX2, or no C++ compiler"
+# Headers that emulate CPU features, and the level whose instructions an emulation uses.
+EMULATED = {
+    "avx_vnni": including("byte_products.h"),
+    "avx512_bf16": including("bfloat16_pairs.h"),
+    "amx_bf16": including("matrix_unit.h"),
+}
+EMULATED_WITH = {"avx_vnni": AVX512_VNNI, "avx512_bf16": AVX512, "amx_bf16": AVX512}
+NO_KERNELS = "this machine has neither AVX-512 nor AVX2, or the kernels could not be compiled"
 
 
 @contextmanager
-def compiled_for(instructions: str) -> Iterator[None]:
-    """Compile the kernels for other instructions than the CPU's own, emulated if the CPU does not have them.
+def compiled_for(name: str) -> Iterator[None]:
+    """Compile the kernels for an instruction level, emulated if the CPU does not have its instructions.
 
-    Skips the test if these instructions cannot run on this machine, or if they are the CPU's own.
+    Skips the test if the level cannot run on this machine, or if it is the machine's own.
     """
+    (level,) = (level for level in LEVELS if level.name == name)
+    if level == instruction_levels.chosen_level():
+        pytest.skip(f"{name} is tested as this machine's own instruction level")
     available = instruction_levels.cpu_features()
-    if not instruction_levels.AVX512.cpu_features <= available:
-        pytest.skip("this machine has no AVX-512")
-    if instructions == "AVX2" or (instructions == "AVX512-BF16" and "amx_bf16" in available):
-        level = instruction_levels.AVX2 if instructions == "AVX2" else instruction_levels.AVX512_BF16
-        with set_variable(instruction_levels.VARIABLE, level.name):
+    missing = [feature for feature in EMULATED if feature in level.cpu_features - available]
+    if not missing and not level.cpu_features <= available:
+        pytest.skip(f"this machine does not have the instructions of {name}")
+    if not all(EMULATED_WITH[feature].cpu_features <= available for feature in missing):
+        pytest.skip(f"this machine can neither run nor emulate the instructions of {name}")
+    base = [each for each in LEVELS if each.cpu_features <= level.cpu_features & available][-1]
+    with set_variable(instruction_levels.VARIABLE, base.name):
+        if not missing:
             yield
-        return
-    wanted = ("avx512_bf16", "amx_bf16") if instructions == "AMX" else ("avx512_bf16",)
-    if wanted[-1] in available:
-        pytest.skip(f"{instructions} is tested as this machine's own instruction set")
-    with compiled_with(" ".join(EMULATED[name] for name in wanted if name not in available)):
-        yield
+            return
+        with compiled_with(" ".join(EMULATED[feature] for feature in missing)):
+            yield
 
 
 @contextmanager

@@ -47,16 +47,6 @@ struct MatrixUnit {
             _mm512_storeu_ps(to, _mm512_loadu_ps(to) + (even + odd));
         }
     }
-
-    void multiply_bytes(int sum, int x, int w) {
-        for (int row = 0; row < config.rows[sum]; row++)
-            for (int column = 0; column < 16; column++) {
-                int total = four_bytes(sum, row, column);
-                for (int k = 0; k < config.row_bytes[x]; k++)
-                    total += (int8_t)tiles[x][row][k] * (uint8_t)tiles[w][k / 4][4 * column + k % 4];
-                memcpy(tiles[sum][row] + 4 * column, &total, sizeof total);
-            }
-    }
 };
 
 static thread_local MatrixUnit matrix_unit;
@@ -65,17 +55,14 @@ static thread_local MatrixUnit matrix_unit;
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbf16ps
-#undef _tile_dpbsud
 #define _tile_loadconfig(from) memcpy(&matrix_unit.config, from, 64)
 #define _tile_release() memset(&matrix_unit.config, 0, 64)
 #define _tile_loadd(tile, from, stride) matrix_unit.load(tile, from, stride)
 #define _tile_stored(tile, to, stride) matrix_unit.store(tile, to, stride)
 #define _tile_zero(tile) memset(matrix_unit.tiles[tile], 0, 1024)
 #define _tile_dpbf16ps(sum, x, w) matrix_unit.multiply_pairs(sum, x, w)
-#define _tile_dpbsud(sum, x, w) matrix_unit.multiply_bytes(sum, x, w)
 #define AMX_IS_EMULATED
 #ifndef __AMX_TILE__
 #define __AMX_TILE__ 1
 #define __AMX_BF16__ 1
-#define __AMX_INT8__ 1
 #endif

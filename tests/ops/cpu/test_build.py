@@ -13,7 +13,9 @@ from model.checkpoints.load import BUNDLED, load_checkpoint
 from model.ops.cpu import build, instruction_levels
 from model.ops.quantization import Quantization
 from model.ops.torch_ops import TORCH
+from model.ops.weight_formats import FORMATS
 from tests.ops.cpu.common import EMULATED, NO_KERNELS, by_kernels, compiled_for, compiled_with, forget_kernels
+from tests.ops.cpu.test_grouped_linear import layer_of, random_weight
 
 SOURCE = Path(build.__file__).parent / "csrc" / "linear.cpp"
 
@@ -86,18 +88,39 @@ def logits(dtype: str, quantization: Quantization) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-def test_avx2_and_avx512_give_the_same_bits(quantization: Quantization) -> None:
-    wide = logits("float32", quantization)
-    with compiled_for("AVX2"):
-        assert torch.equal(logits("float32", quantization), wide)
+@pytest.mark.parametrize("level", ["avx2", "avx512"])
+def test_networks_in_float32_give_the_same_bits_with_every_width_of_vectors(
+    level: str, quantization: Quantization
+) -> None:
+    own = logits("float32", quantization)
+    with compiled_for(level):
+        assert torch.equal(logits("float32", quantization), own)
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_amx_and_its_emulation_give_the_same_bits(quantization: Quantization) -> None:
+def test_without_products_of_bfloat16_networks_give_the_same_bits_with_every_width_of_vectors() -> None:
+    with compiled_for("avx2"):
+        narrow = logits("bfloat16", "none")
+    with compiled_for("avx512"):
+        assert torch.equal(logits("bfloat16", "none"), narrow)
+
+
+def products_in_every_format() -> list[torch.Tensor]:
+    x = torch.randn(7, 512, generator=torch.Generator().manual_seed(1))
+    return [layer_of([random_weight(format, 40, 512)], None, torch.float32)(x) for format in FORMATS.values()]
+
+
+@pytest.mark.parametrize("level", [level.name for level in instruction_levels.LEVELS])
+def test_products_in_every_format_give_the_same_bits_with_every_instruction_level(level: str) -> None:
+    own = products_in_every_format()
+    with compiled_for(level):
+        assert all(map(torch.equal, products_in_every_format(), own))
+
+
+def test_amx_and_its_emulation_give_the_same_bits() -> None:
     if "amx_bf16" not in instruction_levels.cpu_features():
         pytest.skip("this machine has no AMX")
-    own = logits("bfloat16", quantization)
+    own = logits("bfloat16", "none")
     with compiled_with(EMULATED["amx_bf16"]):
-        assert torch.equal(logits("bfloat16", quantization), own)
-    with compiled_for("AVX512-BF16"):
-        assert not torch.equal(logits("bfloat16", quantization), own)  # the first two did use AMX code
+        assert torch.equal(logits("bfloat16", "none"), own)
+    with compiled_for("avx512-bf16"):
+        assert not torch.equal(logits("bfloat16", "none"), own)  # the first two did use AMX code

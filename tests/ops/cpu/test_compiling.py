@@ -230,10 +230,20 @@ LEVEL_SOURCE = """
 #define NAME "avx512-vnni"
 #elif defined(__AVX512F__)
 #define NAME "avx512"
+#elif defined(__AVXVNNI__)
+#define NAME "avx2-vnni"
 #elif defined(__AVX2__) && defined(__FMA__)
 #define NAME "avx2"
 #endif
 extern "C" const char* level() { return NAME; }
+"""
+
+# Writes half of the library, as when the disk is full.
+FAILING_COMPILER = """#!/bin/sh
+for file; do :; done
+echo half > "$file"
+echo "error: no space left on device" >&2
+exit 1
 """
 
 
@@ -279,6 +289,19 @@ class TestInstructionLevels:
         describe.restype = ctypes.c_char_p
         assert describe() == level.name.encode()
         assert list(cache.iterdir()) == []
+
+    def test_an_interrupted_run_leaves_no_incomplete_library_and_a_failed_one_ends_with_one_line(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        compiler = tmp_path / "compiler"
+        compiler.write_text(FAILING_COMPILER)
+        compiler.chmod(0o755)
+        monkeypatch.setattr(build, "COMPILERS", (str(compiler),))
+        with pytest.raises(SystemExit) as ended:
+            build.main(["--all", str(tmp_path / "failed")])
+        assert ended.value.code == 1
+        assert capsys.readouterr().err == "the kernels could not be compiled: error: no space left on device\n"
+        assert list((tmp_path / "failed").iterdir()) == []
 
     def test_a_variable_chooses_a_lower_level_and_a_wrong_name_is_an_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

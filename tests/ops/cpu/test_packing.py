@@ -11,7 +11,7 @@ from model.ops.cpu.packing import PackedWeight, pack, pack_rows, unpack
 from model.ops.cpu.shared_layout import find_kernel
 from model.ops.quantization import INT4, INT8, quantize_to
 from model.ops.stacked_rows import StackedRows
-from model.ops.weight_formats import WeightFormat
+from model.ops.weight_formats import GROUP, WeightFormat
 from tests.ops.cpu.common import DTYPES, NO_KERNELS
 
 pytestmark = pytest.mark.usefixtures("instructions")
@@ -72,6 +72,27 @@ def test_rows_in_several_tensors_are_packed_to_the_same_bits_as_the_converted_ma
 def test_rows_whose_length_is_no_multiple_of_a_vector_are_packed(K: int, format: WeightFormat | None) -> None:
     weight = torch.randn(21, K, dtype=torch.bfloat16)
     assert_equal(pack_or_skip((weight,), torch.bfloat16, format), packed_by_pytorch(weight, format))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("format", [INT8, INT4])
+@pytest.mark.parametrize("position", [0, 31])  # in a group
+def test_a_group_with_a_number_that_is_not_finite_has_nan_scales_and_other_groups_are_as_without_it(
+    dtype: torch.dtype, source: torch.dtype, format: WeightFormat, position: int
+) -> None:
+    weight = torch.cat(random_parts(50, 96, torch.float32)).clamp(-100, 100).to(source)
+    clean = unpack_groups(quantize_rows(StackedRows((weight,), dtype, CPU), format)).dequantize()
+    damaged = weight.clone()
+    for row, number in ((0, torch.nan), (17, torch.inf), (49, -torch.inf)):
+        damaged[row, GROUP + position] = number
+    packed = pack_or_skip((damaged,), dtype, format)
+    assert_equal(packed, packed_by_pytorch(damaged.to(dtype), format))
+    found = unpack_groups(quantize_rows(StackedRows((damaged,), dtype, CPU), format)).dequantize()
+    is_damaged = torch.zeros(50, 96, dtype=torch.bool)
+    is_damaged[[0, 17, 49], GROUP : 2 * GROUP] = True
+    assert found[is_damaged].isnan().all()
+    assert torch.equal(found[~is_damaged], clean[~is_damaged])
 
 
 def test_a_transposed_part_is_packed() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from model.ops.cpu import arguments, build, recording, shared_layout
-from model.ops.cpu.arguments import AddArguments, MomentsArguments, Address
+from model.ops.cpu.arguments import AddArguments, Address, MomentsArguments
 from model.ops.cpu.shared_layout import Kernel, LayoutMismatch, find_kernel
 from tests.ops.cpu.common import NO_KERNELS
 
