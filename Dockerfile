@@ -32,7 +32,8 @@ FROM ${BASE}
 RUN useradd --uid 10001 --no-create-home --home-dir /cache forwardscope \
     && install --directory --owner=forwardscope --group=forwardscope /cache
 COPY --from=build /opt/forwardscope /opt/forwardscope
-# /cache keeps the checkpoints that are downloaded from the hub. Nothing else is written.
+# /cache keeps the checkpoints that are downloaded from the hub, and the formats that `--quantize auto` has chosen.
+# Nothing else is written.
 ENV PATH=/opt/forwardscope/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \

@@ -5,23 +5,27 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from model.ops.cpu.grouped_packing import quantize_rows
+from model.ops.cpu.grouped_linear import GroupedLinear, has_grouped_kernel
+from model.ops.cpu.grouped_packing import pack_weight, quantize_rows
 from model.ops.cpu.packing import pack_rows
-from model.ops.cpu.paged_attention import PagedRead
+from model.ops.cpu.paged_attention import PagedRead, empty_partials
 from model.ops.interface import Draw, NormRule
 from model.ops.quantization import INT4, INT8, quantize_to
 from model.ops.row_edits import EditRule, RowEdit
 from model.ops.stacked_rows import StackedRows
 from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.torch_ops import TORCH
-from model.ops.weight_formats import WeightFormat
-from tests.ops.cpu.common import DTYPES, cpu_backend, packed_layer
+from model.ops.weight_formats import FORMATS, GROUP, SUPERGROUP, WeightFormat
+from tests.ops.cpu.common import DTYPES, NO_KERNELS, cpu_backend, packed_layer
+from tests.ops.cpu.test_grouped_linear import random_weight
 
 NUM_ROUNDS = 4
 CPU = torch.device("cpu")
@@ -123,17 +127,52 @@ def test_linear(rng: random.Random, dtype: torch.dtype, format: WeightFormat | N
         assert error < {None: TOLERANCES[dtype], INT8: 0.03, INT4: 0.3}[format]
 
 
+def test_stacked_parts_in_every_format(rng: random.Random, dtype: torch.dtype) -> None:
+    """Parts with numbers of outputs that are no multiple of a tile, some with rows of x that cannot be scaled."""
+    if not all(has_grouped_kernel(format, dtype) for format in FORMATS.values()):
+        pytest.skip(NO_KERNELS)
+    K = SUPERGROUP * GROUP * rng.randint(1, 2)
+    weights = [random_weight(format, rng.randint(1, 40), K) for format in rng.sample(list(FORMATS.values()), 8)]
+    N = sum(len(weight.integers) for weight in weights)
+    bias = torch.randn(N).to(dtype) if rng.random() < 0.5 else None
+    layer = GroupedLinear([pack_weight(weight) for weight in weights], bias, dtype)
+    matrix = torch.cat([weight.dequantize() for weight in weights])
+    for M in (1, rng.randint(2, 20)):
+        x = strided(rng, (M, K), dtype)
+        x[0, :GROUP] = 1e-38  # 127 divided by it is infinite
+        expected = F.linear(x.float(), matrix, None if bias is None else bias.float())
+        found = layer(x).float()
+        assert found.shape == expected.shape
+        # Relative to the parts of a sum: minimums cancel most of it.
+        size = F.linear(x.float().abs(), matrix.abs()) + 40 * x.float().abs().sum(1, keepdim=True) / 16
+        assert ((found - expected).abs() <= 0.03 * size).all()
+        x[-1, 5] = rng.choice((torch.nan, torch.inf))
+        assert layer(x)[-1].isnan().all()
+
+
+def test_the_largest_numbers(rng: random.Random, dtype: torch.dtype) -> None:
+    logits = torch.randn(rng.randint(1, 3), rng.randint(1, 700)).to(dtype)
+    logits[0, rng.randrange(logits.shape[1])] = rng.choice((torch.nan, torch.inf, -torch.inf))
+    count = min(rng.randint(1, 64), logits.shape[1])
+    expected = logits.float().sort(dim=-1, descending=True, stable=True)
+    found = cpu_backend(dtype).summaries.top(logits, count)
+    assert torch.equal(found.indices, expected.indices[:, :count])
+    torch.testing.assert_close(found.values, expected.values[:, :count], rtol=0, atol=0, equal_nan=True)
+
+
 def test_attention(rng: random.Random, dtype: torch.dtype) -> None:
     Hkv, group, D, size = rng.randint(1, 3), rng.randint(1, 4), 16 * rng.randint(1, 5), rng.choice((1, 4, 16))
     kernels = cpu_backend(dtype, D).paged_attention
     assert kernels is not None
     counts = [rng.choice((1, 1, 2, rng.randint(3, 40))) for _ in range(rng.randint(1, 4))]
     starts = [rng.randint(0, 50) for _ in counts]
+    if is_long := rng.random() < 0.5:  # several chunks of keys; few new tokens may share them among threads
+        counts, starts = [min(count, 7) for count in counts[:2]], [rng.randint(200, 700) for _ in counts[:2]]
     lengths = [start + count for start, count in zip(starts, counts, strict=True)]
     max_blocks = max(-(-length // size) for length in lengths)
     order = torch.randperm(len(counts) * max_blocks)
     blocks = order.view(len(counts), max_blocks)
-    window, softcap = rng.choice((None, rng.randint(1, 60))), rng.choice((None, 20.0))
+    window, softcap = rng.choice((None, rng.randint(1, 400 if is_long else 60))), rng.choice((None, 20.0))
     rule = ScoreRule(D**-0.5, softcap)
     keys, values = (torch.zeros(len(order) * size, Hkv, D, dtype=dtype) for _ in range(2))
     queries, expected = [], []
@@ -154,7 +193,12 @@ def test_attention(rng: random.Random, dtype: torch.dtype) -> None:
         for mine, reference in scores:
             check(mine.float().clamp(min=-1e4), reference.float().clamp(min=-1e4), dtype)
     read = PagedRead(blocks, torch.tensor([0, *counts]).cumsum(0), torch.tensor(starts), size)
-    check(kernels.attend(torch.cat(queries), keys, values, read, window, rule), torch.cat(expected), dtype)
+    found = kernels.attend(torch.cat(queries), keys, values, read, window, rule)
+    check(found, torch.cat(expected), dtype)
+    partials = empty_partials(sum(counts), Hkv * group, D, max_blocks * size)
+    assert not is_long or partials is not None
+    shared = kernels.attend(torch.cat(queries), keys, values, replace(read, partials=partials), window, rule)
+    assert torch.equal(shared, found)
 
 
 def test_edits_and_patterns(rng: random.Random, dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from model.ops.cpu import build
+from model.ops.cpu import build, instruction_levels
 
 ROOT = Path(__file__).resolve().parents[3]
 # Without optimization: the compiler then takes seconds, instead of minutes for the large unrolled loops.
@@ -19,8 +19,26 @@ FLAGS = "-O0 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 OUT_OF_BOUNDS = """
 #include "kernel.h"
 STRUCT(ReadArguments, (const float*, x), (float*, out), (long, size));
-void read_after_the_end(const ReadArguments& args, long, long) { *args.out = args.x[args.size]; }
-KERNEL(read_float32, read_after_the_end)
+void read_number(const ReadArguments& args, long, long) { *args.out = args.x[args.size]; }
+void read_vector(const ReadArguments& args, long, long) {
+    *args.out = reduce_max(load(args.x, first_lanes(args.size + 1)));
+}
+void write_vector(const ReadArguments& args, long, long) {
+    store(const_cast<float*>(args.x), broadcast(1), first_lanes(args.size + 1));
+    *args.out = args.x[0];
+}
+void read_halves(const ReadArguments& args, long, long) {  // each number is two of 16 bits
+    *args.out = reduce_max(load(reinterpret_cast<const BFloat16*>(args.x), first_lanes(2 * args.size + 2)));
+}
+void write_halves(const ReadArguments& args, long, long) {
+    store(reinterpret_cast<BFloat16*>(const_cast<float*>(args.x)), broadcast(1), first_lanes(2 * args.size + 2));
+    *args.out = reduce_max(load(reinterpret_cast<const BFloat16*>(args.x), first_lanes(1)));
+}
+KERNEL(read_number_float32, read_number)
+KERNEL(read_vector_float32, read_vector)
+KERNEL(write_vector_float32, write_vector)
+KERNEL(read_halves_float32, read_halves)
+KERNEL(write_halves_float32, write_halves)
 """
 CALL_IT = """
 import sys
@@ -37,8 +55,8 @@ class ReadArguments(NamedTuple):
 
 thread_pool = recording.thread_pool()
 build.CSRC = Path(sys.argv[1])
-kernel = shared_layout.find_kernel("reading", "read", torch.float32, ReadArguments)
-x, out = torch.ones(16), torch.zeros(1)
+kernel = shared_layout.find_kernel("reading", sys.argv[3], torch.float32, ReadArguments)
+x, out = torch.ones(4), torch.zeros(1)
 recording.call(kernel, 1, ReadArguments(x.data_ptr(), out.data_ptr(), int(sys.argv[2])))
 print("read", out.item())
 """
@@ -78,22 +96,31 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("level", ["own", "avx2"])
 def test_kernels_access_only_memory_of_their_arguments_and_compute_nothing_undefined(
-    environment: dict[str, str],
+    environment: dict[str, str], level: str
 ) -> None:
+    if level != "own":
+        environment = environment | {instruction_levels.VARIABLE: level}
     ended = run(environment, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", "tests/ops/cpu/test_fuzz.py")
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[:6000]
     assert " passed" in ended.stdout
     assert "skipped" not in ended.stdout
 
 
-def test_a_read_after_the_end_of_a_tensor_is_noticed(environment: dict[str, str], tmp_path: Path) -> None:
+KERNELS = ("read_number", "read_vector", "write_vector", "read_halves", "write_halves")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_an_access_after_the_end_of_a_tensor_is_noticed(
+    environment: dict[str, str], tmp_path: Path, kernel: str
+) -> None:
     for header in build.CSRC.glob("*.h"):
         shutil.copy(header, tmp_path)
     (tmp_path / "reading.cpp").write_text(OUT_OF_BOUNDS)
-    inside = run(environment, "-c", CALL_IT, str(tmp_path), "15")
+    inside = run(environment, "-c", CALL_IT, str(tmp_path), "3", kernel)
     assert inside.returncode == 0, inside.stderr[:6000]
     assert "read 1.0" in inside.stdout
-    outside = run(environment, "-c", CALL_IT, str(tmp_path), "16")
+    outside = run(environment, "-c", CALL_IT, str(tmp_path), "4", kernel)
     assert outside.returncode != 0
     assert "heap-buffer-overflow" in outside.stderr
