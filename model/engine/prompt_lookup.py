@@ -9,7 +9,7 @@ import math
 from array import array
 from collections.abc import Sequence
 
-MAX_DRAFT = 11  # with the newest token 12 rows: as many as products in float32 and bfloat16 multiply at a time (AVX-512)
+MAX_DRAFT = 11  # with the newest token 12 rows: as many as unquantized products compute at a time with AVX-512
 MAX_MATCH, MIN_MATCH = 4, 2  # how many of the newest tokens must occur earlier in the sequence
 DRAFT_HISTORY_WEIGHT = 0.5  # weight of all earlier drafts when a new one is counted
 # Applied to the count of wrong tokens whenever the acceptance is too low for a draft, so that drafting is tried again.
