@@ -119,8 +119,6 @@ def linear_contests() -> Iterator[Contest]:
     for layer, (N, K) in SHAPES.items():
         num_copies = max(1, COPIED_BYTES // (4 * N * K))
         for name, (dtype, format, others) in LINEAR.items():
-            if layer == "head" and dyn_quant_4bit in others.values():
-                continue  # it takes minutes
             weight = torch.randn(N, K).to(dtype)
             x = torch.randn(max(NUM_ROWS), K).to(dtype)
             contest = Contest(f"{layer}, {name}", x, our_layers(weight, format, num_copies))
