@@ -1,4 +1,4 @@
-"""Choose for each linear layer whether its weights are stored in int4, in int8 or as they are (`--quantize auto`).
+"""Choose for each linear layer whether its weights are stored in int4, int5, int8 or as they are (`--quantize auto`).
 
 The loss of a choice is the mean Kullback-Leibler divergence of its next-token distributions from those of the
 unquantized network, on texts that the network generates itself. On such texts, this is how much the logarithm of the
@@ -21,12 +21,12 @@ from model.network.float_copy import linear_weight
 from model.network.prepare import make_linear
 from model.network.transformer import Transformer
 from model.ops.cpu.packed_linear import PackedLinear
-from model.ops.quantization import INT4, INT8
+from model.ops.quantization import INT4, INT5, INT8, keeps_precision
 from model.ops.weight_formats import FORMATS, WeightFormat
 from model.progress import Progress
 
 UNQUANTIZED_BITS = 16  # of a weight that keeps its dtype, bfloat16
-CANDIDATES = (INT8, INT4)  # in the order of the bits that they save
+CANDIDATES = (INT8, INT5, INT4)  # in the order of the bits that they save
 CORRECTIONS = 4  # how often the whole choice is measured at most
 
 
@@ -118,7 +118,7 @@ class _Replacement:
 
 
 def _can_be_quantized(name: str, layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear | PackedLinear) and not name.endswith(".router")
+    return isinstance(layer, nn.Linear | PackedLinear) and not keeps_precision(name)
 
 
 def measure_layers(meter: LossMeter) -> list[LayerLosses]:
