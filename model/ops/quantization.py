@@ -133,7 +133,7 @@ class QuantizedLinear(nn.Module):
 
 
 def keeps_precision(name: str) -> bool:
-    """Whether the layer `name` is never quantized. A router has few weights, and a small error chooses other experts."""
+    """Whether the layer `name` is never quantized: a router has few weights, and an error may choose other experts."""
     return name.endswith(".router")
 
 
