@@ -46,13 +46,14 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     quantize: Quantization | Literal["auto"] = "stored",
-    quantize_loss: float = 0.005,
+    quantize_loss: float | None = None,
     kernels: Kernels = "auto",
     adapters: Mapping[str, str | Path] | None = None,
 ) -> "LocalModel":
     """Load a model: "bundled", a checkpoint directory, or a hub id such as "HuggingFaceTB/SmolLM2-135M-Instruct".
 
     The arguments have the names and the defaults of the server's settings, so both compute the same numbers.
+    `quantize_loss` is the largest increase of the perplexity with `quantize="auto"`, 0.005 if it is None.
     `adapters` maps names to directories of LoRA adapters, which calls choose by name. Raises a `ValueError`, such as
     `CheckpointError`, whose message says what is wrong.
     """

@@ -100,12 +100,12 @@ class Settings(BaseSettings):
     quantize: Quantization | Literal["auto"] = Field(
         "stored",
         description="weights of the linear layers. stored: in the formats of a GGUF file, else in dtype; none: all "
-        "in dtype; int8, int4 (groups of 32 inputs): faster, but less accurate; auto: the fewest bits for each layer "
-        "with which the perplexity grows by at most --quantize-loss",
+        "in dtype; int8, int5, int4 (groups of 32 inputs): faster, but less accurate; auto: the fewest bits for each "
+        "layer with which the perplexity grows by at most --quantize-loss",
     )
-    quantize_loss: Annotated[float, BeforeValidator(parse_increase)] = Field(
-        0.005,
-        description="with --quantize auto: the largest increase of the perplexity, such as 0.5% or 0.005",
+    quantize_loss: Annotated[float | None, BeforeValidator(parse_increase)] = Field(
+        None,
+        description="with --quantize auto: the largest increase of the perplexity, such as 1% or 0.01; default: 0.5%",
     )
     speculate: bool = Field(
         True,

@@ -2,8 +2,8 @@
 
     python -m model.analysis.auto_quantization --model DIRECTORY --quantize-loss 0.5%
 
-The report is a JSON file in the cache folder. Its name depends on the files of the checkpoint, the budget and the
-kernels.
+The report is a JSON file in the cache folder. Its name depends on the config of the network, the files with its
+weights, the budget and the kernels.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -30,7 +31,8 @@ from model.ops.quantization import LayerFormats, Quantization
 logger = logging.getLogger(__name__)
 
 NUM_TEXTS, NUM_TOKENS = 4, 96  # generated to measure losses, and tokens of each
-VERSION = 1  # of the measurement and of the report: other versions are measured again
+DEFAULT_INCREASE = 0.005  # of the perplexity
+VERSION = 2  # of the measurement and of the report: other versions are measured again
 
 
 def choose(source: str, max_increase: float, kernels: Kernels = "auto", revision: str | None = None) -> FormatChoice:
@@ -44,7 +46,8 @@ def choose(source: str, max_increase: float, kernels: Kernels = "auto", revision
     )
     choice = None if path is None else _read(path)
     if choice is None:
-        logger.info("measuring which layers of %s may lose precision; the result is kept for the next start", source)
+        kept = "every start repeats this, because there is no cache folder" if path is None else "the result is kept"
+        logger.info("measuring which layers of %s may lose precision; %s", source, kept)
         checkpoint = load_checkpoint(source, dtype="float32", quantize="none", kernels=kernels, revision=revision)
         length = min(NUM_TOKENS, checkpoint.model.config.max_positions)
         ids = _equally_long(generate_texts(checkpoint, NUM_TEXTS, length))
@@ -58,13 +61,20 @@ def choose(source: str, max_increase: float, kernels: Kernels = "auto", revision
 def resolve(
     source: str,
     quantize: Quantization | Literal["auto"],
-    max_increase: float,
+    max_increase: float | None,
     kernels: Kernels,
     revision: str | None = None,
 ) -> Quantization | LayerFormats:
-    """What `load_checkpoint` takes for a setting: a quantization, or for "auto" the formats of all layers."""
+    """What `load_checkpoint` takes for a setting: a quantization, or for "auto" the formats of all layers.
+
+    `max_increase` is the largest increase of the perplexity for "auto"; None is `DEFAULT_INCREASE`. Raises `ValueError`
+    if it is not one, or given without "auto".
+    """
     if quantize == "auto":
-        return choose(source, max_increase, kernels, revision).by_layer()
+        increase = DEFAULT_INCREASE if max_increase is None else parse_increase(max_increase)
+        return choose(source, increase, kernels, revision).by_layer()
+    if max_increase is not None:
+        raise ValueError(f"quantize_loss: is only for quantize=auto, but quantize is {quantize}; leave it out")
     return quantize
 
 
@@ -81,15 +91,16 @@ def parse_increase(text: str | float) -> float:
 
 
 def _equally_long(texts: list[list[int]]) -> torch.Tensor:
-    """Texts (B, T), cut to the length of the shortest one: some end early."""
+    """Texts (B, T), cut to the length of the shortest one."""
     length = min(map(len, texts))
     return torch.tensor([text[:length] for text in texts])
 
 
 def _key(source: str, max_increase: float, kernels: Kernels, revision: str | None) -> str:
-    files = [path.resolve() for path in read_contents(locate(source, revision)).tensors.files]
+    contents = read_contents(locate(source, revision))
+    files = [path.resolve() for path in contents.tensors.files]
     statuses = [(str(path), status.st_size, status.st_mtime_ns) for path in files for status in (path.stat(),)]
-    settings = [VERSION, statuses, max_increase, kernels, NUM_TEXTS, NUM_TOKENS]
+    settings = [VERSION, repr(contents.model_config), statuses, max_increase, kernels, NUM_TEXTS, NUM_TOKENS]
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
 
 
@@ -100,18 +111,25 @@ def _read(path: Path) -> FormatChoice | None:
         layers = [LayerLosses(**layer) for layer in content.pop("layers")]
         choice = FormatChoice(**content, layers=layers)
         choice.by_layer()
+        choice.describe()
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         logger.warning("%s cannot be used, so the layers are measured again: %s", path, error)
         return None
     return choice
 
 
 def _write(path: Path, choice: FormatChoice) -> None:
+    """Keep a choice, if that is possible: without it, the next start measures again."""
     unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(asdict(choice), indent=1), encoding="utf-8")
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(json.dumps(asdict(choice), indent=1), encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        logger.warning("%s cannot be written, so the next start measures the layers again: %s", path, error)
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
 
 
 def table(choice: FormatChoice) -> str:

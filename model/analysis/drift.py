@@ -24,6 +24,7 @@ from model.analysis.perplexity import TextScore, score_ids
 from model.checkpoints.load import BUNDLED, Checkpoint, load_checkpoint
 from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Request
+from model.errors import CheckpointError
 from model.network.prepare import Kernels
 from model.network.transformer import Transformer
 from model.ops.quantization import Quantization
@@ -103,7 +104,8 @@ def measure_speed(model: Transformer, num_in: int = 256, num_out: int = 64) -> S
 def generate_texts(checkpoint: Checkpoint, count: int, length: int | None = None) -> list[list[int]]:
     """Let the network generate texts of `length` tokens, or that fill its context, from its own probabilities.
 
-    Text i starts with token i and has the seed i.
+    Text i starts with token i and has the seed i. Raises `CheckpointError` if the network cannot generate, because its
+    logits are not numbers, for example.
     """
     model = checkpoint.model
     length = model.config.max_positions if length is None else length
@@ -114,6 +116,8 @@ def generate_texts(checkpoint: Checkpoint, count: int, length: int | None = None
     texts: dict[str, list[int]] = {str(seed): [seed] for seed in range(count)}
     while engine.has_work:
         for output in engine.step().outputs:
+            if output.error is not None:
+                raise CheckpointError(f"{checkpoint.name} cannot generate texts to measure with: {output.error}")
             texts[output.request_id] += [token.token_id for token in output.tokens]
     return list(texts.values())
 

@@ -1,4 +1,4 @@
-"""Choose for each linear layer whether its weights are stored in int4, in int8 or as they are (`--quantize auto`).
+"""Choose for each linear layer whether its weights are stored in int4, int5, int8 or as they are (`--quantize auto`).
 
 The loss of a choice is the mean Kullback-Leibler divergence of its next-token distributions from those of the
 unquantized network, on texts that the network generates itself. On such texts, this is how much the logarithm of the
@@ -17,17 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.errors import CheckpointError
 from model.network.float_copy import linear_weight
 from model.network.prepare import make_linear
 from model.network.transformer import Transformer
 from model.ops.cpu.packed_linear import PackedLinear
-from model.ops.quantization import INT4, INT8
+from model.ops.quantization import INT4, INT5, INT8, keeps_precision
 from model.ops.weight_formats import FORMATS, WeightFormat
 from model.progress import Progress
 
 UNQUANTIZED_BITS = 16  # of a weight that keeps its dtype, bfloat16
-CANDIDATES = (INT8, INT4)  # in the order of the bits that they save
-CORRECTIONS = 4  # how often the whole choice is measured at most
+CANDIDATES = (INT8, INT5, INT4)  # in the order of the bits that they save
+CORRECTIONS = 8  # how often the whole choice is measured at most
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class FormatChoice:
         """One line: how many layers have which format, and what that costs."""
         counts = {format.name: list(self.formats.values()).count(format.name) for format in reversed(CANDIDATES)}
         num_kept = len(self.layers) - len(self.formats)
-        parts = [*(f"{count} layers in {name}" for name, count in counts.items()), f"{num_kept} not quantized"]
+        parts = [*(f"{count} layers in {name}" for name, count in counts.items() if count), f"{num_kept} not quantized"]
         return (
             f"{', '.join(parts)}: {self.bits_per_weight:.2f} bits per weight; perplexity of its own texts "
             f"{math.expm1(self.loss):+.2%} (at most {math.expm1(self.max_loss):+.2%})"
@@ -70,6 +71,7 @@ class LossMeter:
     """Measures how much the predictions of a network change if some of its layers are quantized.
 
     `ids` (B, T) are the texts. The network computes in float32, so that the rounding of its stages hides no small loss.
+    Raises `CheckpointError` if it predicts numbers that are not finite.
     """
 
     def __init__(self, model: Transformer, ids: Tensor) -> None:
@@ -77,6 +79,8 @@ class LossMeter:
         self._ids = ids
         self.layers = {name: layer for name, layer in model.named_modules() if _can_be_quantized(name, layer)}
         self._reference = self._log_probabilities()
+        if not all(text.isfinite().all() for text in self._reference):
+            raise CheckpointError("the logits of the unquantized network are not finite, so no loss can be measured")
 
     def quantized(self, name: str, format: WeightFormat) -> nn.Module:
         """A layer of the network with its weights in this format."""
@@ -87,7 +91,7 @@ class LossMeter:
 
     @torch.inference_mode()
     def loss(self, formats: Mapping[str, WeightFormat]) -> float:
-        """The mean divergence in nats per token if these layers have these formats."""
+        """The mean divergence in nats per token if these layers have these formats; infinity if it is not a number."""
         handles = []
         for name, format in formats.items():
             quantized = self.quantized(name, format)
@@ -99,7 +103,8 @@ class LossMeter:
                 handle.remove()
         pairs = zip(changed, self._reference, strict=True)
         divergences = [F.kl_div(after, before, reduction="sum", log_target=True) for after, before in pairs]
-        return max(0.0, float(sum(divergences)) / self._ids.numel())
+        loss = float(sum(divergences)) / self._ids.numel()
+        return math.inf if math.isnan(loss) else max(0.0, loss)
 
     @torch.inference_mode()
     def _log_probabilities(self) -> list[Tensor]:
@@ -118,7 +123,7 @@ class _Replacement:
 
 
 def _can_be_quantized(name: str, layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear | PackedLinear) and not name.endswith(".router")
+    return isinstance(layer, nn.Linear | PackedLinear) and not keeps_precision(name)
 
 
 def measure_layers(meter: LossMeter) -> list[LayerLosses]:
@@ -139,17 +144,19 @@ def choose_formats(meter: LossMeter, max_loss: float) -> FormatChoice:
     """The choice with the fewest bits per weight whose measured loss is at most `max_loss` nats per token."""
     layers = measure_layers(meter)
     best = FormatChoice({}, 0.0, max_loss, bits_per_weight(layers, {}), layers)
-    budget = max_loss
+    budget, last = max_loss, None
     for _ in range(CORRECTIONS):
         formats = within_budget(layers, budget)
-        if not formats:
+        if not formats or formats == last:
             break
-        loss = meter.loss(formats)
+        loss, last = meter.loss(formats), formats
         bits = bits_per_weight(layers, formats)
         if loss <= max_loss and bits < best.bits_per_weight:
             names = {name: format.name for name, format in formats.items()}
             best = FormatChoice(names, loss, max_loss, bits, layers)
         budget *= max_loss / max(loss, max_loss / 4)  # towards the budget whose choice has the loss `max_loss`
+        if loss > max_loss:
+            budget = min(budget, 0.999 * sum_of_losses(layers, formats))  # at least one layer gets more bits
     return best
 
 
@@ -181,6 +188,11 @@ def within_budget(layers: Sequence[LayerLosses], max_loss: float) -> dict[str, W
     return chosen
 
 
+def sum_of_losses(layers: Sequence[LayerLosses], formats: Mapping[str, WeightFormat]) -> float:
+    """The sum of the losses that layers have alone in these formats."""
+    return sum(layer.losses[formats[layer.name].name] for layer in layers if layer.name in formats)
+
+
 def _steps(layer: LayerLosses) -> list[_Step]:
     """The steps of a layer with rising prices. A format is left out if the next one saves more bits for their price."""
 
@@ -189,6 +201,8 @@ def _steps(layer: LayerLosses) -> list[_Step]:
 
     points: list[_Point] = [_Point(CANDIDATES[0], 0.0, 0.0)]  # the weights as they are
     for format in CANDIDATES:
+        if math.isinf(layer.losses[format.name]):
+            continue
         saved_bits = (UNQUANTIZED_BITS - format.bits_per_weight) * layer.num_weights
         point = _Point(format, saved_bits, layer.losses[format.name])
         while len(points) > 1 and step(points[-2], point).price <= step(points[-2], points[-1]).price:

@@ -69,7 +69,8 @@ class Checkpoint:
     Without a `tokenizer.json`, `tokenizer` is None, and only token ids can be used. `chat_template` is None if the
     checkpoint has no template for chats. `special_tokens` are the texts of the tokens that it names, such as
     "bos_token". `family` knows the names of its tensors. `adapters` are those that requests may choose, by name.
-    `location` is where its files lie. `quantization` is what `load_checkpoint` was given.
+    `location` is where its files lie. `quantization` is what `load_checkpoint` was given, but "none"
+    instead of "stored" if no layer keeps a format of the file.
     """
 
     name: str

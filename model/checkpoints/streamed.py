@@ -19,7 +19,7 @@ from model.errors import CheckpointError
 from model.network.parameters import count_parameters
 from model.network.prepare import Kernels, choose_backend, make_linear, whole_weight
 from model.network.transformer import Transformer
-from model.ops.quantization import LayerFormats, Quantization, format_of
+from model.ops.quantization import LayerFormats, Quantization, format_of, keeps_precision
 from model.ops.stacked_rows import StackedRows
 from model.ops.torch_ops import TORCH, TorchNetworkOps
 from model.text.tokenizer import Tokenizer
@@ -107,7 +107,13 @@ class OpenCheckpoint:
             format = format_of(name, quantize)
             if is_torch and format is None:
                 return StreamedLinear(lambda: _rows(weights, stored_name), bias)
-            return RebuiltLinear(lambda: make_linear(backend, weights[stored_name], format, bias, dtype))
+
+            def build() -> nn.Module:
+                weight = weights[stored_name]
+                own = whole_weight(weight) if keeps_precision(name) else weight
+                return make_linear(backend, own, format, bias, dtype)
+
+            return RebuiltLinear(build)
 
         with torch.device("meta"):
             model = Transformer(config, backend=replace(backend, network=own_ops), linear=linear)

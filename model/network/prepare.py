@@ -19,7 +19,14 @@ from model.ops.cpu.grouped_packing import pack_stored, quantize_rows
 from model.ops.cpu.packed_linear import has_kernel, packed_layer
 from model.ops.cpu.packing import pack_rows
 from model.ops.interface import Backend
-from model.ops.quantization import LayerFormats, Quantization, QuantizedLinear, format_of, quantize_to
+from model.ops.quantization import (
+    LayerFormats,
+    Quantization,
+    QuantizedLinear,
+    format_of,
+    keeps_precision,
+    quantize_to,
+)
 from model.ops.stacked_groups import StackedGroups
 from model.ops.stacked_rows import StackedRows
 from model.ops.torch_ops import TORCH
@@ -59,8 +66,8 @@ def prepare_model(
         weight = weights.pop(f"{name}.weight")
         bias = whole_weight(weights.pop(f"{name}.bias")).detach() if has_bias else None
         format = format_of(name, quantize)
-        if name.endswith(".router"):
-            weight = whole_weight(weight)  # a small error can choose other experts
+        if keeps_precision(name):
+            weight = whole_weight(weight)
         with torch.device(device):  # this runs while the rest of the network is laid out on the meta device
             layer = make_linear(backend, weight, format, bias, dtype)
         if format is not None:
@@ -143,7 +150,7 @@ def _log_choice(model: Transformer, quantize: Quantization | LayerFormats) -> No
     num_packed = sum(isinstance(module, GroupedLinear) for module in model.modules())
     num_unpacked = sum(isinstance(module, QuantizedLinear) for module in model.modules())
     if num_packed + num_unpacked:
-        formats = quantize if quantize in ("int8", "int4") else "formats of their own"
+        formats = quantize if quantize in ("int8", "int5", "int4") else "formats of their own"
         logger.info("%d linear layers in %s", num_packed + num_unpacked, formats)
     if model.backend.network is not TORCH.network:
         rest = _computed_by_torch(model)

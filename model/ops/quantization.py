@@ -1,9 +1,10 @@
-"""Quantize weights to 8 or 4 bits in groups of 32 inputs, rounded to nearest, without calibration data.
+"""Quantize weights to 8, 5 or 4 bits in groups of 32 inputs, rounded to nearest, without calibration data.
 
-int8 is the format q8_0 of `weight_formats.py`: a scale for each group. int4 is q4_1: a scale and a minimum for each
-group. The group is rounded with several candidates of both, least squares fit a better scale and minimum to each
-rounding, and those with the smallest error are kept. Norms, biases and embedding tables are not quantized. Zeros fill
-the last group of an output if the number of inputs is not a multiple of 32. With int4, the head is int8.
+int8 is the format q8_0 of `weight_formats.py`: a scale for each group. int5 is q5_1 and int4 is q4_1: a scale and a
+minimum for each group. The group is rounded with several candidates of both, least squares fit a better scale and
+minimum to each rounding, and those with the smallest error are kept. Norms, biases and embedding tables are not
+quantized. Zeros fill the last group of an output if the number of inputs is not a multiple of 32. With int4, the head
+is int8.
 
 NaN and infinite weights cannot be quantized. The scales of their group become NaN.
 """
@@ -18,12 +19,12 @@ from torch import Tensor, nn
 
 from model.ops.weight_formats import FORMATS, GROUP, GroupedWeight, WeightFormat
 
-Quantization = Literal["stored", "none", "int8", "int4"]
+Quantization = Literal["stored", "none", "int8", "int5", "int4"]
 LayerFormats = Mapping[str, WeightFormat]
 """The format of each linear layer by name. Other layers keep their weights."""
-INT8, INT4 = FORMATS["q8_0"], FORMATS["q4_1"]
-LARGEST_INT8, LARGEST_INT4 = 127, 15
-RANGE_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8)  # candidates for the range of a group in int4, as factors of its own
+INT8, INT5, INT4 = FORMATS["q8_0"], FORMATS["q5_1"], FORMATS["q4_1"]
+LARGEST_INT8 = 127
+RANGE_FACTORS = (1.0, 0.97, 0.94, 0.91, 0.88)  # candidates for the range of a group in int4 and int5, of its own range
 CACHED_NUMBERS = 1 << 20  # quantized at a time: more do not stay in the caches, with fewer the threads wait too often
 MAX_SCALE = torch.finfo(torch.float16).max
 
@@ -38,8 +39,8 @@ def quantize_int8(weight: Tensor) -> GroupedWeight:
     return GroupedWeight(INT8, integers.flatten(1).to(torch.uint8), scales.half(), padding=padding)
 
 
-def quantize_int4(weight: Tensor) -> GroupedWeight:
-    """Quantize a weight (N, K) with a scale and a minimum per group of 32 inputs."""
+def quantize_with_minimums(weight: Tensor, format: WeightFormat) -> GroupedWeight:
+    """Quantize a weight (N, K) to `INT4` or `INT5`, with a scale and a minimum per group of 32 inputs."""
     padding = -weight.shape[1] % GROUP
     N, K = weight.shape[0], weight.shape[1] + padding
     integers = torch.empty(N, K, dtype=torch.uint8, device=weight.device)
@@ -48,11 +49,11 @@ def quantize_int4(weight: Tensor) -> GroupedWeight:
     for start in range(0, N, num_rows):
         rows = slice(start, start + num_rows)
         groups, is_finite = _finite_groups(F.pad(weight[rows].float(), (0, padding)).view(-1, GROUP))
-        quantized, fit = _quantize_groups(groups.T.contiguous())
+        quantized, fit = _quantize_groups(groups.T.contiguous(), format.largest)
         integers[rows] = quantized.T.reshape(-1, K)
         fitted = torch.where(is_finite[:, None], torch.stack((fit.scale, fit.minimum), 1), torch.nan)
         scales[rows] = fitted.view(-1, K // GROUP, 2)
-    return GroupedWeight(INT4, integers, scales, padding=padding)
+    return GroupedWeight(format, integers, scales, padding=padding)
 
 
 def _finite_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,26 +64,26 @@ def _finite_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Fit:
-    """How groups of 32 numbers are stored in int4: as `scale` times an integer minus `minimum`, each of (n)."""
+    """How groups of 32 numbers are stored: as `scale` times an integer minus `minimum`, each of (n)."""
 
     scale: Tensor
     minimum: Tensor
 
-    def round(self, groups: Tensor) -> Tensor:
-        return ((groups + self.minimum) * _inverse(self.scale)).round_().clamp_(0, LARGEST_INT4)
+    def round(self, groups: Tensor, largest: int) -> Tensor:
+        return ((groups + self.minimum) * _inverse(self.scale)).round_().clamp_(0, largest)
 
 
-def _quantize_groups(groups: Tensor) -> tuple[Tensor, _Fit]:
-    """groups (32, n) float32 -> integers (32, n), and how they are scaled."""
+def _quantize_groups(groups: Tensor, largest_integer: int) -> tuple[Tensor, _Fit]:
+    """groups (32, n) float32 -> integers (32, n) from 0 to `largest_integer`, and how they are scaled."""
     smallest, largest = groups.amin(0), groups.amax(0)
     half_range, middle = largest * 0.5 - smallest * 0.5, largest * 0.5 + smallest * 0.5
-    sum_x = _sum(groups)
-    best = _Fit(_as_stored(half_range * (2 / LARGEST_INT4)), _as_stored(-smallest))
+    sum_x, step = _sum(groups), 2 / largest_integer
+    best = _Fit(_as_stored(half_range * step), _as_stored(-smallest))
     min_error = torch.full_like(sum_x, torch.inf)
     for factor in RANGE_FACTORS:
         range_ = half_range * factor
-        candidate = _Fit(_as_finite(range_ * (2 / LARGEST_INT4)), _as_finite(range_ - middle))
-        integers = candidate.round(groups)
+        candidate = _Fit(_as_finite(range_ * step), _as_finite(range_ - middle))
+        integers = candidate.round(groups, largest_integer)
         fitted = _least_squares(groups, integers, sum_x)
         error = _sum((integers * fitted.scale - fitted.minimum - groups).square_())
         is_better = error < min_error
@@ -90,7 +91,7 @@ def _quantize_groups(groups: Tensor) -> tuple[Tensor, _Fit]:
             torch.where(is_better, fitted.scale, best.scale), torch.where(is_better, fitted.minimum, best.minimum)
         )
         min_error = torch.where(is_better, error, min_error)
-    return best.round(groups), best
+    return best.round(groups, largest_integer), best
 
 
 def _least_squares(groups: Tensor, integers: Tensor, sum_x: Tensor) -> _Fit:
@@ -141,18 +142,23 @@ class QuantizedLinear(nn.Module):
         return F.linear(x, self.weight_groups.dequantize().to(x.dtype), self.bias)
 
 
+def keeps_precision(name: str) -> bool:
+    """Whether the layer `name` is never quantized: a router has few weights, and an error may choose other experts."""
+    return name.endswith(".router")
+
+
 def format_of(name: str, quantization: Quantization | LayerFormats) -> WeightFormat | None:
     """The format in which the layer `name` stores its weight; None if it keeps the weight as it is."""
+    if keeps_precision(name):
+        return None
     if not isinstance(quantization, str):
         return quantization.get(name)
-    if name.endswith(".router"):
-        return None  # it has few weights, and a small error can choose other experts
     if quantization == "int4" and name == "head":
         return INT8  # an error in it affects every logit
-    return {"int8": INT8, "int4": INT4}.get(quantization)
+    return {"int8": INT8, "int5": INT5, "int4": INT4}.get(quantization)
 
 
 def quantize_to(weight: Tensor, format: WeightFormat) -> GroupedWeight:
-    """Quantize a weight (N, K) to one of the formats `INT8` and `INT4`."""
-    assert format in (INT8, INT4)
-    return quantize_int8(weight) if format == INT8 else quantize_int4(weight)
+    """Quantize a weight (N, K) to one of the formats `INT8`, `INT5` and `INT4`."""
+    assert format in (INT8, INT5, INT4)
+    return quantize_int8(weight) if format == INT8 else quantize_with_minimums(weight, format)

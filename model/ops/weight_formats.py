@@ -1,4 +1,4 @@
-"""Formats of quantized weights in groups of 32 inputs: those of GGUF files, and our own int4 and int8 among them.
+"""Formats of quantized weights in groups of 32 inputs: those of GGUF files, and our own int4, int5 and int8 among them.
 
 A number is `scale * (w - offset)` or `scale * w - minimum`, where w is an unsigned integer of 4 to 8 bits.
 """
@@ -36,6 +36,11 @@ class WeightFormat:
         """The bits of an integer and its share of the scales."""
         scale_bits = {"group": 16.0, "minimum": 32.0, "bytes": 16 + 32 / SUPERGROUP, "halves": 16 + 16 / SUPERGROUP}
         return self.bits + scale_bits[self.scale_kind] / GROUP
+
+    @property
+    def largest(self) -> int:
+        """The largest integer."""
+        return (1 << self.bits) - 1
 
     @property
     def offset(self) -> int:

@@ -46,10 +46,15 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 @pytest.fixture(params=["llama tied", "qwen2", "gemma3"])
 def tiny_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return write_tiny(request.param, tmp_path)
+
+
+def write_tiny(case: str, directory: Path) -> Path:
+    """A GGUF file with a tiny network, all of whose matrices are in Q8_0."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "query_pre_attn_scalar": 16}
-    model_type, options = CASES[request.param]
-    write_reference(tiny_config(model_type, options | {key: sizes[key] for key in sizes.keys() & options}), tmp_path)
-    return write_gguf(tmp_path, tmp_path / "q8.gguf", kind=Kind.Q8_0)
+    model_type, options = CASES[case]
+    write_reference(tiny_config(model_type, options | {key: sizes[key] for key in sizes.keys() & options}), directory)
+    return write_gguf(directory, directory / "q8.gguf", kind=Kind.Q8_0)
 
 
 def test_every_layer_keeps_the_numbers_of_the_file_and_the_logits_differ_only_by_rounded_inputs(
@@ -69,6 +74,19 @@ def test_every_layer_keeps_the_numbers_of_the_file_and_the_logits_differ_only_by
 def test_a_network_that_reads_its_weights_when_it_computes_gives_the_same_bits(tiny_file: Path) -> None:
     stored = load(tiny_file, "stored").model
     streamed = open_checkpoint(str(tiny_file)).network(torch.float32, quantize="stored", kernels="auto")
+    ids = torch.randint(stored.config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(streamed(ids), stored(ids))
+
+
+def test_a_router_that_is_stored_quantized_is_dequantized_by_the_loader_and_when_weights_are_read_again(
+    tmp_path: Path,
+) -> None:
+    path = write_tiny("mixtral", tmp_path)
+    stored = load(path, "stored").model
+    layers = grouped_layers(stored)
+    assert layers
+    assert not [name for name in layers if name.endswith(".router")]
+    streamed = open_checkpoint(str(path)).network(torch.float32, quantize="stored", kernels="auto")
     ids = torch.randint(stored.config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(0))
     assert torch.equal(streamed(ids), stored(ids))
 

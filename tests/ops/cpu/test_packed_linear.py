@@ -9,8 +9,8 @@ from torch import nn
 
 from model.ops.cpu.grouped_linear import GroupedLinear
 from model.ops.cpu.packed_linear import PackedLinear, pack_linear
-from model.ops.quantization import QuantizedLinear, quantize_int4, quantize_int8
-from model.ops.weight_formats import GROUP
+from model.ops.quantization import INT4, INT8, QuantizedLinear, quantize_to
+from model.ops.weight_formats import GROUP, WeightFormat
 from tests.ops.cpu.common import DTYPES, ROUNDING, cpu_backend, packed_layer
 
 pytestmark = pytest.mark.usefixtures("instructions")
@@ -67,21 +67,21 @@ def test_an_input_of_the_wrong_dtype_or_width_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("quantize", [quantize_int8, quantize_int4])
+@pytest.mark.parametrize("format", [INT8, INT4], ids=lambda format: format.name)
 @pytest.mark.parametrize(("N", "K", "bias"), [*SHAPES, (24, 50, True)])
 class TestGroupedLinear:
-    def both(self, dtype: torch.dtype, quantize: Any, N: int, K: int, bias: bool) -> tuple[Any, QuantizedLinear]:
+    def both(self, dtype: torch.dtype, format: WeightFormat, N: int, K: int, bias: bool) -> tuple[Any, QuantizedLinear]:
         torch.manual_seed(0)
         plain = nn.Linear(K, N, bias=bias, dtype=dtype).requires_grad_(False)
-        quantized = QuantizedLinear(quantize(plain.weight), plain.bias)
+        quantized = QuantizedLinear(quantize_to(plain.weight, format), plain.bias)
         packed = packed_layer(quantized.weight_groups, plain.bias, dtype)
         assert isinstance(packed, GroupedLinear)
         return packed, quantized
 
     def test_quantized_products_are_exact_products_of_the_rounded_rows(
-        self, dtype: torch.dtype, quantize: Any, N: int, K: int, bias: bool
+        self, dtype: torch.dtype, format: WeightFormat, N: int, K: int, bias: bool
     ) -> None:
-        packed, quantized = self.both(dtype, quantize, N, K, bias)
+        packed, quantized = self.both(dtype, format, N, K, bias)
         for num_rows in NUM_ROWS:
             x = torch.randn(num_rows, K).to(dtype)
             groups = F.pad(x.float(), (0, -K % GROUP)).unflatten(1, (-1, GROUP))
@@ -95,9 +95,9 @@ class TestGroupedLinear:
             assert ((packed(x).double() - exact).abs() <= bound).all()
 
     def test_a_row_does_not_depend_on_the_other_rows_even_if_one_has_nan(
-        self, dtype: torch.dtype, quantize: Any, N: int, K: int, bias: bool
+        self, dtype: torch.dtype, format: WeightFormat, N: int, K: int, bias: bool
     ) -> None:
-        packed, _ = self.both(dtype, quantize, N, K, bias)
+        packed, _ = self.both(dtype, format, N, K, bias)
         x = torch.randn(max(NUM_ROWS), K).to(dtype)
         alone = torch.cat([packed(row[None]) for row in x])
         x[3, 5] = torch.nan
@@ -108,9 +108,9 @@ class TestGroupedLinear:
             assert found[3:4].isnan().all()
 
     def test_the_product_with_a_row_of_zeros_is_the_bias(
-        self, dtype: torch.dtype, quantize: Any, N: int, K: int, bias: bool
+        self, dtype: torch.dtype, format: WeightFormat, N: int, K: int, bias: bool
     ) -> None:
-        packed, _ = self.both(dtype, quantize, N, K, bias)
+        packed, _ = self.both(dtype, format, N, K, bias)
         expected = packed.bias if bias else torch.zeros(N, dtype=dtype)
         assert torch.equal(packed(torch.zeros(1, K, dtype=dtype))[0], expected)
 

@@ -9,7 +9,7 @@ from model.ops.cpu.arguments import PackArguments
 from model.ops.cpu.grouped_packing import PackedGroups, pack_weight, quantize_rows, unpack_groups
 from model.ops.cpu.packing import PackedWeight, pack, pack_rows, unpack
 from model.ops.cpu.shared_layout import find_kernel
-from model.ops.quantization import INT4, INT8, quantize_to
+from model.ops.quantization import INT4, INT5, INT8, quantize_to
 from model.ops.stacked_rows import StackedRows
 from model.ops.weight_formats import GROUP, WeightFormat
 from tests.ops.cpu.common import DTYPES, NO_KERNELS
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("instructions")
 
 SHAPES = [(64, 96), (50, 64), (17, 32), (1, 160), (300, 2048)]
 SOURCES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-FORMATS = [None, INT8, INT4]
+FORMATS = [None, INT8, INT5, INT4]
 CPU = torch.device("cpu")
 
 
@@ -68,7 +68,9 @@ def test_rows_in_several_tensors_are_packed_to_the_same_bits_as_the_converted_ma
     assert_equal(pack_or_skip(parts, dtype, format), expected)
 
 
-@pytest.mark.parametrize(("K", "format"), [(34, None), (6, None), (36, INT8), (7, INT8), (50, INT4), (4, INT4)])
+@pytest.mark.parametrize(
+    ("K", "format"), [(34, None), (6, None), (36, INT8), (7, INT8), (50, INT5), (50, INT4), (4, INT4)]
+)
 def test_rows_whose_length_is_no_multiple_of_a_vector_are_packed(K: int, format: WeightFormat | None) -> None:
     weight = torch.randn(21, K, dtype=torch.bfloat16)
     assert_equal(pack_or_skip((weight,), torch.bfloat16, format), packed_by_pytorch(weight, format))

@@ -1,9 +1,9 @@
 // Reads the rows of a weight (N, K), and packs them in tiles of 16 outputs: in their own dtype (the layout is described
-// in linear.cpp), or quantized to the formats q8_0 and q4_1 (weight_formats.h).
+// in linear.cpp), or quantized to the formats q8_0, q5_1 and q4_1 (weight_formats.h).
 //
 // The rows may lie anywhere, for instance in several tensors of a mapped file: `rows` has the address of each. Numbers
 // are rounded to the dtype of the network first. The results are the same, to the bit, as those of `pack`,
-// `quantize_int8` and `quantize_int4` in Python (model/ops/quantization.py), which explain the arithmetic.
+// `quantize_int8` and `quantize_with_minimums` in Python (model/ops/quantization.py), which explain the arithmetic.
 // A task has some of the tiles.
 
 #include <cmath>
@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr float RANGE_FACTORS[] = {1.0f, 0.95f, 0.9f, 0.85f, 0.8f};  // as in model/ops/quantization.py
+constexpr float RANGE_FACTORS[] = {1.0f, 0.97f, 0.94f, 0.91f, 0.88f};  // as in model/ops/quantization.py
 constexpr float MAX_SCALE = 65504;  // the largest number of float16
 
 struct Float16 {};
@@ -208,8 +208,10 @@ struct Fit {
     Floats scale, minimum;
 };
 
-inline Floats round_to_int4(Floats x, Floats minimum, Floats factor) {
-    return min(max(round((x + minimum) * factor), Floats{}), broadcast(15));
+// To an unsigned integer of `bits` bits.
+template <int bits>
+inline Floats round_to_bits(Floats x, Floats minimum, Floats factor) {
+    return min(max(round((x + minimum) * factor), Floats{}), broadcast((1 << bits) - 1));
 }
 
 // The sum of term(k) for all k of a group, in the order of `_sum` in quantization.py.
@@ -238,10 +240,11 @@ inline Fit least_squares(const Group& x, const Group& integers, Floats sum_x) {
 }
 
 // The best of several fits.
+template <int bits>
 inline Fit fit_group(const Group& x) {
     Floats smallest = number(x, 0), largest = smallest;
     for (int k = 1; k < GROUP; k++) smallest = min(smallest, number(x, k)), largest = max(largest, number(x, k));
-    const Floats half = broadcast(0.5f), step = broadcast(2.0f / 15);
+    const Floats half = broadcast(0.5f), step = broadcast(2.0f / ((1 << bits) - 1));
     const Floats half_range = largest * half - smallest * half, middle = largest * half + smallest * half;
     const Floats sum_x = sum_of_group([&](int k) { return number(x, k); });
     Fit best = {as_stored(half_range * step), as_stored(broadcast(0) - smallest)};
@@ -250,7 +253,7 @@ inline Fit fit_group(const Group& x) {
         const Floats range = half_range * broadcast(range_factor);
         const Floats minimum = as_finite(range - middle), factor = inverse(as_finite(range * step));
         Group integers;
-        for (int k = 0; k < GROUP; k++) store(integers + k * WIDTH, round_to_int4(number(x, k), minimum, factor));
+        for (int k = 0; k < GROUP; k++) store(integers + k * WIDTH, round_to_bits<bits>(number(x, k), minimum, factor));
         const Fit fitted = least_squares(x, integers, sum_x);
         const Floats error = sum_of_group([&](int k) {
             const Floats difference = number(integers, k) * fitted.scale - fitted.minimum - number(x, k);
@@ -263,24 +266,43 @@ inline Fit fit_group(const Group& x) {
     return best;
 }
 
-// A scale and a minimum for each row and group. Rows beyond N are zeros.
-template <class From, class To>
-void quantize_q4_1(const QuantizeWeightArguments<From, To>& args, long task, long num_tasks) {
+// A scale and a minimum for each row and group, and integers of 4 or 5 bits. Rows beyond N are zeros.
+template <int bits, class From, class To>
+void quantize_with_minimums(const QuantizeWeightArguments<From, To>& args, long task, long num_tasks) {
+    static_assert(bits == 4 || bits == 5);
     for_each_group(args, task, num_tasks, [&](const Group& x, long group, Mask exists, Mask finite) {
-        const Fit fit = fit_group(x);
+        const Fit fit = fit_group<bits>(x);
         const Floats factor = inverse(fit.scale);
         uint16_t* const scales = args.scales + group * 2 * WIDTH;
         store_float16(scales, select(finite, fit.scale, broadcast(NAN)));
         store_float16(scales + WIDTH, select(finite, select(exists, fit.minimum, Floats{}), broadcast(NAN)));
-        const auto integer = [&](int k) { return to_integers(round_to_int4(number(x, k), fit.minimum, factor)); };
-        for (int first = 0; first < GROUP; first += 8) {
-            Integers bytes = Integers{};
-            for (int i = 0; i < 4; i++)
-                bytes = bytes | integer(first + i) << 8 * i | integer(first + 4 + i) << (8 * i + 4);
-            float* const out = args.integers + (group * GROUP + first) / 8 * WIDTH;
-            store(out, select(exists, as_floats(bytes), Floats{}));
+        float* const out = args.integers + group * bits * WIDTH;
+        const auto write = [&](int line, Integers bytes) {
+            store(out + line * WIDTH, select(exists, as_floats(bytes), Floats{}));
+        };
+        Integers upper = Integers{};  // bit 4 of vector j in bit j
+        for (int j = 0; j < GROUP / 4; j += 2) {
+            Integers vectors[2] = {Integers{}, Integers{}};
+            for (int k = 0; k < 8; k++) {
+                const Floats integer = round_to_bits<bits>(number(x, 4 * j + k), fit.minimum, factor);
+                vectors[k / 4] = vectors[k / 4] | to_integers(integer) << 8 * (k % 4);
+            }
+            const Integers low_half = broadcast_integer(0x0f0f0f0f), bit_0 = broadcast_integer(0x01010101);
+            write(j / 2, (vectors[0] & low_half) | (vectors[1] & low_half) << 4);
+            for (int i = 0; i < 2; i++) upper = upper | (vectors[i] >> 4 & bit_0) << (j + i);
         }
+        if constexpr (bits == 5) write(4, upper);
     });
+}
+
+template <class From, class To>
+void quantize_q4_1(const QuantizeWeightArguments<From, To>& args, long task, long num_tasks) {
+    quantize_with_minimums<4>(args, task, num_tasks);
+}
+
+template <class From, class To>
+void quantize_q5_1(const QuantizeWeightArguments<From, To>& args, long task, long num_tasks) {
+    quantize_with_minimums<5>(args, task, num_tasks);
 }
 
 }  // namespace
@@ -291,6 +313,7 @@ EXPORT_CONSTANT(GROUP)
 #define KERNELS(From, from, To, to)                                     \
     KERNEL(pack_##from##_##to, pack_##to<From>)                         \
     KERNEL(quantize_q8_0_##from##_##to, quantize_q8_0<From, To>)        \
+    KERNEL(quantize_q5_1_##from##_##to, quantize_q5_1<From, To>)        \
     KERNEL(quantize_q4_1_##from##_##to, quantize_q4_1<From, To>)
 
 KERNELS(float, float32, float, float32)
