@@ -20,7 +20,8 @@ class PagedCache:
     """Keys and values of `num_blocks` blocks in every layer: `keys[layer]` is (num_blocks * block_size, Hkv, D).
 
     Masked values must be finite (0 * NaN is NaN), so the cache is zero-initialised. `windows[layer]` is the sliding
-    window of a layer, and `score_rule` says how its scores are computed. `num_heads` is the number of query heads.
+    window of a layer, and `score_rule` says how its scores are computed. `num_heads` is the number of query heads,
+    `d_head` the size of all heads.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class PagedCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        self.num_heads = config.num_heads
+        self.num_heads, self.d_head = config.num_heads, config.d_head
         self.windows = [config.window_of(layer) for layer in range(config.num_layers)]
         self.score_rule = score_rule(config)
         shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.d_head)

@@ -25,6 +25,7 @@ from model.ops.torch_attention import CausalMask, ScoreRule
 
 MAX_SPLIT_TOKENS = 16  # new tokens of a step: with more, there is work for all threads without splitting sequences
 MAX_PARTIAL_BYTES = 1 << 26
+MAX_PARTIALS = MAX_PARTIAL_BYTES // torch.float32.itemsize
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,34 @@ class PagedRead:
     partials: Tensor | None = None
 
 
-def empty_partials(num_tokens: int, num_heads: int, d_head: int, max_keys: int) -> Tensor | None:
-    """Memory for the sums of each token and head over each chunk of up to `max_keys` keys.
+def empty_partials(
+    num_tokens: int, num_heads: int, d_head: int, max_keys: int, memory: Tensor | None = None
+) -> Tensor | None:
+    """Memory for the sums of each token and head over each chunk of up to `max_keys` keys: a view of `memory`, if given.
 
-    None if splitting the keys of a sequence would gain nothing: with many tokens, or with a single chunk of keys.
+    None if splitting the keys of a sequence would gain nothing (with many tokens, or with a single chunk of keys), or
+    would take more than MAX_PARTIAL_BYTES.
     """
-    max_chunks = -(-max_keys // KEYS_PER_CHUNK) + 1  # a window may begin and end in the middle of a chunk
-    shape = (num_tokens, num_heads, max_chunks, d_head + PARTIAL_PADDING)
-    num_bytes = math.prod(shape) * torch.float32.itemsize
-    if num_tokens > MAX_SPLIT_TOKENS or max_keys <= KEYS_PER_CHUNK or num_bytes > MAX_PARTIAL_BYTES:
+    shape = _partials_shape(num_tokens, num_heads, d_head, max_keys)
+    size = math.prod(shape)
+    if num_tokens > MAX_SPLIT_TOKENS or max_keys <= KEYS_PER_CHUNK or size > MAX_PARTIALS:
         return None
-    return torch.empty(shape, dtype=torch.float32)
+    memory = torch.empty(size, dtype=torch.float32) if memory is None else memory
+    return memory[:size].view(shape)
+
+
+def partials_memory(num_heads: int, d_head: int, max_keys: int) -> Tensor:
+    """Memory for `empty_partials` of any number of tokens, for steps of which only one is computed at a time.
+
+    The system provides its pages when they are first written, so memory that no step needs is never taken.
+    """
+    size = math.prod(_partials_shape(MAX_SPLIT_TOKENS, num_heads, d_head, max_keys))
+    return torch.empty(min(size, MAX_PARTIALS), dtype=torch.float32)
+
+
+def _partials_shape(num_tokens: int, num_heads: int, d_head: int, max_keys: int) -> tuple[int, int, int, int]:
+    max_chunks = -(-max_keys // KEYS_PER_CHUNK) + 1  # a window may begin and end in the middle of a chunk
+    return num_tokens, num_heads, max_chunks, d_head + PARTIAL_PADDING
 
 
 class PagedAttention:
