@@ -48,7 +48,7 @@ class PagedRead:
 def empty_partials(
     num_tokens: int, num_heads: int, d_head: int, max_keys: int, memory: Tensor | None = None
 ) -> Tensor | None:
-    """Memory for the sums of each token and head over each chunk of up to `max_keys` keys: a view of `memory`, if given.
+    """Memory for the sums of each token and head over each chunk of up to `max_keys` keys: a view of `memory` if given.
 
     None if splitting the keys of a sequence would gain nothing (with many tokens, or with a single chunk of keys), or
     would take more than MAX_PARTIAL_BYTES.

@@ -140,16 +140,22 @@ struct HeadsAttention {
     template <class Take>
     void visit_in_place(const Rows& rows, long from, long to, Multiplier<Format>& multiply, Take take) const {
         const long first = first_visible(rows.begin), count = round_up(to - from, STEP), num_rows = num_heads * group;
-        for (long begin = from; begin < to; begin += KEYS_IN_PLACE)
-            multiply_keys(rows, begin, std::min(begin + KEYS_IN_PLACE, to), rows.scores + begin - from, multiply);
+        const bool has_long_rows = keys.stride * (long)sizeof(Number) >= LONG_ROW;
+        const long step = has_long_rows ? STEP : KEYS_IN_PLACE;
+        for (long begin = from; begin < to; begin += step) {
+            const long end = std::min(begin + step, to);
+            if (!has_long_rows) keys.touch(begin, end, num_heads * D);
+            multiply_keys(rows, begin, end, rows.scores + begin - from, multiply);
+        }
         if (cap != 0) cap_scores(rows.scores, num_rows, count);
         for (long i = 0; i < num_rows; i++)
             rows.chunk_sums[i] = compute_weights<Format>(
                 rows.scores + i * SCORE_STRIDE, first - from, to - from, count, score_factor());
         std::fill(rows.chunk_values, rows.chunk_values + num_rows * D, 0.0f);
-        for (long begin = from; begin < to; begin += KEYS_IN_PLACE) {
-            values.touch(begin, std::min(begin + KEYS_IN_PLACE, to), num_heads * D);
-            const VisibleValues<Number> visible(values, begin, first, to, zeros);
+        for (long begin = from; begin < to; begin += step) {
+            const long end = std::min(begin + step, to);
+            if (!has_long_rows) values.touch(begin, end, num_heads * D);
+            const VisibleValues<Number> visible(values, begin, end, first, to, zeros);
             for (long head = 0; head < num_heads; head++)
                 add_head_in_place<Format>(
                     visible, head * D, rows.scores + head * group * SCORE_STRIDE + (begin - from) / DEPTH,
@@ -161,7 +167,6 @@ struct HeadsAttention {
 
     // Multiplies the queries of all heads by the keys of the positions [begin, end) -> scores (rows, SCORE_STRIDE).
     void multiply_keys(const Rows& rows, long begin, long end, float* scores, Multiplier<Format>& multiply) const {
-        keys.touch(begin, end, num_heads * D);
         const PackedChunk<Format> packed = {begin, 1, D, rows.packed};
         CacheRows<Number> head_keys = keys;
         for (long head = 0; head < num_heads; head++, head_keys.pool += D) {
