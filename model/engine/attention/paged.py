@@ -58,7 +58,7 @@ class PagedStep:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache = self._cache
-        keys, values = cache.keys[layer], cache.values[layer]
+        keys, values = cache.keys(layer), cache.values(layer)
         self._kernels.write(k, v, keys, values, self._slots)
         return self._kernels.attend(q, keys, values, self._read, cache.windows[layer], cache.score_rule)
 
@@ -66,7 +66,7 @@ class PagedStep:
         """`PagedAttention.step_scores` of one sequence, whose keys were stored by `attend`."""
         cache = self._cache
         rule, window = cache.score_rule, cache.windows[layer]
-        return self._kernels.step_scores(q, cache.keys[layer], self._read, sequence, max_keys, window, rule)
+        return self._kernels.step_scores(q, cache.keys(layer), self._read, sequence, max_keys, window, rule)
 
 
 def _row_tables(sequences: Sequence[ScheduledSequence]) -> tuple[list[int], list[int]]:

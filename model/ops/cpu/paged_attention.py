@@ -16,11 +16,13 @@ from model.ops.cpu.arguments import (
     VECTOR_WIDTH,
     AttentionArguments,
     AttentionScoresArguments,
+    WriteQuantizedArguments,
     WriteRowsArguments,
 )
 from model.ops.cpu.layout import merge_outer_dims, num_tasks
 from model.ops.cpu.recording import call, empty, pointer
 from model.ops.cpu.shared_layout import Kernel, find_kernel
+from model.ops.quantized_rows import QuantizedRows
 from model.ops.torch_attention import CausalMask, ScoreRule
 
 MAX_SPLIT_TOKENS = 16  # new tokens of a step: with more, there is work for all threads without splitting sequences
@@ -84,11 +86,13 @@ class PagedAttention:
         attention: Kernel[AttentionArguments],
         combine: Kernel[AttentionArguments],
         attention_scores: Kernel[AttentionScoresArguments],
+        write_quantized: Kernel[WriteQuantizedArguments],
     ) -> None:
         self._write_rows = write_rows
         self._attention = attention
         self._combine = combine
         self._attention_scores = attention_scores
+        self._write_quantized = write_quantized
 
     @classmethod
     def find(cls, dtype: torch.dtype, d_head: int) -> "PagedAttention | None":
@@ -99,12 +103,19 @@ class PagedAttention:
         attention = find_kernel("attention", "attention", dtype, AttentionArguments)
         combine = find_kernel("attention", "attention_combine", dtype, AttentionArguments)
         scores = find_kernel("attention", "attention_scores", dtype, AttentionScoresArguments)
-        if write_rows is None or attention is None or combine is None or scores is None:
+        quantized = find_kernel("attention", "write_quantized", dtype, WriteQuantizedArguments)
+        if write_rows is None or attention is None or combine is None or scores is None or quantized is None:
             return None
-        return cls(write_rows, attention, combine, scores)
+        return cls(write_rows, attention, combine, scores, quantized)
 
-    def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Copy k and v (N, Hkv, D) to the slots (N,) of keys and values (num_slots, Hkv, D)."""
+    def write(
+        self, k: Tensor, v: Tensor, keys: Tensor | QuantizedRows, values: Tensor | QuantizedRows, slots: Tensor
+    ) -> None:
+        """Copy k and v (N, Hkv, D) to the slots (N,) of keys and values (num_slots, Hkv, D), quantized if these are."""
+        if not isinstance(keys, Tensor):
+            assert not isinstance(values, Tensor)
+            return self._quantize(k, v, keys, values, slots)
+        assert isinstance(values, Tensor)
         (k, k_stride), (v, v_stride) = merge_outer_dims(k, 2), merge_outer_dims(v, 2)
         arguments = WriteRowsArguments(
             k=k.data_ptr(),
@@ -117,12 +128,38 @@ class PagedAttention:
             k_stride=k_stride,
             v_stride=v_stride,
         )
-        call(self._write_rows, num_tasks(k), arguments)
+        return call(self._write_rows, num_tasks(k), arguments)
+
+    def _quantize(self, k: Tensor, v: Tensor, keys: QuantizedRows, values: QuantizedRows, slots: Tensor) -> None:
+        (k, k_stride), (v, v_stride) = merge_outer_dims(k, 2), merge_outer_dims(v, 2)
+        arguments = WriteQuantizedArguments(
+            k=k.data_ptr(),
+            v=v.data_ptr(),
+            keys=keys.integers.data_ptr(),
+            values=values.integers.data_ptr(),
+            key_magnitudes=keys.magnitudes.data_ptr(),
+            value_magnitudes=values.magnitudes.data_ptr(),
+            slots=slots.data_ptr(),
+            num_rows=slots.shape[0],
+            num_heads=k.shape[1],
+            D=k.shape[2],
+            k_stride=k_stride,
+            v_stride=v_stride,
+        )
+        call(self._write_quantized, num_tasks(k), arguments)
 
     def attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, read: PagedRead, window: int | None, rule: ScoreRule
+        self,
+        q: Tensor,
+        keys: Tensor | QuantizedRows,
+        values: Tensor | QuantizedRows,
+        read: PagedRead,
+        window: int | None,
+        rule: ScoreRule,
     ) -> Tensor:
         """q (N, H, D) of the new tokens, keys and values (num_slots, Hkv, D) of one layer -> z (N, H, D)."""
+        keys, key_magnitudes = _parts(keys)
+        values, value_magnitudes = _parts(values)
         out = empty(q.shape, q.dtype)
         q, q_stride = merge_outer_dims(q, 2)
         num_sequences, max_blocks = read.blocks.shape
@@ -135,6 +172,8 @@ class PagedAttention:
             cu_seqlens=read.cu_seqlens.data_ptr(),
             start=read.start.data_ptr(),
             partials=pointer(read.partials),
+            key_magnitudes=pointer(key_magnitudes),
+            value_magnitudes=pointer(value_magnitudes),
             num_sequences=num_sequences,
             max_blocks=max_blocks,
             block_size=read.block_size,
@@ -171,7 +210,7 @@ class PagedAttention:
     def step_scores(
         self,
         q: Tensor,
-        keys: Tensor,
+        keys: Tensor | QuantizedRows,
         read: PagedRead,
         sequence: int,
         max_keys: int,
@@ -191,7 +230,7 @@ class PagedAttention:
     def _call_scores(
         self,
         q: Tensor,
-        keys: Tensor,
+        keys: Tensor | QuantizedRows,
         read: PagedRead,
         sequence: int,
         outputs: tuple[Tensor, Tensor, Tensor],
@@ -202,11 +241,13 @@ class PagedAttention:
         N, H, D = q.shape
         q, q_stride = merge_outer_dims(q, 2)
         scores, masked, pattern = outputs
+        keys, key_magnitudes = _parts(keys)
         arguments = AttentionScoresArguments(
             q=q.data_ptr(),
             keys=keys.data_ptr(),
             blocks=read.blocks[sequence].data_ptr(),
             start=read.start[sequence].data_ptr(),
+            key_magnitudes=pointer(key_magnitudes),
             scores=scores.data_ptr(),
             masked=masked.data_ptr(),
             pattern=pattern.data_ptr(),
@@ -222,3 +263,8 @@ class PagedAttention:
             softcap=rule.softcap or 0.0,
         )
         call(self._attention_scores, recording.MAX_TASKS, arguments)
+
+
+def _parts(rows: Tensor | QuantizedRows) -> tuple[Tensor, Tensor | None]:
+    """The numbers of rows in the dtype of the network, or the integers and magnitudes of rows in 8 bits."""
+    return (rows, None) if isinstance(rows, Tensor) else rows

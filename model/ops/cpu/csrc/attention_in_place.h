@@ -22,7 +22,7 @@ struct VisibleValues {
         count = round_up(to - position, WIDTH);
         for (long i = 0; i < count; i += WIDTH) {
             const Number* found[WIDTH];
-            cache.find(position + i, end, zeros, found);
+            cache.find(position + i, end, zeros, found, i);
             for (long j = 0; j < WIDTH; j++) rows[i + j] = position + i + j < first ? zeros : found[j];
         }
     }
