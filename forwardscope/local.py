@@ -23,6 +23,7 @@ from model.analysis.forward_trace import Trace as PassTrace
 from model.analysis.forward_trace import trace as trace_pass
 from model.checkpoints.adapters import load_adapter
 from model.checkpoints.load import BUNDLED, Checkpoint, load_checkpoint
+from model.engine.cache import KVCacheDtype
 from model.engine.engine import Engine
 from model.engine.request import Request
 from model.errors import InvalidField, join_names, shortened
@@ -48,6 +49,7 @@ def load(
     quantize: Quantization | Literal["auto"] = "stored",
     quantize_loss: float | None = None,
     kernels: Kernels = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
     adapters: Mapping[str, str | Path] | None = None,
 ) -> "LocalModel":
     """Load a model: "bundled", a checkpoint directory, or a hub id such as "HuggingFaceTB/SmolLM2-135M-Instruct".
@@ -70,7 +72,7 @@ def load(
         kernels=kernels,
     )
     loaded = {name: load_adapter(checkpoint, path, name) for name, path in (adapters or {}).items()}
-    return LocalModel(replace(checkpoint, adapters=loaded))
+    return LocalModel(replace(checkpoint, adapters=loaded), kv_cache_dtype)
 
 
 class LocalModel:
@@ -79,8 +81,9 @@ class LocalModel:
     `checkpoint` has the network, the tokenizer and the configuration, for everything that these methods do not do.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, kv_cache_dtype: KVCacheDtype = "auto") -> None:
         self.checkpoint = checkpoint
+        self._kv_cache_dtype = kv_cache_dtype
         self.name = checkpoint.name
         self._engine: Engine | None = None
 
@@ -282,7 +285,7 @@ class LocalModel:
 
     def _running_engine(self) -> Engine:
         """The engine, which is built for the first generation, because its cache takes memory."""
-        self._engine = self._engine or build_engine(self.checkpoint)
+        self._engine = self._engine or build_engine(self.checkpoint, self._kv_cache_dtype)
         return self._engine
 
     def _network(self, adapter: str | None) -> AdaptedNetwork | Transformer:

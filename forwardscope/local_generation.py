@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forwardscope.results import Choice, Generation, TokenLogprob, Usage
 from model.checkpoints.load import Checkpoint
-from model.engine.cache import bytes_of_token
+from model.engine.cache import KVCacheDtype, bytes_of_token
 from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Output, Request
 from model.errors import InvalidField
@@ -23,13 +23,14 @@ SAMPLING = tuple(field.name for field in fields(SamplingParams))
 OTHERS = ("stop_token_ids", "ignore_eos", "echo")
 
 
-def build_engine(checkpoint: Checkpoint) -> Engine:
+def build_engine(checkpoint: Checkpoint, kv_cache_dtype: KVCacheDtype) -> Engine:
     """An engine whose cache holds `NUM_CONTEXTS` full contexts, or `MAX_CACHE_BYTES` if that is less."""
     network = checkpoint.model
     size = EngineConfig.block_size
     num_tokens = NUM_CONTEXTS * -(-network.config.max_positions // size) * size
-    cache_bytes = min(MAX_CACHE_BYTES, num_tokens * bytes_of_token(network.config, network.embed.weight.dtype))
-    return Engine(network, checkpoint.tokenizer, EngineConfig(cache_bytes=cache_bytes), checkpoint.adapters)
+    token_bytes = bytes_of_token(network.config, network.embed.weight.dtype, kv_cache_dtype)
+    config = EngineConfig(cache_bytes=min(MAX_CACHE_BYTES, num_tokens * token_bytes), kv_cache_dtype=kv_cache_dtype)
+    return Engine(network, checkpoint.tokenizer, config, checkpoint.adapters)
 
 
 def read_params(

@@ -157,13 +157,14 @@ def build_engine(checkpoint: Checkpoint, settings: Settings) -> Engine:
     else:
         config, size = checkpoint.model.config, EngineConfig.block_size
         num_tokens = settings.max_num_seqs * -(-config.max_positions // size) * size
-        cache_bytes = min(1 << 30, num_tokens * bytes_of_token(config, weight.dtype))
+        cache_bytes = min(1 << 30, num_tokens * bytes_of_token(config, weight.dtype, settings.kv_cache_dtype))
     num_prompt_tokens = CUDA_PROMPT_TOKENS if is_cuda else CPU_PROMPT_TOKENS
     engine = Engine(
         checkpoint.model,
         checkpoint.tokenizer,
         EngineConfig(
             cache_bytes=cache_bytes,
+            kv_cache_dtype=settings.kv_cache_dtype,
             max_sequences=settings.max_num_seqs,
             max_step_tokens=settings.max_step_tokens or num_prompt_tokens + settings.max_num_seqs,
             max_stretch=settings.max_step_stretch,

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_va
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from model.analysis.auto_quantization import parse_increase
+from model.engine.cache import KVCacheDtype
 from model.ops.quantization import Quantization
 
 MIB = 1 << 20
@@ -149,6 +150,11 @@ class Settings(BaseSettings):
         ge=1,
         description="memory for keys and values, allocated at the start; default: enough for `--max-num-seqs` "
         "sequences of the maximum length, at most 1 GiB; on CUDA 80 % of the free memory",
+    )
+    kv_cache_dtype: KVCacheDtype = Field(
+        "auto",
+        description="how generation stores keys and values. auto: in the dtype of the network; int8: in 8 bits, with a "
+        "scale for each position and key head, so that about twice as many tokens fit",
     )
     max_num_seqs: int = Field(64, ge=1, description="maximum number of sequences in one step; others wait")
     max_step_tokens: int | None = Field(

@@ -4,42 +4,93 @@ Which block belongs to which sequence is decided elsewhere (`block_pool.py`).
 """
 
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.errors import InvalidField
+from model.errors import InvalidField, short_repr
 from model.network.attention import score_rule
 from model.ops.cpu import large_memory
+from model.ops.quantized_rows import MAGNITUDE_DTYPE, QuantizedRows, dequantize_rows, quantize_rows
 
+KVCacheDtype = Literal["auto", "int8"]
+"""How keys and values are stored. `auto`: in the dtype of the network. `int8`: in 8 bits (`quantized_rows.py`)."""
+Rows = Tensor | QuantizedRows
 MAX_GATHERED = 1024  # blocks that are gathered at a time, unless one sequence alone has more
 
 
 class PagedCache:
-    """Keys and values of `num_blocks` blocks in every layer: `keys[layer]` is (num_blocks * block_size, Hkv, D).
+    """Keys and values of `num_blocks` blocks in every layer, in the dtype of the network or in 8 bits.
 
     Masked values must be finite (0 * NaN is NaN), so the cache is zero-initialised. `windows[layer]` is the sliding
-    window of a layer, and `score_rule` says how its scores are computed. `num_heads` is the number of query heads.
+    window of a layer, and `score_rule` says how its scores are computed. `num_heads` is the number of query heads,
+    `d_head` the size of all heads.
+
+    Attention always reads keys and values from the cache, also those of new tokens. With 8 bits, all tokens of a
+    sequence therefore see the same rounded numbers, in whatever steps they are computed.
     """
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored_as: KVCacheDtype = "auto",
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.dtype = dtype
         self.device = device
-        self.num_heads = config.num_heads
+        self.is_quantized = stored_as == "int8"
+        self.num_heads, self.d_head = config.num_heads, config.d_head
         self.windows = [config.window_of(layer) for layer in range(config.num_layers)]
         self.score_rule = score_rule(config)
         shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.d_head)
+        stored_dtype = torch.int8 if self.is_quantized else dtype
         try:
             # Written now: the system provides each page of memory at the first write, which would slow down steps.
-            self.keys, self.values = (_zeros(shape, dtype, device) for _ in range(2))
+            self._pools = [_zeros(shape, stored_dtype, device) for _ in range(2)]  # keys, values
+            # (layers, slots, Hkv)
+            self._magnitudes = [_zeros(shape[:3], MAGNITUDE_DTYPE, device) for _ in range(2 * self.is_quantized)]
         except RuntimeError as error:
-            size = num_blocks * block_size * bytes_of_token(config, dtype)
+            size = num_blocks * block_size * bytes_of_token(config, dtype, stored_as)
             raise InvalidField("cache_bytes", f"{size} bytes could not be allocated") from error
-        self._gathered = [self.keys.new_empty(0, block_size * config.num_kv_heads * config.d_head) for _ in range(2)]
+        self._gathered = [
+            torch.empty(0, block_size * config.num_kv_heads * config.d_head, dtype=stored_dtype, device=device)
+            for _ in range(2)
+        ]
+
+    def keys(self, layer: int) -> Rows:
+        """The keys of a layer, (num_blocks * block_size, Hkv, D)."""
+        return self._rows(0, layer)
+
+    def values(self, layer: int) -> Rows:
+        """The values of a layer, likewise."""
+        return self._rows(1, layer)
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k and v (N, Hkv, D) in the slots (N,), with PyTorch."""
+        for rows, new in ((self.keys(layer), k), (self.values(layer), v)):
+            if isinstance(rows, Tensor):
+                rows.index_copy_(0, slots, new)
+            else:
+                for part, new_part in zip(rows, quantize_rows(new), strict=True):
+                    part.index_copy_(0, slots, new_part)
+
+    def read(self, layer: int, slots: slice) -> tuple[Tensor, Tensor]:
+        """The keys and values of adjacent slots, each (len(slots), Hkv, D), in the dtype of the network."""
+        keys, values = (
+            rows[slots]
+            if isinstance(rows, Tensor)
+            else dequantize_rows(QuantizedRows(*(part[slots] for part in rows)), self.dtype)
+            for rows in (self.keys(layer), self.values(layer))
+        )
+        return keys, values
 
     def gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Copy the keys and values of these blocks, each (len(blocks) * block_size, Hkv, D), valid until the next call.
@@ -50,17 +101,26 @@ class PagedCache:
             num_blocks = max(len(blocks), MAX_GATHERED)
             self._gathered = [old.new_empty(num_blocks, old.shape[1]) for old in self._gathered]
         found = []
-        for source, kept in zip((self.keys[layer], self.values[layer]), self._gathered, strict=True):
+        for rows, kept in zip((self.keys(layer), self.values(layer)), self._gathered, strict=True):
+            numbers = rows if isinstance(rows, Tensor) else rows.integers
             out = kept[: len(blocks)]
-            torch.index_select(source.view(-1, kept.shape[1]), 0, blocks, out=out)
-            found.append(out.view(-1, *source.shape[1:]))
+            torch.index_select(numbers.view(-1, kept.shape[1]), 0, blocks, out=out)
+            gathered = out.view(-1, *numbers.shape[1:])
+            if not isinstance(rows, Tensor):
+                own = rows.magnitudes.view(self.num_blocks, self.block_size, -1).index_select(0, blocks)
+                gathered = dequantize_rows(QuantizedRows(gathered, own.flatten(0, 1)), self.dtype)
+            found.append(gathered)
         return found[0], found[1]
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Fill these blocks with zeros: the values that another sequence left there may not be finite."""
         index = torch.tensor(blocks, device=self.device)
-        for slots in (self.keys, self.values):
+        for slots in (*self._pools, *self._magnitudes):
             slots.view(len(slots), -1, self.block_size, *slots.shape[2:]).index_fill_(1, index, 0)
+
+    def _rows(self, part: int, layer: int) -> Rows:
+        pool = self._pools[part][layer]
+        return QuantizedRows(pool, self._magnitudes[part][layer]) if self.is_quantized else pool
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -69,6 +129,10 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
     return torch.zeros(*shape, dtype=dtype, device=device)
 
 
-def bytes_of_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """The size of the keys and values of one token, in all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.d_head * dtype.itemsize
+def bytes_of_token(config: ModelConfig, dtype: torch.dtype, stored_as: KVCacheDtype = "auto") -> int:
+    """The size of the keys and values of one token, in all layers. `dtype` is that of the network."""
+    if stored_as not in get_args(KVCacheDtype):
+        known = ", ".join(map(repr, get_args(KVCacheDtype)))
+        raise InvalidField("kv_cache_dtype", f"{short_repr(stored_as)} is not one of {known}")
+    row = config.d_head * dtype.itemsize if stored_as == "auto" else config.d_head + MAGNITUDE_DTYPE.itemsize
+    return 2 * config.num_layers * config.num_kv_heads * row

@@ -11,7 +11,7 @@ from itertools import islice
 import torch
 
 from model.engine.block_pool import BlockPool
-from model.engine.cache import PagedCache, bytes_of_token
+from model.engine.cache import KVCacheDtype, PagedCache, bytes_of_token
 from model.engine.continuation import Continuation, SequenceResult
 from model.engine.prompt_lookup import PromptLookup, accept_draft
 from model.engine.request import Output, Request, Step
@@ -37,10 +37,11 @@ class EngineConfig:
     At most `max_sequences` run at a time, and a step computes at most `max_step_tokens` tokens. If a step has fewer
     prompts than decoding sequences, its prompt tokens are limited so that the step takes at most about `max_stretch`
     times as long as without them. With `speculates`, greedy sequences draft tokens from their own text (prompt lookup),
-    if this changes no bit of their results.
+    if this changes no bit of their results. `kv_cache_dtype` says how keys and values are stored.
     """
 
     cache_bytes: int = 1 << 30
+    kv_cache_dtype: KVCacheDtype = "auto"
     block_size: int = 16
     max_sequences: int = 64
     max_step_tokens: int = 576  # 512 of prompts, and one for each sequence
@@ -76,7 +77,7 @@ class Engine:
         adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
         weight = model.embed.weight
-        needed = bytes_of_token(model.config, weight.dtype) * config.block_size
+        needed = bytes_of_token(model.config, weight.dtype, config.kv_cache_dtype) * config.block_size
         num_blocks = config.cache_bytes // needed
         if num_blocks < 1:
             reason = (
@@ -93,6 +94,7 @@ class Engine:
             config.block_size,
             dtype=weight.dtype,
             device=weight.device,
+            stored_as=config.kv_cache_dtype,
         )
         self._pool = BlockPool(num_blocks, config.block_size)
         self._adapters = adapters or {}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.engine.cache import bytes_of_token
+from model.engine.cache import KVCacheDtype, bytes_of_token
 from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Output, Request, Step
 from model.engine.step_tracer import StepTrace
@@ -87,12 +87,16 @@ def new_engine(
     max_sequences: int = 8,
     max_stretch: float = 2.0,
     speculates: bool = True,
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> Engine:
     return Engine(
         model,
         tokenizer,
         EngineConfig(
-            cache_bytes=num_blocks * block_size * bytes_of_token(model.config, model.embed.weight.dtype),
+            cache_bytes=num_blocks
+            * block_size
+            * bytes_of_token(model.config, model.embed.weight.dtype, kv_cache_dtype),
+            kv_cache_dtype=kv_cache_dtype,
             block_size=block_size,
             max_step_tokens=max_step_tokens,
             max_sequences=min(max_sequences, max_step_tokens),

@@ -58,12 +58,11 @@ class GatheredStep:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache = self._cache
-        cache.keys[layer].index_copy_(0, self._slots, k)
-        cache.values[layer].index_copy_(0, self._slots, v)
+        cache.write(layer, self._slots, k, v)
         z = torch.empty_like(q)
         for read in self._reads[cache.windows[layer]]:
             if isinstance(read.location, slice):
-                keys, values = cache.keys[layer, read.location], cache.values[layer, read.location]
+                keys, values = cache.read(layer, read.location)
             else:
                 keys, values = cache.gather(layer, read.location)
             batch = (read.num_sequences, -1)

@@ -8,17 +8,22 @@ from torch import Tensor
 from model.engine.attention.interface import cu_seqlens, slot_mapping
 from model.engine.cache import PagedCache
 from model.engine.scheduler import ScheduledSequence
-from model.ops.cpu.paged_attention import PagedAttention, PagedRead, empty_partials
+from model.ops.cpu.paged_attention import PagedAttention, PagedRead, empty_partials, partials_memory
 
 
 class PagedBackend:
-    """`AttentionBackend` with our own kernels."""
+    """`AttentionBackend` with our own kernels.
+
+    `partials` is the memory for the sums of all its steps, recorded ones as well: only one step runs at a time, and its
+    sums are needed only from one call of attention to the next.
+    """
 
     reads_unwritten_slots = False
 
     def __init__(self, cache: PagedCache, kernels: PagedAttention) -> None:
         self.cache = cache
         self.kernels = kernels
+        self.partials = partials_memory(cache.num_heads, cache.d_head, cache.num_blocks * cache.block_size)
 
     def prepare(self, sequences: Sequence[ScheduledSequence], max_blocks: int | None = None) -> "PagedStep":
         """`max_blocks`: how many blocks per sequence `PagedStep.update` must have room for."""
@@ -36,7 +41,7 @@ class PagedStep:
         self.positions, self.lengths, self._slots = torch.tensor(slot_mapping(sequences, size))
         first_rows, start = _row_tables(sequences)
         partials = empty_partials(
-            len(self.positions), self._cache.num_heads, self._cache.keys.shape[-1], num_blocks * size
+            len(self.positions), self._cache.num_heads, self._cache.d_head, num_blocks * size, backend.partials
         )
         self._read = PagedRead(torch.tensor(blocks), torch.tensor(first_rows), torch.tensor(start), size, partials)
 
@@ -53,7 +58,7 @@ class PagedStep:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache = self._cache
-        keys, values = cache.keys[layer], cache.values[layer]
+        keys, values = cache.keys(layer), cache.values(layer)
         self._kernels.write(k, v, keys, values, self._slots)
         return self._kernels.attend(q, keys, values, self._read, cache.windows[layer], cache.score_rule)
 
@@ -61,7 +66,7 @@ class PagedStep:
         """`PagedAttention.step_scores` of one sequence, whose keys were stored by `attend`."""
         cache = self._cache
         rule, window = cache.score_rule, cache.windows[layer]
-        return self._kernels.step_scores(q, cache.keys[layer], self._read, sequence, max_keys, window, rule)
+        return self._kernels.step_scores(q, cache.keys(layer), self._read, sequence, max_keys, window, rule)
 
 
 def _row_tables(sequences: Sequence[ScheduledSequence]) -> tuple[list[int], list[int]]:

@@ -22,7 +22,8 @@ def choose_attention(cache: PagedCache, config: ModelConfig, backend: Backend) -
     """The fastest attention over the paged cache that the network's backend and the device have."""
     if backend.paged_attention is not None:
         return PagedBackend(cache, backend.paged_attention)
-    kernel = find_kernel(config, cache.keys.dtype, cache.device) if backend.allows_varlen else None
+    can_use_varlen = backend.allows_varlen and not cache.is_quantized
+    kernel = find_kernel(config, cache.dtype, cache.device) if can_use_varlen else None
     return GatheredBackend(cache) if kernel is None else VarlenBackend(cache, kernel)
 
 

@@ -96,9 +96,10 @@ class VarlenStep:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache = self._cache
-        keys, values = cache.keys[layer], cache.values[layer]
-        keys.index_copy_(0, self._slots, k)
-        values.index_copy_(0, self._slots, v)
+        cache.write(layer, self._slots, k, v)
+        keys, values = cache.keys(layer), cache.values(layer)
+        assert isinstance(keys, Tensor), "choose_attention does not choose this for a cache in 8 bits"
+        assert isinstance(values, Tensor)
         return self._read.attend(self._kernel, q, keys, values, cache.windows[layer], scale=cache.score_rule.scale)
 
 

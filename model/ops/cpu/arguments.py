@@ -284,6 +284,21 @@ class DrawArguments(NamedTuple):
 # attention.cpp
 
 
+class WriteQuantizedArguments(NamedTuple):
+    k: Address
+    v: Address
+    keys: Address
+    values: Address
+    key_magnitudes: Address
+    value_magnitudes: Address
+    slots: Address
+    num_rows: int
+    num_heads: int
+    D: int
+    k_stride: int
+    v_stride: int
+
+
 class AttentionArguments(NamedTuple):
     q: Address
     keys: Address
@@ -293,6 +308,8 @@ class AttentionArguments(NamedTuple):
     cu_seqlens: Address
     start: Address
     partials: Address
+    key_magnitudes: Address
+    value_magnitudes: Address
     num_sequences: int
     max_blocks: int
     block_size: int
@@ -313,6 +330,7 @@ class AttentionScoresArguments(NamedTuple):
     keys: Address
     blocks: Address
     start: Address
+    key_magnitudes: Address
     scores: Address
     masked: Address
     pattern: Address

@@ -16,15 +16,18 @@ from model.ops.cpu.arguments import (
     VECTOR_WIDTH,
     AttentionArguments,
     AttentionScoresArguments,
+    WriteQuantizedArguments,
     WriteRowsArguments,
 )
 from model.ops.cpu.layout import merge_outer_dims, num_tasks
 from model.ops.cpu.recording import call, empty, pointer
 from model.ops.cpu.shared_layout import Kernel, find_kernel
+from model.ops.quantized_rows import QuantizedRows
 from model.ops.torch_attention import CausalMask, ScoreRule
 
 MAX_SPLIT_TOKENS = 16  # new tokens of a step: with more, there is work for all threads without splitting sequences
 MAX_PARTIAL_BYTES = 1 << 26
+MAX_PARTIALS = MAX_PARTIAL_BYTES // torch.float32.itemsize
 
 
 @dataclass(frozen=True)
@@ -44,17 +47,34 @@ class PagedRead:
     partials: Tensor | None = None
 
 
-def empty_partials(num_tokens: int, num_heads: int, d_head: int, max_keys: int) -> Tensor | None:
-    """Memory for the sums of each token and head over each chunk of up to `max_keys` keys.
+def empty_partials(
+    num_tokens: int, num_heads: int, d_head: int, max_keys: int, memory: Tensor | None = None
+) -> Tensor | None:
+    """Memory for the sums of each token and head over each chunk of up to `max_keys` keys: a view of `memory` if given.
 
-    None if splitting the keys of a sequence would gain nothing: with many tokens, or with a single chunk of keys.
+    None if splitting the keys of a sequence would gain nothing (with many tokens, or with a single chunk of keys), or
+    would take more than MAX_PARTIAL_BYTES.
     """
-    max_chunks = -(-max_keys // KEYS_PER_CHUNK) + 1  # a window may begin and end in the middle of a chunk
-    shape = (num_tokens, num_heads, max_chunks, d_head + PARTIAL_PADDING)
-    num_bytes = math.prod(shape) * torch.float32.itemsize
-    if num_tokens > MAX_SPLIT_TOKENS or max_keys <= KEYS_PER_CHUNK or num_bytes > MAX_PARTIAL_BYTES:
+    shape = _partials_shape(num_tokens, num_heads, d_head, max_keys)
+    size = math.prod(shape)
+    if num_tokens > MAX_SPLIT_TOKENS or max_keys <= KEYS_PER_CHUNK or size > MAX_PARTIALS:
         return None
-    return torch.empty(shape, dtype=torch.float32)
+    memory = torch.empty(size, dtype=torch.float32) if memory is None else memory
+    return memory[:size].view(shape)
+
+
+def partials_memory(num_heads: int, d_head: int, max_keys: int) -> Tensor:
+    """Memory for `empty_partials` of any number of tokens, for steps of which only one is computed at a time.
+
+    The system provides its pages when they are first written, so memory that no step needs is never taken.
+    """
+    size = math.prod(_partials_shape(MAX_SPLIT_TOKENS, num_heads, d_head, max_keys))
+    return torch.empty(min(size, MAX_PARTIALS), dtype=torch.float32)
+
+
+def _partials_shape(num_tokens: int, num_heads: int, d_head: int, max_keys: int) -> tuple[int, int, int, int]:
+    max_chunks = -(-max_keys // KEYS_PER_CHUNK) + 1  # a window may begin and end in the middle of a chunk
+    return num_tokens, num_heads, max_chunks, d_head + PARTIAL_PADDING
 
 
 class PagedAttention:
@@ -66,11 +86,13 @@ class PagedAttention:
         attention: Kernel[AttentionArguments],
         combine: Kernel[AttentionArguments],
         attention_scores: Kernel[AttentionScoresArguments],
+        write_quantized: Kernel[WriteQuantizedArguments],
     ) -> None:
         self._write_rows = write_rows
         self._attention = attention
         self._combine = combine
         self._attention_scores = attention_scores
+        self._write_quantized = write_quantized
 
     @classmethod
     def find(cls, dtype: torch.dtype, d_head: int) -> "PagedAttention | None":
@@ -81,12 +103,19 @@ class PagedAttention:
         attention = find_kernel("attention", "attention", dtype, AttentionArguments)
         combine = find_kernel("attention", "attention_combine", dtype, AttentionArguments)
         scores = find_kernel("attention", "attention_scores", dtype, AttentionScoresArguments)
-        if write_rows is None or attention is None or combine is None or scores is None:
+        quantized = find_kernel("attention", "write_quantized", dtype, WriteQuantizedArguments)
+        if write_rows is None or attention is None or combine is None or scores is None or quantized is None:
             return None
-        return cls(write_rows, attention, combine, scores)
+        return cls(write_rows, attention, combine, scores, quantized)
 
-    def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Copy k and v (N, Hkv, D) to the slots (N,) of keys and values (num_slots, Hkv, D)."""
+    def write(
+        self, k: Tensor, v: Tensor, keys: Tensor | QuantizedRows, values: Tensor | QuantizedRows, slots: Tensor
+    ) -> None:
+        """Copy k and v (N, Hkv, D) to the slots (N,) of keys and values (num_slots, Hkv, D), quantized if these are."""
+        if not isinstance(keys, Tensor):
+            assert not isinstance(values, Tensor)
+            return self._quantize(k, v, keys, values, slots)
+        assert isinstance(values, Tensor)
         (k, k_stride), (v, v_stride) = merge_outer_dims(k, 2), merge_outer_dims(v, 2)
         arguments = WriteRowsArguments(
             k=k.data_ptr(),
@@ -99,12 +128,38 @@ class PagedAttention:
             k_stride=k_stride,
             v_stride=v_stride,
         )
-        call(self._write_rows, num_tasks(k), arguments)
+        return call(self._write_rows, num_tasks(k), arguments)
+
+    def _quantize(self, k: Tensor, v: Tensor, keys: QuantizedRows, values: QuantizedRows, slots: Tensor) -> None:
+        (k, k_stride), (v, v_stride) = merge_outer_dims(k, 2), merge_outer_dims(v, 2)
+        arguments = WriteQuantizedArguments(
+            k=k.data_ptr(),
+            v=v.data_ptr(),
+            keys=keys.integers.data_ptr(),
+            values=values.integers.data_ptr(),
+            key_magnitudes=keys.magnitudes.data_ptr(),
+            value_magnitudes=values.magnitudes.data_ptr(),
+            slots=slots.data_ptr(),
+            num_rows=slots.shape[0],
+            num_heads=k.shape[1],
+            D=k.shape[2],
+            k_stride=k_stride,
+            v_stride=v_stride,
+        )
+        call(self._write_quantized, num_tasks(k), arguments)
 
     def attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, read: PagedRead, window: int | None, rule: ScoreRule
+        self,
+        q: Tensor,
+        keys: Tensor | QuantizedRows,
+        values: Tensor | QuantizedRows,
+        read: PagedRead,
+        window: int | None,
+        rule: ScoreRule,
     ) -> Tensor:
         """q (N, H, D) of the new tokens, keys and values (num_slots, Hkv, D) of one layer -> z (N, H, D)."""
+        keys, key_magnitudes = _parts(keys)
+        values, value_magnitudes = _parts(values)
         out = empty(q.shape, q.dtype)
         q, q_stride = merge_outer_dims(q, 2)
         num_sequences, max_blocks = read.blocks.shape
@@ -117,6 +172,8 @@ class PagedAttention:
             cu_seqlens=read.cu_seqlens.data_ptr(),
             start=read.start.data_ptr(),
             partials=pointer(read.partials),
+            key_magnitudes=pointer(key_magnitudes),
+            value_magnitudes=pointer(value_magnitudes),
             num_sequences=num_sequences,
             max_blocks=max_blocks,
             block_size=read.block_size,
@@ -153,7 +210,7 @@ class PagedAttention:
     def step_scores(
         self,
         q: Tensor,
-        keys: Tensor,
+        keys: Tensor | QuantizedRows,
         read: PagedRead,
         sequence: int,
         max_keys: int,
@@ -173,7 +230,7 @@ class PagedAttention:
     def _call_scores(
         self,
         q: Tensor,
-        keys: Tensor,
+        keys: Tensor | QuantizedRows,
         read: PagedRead,
         sequence: int,
         outputs: tuple[Tensor, Tensor, Tensor],
@@ -184,11 +241,13 @@ class PagedAttention:
         N, H, D = q.shape
         q, q_stride = merge_outer_dims(q, 2)
         scores, masked, pattern = outputs
+        keys, key_magnitudes = _parts(keys)
         arguments = AttentionScoresArguments(
             q=q.data_ptr(),
             keys=keys.data_ptr(),
             blocks=read.blocks[sequence].data_ptr(),
             start=read.start[sequence].data_ptr(),
+            key_magnitudes=pointer(key_magnitudes),
             scores=scores.data_ptr(),
             masked=masked.data_ptr(),
             pattern=pattern.data_ptr(),
@@ -204,3 +263,8 @@ class PagedAttention:
             softcap=rule.softcap or 0.0,
         )
         call(self._attention_scores, recording.MAX_TASKS, arguments)
+
+
+def _parts(rows: Tensor | QuantizedRows) -> tuple[Tensor, Tensor | None]:
+    """The numbers of rows in the dtype of the network, or the integers and magnitudes of rows in 8 bits."""
+    return (rows, None) if isinstance(rows, Tensor) else rows

@@ -40,6 +40,8 @@ STRUCT(
     (const int64_t*, cu_seqlens),
     (const int64_t*, start),
     (float*, partials),  // or null: (N, H, max_chunks, D + PARTIAL_PADDING)
+    (const BFloat16*, key_magnitudes),    // or null: (slots, Hkv) of keys in 8 bits (quantized_rows.h)
+    (const BFloat16*, value_magnitudes),  // likewise
     (long, num_sequences),
     (long, max_blocks),
     (long, block_size),
@@ -102,6 +104,21 @@ struct Items {
     }
 };
 
+// The keys or the values of some heads, where `args` says. Rows in 8 bits are dequantized to memory of the thread.
+template <class Arguments, class Number>
+CacheRows<Number> rows_of(
+    const Arguments& args, const Number* pool, const BFloat16* magnitudes, long stride, const int64_t* blocks,
+    long first_head, long num_heads) {
+    static thread_local std::vector<Number> room;
+    if (magnitudes && (long)room.size() < KEYS_IN_PLACE * num_heads * args.D)
+        room.resize(KEYS_IN_PLACE * num_heads * args.D);
+    const CacheRows<Number> rows = {
+        pool, blocks, args.block_size, stride, num_heads, args.D, magnitudes, args.Hkv, room.data()};
+    CacheRows<Number> own = rows.head(first_head);
+    own.num_heads = num_heads;
+    return own;
+}
+
 template <class Format, class Number = typename Format::Number>
 void attention(const AttentionArguments<Number>& args, long task, long num_tasks) {
     static thread_local Scratch scratch;
@@ -113,8 +130,8 @@ void attention(const AttentionArguments<Number>& args, long task, long num_tasks
         const int64_t* const blocks = args.blocks + s * args.max_blocks;
         const long row = args.cu_seqlens[s], head = key_head * group;
         const HeadsAttention<Format> heads = {
-            {args.keys + key_head * D, blocks, args.block_size, args.k_stride},
-            {args.values + key_head * D, blocks, args.block_size, args.v_stride},
+            rows_of(args, args.keys, args.key_magnitudes, args.k_stride, blocks, key_head, num_heads),
+            rows_of(args, args.values, args.value_magnitudes, args.v_stride, blocks, key_head, num_heads),
             args.q + row * args.q_stride + head * D, zeros.data(), args.z + (row * H + head) * D, args.q_stride, H * D,
             args.start[s], num_heads, group, D, args.window, (float)args.scale, (float)args.softcap, scratch,
         };
@@ -167,7 +184,8 @@ STRUCT(
     (const Number*, q),     // (N, H, D)
     (const Number*, keys),  // (slots, Hkv, D)
     (const int64_t*, blocks),
-    (const int64_t*, start),  // (1)
+    (const int64_t*, start),             // (1)
+    (const BFloat16*, key_magnitudes),  // or null, as in AttentionArguments
     (Number*, scores),
     (Number*, masked),
     (Number*, pattern),
@@ -184,16 +202,18 @@ STRUCT(
 
 template <class Format, class Number = typename Format::Number>
 void attention_scores(const AttentionScoresArguments<Number>& args, long task, long num_tasks) {
-    constexpr long ROWS = 32;
+    // A thread keeps the memory for the scores of one item, so items of many keys have fewer rows.
+    constexpr long MAX_ROWS = 32, MAX_SCORES = 1 << 18;
     const long N = args.N, start = *args.start, S = start + N, D = args.D, group = args.H / args.Hkv;
-    const long item_tokens = std::max(1L, ROWS / group);
+    const long item_tokens = std::max(1L, std::min(MAX_ROWS, MAX_SCORES / S) / group);
     const long num_parts = (N + item_tokens - 1) / item_tokens, num_items = args.Hkv * num_parts;
     static thread_local Scratch scratch;
     static thread_local std::vector<Number> zeros;
     if ((long)zeros.size() < D) zeros.resize(D);
     for (long item = num_items * task / num_tasks; item < num_items * (task + 1) / num_tasks; item++) {
         const long key_head = item / num_parts, token = item % num_parts * item_tokens;
-        const CacheRows<Number> rows = {args.keys + key_head * D, args.blocks, args.block_size, args.k_stride};
+        const CacheRows<Number> rows =
+            rows_of(args, args.keys, args.key_magnitudes, args.k_stride, args.blocks, key_head, 1);
         const HeadsAttention<Format> head = {
             rows, rows, args.q + key_head * group * D, zeros.data(), nullptr, args.q_stride, 0, start, 1, group, D,
             args.window, (float)args.scale, (float)args.softcap, scratch,
@@ -224,6 +244,8 @@ EXPORT_CONSTANT(WIDTH)
 EXPORT_CONSTANT(KEYS_PER_CHUNK)
 EXPORT_CONSTANT(PARTIAL_PADDING)
 
+KERNEL(write_quantized_float32, write_quantized<float>)
+KERNEL(write_quantized_bfloat16, write_quantized<BFloat16>)
 KERNEL(attention_float32, attention<SingleNumbers<float>>)
 KERNEL(attention_bfloat16, attention_bfloat16_by_best_unit)
 KERNEL(attention_combine_float32, attention_combine<SingleNumbers<float>>)

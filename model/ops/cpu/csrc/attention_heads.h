@@ -123,9 +123,9 @@ struct HeadsAttention {
         const long to = std::min(chunk_begin + KEYS_PER_CHUNK, end_visible(rows.end - 1));
         if (reads_in_place(rows.begin, rows.end)) return visit_in_place(rows, from, to, multiply, take);
         const PackedChunk<Format> chunk = {chunk_begin, num_heads, D, rows.packed};
-        keys.touch(from, to, num_heads * D);
+        keys.touch(from, to);
         chunk.pack_keys(keys, from, to, zeros);
-        values.touch(from, to, num_heads * D);
+        values.touch(from, to);
         chunk.pack_values(values, from, to, zeros);
         for (long head = 0; head < num_heads; head++)
             for (long row = rows.begin; row < rows.end; row += BLOCK_ROWS) {
@@ -140,16 +140,22 @@ struct HeadsAttention {
     template <class Take>
     void visit_in_place(const Rows& rows, long from, long to, Multiplier<Format>& multiply, Take take) const {
         const long first = first_visible(rows.begin), count = round_up(to - from, STEP), num_rows = num_heads * group;
-        for (long begin = from; begin < to; begin += KEYS_IN_PLACE)
-            multiply_keys(rows, begin, std::min(begin + KEYS_IN_PLACE, to), rows.scores + begin - from, multiply);
+        const bool has_long_rows = keys.stride * keys.number_size() >= LONG_ROW;
+        const long step = has_long_rows ? STEP : KEYS_IN_PLACE;
+        for (long begin = from; begin < to; begin += step) {
+            const long end = std::min(begin + step, to);
+            if (!has_long_rows) keys.touch(begin, end);
+            multiply_keys(rows, begin, end, rows.scores + begin - from, multiply);
+        }
         if (cap != 0) cap_scores(rows.scores, num_rows, count);
         for (long i = 0; i < num_rows; i++)
             rows.chunk_sums[i] = compute_weights<Format>(
                 rows.scores + i * SCORE_STRIDE, first - from, to - from, count, score_factor());
         std::fill(rows.chunk_values, rows.chunk_values + num_rows * D, 0.0f);
-        for (long begin = from; begin < to; begin += KEYS_IN_PLACE) {
-            values.touch(begin, std::min(begin + KEYS_IN_PLACE, to), num_heads * D);
-            const VisibleValues<Number> visible(values, begin, first, to, zeros);
+        for (long begin = from; begin < to; begin += step) {
+            const long end = std::min(begin + step, to);
+            if (!has_long_rows) values.touch(begin, end);
+            const VisibleValues<Number> visible(values, begin, end, first, to, zeros);
             for (long head = 0; head < num_heads; head++)
                 add_head_in_place<Format>(
                     visible, head * D, rows.scores + head * group * SCORE_STRIDE + (begin - from) / DEPTH,
@@ -161,11 +167,9 @@ struct HeadsAttention {
 
     // Multiplies the queries of all heads by the keys of the positions [begin, end) -> scores (rows, SCORE_STRIDE).
     void multiply_keys(const Rows& rows, long begin, long end, float* scores, Multiplier<Format>& multiply) const {
-        keys.touch(begin, end, num_heads * D);
         const PackedChunk<Format> packed = {begin, 1, D, rows.packed};
-        CacheRows<Number> head_keys = keys;
-        for (long head = 0; head < num_heads; head++, head_keys.pool += D) {
-            packed.pack_keys(head_keys, begin, end, zeros);
+        for (long head = 0; head < num_heads; head++) {
+            packed.pack_keys(keys.head(head), begin, end, zeros);
             multiply({rows.queries + head * group * num_lanes(), num_lanes(), packed.memory, WIDTH * num_lanes(), group,
                       round_up(end - begin, STEP) / WIDTH, num_lanes(), scores + head * group * SCORE_STRIDE,
                       SCORE_STRIDE});
@@ -217,9 +221,7 @@ struct HeadsAttention {
         static thread_local Scratch scratch;
         const PackedChunk<Format> visible = {
             round_down(from, KEYS_PER_CHUNK), 1, D, scratch.reserve(PackedChunk<Format>::head_size(D))};
-        CacheRows<Number> head_values = values;
-        head_values.pool += head * D;
-        visible.pack_values(head_values, from, to, zeros);
+        visible.pack_values(values.head(head), from, to, zeros);
         const long first = round_down(from, STEP), skipped = (first - begin) * sizeof(typename Format::Weight);
         multiply_values(
             (const float*)((const char*)weights + skipped), visible, 0, 1, first, round_up(to - first, STEP), out,

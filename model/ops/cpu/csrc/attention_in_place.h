@@ -7,17 +7,22 @@
 // Positions that are read at a time: what all heads need of them fits into the CPU's caches.
 constexpr long KEYS_IN_PLACE = 64;
 
-// The rows of the values of KEYS_IN_PLACE positions. Those that the token does not see are zeros.
+// Bytes of a token from which on its row is a long run itself. Such rows are read once, vector by vector: reading many
+// of them ahead (`CacheRows::touch`) would fill the first-level cache.
+constexpr long LONG_ROW = 3072;
+
+// The rows of the values of up to KEYS_IN_PLACE positions. Those that the token does not see are zeros.
 template <class Number>
 struct VisibleValues {
     const Number* rows[KEYS_IN_PLACE];
     long count;  // a multiple of 16
 
-    VisibleValues(const CacheRows<Number>& cache, long position, long first, long end, const Number* zeros) {
-        count = std::min(KEYS_IN_PLACE, round_up(end - position, WIDTH));
+    // The positions [position, to), of which the token sees [first, end).
+    VisibleValues(const CacheRows<Number>& cache, long position, long to, long first, long end, const Number* zeros) {
+        count = round_up(to - position, WIDTH);
         for (long i = 0; i < count; i += WIDTH) {
             const Number* found[WIDTH];
-            cache.find(position + i, end, zeros, found);
+            cache.find(position + i, end, zeros, found, i);
             for (long j = 0; j < WIDTH; j++) rows[i + j] = position + i + j < first ? zeros : found[j];
         }
     }
