@@ -156,6 +156,7 @@ def prepare(arguments: argparse.Namespace, work: Path) -> None:
     else:
         paths = [str(arguments.model.resolve()), str(partial)]
         subprocess.run([sys.executable, "-m", "tests.benchmarks.peer_formats", "checkpoint", *paths], check=True)
+        (work / "source.gguf").unlink(missing_ok=True)
         (work / "source.gguf").symlink_to(arguments.model.resolve())
     partial.rename(checkpoint)
 
