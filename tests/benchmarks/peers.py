@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from model.checkpoints.load import load_checkpoint
 from tests.benchmarks.client import summarize
@@ -60,9 +61,12 @@ SCENARIOS = {
 WARM_UP = 4  # tokens that each stream generates before a scenario is measured
 NUM_AGREE = 16
 CHECK_IDS = list(range(100, 116))  # a prompt after which the random weights do not repeat one token forever
+CHECK_TEXT = "The ship left the harbour at dawn, and the captain counted the men on deck. He was"  # for a model
 
 
-def measure(bench: Bench, peer: Peer, arguments: argparse.Namespace, expected: list[int]) -> dict[str, Any]:
+def measure(
+    bench: Bench, peer: Peer, arguments: argparse.Namespace, prompt: list[int], expected: list[int]
+) -> dict[str, Any]:
     """Measure a peer in one round. Raises `MissingError` if that is not possible."""
     bench.export(peer)
     found: dict[str, Any] = {}
@@ -70,7 +74,7 @@ def measure(bench: Bench, peer: Peer, arguments: argparse.Namespace, expected: l
         found["prefill"] = bench.prefills(peer)
     with bench.serving(peer) as (port, seconds):
         found["ready_seconds"] = seconds
-        check = {**bench.prompts.body(16, NUM_AGREE), "prompt": CHECK_IDS}
+        check = {**bench.prompts.body(16, NUM_AGREE), "prompt": prompt}
         ids = bench.drive(peer, port, [check])[0].ids
         if ids:
             found["agrees"] = next((n for n in range(NUM_AGREE) if ids[n : n + 1] != expected[n : n + 1]), NUM_AGREE)
@@ -80,6 +84,14 @@ def measure(bench: Bench, peer: Peer, arguments: argparse.Namespace, expected: l
             timed = bench.drive(peer, port, [bench.prompts.body(num_in, num_out) for _ in range(count)])
             found[name] = {what: summarize(timed)[what] for what in ("tokens_per_second", "ttft_p50_ms")}
     return found
+
+
+def check_prompt(arguments: argparse.Namespace, checkpoint: Path) -> list[int]:
+    """The prompt of `agrees`. The servers of llama.cpp skip bytes, so a model continues an English text."""
+    tokenizer = checkpoint / "tokenizer.json"
+    if arguments.model is None or not tokenizer.exists():
+        return CHECK_IDS
+    return list(Tokenizer.from_file(str(tokenizer)).encode(CHECK_TEXT).ids)
 
 
 @torch.inference_mode()
@@ -229,7 +241,8 @@ def run(arguments: argparse.Namespace, work: Path) -> None:
     slot_tokens = max(num_in + num_out for _, num_in, num_out in SCENARIOS.values())
     bench = Bench(installed(arguments), work, threads=arguments.threads, slots=slots, slot_tokens=slot_tokens)
     shape = Shape.read(work / "checkpoint")
-    expected = greedy_tokens(work / "checkpoint", CHECK_IDS)
+    prompt = check_prompt(arguments, work / "checkpoint")
+    expected = greedy_tokens(work / "checkpoint", prompt)
     machines: list[dict[str, float]] = []
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.only}
     missing: dict[str, str] = {}
@@ -239,7 +252,7 @@ def run(arguments: argparse.Namespace, work: Path) -> None:
             if name in missing:
                 continue
             try:
-                rounds[name].append(measure(bench, PEERS[name], arguments, expected))
+                rounds[name].append(measure(bench, PEERS[name], arguments, prompt, expected))
                 sys.stderr.write(f"{name}: {rounds[name][-1]}\n")
             except (MissingError, OSError, asyncio.IncompleteReadError) as error:
                 missing[name] = f"{error}"
