@@ -2,6 +2,12 @@
 
 from dataclasses import dataclass, replace
 
+SCENARIOS = {
+    "S1": (1, 16, 128),
+    "S2": (8, 16, 128),
+    "S3": (8, 512, 64),
+    "S4": (32, 64, 64),
+}  # streams, tokens in, tokens out
 LLAMA_KINDS = ("llama.cpp", "ik_llama.cpp")
 
 
