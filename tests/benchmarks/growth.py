@@ -19,7 +19,8 @@ import torch
 from tests.benchmarks.machine_limits import cpu_model
 from tests.benchmarks.peer_bench import Bench
 from tests.benchmarks.peer_catalog import PEERS, MissingError
-from tests.benchmarks.peers import add_arguments, installed, prepare, write_table
+from tests.benchmarks.peer_report import write_table
+from tests.benchmarks.peers import add_arguments, installed, prepare
 from tests.benchmarks.serve import end_as_a_whole
 
 LENGTHS = (128, 512, 1024, 2000, 4000, 7000)

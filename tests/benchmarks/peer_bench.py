@@ -166,14 +166,16 @@ class Bench:
             return
         partial = out.with_name(f"partial-{out.name}")
         source = self._work / "source.gguf"
-        if peer.kind in LLAMA_KINDS and (peer.variant != "f32" or source.exists()):
+        if peer.variant == "source":
+            raise MissingError("--model is not a GGUF file")
+        if peer.reads_gguf and (peer.variant != "f32" or source.exists()):
             if peer.variant != "f32":
                 self.export(PEERS["llama.cpp-f32"])
                 source = self._work / "f32.gguf"
             quantize = self._binary(PEERS["llama.cpp-f32"], "llama-quantize")
             command = [quantize, "--allow-requantize", str(source), str(partial), peer.variant]
         else:
-            kind = "gguf" if peer.kind in LLAMA_KINDS else peer.format
+            kind = "gguf" if peer.reads_gguf else peer.format
             paths = [str(self._work / "checkpoint"), str(partial)]
             command = [self._python, "-m", "tests.benchmarks.peer_formats", kind, *paths]
         self._output(command)

@@ -2,6 +2,12 @@
 
 from dataclasses import dataclass, replace
 
+SCENARIOS = {
+    "S1": (1, 16, 128),
+    "S2": (8, 16, 128),
+    "S3": (8, 512, 64),
+    "S4": (32, 64, 64),
+}  # streams, tokens in, tokens out
 LLAMA_KINDS = ("llama.cpp", "ik_llama.cpp")
 
 
@@ -28,9 +34,13 @@ class Peer:
         return f"{self.kind}-{self.variant}"
 
     @property
+    def reads_gguf(self) -> bool:
+        return self.kind in LLAMA_KINDS or self in STORED
+
+    @property
     def format(self) -> str:
         """The name of the file or directory that the engine reads, in the working directory."""
-        if self.kind in LLAMA_KINDS:
+        if self.reads_gguf:
             return f"{self.variant}.gguf"
         if self.kind == "openvino":
             return f"openvino-{self.variant}" if self.variant.startswith("int") else "openvino"
@@ -40,19 +50,22 @@ class Peer:
 OURS = [
     Peer("ours", "float32", 32, "float32", ("--dtype", "float32")),
     Peer("ours", "bfloat16", 16, "bfloat16", ("--dtype", "bfloat16")),
-    Peer("ours", "int8", 8, "int8", ("--dtype", "bfloat16", "--quantize", "int8")),
-    Peer("ours", "int4", 4, "int8", ("--dtype", "bfloat16", "--quantize", "int4")),
+    Peer("ours", "int8", 8.5, "int8", ("--dtype", "bfloat16", "--quantize", "int8")),
+    Peer("ours", "int4", 5.7, "int8", ("--dtype", "bfloat16", "--quantize", "int4")),  # 5 bits, but 8.5 for the head
 ]
-GGUF = [
-    Peer("llama.cpp", "f32", 32, "float32"),
-    Peer("llama.cpp", "bf16", 16, "bfloat16"),
+QUANTIZED_FILES = [
+    Peer("llama.cpp", "source", 5.85, "int8"),  # the file of `--model`; the bits are those of SmolLM2's package
     Peer("llama.cpp", "q8_0", 8.5, "int8"),
     Peer("llama.cpp", "q4_0", 5.2, "int8"),  # 4.5 bits, but 6.6 for the embeddings
     Peer("llama.cpp", "q4_k_m", 5.5, "int8"),  # 4.5 to 6.6 bits
 ]
+GGUF = [Peer("llama.cpp", "f32", 32, "float32"), Peer("llama.cpp", "bf16", 16, "bfloat16"), *QUANTIZED_FILES]
+# Our engine with the weights as they are stored in the same files.
+STORED = [replace(peer, kind="ours", options=("--dtype", "bfloat16", "--no-speculate")) for peer in QUANTIZED_FILES]
 ALL = (
     *(replace(peer, options=(*peer.options, "--no-speculate")) for peer in OURS),
     *(replace(peer, variant=f"{peer.variant}-drafts") for peer in OURS),
+    *STORED,
     *GGUF,
     *(replace(peer, kind="ik_llama.cpp") for peer in GGUF),
     Peer("openvino", "float32", 32, "float32"),

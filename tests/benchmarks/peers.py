@@ -5,14 +5,17 @@
         [--llama-cpp DIRECTORY] [--ik-llama-cpp DIRECTORY]
 
 Without `--model`, the weights are random, with the 123.6M Llama shape of articles/001. A model must be of the Llama
-family. Of a GGUF file, everyone gets the dequantized weights, and quantizes these again. A directory gives llama.cpp no
-tokenizer, so its perplexity needs a GGUF file.
+family. Of a GGUF file, everyone gets the dequantized weights, and quantizes these again; only `ours-source` and
+`llama.cpp-source` run the file as it is. `ours-q8_0`, `ours-q4_0` and `ours-q4_k_m` run the files that llama.cpp has
+quantized. A directory gives llama.cpp no tokenizer, so its perplexity needs a GGUF file.
 
-Every round starts one server after the other, sends it requests over HTTP, and stops it. Decoding is greedy and
-continues after an end of sequence. Every prompt is different and prompt caches are off, so that the same work is
-compared. Prompts alone (prefill) are measured in process. A missing peer is reported. Our engine uses drafts only if
-the name ends in `-drafts`: texts of random weights repeat themselves, so drafts are right far more often than in real
-text. `agrees` counts the greedy tokens, of 16, before the first one that differs from our float32 network.
+The servers of all peers run until the end (they need memory for all of them), but only one has work at a time. In every
+round, each scenario is measured with one peer after the other, so that what disturbs the machine for a minute disturbs
+all of them. Requests come over HTTP. Decoding is greedy and continues after an end of sequence. Every prompt is
+different and prompt caches are off, so that the same work is compared. Prompts alone (prefill) are measured in process.
+A missing peer is reported. Our engine uses drafts only if the name ends in `-drafts`: texts of random weights repeat
+themselves, so drafts are right far more often than in real text. `agrees` counts the greedy tokens, of 16, before the
+first one that differs from our float32 network.
 
 Perplexity (with `--text`) is defined as in llama-perplexity, which measures llama.cpp and ik_llama.cpp: the text is
 divided into windows of `--window` tokens, and the second half of each window is scored, each token with all tokens of
@@ -33,53 +36,94 @@ import argparse
 import asyncio
 import json
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from model.checkpoints.load import load_checkpoint
 from tests.benchmarks.client import summarize
-from tests.benchmarks.machine_limits import Shape, cpu_model, measure_machine, prompt_seconds, scenario_seconds
+from tests.benchmarks.machine_limits import Shape, cpu_model, measure_machine
 from tests.benchmarks.peer_bench import Bench, Installed
-from tests.benchmarks.peer_catalog import PEERS, MissingError, Peer, reference_of
+from tests.benchmarks.peer_catalog import PEERS, SCENARIOS, MissingError, Peer, reference_of
 from tests.benchmarks.peer_formats import write_dummy_tokenizer, write_windows
+from tests.benchmarks.peer_report import NUM_AGREE, figures, row, write_table
 from tests.benchmarks.peer_servers import PREFILLS
 from tests.benchmarks.serve import end_as_a_whole, write_random_checkpoint
 
-SCENARIOS = {
-    "S1": (1, 16, 128),
-    "S2": (8, 16, 128),
-    "S3": (8, 512, 64),
-    "S4": (32, 64, 64),
-}  # streams, tokens in, tokens out
 WARM_UP = 4  # tokens that each stream generates before a scenario is measured
-NUM_AGREE = 16
 CHECK_IDS = list(range(100, 116))  # a prompt after which the random weights do not repeat one token forever
+CHECK_TEXT = "The ship left the harbour at dawn, and the captain counted the men on deck. He was"  # for a model
 
 
-def measure(bench: Bench, peer: Peer, arguments: argparse.Namespace, expected: list[int]) -> dict[str, Any]:
-    """Measure a peer in one round. Raises `MissingError` if that is not possible."""
+@dataclass(frozen=True)
+class Running:
+    """The server of a peer, and what was found when it started."""
+
+    peer: Peer
+    port: int
+    found: dict[str, Any]
+
+
+@contextmanager
+def reported(missing: dict[str, str], name: str) -> Iterator[None]:
+    """Go on without a peer that fails, and say why."""
+    try:
+        yield
+    except (MissingError, OSError, asyncio.IncompleteReadError) as error:
+        missing[name] = f"{error}"
+        sys.stderr.write(f"{name}: missing: {error}\n")
+
+
+def start(stack: ExitStack, bench: Bench, peer: Peer, prompt: list[int], expected: list[int]) -> Running:
+    """Start the server of a peer, which ends with `stack`, and check its tokens. Raises `MissingError`."""
     bench.export(peer)
-    found: dict[str, Any] = {}
-    if not arguments.skip_prefill and peer.kind != "vllm":
-        found["prefill"] = bench.prefills(peer)
-    with bench.serving(peer) as (port, seconds):
-        found["ready_seconds"] = seconds
-        check = {**bench.prompts.body(16, NUM_AGREE), "prompt": CHECK_IDS}
-        ids = bench.drive(peer, port, [check])[0].ids
-        if ids:
-            found["agrees"] = next((n for n in range(NUM_AGREE) if ids[n : n + 1] != expected[n : n + 1]), NUM_AGREE)
-        for name in arguments.scenarios:
-            count, num_in, num_out = SCENARIOS[name]
-            bench.drive(peer, port, [bench.prompts.body(num_in, WARM_UP) for _ in range(count)])
-            timed = bench.drive(peer, port, [bench.prompts.body(num_in, num_out) for _ in range(count)])
-            found[name] = {what: summarize(timed)[what] for what in ("tokens_per_second", "ttft_p50_ms")}
+    port, seconds = stack.enter_context(bench.serving(peer))
+    found: dict[str, Any] = {"ready_seconds": seconds}
+    ids = bench.drive(peer, port, [{**bench.prompts.body(16, NUM_AGREE), "prompt": prompt}])[0].ids
+    if ids:
+        found["agrees"] = next((n for n in range(NUM_AGREE) if ids[n : n + 1] != expected[n : n + 1]), NUM_AGREE)
+    return Running(peer, port, found)
+
+
+def measure(bench: Bench, running: Running, scenario: str) -> dict[str, float]:
+    """Measure a scenario once. Raises `MissingError` if the server does not answer as it should."""
+    count, num_in, num_out = SCENARIOS[scenario]
+    bench.drive(running.peer, running.port, [bench.prompts.body(num_in, WARM_UP) for _ in range(count)])
+    timed = bench.drive(running.peer, running.port, [bench.prompts.body(num_in, num_out) for _ in range(count)])
+    return {what: summarize(timed)[what] for what in ("tokens_per_second", "ttft_p50_ms")}
+
+
+def measure_all(
+    bench: Bench, servers: dict[str, Running], arguments: argparse.Namespace, missing: dict[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Measure all peers once, one after the other in each scenario. Those that fail become `missing`."""
+    found: dict[str, dict[str, Any]] = {name: dict(running.found) for name, running in servers.items()}
+    for scenario in [*arguments.scenarios, *(["prefill"] if not arguments.skip_prefill else [])]:
+        for name, running in servers.items():
+            if name in missing or (scenario == "prefill" and running.peer.kind == "vllm"):
+                continue
+            with reported(missing, name):
+                if scenario == "prefill":
+                    found[name][scenario] = bench.prefills(running.peer)
+                else:
+                    found[name][scenario] = measure(bench, running, scenario)
     return found
+
+
+def check_prompt(arguments: argparse.Namespace, checkpoint: Path) -> list[int]:
+    """The prompt of `agrees`. The servers of llama.cpp skip bytes, so a model continues an English text."""
+    tokenizer = checkpoint / "tokenizer.json"
+    if arguments.model is None or not tokenizer.exists():
+        return CHECK_IDS
+    return list(Tokenizer.from_file(str(tokenizer)).encode(CHECK_TEXT).ids)
 
 
 @torch.inference_mode()
@@ -90,54 +134,6 @@ def greedy_tokens(checkpoint: Path, prompt: list[int]) -> list[int]:
     for _ in range(NUM_AGREE):
         ids.append(int(network(torch.tensor([ids]))[0, -1].argmax()))
     return ids[len(prompt) :]
-
-
-def summary(rounds: list[dict[str, Any]], *path: str) -> dict[str, float] | None:
-    """Median, minimum and maximum of one figure over all rounds; None if it was not measured."""
-    values: list[Any] = list(rounds)
-    for key in path:
-        values = [value.get(key) for value in values if value is not None]
-    values = [value for value in values if value is not None]
-    if not values:
-        return None
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def figures(peer: Peer, shape: Shape, rounds: list[dict[str, Any]], machine: dict[str, float]) -> dict[str, Any]:
-    """Summarize the figures of all rounds; speeds also as a share of the limit of the machine."""
-    found: dict[str, Any] = {name: summary(rounds, name) for name in ("ready_seconds", "agrees")}
-    rate = machine[peer.rate]
-    seconds_to_read = (shape.blocks + shape.head) * peer.weight_bits / 8 / machine["bandwidth"]
-    for name, (streams, num_in, num_out) in SCENARIOS.items():
-        if (speed := summary(rounds, name, "tokens_per_second")) is not None:
-            limit = streams * num_out / scenario_seconds(shape, rate, seconds_to_read, streams, num_in, num_out)
-            found[name] = {
-                **speed,
-                "share": speed["median"] / limit,
-                "ttft_p50_ms": summary(rounds, name, "ttft_p50_ms"),
-            }
-    for num_in in PREFILLS:
-        if (speed := summary(rounds, "prefill", str(num_in))) is not None:
-            limit = num_in / prompt_seconds(shape, rate, num_in)
-            found[f"prefill_{num_in}"] = {**speed, "share": speed["median"] / limit}
-    return found
-
-
-def row(name: str, found: dict[str, Any], scenarios: list[str]) -> list[str]:
-    def cell(value: dict[str, Any] | None) -> str:
-        return f"{value['median']:.0f} ({value['min']:.0f}-{value['max']:.0f}) {value['share']:.0%}" if value else "-"
-
-    ttft = [f"{found['S3']['ttft_p50_ms']['median']:.0f}"] if "S3" in scenarios else []
-    speeds = [cell(found.get(key)) for key in (*scenarios, *(f"prefill_{num_in}" for num_in in PREFILLS))]
-    agrees = "-" if found["agrees"] is None else f"{found['agrees']['min']:.0f} of {NUM_AGREE}"
-    return [name, found.get("perplexity_text", "-"), f"{found['ready_seconds']['median']:.1f}", agrees, *speeds, *ttft]
-
-
-def write_table(rows: list[list[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for cells in rows:
-        line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        sys.stdout.write(line.rstrip() + "\n")
 
 
 def prepare(arguments: argparse.Namespace, work: Path) -> None:
@@ -156,6 +152,7 @@ def prepare(arguments: argparse.Namespace, work: Path) -> None:
     else:
         paths = [str(arguments.model.resolve()), str(partial)]
         subprocess.run([sys.executable, "-m", "tests.benchmarks.peer_formats", "checkpoint", *paths], check=True)
+        (work / "source.gguf").unlink(missing_ok=True)
         (work / "source.gguf").symlink_to(arguments.model.resolve())
     partial.rename(checkpoint)
 
@@ -228,21 +225,22 @@ def run(arguments: argparse.Namespace, work: Path) -> None:
     slot_tokens = max(num_in + num_out for _, num_in, num_out in SCENARIOS.values())
     bench = Bench(installed(arguments), work, threads=arguments.threads, slots=slots, slot_tokens=slot_tokens)
     shape = Shape.read(work / "checkpoint")
-    expected = greedy_tokens(work / "checkpoint", CHECK_IDS)
+    prompt = check_prompt(arguments, work / "checkpoint")
+    expected = greedy_tokens(work / "checkpoint", prompt)
     machines: list[dict[str, float]] = []
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.only}
     missing: dict[str, str] = {}
-    for _ in range(arguments.rounds):
-        machines.append(measure_machine())
+    with ExitStack() as stack:
+        servers: dict[str, Running] = {}
         for name in arguments.only:
-            if name in missing:
-                continue
-            try:
-                rounds[name].append(measure(bench, PEERS[name], arguments, expected))
-                sys.stderr.write(f"{name}: {rounds[name][-1]}\n")
-            except (MissingError, OSError, asyncio.IncompleteReadError) as error:
-                missing[name] = f"{error}"
-                sys.stderr.write(f"{name}: missing: {error}\n")
+            with reported(missing, name):
+                servers[name] = start(stack, bench, PEERS[name], prompt, expected)
+        for _ in range(arguments.rounds):
+            machines.append(measure_machine())
+            one = measure_all(bench, servers, arguments, missing)
+            for name, found in one.items():
+                rounds[name].append(found)
+            sys.stderr.write(f"{one}\n")
     machine = {what: max(one[what] for one in machines) for what in machines[0]}
     peers = {name: figures(PEERS[name], shape, rounds[name], machine) for name in arguments.only if rounds[name]}
     if arguments.text is not None:
