@@ -7,6 +7,7 @@ stages (recorded_trace.py).
 What a CUDA graph is to a GPU, a recording is to our CPU kernels: replaying it needs no Python between the kernels.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -33,6 +34,7 @@ from model.ops.interface import Argmax
 from model.tracing.edits.bound import EditedRows, tap_of_runs
 from model.tracing.tap import BatchTap, SequenceTap, Tap
 
+logger = logging.getLogger(__name__)
 Kind = TypeVar("Kind")
 MAX_CHANGED_GRAPHS = 64  # with adapters, edits or traces
 MAX_EDIT_BYTES = 1 << 26  # of the numbers of edits that graphs keep
@@ -186,7 +188,7 @@ class DecodeGraphs:
         self._attention = attention
         self._memory = RecordingMemory()
         self._graphs: dict[Shape, DecodeGraph] = {}  # changed ones in the order of their last use
-        self._unrecordable: set[ChangeKind] = set()  # of which PyTorch computes a part
+        self._unrecordable: set[ChangeKind] = set()  # PyTorch computes a part of them, or recording them failed
 
     @property
     def num_recorded(self) -> int:
@@ -216,7 +218,16 @@ class DecodeGraphs:
         if replace(kind, is_adapted=False) in self._unrecordable:
             return None
         adapters = adapters if shape.adapted else None
-        graph = DecodeGraph(self._model, self._attention, sequences, self._memory, adapters, edits, traced, max_keys)
+        arguments = (sequences, self._memory, adapters, edits, traced, max_keys)
+        try:
+            graph = DecodeGraph(self._model, self._attention, *arguments)
+        except Exception:
+            if not (stages or traced):
+                raise
+            # Too little memory for a trace, for example. Without a recording, the error ends only its own sequence.
+            logger.warning("a step with traces or edits could not be recorded", exc_info=True)
+            _remember(self._unrecordable, replace(kind, is_adapted=False))
+            return None
         if graph.is_whole:
             self._keep(shape, graph)
         elif stages or traced:
