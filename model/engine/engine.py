@@ -175,6 +175,7 @@ class Engine:
                 max_length=max_length,
                 adapter=request.adapter,
                 digest_edits=None if request.edits is None else request.edits.digest,
+                is_costly=request.trace is not None and request.trace.logit_lens is not None,
             )
             leader = leader or sequence
             continuation = Continuation(request, index, sequence, self._tokenizer)

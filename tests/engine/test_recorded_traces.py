@@ -263,3 +263,41 @@ def test_the_size_of_a_trace_is_at_least_the_memory_that_it_holds(
             held += held_bytes(step.stages)
         assert held <= step.num_bytes + OUTPUT_BYTES
         assert is_recorded or not is_lazy
+
+
+def tokens_per_step(engine: Engine, num_steps: int) -> dict[str, list[int]]:
+    """How many tokens each request got in each step."""
+    found: dict[str, list[int]] = {}
+    for step in range(num_steps):
+        for output in engine.step().outputs:
+            found.setdefault(output.request_id, [0] * num_steps)[step] += len(output.tokens)
+        engine.check_integrity()
+    return found
+
+
+def test_a_stream_with_a_lens_takes_part_in_every_third_step_beside_others() -> None:
+    """A lens is a row of the head for each block, so otherwise it would slow down the streams of others."""
+    model = served("llama")
+    requests = [
+        traced(model, ask("lens", prompt(9), max_tokens=12), "the top token of the lens"),
+        ask("plain", prompt(6, seed=2), max_tokens=25),
+        traced(model, ask("summaries", prompt(5, seed=3), max_tokens=25), "summaries of all stages"),
+    ]
+    expected = {key: result for request in requests for key, result in run(new_engine(model), request).items()}
+    engine = new_engine(model)
+    for request in requests:
+        engine.add(request)
+    found = tokens_per_step(engine, 21)
+    assert found["plain"] == found["summaries"] == [1] * 21
+    assert found["lens"][0] == 1  # of the prompt
+    assert all(sum(found["lens"][step : step + 3]) == 1 for step in range(1, 19))
+    assert_same_bits(run(new_engine(model), *requests), expected)
+
+
+def test_streams_with_lenses_take_part_in_every_step_if_all_have_one() -> None:
+    model = served("llama")
+    engine = new_engine(model)
+    for index in range(2):
+        engine.add(traced(model, ask(f"{index}", prompt(9, seed=index), max_tokens=12), "the top token of the lens"))
+    assert tokens_per_step(engine, 12) == {"0": [1] * 12, "1": [1] * 12}
+    assert not engine.has_work
