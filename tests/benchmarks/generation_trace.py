@@ -6,9 +6,10 @@ MODEL is a checkpoint directory; by default SmolLM2-135M-Instruct, which is down
 network take steps in turn, one of them traced, so that both meet the same load of the machine. Each trace is measured
 with one stream, and with eight streams of which one is traced. A ratio of one stream is tokens per second over those of
 plain decoding. A ratio of eight streams is the median or mean time of a step over that of an untraced step, which is
-the latency between two tokens of the other seven. A stream with a logit lens takes part in every third step only. With `--encode`, the time to describe each trace as JSON is counted too;
-the service does that on another thread. Prompts are traced as `POST /forward` does, with summaries of all stages, and
-compared with a plain pass. The last line is the result as JSON.
+the latency between two tokens of the other seven. A stream with a logit lens takes part in every third step only. With
+`--encode`, the time to describe each trace as JSON is counted too; the service does that on another thread. Prompts are
+traced as `POST /forward` does, with summaries of all stages, and compared with a plain pass. The last line is the
+result as JSON.
 """
 
 import argparse
