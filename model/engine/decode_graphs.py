@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 Kind = TypeVar("Kind")
 MAX_CHANGED_GRAPHS = 64  # with adapters, edits or traces
 MAX_EDIT_BYTES = 1 << 26  # of the numbers of edits that graphs keep
+MAX_TRACED_STAGES = 1 << 16  # of all rows of all graphs; each takes about a kilobyte of Python objects
 MAX_KINDS = 256  # of steps that are remembered
 
 
@@ -89,6 +90,7 @@ class DecodeGraph:
         self._recording = Recording(memory)
         self._edits = tap_of_runs(edits, ops.network) if edits else None  # kept: the recording reads its numbers
         self.edit_bytes = sum(each.edits.num_bytes for each in edits)
+        self.num_traced_stages = sum(len(each.kind.params.selection.stages) for each in traced if each.kind.has_stages)
         context = RecordedStepContext(self._step, cache, sequences, ops.network, max_keys)
         self._traced = traced
         traces = self._new_traces(model, max_keys)
@@ -253,8 +255,13 @@ class DecodeGraphs:
         self._graphs[shape] = graph
         changed = [each for each in self._graphs if each.is_changed]
         num_bytes = sum(self._graphs[each].edit_bytes for each in changed)
-        while len(changed) > MAX_CHANGED_GRAPHS or (num_bytes > MAX_EDIT_BYTES and len(changed) > 1):
-            num_bytes -= self._graphs.pop(changed.pop(0)).edit_bytes
+        num_stages = sum(self._graphs[each].num_traced_stages for each in changed)
+        while len(changed) > MAX_CHANGED_GRAPHS or (
+            len(changed) > 1 and (num_bytes > MAX_EDIT_BYTES or num_stages > MAX_TRACED_STAGES)
+        ):
+            oldest = self._graphs.pop(changed.pop(0))
+            num_bytes -= oldest.edit_bytes
+            num_stages -= oldest.num_traced_stages
 
 
 def _remember(kinds: set[Kind], kind: Kind) -> None:

@@ -231,6 +231,20 @@ def test_a_trace_that_cannot_be_recorded_does_no_harm(
     assert [record.message for record in caplog.records] == ["a step with traces or edits could not be recorded"]
 
 
+def test_recordings_with_many_traced_stages_replace_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage of each traced row takes memory as long as its recording is kept."""
+    model = served("llama")
+    num_stages = len(stages_of(model.config))
+    monkeypatch.setattr("model.engine.decode_graphs.MAX_TRACED_STAGES", 4 * num_stages)
+    engine = new_engine(model)
+    requests = [traced(model, ask(f"{i}", prompt(5 + i), max_tokens=6 + i), "shapes alone") for i in range(4)]
+    expected = run(new_engine(model), *requests)
+    assert_same_bits(run(engine, *requests), expected)
+    shapes = [shape for shape in engine._runner._decode_graphs._graphs if shape.traced]
+    assert shapes
+    assert sum(len(shape.traced) for shape in shapes) <= 4
+
+
 def held_bytes(held: Any) -> int:
     """The memory of an object and of everything in it; numbers of tensors count as their bytes."""
     if isinstance(held, Tensor):
