@@ -98,7 +98,8 @@ class Metrics:
         )
         self.trace_seconds = self._histogram(
             "trace_seconds",
-            "Duration of a pass of /forward or /logits with the encoding of its answer, or of the tracing in a step",
+            "Duration of a pass of /forward or /logits with the encoding of its answer, or of the tracing in a step "
+            "beside its recorded kernels",
         )
         self.attributions = self._counter("attributions_total", "Answers of /attribute that were computed", "method")
         self.gradient_seconds = self._histogram(

@@ -19,7 +19,7 @@ from service.metrics import Progress
 # `FAIR_UNREAD_BYTES` applies while the buffers of all requests together are full (`Buffers.is_full`).
 MAX_UNREAD_BYTES, FAIR_UNREAD_BYTES = 8 << 20, 1 << 16
 BATCH_BYTES = 1 << 14  # a batch of outputs ends with the output that reaches this size
-# Estimates for one output without its traced values, and for each log-probability of the prompt that it reports.
+# Estimates for one output without its trace, and for each log-probability that it reports.
 OUTPUT_BYTES, ENTRY_BYTES = 1024, 128
 
 
@@ -126,8 +126,9 @@ class RequestStream:
 
 
 def _size(output: Output) -> int:
-    if output.trace is None and not output.prompt_tokens:
-        return OUTPUT_BYTES
-    num_entries = sum(1 + (0 if token.logprobs is None else len(token.logprobs.top)) for token in output.prompt_tokens)
-    fixed = OUTPUT_BYTES + ENTRY_BYTES * num_entries
-    return fixed if output.trace is None else fixed + output.trace.num_value_bytes
+    """About the memory that an output holds."""
+    num_entries = len(output.prompt_tokens)
+    for token in (*output.prompt_tokens, *output.tokens):
+        if token.logprobs is not None:
+            num_entries += len(token.logprobs.top)
+    return OUTPUT_BYTES + ENTRY_BYTES * num_entries + (0 if output.trace is None else output.trace.num_bytes)

@@ -95,8 +95,8 @@ class Settings(BaseSettings):
     )
     kernels: Literal["auto", "torch"] = Field(
         "auto",
-        description="auto: our own kernels if there are any for the dtype and the CPU (AVX2 or AVX-512), compiled before "
-        "or by a C++ compiler; else PyTorch's fastest; torch: PyTorch only",
+        description="auto: our own kernels if there are any for the dtype and the CPU (AVX2 or AVX-512), compiled "
+        "before or by a C++ compiler; else PyTorch's fastest; torch: PyTorch only",
     )
     quantize: Quantization | Literal["auto"] = Field(
         "stored",

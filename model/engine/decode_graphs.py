@@ -7,6 +7,7 @@ stages (recorded_trace.py).
 What a CUDA graph is to a GPU, a recording is to our CPU kernels: replaying it needs no Python between the kernels.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -33,9 +34,11 @@ from model.ops.interface import Argmax
 from model.tracing.edits.bound import EditedRows, tap_of_runs
 from model.tracing.tap import BatchTap, SequenceTap, Tap
 
+logger = logging.getLogger(__name__)
 Kind = TypeVar("Kind")
 MAX_CHANGED_GRAPHS = 64  # with adapters, edits or traces
 MAX_EDIT_BYTES = 1 << 26  # of the numbers of edits that graphs keep
+MAX_TRACED_STAGES = 1 << 16  # of all rows of all graphs; each takes about a kilobyte of Python objects
 MAX_KINDS = 256  # of steps that are remembered
 
 
@@ -87,6 +90,7 @@ class DecodeGraph:
         self._recording = Recording(memory)
         self._edits = tap_of_runs(edits, ops.network) if edits else None  # kept: the recording reads its numbers
         self.edit_bytes = sum(each.edits.num_bytes for each in edits)
+        self.num_traced_stages = sum(len(each.kind.params.selection.stages) for each in traced if each.kind.has_stages)
         context = RecordedStepContext(self._step, cache, sequences, ops.network, max_keys)
         self._traced = traced
         traces = self._new_traces(model, max_keys)
@@ -186,7 +190,7 @@ class DecodeGraphs:
         self._attention = attention
         self._memory = RecordingMemory()
         self._graphs: dict[Shape, DecodeGraph] = {}  # changed ones in the order of their last use
-        self._unrecordable: set[ChangeKind] = set()  # of which PyTorch computes a part
+        self._unrecordable: set[ChangeKind] = set()  # PyTorch computes a part of them, or recording them failed
 
     @property
     def num_recorded(self) -> int:
@@ -216,7 +220,16 @@ class DecodeGraphs:
         if replace(kind, is_adapted=False) in self._unrecordable:
             return None
         adapters = adapters if shape.adapted else None
-        graph = DecodeGraph(self._model, self._attention, sequences, self._memory, adapters, edits, traced, max_keys)
+        arguments = (sequences, self._memory, adapters, edits, traced, max_keys)
+        try:
+            graph = DecodeGraph(self._model, self._attention, *arguments)
+        except Exception:
+            if not (stages or traced):
+                raise
+            # Too little memory for a trace, for example. Without a recording, the error ends only its own sequence.
+            logger.warning("a step with traces or edits could not be recorded", exc_info=True)
+            _remember(self._unrecordable, replace(kind, is_adapted=False))
+            return None
         if graph.is_whole:
             self._keep(shape, graph)
         elif stages or traced:
@@ -242,8 +255,13 @@ class DecodeGraphs:
         self._graphs[shape] = graph
         changed = [each for each in self._graphs if each.is_changed]
         num_bytes = sum(self._graphs[each].edit_bytes for each in changed)
-        while len(changed) > MAX_CHANGED_GRAPHS or (num_bytes > MAX_EDIT_BYTES and len(changed) > 1):
-            num_bytes -= self._graphs.pop(changed.pop(0)).edit_bytes
+        num_stages = sum(self._graphs[each].num_traced_stages for each in changed)
+        while len(changed) > MAX_CHANGED_GRAPHS or (
+            len(changed) > 1 and (num_bytes > MAX_EDIT_BYTES or num_stages > MAX_TRACED_STAGES)
+        ):
+            oldest = self._graphs.pop(changed.pop(0))
+            num_bytes -= oldest.edit_bytes
+            num_stages -= oldest.num_traced_stages
 
 
 def _remember(kinds: set[Kind], kind: Kind) -> None:

@@ -177,6 +177,7 @@ class Engine:
                 max_length=max_length,
                 adapter=request.adapter,
                 digest_edits=None if request.edits is None else request.edits.digest,
+                is_costly=self._is_costly(request),
             )
             leader = leader or sequence
             continuation = Continuation(request, index, sequence, self._tokenizer)
@@ -185,6 +186,14 @@ class Engine:
             self._requests.setdefault(request.id, []).append(continuation)
             self._continuations[sequence] = continuation
             self._scheduler.add(sequence)
+
+    def _is_costly(self, request: Request) -> bool:
+        """Whether the request decodes in fewer steps, because it computes a logit lens.
+
+        Only if no bit depends on which sequences share a step: otherwise the trace could change the tokens.
+        """
+        has_lens = request.trace is not None and request.trace.logit_lens is not None
+        return has_lens and self._model.batch_invariant
 
     def _cache_salt(self, request: Request, max_length: int) -> str | None:
         """Sequences share computed blocks only if all that their keys and values depend on is equal."""

@@ -16,7 +16,7 @@ from model.engine.logit_lens import LensLogits
 from model.engine.trace_params import StepTraceKind
 from model.network.transformer import Transformer
 from model.ops.cpu.trace_kernels import Pieces, SummaryCalls, TraceKernels, summaries_of
-from model.tracing.selection import StageTrace
+from model.tracing.selection import StageTrace, bytes_of_values
 from model.tracing.stages import Stage, last_residuals, sizes_of
 from model.tracing.tap import Chain, Recorder, Tap
 
@@ -88,9 +88,10 @@ class StageReading:
     made: Mapping[str, StageTrace]
 
     @property
-    def num_value_bytes(self) -> int:
-        made = (0 if trace.values is None else trace.values.nbytes for trace in self.made.values())
-        return sum(made, 0 if self.copies is None else self.copies.nbytes)
+    def num_bytes(self) -> int:
+        """The memory that the reading holds until its stages are made."""
+        copied = 0 if self.copies is None else self.copies.nbytes
+        return copied + sum(map(len, self.statistics)) + bytes_of_values(self.made.values())
 
     def stages(self) -> dict[str, StageTrace]:
         summaries = [list(summaries_of(each)) for each in self.statistics]

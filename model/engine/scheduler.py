@@ -2,8 +2,9 @@
 
 There is one rule for prompts and decoding alike: a step computes tokens that are not computed yet, up to a token
 budget. Decoding sequences come first, with one token each. Prompts share the rest of the budget, the oldest first; if
-there are fewer prompts than decoding sequences, they take no more than `StepBudget` allows. If the cache runs out of
-blocks, the youngest sequence gives up its blocks and is computed again later.
+there are fewer prompts than decoding sequences, they take no more than `StepBudget` allows. Costly sequences, such as
+those with a logit lens, decode in every third step only while other sequences decode. If the cache runs out of blocks,
+the youngest sequence gives up its blocks and is computed again later.
 """
 
 from bisect import insort
@@ -15,6 +16,8 @@ from model.engine.prompt_lookup import MAX_DRAFT
 from model.engine.sequence import SequenceState
 from model.engine.step_budget import StepBudget
 from model.errors import InvalidField
+
+COSTLY_INTERVAL = 3  # of this many steps, costly sequences decode in one, so that others are hardly slower
 
 
 class ScheduledSequence:
@@ -82,6 +85,7 @@ class Scheduler:
         self._max_sequences = max_sequences
         self._max_tokens = max_tokens
         self._budget = StepBudget(max_stretch)
+        self._num_steps = 0
         self._unwritten_blocks: list[int] = []  # of the step that is being planned
 
     def add(self, sequence: SequenceState) -> None:
@@ -103,8 +107,7 @@ class Scheduler:
         self._unwritten_blocks = []
         for sequence in [s for s in self.running if s.paused]:
             self._preempt(sequence)  # other sequences can use its blocks and its place
-        decoding = [s for s in self.running if s.num_missing == 1]
-        planned = [ScheduledSequence(sequence, 1) for sequence in decoding if self._make_room(sequence)]
+        planned = [ScheduledSequence(sequence, 1) for sequence in self._decoding() if self._make_room(sequence)]
         budget = self._max_tokens - len(planned)
         prompts = [s for s in self.running if s.num_missing > 1]
         num_entering = min(len(self.waiting), self._max_sequences - len(self.running))
@@ -159,6 +162,14 @@ class Scheduler:
         num_blocks = self._blocks_for(len(sequence.tokens))
         self.pool.release(sequence.blocks[num_blocks:])
         del sequence.blocks[num_blocks:]
+
+    def _decoding(self) -> list[SequenceState]:
+        """The sequences that decode in the next step."""
+        decoding = [s for s in self.running if s.num_missing == 1]
+        self._num_steps += 1
+        if self._num_steps % COSTLY_INTERVAL == 0:
+            return decoding
+        return [s for s in decoding if not s.is_costly] or decoding
 
     def _with_drafts(self, decoding: list[ScheduledSequence]) -> list[ScheduledSequence]:
         """Add drafts as long as there is room in the cache, and in a step of at most `MAX_DRAFT` + 1 tokens."""

@@ -18,6 +18,7 @@ class SequenceState:
     `cache_salt` never share blocks. A `paused` sequence takes part in no step. `lookup` drafts the tokens that may
     follow; without it nothing is drafted. `adapter` is the name of the adapter that computes the sequence.
     `digest_edits` gives a digest of the edits that change the positions from one up to another; None: none do.
+    A sequence that `is_costly` adds more to the time of a step than a token does, so it decodes in fewer steps.
     """
 
     __slots__ = (
@@ -26,6 +27,7 @@ class SequenceState:
         "_root",
         "adapter",
         "blocks",
+        "is_costly",
         "lookup",
         "max_cached",
         "max_length",
@@ -51,6 +53,7 @@ class SequenceState:
         max_length: int = sys.maxsize,
         adapter: str | None = None,
         digest_edits: Callable[[int, int], bytes | None] | None = None,
+        is_costly: bool = False,
     ) -> None:
         self.order = order
         self.adapter = adapter
@@ -63,6 +66,7 @@ class SequenceState:
         self.max_cached = max_cached
         self.max_length = max_length
         self.prefix_leader = prefix_leader
+        self.is_costly = is_costly
         self.paused = False
         self.lookup: PromptLookup | None = None
         self._digest_edits = digest_edits

@@ -18,11 +18,14 @@ from model.engine.trace_params import StepTraceKind, TraceParams
 from model.network.transformer import Transformer
 from model.text.sampling import ConstraintEffect
 from model.tracing.predictions import Predictions, compute_loss, predict
-from model.tracing.selection import Selection, StageCollector, StageTrace
+from model.tracing.selection import Selection, StageCollector, StageTrace, bytes_of_values
 from model.tracing.stages import Stage, last_residuals, sizes_of
 from model.tracing.tap import Chain, Recorder, Tap
 
 AFTER_CHOICE = frozenset({"probabilities", "loss"})  # stages that are computed when the next token is known
+# Estimates of the memory that a trace holds: for one predicted token (its id, logit and probability), one list of
+# them, and one stage with its summary.
+ENTRY_BYTES, LIST_BYTES, STAGE_BYTES = 128, 512, 768
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class StepTrace:
 
     positions: list[int]
     stages: Sequence[StageTrace]
-    num_value_bytes: int  # of the stages
+    num_bytes: int  # about the memory that the trace holds
     predictions: list[Predictions]
     logit_lens: Sequence[LensLayer] | None
     constraint: ConstraintEffect | None = None
@@ -125,12 +128,13 @@ class StepTracer:
         if not (self.positions or layers or constraint):
             return None
         stages, num_bytes = self._stages(found, None if recorded is None else recorded.read())
+        num_bytes += _bytes_of(predictions) + (0 if layers is None else _bytes_of([layer.top for layer in layers]))
         return StepTrace(self.positions, stages, num_bytes, predictions, layers, constraint)
 
     def _stages(self, found: dict[str, StageTrace], reading: StageReading | None) -> tuple[Sequence[StageTrace], int]:
-        """The traced stages in order, and the bytes of their values."""
+        """The traced stages in order, and about the memory that they hold."""
         ordered = self._params.selection.stages
-        num_bytes = sum(each.values.nbytes for each in found.values() if each.values is not None)
+        num_bytes = STAGE_BYTES * len(found) + bytes_of_values(found.values())
         if reading is None:
             return [found[stage.name] for stage in ordered if stage.name in found], num_bytes
 
@@ -138,7 +142,9 @@ class StepTracer:
             found.update(reading.stages())
             return [found[stage.name] for stage in ordered if stage.name in found]
 
-        return LazySequence(len(found) + len(reading.kept), make), num_bytes + reading.num_value_bytes
+        return LazySequence(len(found) + len(reading.kept), make), num_bytes + STAGE_BYTES * len(
+            reading.made
+        ) + reading.num_bytes
 
     def _read_out(self, logits: Tensor, next_tokens: Sequence[int]) -> dict[str, StageTrace]:
         """The stages that are computed from the logits and the next tokens."""
@@ -159,3 +165,7 @@ class StepTracer:
         residuals = torch.cat(list(self._residuals.kept.values()))  # (L, C)
         logits = self._model.decode(residuals[None])[0]
         return LensLogits.of(logits, self._params.logit_lens, self._model.backend.summaries)
+
+
+def _bytes_of(predictions: Sequence[Predictions]) -> int:
+    return sum(LIST_BYTES + ENTRY_BYTES * len(each.token_ids) for each in predictions)

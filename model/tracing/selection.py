@@ -5,7 +5,7 @@ this path: `stages.select` finds the stages of the request's globs, a `Selection
 for them, the modules of the network offer them to it through a `Probe`, and a `StageCollector` keeps the selected part.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,6 +75,11 @@ class StageTrace:
     dtype: torch.dtype
     values: Tensor | None
     summary: Summary | None = None
+
+
+def bytes_of_values(traces: Iterable[StageTrace]) -> int:
+    """The memory of the values of some stages."""
+    return sum(trace.values.nbytes for trace in traces if trace.values is not None)
 
 
 class StageCollector:

@@ -5,10 +5,11 @@
 MODEL is a checkpoint directory; by default SmolLM2-135M-Instruct, which is downloaded. Two engines with the same
 network take steps in turn, one of them traced, so that both meet the same load of the machine. Each trace is measured
 with one stream, and with eight streams of which one is traced. A ratio of one stream is tokens per second over those of
-plain decoding. A ratio of eight streams is the median time of a step over that of an untraced step, which is the
-latency between two tokens of the other seven. With `--encode`, the time to describe each trace as JSON is counted too;
-the service does that on another thread. Prompts are traced as `POST /forward` does, with summaries of all stages, and
-compared with a plain pass. The last line is the result as JSON.
+plain decoding. A ratio of eight streams is the median or mean time of a step over that of an untraced step, which is
+the latency between two tokens of the other seven. A stream with a logit lens takes part in every third step only. With
+`--encode`, the time to describe each trace as JSON is counted too; the service does that on another thread. Prompts are
+traced as `POST /forward` does, with summaries of all stages, and compared with a plain pass. The last line is the
+result as JSON.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
@@ -89,8 +90,13 @@ def random_ids(model: Transformer, count: int, seed: int) -> list[int]:
     return [generator.randrange(model.config.vocab_size) for _ in range(count)]
 
 
-def measure(engines: Sequence[Engine], params: TraceParams, options: argparse.Namespace, num_streams: int) -> float:
-    """The ratio of the median steps of a plain and a traced engine, whose steps alternate: traced over plain."""
+def measure(
+    engines: Sequence[Engine], params: TraceParams, options: argparse.Namespace, num_streams: int
+) -> tuple[float, float]:
+    """The ratios of the median and of the mean step of a traced engine over those of a plain one.
+
+    Their steps alternate.
+    """
     both = [
         Streams(engine, num_streams, options.tokens, own, options.encode)
         for engine, own in zip(engines, (None, params), strict=True)
@@ -101,9 +107,10 @@ def measure(engines: Sequence[Engine], params: TraceParams, options: argparse.Na
     for streams in both:
         streams.finish()
     plain, traced = (median(streams.step_seconds) for streams in both)
+    plain_mean, traced_mean = (fmean(streams.step_seconds) for streams in both)
     if options.verbose:
         sys.stdout.write(f"    {1e3 * plain:.2f} ms, traced {1e3 * traced:.2f} ms\n")
-    return traced / plain
+    return traced / plain, traced_mean / plain_mean
 
 
 @torch.inference_mode()
@@ -146,9 +153,11 @@ def main() -> None:
     for index in range(options.rounds + 1):
         for num_streams in options.streams:
             for name, params in traces.items():
-                ratio = measure(engines, params, options, num_streams)
+                ratio, ratio_of_means = measure(engines, params, options, num_streams)
                 if index:  # the first round records steps
                     found.setdefault(f"{name}, {num_streams} streams", []).append(ratio)
+                if index and num_streams > 1:
+                    found.setdefault(f"{name}, {num_streams} streams, mean", []).append(ratio_of_means)
         for num_tokens in options.prompts:
             ratio = forward_ratio(model, num_tokens, PAIRS)
             if index:

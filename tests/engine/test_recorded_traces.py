@@ -1,21 +1,27 @@
 """Traced steps are recorded and replayed: a trace has the same bits as without recordings, and changes no bit."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from model.engine.decode_graphs import DecodeGraphs
 from model.engine.engine import Engine
+from model.engine.lazy_sequence import LazySequence
+from model.engine.logit_lens import LensLayer
+from model.engine.recorded_trace import RecordedTrace
 from model.engine.request import Request
 from model.engine.step_tracer import StepTrace
 from model.engine.trace_params import TraceParams
 from model.network.transformer import Transformer
 from model.tracing import tap as taps
 from model.tracing.edits import Edit
-from model.tracing.selection import Selection
+from model.tracing.predictions import Predictions
+from model.tracing.selection import Selection, StageTrace
 from model.tracing.stages import select, stages_of
 from tests.engine.driving import Result, ask, new_engine, prompt, run
 from tests.engine.test_adapters import engine_of, served, with_adapter
@@ -33,6 +39,7 @@ SELECTIONS: Mapping[str, Mapping[str, Any]] = {
     "a long lens": {"stages": [], "logit_lens": 66},
     "probabilities": {"stages": ["probabilities", "loss", "logits"], "detail": "values"},
 }
+OUTPUT_BYTES = 1024  # what the service counts for everything else in an output
 every_selection = pytest.mark.parametrize("selection", SELECTIONS)
 
 
@@ -201,3 +208,110 @@ def test_values_of_one_step_stay_when_the_next_step_runs() -> None:
         early.append(contents(output.trace))
     is_same = late[1:] == early[1:]  # of the prompt, the second request computes only the end
     assert is_same
+
+
+def test_a_trace_that_cannot_be_recorded_does_no_harm(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A recording needs memory of its own, so it may fail where the step without it succeeds."""
+    model = served("llama")
+    requests = [
+        traced(model, ask("1", prompt(9), max_tokens=8), "values of all stages"),
+        ask("2", prompt(6, seed=2), max_tokens=8),
+    ]
+    expected = run(new_engine(model), *requests)
+
+    def fail(self: RecordedTrace, *args: Any) -> None:
+        raise MemoryError("too large")
+
+    monkeypatch.setattr(RecordedTrace, "finish_recording", fail)
+    engine = new_engine(model)
+    assert_same_bits(run(engine, *requests), expected)
+    assert num_traced_graphs(engine) == 0
+    assert [record.message for record in caplog.records] == ["a step with traces or edits could not be recorded"]
+
+
+def test_recordings_with_many_traced_stages_replace_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage of each traced row takes memory as long as its recording is kept."""
+    model = served("llama")
+    num_stages = len(stages_of(model.config))
+    monkeypatch.setattr("model.engine.decode_graphs.MAX_TRACED_STAGES", 4 * num_stages)
+    engine = new_engine(model)
+    requests = [traced(model, ask(f"{i}", prompt(5 + i), max_tokens=6 + i), "shapes alone") for i in range(4)]
+    expected = run(new_engine(model), *requests)
+    assert_same_bits(run(engine, *requests), expected)
+    shapes = [shape for shape in engine._runner._decode_graphs._graphs if shape.traced]
+    assert shapes
+    assert sum(len(shape.traced) for shape in shapes) <= 4
+
+
+def held_bytes(held: Any) -> int:
+    """The memory of an object and of everything in it; numbers of tensors count as their bytes."""
+    if isinstance(held, Tensor):
+        return held.nbytes
+    if isinstance(held, (list, tuple)):
+        return sys.getsizeof(held) + sum(map(held_bytes, held))
+    if isinstance(held, (Predictions, LensLayer)):
+        return sys.getsizeof(held) + sum(map(held_bytes, vars(held).values()))
+    if isinstance(held, StageTrace):
+        return sys.getsizeof(held) + held_bytes([held.shape, held.values, held.summary])
+    return sys.getsizeof(held)
+
+
+@every_selection
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_the_size_of_a_trace_is_at_least_the_memory_that_it_holds(
+    selection: str, is_recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This size limits what the service holds for a client that does not read."""
+    model = served("llama")
+    requests = [traced(model, ask("1", prompt(9), max_tokens=8), selection)]
+    engine = new_engine(model)
+    results = run(engine, *requests) if is_recorded else without_recordings(monkeypatch, engine, *requests)
+    for step in results["1", 0].traces:
+        held = held_bytes([step.predictions, step.logit_lens])
+        is_lazy = isinstance(step.stages, LazySequence)
+        if is_lazy:  # the statistics of a summary are six numbers; the objects are made when they are read
+            held += sum(48 * (stage.summary is not None) + held_bytes(stage.values) for stage in step.stages)
+        else:
+            held += held_bytes(step.stages)
+        assert held <= step.num_bytes + OUTPUT_BYTES
+        assert is_recorded or not is_lazy
+
+
+def tokens_per_step(engine: Engine, num_steps: int) -> dict[str, list[int]]:
+    """How many tokens each request got in each step."""
+    found: dict[str, list[int]] = {}
+    for step in range(num_steps):
+        for output in engine.step().outputs:
+            found.setdefault(output.request_id, [0] * num_steps)[step] += len(output.tokens)
+        engine.check_integrity()
+    return found
+
+
+def test_a_stream_with_a_lens_takes_part_in_every_third_step_beside_others() -> None:
+    """A lens is a row of the head for each block, so otherwise it would slow down the streams of others."""
+    model = served("llama")
+    requests = [
+        traced(model, ask("lens", prompt(9), max_tokens=12), "the top token of the lens"),
+        ask("plain", prompt(6, seed=2), max_tokens=25),
+        traced(model, ask("summaries", prompt(5, seed=3), max_tokens=25), "summaries of all stages"),
+    ]
+    expected = {key: result for request in requests for key, result in run(new_engine(model), request).items()}
+    engine = new_engine(model)
+    for request in requests:
+        engine.add(request)
+    found = tokens_per_step(engine, 21)
+    assert found["plain"] == found["summaries"] == [1] * 21
+    assert found["lens"][0] == 1  # of the prompt
+    assert all(sum(found["lens"][step : step + 3]) == 1 for step in range(1, 19))
+    assert_same_bits(run(new_engine(model), *requests), expected)
+
+
+def test_streams_with_lenses_take_part_in_every_step_if_all_have_one() -> None:
+    model = served("llama")
+    engine = new_engine(model)
+    for index in range(2):
+        engine.add(traced(model, ask(f"{index}", prompt(9, seed=index), max_tokens=12), "the top token of the lens"))
+    assert tokens_per_step(engine, 12) == {"0": [1] * 12, "1": [1] * 12}
+    assert not engine.has_work
