@@ -46,6 +46,10 @@ def _check_adapters(adapters: list[str]) -> list[str]:
     return adapters
 
 
+def _increase(value: str | float | None) -> float | None:
+    return None if value is None else parse_increase(value)
+
+
 class Settings(BaseSettings):
     """A see-through inference server for checkpoints of the GPT-2 and Llama families."""
 
@@ -104,7 +108,7 @@ class Settings(BaseSettings):
         "in dtype; int8, int5, int4 (groups of 32 inputs): faster, but less accurate; auto: the fewest bits for each "
         "layer with which the perplexity grows by at most --quantize-loss",
     )
-    quantize_loss: Annotated[float | None, BeforeValidator(parse_increase)] = Field(
+    quantize_loss: Annotated[float | None, BeforeValidator(_increase)] = Field(
         None,
         description="with --quantize auto: the largest increase of the perplexity, such as 1% or 0.01; default: 0.5%",
     )
