@@ -118,8 +118,7 @@ class TestUnreadOutput:
             )
             (stream,) = streams(service)
             unread = list(stream._unread)
-            traced = [kept.values for output in unread if output.trace is not None for kept in output.trace.stages]
-            num_bytes = sum(values.nbytes for values in traced if values is not None)
+            num_bytes = sum(output.trace.num_bytes for output in unread if output.trace is not None)
             assert self.LIMIT / 2 < num_bytes < 4 * self.LIMIT  # the pause takes effect a few steps later, at most
             before = service.metric("generation_tokens_total")
             for _ in range(3):  # others are served, and the paused request generates nothing

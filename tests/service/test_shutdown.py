@@ -19,7 +19,7 @@ from tests.service.running import PATIENCE_SECONDS, Running, Start, process, rea
 from tests.service.test_limits import connection_with_small_buffers
 
 FOREVER: dict[str, Any] = {"prompt": [5, 6], "max_tokens": 60_000, "ignore_eos": True}
-UNREAD = FOREVER | {"max_tokens": 250, "stream": True, "trace": {"stages": ["*"], "detail": "values"}}
+UNREAD = FOREVER | {"max_tokens": 120, "stream": True, "trace": {"stages": ["*"], "detail": "values"}}
 SHORT: dict[str, Any] = {"prompt": [5, 6], "max_tokens": 3, "ignore_eos": True}
 
 
