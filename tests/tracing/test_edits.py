@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -81,6 +81,7 @@ class TestPositions:
             plan(edit(positions="generated"), max_length=8)
 
     @given(st.lists(st.integers(0, 20), unique=True, min_size=1), st.integers(0, 20), st.integers(0, 9))
+    @example([9, 10], 10, 0)  # a pass without positions, inside of the range
     def test_a_set_finds_its_positions_in_any_pass(self, listed: list[int], start: int, num_new: int) -> None:
         found = resolve_positions(listed, 21, 21, "positions")
         pass_positions = range(start, start + num_new)

@@ -46,7 +46,7 @@ class PositionSet:
     def touches(self, first: int, end: int) -> bool:
         """Whether any position in `first .. end - 1` is in the set."""
         if isinstance(self.indices, range):
-            return self.indices.start < end and first < self.indices.stop
+            return max(first, self.indices.start) < min(end, self.indices.stop)
         place = bisect_left(self._sorted, first)
         return place < len(self._sorted) and self._sorted[place] < end
 
