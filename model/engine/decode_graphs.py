@@ -223,10 +223,9 @@ class DecodeGraphs:
         arguments = (sequences, self._memory, adapters, edits, traced, max_keys)
         try:
             graph = DecodeGraph(self._model, self._attention, *arguments)
-        except Exception:
+        except Exception:  # too little memory, for example: without a recording, the error ends only its own sequence
             if not (stages or traced):
                 raise
-            # Too little memory for a trace, for example. Without a recording, the error ends only its own sequence.
             logger.warning("a step with traces or edits could not be recorded", exc_info=True)
             _remember(self._unrecordable, replace(kind, is_adapted=False))
             return None

@@ -221,6 +221,14 @@ def assert_equal(found: Result, expected: Result) -> None:
     assert found.logprob_values == pytest.approx(expected.logprob_values, abs=1e-5)
 
 
+def assert_greedy_in_one_pass(model: Transformer, request: Request, found: Result) -> None:
+    """A greedy result has the bits of one plain pass over the prompt and all generated tokens."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*request.prompt_ids, *found.ids]]))[0, len(request.prompt_ids) - 1 : -1]
+    assert found.ids == logits.argmax(-1).tolist()
+    assert found.logprobs == token_logprobs(logits, found.ids, 1)
+
+
 def assert_each_equals_alone(
     model: Transformer,
     results: dict[tuple[str, int], Result],

@@ -15,11 +15,11 @@ from model.engine.request import Request
 from model.network.transformer import Transformer
 from model.ops.cpu import build
 from model.ops.cpu.packed_linear import PackedLinear
-from model.text.sampling import SamplingParams, token_logprobs
+from model.text.sampling import SamplingParams
 from model.text.transcript import GenerationParams
 from model.tracing.stages import stages_of
 from model.tracing.tap import Editor, Recorder
-from tests.engine.driving import ask, new_engine, prompt, run
+from tests.engine.driving import ask, assert_greedy_in_one_pass, new_engine, prompt, run
 from tests.ops.cpu.common import by_kernels
 from tests.service.running import running
 from tests.tiny import CONFIGS, ROUNDING, random_ids, record
@@ -111,11 +111,7 @@ def test_generated_tokens_and_logprobs_are_bitwise_those_of_one_pass_over_the_wh
     ]
     results = run(new_engine(model, max_step_tokens=50, num_blocks=128), *requests)
     for request in requests:
-        found = results[request.id, 0]
-        with torch.inference_mode():
-            logits = model(torch.tensor([[*request.prompt_ids, *found.ids]]))[0, len(request.prompt_ids) - 1 : -1]
-        assert found.ids == logits.argmax(-1).tolist()
-        assert found.logprobs == token_logprobs(logits, found.ids, 1)
+        assert_greedy_in_one_pass(model, request, results[request.id, 0])
 
 
 def test_the_service_gives_the_same_text_and_parameter_count_with_our_kernels_and_with_pytorch() -> None:

@@ -13,10 +13,9 @@ from model.engine.engine import Engine
 from model.network.prepare import keeps_any_format
 from model.network.transformer import Transformer
 from model.ops.torch_ops import TORCH
-from model.text.sampling import token_logprobs
 from model.tracing.stages import stages_of
 from model.tracing.tap import Recorder
-from tests.engine.driving import ask, new_engine, prompt, run
+from tests.engine.driving import ask, assert_greedy_in_one_pass, new_engine, prompt, run
 from tests.engine.test_recorded_traces import assert_same_bits, num_traced_graphs, traced, without_recordings
 from tests.ops.cpu.common import NO_KERNELS
 from tests.tiny import random_ids, write_reference
@@ -87,11 +86,7 @@ def test_generated_tokens_and_logprobs_are_bitwise_those_of_one_pass_over_the_wh
     results = run(engine, *requests)
     assert_steps_are_recorded(engine)
     for request in requests:
-        found = results[request.id, 0]
-        with torch.inference_mode():
-            logits = model(torch.tensor([[*request.prompt_ids, *found.ids]]))[0, len(request.prompt_ids) - 1 : -1]
-        assert found.ids == logits.argmax(-1).tolist()
-        assert found.logprobs == token_logprobs(logits, found.ids, 1)
+        assert_greedy_in_one_pass(model, request, results[request.id, 0])
 
 
 def test_a_request_gets_the_same_bits_alone_in_a_batch_without_recordings_and_after_preemption(
