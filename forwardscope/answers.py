@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
+import numpy as np
+
 from forwardscope.results import (
     AppliedEdit,
     Attribution,
@@ -20,8 +22,10 @@ from forwardscope.results import (
     Logits,
     Loss,
     ModelInfo,
+    Patterns,
     Prediction,
     ServedModel,
+    ServiceStatus,
     Stage,
     StageChange,
     StepTrace,
@@ -80,6 +84,23 @@ def logits(arrays: dict[str, NumpyArray], answer: Json) -> Logits[NumpyArray]:
         logits=arrays["logits"],
         ids=arrays.get("ids"),
         logprobs=arrays.get("logprobs"),
+    )
+
+
+def patterns(answer: Json) -> Patterns[NumpyArray]:
+    size, maps = answer["size"], answer["maps"]
+    layers, heads = (tuple(dict.fromkeys(each[name] for each in maps)) for name in ("layer", "head"))
+    arrays = [read_base64(each["values"], answer["dtype"], (size, size)) for each in maps]
+    values = np.stack(arrays).reshape(len(layers), len(heads), size, size)
+    return Patterns(
+        model=answer["model"],
+        tokens=tuple(record(Token, token) for token in answer["tokens"]),
+        stage=answer["stage"],
+        layers=layers,
+        heads=heads,
+        block=answer["block"],
+        values=values if answer["dtype"] != "uint8" else values.astype(np.float32) * np.float32(answer["scale"]),
+        edits=applied_edits(answer),
     )
 
 
@@ -267,8 +288,15 @@ def stored_vectors(answer: Json) -> list[StoredVector]:
     return list(map(stored_vector, answer["vectors"]))
 
 
+def service_status(answer: Json) -> ServiceStatus:
+    return record(ServiceStatus, answer)
+
+
 def served_models(answer: Json) -> list[ServedModel]:
-    return [ServedModel(entry["name"], entry["kind"], entry.get("title")) for entry in answer["models"]]
+    return [
+        ServedModel(entry["name"], entry["kind"], entry.get("title"), (entry.get("prompt") or {}).get("text"))
+        for entry in answer["models"]
+    ]
 
 
 # POST /compare

@@ -75,6 +75,7 @@ class AsyncClient:
 
     run = method(requests.run)
     logits = method(requests.logits)
+    patterns = method(requests.patterns)
     compare = method(requests.compare)
     generate = method(requests.generate)
     stream = stream_method(requests.stream)
@@ -89,6 +90,7 @@ class AsyncClient:
     vectors = method(requests.vectors)
     put_vector = method(requests.put_vector)
     delete_vector = method(requests.delete_vector)
+    status = method(requests.status)
     health = method(requests.health)
 
     async def aclose(self) -> None:

@@ -93,6 +93,7 @@ class Client:
 
     run = method(requests.run)
     logits = method(requests.logits)
+    patterns = method(requests.patterns)
     compare = method(requests.compare)
     generate = method(requests.generate)
     stream = stream_method(requests.stream)
@@ -107,6 +108,7 @@ class Client:
     vectors = method(requests.vectors)
     put_vector = method(requests.put_vector)
     delete_vector = method(requests.delete_vector)
+    status = method(requests.status)
     health = method(requests.health)
 
     def close(self) -> None:

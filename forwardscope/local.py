@@ -332,5 +332,5 @@ class LocalModel:
                 Prediction(token_id, self._text_of(token_id), logit, probability)
                 for token_id, logit, probability in zip(found.token_ids, found.logits, found.probabilities, strict=True)
             )
-            for found in predict(logits, top_k)
+            for found in predict(logits, top_k, self.checkpoint.model.backend.summaries)
         )

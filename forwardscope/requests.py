@@ -23,7 +23,9 @@ from forwardscope.results import (
     Generation,
     Logits,
     ModelInfo,
+    Patterns,
     ServedModel,
+    ServiceStatus,
     StoredVector,
     StreamEvent,
     SweepCell,
@@ -103,6 +105,37 @@ def logits(
         **fields,
     )
     return Call(Request("/logits", body, SAFETENSORS), lambda content: answers.logits(*read_safetensors(content)))
+
+
+def patterns(
+    prompt: Prompt,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    *,
+    stage: Literal["pattern", "attn_scores", "scores"] = "pattern",
+    max_size: int | None = None,
+    model: str | None = None,
+    adapter: str | None = None,
+    edits: Edits | None = None,
+    **fields: Any,
+) -> Call[Patterns[NumpyArray]]:
+    """The attention maps of heads, (layer, head, query, key).
+
+    With `max_size`, each map has at most so many rows and columns. Its numbers are then the largest ones of blocks of
+    queries and keys.
+    """
+    body = without_none(
+        prompt=to_prompt(prompt),
+        layers=to_indices(layers),
+        heads=to_indices(heads),
+        stage=stage,
+        max_size=max_size,
+        model=model,
+        adapter=adapter,
+        edits=to_edits(edits),
+        **fields,
+    )
+    return Call(Request("/patterns", body), parser(answers.patterns))
 
 
 def compare(
@@ -296,6 +329,11 @@ def model() -> Call[ModelInfo]:
 def models() -> Call[list[ServedModel]]:
     """The served model and the worked examples."""
     return Call(Request("/models"), parser(answers.served_models))
+
+
+def status() -> Call[ServiceStatus]:
+    """What the server does at this moment: requests, cache, tokens per second."""
+    return Call(Request("/status"), parser(answers.service_status))
 
 
 def vectors() -> Call[list[StoredVector]]:

@@ -180,6 +180,24 @@ class Logits(Generic[Array]):
     changes: Mapping[str, StageChange] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Patterns(Generic[Array]):
+    """Attention maps (layer, head, row, column) of `layers` and `heads`.
+
+    With a `block` of 1, rows are queries and columns are keys. Otherwise each number is the largest one of `block`
+    queries and `block` keys.
+    """
+
+    model: str
+    tokens: tuple[Token, ...]
+    stage: str
+    layers: tuple[int, ...]
+    heads: tuple[int, ...]
+    block: int
+    values: Array
+    edits: tuple[AppliedEdit, ...] = ()
+
+
 @dataclass(frozen=True)
 class HeadShare:
     """The share of one head in a logit."""
@@ -399,12 +417,34 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     stages: tuple[tuple[str, tuple[str, ...]], ...]
     limits: Mapping[str, int]
+    capabilities: Mapping[str, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A name for the field `model`: the served checkpoint, an adapter, or a worked example with its article's title."""
+    """A name for the field `model`: the served checkpoint, an adapter, or a worked example.
+
+    A worked example has the title and the prompt of its article.
+    """
 
     name: str
     kind: str
     title: str | None
+    prompt: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceStatus:
+    """What a server does at a moment. `cache` is None if no checkpoint is served. docs/api.md describes the fields."""
+
+    version: str
+    model: str | None
+    ready: bool
+    uptime_seconds: float
+    requests_running: int
+    requests_waiting: int
+    sequences_running: int
+    sequences_waiting: int
+    max_sequences: int
+    cache: Mapping[str, int] | None
+    tokens_per_second: Mapping[str, float]

@@ -28,6 +28,7 @@ DTYPES = {
     "float32": "<f4",
     "float16": "<f2",
     "bfloat16": "<u2",
+    "uint8": "<u1",
 }
 """The numpy dtype of the stored numbers, by its name in safetensors and in JSON answers."""
 BFLOAT16 = ("BF16", "bfloat16")

@@ -30,8 +30,9 @@ from service.http.errors import InternalErrors, install_error_handlers
 from service.http.gate import Gate
 from service.http.memory import trim_forever
 from service.http.openapi import API_KEY, error_answers
-from service.metrics import HttpMetrics
-from service.routes import attribute, compare, forward, generate, health, logits, tokenize, vectors
+from service.http.page_files import PageFiles
+from service.metrics import PAGE_PATH, HttpMetrics
+from service.routes import attribute, compare, forward, generate, health, logits, patterns, status, tokenize, vectors
 from service.routes import model as model_route
 from service.routes.openai import chat, completions
 from service.routes.openai import models as openai_models
@@ -55,7 +56,11 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        background = (load(state, on_failure), trim_forever(state.worker.run_maintenance, state.buffers))
+        background = (
+            load(state, on_failure),
+            trim_forever(state.worker.run_maintenance, state.buffers),
+            state.token_rates.sample_forever(),
+        )
         tasks = [asyncio.create_task(coroutine) for coroutine in background]
         yield
         for task in tasks:
@@ -68,12 +73,17 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None)
     app.state.forwardscope = state
     install_error_handlers(app)
     protected = [] if settings.api_key is None else [Depends(API_KEY)]
-    for route in (forward, logits, generate, attribute, compare, tokenize, completions, chat):
+    for route in (forward, logits, patterns, generate, attribute, compare, tokenize, completions, chat):
         app.include_router(route.router, responses=error_answers(), dependencies=protected)
     app.include_router(model_route.router, dependencies=protected)
     app.include_router(vectors.router, dependencies=protected)
+    app.include_router(status.router, dependencies=protected)
     app.include_router(openai_models.router, dependencies=protected)
     app.include_router(health.router)
+    if settings.page:
+        files = PageFiles()
+        app.add_route("/", files.index, include_in_schema=False)
+        app.mount(PAGE_PATH, files)
     app.add_middleware(
         Gate,
         routes=app.routes,
@@ -87,7 +97,7 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None)
     app.add_middleware(InternalErrors)
     if settings.cors_origin:
         app.add_middleware(Cors, origins=settings.cors_origin)
-    paths = app.openapi()["paths"]
+    paths = {**app.openapi()["paths"], **({"/": {"get"}, PAGE_PATH: {"get"}} if settings.page else {})}
     app.add_middleware(HttpMetrics, metrics=state.metrics, paths=paths)
     app.add_middleware(AccessLog, paths=paths)
     return app

@@ -21,7 +21,8 @@ from model.text.transcript import FinishReason
 from service.buffered_metrics import BufferedHistogram, PlainCounter
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-EDITED_ROUTES = ("/forward", "/logits", "/generate", "/v1/completions", "/v1/chat/completions")
+EDITED_ROUTES = ("/forward", "/logits", "/patterns", "/generate", "/v1/completions", "/v1/chat/completions")
+PAGE_PATH = "/page"  # of the files of the web page, which all count as one route
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -141,6 +142,12 @@ class Metrics:
     def watch_engine(self, stats: Callable[[], Stats]) -> None:
         self.registry.register(EngineCollector(stats))
 
+    def count_tokens(self) -> tuple[float, float]:
+        """The numbers of prompt tokens and of generated tokens since the start."""
+        (family,) = self.prompt_tokens.collect()
+        num_prompt = next(sample.value for sample in family.samples if sample.name.endswith("_total"))
+        return num_prompt, self.generation_tokens.value
+
     def note_output(self, progress: Progress, output: Output, now: float) -> None:
         """Update the metrics of a request with the output of a step that ended at `now`."""
         if output.tokens or output.prompt_tokens:
@@ -254,8 +261,15 @@ class HttpMetrics:
 
 def route_label(scope: Scope, paths: Collection[str]) -> str:
     """The path of a request if it is one of `paths`, such as `/v1/models/{model}`, otherwise `unmatched`."""
+    if is_page_file(scope):
+        return PAGE_PATH if PAGE_PATH in paths else "unmatched"
     path = getattr(scope.get("route"), "path_format", None) or scope["path"]  # FastAPI sets the route
     return str(path) if path in paths else "unmatched"
+
+
+def is_page_file(scope: Scope) -> bool:
+    """Whether a request is for a file of the web page."""
+    return bool(scope["path"].startswith(f"{PAGE_PATH}/"))
 
 
 def method_label(scope: Scope) -> str:

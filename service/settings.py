@@ -236,6 +236,7 @@ class Settings(BaseSettings):
         None,
         description="key that requests must send as 'Authorization: Bearer <key>', except for health, metrics and docs",
     )
+    page: bool = Field(True, description="serve the web page at `/`, and its files below `/page/`")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level of messages that are logged"
     )

@@ -18,6 +18,7 @@ from service.http.buffers import Buffers, Reservation
 from service.http.errors import ApiError, draining, invalid
 from service.metrics import Metrics
 from service.settings import Settings
+from service.token_rates import TokenRates
 from service.vectors import VectorStore
 from service.worker import Worker, WorkerLimits
 
@@ -35,7 +36,9 @@ class State:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.began = time.time()
+        self.started = time.perf_counter()
         self.metrics = Metrics()
+        self.token_rates = TokenRates(self.metrics.count_tokens)
         self.buffers = Buffers(settings.max_buffered_bytes)
         self.metrics.watch_buffers(lambda: self.buffers.num_bytes)
         self.worker = Worker(
@@ -62,7 +65,12 @@ class State:
         self.comparisons = ComparisonQueue()
         self.loaded = asyncio.Event()
         self.failure: str | None = None
-        self.metrics.watch_ready(lambda: self.loaded.is_set() and not self.worker.is_draining)
+        self.metrics.watch_ready(lambda: self.is_ready)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the service takes requests: not while it loads or shuts down."""
+        return self.loaded.is_set() and not self.worker.is_draining
 
 
 # These dependencies are coroutines because FastAPI would run plain functions in a pool of threads.

@@ -36,7 +36,7 @@ SERVICE_LEVELS = (
     ("service.worker",),
     ("service.request_stream",),
     ("service.http",),
-    ("service.metrics",),
+    ("service.metrics", "service.token_rates"),
     ("service.buffered_metrics",),
     ("service.settings",),
 )

@@ -28,7 +28,7 @@ from pydantic_settings import CliApp
 from model.checkpoints.load import BUNDLED
 from model.tracing.stages import stages_of
 from model.worked_examples import WORKED_EXAMPLES
-from service.http import compare_schemas, schemas
+from service.http import compare_schemas, pattern_schemas, schemas, tokenize_schemas
 from service.http.edit_schemas import StageEdit
 from service.settings import Settings
 from tests import published_models
@@ -325,9 +325,10 @@ def test_the_metrics_table_is_the_metrics(bundled: Running) -> None:
         ("`structured_outputs` field", schemas.StructuredOutputs),
         ("`POST /forward` field", schemas.ForwardRequest),
         ("`POST /logits` field", schemas.LogitsRequest),
+        ("`POST /patterns` field", pattern_schemas.PatternsRequest),
         ("`POST /compare` field", compare_schemas.CompareRequest),
-        ("`POST /tokenize` field", schemas.TokenizeRequest),
-        ("`POST /detokenize` field", schemas.DetokenizeRequest),
+        ("`POST /tokenize` field", tokenize_schemas.TokenizeRequest),
+        ("`POST /detokenize` field", tokenize_schemas.DetokenizeRequest),
     ],
 )
 def test_the_table_of_an_endpoint_has_its_fields_and_their_defaults(field: str, model: type[BaseModel]) -> None:

@@ -44,7 +44,10 @@ class Argmax(NamedTuple):
 
 
 class Top(NamedTuple):
-    """The k largest values (N, k) of each row, the largest first, and their indices (N, k). NaN comes first."""
+    """The k largest values (N, k) of each row, the largest first, and their indices (N, k).
+
+    NaN comes first; of equal values, the one with the smaller index, as in `Argmax`.
+    """
 
     values: Tensor
     indices: Tensor

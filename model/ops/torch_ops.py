@@ -139,6 +139,12 @@ class TorchSamplingOps:
         return draw_tokens(apply_masks(logits, masks), draws)
 
 
+def check_count(count: int, logits: Tensor) -> None:
+    """Raise `ValueError` if a row has fewer than `count` numbers."""
+    if not 0 <= count <= logits.shape[-1]:
+        raise ValueError(f"count is {count}; a row has {logits.shape[-1]} numbers, which is the largest count")
+
+
 class TorchSummaryOps:
     """`SummaryOps` with PyTorch."""
 
@@ -150,8 +156,15 @@ class TorchSummaryOps:
         return wide.softmax(-1) if wants_probabilities else None, wide.logsumexp(-1)
 
     def top(self, logits: Tensor, count: int) -> Top:
-        found = logits.topk(count, dim=-1)
-        return Top(found.values, found.indices)
+        check_count(count, logits)
+        largest, places = logits.topk(min(count + 1, logits.shape[-1]), dim=-1)
+        values, indices = largest[:, :count].clone(), places[:, :count].clone()
+        has_ties = (largest[:, 1:] == largest[:, :-1]).any(-1) | largest.isnan().any(-1)
+        for row in has_ties.nonzero()[:, 0].tolist():  # `topk` takes any of equal numbers
+            candidates = (~(logits[row] < largest[row, -1])).nonzero()[:, 0]  # NaN is among them
+            ordered = logits[row, candidates].sort(descending=True, stable=True)
+            values[row], indices[row] = ordered.values[:count], candidates[ordered.indices[:count]]
+        return Top(values, indices)
 
 
 TORCH = Backend(TorchNetworkOps(), TorchSamplingOps(), TorchSummaryOps())

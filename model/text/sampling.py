@@ -317,7 +317,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> li
     logprobs = logits.detach().float().log_softmax(-1)
     chosen = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])  # (R, 1)
     ranks = (logprobs > chosen).sum(-1) + 1
-    top = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
+    top = TORCH.summaries.top(logprobs, min(num_top, logprobs.shape[-1]))
     pairs = (
         list(zip(ids, values, strict=True))
         for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)

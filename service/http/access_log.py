@@ -14,9 +14,10 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.http.gate import OPERATION_PATHS
-from service.metrics import method_label, route_label
+from service.metrics import is_page_file, method_label, route_label
 
 logger = logging.getLogger("access")
+FREQUENT_PATHS = OPERATION_PATHS | {"/status"}
 HEADER = b"x-request-id"
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
@@ -26,7 +27,7 @@ class AccessLog:
 
     The id is that of the client if it matches `REQUEST_ID`, otherwise a new one. It is in
     `scope["state"]["request_id"]`.
-    Requests for health and metrics are logged at the level DEBUG, all others at INFO.
+    Requests for health, metrics, status and files of the web page are logged at the level DEBUG, all others at INFO.
     """
 
     def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
@@ -54,7 +55,8 @@ class AccessLog:
         try:
             await self.app(scope, receive, send_with_id)
         finally:
-            level = logging.DEBUG if scope["path"] in OPERATION_PATHS else logging.INFO
+            is_frequent = scope["path"] in FREQUENT_PATHS or is_page_file(scope)
+            level = logging.DEBUG if is_frequent else logging.INFO
             if logger.isEnabledFor(level):
                 num_tokens: tuple[int, int] | None = state.get("num_tokens")
                 logger.log(

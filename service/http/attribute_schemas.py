@@ -263,11 +263,13 @@ class LensStage(Answer):
     translated: bool
     positions: list[PositionPredictions]
     token: list[LensToken] | None = Field(description="one for each position; null if no token is followed")
+    final: list[LensToken] = Field(description="the final token of each position, at this layer")
 
 
 class LogitLensAnswer(AttributionAnswer):
     method: Literal["logit_lens"]
     token: Token | None
+    final: list[Token] = Field(description="the most likely token of each position after the last layer")
     layers: list[LensStage]
 
 

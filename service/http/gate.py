@@ -17,13 +17,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.http.buffers import Buffers, Reservation
 from service.http.errors import ApiError, ClientGone, error_response
+from service.metrics import PAGE_PATH
 from service.settings import is_address
 
 HEALTH_PATHS = frozenset({"/health", "/ready"})  # begin at once, without `Turnstile`
 OPERATION_PATHS = HEALTH_PATHS | {"/metrics"}
-# These need no API key, because orchestrators and browsers have none.
-PUBLIC_PATHS = OPERATION_PATHS | {"/docs", "/redoc", "/openapi.json"}
-PUBLIC_PREFIX = "/static-offline-docs/"
+# These need no API key, because orchestrators and browsers have none. The web page asks its user for the key.
+PUBLIC_PATHS = OPERATION_PATHS | {"/", "/docs", "/redoc", "/openapi.json"}
+PUBLIC_PREFIXES = ("/static-offline-docs/", f"{PAGE_PATH}/")
 STORING_METHODS = frozenset({"PUT", "DELETE"})  # allowed only if the server has an API key
 HOST = re.compile(r"(\[(?P<address>[^\]]*)\]|(?P<name>[^:]*))(:\d*)?")
 PIECE = 1 << 18  # bytes of a response that are passed to the connection at a time
@@ -104,7 +105,7 @@ class Gate:
         raise ApiError(400, message, code="host_not_allowed")
 
     def _check_key(self, path: str, header: bytes) -> None:
-        if self._api_key is None or path in PUBLIC_PATHS or path.startswith(PUBLIC_PREFIX):
+        if self._api_key is None or path in PUBLIC_PATHS or path.startswith(PUBLIC_PREFIXES):
             return
         scheme, _, given = header.partition(b" ")
         if scheme.lower() != b"bearer" or not hmac.compare_digest(given, self._api_key):

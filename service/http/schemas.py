@@ -575,40 +575,6 @@ class FinishEvent(Answer):
     edits: list[AppliedEdit] | None = Field(None, description="what each edit matched, if the request has edits")
 
 
-# POST /tokenize and POST /detokenize
-
-
-class TokenizeRequest(ModelRequest):
-    """The text is in `text`, or in `prompt` as vLLM's clients send it: then the answer has vLLM's form, too."""
-
-    model_config = example(text=PROMPT)
-
-    text: Text | None = None
-    prompt: Text | None = Field(None, description="the text, for an answer in vLLM's form")
-    add_special_tokens: bool = True
-    return_token_strs: bool = Field(False, description="in vLLM's form: also return the texts of the tokens")
-
-
-class TokenizeAnswer(Answer):
-    tokens: list[PositionedToken] | list[int] = Field(description="only ids in vLLM's form")
-    count: int
-    max_positions: int | None = None
-    max_model_len: int | None = Field(None, description="max_positions, in vLLM's form")
-    token_strs: list[str | None] | None = None
-
-
-class DetokenizeRequest(ModelRequest):
-    model_config = example(tokens=[3, 1, 2])
-
-    tokens: TokenIds
-    skip_special_tokens: bool = True
-
-
-class DetokenizeAnswer(Answer):
-    text: str
-    prompt: str = Field(description="the text with its special tokens, as vLLM returns it")
-
-
 # /vectors
 
 
@@ -639,10 +605,51 @@ class Status(Answer):
     status: str
 
 
+class CacheStatus(Answer):
+    """The cache of keys and values. Prompt tokens that were found in it since the start were not computed again."""
+
+    used_tokens: int = Field(description="places that sequences hold; blocks are counted as a whole")
+    total_tokens: int
+    prompt_tokens_looked_up: int
+    prompt_tokens_found: int
+
+
+class TokenRatesAnswer(Answer):
+    """Tokens per second over the last `window_seconds`. A prompt counts when its first token is generated."""
+
+    window_seconds: float
+    prompt: float
+    generated: float
+
+
+class ServiceStatus(Answer):
+    """What the service does at this moment."""
+
+    version: str
+    model: str | None = Field(description="null while the model loads, or if no checkpoint is served")
+    ready: bool
+    uptime_seconds: float
+    requests_running: int = Field(description="requests that have started, including passes and work on texts")
+    requests_waiting: int
+    sequences_running: int = Field(description="continuations in the current batch")
+    sequences_waiting: int
+    max_sequences: int = Field(description="the most sequences in one step")
+    cache: CacheStatus | None = Field(description="null while the model loads, or if no checkpoint is served")
+    tokens_per_second: TokenRatesAnswer
+
+
+class ArticlePrompt(Answer):
+    """The prompt that the article of a worked example uses."""
+
+    text: str
+    tokens: list[PositionedToken]
+
+
 class ModelEntry(Answer):
     name: str
     kind: Literal["checkpoint", "adapter", "worked_example"]
     title: str | None = None
+    prompt: ArticlePrompt | None = Field(default=None, description="of a worked example: the prompt of its article")
 
 
 class ModelsAnswer(Answer):
@@ -674,6 +681,24 @@ class Limits(Answer):
     cache_tokens: int = Field(
         description="tokens that fit into the cache: the limit for prompt and max_tokens of one request together"
     )
+    cache_token_bytes: int = Field(description="the size of the keys and values of one token, in all layers")
+
+
+class Capabilities(Answer):
+    """What the service offers with this model and these settings."""
+
+    tokenizer: bool = Field(description="prompts may be texts")
+    chat_template: bool = Field(description="the model can chat: POST /v1/chat/completions")
+    edits: bool = Field(description="`edits` in requests")
+    attribution: bool = Field(description="POST /attribute: direct, patching and logit_lens")
+    gradients: bool = Field(description="POST /attribute: gradient, integrated_gradients and attribution_patching")
+    tuned_lens: bool = Field(description="POST /attribute: logit_lens with translators")
+    patterns: bool = Field(description="POST /patterns")
+    compare: bool = Field(description="POST /compare")
+    compare_files: bool = Field(description="POST /compare with files of --compare-directory")
+    adapters: bool = Field(description="`adapter` in requests; GET /models lists the names")
+    vectors: bool = Field(description="edits may name the vectors of GET /vectors")
+    store_vectors: bool = Field(description="PUT /vectors/{name}, which needs an API key")
 
 
 class ModelAnswer(Answer):
@@ -692,3 +717,4 @@ class ModelAnswer(Answer):
     )
     stages: list[CatalogueStage]
     limits: Limits
+    capabilities: Capabilities

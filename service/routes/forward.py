@@ -150,7 +150,8 @@ def predictions(plan: Plan, result: Trace) -> list[dict[str, Any]]:
     """The most likely next tokens of each selected position, over the whole vocabulary."""
     if plan.top_k == 0:
         return []
-    found = predict(result.logits[list(plan.rows)], plan.top_k)
+    summaries = plan.subject.network.backend.summaries
+    found = predict(result.logits[list(plan.rows)], plan.top_k, summaries)
     return prediction_answers(plan.rows, found, plan.subject.text_of)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from model.analysis.edit_changes import change_of
 from model.checkpoints.load import Checkpoint
+from model.ops.torch_ops import TORCH
 from model.tracing.edits import BoundEdits, EditPlan
 from service.answers.budget import Budget, ResponseContents, pass_bytes, response_bytes, total
 from service.answers.edits import (
@@ -192,7 +193,7 @@ def select(plan: Plan, logits: Tensor) -> dict[str, Tensor]:
         tensors["logprobs"] = logits.log_softmax(-1)
     if plan.body.top_k is None:
         return tensors
-    top_ids = logits.topk(plan.body.top_k, dim=-1).indices
+    top_ids = TORCH.summaries.top(logits, plan.body.top_k).indices
     return {name: tensor.gather(-1, top_ids) for name, tensor in tensors.items()} | {"ids": top_ids}
 
 

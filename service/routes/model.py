@@ -4,12 +4,24 @@ from dataclasses import asdict
 
 from fastapi import APIRouter
 
+from model.checkpoints.load import Checkpoint
+from model.engine.cache import bytes_of_token
 from model.tracing.stages import sizes_of
-from model.worked_examples import WORKED_EXAMPLES
+from model.worked_examples import WORKED_EXAMPLES, WorkedExample
 from service.http.encoding import NAMES
 from service.http.openapi import error_answers
-from service.http.schemas import CatalogueStage, Limits, ModelAnswer, ModelEntry, ModelsAnswer, ParametersAnswer
-from service.state import CheckpointDep, StateDep, get_engine
+from service.http.schemas import (
+    ArticlePrompt,
+    Capabilities,
+    CatalogueStage,
+    Limits,
+    ModelAnswer,
+    ModelEntry,
+    ModelsAnswer,
+    ParametersAnswer,
+    PositionedToken,
+)
+from service.state import CheckpointDep, State, StateDep, get_engine
 
 router = APIRouter(tags=["model"])
 
@@ -20,7 +32,8 @@ async def models(state: StateDep) -> ModelsAnswer:
     if state.checkpoint is not None:
         served += [ModelEntry(name=name, kind="adapter") for name in state.checkpoint.adapters]
     examples = [
-        ModelEntry(name=name, kind="worked_example", title=example.title) for name, example in WORKED_EXAMPLES.items()
+        ModelEntry(name=name, kind="worked_example", title=example.title, prompt=prompt_of(example))
+        for name, example in WORKED_EXAMPLES.items()
     ]
     return ModelsAnswer(models=served + examples)
 
@@ -57,5 +70,36 @@ async def model(state: StateDep, checkpoint: CheckpointDep) -> ModelAnswer:
             max_vector_bytes=settings.max_vector_bytes,
             max_vectors=settings.max_vectors,
             cache_tokens=engine.num_cache_tokens,
+            cache_token_bytes=bytes_of_token(network.config, network.embed.weight.dtype, settings.kv_cache_dtype),
         ),
+        capabilities=capabilities(state, checkpoint),
+    )
+
+
+def prompt_of(example: type[WorkedExample]) -> ArticlePrompt:
+    """The prompt of a worked example's article: its words, and their ids."""
+    words = [example.vocabulary[token_id] for token_id in example.prompt_ids]
+    tokens = [
+        PositionedToken(id=token_id, text=word, position=position)
+        for position, (token_id, word) in enumerate(zip(example.prompt_ids, words, strict=True))
+    ]
+    return ArticlePrompt(text=" ".join(words), tokens=tokens)
+
+
+def capabilities(state: State, checkpoint: Checkpoint) -> Capabilities:
+    """What the service offers with this model and these settings."""
+    settings = state.settings
+    return Capabilities(
+        tokenizer=checkpoint.tokenizer is not None,
+        chat_template=checkpoint.tokenizer is not None and checkpoint.chat_template is not None,
+        edits=True,
+        attribution=True,
+        gradients=state.float_network is not None,
+        tuned_lens=state.translators is not None,
+        patterns=True,
+        compare=True,
+        compare_files=settings.compare_directory is not None,
+        adapters=bool(checkpoint.adapters),
+        vectors=True,
+        store_vectors=settings.api_key is not None and settings.max_vectors > 0,
     )

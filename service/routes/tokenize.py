@@ -1,19 +1,22 @@
 """POST /tokenize and POST /detokenize: text to token ids, and back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fastapi import APIRouter, Request, Response
 
+from model.checkpoints.load import Checkpoint
 from model.text.tokenizer import Tokenizer
 from service.answers.budget import Budget, ResponseContents, response_bytes
+from service.answers.conversations import conversation_ids, find_template
 from service.answers.prompts import check_ids, longest_token_bytes, token_answers, token_text
 from service.http.access_log import note_tokens
 from service.http.bodies import JsonRoute
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
 from service.http.errors import invalid, wrong_shape
+from service.http.openai_schemas import ChatRequest
 from service.http.openapi import answers_json
-from service.http.schemas import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+from service.http.tokenize_schemas import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from service.state import CheckpointDep, State, StateDep, check_model, get_reservation
 
 router = APIRouter(route_class=JsonRoute, tags=["text"])
@@ -27,6 +30,8 @@ PIECE = 4096  # tokens that are encoded as JSON at a time, so that other threads
 async def tokenize(body: TokenizeRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
     check_model(checkpoint, body.model)
     field, text = find_text(body)
+    if body.messages is not None:
+        return await tokenize_messages(body, request, state, checkpoint)
     tokenizer = _require(checkpoint.tokenizer, field)
     num_bytes = len(text.encode())
     max_tokens = num_bytes + SPECIAL_TOKENS  # each token of the text has at least one byte
@@ -38,16 +43,35 @@ async def tokenize(body: TokenizeRequest, request: Request, state: StateDep, che
             strings = [token_text(checkpoint, token_id) for token_id in ids] if body.return_token_strs else None
             max_positions = checkpoint.model.config.max_positions
             return to_json({"count": len(ids), "max_model_len": max_positions, "tokens": ids, "token_strs": strings})
-        # Each piece is encoded as a list; without their brackets, the pieces join to one list.
-        content = bytearray(b'{"tokens":[')
-        for start in range(0, len(ids), PIECE):
-            content += b"," if start else b""
-            content += to_json(token_answers(ids[start : start + PIECE], checkpoint, start))[1:-1]
-        content += b"]," + to_json({"count": len(ids), "max_positions": checkpoint.model.config.max_positions})[1:]
-        return memoryview(content)
+        return encode_tokens(ids, checkpoint)
 
     contents = ResponseContents(num_tokens=max_tokens, text_bytes=max_tokens)
     return await answer_text(request, state, answer, num_bytes, Budget(response_bytes(contents), 0, field))
+
+
+async def tokenize_messages(body: TokenizeRequest, request: Request, state: State, checkpoint: Checkpoint) -> Response:
+    """Answer with the tokens of a conversation, as the chat template of the model renders it."""
+    if body.add_special_tokens and "add_special_tokens" in body.model_fields_set:
+        reason = "must be false with messages, because the chat template writes special tokens itself"
+        raise wrong_shape("add_special_tokens", reason, "invalid_value")
+    template = find_template(checkpoint)
+    fields = {"messages": body.messages, "add_generation_prompt": body.add_generation_prompt}
+    chat = ChatRequest.model_validate(fields)
+    ids = await conversation_ids(chat, request, state, checkpoint, template)
+    note_tokens(request, len(ids))
+    contents = ResponseContents(num_tokens=len(ids), text_bytes=len(ids) * longest_token_bytes(checkpoint))
+    budget = Budget(response_bytes(contents), 0, "messages")
+    return await answer_text(request, state, lambda: encode_tokens(ids, checkpoint), len(ids), budget)
+
+
+def encode_tokens(ids: Sequence[int], checkpoint: Checkpoint) -> memoryview:
+    """The JSON of all tokens. Each piece is encoded as a list; without their brackets, the pieces join to one list."""
+    content = bytearray(b'{"tokens":[')
+    for start in range(0, len(ids), PIECE):
+        content += b"," if start else b""
+        content += to_json(token_answers(ids[start : start + PIECE], checkpoint, start))[1:-1]
+    content += b"]," + to_json({"count": len(ids), "max_positions": checkpoint.model.config.max_positions})[1:]
+    return memoryview(content)
 
 
 @router.post(
@@ -73,13 +97,15 @@ async def detokenize(body: DetokenizeRequest, request: Request, state: StateDep,
 
 
 def find_text(body: TokenizeRequest) -> tuple[str, str]:
-    """The field that has the text of a request, and the text. Raises 422 unless exactly one field has a text."""
+    """The field that has the text of a request, and the text. Raises 422 unless one field has a text or messages."""
     texts = {name: text for name in ("text", "prompt") if (text := getattr(body, name)) is not None}
-    if not texts:
-        raise wrong_shape("text", "is missing; send text, or prompt for an answer in vLLM's form", "missing")
-    if len(texts) > 1:
-        raise wrong_shape("prompt", "send either text or prompt", "invalid_value")
-    return next(iter(texts.items()))
+    if not texts and body.messages is None:
+        raise wrong_shape("text", "is missing; send text, messages, or prompt for vLLM's form", "missing")
+    if len(texts) + (body.messages is not None) > 1:
+        raise wrong_shape(
+            "prompt" if len(texts) > 1 else "messages", "send one of text, prompt and messages", "invalid_value"
+        )
+    return next(iter(texts.items()), ("messages", ""))
 
 
 async def answer_text(

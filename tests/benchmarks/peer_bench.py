@@ -148,7 +148,11 @@ class Bench:
         """The perplexity of a text. `windows` is a file with the token ids of its windows of `window` tokens each."""
         if peer.kind not in LLAMA_KINDS:
             command = self._own(peer, *self._module("peer_perplexity", str(windows), peer))
-            return float(json.loads(self._output([*command, *peer.options]))["perplexity"])
+            lines = self._output([*command, *peer.options], whole=True).splitlines()
+            results = [line for line in lines if line.startswith('{"perplexity"')]  # vLLM may write lines after it
+            if not results:
+                raise MissingError(f"peer_perplexity printed no perplexity; its last line is {lines[-1:]}")
+            return float(json.loads(results[-1])["perplexity"])
         command = ["-m", str(self._work / peer.format), "-f", str(text), "-c", str(window), "-b", str(window)]
         binary = self._binary(peer, "llama-perplexity")
         out = self._output([binary, *command, "-t", str(self._threads)], whole=True, with_log=True)

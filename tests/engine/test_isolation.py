@@ -152,8 +152,8 @@ class TestTaps:
     @pytest.mark.parametrize(
         ("trace", "error"),
         [
-            (TraceParams(selection=Selection(stages=[]), top_k=68), RuntimeError),
-            (TraceParams(selection=Selection(stages=[]), logit_lens=68), RuntimeError),
+            (TraceParams(selection=Selection(stages=[]), top_k=68), ValueError),
+            (TraceParams(selection=Selection(stages=[]), logit_lens=68), ValueError),
             (TraceParams(selection=Selection(stages=stages_of(CONFIGS["llama"]), heads=[6])), IndexError),
         ],
         ids=["top_k", "lens", "heads"],

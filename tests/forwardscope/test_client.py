@@ -50,6 +50,29 @@ class TestResults:
         assert np.array_equal(found.ids[:, 0], whole[1:3].argmax(1))
         assert (found.logprobs < 0).all()
 
+    def test_attention_maps_are_those_of_the_pass(self, client: Client) -> None:
+        found = client.patterns(PROMPT, layers=[2, 0], heads=[1, 3])
+        assert (found.values.shape, found.layers, found.heads, found.block) == ((2, 2, 4, 4), (2, 0), (1, 3), 1)
+        trace = client.run(PROMPT, "blocks.*.attn.pattern", heads=[1, 3])
+        for layer, maps in zip(found.layers, found.values, strict=True):
+            assert np.array_equal(maps, trace[f"blocks.{layer}.attn.pattern"][0])
+        assert np.allclose(client.patterns(PROMPT, [2, 0], [1, 3], dtype="uint8").values, found.values, atol=0.002)
+
+    def test_large_attention_maps_are_reduced(self, client: Client) -> None:
+        ids = client.to_tokens("the cat sat on the mat and the dog sat on the log")
+        found = client.patterns(ids, [0], max_size=4)
+        whole = client.patterns(ids, [0])
+        assert found.block == -(-len(ids) // 4)
+        assert found.values[0, 0, 0, 0] == whole.values[0, 0, : found.block, : found.block].max()
+
+    def test_the_status_of_the_server_is_described(self, client: Client) -> None:
+        status = client.status()
+        assert (status.version, status.model, status.ready) == (__version__, "bundled", True)
+        assert status.cache is not None
+        assert status.cache["total_tokens"] == client.model().limits["cache_tokens"]
+        assert client.model().capabilities["edits"]
+        assert {each.prompt for each in client.models() if each.kind == "worked_example"} >= {PROMPT}
+
     def test_a_worked_example_is_run_by_its_name(self, client: Client) -> None:
         trace = client.run(PROMPT, model="a-tokens-journey")
         assert trace.model == "a-tokens-journey"

@@ -26,6 +26,7 @@ from service.state import State
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 20.0
+LOADING_SECONDS = 300.0  # the first start on a machine compiles the kernels
 Result = TypeVar("Result")
 Start = Callable[..., "Running"]
 
@@ -142,9 +143,9 @@ def read_events(content: bytes) -> list[dict[str, Any]]:
     return [json.loads(event) for event in events]
 
 
-def wait_until(condition: Callable[[], bool], description: str) -> None:
-    """Wait until a condition holds. Fails after `PATIENCE_SECONDS`."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+def wait_until(condition: Callable[[], bool], description: str, seconds: float = PATIENCE_SECONDS) -> None:
+    """Wait until a condition holds. Fails after `seconds`."""
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"this did not happen in time: {description}"
         time.sleep(0.005)
@@ -155,7 +156,11 @@ def running(*, on_failure: Callable[[], None] | None = None, **settings: Any) ->
     """Start a service, wait until it is ready, and stop it at the end."""
     service = Running(Settings(**{"threads": 1} | settings), on_failure)
     try:
-        wait_until(lambda: service.get("/ready").status_code == 200 or service.state.failure is not None, "/ready")
+        wait_until(
+            lambda: service.get("/ready").status_code == 200 or service.state.failure is not None,
+            "/ready",
+            LOADING_SECONDS,
+        )
         assert service.state.failure is None, service.state.failure
         yield service
     finally:

@@ -162,6 +162,16 @@ class TestAnswers:
         assert [each["position"] for each in last["positions"]] == [6, 0]
         assert not any(layer["translated"] for layer in answer["layers"])
 
+    def test_logit_lens_follows_the_final_token_of_each_position(self, tiny: Running) -> None:
+        answer = attribute(tiny, "logit_lens", prompt=PROMPT, positions=[-1, 0, 3], top_k=2)
+        last = answer["layers"][-1]
+        assert [each["id"] for each in answer["final"]] == [each["top"][0]["id"] for each in last["positions"]]
+        assert [each["rank"] for each in last["final"]] == [0, 0, 0]
+        for row, (position, token) in enumerate(zip((-1, 0, 3), answer["final"], strict=True)):
+            alone = attribute(tiny, "logit_lens", prompt=PROMPT, positions=[position], token=token["id"])
+            for layer, expected in zip(answer["layers"], alone["layers"], strict=True):
+                assert layer["final"][row] == pytest.approx(expected["token"][0], rel=1e-4, abs=1e-6)
+
     def test_a_text_that_is_one_token_is_that_token(self, tiny: Running) -> None:
         text = tiny.checkpoint.tokenizer.token_text(270)  # type: ignore[union-attr]
         answer = attribute(tiny, "direct", prompt=PROMPT, token=text)

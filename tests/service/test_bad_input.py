@@ -27,6 +27,7 @@ TYPES = {
 GOOD: dict[str, dict[str, Any]] = {
     "/forward": {"prompt": [1, 2], "stages": ["embed"]},
     "/logits": {"prompt": [1, 2], "top_k": 1},
+    "/patterns": {"prompt": [1, 2]},
     "/generate": {"prompt": [1, 2], "max_tokens": 2, "ignore_eos": True},
     "/attribute": {"method": "direct", "prompt": [1, 2], "token": 3},
     "/compare": {"prompt": [1, 2], "b": {"setting": {}}},
@@ -37,7 +38,7 @@ OPENAI_GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": [1, 2], "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
 }
-WITH_PROMPT = ("/forward", "/logits", "/generate", "/attribute", "/compare")
+WITH_PROMPT = ("/forward", "/logits", "/patterns", "/generate", "/attribute", "/compare")
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def bad_numbers(path: str, field: str) -> Iterator[Bad]:
 
 
 def bad_models(path: str) -> Iterator[Bad]:
-    others = () if path == "/forward" else ("ai-rocks",)  # a worked example, which only /forward runs
+    others = () if path in ("/forward", "/patterns") else ("ai-rocks",)  # a worked example, which only these run
     yield from rows(path, "model", "gpt-5", "", "Tiny", "../tiny", *others, status=404, code="model_not_found")
     yield from rows(path, "model", "m" * 201, 1, True, b'"\\ud800"', "ai-rocks\0", status=422)
 
@@ -390,7 +391,7 @@ def test_another_method_is_405_and_the_answer_names_the_allowed_one(tiny: Runnin
     assert response.headers["allow"] == "POST"
 
 
-@pytest.mark.parametrize("path", ["/", "/nope", "/forward/", "/forward/x", "/v1/embeddings", "/%00", "/%ff", "//"])
+@pytest.mark.parametrize("path", ["/nope", "/forward/", "/forward/x", "/v1/embeddings", "/%00", "/%ff"])
 def test_an_unknown_path_is_404_in_the_common_form(tiny: Running, path: str) -> None:
     for method in ("GET", "POST"):
         check_error(tiny.client.request(method, path), 404, None, "not_found")

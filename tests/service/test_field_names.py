@@ -9,13 +9,12 @@ from service.http.bodies import shape_error
 from service.http.errors import ApiError
 from service.http.field_names import DIFFERENCES, SYNONYMS, check_names
 from service.http.schemas import (
-    DetokenizeRequest,
     ForwardRequest,
     GenerateRequest,
     LogitsRequest,
-    TokenizeRequest,
     TraceRequest,
 )
+from service.http.tokenize_schemas import DetokenizeRequest, TokenizeRequest
 
 
 def error_of(body: Any, model: type[BaseModel]) -> ApiError:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from service.http import gate
-from service.http.gate import BEGIN_PER_TURN, OPERATION_PATHS, PUBLIC_PREFIX, Turnstile
+from service.http.gate import BEGIN_PER_TURN, OPERATION_PATHS, PUBLIC_PREFIXES, Turnstile
 from service.settings import Settings, is_address
 from tests.service.running import PATIENCE_SECONDS, ROOT, Running, Start, wait_until
 from tests.service.test_bad_input import GOOD, JSON
@@ -92,7 +92,7 @@ class TestBeforeTheBody:
 
 
 class TestApiKeyOnEveryRoute:
-    def test_every_route_requires_the_key_except_health_and_documentation(
+    def test_every_route_requires_the_key_except_health_documentation_and_the_page(
         self, tiny_directory: Path, start: Start
     ) -> None:
         service = start(model=str(tiny_directory), api_key="k-1")
@@ -103,8 +103,11 @@ class TestApiKeyOnEveryRoute:
                 response = service.client.request(method, path)
                 if response.status_code != 401:
                     found.add(path)
-        documentation = {path for path in found if path.startswith((PUBLIC_PREFIX, "/docs", "/redoc", "/openapi.json"))}
-        assert found - documentation == OPERATION_PATHS
+        prefixes = tuple(prefix.rstrip("/") for prefix in PUBLIC_PREFIXES)
+        pages = {
+            path for path in found if path == "/" or path.startswith((*prefixes, "/docs", "/redoc", "/openapi.json"))
+        }
+        assert found - pages == OPERATION_PATHS
         for path in ("/model", "/models"):
             assert service.get(path).status_code == 401
             assert service.get(path, headers={"Authorization": "Bearer k-1"}).status_code == 200

@@ -235,7 +235,9 @@ class TestPlacesAndCache:
         assert str(2 * BLOCK) in message
         assert "--cache-bytes" in message
         assert len(service.answer("/generate", **BODY | {"max_tokens": room})["tokens"]) == room
-        assert service.get("/model").json()["limits"]["cache_tokens"] == 2 * BLOCK
+        limits = service.get("/model").json()["limits"]
+        assert limits["cache_tokens"] == 2 * BLOCK
+        assert limits["cache_token_bytes"] * BLOCK == BLOCK_BYTES
 
     def test_the_default_cache_holds_the_longest_sequence_for_each_one_that_can_run(
         self, tiny_directory: Path, start: Start

@@ -17,7 +17,17 @@ from tests.service.test_bad_input import GOOD, OPENAI_GOOD, TABLE
 # A request that fits the schema may be answered with 400 or 422: a schema cannot say that an id is in the served
 # vocabulary or that a prompt fits the context, and for JSON Schema 1.0 is an integer. All other checks are on.
 EXCLUDED = [positive_data_acceptance]
-GETS = ("/models", "/model", "/health", "/ready", "/metrics", "/v1/models", "/v1/models/{model}", "/tokenizer_info")
+GETS = (
+    "/models",
+    "/model",
+    "/status",
+    "/health",
+    "/ready",
+    "/metrics",
+    "/v1/models",
+    "/v1/models/{model}",
+    "/tokenizer_info",
+)
 VECTORS = {"/vectors": {"get"}, "/vectors/{name}": {"put", "delete"}}
 POSTS = (*GOOD, *OPENAI_GOOD)
 

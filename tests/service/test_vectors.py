@@ -187,7 +187,7 @@ def test_a_large_vector_is_refused_before_its_body_arrives(keyed: Running) -> No
 
 @pytest.mark.parametrize("name", ["-a", "a b", "a%00", "ä", "a" * 101, ".."])
 def test_a_wrong_name_is_refused(keyed: Running, name: str) -> None:
-    assert put(keyed, name, vector_of(1)).status_code in (400, 404)
+    assert put(keyed, name, vector_of(1)).status_code in (400, 404, 405)  # `/vectors/..` is `/`, which has no PUT
     assert len(keyed.get("/vectors").json()["vectors"]) == 3
 
 

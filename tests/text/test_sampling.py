@@ -632,6 +632,9 @@ def test_logprobs_are_the_log_softmax_of_the_unchanged_logits() -> None:
     assert [value for _, value in found.top] == pytest.approx(top.values.tolist())
     assert len(token_logprobs(logits[None], [0], 50)[0].top) == V
     assert token_logprobs(logits[None], [0], 0)[0].top == []
+    tied = torch.zeros(1, 5000)
+    tied[0, 7] = 1
+    assert [token_id for token_id, _ in token_logprobs(tied, [7], 4)[0].top] == [7, 0, 1, 2]
 
 
 def test_logprobs_of_a_batch_are_those_of_each_row_alone() -> None:

@@ -43,12 +43,17 @@ class LensPart:
 
 @dataclass(frozen=True)
 class LensResult:
-    """A decoded part: the most likely tokens of each of its positions, and the followed token if there is one."""
+    """A decoded part: the most likely tokens of each of its positions, and the followed tokens.
+
+    `final` follows the token that the network predicts at each position, which is the most likely one after the last
+    layer.
+    """
 
     stage: str
     is_translated: bool
     top: Sequence[Predictions]
     followed: Sequence[FollowedToken] | None
+    final: Sequence[FollowedToken]
 
 
 def lens_stages(config: ModelConfig) -> list[Stage]:
@@ -80,13 +85,15 @@ class LensRun:
         self._adapter = adapter
         self._stages = lens_stages(model.config)
         self._residuals: dict[str, Tensor] = {}
+        self._final: dict[int, list[int]] = {}  # the tokens of each part of the last residual, by its first row
 
     def parts(self) -> list[LensPart]:
-        """What is decoded after the pass, in order."""
+        """What is decoded after the pass, in order: the last residual first, as the others follow its tokens."""
         size, num_rows = rows_per_part(self._model.config, self._top_k), len(self._positions)
+        *before, last = enumerate(self._stages)
         return [
             LensPart(layer, stage.name, first, min(first + size, num_rows))
-            for layer, stage in enumerate(self._stages)
+            for layer, stage in (last, *before)
             for first in range(0, num_rows, size)
         ]
 
@@ -107,8 +114,19 @@ class LensRun:
         if translators is not None and is_translated:
             residual = translators.translate(part.layer, residual)
         logits = self._model.decode(residual[None])[0]  # (R, V)
-        followed = None if self._token is None else follow(logits, self._token)
-        return LensResult(part.stage, is_translated, predict(logits, self._top_k), followed)
+        top = predict(logits, self._top_k, self._model.backend.summaries)
+        followed = None if self._token is None else follow(logits, [self._token] * len(logits))
+        final = self._final.setdefault(part.first, [each.token_ids[0] for each in top])
+        return LensResult(part.stage, is_translated, top, followed, follow(logits, final))
+
+    @property
+    def stage_names(self) -> list[str]:
+        """The residuals from the first to the last."""
+        return [stage.name for stage in self._stages]
+
+    def final_tokens(self) -> list[int]:
+        """The most likely token of each position after the last layer. Call it after all parts are decoded."""
+        return [token for first in sorted(self._final) for token in self._final[first]]
 
 
 def rows_per_part(config: ModelConfig, top_k: int) -> int:
@@ -116,10 +134,11 @@ def rows_per_part(config: ModelConfig, top_k: int) -> int:
     return max(1, min(LOGITS_PER_PART // config.vocab_size, PREDICTIONS_PER_PART // top_k))
 
 
-def follow(logits: Tensor, token: int) -> list[FollowedToken]:
-    """The token in each row of logits (R, V)."""
+def follow(logits: Tensor, tokens: Sequence[int]) -> list[FollowedToken]:
+    """One token in each of the R rows of logits (R, V)."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    own = wide[:, token]
-    probabilities = wide.softmax(-1)[:, token].tolist()
+    index = torch.tensor(tokens, device=logits.device)[:, None]
+    own = wide.gather(-1, index)[:, 0]
+    probabilities = wide.softmax(-1).gather(-1, index)[:, 0].tolist()
     ranks = (wide > own[:, None]).sum(-1).tolist()
     return list(map(FollowedToken, own.tolist(), probabilities, ranks))

@@ -11,7 +11,7 @@ from model.ops.cpu.shared_layout import Kernel, find_kernel
 from model.ops.cpu.trace_kernels import TraceKernels, summaries_of
 from model.ops.interface import Top
 from model.ops.summary import Summary, summarize
-from model.ops.torch_ops import TORCH
+from model.ops.torch_ops import TORCH, check_count
 
 MAX_TOP = 64  # for more numbers per row, PyTorch's `topk` is faster
 
@@ -56,8 +56,7 @@ class CpuSummaryOps:
         return probabilities, log_totals
 
     def top(self, logits: Tensor, count: int) -> Top:
-        if not 0 <= count <= logits.shape[-1]:  # the kernel does not check it
-            raise ValueError(f"count is {count}; a row has {logits.shape[-1]} numbers, which is the largest count")
+        check_count(count, logits)  # the kernel does not check it
         if logits.dtype != self._dtype or count > MAX_TOP:
             return TORCH.summaries.top(logits, count)
         (num_rows, size), logits = logits.shape, logits.contiguous()

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -39,7 +40,8 @@ class LensAnswer:
         dtype = question.checkpoint.model.embed.weight.dtype
         fields = {
             "token": None if self._token is None else question.token_answer(self._token),
-            "layers": list(self._layers.values()),
+            "final": [question.token_answer(token) for token in self._run.final_tokens()],
+            "layers": [self._layers[name] for name in self._run.stage_names],
         }
         return PassAnswer(question.answer("logit_lens", dtype, waited, self._seconds) | fields, {})
 
@@ -53,6 +55,7 @@ class LensAnswer:
         layer = self._layers.setdefault(part.stage, answer)
         if layer is not answer:
             layer["positions"] += answer["positions"]
+            layer["final"] += answer["final"]
             if answer["token"] is not None:
                 layer["token"] += answer["token"]
 
@@ -100,7 +103,7 @@ def check_work(question: Question, num_positions: int) -> None:
 def budget_of(question: Question, num_positions: int, top_k: int) -> Budget:
     config = question.checkpoint.model.config
     num_layers = len(lens_stages(config))
-    num_predictions = len(question.ids) + num_layers * num_positions * (2 + top_k)
+    num_predictions = len(question.ids) + num_positions + num_layers * num_positions * (3 + top_k)
     contents = ResponseContents(
         num_records=1 + num_layers * 2,
         num_predictions=num_predictions,
@@ -120,7 +123,6 @@ def layer_answer(question: Question, positions: list[int], result: LensResult) -
         "stage": result.stage,
         "translated": result.is_translated,
         "positions": prediction_answers(positions, result.top, lambda token: question.token_answer(token)["text"]),
-        "token": None
-        if followed is None
-        else [{"logit": each.logit, "probability": each.probability, "rank": each.rank} for each in followed],
+        "token": None if followed is None else list(map(asdict, followed)),
+        "final": list(map(asdict, result.final)),
     }

@@ -182,6 +182,8 @@ class TestOperations:
         expected = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :count]  # NaN comes first
         assert torch.equal(indices, expected)
         assert torch.equal(values.nan_to_num(7), logits.gather(-1, expected).float().nan_to_num(7))
+        assert torch.equal(TORCH.summaries.top(logits, count).indices, expected)
+        assert TORCH.summaries.top(logits, 0).indices.shape == (6, 0)
         for row in range(6):
             assert torch.equal(ops.top(logits[row : row + 1], count).indices[0], indices[row])
 

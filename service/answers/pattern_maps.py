@@ -1,0 +1,154 @@
+"""Attention maps of many heads: check a POST /patterns, bound its size, and reduce each map to a small one.
+
+A map is reduced on the network's thread as soon as its block is computed, so that a pass never holds more than the
+scores of one block and the reduced maps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from model.checkpoints.load import DTYPES
+from model.tracing.edits import BoundEdits, EditPlan
+from model.tracing.selection import Selection
+from model.tracing.stages import Stage
+from service.answers.budget import Budget, ResponseContents, pass_bytes, response_bytes
+from service.answers.edits import EditPlanner, answer_bytes
+from service.answers.prompts import check_indices
+from service.answers.subject import Subject
+from service.http.encoding import base64_text, cast
+from service.http.errors import invalid
+from service.http.pattern_schemas import PatternDtype, PatternsRequest
+
+STEPS = 255  # of uint8 between 0 and 1
+TOLERANCE = 0.5 / STEPS  # a pattern that rounds to a step is not out of range
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked request. `layers` and `heads` are the chosen ones, and `stages` the stage of each layer.
+
+    `bound_edits` are set when the passes of sources have run.
+    """
+
+    body: PatternsRequest
+    subject: Subject
+    ids: list[int]
+    layers: Sequence[int]
+    heads: Sequence[int]
+    stages: Sequence[Stage]
+    block: int
+    edits: EditPlan | None = None
+    bound_edits: BoundEdits | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of rows and columns of each map."""
+        return -(-len(self.ids) // self.block)
+
+    @property
+    def selection(self) -> Selection:
+        return Selection(stages=self.stages, detail="values", heads=self.body.heads)
+
+
+def make_plan(body: PatternsRequest, subject: Subject, ids: list[int], planner: EditPlanner | None) -> Plan:
+    """Check a request against the network that it will run on. Raises 400 for a wrong field."""
+    sizes, by_name = subject.sizes(len(ids)), {stage.name: stage for stage in subject.stages}
+    num_layers = sum(name.endswith(".attn.pattern") for name in by_name)
+    check_indices(body.layers, num_layers, "layers", "layers")
+    check_indices(body.heads, sizes["head"], "heads", "heads")
+    if body.dtype == "uint8" and body.stage != "pattern":
+        raise invalid("dtype", f"uint8 has numbers from 0 to 1, but {body.stage} has others; use float16 or float32")
+    layers = range(num_layers) if body.layers is None else body.layers
+    return Plan(
+        body=body,
+        subject=subject,
+        ids=ids,
+        layers=layers,
+        heads=range(sizes["head"]) if body.heads is None else body.heads,
+        stages=[by_name[f"blocks.{layer}.attn.{body.stage}"] for layer in layers],
+        block=1 if body.max_size is None else -(-len(ids) // body.max_size),
+        edits=None if planner is None else planner.plan(ids, len(ids), "prompt"),
+    )
+
+
+def make_budget(plan: Plan) -> Budget:
+    """Bound the answer and the largest tensors of the pass, from shapes alone."""
+    num_tokens, sizes = len(plan.ids), plan.subject.sizes(len(plan.ids))
+    num_maps = len(plan.layers) * len(plan.heads)
+    computed = torch.promote_types(plan.subject.dtype, torch.float32)
+    contents = ResponseContents(
+        num_records=1 + num_maps,
+        num_tokens=num_tokens,
+        text_bytes=num_tokens * plan.subject.longest_token_bytes,
+        num_values=num_maps * plan.size**2,
+        dtype=computed if plan.body.dtype is None else dtype_of(plan.body.dtype),
+        encoding="base64",
+        extra_bytes=0 if plan.edits is None else answer_bytes(plan.edits),
+    )
+    num_logits = sizes["d_vocab"] * (1 if plan.subject.checkpoint is not None else num_tokens)
+    tensors = pass_bytes(num_logits=num_logits, num_scores=sizes["head"] * num_tokens**2, itemsize=computed.itemsize)
+    tensors += contents.num_values * computed.itemsize  # the maps are held until the pass has ended
+    return Budget(response_bytes(contents), tensors, "layers, heads, max_size, dtype or the prompt")
+
+
+def dtype_of(name: PatternDtype) -> torch.dtype:
+    return torch.uint8 if name == "uint8" else DTYPES[name]
+
+
+def reduce_blocks(maps: Tensor, block: int) -> Tensor:
+    """The largest number of each block of `block` rows and columns: (H, T, T) -> (H, S, S), S = ceil(T / block).
+
+    The last row and column of blocks may be smaller. Masked scores (-inf) are the largest only where all are masked.
+    """
+    if block == 1:
+        return maps
+    return functional.max_pool2d(maps, block, block, ceil_mode=True)
+
+
+def mean_weights(patterns: Tensor, ids: Sequence[int]) -> list[dict[str, float | None]] | None:
+    """Where the weight of each head goes, (H, T, T): means over all queries but the first. None for a single token.
+
+    "induction" is the mean over the queries whose token occurred before, and None if no token is repeated.
+    """
+    if patterns.shape[1] < 2:
+        return None
+    later = patterns[:, 1:]  # (H, T - 1, T)
+    columns = {
+        "previous": later.diagonal(dim1=1, dim2=2),
+        "first": later[:, :, 0],
+        "itself": later.diagonal(offset=1, dim1=1, dim2=2),
+    }
+    means: dict[str, list[float | None]] = {n: column.double().mean(-1).tolist() for n, column in columns.items()}
+    after = after_copies(ids, patterns.device)
+    num_queries = int(after.any(1).sum())
+    sums = patterns[:, after].double().sum(-1)  # (H,)
+    means["induction"] = (sums / num_queries).tolist() if num_queries > 0 else [None] * len(patterns)
+    return [dict(zip(means, row, strict=True)) for row in zip(*means.values(), strict=True)]
+
+
+def after_copies(ids: Sequence[int], device: torch.device) -> Tensor:
+    """Where a key, (T, T) as query and key, stands before the query and directly after a copy of the query's token.
+
+    An induction head attends to these keys (Olsson et al., 2022, https://arxiv.org/abs/2209.11895).
+    """
+    tokens = torch.tensor(ids, device=device)
+    after = torch.zeros(len(ids), len(ids), dtype=torch.bool, device=device)
+    after[:, 1:] = tokens[:, None] == tokens[None, :-1]
+    return after.tril(-1)
+
+
+def encode_map(plan: Plan, stage: Stage, values: Tensor) -> str:
+    """The base64 text of a map in the dtype of the request. Raises 400 for numbers that the dtype cannot hold."""
+    name = plan.body.dtype
+    if name is None:
+        return base64_text(values)
+    if name != "uint8":
+        return base64_text(cast(values, DTYPES[name], stage.name))
+    if not bool(((values >= -TOLERANCE) & (values <= 1 + TOLERANCE)).all()):  # also false for NaN
+        reason = f"{stage.name} has numbers that are not from 0 to 1, which uint8 cannot hold; use float16 or float32"
+        raise invalid("dtype", reason, "overflow")
+    return base64_text((values.float() * STEPS).round().clamp(0, STEPS).to(torch.uint8))

@@ -1,0 +1,44 @@
+"""GET /status: what the service does at this moment, for the web page and for people."""
+
+import time
+
+from fastapi import APIRouter
+
+from model import __version__
+from service.http.schemas import CacheStatus, ServiceStatus, TokenRatesAnswer
+from service.state import State, StateDep
+
+router = APIRouter(tags=["operation"])
+
+
+@router.get("/status", summary="Requests, cache and tokens per second at this moment")
+async def status(state: StateDep) -> ServiceStatus:
+    rates, stats = state.token_rates.rates(), None if state.engine is None else state.engine.stats()
+    return ServiceStatus(
+        version=__version__,
+        model=None if state.checkpoint is None else state.checkpoint.name,
+        ready=state.is_ready,
+        uptime_seconds=time.perf_counter() - state.started,
+        requests_running=state.worker.num_running,
+        requests_waiting=state.worker.num_waiting,
+        sequences_running=0 if stats is None else stats.num_running,
+        sequences_waiting=0 if stats is None else stats.num_waiting,
+        max_sequences=state.settings.max_num_seqs,
+        cache=cache_status(state),
+        tokens_per_second=TokenRatesAnswer(
+            window_seconds=rates.seconds, prompt=rates.prompt, generated=rates.generated
+        ),
+    )
+
+
+def cache_status(state: State) -> CacheStatus | None:
+    """The use of the cache. None while the engine is not there."""
+    if state.engine is None:
+        return None
+    stats, num_tokens = state.engine.stats(), state.engine.num_cache_tokens
+    return CacheStatus(
+        used_tokens=round(stats.cache_usage * num_tokens),
+        total_tokens=num_tokens,
+        prompt_tokens_looked_up=stats.num_prefix_queries,
+        prompt_tokens_found=stats.num_prefix_hits,
+    )

@@ -1,0 +1,151 @@
+// A grid of short texts on colours, with a heading for each row and column. One tab stop: the arrow keys move inside.
+
+import { el, svg } from "../dom.js";
+import { colour, css, textOn } from "./colours.js";
+import { moveFocus, placeAfter } from "./grid_keys.js";
+
+const [NARROW, WIDE] = [66, 86]; // pixels from one column to the next on the page
+const CELL = { width: 84, height: 36, heading: 150 }; // pixels, of the picture for a download
+
+/**
+ * <cell-grid>. `show({label, corner, columns, rows})` draws it. `columns`: {label, title, mark}; `rows`: {label, title, cells}; a
+ * cell is {text, small, share, strong, says}: its text, a smaller one below, its colour as a share from 0 to 1, whether it
+ * is bold, and what a screen reader says. `select(row, column)` marks a cell. Event "choose" with {row, column}.
+ */
+export class CellGrid extends HTMLElement {
+  #shown = null;
+  #at = { row: 0, column: 0 };
+  #body = el("tbody");
+  #pitch = 0; // pixels from one column to the next
+  #fitting = 1; // how many columns can be seen at once
+  #box = el("div", { class: "scroll" });
+  #redraw = () => this.#paint();
+  #resized = new ResizeObserver(() => this.#fit());
+
+  connectedCallback() {
+    addEventListener("themechange", this.#redraw);
+    this.#resized.observe(this);
+    this.#box.addEventListener("scroll", () => this.#hint());
+    if (this.childElementCount === 0) this.append(this.#box);
+    if (this.#shown) this.#paint();
+  }
+
+  disconnectedCallback() {
+    removeEventListener("themechange", this.#redraw);
+    this.#resized.disconnect();
+  }
+
+  show(shown) {
+    this.#shown = shown;
+    const hadFocus = this.contains(document.activeElement);
+    const heading = ({ label, title, mark }) => el("th", { scope: "col", title, class: mark ? "is-marked" : null }, el("span", {}, label));
+    const head = el("thead", {}, el("tr", {}, el("th", { scope: "col" }, shown.corner), shown.columns.map(heading)));
+    this.#body = el("tbody", {}, shown.rows.map((row, index) => el("tr", {}, el("th", { scope: "row", title: row.title }, row.label), row.cells.map((cell, column) => this.#cell(cell, index, column)))));
+    const table = el("table", { role: "grid", "aria-label": shown.label }, head, this.#body);
+    table.addEventListener("keydown", (event) => this.#press(event));
+    table.addEventListener("click", (event) => this.#choose(event.target.closest("td")));
+    this.#box.replaceChildren(table);
+    this.#paint();
+    this.select(Math.min(this.#at.row, shown.rows.length - 1), Math.min(this.#at.column, shown.columns.length - 1));
+    this.#fit();
+    if (hadFocus) this.#cellOf(this.#at).focus({ preventScroll: true });
+  }
+
+  select(row, column) {
+    for (const cell of this.#body.querySelectorAll("[aria-selected=true]")) cell.setAttribute("aria-selected", "false");
+    for (const cell of this.#body.querySelectorAll("[tabindex='0']")) cell.tabIndex = -1;
+    this.#at = { row, column };
+    const cell = this.#cellOf(this.#at);
+    cell.setAttribute("aria-selected", "true");
+    cell.tabIndex = 0;
+    this.#reveal(column);
+  }
+
+  /** Narrow the columns until all fit; if they cannot, show a whole number of them, so that none is cut. */
+  #fit() {
+    if (!this.#shown || this.clientWidth === 0) return;
+    const heading = this.clientWidth < 480 ? 84 : 120;
+    const [room, number] = [this.clientWidth - heading - 2, this.#shown.columns.length];
+    this.#fitting = Math.max(1, Math.floor(room / NARROW));
+    this.#pitch = number <= this.#fitting ? Math.min(WIDE, room / number) : room / this.#fitting;
+    this.style.setProperty("--heading", `${heading}px`);
+    this.#box.firstChild.style.width = `${heading + 2 + number * this.#pitch}px`;
+    this.#reveal(this.#at.column);
+    this.#hint();
+  }
+
+  /** Say by shadows where columns are out of sight. */
+  #hint() {
+    const { scrollLeft, clientWidth, scrollWidth } = this.#box;
+    this.classList.toggle("more-left", scrollLeft > 1);
+    this.classList.toggle("more-right", scrollLeft + clientWidth < scrollWidth - 1);
+  }
+
+  /** The grid as SVG. */
+  picture() {
+    const { columns, rows } = this.#shown;
+    const { width, height, heading } = CELL;
+    const [w, h] = [heading + columns.length * width, height * (rows.length + 1)];
+    const text = (x, y, content, size, fill, anchor = "middle") => svg("text", { x, y, "font-size": size, "font-family": "sans-serif", "text-anchor": anchor, fill }, content.length > 12 && anchor === "middle" ? `${content.slice(0, 11)}…` : content);
+    const page = getComputedStyle(this).color;
+    const names = columns.map(({ label }, column) => text(heading + (column + 0.5) * width, 22, label, 12, page));
+    const drawn = rows.map(({ label, cells }, row) => {
+      const top = (row + 1) * height;
+      const boxes = cells.map((cell, column) => {
+        const background = colour(cell.share);
+        const left = heading + column * width;
+        return [svg("rect", { x: left, y: top, width, height, fill: css(background), stroke: "gray", "stroke-width": 0.5 }), text(left + width / 2, top + 16, cell.text, 12, textOn(background)), text(left + width / 2, top + 31, cell.small, 10, textOn(background))];
+      });
+      return [text(4, top + 22, label, 12, page, "start"), boxes];
+    });
+    return svg("svg", { width: w, height: h, viewBox: `0 0 ${w} ${h}` }, names, drawn.flat(3));
+  }
+
+  #cell({ text, small, strong, says }, row, column) {
+    return el("td", { role: "gridcell", tabindex: "-1", "aria-selected": "false", title: says, class: strong ? "is-strong" : null, dataset: { row, column } }, el("span", {}, text), el("small", {}, small));
+  }
+
+  /** Colours, which depend on the theme. */
+  #paint() {
+    for (const cell of this.#body.querySelectorAll("td")) {
+      const background = colour(this.#shown.rows[cell.dataset.row].cells[cell.dataset.column].share);
+      cell.style.background = css(background);
+      cell.style.color = textOn(background);
+    }
+  }
+
+  #cellOf({ row, column }) {
+    return this.#body.rows[row]?.cells[column + 1];
+  }
+
+  /** Scroll the grid, never the page, so that a column is in sight beside the headings of rows. */
+  #reveal(column) {
+    const first = this.#box.scrollLeft / (this.#pitch || 1);
+    if (column < first) this.#box.scrollLeft = column * this.#pitch;
+    else if (column + 1 > first + this.#fitting) this.#box.scrollLeft = (column + 1 - this.#fitting) * this.#pitch;
+  }
+
+  #choose(cell) {
+    if (cell) this.dispatchEvent(new CustomEvent("choose", { detail: { row: Number(cell.dataset.row), column: Number(cell.dataset.column) } }));
+  }
+
+  #press(event) {
+    const cell = event.target.closest("td");
+    if (!cell) return;
+    const [row, column] = [Number(cell.dataset.row), Number(cell.dataset.column)];
+    const place = placeAfter(event.key, row, column, this.#shown.columns.length);
+    if (event.key === "Enter" || event.key === " ") this.#choose(cell);
+    else if (place) this.#focus(cell, place[1] < 0 ? null : this.#cellOf({ row: place[0], column: place[1] }));
+    else return;
+    event.preventDefault();
+  }
+
+  #focus(from, to) {
+    if (!to) return;
+    moveFocus(from, to, { preventScroll: true });
+    to.scrollIntoView({ block: "nearest", inline: "nearest" });
+    this.#reveal(Number(to.dataset.column));
+  }
+}
+
+customElements.define("cell-grid", CellGrid);

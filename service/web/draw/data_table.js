@@ -1,0 +1,46 @@
+// The numbers behind a picture as a table, which is built when it is opened.
+
+import { el } from "../dom.js";
+import { number } from "../format.js";
+
+const PAGE_ROWS = 50;
+const PAGE_COLUMNS = 20;
+
+/**
+ * A closed <details> with a table. `read`: a function that returns {columns, rows, caption}: the heading of each column
+ * (of the row headings too, at first), and for each row its heading and its cells. Large tables have pages.
+ */
+export function dataTable(read, label = "Show as a table") {
+  const box = el("details", { class: "data-table" }, el("summary", {}, label));
+  const place = { row: 0, column: 0 };
+  const draw = () => {
+    const { columns, rows, caption } = read();
+    const [corner, ...names] = columns;
+    const [fromRow, fromColumn] = [Math.min(place.row, rows.length - 1), Math.min(place.column, names.length - 1)].map((x) => Math.max(x, 0));
+    const some = rows.slice(fromRow, fromRow + PAGE_ROWS);
+    const head = el("tr", {}, el("th", { scope: "col" }, corner), names.slice(fromColumn, fromColumn + PAGE_COLUMNS).map((name) => el("th", { scope: "col" }, name)));
+    const body = some.map(([name, ...cells]) =>
+      el("tr", {}, el("th", { scope: "row" }, name), cells.slice(fromColumn, fromColumn + PAGE_COLUMNS).map((cell) => el("td", {}, typeof cell === "number" ? number(cell) : cell))),
+    );
+    const table = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, el("table", {}, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, body)));
+    const pages = [pager("rows", "row", fromRow, PAGE_ROWS, rows.length), pager("columns", "column", fromColumn, PAGE_COLUMNS, names.length)];
+    box.replaceChildren(box.firstChild, ...pages.filter(Boolean), table);
+  };
+  const pager = (name, axis, from, size, total) => {
+    if (total <= size) return null;
+    const go = (to) => () => {
+      place[axis] = to;
+      draw();
+    };
+    return el(
+      "p",
+      { class: "pager" },
+      el("button", { type: "button", disabled: from === 0, onclick: go(Math.max(0, from - size)) }, `Earlier ${name}`),
+      ` ${name} ${from} to ${Math.min(from + size, total) - 1} of ${total} `,
+      el("button", { type: "button", disabled: from + size >= total, onclick: go(from + size) }, `Later ${name}`),
+    );
+  };
+  box.addEventListener("toggle", () => box.open && draw());
+  box.refresh = () => box.open && draw();
+  return box;
+}

@@ -1,0 +1,105 @@
+// Tokens in reading order, each on a colour. One tab stop: the arrow keys move, Enter chooses.
+
+import { el, svg } from "../dom.js";
+import { shown } from "../format.js";
+import { colour, css, textOn } from "./colours.js";
+
+/**
+ * <token-strip>. `reset(label)` empties it, `add({token, share, said})` appends a token: its text, its colour as a share
+ * from 0 to 1, and a text such as "71 %" for its number. Event "choose" with detail {index}. With the attribute `signs`,
+ * each space has a sign; without it, only a space that is a token of its own.
+ */
+export class TokenStrip extends HTMLElement {
+  #entries = [];
+  #at = 0; // the entry of the keyboard
+  #list = el("div", { role: "listbox", tabindex: "0", "aria-orientation": "horizontal", class: "tokens" });
+  #redraw = () => this.#entries.forEach((entry) => paint(entry));
+
+  connectedCallback() {
+    addEventListener("themechange", this.#redraw);
+    this.#redraw(); // the theme may have changed while this was out of the page
+    if (this.childElementCount > 0) return;
+    this.append(this.#list);
+    this.#list.addEventListener("click", (event) => this.#choose(Number(event.target.closest("[role=option]")?.dataset.index ?? NaN)));
+    this.#list.addEventListener("keydown", (event) => this.#press(event));
+  }
+
+  disconnectedCallback() {
+    removeEventListener("themechange", this.#redraw);
+  }
+
+  reset(label) {
+    this.#entries = [];
+    this.#at = 0;
+    this.#list.replaceChildren();
+    this.#list.setAttribute("aria-label", label);
+    this.#list.removeAttribute("aria-activedescendant");
+  }
+
+  add({ token, share, said }) {
+    const index = this.#entries.length;
+    const element = el("span", { role: "option", id: `strip-${index}`, class: "token", "aria-selected": "false", "aria-label": `${shown(token)}, ${said}`, dataset: { index, said } }, this.hasAttribute("signs") ? shown(token) : visible(token));
+    const entry = { element, share };
+    this.#entries.push(entry);
+    paint(entry);
+    this.#list.append(element, /\n/.test(token.text ?? "") ? el("br") : "");
+  }
+
+  /** Mark one entry, or none (null). */
+  mark(index) {
+    for (const option of this.#list.querySelectorAll("[aria-selected=true]")) option.setAttribute("aria-selected", "false");
+    this.#entries[index]?.element.setAttribute("aria-selected", "true");
+    if (this.#entries[index]) this.#moveTo(index);
+  }
+
+  /** The tokens as they stand on the page, as SVG. */
+  picture() {
+    const { left, top, width, height } = this.getBoundingClientRect();
+    const boxes = this.#entries.flatMap(({ element }) => {
+      const { backgroundColor, color } = element.style;
+      return [...element.getClientRects()].map((box) => svg("rect", { x: box.left - left, y: box.top - top, width: box.width, height: box.height, rx: 3, fill: backgroundColor, stroke: "gray", "stroke-width": 0.5 })).concat(textOf(element, color, left, top));
+    });
+    return svg("svg", { width: Math.ceil(width), height: Math.ceil(height), viewBox: `0 0 ${Math.ceil(width)} ${Math.ceil(height)}` }, boxes);
+  }
+
+  #moveTo(index) {
+    this.#entries[this.#at]?.element.classList.remove("at");
+    this.#at = index;
+    this.#entries[index].element.classList.add("at");
+    this.#list.setAttribute("aria-activedescendant", `strip-${index}`);
+  }
+
+  #choose(index) {
+    if (!this.#entries[index]) return;
+    this.#moveTo(index);
+    this.dispatchEvent(new CustomEvent("choose", { detail: { index } }));
+  }
+
+  #press(event) {
+    const places = { ArrowLeft: this.#at - 1, ArrowRight: this.#at + 1, Home: 0, End: this.#entries.length - 1 };
+    if (event.key === "Enter" || event.key === " ") this.#choose(this.#at);
+    else if (this.#entries[places[event.key]]) this.#moveTo(places[event.key]);
+    else if (!(event.key in places)) return;
+    event.preventDefault();
+  }
+}
+
+function textOf(element, color, left, top) {
+  const box = element.getBoundingClientRect();
+  return svg("text", { x: box.left - left + 1, y: box.top - top + 0.72 * box.height, fill: color, "font-family": "monospace", "font-size": getComputedStyle(element).fontSize, "xml:space": "preserve" }, element.textContent);
+}
+
+/** The text as it reads: spaces between letters stay, but spaces alone and line breaks get a sign. */
+function visible(token) {
+  const text = token.text ?? shown(token);
+  if (/^ *$/.test(text)) return shown({ ...token, text });
+  return text.replaceAll("\r", "␍").replaceAll("\n", "↵");
+}
+
+function paint({ element, share }) {
+  const background = colour(share);
+  element.style.background = css(background);
+  element.style.color = textOn(background);
+}
+
+customElements.define("token-strip", TokenStrip);

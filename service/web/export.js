@@ -1,0 +1,150 @@
+// What is shown, to copy and download: its text, the request as curl or Python, its answer as safetensors, pictures.
+
+import { hasKey, postBlob } from "./api.js";
+import { el } from "./dom.js";
+import { asPng, asSvg } from "./draw/pictures.js";
+
+const WITH_TENSORS = ["/forward", "/logits"];
+
+/** The request as a command for a shell. */
+export function asCurl({ path, body }, { origin, withKey }) {
+  const parts = [`curl -sS${body?.stream ? "N" : ""} ${origin}${path}`];
+  if (withKey) parts.push('-H "Authorization: Bearer $FORWARDSCOPE_API_KEY"');
+  if (body) parts.push("-H 'Content-Type: application/json'", `-d '${JSON.stringify(body).replaceAll("'", "'\\''")}'`);
+  return parts.join(" \\\n  ");
+}
+
+/** Path → the method of the Python client, the fields that it takes by their order, and what the program then has. */
+const CALLS = {
+  "/forward": { method: "run", name: "trace", first: ["prompt", "stages"], ends: [...arraysOf("trace"), "print(trace.loss)"] },
+  "/attribute": { method: "attribute", name: "attribution", first: ["method", "prompt"], ends: [...arraysOf("attribution"), "print(list(attribution.answer))"] },
+  "/logits": { method: "logits", name: "logits", first: ["prompt"], ends: ["print(logits.logits.shape)"] },
+  "/patterns": { method: "patterns", name: "patterns", first: ["prompt"], ends: ["print(patterns.values.shape)"] },
+  "/generate": { method: "generate", name: "generation", first: ["prompt"], ends: ["print(generation.tokens)", "print(generation.text)"] },
+  "/status": { method: "status", name: "status", first: [], ends: ["print(status)"] },
+};
+
+/** Lines that list the arrays by name of an object of the client. */
+function arraysOf(name) {
+  return [`for name, array in ${name}.items():`, "    print(name, array.shape)"];
+}
+
+/** The request as a program in Python with the client of docs/python.md. Its last lines show the object that it got. */
+export function asPython({ path, body }, { origin, withKey }) {
+  const { method, name, first, ends } = CALLS[path];
+  const { stream: _stream, ...fields } = withoutEncoding(body ?? {});
+  const named = Object.entries(fields).filter(([field]) => !first.includes(field));
+  const values = [...first.filter((field) => field in fields).map((field) => pythonOf(fields[field])), ...named.map(([field, value]) => `${field}=${pythonOf(value)}`)];
+  const key = withKey ? ', api_key=os.environ["FORWARDSCOPE_API_KEY"]' : "";
+  return [
+    ...(withKey ? ["import os", ""] : []),
+    "from forwardscope import Client  # the package of the server",
+    "",
+    `client = Client("${origin}"${key})`,
+    `${name} = client.${method}(${values.join(", ")})`,
+    ...ends,
+  ].join("\n");
+}
+
+/** A value of JSON as an expression in Python. */
+function pythonOf(value) {
+  if (value === null) return "None";
+  if (value === true) return "True";
+  if (value === false) return "False";
+  if (Array.isArray(value)) return `[${value.map(pythonOf).join(", ")}]`;
+  if (typeof value === "object") return `{${Object.entries(value).map(([name, part]) => `${JSON.stringify(name)}: ${pythonOf(part)}`).join(", ")}}`;
+  return JSON.stringify(value); // a number, or a text, which JSON and Python write alike
+}
+
+/** <export-bar>. `refresh(view)` shows what a view offers; null shows nothing. */
+export class ExportBar extends HTMLElement {
+  #report;
+  #view = null;
+  #code = el("pre", { class: "code", tabindex: "0", "aria-label": "The copied text", hidden: true });
+  #said = el("span", { role: "status" });
+  #buttons = el("span", { class: "row" });
+
+  constructor(report) {
+    super();
+    this.#report = report;
+  }
+
+  connectedCallback() {
+    if (this.childElementCount > 0) return;
+    this.setAttribute("role", "region");
+    this.setAttribute("aria-label", "Export");
+    this.append(el("h3", {}, "Copy and download"), el("div", { class: "row" }, this.#buttons, this.#said), this.#code);
+  }
+
+  refresh(view) {
+    this.#view = view;
+    const request = view?.request() ?? null;
+    const pictures = view?.pictures() ?? [];
+    const text = view?.text() ?? null;
+    this.hidden = request === null && pictures.length === 0;
+    this.#code.hidden = true;
+    this.#said.textContent = "";
+    const buttons = text === null ? [] : [this.#button("Copy the text", () => this.#copy(this.#view.text()))];
+    if (request) {
+      buttons.push(this.#button("Copy as curl", () => this.#copyRequest(asCurl)), this.#button("Copy as Python", () => this.#copyRequest(asPython)));
+      if (request.body && WITH_TENSORS.includes(request.path)) buttons.push(this.#button("Download safetensors", () => this.#saveTensors()));
+    }
+    for (const { name } of pictures)
+      buttons.push(this.#button(`PNG: ${name}`, () => this.#savePicture(name, asPng, "png")), this.#button(`SVG: ${name}`, () => this.#savePicture(name, asSvg, "svg")));
+    this.#buttons.replaceChildren(...buttons);
+  }
+
+  #button(label, act) {
+    return el("button", { type: "button", onclick: () => Promise.resolve().then(act).catch(this.#report) }, label);
+  }
+
+  #copyRequest(write) {
+    return this.#copy(write(this.#view.request(), { origin: location.origin, withKey: hasKey() }));
+  }
+
+  async #copy(code) {
+    this.#code.textContent = code;
+    this.#code.hidden = false;
+    const isCopied = await navigator.clipboard?.writeText(code).then(() => true, () => false);
+    this.#said.textContent = isCopied ? "Copied." : "The browser does not let this page copy. Copy the text below.";
+  }
+
+  async #saveTensors() {
+    const { path, body } = this.#view.request();
+    save(await postBlob(path, withoutEncoding(body)), fileName(this.#view, [partsOf(body)], "safetensors"));
+    this.#said.textContent = "Saved.";
+  }
+
+  async #savePicture(name, write, ending) {
+    const picture = this.#view.pictures().find((each) => each.name === name);
+    save(await write(picture.element), fileName(this.#view, [name], ending));
+    this.#said.textContent = "Saved.";
+  }
+}
+
+/** The request for a file of safetensors, which has an encoding of its own, and has all numbers. */
+function withoutEncoding({ encoding: _encoding, detail: _detail, ...body }) {
+  return body;
+}
+
+/** Such as "bundled-attention-layer-3-head-5.png": the model, the view, and what of it. */
+function fileName(view, parts, ending) {
+  const model = view.request()?.body?.model ?? view.context.service.model?.name;
+  const words = [model, view.localName.replace("-view", ""), ...parts].filter(Boolean);
+  return `${words.join("-").replaceAll(/[^\w.-]+/g, "-")}.${ending}`;
+}
+
+/** The layer and the head of a request, if it has a single one. */
+function partsOf({ stages = [], heads = [] }) {
+  const layers = new Set(stages.map((stage) => /^blocks\.(\d+)\./.exec(stage)?.[1]));
+  const [layer] = layers;
+  return [layers.size === 1 && layer !== undefined ? `layer ${layer}` : "", heads.length === 1 ? `head ${heads[0]}` : ""].filter(Boolean).join(" ");
+}
+
+function save(blob, name) {
+  const address = URL.createObjectURL(blob);
+  el("a", { href: address, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 10_000);
+}
+
+customElements.define("export-bar", ExportBar);

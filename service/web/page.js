@@ -1,0 +1,270 @@
+// The shell: the model, the prompt, the choice of a view, the address, errors, and the export of what is shown.
+
+import { readState, writeState } from "./address.js";
+import { keyDialog } from "./api_key.js";
+import { ApiError, getJson, onKeyNeeded } from "./api.js";
+import { Connection, isAway } from "./connection.js";
+import { el } from "./dom.js";
+import { count } from "./format.js";
+import { forget } from "./passes.js";
+import { defaultPrompt, readPrompt } from "./prompts.js";
+import { glossary, term } from "./terms.js";
+import { connectTheme } from "./theme.js";
+
+/** The views in the order of the menu: name in the address, label, and one sentence that introduces it. */
+export const VIEWS = [
+  { name: "generate", label: "Generate", intro: "The model continues the prompt, token by token. Select a token to see what else was likely." },
+  { name: "forward", label: "Forward pass", intro: "Each stage of one forward pass, in the order in which the network computes it." },
+  { name: "attention", label: "Attention", intro: "How much each token attends to the tokens before it, for each layer and head." },
+  { name: "lens", label: "Logit lens", intro: "What the network would predict if it stopped after each layer." },
+  { name: "loss", label: "Loss", intro: "How surprised the network is by each token of the prompt." },
+  { name: "worked", label: "Worked examples", intro: "The numbers that three articles print, next to the numbers that this service computes.", module: "worked_examples" },
+  { name: "steps", label: "KV cache", intro: "How the key-value cache saves work: one token enters at a time." },
+  { name: "edits", label: "Interventions", intro: "Change a stage of the forward pass, and see what changes after it.", module: "interventions" },
+  { name: "status", label: "Status", intro: "What the service does at this moment." },
+];
+
+/** How the weights are stored, if not in the number format of the computation: `quantization` of GET /model. */
+const WEIGHTS = { stored: "weights in the formats of the file", auto: "weights in a format for each layer" };
+
+const byId = (id) => document.getElementById(id);
+const service = { model: null, models: [] };
+const connection = new Connection(byId("banner"), () => {
+  if (isIncomplete) return location.reload();
+  forget();
+  return start();
+});
+const built = new Map(); // name of a view → its element
+let shown = null; // the view that is open
+let shownPrompt = null; // the prompt that the address had when the form was last filled
+let exportBar = null;
+let isIncomplete = false; // whether a module could not be loaded: browsers do not ask for it twice
+let controller = new AbortController();
+
+/** The module of a view exports its custom element as `default`, and defines it under the name "NAME-view". */
+async function load(name) {
+  const entry = VIEWS.find((view) => view.name === name);
+  if (!entry) throw new Error(`There is no view “${name}”. Choose one of the menu.`);
+  const path = `./views/${entry.module ?? entry.name}.js`;
+  const module = await import(path).catch(async (error) => {
+    if ((await fetch("/ready").catch(() => null)) !== null) throw error; // the service answers: the file is wrong
+    isIncomplete = true;
+    throw new ApiError(0, "The service does not answer.");
+  });
+  return { entry, View: module.default };
+}
+
+/** What the address says, without any defaults. */
+const addressed = () => readState(location.search, {});
+
+/** The values that the address of a view leaves out. */
+function defaults(View, model) {
+  return { view: VIEWS[0].name, model: "", prompt: defaultPrompt(service, model), ...View?.params };
+}
+
+/** The address after some changes. Another view keeps the model and the prompt only. */
+function addressAfter(changes) {
+  const now = addressed();
+  const isOther = changes.view !== undefined && changes.view !== (now.view ?? VIEWS[0].name);
+  const next = { ...(isOther ? { model: now.model, prompt: now.prompt } : now), ...changes };
+  return writeState(next, defaults(isOther ? null : shown?.constructor, next.model ?? ""));
+}
+
+/** Change the state: update the address, then show it. */
+function navigate(changes, { replace = false } = {}) {
+  const address = addressAfter(changes);
+  const isSame = address === addressAfter({});
+  history[replace || isSame ? "replaceState" : "pushState"](null, "", address);
+  return apply();
+}
+
+/** Show the state that the address describes. */
+async function apply() {
+  controller.abort();
+  controller = new AbortController();
+  const { signal } = controller;
+  setPageState("busy");
+  byId("failure").hidden = true;
+  try {
+    const { entry, View } = await load(addressed().view ?? VIEWS[0].name);
+    if (signal.aborted) return;
+    const state = readState(location.search, defaults(View, addressed().model ?? ""));
+    open(entry, View);
+    fillForm(View, state);
+    const obstacle = obstacleOf(View, state);
+    shown.hidden = obstacle !== null;
+    exportBar?.refresh(null);
+    if (obstacle !== null) throw new Error(obstacle);
+    await shown.update({ ...state, model: modelOf(state), prompt: readPrompt(service, state.model, state.prompt) }, signal);
+    if (signal.aborted) return;
+    connection.found();
+    setPageState("ready");
+    refreshExport(signal);
+  } catch (error) {
+    if (!signal.aborted) report(error);
+  }
+}
+
+/** The `model` of requests: null for the served one. Without a served model, the first worked example is chosen. */
+function modelOf({ model }) {
+  return model || (service.model ? null : service.models[0].name);
+}
+
+/** Put the element of a view into the page. */
+function open(entry, View) {
+  if (!built.has(entry.name)) {
+    const view = new View();
+    view.context = { service, navigate, report, offer: () => refreshExport(controller.signal) };
+    view.build();
+    built.set(entry.name, view);
+  }
+  const view = built.get(entry.name);
+  if (shown !== view) {
+    shown?.leave();
+    shown?.remove();
+    byId("failure").after(view);
+    shown = view;
+  }
+  byId("title").textContent = entry.label;
+  byId("intro").textContent = entry.intro;
+  document.title = `${entry.label} · Forwardscope`;
+  for (const link of byId("views").children) {
+    link.href = addressAfter({ view: link.dataset.name });
+    if (link.dataset.name === entry.name) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  showCurrentLink();
+}
+
+/** Move the menu to the side, so that its current entry is in sight. */
+function showCurrentLink() {
+  const menu = byId("views");
+  const link = menu.querySelector("[aria-current]");
+  menu.scrollLeft = link.offsetLeft - (menu.clientWidth - link.offsetWidth) / 2;
+}
+
+/** Why a view cannot show the chosen model, or null. */
+function obstacleOf(View, state) {
+  const isExample = service.models.some((model) => model.name === modelOf(state) && model.kind === "worked_example");
+  if (service.model === null && !View.showsWorkedExamples && View.usesPrompt)
+    return "This service has no checkpoint, only worked examples. Start it with a model to use this view.";
+  if (isExample && !View.showsWorkedExamples && View.usesPrompt)
+    return `A worked example has a single forward pass, which this view cannot show. Choose ${service.model?.name} as the model above.`;
+  if (View.needs !== null && !service.model?.capabilities?.[View.needs])
+    return `This service does not offer ${View.needs}, which this view needs.`;
+  return null;
+}
+
+/** Fill the form. A prompt that was typed but not run stays, unless the address has another prompt now. */
+function fillForm(View, state) {
+  byId("input").hidden = !View.usesPrompt;
+  byId("model").value = state.model || (service.model?.name ?? service.models[0].name);
+  if (state.prompt !== shownPrompt) byId("prompt").value = state.prompt;
+  shownPrompt = state.prompt;
+  showDraft();
+}
+
+/** Say whether the prompt in the box is another one than the prompt that is shown. */
+function showDraft() {
+  byId("draft").hidden = byId("input").hidden || shownPrompt === null || byId("prompt").value === shownPrompt;
+}
+
+/** Show an error. Views call it for errors outside of `update`, such as those of a button. */
+function report(error) {
+  if (error.name === "AbortError") return;
+  if (!(error instanceof ApiError) && error.constructor !== Error) console.error(error); // a defect of the page
+  byId("error").textContent = error.message;
+  byId("failure").hidden = isAway(error); // the banner says it
+  setPageState(isAway(error) ? "busy" : "error");
+  if (isAway(error)) connection.wait(error);
+}
+
+/** Tell tests, style sheets and screen readers whether something will still change without the user. */
+function setPageState(result) {
+  document.body.dataset.state = result;
+  byId("view").setAttribute("aria-busy", String(result === "busy"));
+}
+
+/** The export bar is loaded after the view, so that the view is not delayed. */
+async function refreshExport(signal) {
+  exportBar ??= new (await import("./export.js")).ExportBar(report);
+  if (signal.aborted) return;
+  if (!exportBar.isConnected) byId("view").append(exportBar);
+  exportBar.refresh(shown);
+}
+
+/** While the model loads, the service answers, but does not say yet what it will serve. */
+async function checkReady() {
+  const response = await fetch("/ready").catch(() => null);
+  if (response === null) throw new ApiError(0, "The service does not answer.");
+  if (!response.ok) throw new ApiError(503, "The model is loading.", null, "loading");
+}
+
+/** Read what is served, fill the form, and show the state of the address. */
+async function start() {
+  setPageState("busy");
+  try {
+    await checkReady();
+    service.models = (await getJson("/models")).models;
+    service.model = service.models.some((model) => model.kind === "checkpoint") ? await getJson("/model") : null;
+  } catch (error) {
+    return report(error);
+  }
+  byId("served").replaceChildren(...(service.model ? factsOf(service.model) : ["no checkpoint, only worked examples"]));
+  const kinds = { checkpoint: "", adapter: " (adapter)", worked_example: " (worked example)" };
+  byId("model").replaceChildren(...service.models.map(({ name, kind }) => el("option", { value: name }, name + kinds[kind])));
+  return apply();
+}
+
+/** What the header says about the served model. */
+function factsOf({ name, parameters, config, dtype, device, quantization }) {
+  const weights = quantization === "none" ? null : (WEIGHTS[quantization] ?? `weights in ${quantization}`);
+  return [
+    el("span", { class: "served-name" }, `${name}: `),
+    `${count(parameters.total)} parameters, ${config.num_layers} layers, ${config.num_heads} heads, `,
+    ...(weights ? [term("quantization", weights), ", computed in "] : ["numbers in "]),
+    term("number_format", dtype),
+    `, on the ${device === "cpu" ? "CPU" : `device ${device}`}`,
+  ];
+}
+
+/** The model of the form as it stands in the address: "" for the served one. */
+function chosenModel() {
+  const name = byId("model").value;
+  return name === service.model?.name ? "" : name;
+}
+
+/** Another model. It gets its own first prompt only if the present prompt was the first one of the model before. */
+function changeModel() {
+  const [before, after] = [defaultPrompt(service, addressed().model ?? ""), defaultPrompt(service, chosenModel())];
+  if (before !== after) byId("prompt").value = after;
+  navigate({ model: chosenModel(), prompt: byId("prompt").value });
+}
+
+function connect() {
+  byId("views").append(...VIEWS.map(({ name, label }) => el("a", { href: `/?view=${name}`, dataset: { name } }, label)));
+  byId("views").addEventListener("click", (event) => {
+    if (event.ctrlKey || event.metaKey || event.shiftKey || event.target.dataset.name === undefined) return;
+    event.preventDefault();
+    navigate({ view: event.target.dataset.name });
+  });
+  byId("input").addEventListener("submit", (event) => {
+    event.preventDefault();
+    navigate({ prompt: byId("prompt").value });
+  });
+  byId("prompt").addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    byId("input").requestSubmit();
+  });
+  byId("prompt").addEventListener("input", showDraft);
+  byId("model").addEventListener("change", changeModel);
+  byId("again").addEventListener("click", () => (service.models.length > 0 ? apply() : start()));
+  byId("glossary").addEventListener("toggle", () => byId("glossary").append(...glossary()), { once: true });
+  addEventListener("popstate", apply);
+  onKeyNeeded(keyDialog(byId("key")));
+  connectTheme(byId("theme"));
+}
+
+connect();
+start();

@@ -1,0 +1,54 @@
+// The distribution from which the service draws a token: temperature, then softmax, then top-k, then top-p. The page
+// computes it from logits of the service, so that a slider needs no new pass. A test compares it with the service.
+
+/** Probabilities of all tokens. 0 for those that top-k and top-p exclude. `logits`: numbers; null and NaN are excluded. */
+export function distribution(logits, { temperature = 1, topK = 0, topP = 1 } = {}) {
+  const largest = largestOf(logits);
+  if (temperature === 0) return oneHot(logits, logits.indexOf(largest));
+  const weights = Float64Array.from(logits, (logit) => weightOf(logit, largest, temperature));
+  const least = threshold(normalize(weights), topK, topP);
+  return normalize(weights.map((weight) => (weight < least ? 0 : weight)));
+}
+
+function largestOf(logits) {
+  let largest = -Infinity;
+  for (const logit of logits) if (Number.isFinite(logit) && logit > largest) largest = logit;
+  return largest;
+}
+
+/** Temperature 0: the most likely token is certain. */
+function oneHot({ length }, index) {
+  const certain = new Float64Array(length);
+  certain[index] = 1;
+  return certain;
+}
+
+function weightOf(logit, largest, temperature) {
+  if (!Number.isFinite(logit)) return 0;
+  return Math.exp((logit - largest) / temperature);
+}
+
+/** Divide by the sum, in place. */
+function normalize(weights) {
+  let sum = 0;
+  for (const weight of weights) sum += weight;
+  for (let index = 0; index < weights.length; index++) weights[index] /= sum;
+  return weights;
+}
+
+/** The least probability that is kept. Equally likely tokens are kept together, as the service does. */
+function threshold(probabilities, topK, topP) {
+  if (topK === 0 && topP >= 1) return 0;
+  const sorted = Float64Array.from(probabilities).sort().reverse();
+  const kept = topK > 0 ? sorted.subarray(0, topK) : sorted;
+  let total = 0;
+  for (const probability of kept) total += probability;
+  let before = 0;
+  let least = kept[0];
+  for (const probability of kept) {
+    if (before / total >= topP) break;
+    least = probability;
+    before += probability;
+  }
+  return least;
+}

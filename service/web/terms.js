@@ -1,0 +1,47 @@
+// Explanations of terms, shown where the term appears.
+
+import { el, labelled } from "./dom.js";
+import { TERMS } from "./terms_list.js";
+
+const MARGIN = 8; // pixels between an explanation and the edge of the window
+
+/**
+ * A term as a part of a sentence. A click shows what it means, with a link to the article that explains it.
+ * `id`: a name in terms_list.js. `label`: what the sentence calls it, if not by its usual name.
+ */
+export function term(id, label = TERMS[id].label) {
+  const box = el("span", { class: "explanation", popover: "auto", role: "note" }, ...explanation(id));
+  const button = el("button", { type: "button", class: "term" }, label);
+  button.popoverTargetElement = box;
+  box.addEventListener("toggle", (event) => event.newState === "open" && place(box, button));
+  return el("span", { class: "term-place" }, button, box);
+}
+
+/** A box to filter terms, and a list of all terms with their explanations. */
+export function glossary() {
+  const sorted = Object.keys(TERMS).sort((one, other) => TERMS[one].label.localeCompare(TERMS[other].label, "en"));
+  const entries = sorted.map((id) => el("div", {}, el("dt", {}, TERMS[id].label), el("dd", {}, explanation(id, false))));
+  const filter = el("input", { type: "search", autocomplete: "off" });
+  const none = el("p", { role: "status" });
+  filter.addEventListener("input", () => {
+    for (const entry of entries) entry.hidden = !entry.textContent.toLowerCase().includes(filter.value.trim().toLowerCase());
+    none.textContent = entries.every((entry) => entry.hidden) ? "No term has this word." : "";
+  });
+  return [labelled("Find a term", filter), none, el("dl", { class: "glossary" }, entries)];
+}
+
+function explanation(id, isNamed = true) {
+  const { label, text, article } = TERMS[id];
+  const link = article && el("a", { href: article.address, target: "_blank", rel: "noreferrer" }, article.title);
+  return [isNamed ? el("strong", {}, `${label}: `) : "", text, link ? [" More in the article ", link, "."] : ""].flat();
+}
+
+/** Put an open explanation below its term, inside the window. */
+function place(box, button) {
+  const at = button.getBoundingClientRect();
+  const [width, height] = [box.offsetWidth, box.offsetHeight];
+  const left = Math.max(MARGIN, Math.min(at.left, document.documentElement.clientWidth - width - MARGIN));
+  const below = at.bottom + 4;
+  const top = below + height > innerHeight - MARGIN ? Math.max(MARGIN, at.top - height - 4) : below;
+  Object.assign(box.style, { left: `${left}px`, top: `${top}px` });
+}

@@ -1,0 +1,56 @@
+// The terms that the page explains: what each one means, and which article explains it at length.
+
+const ARTICLES = {
+  forward: { title: "How LLMs learn: forward pass (psychometrics.ai)", address: "https://psychometrics.ai/toc/llms-forward-pass" },
+  modern: { title: "Building a Transformer: The Complete Forward Pass (Vitor Sousa)", address: "https://www.vitorsousa.com/foundations/building-a-transformer/" },
+  gpt: { title: "Math for ML: transformer and GPT (abhimanyunagurkar.com)", address: "https://abhimanyunagurkar.com/blog/math-for-ml-8-transformer-and-gpt/" },
+  journey: { title: "A token's journey (mustafabirinci.com)", address: "https://mustafabirinci.com/content/files/embeds/a-token-journey.html" },
+  loss: { title: "Understanding gradients: cross-entropy loss (zhubert.com)", address: "https://zhubert.com/intro-to-transformers/understanding-gradients/loss" },
+};
+
+const entry = (label, text, article = null) => ({ label, text, article: ARTICLES[article] ?? null });
+
+/** id → {label, text, article}. `article` is {title, address}, or null if none of the articles explains the term. */
+export const TERMS = {
+  token: entry("token", "A piece of text that the network reads as one unit: a word, a part of a word, or a punctuation mark. Each token has a number, its id, in the vocabulary.", "journey"),
+  embedding: entry("embedding", "The list of numbers (a vector) that stands for a token when it enters the network. The network learned one for each token of the vocabulary.", "journey"),
+  position: entry("position", "The place of a token in the text, counted from 0. Attention alone does not know the order of the tokens, so each network has a way to tell it the positions.", "journey"),
+  residual: entry("residual stream", "The vector of a token on its way through the layers. Attention and the feed-forward network do not replace this vector: each adds its output to it.", "modern"),
+  norm: entry("norm", "A step that brings each vector to a standard size, so that its numbers neither grow nor shrink from layer to layer. It then multiplies by learned factors.", "modern"),
+  query: entry("query", "A vector that says what a token looks for in the tokens before it. It is compared with the keys of these tokens.", "forward"),
+  key: entry("key", "A vector that says what a token has to offer. The better a key fits a query, the more attention its token gets.", "forward"),
+  value: entry("value", "The vector that a token hands over to the tokens that attend to it.", "forward"),
+  score: entry("attention score", "How well a query fits a key: the dot product of the two vectors, usually divided by the square root of their length.", "forward"),
+  mask: entry("causal mask", "The rule that a token must not look at the tokens after it. The scores of these pairs become minus infinity, so their weights become 0.", "forward"),
+  softmax: entry("softmax", "A function that turns any numbers into positive ones that add up to 1. The largest number gets the largest share.", "journey"),
+  pattern: entry("attention pattern", "The weights with which a token takes information from each token before it, and from itself. The weights of a token add up to 1.", "forward"),
+  z: entry("z", "What a head found: the values of all tokens that a token attends to, each multiplied by its weight, and added up.", "forward"),
+  attention_output: entry("attention output", "The results of all heads, joined and multiplied by a matrix. This vector is added to the residual stream.", "journey"),
+  feed_forward: entry("feed-forward network", "The second half of a layer. It works on each token separately: it makes the vector wider, applies a curved function, and makes the vector narrow again.", "journey"),
+  logit: entry("logit", "One number for each token of the vocabulary: the higher it is, the more likely the network thinks that this token comes next. Logits are not yet probabilities; softmax turns them into probabilities.", "loss"),
+  probability: entry("probability", "How likely a token is to come next, according to the network. The probabilities of all tokens of the vocabulary add up to 100 %.", "loss"),
+  nat: entry("nat", "The unit of the loss, because it is computed with the natural logarithm: a loss of 1 nat means a probability of 1 ÷ e, or 37 %. 1 nat is 1.44 bits."),
+  loss: entry("loss", "A number for how wrong a prediction was: −ln of the probability of the token that really came next. 0 means that the network was certain and right.", "loss"),
+  perplexity: entry("perplexity", "The loss in another form: e to the power of the mean loss. A perplexity of 20 means that the network was as unsure as if it chose among 20 equally likely tokens.", "loss"),
+  cross_entropy: entry("cross-entropy", "The name of this loss: the mean of −ln p, where p is the probability that the network gave to each correct token.", "loss"),
+  kv_cache: entry("key-value cache", "The stored keys and values of all tokens so far. A new token needs them, and because they never change, the network does not compute them again.", "modern"),
+  temperature: entry("temperature", "The logits are divided by this number before softmax. Below 1, likely tokens become more likely; above 1, the choice becomes more random. At 0, the most likely token is always chosen.", "modern"),
+  top_k: entry("top-k", "Only the k most likely tokens can be chosen, and their probabilities are scaled up to 100 %. 0 switches this off.", "modern"),
+  top_p: entry("top-p", "Only the most likely tokens can be chosen: as few as are needed to reach this probability together. 1 switches this off."),
+  seed: entry("seed", "A number that decides all random choices. The same seed with the same settings gives the same text again."),
+  greedy: entry("greedy", "To choose the most likely token at each step. Nothing is random, so the text is always the same.", "modern"),
+  head: entry("head", "One of several attention mechanisms that work side by side in a layer. Each has queries, keys and values of its own, and can look for something else.", "forward"),
+  layer: entry("layer", "One block of the network: attention, then a feed-forward network. All layers have the same parts, but weights of their own. Counted from 0.", "gpt"),
+  logit_lens: entry("logit lens", "A way to read the middle of the network: take the vector after a layer, skip the layers that remain, and compute logits from it as if it were the last one."),
+  ablation: entry("ablation", "To switch off a part of the network, for example by setting its output to zero, and to see what the network can no longer do."),
+  patching: entry("patching", "To put numbers from the pass over one text into the pass over another. If the answer changes with them, they carried the information that makes the difference."),
+  attribution: entry("attribution", "How much each part of the network contributed to a result, such as the logit of a token."),
+  expert: entry("expert", "One of several feed-forward networks of a layer. A small network, the router, chooses for each token which few of them work."),
+  gain: entry("gain", "The learned factors of a norm, one for each number of the vector. The norm multiplies by them at its end.", "modern"),
+  silu: entry("SiLU", "The curved function of many feed-forward networks: x ÷ (1 + e^−x). It keeps large positive numbers, and brings negative ones near 0.", "modern"),
+  std: entry("standard deviation (std)", "How far numbers typically are from their mean: the square root of the mean squared distance."),
+  rank: entry("rank", "The place of a token in the list of all tokens of the vocabulary, the most likely one first."),
+  number_format: entry("number format (dtype)", "How a number is stored. float32 has 32 bits and about 7 decimal digits; float16 has 16 bits and about 3 digits; bfloat16 has 16 bits and 2 to 3 digits, but the range of float32."),
+  quantization: entry("quantization", "To store weights with fewer bits, such as 4 or 8, so that they need less memory and are read faster. The numbers that are computed from them keep the number format of the model."),
+  rotary: entry("rotary positions", "A way to tell attention the positions: queries and keys are rotated by an angle that grows with the position. Their dot product then depends on how far the tokens are apart.", "modern"),
+};

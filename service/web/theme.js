@@ -1,0 +1,29 @@
+// The light and the dark theme. Without a choice of the user, the system decides.
+
+const KEY = "forwardscope-theme";
+const darkSystem = matchMedia("(prefers-color-scheme: dark)");
+
+/** Whether the page is dark at this moment. */
+export function isDark() {
+  const chosen = document.documentElement.dataset.theme;
+  return chosen ? chosen === "dark" : darkSystem.matches;
+}
+
+/** Let a button change the theme. The window gets an event "themechange", so that canvases are drawn again. */
+export function connectTheme(button) {
+  const chosen = localStorage.getItem(KEY);
+  if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
+  const changed = () => {
+    button.textContent = isDark() ? "☀" : "☾";
+    button.title = isDark() ? "Light theme" : "Dark theme";
+    button.setAttribute("aria-label", button.title);
+    dispatchEvent(new Event("themechange"));
+  };
+  button.addEventListener("click", () => {
+    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+    localStorage.setItem(KEY, document.documentElement.dataset.theme);
+    changed();
+  });
+  darkSystem.addEventListener("change", changed);
+  changed();
+}

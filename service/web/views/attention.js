@@ -1,0 +1,159 @@
+// The view "Attention": a grid of small patterns for all layers and heads, one of them large, and a ranking of heads.
+
+import { isWorkedExample } from "../articles.js";
+import { el, labelled, select } from "../dom.js";
+import { barLegend } from "../draw/bars.js";
+import "../draw/pattern_grid.js";
+import { percent } from "../format.js";
+import { readChoice, readIndex } from "../indices.js";
+import { cached } from "../passes.js";
+import { term } from "../terms.js";
+import { View } from "../view.js";
+import { STAGES } from "./attention_head.js";
+import { AttentionMaps } from "./attention_maps.js";
+import { CHOICES, TARGETS } from "./attention_ranking.js";
+import { isOther, isPosition } from "./positions.js";
+
+const SMALL_MAP = 64; // rows of a small map
+
+export default class Attention extends View {
+  static showsWorkedExamples = true;
+  static params = { layer: "0", head: "0", pos: "", stage: "pattern", find: "previous", key: "" };
+
+  #grid = el("pattern-grid");
+  #hatched = el("span", {}, " Hatched: not fetched yet.");
+  #pointed = el("p", { class: "under-pointer", "aria-live": "polite" });
+  #ranking = el("attention-ranking");
+  #choice = el("div", { class: "row" });
+  #head = el("attention-head");
+  #maps = null;
+  #key = null; // what #maps belong to
+  #signal = null;
+  #state = null; // the state that was shown last
+  #shown = null; // {layer, head, stage}
+  #isChosen = false; // whether a head was chosen here since the last update
+
+  build() {
+    const meaning = el("p", { class: "faint" }, "Each picture is the ", term("pattern"), " of one head: a row for each token that looks ", inBrackets("query"), ", a column for each token that is looked at ", inBrackets("key"), ". Choose one to see it large.");
+    const legend = el("p", { class: "legend" }, "Weight: ", barLegend("0 %", "100 %"), ".", this.#hatched);
+    const first = el("p", { class: "faint" }, "Each ", term("layer"), " has several ", term("head", "heads"), ", which work side by side. For each token, a head decides how much it takes from which token.");
+    this.append(first, this.#ranking, el("div", { class: "beside" }, el("section", { class: "narrow", "aria-label": "All heads" }, el("h3", {}, "All heads"), meaning, this.#pointed, this.#grid, legend), el("section", { class: "wide", "aria-label": "One head" }, this.#choice, this.#head)));
+    const choose = ({ detail }) => {
+      this.#isChosen = true;
+      return this.context.navigate({ layer: String(detail.layer), head: String(detail.head) });
+    };
+    this.#grid.addEventListener("choose", choose);
+    this.#ranking.addEventListener("choose", choose);
+    this.#grid.addEventListener("point", ({ detail }) => this.#point(detail));
+    this.#grid.addEventListener("visible", ({ detail }) => this.#maps && this.#fetchRows(detail, this.#signal).catch(this.context.report));
+    this.#ranking.addEventListener("target", ({ detail }) => this.context.navigate({ find: detail.target }));
+    this.#ranking.addEventListener("pair", ({ detail }) => this.context.navigate(detail));
+    this.#head.addEventListener("change", ({ detail }) => this.context.navigate(detail));
+  }
+
+  async update(state, signal) {
+    this.#signal = signal;
+    const body = { ...(state.model ? { model: state.model } : {}), prompt: state.prompt };
+    const { layers, heads } = await this.#sizes(state, body, signal);
+    const isNew = isOther(this.#state, state);
+    if (isNew && !(isPosition(state.layer, layers) && isPosition(state.head, heads))) return this.context.navigate({ layer: "0", head: "0" }, { replace: true });
+    const [layer, head] = [readIndex(state.layer, "layer", layers), readIndex(state.head, "head", heads)];
+    const stage = readChoice(state.stage, "stage", Object.keys(STAGES));
+    const target = readChoice(state.find, "find", Object.keys(CHOICES));
+    this.#use(body, layers, heads);
+    this.#grid.mark(layer, head);
+    this.#showChoice(layers, heads, { layer, head });
+    this.#point(null);
+    const { tokens } = await this.#maps.head(layer, head, "pattern", signal);
+    if (isNew && state.pos !== "" && !isPosition(state.pos, tokens.length)) return this.context.navigate({ pos: "" }, { replace: true });
+    if (isNew && state.key !== "" && !isPosition(state.key, tokens.length)) return this.context.navigate({ key: "" }, { replace: true });
+    const query = state.pos === "" ? tokens.length - 1 : readIndex(state.pos, "position", tokens.length);
+    const key = state.key === "" ? Math.max(0, query - 1) : readIndex(state.key, "key", tokens.length);
+    const one = this.#showHead({ layer, head, stage, position: query }, signal);
+    const all = this.#fetchRows(this.#grid.visibleLayers(), signal).then(async () => {
+      const heads = await this.#maps.means(layers, signal);
+      const rows = target === "chosen" ? await this.#maps.rowOfAll(query, signal) : [];
+      this.#ranking.show({ heads: heads.map((each, index) => ({ ...each, weight: rows[index]?.weights[key] })), target, tokens, query, key, chosen: { layer, head } });
+    });
+    await Promise.all([one, all]);
+    if (this.#isChosen) this.#head.reveal();
+    this.#isChosen = false;
+    this.#state = state;
+    return undefined;
+  }
+
+  request() {
+    const { layer, head, stage } = this.#shown;
+    return this.#maps && { path: "/forward", body: this.#maps.forwardBody(layer, head, stage) };
+  }
+
+  pictures() {
+    const picture = async () => {
+      const layers = Array.from({ length: this.#grid.numLayers }, (_, layer) => layer);
+      await this.#fetchRows(layers, this.#signal);
+      return this.#grid.picture();
+    };
+    return [...this.#head.pictures(), { name: "all heads", element: { picture } }];
+  }
+
+  /** The numbers of layers and heads. Worked examples say them in their answers only. */
+  async #sizes(state, body, signal) {
+    const { service } = this.context;
+    if (!isWorkedExample(service, state.model)) return { layers: service.model.config.num_layers, heads: service.model.sizes.head };
+    const { maps } = await cached("/patterns", body, signal);
+    return { layers: 1 + Math.max(...maps.map(({ layer }) => layer)), heads: 1 + Math.max(...maps.map(({ head }) => head)) };
+  }
+
+  /** Selects of the layer and the head, beside the grid. */
+  #showChoice(layers, heads, chosen) {
+    const of = (name, size) => {
+      const change = (event) => this.context.navigate({ [name]: event.target.value });
+      return labelled(`${name[0].toUpperCase()}${name.slice(1)}`, select({ name, onchange: change }, Array.from({ length: size }, (_, index) => index), chosen[name]));
+    };
+    if (this.#choice.querySelectorAll("option").length !== layers + heads) this.#choice.replaceChildren(of("layer", layers), of("head", heads));
+    for (const control of this.#choice.querySelectorAll("select")) control.value = chosen[control.name];
+  }
+
+  /** Begin anew if the prompt or the model is another one. */
+  #use(body, layers, heads) {
+    const key = JSON.stringify(body);
+    if (this.#maps && key === this.#key && this.#maps.model === this.context.service.model) return;
+    this.#key = key;
+    this.#maps = Object.assign(new AttentionMaps(body, SMALL_MAP), { model: this.context.service.model });
+    this.#grid.reset({ layers, heads });
+  }
+
+  async #fetchRows(layers, signal) {
+    const maps = this.#maps;
+    const missing = layers.filter((layer) => !this.#grid.has(layer));
+    const rows = await maps.rows(missing, signal);
+    if (maps !== this.#maps) return;
+    for (const [layer, row] of rows) this.#grid.setRow(layer, row.map((map) => ({ ...map, says: saysOf(map.means) })));
+    this.#hatched.hidden = this.#grid.isComplete;
+  }
+
+  async #showHead({ layer, head, stage, position }, signal) {
+    const pattern = await this.#maps.head(layer, head, "pattern", signal);
+    const map = stage === "pattern" ? pattern : await this.#maps.head(layer, head, stage, signal);
+    const { block, size, values } = pattern;
+    const row = block === 1 ? values.subarray(position * size, (position + 1) * size) : await this.#maps.row(layer, head, position, signal);
+    this.#shown = { layer, head, stage };
+    this.#head.show({ layer, head, stage, position, map, pattern, row });
+  }
+
+  #point(place) {
+    const said = place && this.#grid.says(place);
+    this.#pointed.textContent = said ? `Layer ${place.layer}, head ${place.head}: ${said}.` : "Point at a picture, or use the arrow keys and Enter.";
+  }
+}
+
+/** A term in brackets, which no line breaks apart. */
+function inBrackets(id) {
+  return el("span", { class: "together" }, "(", term(id), ")");
+}
+
+function saysOf(means) {
+  return means === null ? "one token only" : Object.entries(TARGETS).map(([name, label]) => `${percent(means[name])} to ${label}`).join(", ");
+}
+
+customElements.define("attention-view", Attention);

@@ -1,0 +1,115 @@
+// Which heads attend most to a kind of token, such as the previous one, or to one chosen token.
+
+import { el, labelled, select } from "../dom.js";
+import { dataTable } from "../draw/data_table.js";
+import { percent, quoted, shown } from "../format.js";
+
+/** Means that every prompt of two tokens has: a field of `means` of POST /patterns → how a sentence calls it. */
+export const TARGETS = { previous: "the previous token", first: "the first token", itself: "the token itself" };
+/** What can be looked for. */
+export const CHOICES = { ...TARGETS, induction: "the token after an earlier copy (induction)", chosen: "a chosen token" };
+const NUM_NAMED = 5;
+const BASES = {
+  induction: "The mean over the tokens that occurred before. Their weight on the tokens that came directly after the earlier copies is added up.",
+  chosen: "The weight of this query on this key, in each head. A click on a cell of the large picture chooses both, too.",
+};
+const BASIS = "The mean over all tokens of this prompt but the first, which can only attend to itself.";
+
+/**
+ * <attention-ranking>. `show({heads, target, tokens, query, key, chosen})`: `heads` are {layer, head, means, weight}, with the
+ * weight of the key for the query if the target is "chosen"; `chosen` is the head that is shown. Events: "target" with detail
+ * {target}, "pair" with {pos} or {key}, and "choose" with {layer, head}.
+ */
+export class AttentionRanking extends HTMLElement {
+  #shown = null;
+  #heads = []; // the largest first
+  #select = select({}, Object.entries(CHOICES), "previous");
+  #pair = el("span", { class: "row" });
+  #answer = el("p", { class: "answer" });
+  #buttons = el("div", { class: "row" });
+  #basis = el("p", { class: "faint" });
+  #table = dataTable(() => this.#tableOf(), "Show all heads as a table");
+
+  connectedCallback() {
+    if (this.childElementCount > 0) return;
+    this.append(el("div", { class: "row" }, labelled("Find the heads that attend most to", this.#select), this.#pair), this.#answer, this.#buttons, this.#basis, this.#table);
+    this.#select.addEventListener("change", () => this.#send("target", { target: this.#select.value }));
+  }
+
+  show(shown) {
+    const { heads, target, tokens } = shown;
+    if (this.#shown?.tokens !== tokens) this.#buildPair(tokens);
+    this.#shown = shown;
+    this.#select.value = target;
+    const valueOf = ({ means, weight }) => (target === "chosen" ? weight : means?.[target]) ?? null;
+    const valued = heads.map((each) => ({ ...each, value: valueOf(each) }));
+    this.#heads = valued.every(({ value }) => value !== null) ? valued.sort((a, b) => b.value - a.value) : [];
+    this.#pair.hidden = target !== "chosen";
+    for (const control of this.#pair.querySelectorAll("select")) control.value = String(control.name === "pos" ? shown.query : shown.key);
+    this.#answer.textContent = this.#describe();
+    const named = this.#heads.slice(0, NUM_NAMED);
+    const texts = apart(named.map(({ value }) => value));
+    this.#buttons.replaceChildren(...(named.length > 0 ? ["Show head", ...named.map((place, index) => this.#button(place, texts[index]))] : []));
+    this.#basis.textContent = BASES[target] ?? BASIS;
+    this.#basis.hidden = this.#table.hidden = named.length === 0;
+    this.#table.refresh();
+  }
+
+  #send(type, detail) {
+    this.dispatchEvent(new CustomEvent(type, { detail }));
+  }
+
+  #buildPair(tokens) {
+    const options = tokens.map((token, position) => [position, `${position} ${shown(token)}`]);
+    const control = (name) => select({ name, onchange: (event) => this.#send("pair", { [name]: event.target.value }) }, options, 0);
+    this.#pair.replaceChildren(labelled("Key", control("key")), labelled("for the query", control("pos")));
+  }
+
+  #describe() {
+    const { target, tokens, query, key } = this.#shown;
+    const [best, second] = this.#heads;
+    if (tokens.length === 1) return "The prompt has one token only, which can attend to nothing but itself.";
+    if (!best) return "No token of this prompt occurs again after another one, so there is no earlier copy.";
+    const what = target === "chosen" ? `${nameOfToken(tokens, key)}, when ${nameOfToken(tokens, query)} is the query` : CHOICES[target];
+    if (best.value === 0) return `No head attends to ${what}${target === "chosen" && key > query ? ": the causal mask hides later tokens" : ""}.`;
+    const tied = this.#heads.filter(({ value }) => value === best.value);
+    const mean = target === "chosen" ? "" : " on average";
+    if (tied.length > 1) return `${tied.length} heads tie, among them ${tied.slice(0, NUM_NAMED).map(nameOf).join(", ")}: they attend most to ${what}, each with ${percent(best.value)} of its weight${mean}.`;
+    const [text] = apart([best, second].filter(Boolean).map(({ value }) => value));
+    return `Head ${nameOf(best)} (layer ${best.layer}, head ${best.head}) attends most to ${what}: ${text} of its weight${mean}.`;
+  }
+
+  #button(place, text) {
+    const isShown = nameOf(place) === nameOf(this.#shown.chosen);
+    return el("button", { type: "button", class: "small", title: "Show this head", "aria-pressed": String(isShown), onclick: () => this.#send("choose", { layer: place.layer, head: place.head }) }, `${nameOf(place)}: ${text}`);
+  }
+
+  #tableOf() {
+    const { target, query, key } = this.#shown;
+    const names = [...Object.keys(TARGETS), "induction"];
+    return {
+      caption: `Mean weight of each head (layer.head)${target === "chosen" ? `, and its weight on position ${key} for the query at ${query}` : ""}, the largest first`,
+      columns: ["head", ...(target === "chosen" ? [`position ${key}`] : []), ...names.map((name) => CHOICES[name])],
+      rows: this.#heads.map((place) => [nameOf(place), ...(target === "chosen" ? [percent(place.weight)] : []), ...names.map((name) => percent(place.means?.[name]))]),
+    };
+  }
+}
+
+/** A head in short, such as 2.3: layer 2, head 3. */
+export function nameOf({ layer, head }) {
+  return `${layer}.${head}`;
+}
+
+function nameOfToken(tokens, position) {
+  return `${quoted(tokens[position])} (position ${position})`;
+}
+
+/** Shares in percent, with as many digits as different ones need to differ. */
+function apart(values) {
+  const digits = (value) => (value >= 0.1 ? 1 : 2);
+  let texts = values.map(percent);
+  for (let more = 1; more < 5 && new Set(texts).size < new Set(values).size; more++) texts = values.map((value) => `${(100 * value).toFixed(digits(value) + more)} %`);
+  return texts;
+}
+
+customElements.define("attention-ranking", AttentionRanking);

@@ -1,0 +1,146 @@
+// Which heads and feed-forward networks write a token: their shares in its logit, in the pass without edits.
+
+import { el, labelled } from "../dom.js";
+import { barTable } from "../draw/bars.js";
+import "../draw/heat_map.js";
+import { number, shown } from "../format.js";
+import { term } from "../terms.js";
+import { signed } from "./edit_words.js";
+
+const NUM_SHOWN = 10;
+
+/**
+ * <direct-attribution>. `prepare({token, minus, hints})`: the texts of the form, and for each token with a space in front
+ * that may be meant, {field, text, id}. `show(answer)`: an answer of POST /attribute with the method direct, or null.
+ * Events: "explain" with detail {explain, minus}, and "ablate" with {edit}.
+ */
+export class DirectAttribution extends HTMLElement {
+  #form = el("form", { class: "row", "aria-label": "Explain a token" });
+  #hints = el("p", { class: "row", role: "status" });
+  #answer = el("p", { class: "answer" });
+  #sum = el("p");
+  #bars = el("div");
+  #layers = el("div");
+  #map = el("heat-map");
+  #result = el("div", {}, this.#answer, this.#sum, el("div", { class: "shares" }, this.#bars, this.#map, this.#layers));
+
+  connectedCallback() {
+    if (this.childElementCount > 0) return;
+    const field = (name) => el("input", { name, size: "12", spellcheck: "false", autocomplete: "off" });
+    this.#form.append(labelled("Token", field("token")), labelled("compared with (optional)", field("minus")), el("button", { type: "submit" }, "Explain"));
+    const meaning = el("p", { class: "faint" }, "Direct ", term("attribution"), ": the ", term("logit"), " of a token is a sum, and each head and each feed-forward network adds its share. With a second token, the difference of the two logits is explained. These are the numbers of the pass without edits. The scale of the final norm is taken as given: a share says what a part writes, not what would change without it.");
+    this.append(el("h3", {}, "Which parts write a token, without edits?"), meaning, this.#form, this.#hints, this.#result);
+    this.#form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#explain();
+    });
+  }
+
+  prepare({ token, minus, hints }) {
+    this.#form.elements.token.value = token;
+    this.#form.elements.minus.value = minus;
+    const buttons = hints.map(({ field, text, id }) => {
+      const choose = () => {
+        this.#form.elements[field].value = text;
+        this.#explain();
+      };
+      return el("span", {}, "Did you mean ", el("button", { type: "button", class: "small", onclick: choose }, `“${shown({ text })}”`), ` (id ${id}), with a space in front?`);
+    });
+    this.#hints.replaceChildren(...buttons);
+    this.show(null);
+  }
+
+  show(answer) {
+    this.#result.hidden = answer === null;
+    if (answer === null) return;
+    const parts = partsOf(answer);
+    const [best] = parts;
+    const { target } = answer;
+    const what = target.minus ? `the logit of ${named(target.token)} above that of ${named(target.minus)}` : `the logit of ${named(target.token)}`;
+    const verb = best.share >= 0 ? "adds most to" : "takes most from";
+    this.#answer.textContent = `Without edits, ${best.name} ${verb} ${what} at position ${target.position}: ${signed(best.share)}.`;
+    this.#sum.textContent = sumOf(answer);
+    this.#bars.replaceChildren(this.#table(parts, answer));
+    this.#layers.replaceChildren(layersOf(answer));
+    this.#drawMap(answer);
+  }
+
+  pictures() {
+    return this.#result.hidden ? [] : [{ name: "attribution", element: this.#map }];
+  }
+
+  #explain() {
+    const { token, minus } = this.#form.elements;
+    this.dispatchEvent(new CustomEvent("explain", { detail: { explain: token.value, minus: minus.value } }));
+  }
+
+  #table(parts, answer) {
+    const [largest, ...others] = [parts.slice(0, NUM_SHOWN), ...restOf(parts.slice(NUM_SHOWN), answer)];
+    const size = Math.max(...[...largest, ...others].map(({ share }) => Math.abs(share))) || 1;
+    const button = ({ edit, name }) => (edit ? el("button", { type: "button", class: "small", "aria-label": `Ablate ${name}`, onclick: () => this.dispatchEvent(new CustomEvent("ablate", { detail: { edit } })) }, "Ablate") : "");
+    const rows = [...largest, ...others].map((part) => ({ cells: [part.name, signed(part.share), button(part)], shares: [part.share / size] }));
+    rows.push({ cells: [answer.target.minus ? "sum: the difference" : "sum: the logit", signed(answer.logit), ""], shares: [], mark: true });
+    return barTable({ caption: `The ${largest.length} largest shares of heads and feed-forward networks, and everything else. Bars to the right add to the logit, bars to the left take from it.`, columns: ["part", "share", "try"], rows });
+  }
+
+  #drawMap({ layers }) {
+    const numHeads = layers[0].heads.length;
+    this.#map.data = {
+      values: layers.flatMap(({ heads, mlp }) => [...heads, mlp]),
+      rows: layers.length,
+      columns: numHeads + 1,
+      rowLabels: layers.map((_, layer) => String(layer)),
+      columnLabels: [...Array.from({ length: numHeads }, (_, head) => String(head)), "FFN"],
+      rowName: "layer",
+      columnName: "head, or feed-forward network (FFN)",
+      valueName: "share",
+    };
+  }
+}
+
+/** A token with its space visible, and the id that the service used. */
+function named(token) {
+  return `“${shown(token)}” (id ${token.id})`;
+}
+
+/** Whether the shares add up to the logit. */
+function sumOf({ logit, total, remainder, capped_logit, dtype, target }) {
+  const name = target.minus ? "difference of the logits" : "logit";
+  const cap = capped_logit === null ? "" : ` The network caps its logits, to ${number(capped_logit)} here; the value before the cap is explained.`;
+  return `All shares together are ${number(total)}, and the ${name} is ${number(logit)}, computed in ${dtype}. Rounding leaves out ${number(remainder)}.${cap}`;
+}
+
+/** Every head and feed-forward network, the largest share first. */
+function partsOf({ layers }) {
+  const parts = layers.flatMap(({ heads, mlp }, layer) => [
+    ...heads.map((share, head) => ({ name: `head ${layer}.${head}`, share, edit: { stage: `blocks.${layer}.attn.z`, op: "zero", heads: [head] } })),
+    { name: `feed-forward ${layer}`, share: mlp, edit: { stage: `blocks.${layer}.mlp_out`, op: "zero" } },
+  ]);
+  return parts.sort((a, b) => Math.abs(b.share) - Math.abs(a.share));
+}
+
+/** What the sum has besides the largest parts. A network without biases or position embedding has no rows for them. */
+function restOf(parts, { layers, embed, pos_embed, final_norm_bias, remainder }) {
+  const sum = (shares) => shares.reduce((total, share) => total + share, 0);
+  const biases = [...layers.flatMap(({ attention_bias, mlp_bias, norm_biases }) => [attention_bias, mlp_bias, norm_biases]), final_norm_bias];
+  return [
+    ...(parts.length > 0 ? [{ name: `the ${parts.length} other parts`, share: sum(parts.map(({ share }) => share)) }] : []),
+    { name: "token embedding", share: embed },
+    ...(pos_embed === null ? [] : [{ name: "position embedding", share: pos_embed }]),
+    ...(biases.some((share) => share !== 0) ? [{ name: "all biases", share: sum(biases) }] : []),
+    { name: "rounding", share: remainder },
+  ];
+}
+
+/** What each layer adds with its attention and its feed-forward network. */
+function layersOf({ layers }) {
+  const sums = layers.map(({ heads, mlp }) => [heads.reduce((sum, share) => sum + share, 0), mlp]);
+  const largest = Math.max(...sums.flat().map(Math.abs)) || 1;
+  return barTable({
+    caption: "Each layer: thin bar all heads together, thick bar feed-forward network",
+    columns: ["layer", "heads", "feed-forward"],
+    rows: sums.map(([heads, mlp], layer) => ({ cells: [String(layer), signed(heads), signed(mlp)], shares: [heads / largest, mlp / largest] })),
+  });
+}
+
+customElements.define("direct-attribution", DirectAttribution);

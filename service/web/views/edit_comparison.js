@@ -1,0 +1,103 @@
+// The pass without edits beside the edited one: predictions of one position, the loss, and how far each stage moved.
+
+import { el } from "../dom.js";
+import { barTable } from "../draw/bars.js";
+import { number, percent, quoted, shown } from "../format.js";
+import { signed } from "./edit_words.js";
+
+const NUM_SHOWN = 10;
+
+/** A difference of probabilities, in percentage points. */
+function points(difference) {
+  const value = 100 * difference;
+  const size = Math.abs(value);
+  if (size === 0) return "0";
+  if (size < 0.01) return value > 0 ? "< +0.01" : "> −0.01";
+  return `${value > 0 ? "+" : "−"}${size >= 10 ? size.toFixed(1) : size.toFixed(2)}`;
+}
+
+/** <edit-comparison>. `show(answer)`: an answer of POST /forward for one position, with or without `baseline`. */
+export class EditComparison extends HTMLElement {
+  #answer = el("p", { class: "answer" });
+  #loss = el("p");
+  #predictions = el("div");
+  #stages = el("div");
+
+  connectedCallback() {
+    if (this.childElementCount === 0) this.append(this.#answer, this.#loss, el("div", { class: "beside" }, this.#predictions, this.#stages));
+  }
+
+  /** Show nothing, because there is no answer. */
+  clear() {
+    this.#answer.textContent = this.#loss.textContent = "";
+    this.#predictions.replaceChildren();
+    this.#stages.replaceChildren();
+  }
+
+  show(answer) {
+    const plain = (answer.baseline ?? answer).predictions[0];
+    const edited = answer.baseline ? answer.predictions[0] : null;
+    const token = answer.tokens[plain.position];
+    this.#answer.textContent = edited ? verdict(plain.top[0], edited, token, plain.position) : `Without edits, the most likely token after ${quoted(token)} (position ${plain.position}) is ${quoted(plain.top[0])}: ${percent(plain.top[0].probability)}. Add an edit to see what it changes.`;
+    this.#loss.textContent = lossOf(answer);
+    this.#predictions.replaceChildren(edited ? this.#both(plain, edited) : this.#one(plain));
+    this.#stages.replaceChildren(edited ? moved(answer.changes) : "");
+    this.#stages.hidden = !edited;
+  }
+
+  #one({ top }) {
+    return barTable({
+      caption: "The most likely next tokens, without edits (temperature 1, whole vocabulary)",
+      columns: ["token", "id", "probability"],
+      rows: top.slice(0, NUM_SHOWN).map((each) => ({ cells: [shown(each), String(each.id), percent(each.probability)], shares: [each.probability] })),
+    });
+  }
+
+  #both(plain, edited) {
+    const [before, after] = [plain, edited].map(({ top }) => new Map(top.map((each) => [each.id, each])));
+    const ids = new Set([...plain.top.slice(0, NUM_SHOWN), ...edited.top.slice(0, NUM_SHOWN)].map(({ id }) => id));
+    const size = (id) => Math.max(before.get(id)?.probability ?? 0, after.get(id)?.probability ?? 0);
+    const rows = [...ids].sort((a, b) => size(b) - size(a)).map((id) => {
+      const [one, other] = [before.get(id), after.get(id)];
+      const differences = one && other ? [points(other.probability - one.probability), signed(other.logit - one.logit)] : ["–", "–"];
+      const isTop = id === plain.top[0].id || id === edited.top[0].id;
+      return { cells: [shown(one ?? other), one ? percent(one.probability) : below(plain.top), other ? percent(other.probability) : below(edited.top), ...differences], shares: [one?.probability ?? 0, other?.probability ?? 0], mark: isTop };
+    });
+    return barTable({ caption: "Next tokens: thin bar without edits, thick bar with edits (temperature 1, whole vocabulary). Framed: the most likely token of either run. Near 0 and 100 %, a probability hardly moves, but a logit does.", columns: ["token", "without", "with", "difference, percentage points", "difference of the logit"], rows });
+  }
+}
+
+function verdict(plain, edited, token, position) {
+  const place = `after ${quoted(token)} (position ${position})`;
+  const best = edited.top[0];
+  const now = edited.top.find(({ id }) => id === plain.id);
+  if (best.id === plain.id) return `The most likely token ${place} stays ${quoted(plain)}: ${percent(plain.probability)} without edits, ${percent(best.probability)} with them (${points(best.probability - plain.probability)} percentage points).`;
+  const fall = now ? ` ${quoted(plain)} goes from ${percent(plain.probability)} to ${percent(now.probability)} (${points(now.probability - plain.probability)} percentage points).` : "";
+  return `The most likely token ${place} changes from ${quoted(plain)} to ${quoted(best)}: ${quoted(best)} has ${percent(best.probability)} with the edits.${fall}`;
+}
+
+function below(top) {
+  return `≤ ${percent(top.at(-1).probability)}`;
+}
+
+function lossOf({ loss, baseline }) {
+  if (loss === null || loss.mean === null) return "";
+  return baseline ? `Mean loss of the whole prompt: ${number(baseline.loss.mean)} without edits, ${number(loss.mean)} with them.` : `Mean loss of the whole prompt: ${number(loss.mean)}.`;
+}
+
+/** How far the edits moved each stage, in the order of the computation. */
+function moved(changes) {
+  const largest = Math.max(...changes.map(({ relative }) => relative ?? 0), 1e-12);
+  return barTable({
+    caption: "How far the edits moved each stage at this position. Share (bars): the length of the difference vector, over the length of the stage without edits.",
+    columns: ["stage", "share", "length of the difference"],
+    rows: changes.map(({ name, norm, relative }) => ({ cells: [nameOf(name), relative === null ? "–" : percent(relative), number(norm)], shares: [(relative ?? 0) / largest] })),
+  });
+}
+
+function nameOf(stage) {
+  const [, layer, part] = /^blocks\.(\d+)\.(.+)$/.exec(stage) ?? [];
+  return part === "resid_post" ? `after layer ${layer}` : stage;
+}
+
+customElements.define("edit-comparison", EditComparison);

@@ -1,0 +1,161 @@
+// The map of a network: the embeddings, the layers, and what follows them, with the residual stream as a line.
+
+import { el } from "../dom.js";
+import { bar } from "../draw/bars.js";
+import { number, shown } from "../format.js";
+import { dataTable } from "../draw/data_table.js";
+import { describe } from "../stages.js";
+import { term } from "../terms.js";
+import { captionsOf, partsOf } from "./block_map.js";
+import "./next_tokens.js";
+import { StageCard, StageValues } from "./stage_card.js";
+
+const PREDICTIONS = ["logits", "probabilities"];
+
+/** <forward-map>. Events "layer" {layer}, "stage" {name}, "head" {head} and "position" {position}, for its owner to act on. */
+export class ForwardMap extends HTMLElement {
+  #key = null;
+  #architecture = null;
+  #cards = new Map(); // name of a stage → its card
+  #layers = new Map(); // layer → its <section>
+
+  /** Create the cards of all stages, unless they are there. */
+  build(names, architecture) {
+    const key = JSON.stringify([names, architecture]);
+    if (key === this.#key) return;
+    [this.#key, this.#architecture] = [key, architecture];
+    this.#cards.clear();
+    this.#layers.clear();
+    const before = names.slice(0, names.findIndex((name) => name.startsWith("blocks.")));
+    const after = names.filter((name) => !name.startsWith("blocks.") && !before.includes(name));
+    const layers = Map.groupBy(names.filter((name) => name.startsWith("blocks.")), (name) => name.split(".")[1]);
+    this.replaceChildren(
+      this.#outside("Embeddings: from tokens to the residual stream", before),
+      ...[...layers].map(([layer, stages]) => this.#layer(layer, stages)),
+      this.#outside("From the residual stream to the prediction", after),
+    );
+  }
+
+  /** Show the shapes and summaries of the stages of an answer. */
+  showSummaries({ stages }) {
+    for (const stage of stages) if (stage.summary) this.#cards.get(stage.name)?.showSummary(stage);
+  }
+
+  /** Show how long the residual stream is after each layer, from an answer for the stages `resid_post`. */
+  showStream({ stages }) {
+    const largest = Math.max(...stages.map(({ summary }) => summary.l2));
+    for (const { name, summary } of stages) {
+      const box = this.#layers.get(name.split(".")[1]).querySelector(".stream-length");
+      box.replaceChildren(el("span", { class: "faint" }, `length of the stream after it: ${number(summary.l2)}`), el("span", { class: "bar-cell" }, bar(summary.l2 / largest)));
+    }
+  }
+
+  /** Open these layers and stages, and close all others. */
+  setOpen(layers, stages) {
+    for (const [layer, section] of this.#layers) {
+      section.querySelector("button").setAttribute("aria-expanded", String(layers.has(layer)));
+      section.querySelector(".layer-map").hidden = !layers.has(layer);
+    }
+    for (const [name, card] of this.#cards) card.setOpen(stages.has(name));
+  }
+
+  showsPredictions(name) {
+    return PREDICTIONS.includes(name) || name === "loss";
+  }
+
+  showPredictions(name, answer, position) {
+    const card = this.#cards.get(name);
+    card.setOpen(true, () => (name === "loss" ? lossTable() : this.#passOn(el("next-tokens"), "position")));
+    const [content] = card.body.children;
+    content.show({ ...answer, position });
+  }
+
+  /** The names of the axes of a stage. An unknown stage has none: the service says what is wrong with it. */
+  dimsOf(name, { stages }, model) {
+    return (stages.find((stage) => stage.name === name) ?? model?.stages.find((stage) => stage.name === name))?.dims ?? [];
+  }
+
+  /** Show the values of a stage, which the answer has for one head. */
+  showValues(name, { tokens, stages: [stage] }, head) {
+    const card = this.#cards.get(name);
+    if (!card) throw new Error(`stage: “${name}” is not the name of a stage of this network.`);
+    card.setOpen(true, (entry) => this.#passOn(new StageValues(entry), "head"));
+    const { num_heads: numHeads, num_kv_heads: numKvHeads } = this.#architecture;
+    card.body.querySelector("stage-values").show({ tokens, stage, head, numHeads, kvHead: Math.floor((head * numKvHeads) / numHeads) });
+  }
+
+  pictures() {
+    const open = [...this.#cards.values()].filter((card) => card.isOpen && card.body.querySelector("heat-map"));
+    return open.map((card) => ({ name: card.stage.name, element: card.body.querySelector("heat-map") }));
+  }
+
+  /** Repeat an event of an element inside as an event of the map. */
+  #passOn(element, name) {
+    element.addEventListener(name, ({ detail }) => this.#emit(name, detail));
+    return element;
+  }
+
+  #emit(name, detail) {
+    this.dispatchEvent(new CustomEvent(name, { detail }));
+  }
+
+  #outside(title, names) {
+    const stages = names.map((name) => describe(name, this.#architecture));
+    return el("section", { class: "outside" }, el("h3", {}, title), this.#grid(stages));
+  }
+
+  #layer(layer, names) {
+    const id = `layer-${layer}`;
+    const button = el("button", { type: "button", class: "layer-open", "aria-expanded": "false", "aria-controls": id, onclick: () => this.#emit("layer", { layer }) }, `Layer ${layer}`);
+    const map = el("div", { class: "layer-map", id, hidden: true }, partsOf(names, this.#architecture).map((part) => this.#part(part)));
+    const section = el("section", { class: "layer", dataset: { layer } }, el("h3", {}, button, el("span", { class: "faint" }, ` ${names.length} stages`)), el("p", { class: "stream-length" }), map);
+    this.#layers.set(layer, section);
+    return section;
+  }
+
+  #part(part) {
+    const sections = part.sections.map(({ title, term: id, stages }) => [title ? el("h4", {}, id ? term(id, title) : title) : "", this.#grid(stages)]);
+    if (part.branch === "stream") return el("div", { class: "on-stream" }, sections);
+    const [begin, end] = captionsOf(part, this.#architecture);
+    const name = part.branch === "attention" ? "Attention" : "Feed-forward network";
+    return el(
+      "div",
+      { class: part.isOnStream ? "on-stream" : "branch", role: "group", "aria-label": name },
+      el("p", { class: "branch-caption" }, part.isOnStream ? "↓ " : "↳ ", begin),
+      sections,
+      el("p", { class: "branch-caption" }, part.isOnStream ? "↓ " : "⊕ ", end),
+    );
+  }
+
+  #grid(stages) {
+    const cards = stages.map((stage) => {
+      const card = new StageCard(stage);
+      card.addEventListener("open", () => this.#emit("stage", { name: stage.name }));
+      this.#cards.set(stage.name, card);
+      return [card, card.body];
+    });
+    return el("div", { class: "stage-grid" }, cards);
+  }
+}
+
+customElements.define("forward-map", ForwardMap);
+
+/** The loss at each position as a table. */
+function lossTable() {
+  let answer = null;
+  const read = () => ({
+    caption: "Loss of predicting the token after each position",
+    columns: ["position", "token", "loss of the next token"],
+    rows: answer.tokens.map((token, index) => [String(token.position), shown(token), number(answer.loss.per_token[index])]),
+  });
+  const table = dataTable(read, "Loss at each position");
+  const said = el("p");
+  const box = el("div", {}, said, table);
+  box.show = (next) => {
+    answer = next;
+    said.textContent = `Mean loss ${number(answer.loss.mean)}, perplexity ${number(answer.loss.perplexity)}. Each loss stands at the position before the token that it is about. The view “Loss” shows it at that token.`;
+    table.open = true;
+    table.refresh();
+  };
+  return box;
+}

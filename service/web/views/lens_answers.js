@@ -1,0 +1,36 @@
+// What the logit lens answers in words: from which layer on a token is the most likely one.
+
+import { count, percent, quoted } from "../format.js";
+
+/** The probability of a followed token. It is never 0: a 0 of the service is too small for its numbers. */
+export function chance(probability) {
+  return probability === 0 ? "< 0.01 %" : percent(probability);
+}
+
+/** The name of each residual that is decoded: before the first layer, then after each one. */
+export function rowName(row, numRows) {
+  if (row === 0) return "before layer 0";
+  return `after layer ${row - 1}${row === numRows - 1 ? " (output)" : ""}`;
+}
+
+/**
+ * Where a token wins at a position. `track`: for each residual {rank, probability} of the token, the first one before
+ * layer 0. A rank counts the tokens that are more likely, so 0 is the most likely one.
+ */
+export function whereItWins(token, position, track) {
+  const end = track.length - 1;
+  if (track[end].rank > 0) return loses(token, position, track);
+  let from = end;
+  while (from > 0 && track[from - 1].rank === 0) from -= 1;
+  const name = from === 0 ? "before layer 0: from the start on" : `in layer ${from - 1}${from === end ? ", the last one" : ""}: from its output on`;
+  const earlier = track.findIndex(({ rank }, row) => row < from && rank === 0);
+  const hint = earlier === -1 ? "" : ` It was the most likely one ${rowName(earlier, track.length)} already, but not in all residuals after that.`;
+  return `After position ${position}, the network settles on ${quoted(token)} ${name}, this is the most likely token (after the last layer: ${chance(track[end].probability)}).${hint}`;
+}
+
+function loses(token, position, track) {
+  const end = track.length - 1;
+  const best = track.reduce((found, each, row) => (each.rank < track[found].rank ? row : found), 0);
+  const top = track[best].rank === 0 ? `It is the most likely token ${rowName(best, track.length)}` : `Its best rank is ${count(track[best].rank)}, ${rowName(best, track.length)}`;
+  return `${quoted(token)} is not the most likely token after position ${position}: after the last layer it has rank ${count(track[end].rank)} (${chance(track[end].probability)}; rank 0 is the most likely token). ${top} (${chance(track[best].probability)}).`;
+}

@@ -1,0 +1,141 @@
+// One stage of a forward pass on the map: its name, shape, formula and summary, and its values when it is opened.
+
+import { decode } from "../api.js";
+import { el, labelled, select } from "../dom.js";
+import "../draw/heat_map.js";
+import { number, shown } from "../format.js";
+import { axesInWords, shapeInWords } from "../stages.js";
+import { term } from "../terms.js";
+
+const HEAD_AXES = ["head", "kv_head"];
+let cards = 0;
+
+/** <stage-card> and the box of its values, which stands behind it in the grid. Event "open" when its button is pressed. */
+export class StageCard extends HTMLElement {
+  #stage;
+  #button;
+  #shape = el("p", { class: "shape" });
+  #figures = el("p", { class: "figures" });
+  #body;
+
+  constructor(stage) {
+    super();
+    this.#stage = stage;
+    const id = `stage-${cards++}`;
+    this.#body = el("div", { id, class: "stage-body", role: "group", "aria-label": `${stage.label}: ${stage.name}`, hidden: true });
+    this.#button = el("button", { type: "button", class: "stage-open", "aria-expanded": "false", "aria-controls": id, onclick: () => this.dispatchEvent(new Event("open")) }, shortLabel(stage));
+    this.dataset.stage = stage.name;
+  }
+
+  connectedCallback() {
+    if (this.childElementCount > 0) return;
+    const { name, formula } = this.#stage;
+    this.append(this.#button, el("code", { class: "stage-name" }, name), this.#shape, formula ? el("p", { class: "formula" }, `= ${formula}`) : "", this.#figures);
+  }
+
+  get stage() {
+    return this.#stage;
+  }
+
+  /** The box of the values. */
+  get body() {
+    return this.#body;
+  }
+
+  get isOpen() {
+    return !this.#body.hidden;
+  }
+
+  /** Show shape and summary of an answer of POST /forward. */
+  showSummary({ shape, dims, summary }) {
+    this.#shape.textContent = shapeInWords(shape, dims);
+    const missing = summary.non_finite > 0 ? ` · ${summary.non_finite} ${this.#stage.part === "loss" ? "without a next token" : "masked (−∞)"}` : "";
+    this.#figures.textContent = `min ${number(summary.min)} · max ${number(summary.max)} · mean ${number(summary.mean)} · std ${number(summary.std)} · length ${number(summary.l2)}${missing}`;
+  }
+
+  /** Open or close the box. The first time, `build` returns its content. */
+  setOpen(isOpen, build = null) {
+    this.#button.setAttribute("aria-expanded", String(isOpen));
+    this.#body.hidden = !isOpen;
+    if (isOpen && this.#body.childElementCount === 0 && build) this.#body.append(build(this.#stage));
+  }
+}
+
+customElements.define("stage-card", StageCard);
+
+/** The last part of the name: the heading above the card says which norm it is. Those of queries and keys have none. */
+function shortLabel({ label, part }) {
+  if (!/^ln[12]/.test(part)) return label;
+  const short = label.split(": ")[1];
+  return short[0].toUpperCase() + short.slice(1);
+}
+
+/** Whether the values of a stage are shown head by head. */
+export function hasHeads(dims) {
+  return dims.some((dim) => HEAD_AXES.includes(dim));
+}
+
+/** <stage-values>: the values of a stage as a heat map, with a choice of the head. Event "head" with detail {head}. */
+export class StageValues extends HTMLElement {
+  #stage;
+  #term;
+  #axes = el("p", { class: "faint" });
+  #heads = el("p", { class: "row", hidden: true });
+  #map = el("heat-map");
+
+  constructor(stage) {
+    super();
+    this.#stage = stage;
+    this.#term = el("p", { class: "faint" }, this.#stage.term ? ["What is this? ", term(this.#stage.term)] : "");
+  }
+
+  connectedCallback() {
+    if (this.childElementCount === 0) this.append(this.#term, this.#heads, this.#axes, this.#map);
+  }
+
+  get map() {
+    return this.#map;
+  }
+
+  /**
+   * Show one answer: `tokens`, and the stage {shape, dims, values} with at most one head. `head` and `numHeads`: the
+   * query head that is shown, and how many there are; `kvHead`: the key-value head that it reads.
+   */
+  show({ tokens, stage, head, numHeads, kvHead }) {
+    const { dims } = stage;
+    this.#axes.textContent = axesInWords(dims);
+    this.#showHeads(hasHeads(dims), head, numHeads, dims.includes("kv_head") ? kvHead : null);
+    const shape = stage.shape.filter((_, axis) => dims[axis] !== "batch" && !HEAD_AXES.includes(dims[axis]));
+    const [rows, columns] = [shape[0], shape[1] ?? 1];
+    const labels = tokens.map((token) => `${token.position} ${shown(token)}`);
+    const last = dims.at(-1);
+    this.#map.data = {
+      values: decode(stage.values, stage.dtype),
+      rows,
+      columns,
+      rowLabels: labels,
+      columnLabels: last === "key" ? labels : Array.from({ length: columns }, (_, index) => String(index)),
+      rowName: dims.includes("query") ? "query" : "token",
+      columnName: COLUMN_NAMES[last] ?? "number",
+      valueName: this.#stage.label.toLowerCase(),
+    };
+  }
+
+  #showHeads(isShown, head, numHeads, kvHead) {
+    this.#heads.hidden = !isShown;
+    if (!isShown) return;
+    const control = this.#heads.querySelector("select");
+    if (control?.options.length === numHeads) control.value = head;
+    else this.#heads.replaceChildren(labelled("Head", this.#selectHead(head, numHeads)), el("span", { class: "faint" }));
+    this.#heads.lastChild.textContent = kvHead === null ? "" : `Several heads may share keys and values: head ${head} reads those of key-value head ${kvHead}.`;
+  }
+
+  #selectHead(head, numHeads) {
+    const choose = (event) => this.dispatchEvent(new CustomEvent("head", { detail: { head: event.target.value } }));
+    return select({ onchange: choose }, [...Array(numHeads).keys()], head);
+  }
+}
+
+const COLUMN_NAMES = { key: "key", expert: "expert", expert_rank: "rank", one: "divisor" };
+
+customElements.define("stage-values", StageValues);

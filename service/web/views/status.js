@@ -1,0 +1,135 @@
+// Status: the requests, the cache and the speed of the service, once a second.
+
+import { getJson } from "../api.js";
+import { el } from "../dom.js";
+import { dataTable } from "../draw/data_table.js";
+import { LineChart } from "../draw/line_chart.js";
+import { count, percent } from "../format.js";
+import { term } from "../terms.js";
+import { View } from "../view.js";
+
+const INTERVAL_MILLISECONDS = 1000;
+const SHOWN_SECONDS = 120;
+
+export default class StatusView extends View {
+  static usesPrompt = false;
+
+  #samples = []; // {time, status}: the answers of the last two minutes
+  #timer = null;
+  #values = new Map(); // name → the element that shows it
+  #meter = el("meter", { min: 0, max: 1, "aria-label": "Share of the cache that is in use" });
+  #window = el("p", { class: "faint" });
+  #chart = new LineChart({ label: "Tokens a second in the last two minutes", seconds: SHOWN_SECONDS, series: ["generated", "prompt"] });
+  #table = dataTable(() => this.#tableOf());
+  #onVisibility = () => (document.hidden ? this.#pause() : this.#poll());
+
+  build() {
+    const row = (name, label, ...more) => {
+      this.#values.set(name, el("td"));
+      return el("tr", {}, el("th", { scope: "row" }, label), this.#values.get(name), el("td", {}, more));
+    };
+    this.append(
+      el(
+        "table",
+        { class: "status-values" },
+        el("caption", {}, "Now, renewed every second while this tab is visible"),
+        el("tbody", {}, row("running", "Running requests"), row("waiting", "Waiting requests"), row("sequences", "Texts in the batch"), row("cache", ["Tokens in the ", term("kv_cache")], this.#meter), row("found", ["Prompt tokens found in the cache"]), row("generated", "Generated tokens a second"), row("prompt", "Prompt tokens a second"), row("uptime", "Time since the start"), row("version", "Version")),
+      ),
+      this.#window,
+      el("p", { class: "faint" }, "A prompt that begins like an earlier one finds the keys and values of this beginning in the cache, and they are not computed again. 0 only means that no prompt has begun like an earlier one."),
+      el("h3", {}, "Tokens a second"),
+      this.#chart,
+      this.#table,
+    );
+  }
+
+  async update(_state, signal) {
+    document.addEventListener("visibilitychange", this.#onVisibility);
+    await this.#read(signal);
+    this.#pause();
+    this.#timer = setTimeout(() => this.#poll(), INTERVAL_MILLISECONDS);
+  }
+
+  leave() {
+    document.removeEventListener("visibilitychange", this.#onVisibility);
+    this.#pause();
+  }
+
+  request() {
+    return { path: "/status", body: null };
+  }
+
+  pictures() {
+    return [{ name: "tokens a second", element: this.#chart }];
+  }
+
+  #pause() {
+    clearTimeout(this.#timer);
+    this.#timer = null;
+  }
+
+  async #poll() {
+    this.#pause();
+    const timer = (this.#timer = setTimeout(() => this.#poll(), INTERVAL_MILLISECONDS));
+    try {
+      await this.#read();
+    } catch (error) {
+      if (timer !== this.#timer || !this.isConnected) return; // another view is open
+      this.#pause();
+      this.context.report(error);
+    }
+  }
+
+  async #read(signal) {
+    const status = await getJson("/status", signal);
+    const time = performance.now() / 1000;
+    this.#samples = [...this.#samples.filter((sample) => sample.time > time - SHOWN_SECONDS), { time, status }];
+    this.#show(status, time);
+  }
+
+  #show(status, now) {
+    const { cache, tokens_per_second: speed } = status;
+    const share = cache === null ? 0 : cache.used_tokens / cache.total_tokens;
+    const texts = {
+      running: count(status.requests_running),
+      waiting: count(status.requests_waiting),
+      sequences: `${count(status.sequences_running)} of at most ${count(status.max_sequences)}`,
+      cache: cache === null ? "–" : `${count(cache.used_tokens)} of ${count(cache.total_tokens)} (${percent(share)})`,
+      found: cache === null ? "–" : `${count(cache.prompt_tokens_found)} of ${count(cache.prompt_tokens_looked_up)}`,
+      generated: speed.generated.toFixed(1),
+      prompt: speed.prompt.toFixed(1),
+      uptime: duration(status.uptime_seconds),
+      version: status.version,
+    };
+    for (const [name, text] of Object.entries(texts)) this.#values.get(name).textContent = text;
+    this.#window.textContent = `The two rates are means over the last ${speed.window_seconds.toFixed(1)} seconds. A prompt counts when its first token is generated.`;
+    this.#meter.value = share;
+    this.#meter.textContent = percent(share);
+    const points = (read) => this.#samples.map(({ time, status: each }) => ({ x: time - now, y: read(each) }));
+    this.#chart.show([points((each) => each.tokens_per_second.generated), points((each) => each.tokens_per_second.prompt)]);
+    this.#table.refresh();
+  }
+
+  #tableOf() {
+    const newest = this.#samples.at(-1)?.time ?? 0;
+    const rows = this.#samples.toReversed().map(({ time, status }) => [
+      `${(newest - time).toFixed(0)} s ago`,
+      count(status.requests_running),
+      count(status.requests_waiting),
+      count(status.cache?.used_tokens ?? 0),
+      status.tokens_per_second.generated.toFixed(1),
+      status.tokens_per_second.prompt.toFixed(1),
+    ]);
+    return { caption: "The last two minutes, the newest first", columns: ["time", "running", "waiting", "cache tokens", "generated tokens/s", "prompt tokens/s"], rows };
+  }
+}
+
+/** Seconds as the two largest units. */
+function duration(seconds) {
+  const [days, hours, minutes] = [Math.floor(seconds / 86400), Math.floor(seconds / 3600) % 24, Math.floor(seconds / 60) % 60];
+  if (days > 0) return `${days} d ${hours} h`;
+  if (hours > 0) return `${hours} h ${minutes} min`;
+  return minutes > 0 ? `${minutes} min ${Math.floor(seconds) % 60} s` : `${Math.floor(seconds)} s`;
+}
+
+customElements.define("status-view", StatusView);

@@ -1,0 +1,215 @@
+// The view "Step by step": which positions each step of a generation computes, and which it reads from the cache.
+
+import { columnsOf, rangeOf, roleOf, stepsOf } from "../cache_steps.js";
+import { el, labelled } from "../dom.js";
+import { barTable } from "../draw/bars.js";
+import { dataTable } from "../draw/data_table.js";
+import { bytes, count, number, percent, quoted, shown } from "../format.js";
+import { cached } from "../passes.js";
+import { term } from "../terms.js";
+import { View } from "../view.js";
+
+const NUM_PREDICTIONS = 5;
+const PLAY_MILLISECONDS = 1200;
+const SIGNS = { computed: ["■", "computed in this step"], read: ["▤", "read from the cache"], chosen: ["★", "chosen by this step"], none: ["", "not there yet"] };
+
+export default class Steps extends View {
+  /** `step`: the step that is shown, from 0. `tokens`: how many tokens are generated. */
+  static params = { step: "0", tokens: "8" };
+
+  #salt = `step by step ${Date.now()} ${Math.random()}`; // so that no other request has computed the prompt before
+  #shown = null; // {body, answer, steps, columns}
+  #step = 0;
+  #timer = null;
+
+  #said = el("p", { class: "answer step-said", "aria-live": "polite" });
+  #play = el("button", { type: "button", class: "main play" });
+  #back = el("button", { type: "button" }, "◀ Back");
+  #next = el("button", { type: "button" }, "Next ▶");
+  #slider = el("input", { type: "range", min: "0", step: "1" });
+  #number = el("input", { type: "number", min: "1", class: "short" });
+  #caption = el("p", { class: "faint" });
+  #picture = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Steps and positions" });
+  #figures = el("dl", { class: "cache-figures" });
+  #predictions = el("div", { class: "step-predictions" });
+  #table = dataTable(() => this.#tableOf(), "Show all steps as a table");
+
+  build() {
+    const intro = el("p", { class: "faint" }, "The whole prompt is computed in one step (prefill). After that, each step computes a single position, that of the token chosen last (decode). It reads the keys and values of all tokens before it from the ", term("kv_cache"), ". Here, the most likely token is always chosen (", term("greedy"), ").");
+    const controls = el("div", { class: "row" }, this.#play, this.#back, this.#next, labelled("Step", this.#slider), labelled("Tokens to generate", this.#number));
+    const legend = el("p", { class: "legend" }, Object.entries(SIGNS).filter(([, [sign]]) => sign).map(([role, [sign, says]]) => [el("span", { class: `sign ${role}` }, sign), ` ${says}  `]));
+    this.append(intro, controls, this.#caption, this.#picture, legend, this.#said, el("div", { class: "beside" }, this.#figures, this.#predictions), this.#table);
+    this.#play.addEventListener("click", () => (this.#timer === null ? this.#start() : this.#stop()));
+    this.#back.addEventListener("click", () => this.#go(this.#step - 1));
+    this.#next.addEventListener("click", () => this.#go(this.#step + 1));
+    this.#slider.addEventListener("input", () => this.#go(Number(this.#slider.value)));
+    this.#number.addEventListener("change", () => this.context.navigate({ tokens: this.#number.value, step: "0" }));
+    this.#stop();
+  }
+
+  async update(state, signal) {
+    const body = this.#body(state);
+    const answer = await cached("/generate", body, signal);
+    if (answer !== this.#shown?.answer) {
+      this.#stop();
+      this.#load(body, answer);
+    }
+    const { steps } = this.#shown;
+    if (!/^\d+$/.test(state.step) || Number(state.step) >= steps.length) throw new Error(`step: ${state.step} is out of range; there are the steps 0 to ${steps.length - 1}.`);
+    this.#number.value = state.tokens;
+    this.#show(Number(state.step));
+  }
+
+  leave() {
+    this.#stop();
+  }
+
+  request() {
+    return this.#shown && { path: "/generate", body: this.#shown.body };
+  }
+
+  #body({ model, prompt, tokens }) {
+    if (!/^-?\d+$/.test(tokens)) throw new Error(`tokens: “${tokens}” is not a whole number.`);
+    if (Number(tokens) === 0) throw new Error("tokens: 0 generates nothing; choose at least 1."); // the service would echo the prompt
+    const top_k = Math.min(NUM_PREDICTIONS, this.context.service.model.sizes.d_vocab);
+    const trace = { stages: ["embed"], detail: "none", top_k };
+    return { ...(model ? { model } : {}), prompt, max_tokens: Number(tokens), temperature: 0, echo: true, logprobs: 0, cache_salt: this.#salt, trace };
+  }
+
+  #load(body, answer) {
+    const steps = stepsOf(answer);
+    this.#shown = { body, answer, steps, columns: columnsOf(answer.logprobs, answer.usage.prompt_tokens) };
+    this.#slider.max = String(steps.length - 1);
+    this.#draw();
+    this.#table.refresh();
+  }
+
+  #go(step) {
+    this.#stop();
+    return this.context.navigate({ step: String(step) }, { replace: true });
+  }
+
+  /** Show one step after the other, from the beginning if the last one is shown. */
+  #start() {
+    const first = this.#step >= this.#shown.steps.length - 1 ? 0 : this.#step + 1;
+    this.#play.textContent = "⏸ Pause";
+    const show = async (step) => {
+      await this.context.navigate({ step: String(step) }, { replace: true });
+      if (this.#timer === null) return;
+      if (this.#step !== step || step >= this.#shown.steps.length - 1) this.#stop();
+      else this.#timer = setTimeout(show, PLAY_MILLISECONDS, step + 1);
+    };
+    this.#timer = setTimeout(show, 0, first);
+  }
+
+  #stop() {
+    clearTimeout(this.#timer);
+    this.#timer = null;
+    this.#play.textContent = "▶ Play";
+  }
+
+  /** The picture: a row for each step, a column for each position. */
+  #draw() {
+    const { answer, steps, columns } = this.#shown;
+    const heading = ({ from, to, token }) => el("th", { scope: "col" }, el("span", { class: "faint" }, rangeOf([from, to])), el("span", { class: "token" }, token ? shown(token) : `${count(to - from + 1)} tokens`));
+    const head = el("tr", {}, el("th", { scope: "col" }, "step ↓  position →"), columns.map(heading));
+    const rows = steps.map((step, index) =>
+      el("tr", { dataset: { step: index } }, el("th", { scope: "row" }, `${index} ${step.isPrompt ? "prefill" : "decode"}`), columns.map((column) => cell(roleOf(step, column)))),
+    );
+    const caption = `Prompt of ${answer.usage.prompt_tokens} tokens and ${answer.usage.completion_tokens} generated ones`;
+    this.#caption.textContent = caption;
+    this.#picture.replaceChildren(el("table", { class: "cache-steps", "aria-label": caption }, el("thead", {}, head), el("tbody", {}, rows)));
+  }
+
+  #show(index) {
+    const { steps, answer } = this.#shown;
+    const step = steps[index];
+    this.#step = index;
+    this.#slider.value = String(index);
+    this.#slider.setAttribute("aria-valuetext", `step ${index} of ${steps.length - 1}`);
+    this.#back.disabled = index === 0;
+    this.#next.disabled = index === steps.length - 1;
+    for (const row of this.#picture.querySelectorAll("tr[data-step]")) {
+      const at = Number(row.dataset.step);
+      row.classList.toggle("current", at === index);
+      row.classList.toggle("later", at > index);
+      if (at === index) row.setAttribute("aria-current", "step");
+      else row.removeAttribute("aria-current");
+    }
+    this.#reveal([...this.#picture.querySelectorAll("tr.current td.computed")].at(-1));
+    this.#said.textContent = sentence(step, index, answer, steps.length);
+    this.#showFigures(step);
+    this.#predictions.replaceChildren(
+      barTable({
+        caption: `What step ${index} predicts after position ${step.positions.at(-1)} (probabilities at temperature 1, over the whole vocabulary).`,
+        columns: ["token", "probability"],
+        rows: step.top.map((each) => ({ cells: [shown(each), percent(each.probability)], shares: [each.probability], mark: each.id === step.chosen?.id })),
+      }),
+    );
+  }
+
+  /** Scroll the picture, but not the page, so that a cell and the one after it can be seen beside the names of the steps. */
+  #reveal(cell) {
+    const next = cell.nextElementSibling ?? cell;
+    const [left, right] = [cell.offsetLeft - cell.parentNode.firstChild.offsetWidth, next.offsetLeft + next.offsetWidth];
+    const { scrollLeft, clientWidth } = this.#picture;
+    if (right > scrollLeft + clientWidth) this.#picture.scrollLeft = right - clientWidth;
+    else if (left < scrollLeft) this.#picture.scrollLeft = Math.max(0, left);
+  }
+
+  #showFigures(step) {
+    const { config, limits } = this.context.service.model;
+    const ofToken = limits.cache_token_bytes;
+    const ofNumber = ofToken / (2 * config.num_layers * config.num_kv_heads * config.d_head);
+    const window = config.window ? [["Sliding window", `${config.windowed_layers ? "Some layers read" : "Each layer reads"} only the last ${config.window} positions.`]] : [];
+    const entries = [
+      ["Computed in this step", `${count(step.positions.length)} of ${count(step.stored)} positions`],
+      ["Read from the cache", `keys and values of ${count(step.read)} positions`],
+      ["Without a cache", `this step would compute ${count(step.stored)} positions`],
+      ["So far", `${count(step.computed)} positions computed instead of ${count(step.withoutCache)}: ${count(step.withoutCache - step.computed)} saved`],
+      ["In the cache after this step", `${count(step.stored)} positions × ${count(ofToken)} bytes = ${bytes(step.stored * ofToken)}`],
+      ["Bytes of a position", `2 (key and value) × ${config.num_layers} layers × ${config.num_kv_heads} key-value heads × ${config.d_head} numbers × ${number(ofNumber).replace(/\.0+$/, "")} bytes = ${count(ofToken)}`],
+      ...window,
+    ];
+    this.#figures.replaceChildren(...entries.flatMap(([name, says]) => [el("dt", {}, name), el("dd", {}, says)]));
+  }
+
+  #tableOf() {
+    const { cache_token_bytes: ofToken } = this.context.service.model.limits;
+    return {
+      caption: "All steps",
+      columns: ["step", "kind", "positions that it computes", "how many", "how many without a cache", "read from the cache", "computed so far", "so far without a cache", "size of the cache after it", "chosen token"],
+      rows: this.#shown.steps.map((step, index) => [
+        String(index),
+        step.isPrompt ? "prefill" : "decode",
+        rangeOf(step.positions),
+        count(step.positions.length),
+        count(step.stored),
+        count(step.read),
+        count(step.computed),
+        count(step.withoutCache),
+        bytes(step.stored * ofToken),
+        step.chosen ? shown(step.chosen) : "–",
+      ]),
+    };
+  }
+}
+
+function cell(role) {
+  const [sign, says] = SIGNS[role];
+  return el("td", { class: role }, el("span", { "aria-hidden": "true" }, sign), el("span", { class: "only-heard" }, says));
+}
+
+/** What happens in a step. */
+function sentence(step, index, { usage, logprobs, finish_reason: reason }, numSteps) {
+  const { positions, read, chosen } = step;
+  const kept = usage.cached_tokens > 0 && index === 0 ? ` The keys and values of ${usage.cached_tokens} positions were in the cache already.` : "";
+  const what = step.isPrompt
+    ? `Step ${index} (prefill) computes ${positions.length === usage.prompt_tokens ? "the whole prompt" : "a part of the prompt"} at once, positions ${rangeOf(positions)}, and stores their keys and values.${kept}`
+    : `Step ${index} (decode) computes only position ${rangeOf(positions)}, the token ${quoted(logprobs[positions[0]])}, and reads the keys and values of the ${count(read)} positions before it from the cache.`;
+  const then = chosen ? ` It chooses ${quoted(chosen)} (${percent(step.top[0].probability)}).` : "";
+  const end = index === numSteps - 1 && reason === "stop" ? " With this token, the network ends the text." : "";
+  return what + then + end;
+}
+
+customElements.define("steps-view", Steps);

@@ -1,0 +1,113 @@
+// What else was likely at a place of the continuation, and how temperature, top-k and top-p change the distribution there.
+
+import { postTensors } from "../api.js";
+import { el } from "../dom.js";
+import { barTable } from "../draw/bars.js";
+import { count, number, percent, quoted, shown } from "../format.js";
+import { SAMPLING, SamplingControls, numeric } from "../sampling_controls.js";
+import { distribution } from "../softmax.js";
+import { term } from "../terms.js";
+
+/** The panel. `onTry(values)`: the sliders rest; `onContinue(token)`: the text shall go on with an alternative. */
+export class TokenPanel {
+  element = el("section", { class: "card", "aria-label": "Alternatives", hidden: true });
+  #heading = el("h3");
+  #position = el("p", { class: "faint" });
+  #why = el("p", { class: "faint" });
+  #hint = el("p", { class: "faint" });
+  #said = el("p");
+  #bars = el("div");
+  #sliders;
+  #onContinue;
+  #place = null; // what `show` was given
+  #row = { key: null, logits: null };
+
+  constructor({ onTry, onContinue }) {
+    this.#onContinue = onContinue;
+    this.#sliders = new SamplingControls({ said: "for this token", before: "what-if ", onInput: (values) => this.#draw(values), onChange: onTry });
+    this.element.append(
+      this.#heading,
+      this.#position,
+      el("h4", {}, "What if: other settings for this token"),
+      el("p", {}, "Move a slider to see how it changes the chances of the ten most likely tokens. The text above stays as it is, and the network does not run again: the page computes ", term("softmax"), " from the ", term("logit", "logits"), "."),
+      this.#sliders.element,
+      this.#why,
+      this.#said,
+      this.#hint,
+      this.#bars,
+    );
+  }
+
+  clear() {
+    this.element.hidden = true;
+  }
+
+  /** `ids`: the tokens before the place; `token`: the one that was chosen there; `wasGreedy`: with temperature 0; `tried`: texts of the sliders. */
+  async show(place, signal) {
+    const key = JSON.stringify([place.model, place.ids]);
+    if (this.#row.key !== key) {
+      const { logits } = await postTensors("/logits", { ...(place.model && { model: place.model }), prompt: place.ids, positions: "last" }, signal);
+      this.#row = { key, logits: logits.values };
+    }
+    this.#place = place;
+    this.#heading.textContent = `Token ${place.index + 1} of the continuation: ${quoted(place.token)}`;
+    this.#position.textContent = `In the other views, which count positions of the whole text from 0, it is at position ${count(place.ids.length)}.`;
+    this.#why.textContent = place.wasGreedy ? "The text was generated with temperature 0, which leaves a single token. So the temperature starts at 1 here, where the chances are those of the network alone." : "";
+    this.#hint.textContent = place.canContinue ? "“Continue” puts the text up to here and that token into the prompt, and runs it. Back undoes this." : "";
+    this.#sliders.show(place.tried);
+    this.element.hidden = false;
+    this.#draw(place.tried);
+  }
+
+  #draw(texts) {
+    const settings = Object.fromEntries(SAMPLING.map(({ name }) => [name, numeric(texts[name])]));
+    const problem = problemOf(settings);
+    this.#said.classList.toggle("error", problem !== null);
+    if (problem !== null) {
+      this.#said.textContent = problem;
+      return;
+    }
+    const { logits } = this.#row;
+    const plain = distribution(logits);
+    const changed = distribution(logits, { temperature: settings.temperature, topK: settings.top_k, topP: settings.top_p });
+    const remaining = changed.reduce((total, probability) => total + (probability > 0), 0);
+    this.#said.textContent = `With these settings, ${count(remaining)} of ${count(logits.length)} tokens can be drawn.`;
+    this.#bars.replaceChildren(this.#table(logits, plain, changed));
+  }
+
+  pictures() {
+    return [];
+  }
+
+  #table(logits, plain, changed) {
+    const { token, canContinue } = this.#place;
+    const listed = token.top.some(({ id }) => id === token.id) ? token.top : [...token.top, token];
+    const rows = listed.map((entry, index) => ({
+      cells: [
+        el("span", {}, el("span", { class: "faint" }, index < token.top.length ? `${index + 1}. ` : "… "), el("code", {}, shown(entry)), entry.id === token.id ? el("strong", {}, " ← chosen") : ""),
+        changed[entry.id] === 0 ? "excluded" : percent(changed[entry.id]),
+        percent(plain[entry.id]),
+        number(logits[entry.id]),
+        String(entry.id),
+        canContinue && entry.id !== token.id && entry.text ? this.#continueButton(entry) : "",
+      ],
+      shares: [plain[entry.id], changed[entry.id]],
+      mark: entry.id === token.id,
+    }));
+    const columns = ["token", "with these settings", "network alone", "logit", "id", ""];
+    const caption = `The most likely tokens. Thick bars: the probability with these settings; thin bars: by the network alone (temperature 1, all tokens).`;
+    return barTable({ caption, columns, rows });
+  }
+
+  #continueButton(entry) {
+    return el("button", { type: "button", class: "small", onclick: () => this.#onContinue(entry), "aria-label": `Continue from this token instead: ${quoted(entry)}`, title: `Continue from this token instead: ${quoted(entry)}` }, "Continue");
+  }
+}
+
+/** Why settings are no distribution, or null. The service has the same limits. */
+function problemOf({ temperature, top_k: topK, top_p: topP }) {
+  if (!(temperature >= 0)) return "The temperature must be a number of at least 0.";
+  if (!Number.isInteger(topK) || topK < 0) return "Top-k must be a whole number of at least 0.";
+  if (!(topP > 0 && topP <= 1)) return "Top-p must be a number above 0 and at most 1.";
+  return null;
+}

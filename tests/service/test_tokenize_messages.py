@@ -1,0 +1,65 @@
+"""POST /tokenize with messages: the tokens that POST /v1/chat/completions computes for the same conversation."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.http.tokenize_schemas import TokenizeAnswer
+from tests.service.checkpoints import CONTEXT, write_checkpoint
+from tests.service.running import Running, Start
+
+MESSAGES = [{"role": "system", "content": "the cat"}, {"role": "user", "content": "sat <eos> on"}]
+
+
+def test_the_tokens_are_those_of_the_rendered_template(tiny: Running) -> None:
+    answer = tiny.answer("/tokenize", messages=MESSAGES)
+    TokenizeAnswer.model_validate(answer)
+    tokenizer = tiny.checkpoint.tokenizer
+    assert tokenizer is not None
+    ids = [token["id"] for token in answer["tokens"]]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "the cat\nsat <eos> on\n"
+    assert tokenizer.encode("<eos>")[0] not in ids  # the text of a special token in a message is plain text
+    assert [token["position"] for token in answer["tokens"]] == list(range(answer["count"]))
+    assert answer["max_positions"] == CONTEXT
+
+
+def test_a_chat_computes_as_many_tokens(tiny: Running) -> None:
+    count = tiny.answer("/tokenize", messages=MESSAGES)["count"]
+    chat = tiny.answer("/v1/chat/completions", messages=MESSAGES, max_tokens=1)
+    assert chat["usage"]["prompt_tokens"] == count
+
+
+def test_the_beginning_of_an_answer_can_be_left_out(tmp_path: Path, start: Start) -> None:
+    directory = write_checkpoint(tmp_path / "chat")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}the{% endif %}"
+    (directory / "chat_template.jinja").write_text(template)
+    service = start(model=str(directory))
+    whole = service.answer("/tokenize", messages=MESSAGES)["tokens"]
+    assert "".join(token["text"] for token in whole).endswith("onthe")
+    without = service.answer("/tokenize", messages=MESSAGES, add_generation_prompt=False)["tokens"]
+    assert "".join(token["text"] for token in without).endswith("on")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"messages": []}, 422, "messages"),
+        ({"messages": [{"role": "nobody", "content": "a"}]}, 422, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, 400, "messages.0.content"),
+        ({"messages": MESSAGES, "text": "a"}, 422, "messages"),
+        ({"messages": MESSAGES, "prompt": "a"}, 422, "messages"),
+        ({"messages": MESSAGES, "add_special_tokens": True}, 422, "add_special_tokens"),
+        ({"messages": [{"role": "user", "content": "a " * 100}]}, 400, "messages"),
+    ],
+)
+def test_a_wrong_conversation_is_an_error(tiny: Running, body: dict[str, Any], status: int, param: str) -> None:
+    response = tiny.post("/tokenize", body)
+    assert (response.status_code, response.json()["error"]["param"]) == (status, param)
+
+
+def test_a_model_without_a_template_says_so(tmp_path: Path, start: Start) -> None:
+    directory = write_checkpoint(tmp_path / "plain")
+    (directory / "chat_template.jinja").unlink()
+    response = start(model=str(directory)).post("/tokenize", {"messages": MESSAGES})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "no_chat_template")

@@ -1,0 +1,85 @@
+"""Accessibility: axe-core finds nothing serious in any view, light or dark, wide or narrow.
+
+axe-core is downloaded from npm into a cache outside the repository. Without it, these tests are skipped.
+"""
+
+import io
+import shutil
+import subprocess
+import tarfile
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.published_models import CACHE
+from tests.web.browsing import Findings, new_context, open_view
+from tests.web.views import VIEWS
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+PACKAGE = "axe-core@4.14.1"
+LEVELS = ("serious", "critical")
+RUN = "axe.run(document, {resultTypes: ['violations']}).then(({violations}) => violations)"
+
+
+@pytest.fixture(scope="session")
+def axe() -> str:
+    """The source of axe-core."""
+    path = CACHE / f"{PACKAGE}.js"
+    if not path.exists():
+        npm = shutil.which("npm")
+        if npm is None:
+            pytest.skip(f"needs npm, which downloads {PACKAGE}")
+        CACHE.mkdir(parents=True, exist_ok=True)
+        packed = subprocess.run([npm, "pack", "--silent", PACKAGE], cwd=CACHE, capture_output=True, text=True)
+        if packed.returncode:
+            pytest.skip(f"needs {PACKAGE}, which npm cannot download here")
+        archive = CACHE / packed.stdout.split()[-1]
+        with tarfile.open(fileobj=io.BytesIO(archive.read_bytes())) as files:
+            member = files.extractfile("package/axe.min.js")
+            assert member is not None
+            path.write_bytes(member.read())
+        archive.unlink()
+    return path.read_text(encoding="utf-8")
+
+
+def serious_findings(page: "Page", axe: str) -> list[str]:
+    """What axe-core finds, with the elements that it concerns."""
+    page.evaluate(axe)
+    violations: list[dict[str, Any]] = page.evaluate(RUN)
+    return [
+        f"{each['id']} ({each['help']}): {[node['html'][:200] for node in each['nodes'][:3]]}"
+        for each in violations
+        if each["impact"] in LEVELS
+    ]
+
+
+@pytest.mark.parametrize("look", ["light", "dark", "phone"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_axe_finds_nothing_serious(
+    browser: "Browser", base: str, axe: str, findings: Findings, view: str, look: str
+) -> None:
+    with new_context(browser, dark=look == "dark", phone=look == "phone") as context:
+        page = context.new_page()
+        findings.watch(page)
+        open_view(page, base, view)
+        assert serious_findings(page, axe) == []
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_no_view_is_wider_than_a_phone(browser: "Browser", base: str, view: str) -> None:
+    """At a width of 380 pixels, only the pictures themselves scroll to the side."""
+    with new_context(browser, phone=True) as context:
+        page = context.new_page()
+        open_view(page, base, view)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 380
+
+
+def test_axe_finds_what_is_wrong(page: "Page", base: str, axe: str) -> None:
+    """The check itself works: an image without a text is found."""
+    open_view(page, base, "status")
+    page.evaluate(
+        "document.querySelector('main').append(Object.assign(document.createElement('img'), {src: '/page/icon.svg'}))"
+    )
+    assert any("image-alt" in each for each in serious_findings(page, axe))

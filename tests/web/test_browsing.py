@@ -1,0 +1,38 @@
+"""The fixtures of these tests notice what must not happen on the page."""
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.web.browsing import Findings, open_view, wait_until_settled
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("console.error('wrong')", "console: wrong"),
+        ("setTimeout(() => { throw new Error('wrong') })", "exception: wrong"),
+        ("setTimeout(() => location.assign('http://127.0.0.2:9/'))", "another origin"),
+        ("void fetch('http://127.0.0.2:9/').catch(() => {})", "connect-src blocks http://127.0.0.2:9/"),
+        ("document.body.append(Object.assign(document.createElement('script'), {text: 'x = 1'}))", "blocks inline"),
+        ("document.body.setAttribute('style', 'color: red')", "style-src-attr blocks inline"),
+        ("void fetch('/nothing')", "404"),
+    ],
+)
+def test_what_must_not_happen_is_found(page: "Page", base: str, findings: Findings, script: str, expected: str) -> None:
+    page.goto(base)
+    wait_until_settled(page)
+    findings.clear()
+    page.evaluate(script)
+    page.wait_for_timeout(200)
+    assert any(expected in each for each in findings), list(findings)
+    findings.clear()
+
+
+def test_a_view_that_does_not_exist_is_an_error_with_its_name(page: "Page", base: str, findings: Findings) -> None:
+    with pytest.raises(AssertionError, match="nonsense"):
+        open_view(page, base, "nonsense")
+    findings.clear()

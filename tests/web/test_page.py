@@ -1,0 +1,291 @@
+"""The shell of the page: form, menu, address, errors, API key, theme, explanations, and a service that goes away."""
+
+import re
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from tests.service.running import Running, Start
+from tests.web.browsing import Findings, new_context, open_view, wait_until_ready, wait_until_settled
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+EXAMPLE = "It was a dark night, and the captain"
+PROMPT = "Emma was sitting in"
+REFUSED = "net::ERR_CONNECTION_REFUSED"
+
+
+def read_address(page: "Page") -> dict[str, str]:
+    query = parse_qs(urlsplit(page.url).query, keep_blank_values=True)
+    return {name: values[0] for name, values in query.items()}
+
+
+def shown_prompt(page: "Page") -> str:
+    return page.locator("generate-view .prompt-text").inner_text()
+
+
+def run_prompt(page: "Page", prompt: str) -> None:
+    page.get_by_label("Prompt").fill(prompt)
+    page.get_by_role("button", name="Run").click()
+    wait_until_ready(page)
+
+
+def test_the_first_view_is_complete_without_any_input(page: "Page", bundled: Running, base: str) -> None:
+    page.goto(base)
+    wait_until_ready(page)
+    expected = bundled.answer("/generate", prompt=EXAMPLE, max_tokens=24, temperature=0)
+    assert page.locator("token-strip [role=option]").count() == len(expected["tokens"])
+    assert shown_prompt(page) == EXAMPLE
+    assert page.title() == "Generate · Forwardscope"
+    assert "5,131,520 parameters" in page.locator("#served").inner_text()
+
+
+def test_back_forward_and_reload_restore_the_state(page: "Page", base: str) -> None:
+    page.goto(base)
+    wait_until_ready(page)
+    run_prompt(page, PROMPT)
+    page.get_by_label("Max tokens").fill("3")
+    page.get_by_label("Max tokens").press("Enter")
+    page.locator("token-strip [role=option]").nth(3).wait_for(state="detached")
+    wait_until_ready(page)
+    assert read_address(page) == {"prompt": PROMPT, "max_tokens": "3"}
+    page.reload()
+    wait_until_ready(page)
+    assert shown_prompt(page) == PROMPT
+    assert page.locator("token-strip [role=option]").count() == 3
+    page.go_back()
+    wait_until_ready(page)
+    assert page.locator("token-strip [role=option]").count() == 24
+    page.go_back()
+    wait_until_ready(page)
+    assert shown_prompt(page) == EXAMPLE == page.get_by_label("Prompt").input_value()
+    page.go_forward()
+    wait_until_ready(page)
+    assert shown_prompt(page) == PROMPT == page.get_by_label("Prompt").input_value()
+
+
+def test_a_prompt_that_is_run_again_adds_no_step_to_the_history(page: "Page", base: str) -> None:
+    open_view(page, base, "generate")
+    before = page.evaluate("history.length")
+    for _ in range(2):
+        page.get_by_role("button", name="Run").click()
+        wait_until_ready(page)
+    assert page.evaluate("history.length") == before
+
+
+def test_the_links_of_the_menu_are_addresses_that_keep_model_and_prompt(page: "Page", base: str) -> None:
+    open_view(page, base, "generate", prompt=PROMPT, max_tokens=2)
+    link = page.get_by_role("link", name="Status")
+    address = link.evaluate("link => link.href")
+    assert parse_qs(urlsplit(address).query) == {"view": ["status"], "prompt": [PROMPT]}
+    link.click()
+    wait_until_ready(page)
+    assert page.url == address
+    assert page.locator("#views [aria-current=page]").all_inner_texts() == ["Status"]
+    page.get_by_role("link", name="Generate").click()
+    wait_until_ready(page)
+    assert shown_prompt(page) == PROMPT
+
+
+def test_a_prompt_that_was_typed_but_not_run_stays_and_the_page_says_so(page: "Page", base: str) -> None:
+    open_view(page, base, "generate")
+    draft = page.get_by_text("This prompt has not been run yet")
+    assert not draft.is_visible()
+    page.get_by_label("Prompt").fill(PROMPT)
+    assert draft.is_visible()
+    for name in ("Status", "Generate"):
+        page.get_by_role("link", name=name).click()
+        wait_until_ready(page)
+    assert page.get_by_label("Prompt").input_value() == PROMPT
+    assert draft.is_visible()
+    assert shown_prompt(page) == EXAMPLE
+    page.get_by_label("Prompt").press("Enter")
+    wait_until_ready(page)
+    assert not draft.is_visible()
+    assert shown_prompt(page) == PROMPT
+
+
+def test_an_empty_prompt_is_an_error_of_the_service(
+    page: "Page", bundled: Running, base: str, findings: Findings
+) -> None:
+    open_view(page, base, "generate")
+    page.get_by_label("Prompt").fill("")
+    page.get_by_role("button", name="Run").click()
+    assert wait_until_settled(page) == "error"
+    expected = bundled.post("/generate", {"prompt": ""}).json()["error"]["message"]
+    assert page.locator("#error").inner_text() == expected
+    assert read_address(page)["prompt"] == ""
+    findings.clear()
+    run_prompt(page, PROMPT)
+    assert not page.locator("#error").is_visible()
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"model": "nonsense"}, "'nonsense' is not served"),
+        ({"seed": "-1"}, "seed: "),
+        ({"max_tokens": "100000"}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"top_k": "-3"}, "top_k"),
+        ({"token": "90"}, "The continuation has no token 90"),
+        ({"model": "ai-rocks"}, "Choose bundled as the model"),
+    ],
+)
+def test_what_is_wrong_in_the_address_is_an_error_with_its_reason(
+    page: "Page", base: str, findings: Findings, params: dict[str, str], expected: str
+) -> None:
+    with pytest.raises(AssertionError, match=re.escape(expected)):
+        open_view(page, base, "generate", **params)
+    assert read_address(page) == {"view": "generate", **params}
+    findings.clear()
+
+
+def test_another_model_gets_its_own_prompt_but_a_typed_prompt_stays(
+    page: "Page", base: str, findings: Findings
+) -> None:
+    open_view(page, base, "generate", prompt=PROMPT)
+    page.get_by_label("Model").select_option("a-tokens-journey")
+    assert wait_until_settled(page) == "error"
+    assert page.get_by_label("Prompt").input_value() == "the cat sat on"
+    page.get_by_label("Model").select_option("bundled")
+    wait_until_ready(page)
+    assert page.get_by_label("Prompt").input_value() == EXAMPLE
+    assert read_address(page) == {"view": "generate"} or read_address(page) == {}
+    findings.clear()
+
+
+def test_without_a_checkpoint_the_page_says_so(page: "Page", start: Start) -> None:
+    service = start(model="none")
+    page.goto(str(service.client.base_url))
+    assert wait_until_settled(page) == "error"
+    assert "no checkpoint, only worked examples" in page.locator("#error").inner_text()
+
+
+def test_the_key_is_asked_for_until_it_is_right_and_kept_for_the_tab(
+    page: "Page", start: Start, findings: Findings
+) -> None:
+    service = start(model="bundled", api_key="open sesame")
+    page.goto(str(service.client.base_url))
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Key").fill("wrong")
+    dialog.get_by_role("button", name="Use this key").click()
+    page.get_by_role("heading", name="The service refused this API key").wait_for()
+    dialog.get_by_label("Key").fill("open sesame")
+    dialog.get_by_label("Key").press("Enter")
+    wait_until_ready(page)
+    assert page.locator("token-strip [role=option]").count() == 24
+    page.reload()
+    wait_until_ready(page)
+    assert page.evaluate("[Object.keys(localStorage).length, document.cookie]") == [0, ""]
+    assert "sesame" not in page.url
+    findings.clear()
+
+
+def test_a_dialog_that_is_closed_leaves_the_error_and_can_be_opened_again(
+    page: "Page", start: Start, findings: Findings
+) -> None:
+    service = start(model="bundled", api_key="open sesame")
+    page.goto(str(service.client.base_url))
+    page.get_by_role("dialog").get_by_label("Key").press("Escape")
+    assert wait_until_settled(page) == "error"
+    assert "API key" in page.locator("#error").inner_text()
+    page.get_by_role("button", name="Try again").click()
+    page.get_by_role("dialog").get_by_label("Key").fill("open sesame")
+    page.get_by_role("dialog").get_by_role("button", name="Use this key").click()
+    wait_until_ready(page)
+    findings.clear()
+
+
+def test_the_theme_follows_the_system_until_a_button_changes_it(browser: "Browser", base: str) -> None:
+    background = "getComputedStyle(document.body).backgroundColor"
+    with new_context(browser, dark=True) as context:
+        page = context.new_page()
+        open_view(page, base, "generate")
+        dark = page.evaluate(background)
+        page.get_by_role("button", name="Light theme").click()
+        assert page.evaluate(background) == "rgb(255, 255, 255)" != dark
+        page.reload()
+        wait_until_ready(page)
+        assert page.evaluate(background) == "rgb(255, 255, 255)"
+        page.get_by_role("button", name="Dark theme").click()
+        assert page.evaluate(background) == dark
+
+
+def test_a_term_is_explained_in_place_with_a_link_to_its_article(page: "Page", base: str) -> None:
+    open_view(page, base, "generate")
+    page.get_by_role("button", name="seed", exact=True).focus()
+    page.keyboard.press("Enter")
+    explanation = page.locator(".explanation:popover-open")
+    assert "The same seed with the same settings" in explanation.inner_text()
+    page.keyboard.press("Escape")
+    assert explanation.count() == 0
+    page.get_by_role("button", name="temperature", exact=True).first.click()
+    assert explanation.get_by_role("link").get_attribute("href").startswith("https://www.vitorsousa.com/")  # type: ignore[union-attr]
+    box = explanation.bounding_box()
+    assert box is not None
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= 1280
+
+
+def test_the_header_says_in_which_numbers_the_model_computes(page: "Page", bundled: Running, base: str) -> None:
+    open_view(page, base, "generate", max_tokens=1)
+    model = bundled.get("/model").json()
+    assert f"{model['config']['num_layers']} layers" in page.locator("#served").inner_text()
+    page.locator("#served").get_by_role("button", name=model["dtype"]).click()
+    assert "16 bits" in page.locator(".explanation:popover-open").inner_text()
+
+
+def test_on_a_phone_the_header_leaves_room_and_the_menu_shows_the_current_view(browser: "Browser", base: str) -> None:
+    with new_context(browser, phone=True) as context:
+        page = context.new_page()
+        for view in ("generate", "worked", "status"):
+            open_view(page, base, view)
+            menu, link = page.locator("#views").bounding_box(), page.locator("#views [aria-current]").bounding_box()
+            title = page.locator("#title").bounding_box()
+            assert menu is not None
+            assert link is not None
+            assert title is not None
+            assert menu["x"] - 1 <= link["x"]
+            assert link["x"] + link["width"] <= menu["x"] + menu["width"] + 1
+            assert menu["height"] < 60
+            assert title["y"] < 240
+
+
+def test_the_list_of_terms_can_be_filtered(page: "Page", base: str) -> None:
+    open_view(page, base, "status")
+    page.get_by_text("All terms explained").click()
+    page.get_by_label("Find a term").fill("nat")
+    names = page.locator(".glossary dt:visible").all_inner_texts()
+    assert "nat" in names
+    assert "seed" not in names
+    page.get_by_label("Find a term").fill("no such term")
+    assert page.get_by_text("No term has this word.").is_visible()
+
+
+def test_all_terms_are_listed_below_the_view(page: "Page", base: str) -> None:
+    open_view(page, base, "generate")
+    page.get_by_text("All terms explained").click()
+    page.locator(".glossary dt").nth(30).wait_for()
+    names = page.locator(".glossary dt").all_inner_texts()
+    assert names == sorted(names, key=str.lower)
+    assert page.locator(".glossary dd").count() == len(names)
+
+
+def test_every_article_of_the_glossary_is_one_of_the_five(page: "Page", base: str) -> None:
+    page.goto(base)
+    terms = page.evaluate("import('/page/terms_list.js').then(({TERMS}) => TERMS)")
+    assert len(terms) >= 33
+    assert len({entry["article"]["address"] for entry in terms.values() if entry["article"]}) == 5
+    assert all(entry["text"].endswith(".") for entry in terms.values())
+    wait_until_ready(page)
+
+
+def test_on_a_phone_nothing_is_wider_than_the_screen(browser: "Browser", base: str) -> None:
+    with new_context(browser, phone=True) as context:
+        page = context.new_page()
+        for view in ("generate", "status"):
+            open_view(page, base, view, **({"token": 3} if view == "generate" else {}))
+            assert page.evaluate("document.documentElement.scrollWidth") == 380
