@@ -1,8 +1,8 @@
 """Prometheus metrics, under the names of vLLM where vLLM has them. Each application has its own registry.
 
-Label values are routes, methods, statuses and fixed words only, so that clients cannot create new ones. Metrics of
-steps and tokens are updated on the event loop's thread when the outputs are delivered. The engine's own counters are
-read when Prometheus asks for the metrics.
+Label values are routes, methods, statuses, names of loaded adapters, sizes of the cache and fixed words only, so that
+clients cannot create new ones. Metrics of steps and tokens are updated on the event loop's thread when the outputs are
+delivered. The engine's own counters are read when Prometheus asks for the metrics.
 """
 
 import time
@@ -19,6 +19,7 @@ from model.engine.engine import Stats
 from model.engine.request import Output, Step
 from model.text.transcript import FinishReason
 from service.buffered_metrics import BufferedHistogram, PlainCounter
+from service.metrics_text import MetricsText
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 EDITED_ROUTES = ("/forward", "/logits", "/patterns", "/generate", "/v1/completions", "/v1/chat/completions")
@@ -65,6 +66,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.text = MetricsText(self.registry)
         ProcessCollector(registry=self.registry)
         self.http_requests = self._counter("http_requests_total", "HTTP requests answered", "route", "method", "status")
         self.http_seconds = self._histogram(
@@ -139,8 +141,24 @@ class Metrics:
         ready = self._gauge("ready", "1 if the service takes requests; 0 while it loads or shuts down, or if it failed")
         ready.set_function(is_ready)
 
-    def watch_engine(self, stats: Callable[[], Stats]) -> None:
-        self.registry.register(EngineCollector(stats))
+    def watch_engine(
+        self, stats: Callable[[], Stats], block_size: int, num_blocks: int, adapters: Collection[str]
+    ) -> None:
+        """Expose the state of an engine, its cache of `num_blocks` blocks of `block_size` tokens, and its adapters."""
+        cache = GaugeMetricFamily(
+            "forwardscope_cache_config_info",
+            "1, with the blocks of the cache and the tokens of a block as labels",
+            labels=("block_size", "num_gpu_blocks"),  # these names are fixed, also for a cache on a CPU
+        )
+        cache.add_metric((str(block_size), str(num_blocks)), 1)
+        # Every adapter is in memory from the start, so each one is ready and no request waits for one to be loaded.
+        loaded = GaugeMetricFamily(
+            "forwardscope_lora_requests_info",
+            "Unix time at which the adapters were loaded, with their number and names as labels",
+            labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+        )
+        loaded.add_metric((str(len(adapters)), ",".join(adapters), ""), time.time())
+        self.registry.register(EngineCollector(stats, (cache, loaded)))
 
     def count_tokens(self) -> tuple[float, float]:
         """The numbers of prompt tokens and of generated tokens since the start."""
@@ -197,12 +215,14 @@ def _with_labels(text: str, labels: tuple[str, ...]) -> str:
 
 
 class EngineCollector(Collector):
-    """The engine's own counters, read when Prometheus asks for the metrics."""
+    """The engine's own counters, read when Prometheus asks for the metrics, and metrics that never change."""
 
-    def __init__(self, stats: Callable[[], Stats]) -> None:
+    def __init__(self, stats: Callable[[], Stats], constant: Collection[Metric]) -> None:
         self._stats = stats
+        self._constant = constant
 
     def collect(self) -> Iterator[Metric]:
+        yield from self._constant
         stats = self._stats()
         yield GaugeMetricFamily(
             "forwardscope_kv_cache_usage_perc", "Fraction of the cache blocks in use", stats.cache_usage

@@ -101,7 +101,10 @@ class Worker:
         """Start to run requests on `engine`. `on_failure` is called if the engine itself fails."""
         self._loop = asyncio.get_running_loop()
         self._on_failure = on_failure
-        self._metrics.watch_engine(engine.stats)
+        block_size = engine.config.block_size
+        self._metrics.watch_engine(
+            engine.stats, block_size, engine.num_cache_tokens // block_size, sorted(engine.adapter_names)
+        )
 
         def install() -> None:
             self._engine = engine

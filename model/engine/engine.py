@@ -110,6 +110,11 @@ class Engine:
         self._num_sequences = 0
 
     @property
+    def adapter_names(self) -> frozenset[str]:
+        """The adapters that requests may choose."""
+        return frozenset(self._adapters)
+
+    @property
     def has_work(self) -> bool:
         return bool(self._continuations)
 

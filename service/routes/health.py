@@ -2,10 +2,10 @@
 
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from service.http.openapi import error_answers
 from service.http.schemas import Status
+from service.metrics_text import CONTENT_TYPE
 from service.state import StateDep, check_ready
 
 router = APIRouter(tags=["operation"])
@@ -24,4 +24,4 @@ async def ready(state: StateDep) -> Status:
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
 async def metrics(state: StateDep) -> PlainTextResponse:
-    return PlainTextResponse(generate_latest(state.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    return PlainTextResponse(state.metrics.text.render(), media_type=CONTENT_TYPE)

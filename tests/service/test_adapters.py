@@ -1,5 +1,6 @@
 """Adapters over HTTP: requests choose them by `model` or `adapter`, and every route computes with them."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,14 @@ def error(service: Running, path: str, **body: Any) -> tuple[int, dict[str, Any]
 
 def chosen(name: str | None, by: str) -> dict[str, str]:
     return {} if name is None else {by: name}
+
+
+def test_the_metrics_tell_an_endpoint_picker_which_adapters_are_loaded_and_since_when(served: Running) -> None:
+    (line,) = (line for line in served.get("/metrics").text.splitlines() if "lora_requests_info{" in line)
+    series, value = line.rsplit(" ", 1)
+    labels = 'max_lora="2",running_lora_adapters="first,second",waiting_lora_adapters=""'
+    assert series == f"forwardscope_lora_requests_info{{{labels}}}"
+    assert time.time() - 600 < float(value) <= time.time()
 
 
 @pytest.mark.parametrize("by", ["model", "adapter"])

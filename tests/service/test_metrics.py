@@ -21,6 +21,14 @@ def samples(service: Running) -> dict[str, dict[tuple[str, ...], float]]:
     return found
 
 
+def family(service: Running, name: str) -> list[dict[str, str]]:
+    """The labels of each sample of a gauge."""
+    families = {each.name: each for each in text_string_to_metric_families(service.get("/metrics").text)}
+    found = families[f"forwardscope_{name}"]
+    assert found.type == "gauge"
+    return [sample.labels for sample in found.samples]
+
+
 class TestMetrics:
     def test_requests_tokens_bytes_and_refusals_are_counted(self, tiny_directory: Path, start: Start) -> None:
         service = start(model=str(tiny_directory), max_response_bytes=100_000)
@@ -108,6 +116,19 @@ class TestMetrics:
         service.answer("/forward", prompt=[1], stages=["embed"])
         service.answer("/logits", prompt=[1])
         assert samples(service)["trace_seconds_count"][()] == 2
+
+    def test_the_blocks_of_the_cache_and_the_absence_of_adapters_are_shown_to_an_endpoint_picker(
+        self, tiny_directory: Path, start: Start
+    ) -> None:
+        service = start(model=str(tiny_directory), cache_bytes=1 << 20)
+        assert service.state.engine is not None
+        (labels,) = family(service, "cache_config_info")
+        assert labels.keys() == {"block_size", "num_gpu_blocks"}
+        assert int(labels["block_size"]) == service.state.engine.config.block_size
+        num_tokens = service.get("/status").json()["cache"]["total_tokens"]
+        assert int(labels["block_size"]) * int(labels["num_gpu_blocks"]) == num_tokens
+        adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+        assert family(service, "lora_requests_info") == [adapters]
 
     def test_labels_never_contain_text_of_a_user(self, tiny: Running) -> None:
         secret = "Zanzibar42"
