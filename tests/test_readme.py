@@ -38,7 +38,8 @@ from tests.tiny import CONFIGS
 ROOT = Path(__file__).parents[1]
 OPERATIONS = ROOT / "docs" / "operations.md"
 PATHS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "deploy/README.md", "tests/benchmarks/README.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "deploy/README.md", "deploy/kubernetes/README.md")),
+    ROOT / "tests" / "benchmarks" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     BUNDLED / "README.md",
 ]
@@ -89,6 +90,9 @@ EVALUATIONS = [
 ]  # clients/test_lm_eval.py
 DOCKER = [example for example in EXAMPLES if example.code.startswith("docker ")]
 PROMTOOL = [example for example in EXAMPLES if example.code.startswith("promtool ")]  # tests/test_deploy.py runs it
+KUBECTL = [
+    example for example in EXAMPLES if example.code.startswith("kubectl ")
+]  # tests/kubernetes/ builds what they apply
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +256,7 @@ def test_every_installation_names_an_extra_that_exists(example: Example) -> None
 
 def test_every_example_is_run_by_some_test() -> None:
     covered = {*REQUESTS, *SERVERS, *COMPARISONS, *INSTALLATIONS, *REPORTS, *CHECKS, *EVALUATIONS, *DOCKER, *PROMTOOL}
+    covered |= {*KUBECTL}
     assert set(EXAMPLES) == covered
     assert len(QUICK_START) == 2
     assert all(example.page == "README.md" for example in QUICK_START)
