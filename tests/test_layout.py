@@ -37,7 +37,7 @@ SERVICE_LEVELS = (
     ("service.request_stream",),
     ("service.http",),
     ("service.metrics", "service.token_rates"),
-    ("service.buffered_metrics",),
+    ("service.buffered_metrics", "service.metrics_text"),
     ("service.settings",),
 )
 FORBIDDEN_IN_MODEL = {"fastapi", "starlette", "uvicorn", "asyncio", "threading"}
