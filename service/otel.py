@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 TRACES_PATH = "/v1/traces"
 LOG_SECONDS = 60.0  # between two log lines about lost spans
 MAX_REASON = 300  # characters of such a line
-METHODS = {"other": "_OTHER"}  # the name that the semantic conventions give to uncommon methods
 
 
 @dataclass(kw_only=True)
@@ -61,7 +60,7 @@ class CollectorTracer:
     def begin(self, scope: Scope, method: str, start: float) -> OpenSpan:
         """Begin the span of a request, with the parent that its headers name, if they are valid."""
         offset = time.time_ns() - time.perf_counter_ns()
-        method = METHODS.get(method, method)
+        method = "_OTHER" if method == "other" else method  # the name of the semantic conventions
         otel = self._tracer.start_span(
             method,
             context=self._propagator.extract(trace_headers(scope), Context()),
@@ -159,6 +158,17 @@ class LostSpans:
             self._num_unlogged, self._next_log = 0, now + LOG_SECONDS
 
 
+class Reason(logging.Handler):
+    """Keeps the first message of the library about a batch that could not be sent; the others repeat it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.message = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.message = self.message or record.getMessage()[:MAX_REASON]
+
+
 class BoundedProcessor(SpanProcessor):
     """Passes ended spans to the library's queue while fewer than its size wait or are being sent; counts the others.
 
@@ -199,23 +209,20 @@ class CountingExporter(SpanExporter):
         self._exporter = OTLPSpanExporter(url)
         self._sent = metrics.otel_spans.labels("exported")
         self._lost = LostSpans(metrics, "failed", f"%d spans could not be sent to {url}: %s")
-        self._reason = ""
         self._is_shut_down = False
         # The library logs several lines for each batch while the collector is away, and returns no reason.
         self._library_log = logging.getLogger(trace_exporter.__name__)
-        self._library_log.addFilter(self._keep_reason)
-
-    def _keep_reason(self, record: logging.LogRecord) -> bool:
-        self._reason = self._reason or record.getMessage()[:MAX_REASON]
-        return False
+        self._library_log.propagate = False
+        self._reason = Reason()
+        self._library_log.addHandler(self._reason)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self._reason = ""
+        self._reason.message = ""
         result = self._exporter.export(spans)
         if result is SpanExportResult.SUCCESS:
             self._sent.inc(len(spans))
         else:
-            self._lost.count(len(spans), self._reason or "the exporter gives no reason")
+            self._lost.count(len(spans), self._reason.message or "the exporter gives no reason")
         self.num_done += len(spans)
         return result
 
@@ -223,7 +230,7 @@ class CountingExporter(SpanExporter):
         if not self._is_shut_down:
             self._is_shut_down = True
             self._exporter.shutdown()
-            self._library_log.removeFilter(self._keep_reason)
+            self._library_log.removeHandler(self._reason)
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         return True

@@ -58,6 +58,7 @@ class RequestSpans:
 
     def _end(self, span: RequestSpan, scope: Scope, status: int, is_complete: bool, failure: str | None) -> None:
         state, method = scope["state"], method_label(scope)
+        method = "HTTP" if method == "other" else method  # as the conventions say
         route = route_label(scope, self._paths)
         code: str | None = state.get("error_code")
         span.attributes |= {
