@@ -6,6 +6,7 @@ sampler, the resource, batches, and the headers, certificates, compression and t
 """
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http import trace_exporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.environment_variables import OTEL_BSP_MAX_QUEUE_SIZE
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
@@ -177,8 +179,8 @@ class BoundedProcessor(SpanProcessor):
 
     def __init__(self, exporter: "CountingExporter", metrics: Metrics) -> None:
         self._exporter = exporter
-        self._batches = BatchSpanProcessor(exporter)
-        self._max_waiting = BatchSpanProcessor._default_max_queue_size()  # reads OTEL_BSP_MAX_QUEUE_SIZE
+        self._max_waiting = int(os.environ.get(OTEL_BSP_MAX_QUEUE_SIZE, "2048"))  # OpenTelemetry's default
+        self._batches = BatchSpanProcessor(exporter, max_queue_size=self._max_waiting)
         self._num_ended = 0
         self._lost = LostSpans(metrics, "dropped", "%d spans are dropped: %s")
 
@@ -195,7 +197,7 @@ class BoundedProcessor(SpanProcessor):
         self._batches.on_end(span)
 
     def shutdown(self) -> None:
-        self._batches.shutdown()
+        self._batches.shutdown()  # type: ignore[no-untyped-call]
 
     def force_flush(self, timeout_millis: int | None = None) -> bool:
         return self._batches.force_flush(timeout_millis)
@@ -229,7 +231,7 @@ class CountingExporter(SpanExporter):
     def shutdown(self) -> None:
         if not self._is_shut_down:
             self._is_shut_down = True
-            self._exporter.shutdown()
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]
             self._library_log.removeHandler(self._reason)
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:

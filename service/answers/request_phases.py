@@ -115,7 +115,10 @@ def add_pass(
     span.attributes["gen_ai.usage.input_tokens"] = before + num_tokens
     if num_passes >= MAX_PHASED:
         return
-    attributes: dict[str, Attribute] = {"gen_ai.usage.input_tokens": num_tokens, "forwardscope.prompt_index": num_passes}
+    attributes: dict[str, Attribute] = {
+        "gen_ai.usage.input_tokens": num_tokens,
+        "forwardscope.prompt_index": num_passes,
+    }
     is_queued = started is None
     span.phases.append(Phase("queue", admitted, started or ended, attributes, error if is_queued else None))
     if started is not None:

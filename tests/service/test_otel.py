@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from model.text.sampling import Sampler
+from service.metrics import Metrics
+from service.span_export import SpansUnavailable, open_tracer
 from tests.service.checkpoints import write_checkpoint
 from tests.service.running import Running, Start, running, wait_until
 
@@ -158,9 +160,7 @@ def test_a_traced_generation_has_a_span_for_its_trace(traced: Running, collector
 
 
 @pytest.mark.parametrize("route", ["/forward", "/logits", "/patterns"])
-def test_a_pass_has_a_span_for_its_wait_and_one_for_its_trace(
-    traced: Running, collector: Receiver, route: str
-) -> None:
+def test_a_pass_has_a_span_for_its_wait_and_one_for_its_trace(traced: Running, collector: Receiver, route: str) -> None:
     trace_id, _, headers = parent()
     assert traced.post(route, {"prompt": [5, 6, 7]}, headers=headers).status_code == 200
     server, children = collector.trace(trace_id, 3)
@@ -311,7 +311,8 @@ def test_a_request_that_never_starts_has_a_queue_span_only(traced: Running, coll
         content = json.dumps({"prompt": [5, 6]}).encode()
         connection = traced.send_raw(
             f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{head}"
-            f"Content-Length: {len(content)}\r\n\r\n".encode() + content
+            f"Content-Length: {len(content)}\r\n\r\n".encode()
+            + content
         )
         wait_until(lambda: traced.metric("num_requests_waiting") == 1, "it waits")
         connection.close()
@@ -372,9 +373,7 @@ def test_the_standard_variables_set_headers_resource_and_sampler(
     assert (resource["service.name"], resource["deployment.environment.name"]) == ("mine", "test")
 
 
-def test_spans_that_wait_are_sent_when_the_service_ends(
-    tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spans_that_wait_are_sent_when_the_service_ends(tiny_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
     with receiving() as receiver:
         with running(model=str(tiny_directory), otlp_endpoint=f"{receiver.url}/own/path") as service:
@@ -382,6 +381,15 @@ def test_spans_that_wait_are_sent_when_the_service_ends(
             assert receiver.spans == {}
         assert sorted(span.name for span in receiver.spans.values()) == sorted(["POST /generate", *PHASES])
         assert receiver.paths == {"/own/path"}
+
+
+@pytest.mark.parametrize(("name", "value"), [("OTEL_BSP_MAX_QUEUE_SIZE", "many"), ("OTEL_BSP_MAX_QUEUE_SIZE", "0")])
+def test_a_wrong_standard_variable_is_an_error_that_names_the_variables(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SpansUnavailable, match=r"OTEL_\*"):
+        open_tracer("http://localhost:4318", Metrics())
 
 
 class TestBadCollectors:
@@ -421,9 +429,9 @@ class TestBadCollectors:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1.5")
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
         with running(model=str(tiny_directory), otlp_endpoint="http://127.0.0.1:9") as service:
+            failed = 'otel_spans_total{result="failed"}'
             for num_failed in (1, 2):
                 service.get("/model")
-                failed = 'otel_spans_total{result="failed"}'
                 wait_until(lambda expected=num_failed: service.metric(failed) == expected, "it fails")
         # pytest also captures the lines of the library, which do not propagate; `errors_logged` would notice them.
         lines = [record for record in caplog.records if record.name == "service.otel"]
