@@ -57,7 +57,9 @@ def exposed() -> dict[str, set[str]]:
     """The labels of each sample name, from a service that has answered each kind of request once."""
     with running(model="bundled") as service:
         service.post("/generate", {"prompt": "the cat", "max_tokens": 2, "trace": {"stages": ["embed"]}})
-        service.post("/forward", {"prompt": "the cat"})
+        edits = [{"stage": "embed", "op": "scale", "factor": 2}]
+        service.answer("/forward", prompt="the cat", edits=edits)
+        service.answer("/attribute", prompt="the cat", method="direct", token=3)
         text = service.get("/metrics").text
     names: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
