@@ -31,12 +31,14 @@ from service.http.gate import Gate
 from service.http.memory import trim_forever
 from service.http.openapi import API_KEY, error_answers
 from service.http.page_files import PageFiles
+from service.http.request_spans import RequestSpans
 from service.metrics import PAGE_PATH, HttpMetrics
 from service.routes import attribute, compare, forward, generate, health, logits, patterns, status, tokenize, vectors
 from service.routes import model as model_route
 from service.routes.openai import chat, completions
 from service.routes.openai import models as openai_models
 from service.settings import Settings
+from service.span_export import close_tracer, open_tracer
 from service.state import State
 
 logger = logging.getLogger(__name__)
@@ -51,8 +53,12 @@ one answer or as a stream. You can run every example on this page without change
 
 
 def create_app(settings: Settings, on_failure: Callable[[], None] | None = None) -> FastAPI:
-    """An application that loads its checkpoint at the start. `on_failure` is called if loading or the engine fails."""
+    """An application that loads its checkpoint at the start. `on_failure` is called if loading or the engine fails.
+
+    Raises `SpansUnavailable` if the settings ask for traces that cannot be sent from here.
+    """
     state = State(settings)
+    tracer = None if settings.otlp_endpoint is None else open_tracer(settings.otlp_endpoint, state.metrics)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -65,6 +71,8 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None)
         yield
         for task in tasks:
             task.cancel()
+        if tracer is not None:
+            await close_tracer(tracer, state.worker)
         state.worker.close()
 
     app = FastAPIOffline(  # its pages load nothing from other servers
@@ -100,6 +108,8 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None)
     paths = {**app.openapi()["paths"], **({"/": {"get"}, PAGE_PATH: {"get"}} if settings.page else {})}
     app.add_middleware(HttpMetrics, metrics=state.metrics, paths=paths)
     app.add_middleware(AccessLog, paths=paths)
+    if tracer is not None:
+        app.add_middleware(RequestSpans, tracer=tracer, paths=paths)
     return app
 
 

@@ -23,6 +23,7 @@ from service.metrics_text import MetricsText
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 EDITED_ROUTES = ("/forward", "/logits", "/patterns", "/generate", "/v1/completions", "/v1/chat/completions")
+SPAN_RESULTS = ("exported", "failed", "dropped")
 PAGE_PATH = "/page"  # of the files of the web page, which all count as one route
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -33,6 +34,7 @@ class Progress:
 
     num_prompt: int
     arrived: float = field(default_factory=time.perf_counter)
+    admitted: float = field(default_factory=time.perf_counter)
     started: float | None = None
     first_token: float | None = None
     # For each choice: its number of tokens so far, and the time of the last one.
@@ -55,6 +57,11 @@ class Progress:
     def queue_seconds(self) -> float:
         """The time in the queue, until now if the request has not started."""
         return (self.started or time.perf_counter()) - self.arrived
+
+    @property
+    def last_token(self) -> float | None:
+        """The time of the last token of all choices so far."""
+        return max((last for _, last in self._choices.values()), default=None)
 
     @property
     def first_token_seconds(self) -> float | None:
@@ -112,6 +119,9 @@ class Metrics:
         self.budget_refusals = self._counter(
             "trace_refused_total", "Requests refused because their answer or pass would be too large"
         )
+        self.otel_spans = self._counter("otel_spans_total", "Spans of OpenTelemetry traces", "result")
+        for result in SPAN_RESULTS:
+            self.otel_spans.labels(result)
 
         self.edited_requests = self._counter("edited_requests_total", "Requests with edits", "route")
         self.edited_seconds = self._histogram(

@@ -12,11 +12,13 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from model.analysis.auto_quantization import parse_increase
 from model.engine.cache import KVCacheDtype
 from model.ops.quantization import Quantization
+from service.log_format import LogFormat
 
 MIB = 1 << 20
 MAX_THREADS_PER_CPU = 4
 PREFIX = "FORWARDSCOPE_"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
+ENDPOINT = re.compile(r"https?://[^/\s?#]+(/[^\s?#]*)?")
 ADAPTER = re.compile(r"[^\s=]{1,200}=.+")
 
 
@@ -44,6 +46,15 @@ def _check_adapters(adapters: list[str]) -> list[str]:
         if names.count(name) > 1:
             raise ValueError(f"the name {name!r} is given twice; each adapter needs a name of its own")
     return adapters
+
+
+def _check_endpoint(endpoint: str | None) -> str | None:
+    if endpoint is not None and not ENDPOINT.fullmatch(endpoint):
+        raise ValueError(
+            f"{endpoint!r} is not the URL of a collector; write http:// or https://, a host and a port, as in "
+            "http://localhost:4318"
+        )
+    return endpoint
 
 
 def _increase(value: str | float | None) -> float | None:
@@ -239,6 +250,12 @@ class Settings(BaseSettings):
     page: bool = Field(True, description="serve the web page at `/`, and its files below `/page/`")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level of messages that are logged"
+    )
+    log_format: LogFormat = Field("text", description="form of log lines. json: one JSON object a line")
+    otlp_endpoint: Annotated[str | None, AfterValidator(_check_endpoint)] = Field(
+        None,
+        description="URL of an OpenTelemetry collector that gets a trace of each request, with OTLP over HTTP, such as "
+        "http://localhost:4318; a URL without a path gets /v1/traces. Needs the extra 'otel'",
     )
 
     @model_validator(mode="after")

@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -71,7 +72,7 @@ class Worker:
         self._is_draining = False
         self._has_given_up = False
         self._is_idle = asyncio.Event()
-        self._detached: threading.Thread | None = None
+        self._detached: set[threading.Thread] = set()
         self._text = ThreadPoolExecutor(max_workers=1, thread_name_prefix="text")
         self._long_text = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-text")
         self._bodies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
@@ -150,12 +151,13 @@ class Worker:
         if self._has_given_up:
             raise draining()
         future: Future[Result] = Future()
+        context = copy_context()  # so that log lines of the job have the ids of its request
 
         def work() -> bool:
             if not future.set_running_or_notify_cancel():
                 return False
             try:
-                future.set_result(job())
+                future.set_result(context.run(job))
             except Exception as error:  # raised again where the result is awaited
                 future.set_exception(error)
             return True
@@ -227,7 +229,7 @@ class Worker:
             raise draining()
         if len(self._executor_jobs) >= self._limits.max_running + self._limits.max_waiting:
             raise queue_full(f"{len(self._executor_jobs)} texts, bodies and grammars are being handled already")
-        future = executor.submit(job)
+        future = executor.submit(copy_context().run, job)
         wait = asyncio.wrap_future(future)
         self._executor_jobs.add(future)
         self._executor_waits.add(wait)
@@ -256,7 +258,7 @@ class Worker:
 
     async def run_encoding(self, job: Callable[[], Result]) -> Result:
         """Run a short job for a request that is already admitted. It is not counted again."""
-        return await asyncio.get_running_loop().run_in_executor(self._text, job)
+        return await asyncio.get_running_loop().run_in_executor(self._text, copy_context().run, job)
 
     async def _result_of(self, wait: asyncio.Future[Result]) -> Result:
         """Wait for a job. Raises 503 if the shutdown has cancelled it, or the wait for it."""
@@ -279,14 +281,15 @@ class Worker:
             except Exception as error:  # raised again where the result is awaited
                 result.set_exception(error)
 
-        self._detached = threading.Thread(target=work, name="loading", daemon=True)
-        self._detached.start()
+        thread = threading.Thread(target=work, name="detached", daemon=True)
+        self._detached = {each for each in self._detached if each.is_alive()} | {thread}
+        thread.start()
         return await asyncio.wrap_future(result)
 
     @property
     def has_detached_job(self) -> bool:
         """Whether a job of `run_detached` still runs."""
-        return self._detached is not None and self._detached.is_alive()
+        return any(thread.is_alive() for thread in self._detached)
 
     def abort(self, request_id: str, reason: str | None) -> None:
         """Cancel the choices of a request that have not ended; `reason` becomes their stop reason."""

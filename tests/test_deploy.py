@@ -23,6 +23,12 @@ from tests.service.running import running
 DEPLOY = Path(__file__).parents[1] / "deploy"
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 PROMETHEUS_METRICS = {"up", "ALERTS"}
+NOT_ON_BOARD = {
+    "process_virtual_memory_bytes": "says nothing of the memory in use",
+    "process_start_time_seconds": "a restart shows in the panel Ready",
+    "process_open_fds": "follows the number of connections",
+    "process_max_fds": "never changes",
+}
 PROMETHEUS_LABELS = {"job", "instance", "alertname", "alertstate"}
 
 
@@ -51,7 +57,9 @@ def exposed() -> dict[str, set[str]]:
     """The labels of each sample name, from a service that has answered each kind of request once."""
     with running(model="bundled") as service:
         service.post("/generate", {"prompt": "the cat", "max_tokens": 2, "trace": {"stages": ["embed"]}})
-        service.post("/forward", {"prompt": "the cat"})
+        edits = [{"stage": "embed", "op": "scale", "factor": 2}]
+        service.answer("/forward", prompt="the cat", edits=edits)
+        service.answer("/attribute", prompt="the cat", method="direct", token=3)
         text = service.get("/metrics").text
     names: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
@@ -86,6 +94,15 @@ def test_every_metric_and_label_in_a_query_is_exposed_by_the_service(query: str,
         pytest.skip("needs /proc, the source of the metrics of the process")
     assert names <= exposed.keys() | PROMETHEUS_METRICS
     assert labels_in(query) <= PROMETHEUS_LABELS.union(*(exposed.get(name, set()) for name in names))
+
+
+def test_every_metric_is_on_the_board_or_has_a_reason_not_to_be(exposed: dict[str, set[str]]) -> None:
+    # The parser takes the times at which metrics were created for metrics of their own.
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in exposed if not name.endswith("_created")}
+    shown = set[str]().union(*(names_in(target["expr"]) for _, target in TARGETS))
+    on_board = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
+    assert families - on_board - NOT_ON_BOARD.keys() == set()
+    assert not on_board & NOT_ON_BOARD.keys()
 
 
 def test_misspelled_metrics_and_labels_are_found_in_a_query() -> None:

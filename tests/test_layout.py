@@ -32,13 +32,17 @@ SERVICE_LEVELS = (
     (
         "service.comparison_queue",
         "service.vectors",
+        "service.span_export",
     ),
     ("service.worker",),
     ("service.request_stream",),
     ("service.http",),
-    ("service.metrics", "service.token_rates"),
+    ("service.otel",),
+    ("service.spans", "service.metrics", "service.token_rates"),
     ("service.buffered_metrics", "service.metrics_text"),
     ("service.settings",),
+    ("service.log_format",),
+    ("service.request_ids",),
 )
 FORBIDDEN_IN_MODEL = {"fastapi", "starlette", "uvicorn", "asyncio", "threading"}
 POLICY = ("scheduler", "sequence", "block_pool", "step_budget", "prompt_lookup")

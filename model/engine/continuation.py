@@ -109,7 +109,14 @@ class Continuation:
         end = self.transcript.end if scheduled.reaches_newest_token else None
         if not (tokens or prompt_tokens or trace is not None or end is not None):
             return None
-        return self.output(prompt_tokens=prompt_tokens, tokens=tokens, scores=result.scores, trace=trace, end=end)
+        return self.output(
+            prompt_tokens=prompt_tokens,
+            tokens=tokens,
+            scores=result.scores,
+            trace=trace,
+            end=end,
+            trace_seconds=result.trace_seconds,
+        )
 
     def _grammar_ends(self, token_id: int) -> bool:
         """Add a token to the grammar of the request. Returns whether nothing can follow."""

@@ -42,7 +42,8 @@ class Output:
     the end of the choice. `prompt_tokens` are the tokens of the prompt, if the request asks for them; they are in the
     output of the step that completes the prompt. `num_generated` counts the tokens of the choice so far. `num_cached`
     tokens of the prompt had been computed by other sequences. `scores` are the logits of the request's `scored_ids`, at
-    the position after which the first of the `tokens` was chosen.
+    the position after which the first of the `tokens` was chosen. `trace_seconds` is the time that its trace
+    took in the step.
     """
 
     request_id: str
@@ -56,6 +57,7 @@ class Output:
     num_prompt: int = 0
     num_generated: int = 0
     num_cached: int = 0
+    trace_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

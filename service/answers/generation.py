@@ -16,6 +16,7 @@ from fastapi import Request, Response
 
 from model.checkpoints.load import Checkpoint
 from model.engine.request import Output
+from model.engine.step_tracer import StepTrace
 from model.errors import InvalidField
 from model.text.sampling import NoFiniteMaximum
 from model.text.transcript import TokenOutput
@@ -23,13 +24,15 @@ from service.answers.constraints import generation_error
 from service.answers.edits import edit_answers
 from service.answers.generation_plan import Plan
 from service.answers.prompts import token_text
-from service.answers.step_trace_answers import trace_answer
+from service.answers.request_phases import GenerationReport, add_generation
+from service.answers.step_trace_answers import TracePlan, trace_answer
 from service.http.access_log import note_tokens
 from service.http.chunk_writer import ChunkWriter
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
-from service.http.errors import ApiError, error_body, internal
-from service.http.sse import DONE, event
+from service.http.errors import ApiError, internal
+from service.http.sse import DONE, error_event
+from service.spans import span_of
 from service.state import State, get_reservation
 
 logger = logging.getLogger(__name__)
@@ -72,6 +75,10 @@ class Generation:
         self._reservation = get_reservation(request)
         self._reserved = plan.reserved_bytes
         self._reservation.reserve(self._reserved)
+        self._report = GenerationReport(
+            plan.id, self.model_name, self.params, self.num_prompt, self.num_choices, plan.id.startswith("chatcmpl-")
+        )
+        self._is_closed = False
         self._stream = state.worker.admit(plan.requests, arrived)
 
     @property
@@ -97,6 +104,11 @@ class Generation:
         """Cancel the choices that have not ended. Also called when the client disconnects."""
         self._stream.close()
         note_tokens(self._request, self.num_prompt, self.num_generated)
+        span = span_of(self._request.scope)
+        if span is not None and not self._is_closed:
+            self._report.num_generated, self._report.num_cached = self.num_generated, self.num_cached
+            add_generation(span, self._report, list(self._stream.progress.values()), time.perf_counter())
+        self._is_closed = True
 
     async def batches(self) -> AsyncIterator[list[ChoiceOutput]]:
         """Yield the outputs that wait, with their traces as JSON, until every choice has ended."""
@@ -111,6 +123,10 @@ class Generation:
             output = replace(output, error=InvalidField("edits", reason))
         if output.error is not None and not isinstance(output.error, InvalidField):
             logger.error("generation %s failed", self.id, exc_info=output.error)
+        if output.error is not None:
+            self._report.error = generation_error(output.error).code
+        if output.end is not None:
+            self._report.finish_reasons[index] = output.end.finish_reason
         self._num_generated[index] = output.num_generated
         if output.end is not None and output.choice == 0:
             self.num_cached += output.num_cached
@@ -120,9 +136,20 @@ class Generation:
         trace, plan = output.trace, self._trace_plan
         if trace is None or plan is None:
             return None
-        content = await self._state.worker.run_encoding(lambda: to_json(trace_answer(trace, plan, self.text_of)))
+        content, seconds = await self._state.worker.run_encoding(partial(self._timed_encoding, trace, plan))
         self._state.metrics.trace_bytes.inc(len(content))
+        times = self._report.trace
+        times.step_seconds += output.trace_seconds
+        times.encoding_seconds += seconds
+        times.num_steps += 1
+        times.num_bytes += len(content)
+        times.ended = time.perf_counter()
         return orjson.Fragment(content)
+
+    def _timed_encoding(self, trace: StepTrace, plan: TracePlan) -> tuple[bytes, float]:
+        """The trace of a step as JSON, and the seconds that its encoding took."""
+        began = time.perf_counter()
+        return to_json(trace_answer(trace, plan, self.text_of)), time.perf_counter() - began
 
     async def collect(self) -> list["Choice"]:
         """Wait until every choice has ended. Raises 500 if one of them fails, or 400 if the request is the reason."""
@@ -152,7 +179,7 @@ class Generation:
             if output.step.error is None:
                 return b"".join(write(output))
             choice = {"id": self.id, "choice": output.index}
-            return event(choice | error_body(generation_error(output.step.error)), kind="error")
+            return error_event(request_state, generation_error(output.step.error), choice)
 
         def write_at_once(output: Output) -> bool:
             try:
@@ -162,10 +189,13 @@ class Generation:
                     writer.write(events)
                 return True
             except Exception:  # a bug; `batches` yields the output again, and below the error is reported
-                logger.exception("an event of generation %s was not written at once", self.id)
+                # The worker calls this outside of the request's task.
+                extra = {"request_ids": request_state.get("request_ids")}
+                logger.exception("an event of generation %s was not written at once", self.id, extra=extra)
                 return False
 
-        writer: ChunkWriter | None = self._request.scope["state"].get("chunk_writer")
+        request_state: dict[str, Any] = self._request.scope["state"]
+        writer: ChunkWriter | None = request_state.get("chunk_writer")
         self._stream.write_at_once = write_at_once
         try:
             async for outputs in self.batches():
@@ -174,10 +204,10 @@ class Generation:
             for last in write_last():
                 yield last
         except ApiError as error:
-            yield event({"id": self.id} | error_body(error), kind="error")
+            yield error_event(request_state, error, {"id": self.id})
         except Exception:  # a bug; the status line is already sent, so the stream has to report it
             logger.exception("generation %s failed", self.id)
-            yield event({"id": self.id} | error_body(internal()), kind="error")
+            yield error_event(request_state, internal(), {"id": self.id})
         yield DONE
 
     def timings(self) -> dict[str, Any]:

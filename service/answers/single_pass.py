@@ -13,10 +13,12 @@ from torch import Tensor
 
 from service.answers.budget import Budget
 from service.answers.prompts import param_of
+from service.answers.request_phases import add_pass
 from service.http.access_log import note_tokens
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import safetensors_bytes, to_json
-from service.http.errors import ApiError, timed_out
+from service.http.errors import ApiError, internal, timed_out
+from service.spans import RequestSpan, span_of
 from service.state import State, get_reservation, seconds_left
 
 SAFETENSORS_MEDIA_TYPE = "application/x-safetensors"
@@ -126,12 +128,15 @@ async def answer_passes(
     reservation = get_reservation(request)
     reservation.reserve(budget.response_bytes)
     encoder = Encoder(is_list=is_list, as_safetensors=as_safetensors)
-    content = await unless_disconnected(request, _run(state, passes, encoder, arrived or time.perf_counter()))
+    span = span_of(request.scope)
+    content = await unless_disconnected(request, _run(state, passes, encoder, arrived or time.perf_counter(), span))
     reservation.count(len(content) - budget.response_bytes)
     return Response(content, media_type=SAFETENSORS_MEDIA_TYPE if as_safetensors else "application/json")
 
 
-async def _run(state: State, passes: Sequence[Pass], encoder: Encoder, arrived: float) -> bytes | memoryview:
+async def _run(
+    state: State, passes: Sequence[Pass], encoder: Encoder, arrived: float, span: RequestSpan | None
+) -> bytes | memoryview:
     """Wait for the passes, within the timeout, and return their encoded answers."""
     content: bytes | memoryview = b""
     state.worker.check_room(sum(each.num_tokens for each in passes))
@@ -139,15 +144,17 @@ async def _run(state: State, passes: Sequence[Pass], encoder: Encoder, arrived: 
         async with asyncio.timeout(seconds_left(state, arrived)):
             with state.worker.series():
                 for each in passes:
-                    content = await _run_one(state, each, encoder, is_last=each is passes[-1])
+                    content = await _run_one(state, each, encoder, span, is_last=each is passes[-1])
     except TimeoutError:
         raise timed_out(state.settings.request_timeout_seconds) from None
     state.metrics.trace_bytes.inc(len(content))
     return content
 
 
-async def _run_one(state: State, each: Pass, encoder: Encoder, *, is_last: bool) -> bytes | memoryview:
-    """Wait for one pass, and update the metrics. Returns the encoded answers after the last pass."""
+async def _run_one(
+    state: State, each: Pass, encoder: Encoder, span: RequestSpan | None, *, is_last: bool
+) -> bytes | memoryview:
+    """Wait for one pass, and update the metrics and the span. Returns the encoded answers after the last pass."""
     arrived = time.perf_counter()
     starts, seconds = list[float](), 0.0
 
@@ -156,12 +163,27 @@ async def _run_one(state: State, each: Pass, encoder: Encoder, *, is_last: bool)
         return job(), time.perf_counter() - starts[-1]
 
     def finish() -> bytes | memoryview:
-        encoder.add(each.run(starts[0] - arrived))
+        answer = each.run(starts[0] - arrived)
+        encoder.add(answer)
+        if span is not None:
+            span.attributes["gen_ai.response.model"] = answer.content["model"]
         return encoder.finish() if is_last else b""
 
-    for job in each.before:
-        seconds += (await state.worker.run(partial(timed, job)))[1]
-    content, last_seconds = await state.worker.run(lambda: timed(finish))
+    error: str | None = "cancelled"
+    try:
+        for job in each.before:
+            seconds += (await state.worker.run(partial(timed, job)))[1]
+        content, last_seconds = await state.worker.run(lambda: timed(finish))
+        error = None
+    except ApiError as reason:
+        error = reason.code
+        raise
+    except Exception:
+        error = internal().code
+        raise
+    finally:
+        if span is not None:
+            add_pass(span, each.num_tokens, arrived, starts[0] if starts else None, time.perf_counter(), error)
     waited, seconds = starts[0] - arrived, seconds + last_seconds
     metrics = state.metrics
     metrics.queue_seconds.observe(waited)

@@ -10,20 +10,24 @@ from pydantic_settings import CliApp
 
 from service.app import create_app
 from service.http.server import listen, make_server
+from service.log_format import configure_logging
 from service.settings import PREFIX, Settings
+from service.span_export import SpansUnavailable
 
 logger = logging.getLogger(__name__)
 
 # Seconds that a Python thread may run while another one waits. Python's default of 5 ms is long enough for the
 # network to generate a token.
 SWITCH_SECONDS = 0.0005
+# The variables that name the collector for other programs. Traces have to be asked for, because they need the extra.
+OTEL_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
 def main() -> None:
     """Serve until SIGINT or SIGTERM. A first argument that is not an option is the model.
 
-    Exit with 1 if the model cannot be loaded, the port cannot be opened or the engine fails, with 2 if a setting is
-    wrong.
+    Exit with 1 if the model cannot be loaded, the port cannot be opened, traces cannot be sent from here or the engine
+    fails, with 2 if a setting is wrong.
     """
     arguments = sys.argv[1:]
     if arguments and not arguments[0].startswith("-"):
@@ -38,18 +42,24 @@ def main() -> None:
             where = "".join(f"{part}: " for part in problem["loc"])
             sys.stderr.write(f"forwardscope: {where}{problem['msg'].removeprefix('Value error, ')}\n")
         sys.exit(2)
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    configure_logging(settings.log_level, settings.log_format)
 
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in Settings.model_fields:
             logger.warning("%s is ignored: there is no such setting", name)
+    if settings.otlp_endpoint is None and (found := [name for name in OTEL_ENDPOINTS if name in os.environ]):
+        logger.info("%s is set, but traces are sent only with --otlp-endpoint", found[0])
 
     sys.setswitchinterval(SWITCH_SECONDS)
 
     def stop() -> None:
         server.should_exit = True  # it is called while the server runs, so `server` is defined
 
-    app = create_app(settings, on_failure=stop)
+    try:
+        app = create_app(settings, on_failure=stop)
+    except SpansUnavailable as error:
+        logger.error("%s", error)
+        sys.exit(1)
     state = app.state.forwardscope
     try:
         sockets = listen(settings.host, settings.port)

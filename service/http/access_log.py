@@ -9,12 +9,15 @@ import re
 import time
 import uuid
 from collections.abc import Collection
+from typing import Any
 
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.http.gate import OPERATION_PATHS
 from service.metrics import is_page_file, method_label, route_label
+from service.request_ids import RequestIds, handling
+from service.spans import RequestSpan
 
 logger = logging.getLogger("access")
 FREQUENT_PATHS = OPERATION_PATHS | {"/status"}
@@ -26,7 +29,7 @@ class AccessLog:
     """ASGI middleware that gives each request an id, and logs the request when its response has ended.
 
     The id is that of the client if it matches `REQUEST_ID`, otherwise a new one. It is in
-    `scope["state"]["request_id"]`.
+    `scope["state"]["request_id"]`, and all ids of the request are in `scope["state"]["request_ids"]`.
     Requests for health, metrics, status and files of the web page are logged at the level DEBUG, all others at INFO.
     """
 
@@ -41,7 +44,9 @@ class AccessLog:
         start = time.perf_counter()
         request_id = find_request_id(scope)
         state = scope.setdefault("state", {})
-        state["request_id"] = request_id
+        span: RequestSpan | None = state.get("span")
+        ids = RequestIds(request_id) if span is None else RequestIds(request_id, span.trace_id, span.span_id)
+        state |= {"request_id": request_id, "request_ids": ids}
         header = (HEADER, request_id.encode())
         status = 499  # stays if the client disconnects before an answer begins
 
@@ -52,23 +57,40 @@ class AccessLog:
                 message["headers"] = [*message.get("headers", ()), header]
             await send(message)
 
-        try:
-            await self.app(scope, receive, send_with_id)
-        finally:
-            is_frequent = scope["path"] in FREQUENT_PATHS or is_page_file(scope)
-            level = logging.DEBUG if is_frequent else logging.INFO
-            if logger.isEnabledFor(level):
-                num_tokens: tuple[int, int] | None = state.get("num_tokens")
-                logger.log(
-                    level,
-                    "%s %s %d%s ms=%.1f id=%s",
-                    method_label(scope),
-                    route_label(scope, self._paths),
-                    status,
-                    "" if num_tokens is None else f" tokens={num_tokens[0]}+{num_tokens[1]}",
-                    1000 * (time.perf_counter() - start),
-                    request_id,
-                )
+        with handling(ids):
+            try:
+                await self.app(scope, receive, send_with_id)
+            finally:
+                level = logging.DEBUG if is_frequent(scope) else logging.INFO
+                if logger.isEnabledFor(level):
+                    log_request(scope, route_label(scope, self._paths), status, time.perf_counter() - start, level)
+
+
+def is_frequent(scope: Scope) -> bool:
+    """Whether a request is for health, metrics, status or a file of the web page."""
+    return scope["path"] in FREQUENT_PATHS or is_page_file(scope)
+
+
+def log_request(scope: Scope, route: str, status: int, seconds: float, level: int) -> None:
+    """Write the line of a request whose response has ended."""
+    state, method, milliseconds = scope["state"], method_label(scope), 1000 * seconds
+    num_tokens: tuple[int, int] | None = state.get("num_tokens")
+    tokens = "" if num_tokens is None else f" tokens={num_tokens[0]}+{num_tokens[1]}"
+    fields: dict[str, Any] = {"method": method, "route": route, "status": status}
+    if num_tokens is not None:
+        fields |= {"prompt_tokens": num_tokens[0], "generated_tokens": num_tokens[1]}
+    fields["duration_ms"] = round(milliseconds, 1)
+    logger.log(
+        level,
+        "%s %s %d%s ms=%.1f id=%s",
+        method,
+        route,
+        status,
+        tokens,
+        milliseconds,
+        state["request_id"],
+        extra={"request_fields": fields, "request_ids": state["request_ids"]},
+    )
 
 
 def note_tokens(request: Request, num_prompt: int, num_generated: int = 0) -> None:
@@ -91,5 +113,6 @@ def new_request_id() -> str:
 def log_refusal(status: int) -> str:
     """Log an error answer to something that is not a request, such as invalid HTTP; returns a new request id."""
     request_id = new_request_id()
-    logger.info("- - %d id=%s", status, request_id)
+    extra = {"request_fields": {"status": status}, "request_ids": RequestIds(request_id)}
+    logger.info("- - %d id=%s", status, request_id, extra=extra)
     return request_id

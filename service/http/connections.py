@@ -323,7 +323,9 @@ class Connection(H11Protocol):
         self._num_undelivered = num_undelivered
 
     def _abort(self, reason: str, seconds: float) -> None:
-        logger.info("closed a connection: %s %g seconds", reason, seconds)
+        # The task of the request does not run here, so its ids are passed.
+        ids = None if self.awaits_request else self.cycle.scope["state"].get("request_ids")
+        logger.info("closed a connection: %s %g seconds", reason, seconds, extra={"request_ids": ids})
         self.transport.abort()
 
     def _detect_disconnect(self) -> None:

@@ -106,8 +106,20 @@ def error_bytes(error: ApiError) -> bytes:
     return json.dumps(error_body(error)).encode()
 
 
+class ErrorResponse(JSONResponse):
+    """An error answer. Its code is noted in `scope["state"]["error_code"]`, for the span of the request."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error_body(error), error.status, headers=error.headers)
+        self._code = error.code
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})["error_code"] = self._code
+        await super().__call__(scope, receive, send)
+
+
 def error_response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error_body(error), error.status, headers=error.headers)
+    return ErrorResponse(error)
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -9,6 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from service.http.chunk_writer import ChunkWriter
 from service.http.encoding import to_json
+from service.http.errors import ApiError, error_body
 
 DONE = b"data: [DONE]\n\n"
 SHORT_FRAME = 1 << 16  # bytes; longer frames are sent in pieces, by `in_pieces` of gate.py
@@ -18,6 +19,18 @@ COMMENT = b":\n\n"  # an empty comment, which clients skip
 def event(content: dict[str, Any], kind: str | None = None) -> bytes:
     """Encode one event. `kind` is its type; None for a plain data event."""
     return (b"" if kind is None else f"event: {kind}\n".encode()) + b"data: " + to_json(content) + b"\n\n"
+
+
+def error_event(state: dict[str, Any], error: ApiError, content: dict[str, Any] | None = None) -> bytes:
+    """Encode the `error` event of a stream: the body of an error answer with the id of the request, after `content`.
+
+    The event names the id because programs often see it without the headers of the response. `state` is
+    `scope["state"]` of the request, where the code of the error is noted for the request's span.
+    """
+    state["error_code"] = error.code
+    body = error_body(error)
+    body["error"]["request_id"] = state.get("request_id")
+    return event((content or {}) | body, kind="error")
 
 
 class EventStream(StreamingResponse):

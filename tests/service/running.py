@@ -128,8 +128,12 @@ class Running:
         """Send a POST on a new connection, and return the connection without reading from it."""
         content = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        return self.send_raw(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+
+    def send_raw(self, content: bytes) -> socket.socket:
+        """Send bytes on a new connection, and return the connection without reading from it."""
         connection = socket.create_connection(self.address, timeout=PATIENCE_SECONDS)
-        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        connection.sendall(content)
         return connection
 
 

@@ -28,8 +28,8 @@ from service.http.access_log import note_tokens
 from service.http.attribute_schemas import PatchingRequest
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
-from service.http.errors import ApiError, draining, error_body, internal, timed_out
-from service.http.sse import DONE, EventStream, event
+from service.http.errors import ApiError, draining, internal, timed_out
+from service.http.sse import DONE, EventStream, error_event, event
 from service.request_stream import RequestStream
 from service.state import get_engine, get_reservation
 
@@ -122,10 +122,10 @@ class SweepRun:
                         yield event({"cells": [each.answer for each in group]})
             yield event({"num_cells": len(plan.cells), "timings": self._timings()})
         except ApiError as error:
-            yield event(error_body(error), kind="error")
+            yield error_event(plan.question.request.scope["state"], error)
         except Exception:  # a bug; the status line is already sent, so the stream has to report it
             logger.exception("sweep %s failed", self._id)
-            yield event(error_body(internal()), kind="error")
+            yield error_event(plan.question.request.scope["state"], internal())
         yield DONE
 
     def _timings(self) -> dict[str, float]:
