@@ -68,15 +68,7 @@ def test_every_view_shows_a_worked_example_or_says_why_it_cannot(page: "Page", b
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_every_view_opens_or_says_what_is_missing_without_a_checkpoint(
-    page: "Page", only_examples: Running, view: str
-) -> None:
-    page.goto(url_of(str(only_examples.client.base_url), view))
+def test_every_view_opens_or_says_what_is_missing_without_a_checkpoint(page: "Page", empty: Running, view: str) -> None:
+    page.goto(url_of(str(empty.client.base_url), view))
     if wait_until_settled(page) == "error":
         assert "This service" in page.locator("#error").inner_text()
-
-
-@pytest.fixture(scope="module")
-def only_examples() -> Iterator[Running]:
-    with running(model="none") as service:
-        yield service

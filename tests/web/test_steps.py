@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.service.running import Running, Start
-from tests.web.browsing import Findings, open_view, url_of, wait_until_ready, wait_until_settled
+from tests.web.browsing import Findings, open_table, open_view, url_of, wait_until_ready, wait_until_settled
 from tests.web.reading import percent, read_number, shown
 
 if TYPE_CHECKING:
@@ -81,11 +81,9 @@ def test_it_says_what_is_computed_and_predicted(page: "Page", bundled: Running, 
 
 def test_the_table_of_steps_tells_positions_from_counts(page: "Page", bundled: Running, base: str) -> None:
     open_view(page, base, "steps", prompt=PROMPT)
-    page.get_by_text("Show all steps as a table").click()
+    rows = open_table(page.locator("steps-view details.data-table")).all()
     computed = 0
-    for row, traced in zip(
-        page.locator("steps-view .data-table tbody tr").all(), generate(bundled)["trace"], strict=True
-    ):
+    for row, traced in zip(rows, generate(bundled)["trace"], strict=True):
         positions = traced["positions"]
         computed += len(positions)
         texts = row.locator("td").all_inner_texts()[2:6]

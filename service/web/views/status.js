@@ -16,6 +16,7 @@ export default class StatusView extends View {
 
   #samples = []; // {time, status}: the answers of the last two minutes
   #timer = null;
+  #turn = null; // the last call of `#poll`
   #values = new Map(); // name → the element that shows it
   #meter = el("meter", { min: 0, max: 1, "aria-label": "Share of the cache that is in use" });
   #window = el("p", { class: "faint" });
@@ -45,13 +46,14 @@ export default class StatusView extends View {
 
   async update(_state, signal) {
     document.addEventListener("visibilitychange", this.#onVisibility);
+    this.#turn = null;
     await this.#read(signal);
-    this.#pause();
-    this.#timer = setTimeout(() => this.#poll(), INTERVAL_MILLISECONDS);
+    this.#wait();
   }
 
   leave() {
     document.removeEventListener("visibilitychange", this.#onVisibility);
+    this.#turn = null;
     this.#pause();
   }
 
@@ -68,16 +70,20 @@ export default class StatusView extends View {
     this.#timer = null;
   }
 
-  async #poll() {
+  /** Ask again in a second. */
+  #wait() {
     this.#pause();
-    const timer = (this.#timer = setTimeout(() => this.#poll(), INTERVAL_MILLISECONDS));
-    try {
-      await this.#read();
-    } catch (error) {
-      if (timer !== this.#timer || !this.isConnected) return; // another view is open
-      this.#pause();
-      this.context.report(error);
-    }
+    this.#timer = setTimeout(() => this.#poll(), INTERVAL_MILLISECONDS);
+  }
+
+  /** Ask now, and again a second after the answer, so that a slow service never has two requests of this view. */
+  async #poll() {
+    const turn = (this.#turn = {});
+    this.#pause();
+    const error = await this.#read().then(() => null, (reason) => reason);
+    if (turn !== this.#turn || !this.isConnected || document.hidden) return; // another turn goes on, or none
+    if (error === null) this.#wait();
+    else this.context.report(error);
   }
 
   async #read(signal) {
