@@ -106,6 +106,40 @@ def test_pointing_at_a_row_shows_its_keys_and_a_click_keeps_it(page: "Page", bas
     assert said.inner_text() == before
 
 
+def test_the_arcs_follow_the_mouse_and_return_to_the_chosen_token(page: "Page", base: str) -> None:
+    tokens, weights = patterns(base)["tokens"], weights_of(base, 0, 0)
+    open_view(page, base, "attention", prompt=PROMPT)
+    said = page.locator("attention-head .answer").nth(1)
+    before, address = said.inner_text(), page.url
+    for query in (3, 2):
+        page.locator(f"#arc-token-{query}").hover()
+        best = int(weights[query].argmax())
+        to = "itself" if best == query else f"“{tokens[best]['text']}” (position {best})"
+        words = f"(position {query}) attends most to {to}: {percent(weights[query, best])}"
+        page.locator("attention-head .answer", has_text=words).wait_for()
+        page.locator(f"#arc-token-{query}[aria-selected=true]").wait_for()
+    page.mouse.move(5, 5)
+    page.locator("attention-head .answer", has_text=before).wait_for()
+    assert page.url == address
+    page.locator("#arc-token-2").click()
+    page.wait_for_url("**pos=2**")
+    wait_until_ready(page)
+    assert "(position 2) attends most to" in said.inner_text()
+
+
+def test_the_head_that_is_shown_can_be_ablated(page: "Page", base: str) -> None:
+    open_view(page, base, "attention", prompt=PROMPT, layer=5, head=3)
+    page.get_by_role("button", name="Ablate this head").click()
+    page.locator(".chip", has_text="Set head 3 of layer 5 to zero").wait_for()
+    wait_until_ready(page)
+    assert page.locator("#prompt").input_value() == PROMPT
+    page.go_back()
+    wait_until_ready(page)
+    assert page.locator("attention-head h3").first.inner_text() == "Layer 5, head 3"
+    open_view(page, base, "attention", model="a-tokens-journey")
+    assert page.get_by_role("button", name="Ablate this head").is_hidden()
+
+
 def test_the_grid_is_one_tab_stop_and_enter_chooses_a_head(page: "Page", base: str) -> None:
     open_view(page, base, "attention", prompt=PROMPT)
     assert page.locator("pattern-grid [role=gridcell]").count() == NUM_LAYERS * NUM_HEADS

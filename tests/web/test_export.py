@@ -105,14 +105,21 @@ def download(page: "Page", name: str, directory: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("view", "name"), [("generate", "tokens"), ("status", "tokens a second")])
-def test_pictures_are_saved_as_png_and_svg(page: "Page", base: str, tmp_path: Path, view: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("view", "name"), [("generate", "tokens"), ("status", "tokens a second"), ("loss", "losses"), ("steps", "steps")]
+)
+def test_pictures_are_saved_as_png_and_svg(
+    page: "Page", bundled: Running, base: str, tmp_path: Path, view: str, name: str
+) -> None:
     open_view(page, base, view)
     picture = download(page, f"SVG: {name}", tmp_path).read_text()
     root = ElementTree.fromstring(picture)
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert len(texts) == (24 if view == "generate" else 6)
+    num_tokens = len(bundled.answer("/tokenize", text=EXAMPLE)["tokens"])
+    # Of the steps: two texts in the corner and for each of the positions, the names of 8 steps, and what the first has.
+    steps = 2 + 2 * (num_tokens + 8) + 8 + num_tokens + 1
+    assert len(texts) == {"generate": 24, "status": 6, "loss": 2 * num_tokens, "steps": steps}[view]
     content = download(page, f"PNG: {name}", tmp_path).read_bytes()
     width, height = struct.unpack(">II", content[16:24])
     assert content.startswith(b"\x89PNG")

@@ -7,8 +7,9 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from tests.service.running import Running
-from tests.web.browsing import Findings, open_view, wait_until_ready, wait_until_settled
+from tests.web.browsing import DESKTOP, Findings, open_view, wait_until_ready, wait_until_settled
 from tests.web.conftest import API_KEY, OpenPage
+from tests.web.views import VIEWS
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -65,6 +66,63 @@ def test_back_forward_and_reload_restore_the_state(page: "Page", base: str) -> N
     page.go_forward()
     wait_until_ready(page)
     assert shown_prompt(page) == PROMPT == page.get_by_label("Prompt").input_value()
+
+
+STATES: dict[str, dict[str, str | int]] = {
+    "generate": {"max_tokens": 5, "token": 2, "try_temperature": "0.5"},
+    "forward": {"layer": "1", "stage": "blocks.1.attn.q", "head": 3},
+    "attention": {"layer": 2, "head": 4, "pos": 3, "stage": "scores", "find": "first"},
+    "lens": {"row": 2, "pos": 3, "cells": "rank"},
+    "loss": {"position": 2},
+    "worked": {"example": "a-tokens-journey", "stage": "blocks.0.attn_out"},
+    "steps": {"step": 2, "tokens": 4},
+    "edits": {"edits": '[{"stage": "blocks.5.attn.z", "op": "zero", "heads": [2]}]', "pos": 2},
+    "status": {},
+}
+
+
+def shown_state(page: "Page") -> list[str]:
+    """The texts of the view without times, the state of its fields, and the address."""
+    fields = "all => all.map((each) => `${each.name}=${each.value}${each.checked ?? ''}`)"
+    text = page.locator("main").inner_text()
+    times = r"\d+ tokens? in .* s\.|\d+ s\b|\d+ min\b|Prompt tokens found in the cache.*|a second\t.*|\d+\.\d seconds"
+    text = re.sub(times, "", text)
+    if page.locator("status-view").is_visible():
+        text = re.sub(r"[\d.,]+", "", text)  # the service goes on
+    return [page.url, text, *page.locator("main :is(input, select)").evaluate_all(fields)]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_back_forward_and_reload_restore_every_view(page: "Page", base: str, view: str) -> None:
+    other = "loss" if view != "loss" else "lens"
+    prompt = {} if view in ("worked", "status") else {"prompt": PROMPT}
+    open_view(page, base, view, **prompt, **STATES[view])
+    expected = shown_state(page)
+    page.get_by_role("link", name={"loss": "Loss", "lens": "Logit lens"}[other]).click()
+    wait_until_ready(page)
+    assert read_address(page)["view"] == other
+    page.go_back()
+    wait_until_ready(page)
+    assert shown_state(page) == expected
+    page.go_forward()
+    wait_until_ready(page)
+    assert read_address(page)["view"] == other
+    page.go_back()
+    wait_until_ready(page)
+    page.reload()
+    wait_until_ready(page)
+    assert shown_state(page) == expected
+
+
+@pytest.mark.parametrize("view", ["forward", "status"])
+def test_copies_and_downloads_are_one_step_away_from_the_top(page: "Page", base: str, view: str) -> None:
+    open_view(page, base, view)
+    page.get_by_role("button", name="Copy and download").click()
+    heading = page.locator("export-bar h3")
+    assert heading.evaluate("each => each === document.activeElement")
+    box = page.get_by_role("button", name="Copy as curl").bounding_box()
+    assert box is not None
+    assert 0 <= box["y"] < DESKTOP["height"]
 
 
 def test_a_prompt_that_is_run_again_adds_no_step_to_the_history(page: "Page", base: str) -> None:
