@@ -44,7 +44,7 @@ def page_is_of_ids(base: str) -> bool:
 
 
 def check_forward(page: "Page", ask: Ask) -> None:
-    stages = ask("/forward", stages=["*"], detail="none")["stages"]
+    stages = ask("/forward", stages=["*"])["stages"]
     assert page.locator("stage-card .stage-name").all_text_contents() == [stage["name"] for stage in stages]
     for stage in stages:
         if stage["name"].startswith("blocks.") and not stage["name"].startswith("blocks.0."):
