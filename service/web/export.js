@@ -60,6 +60,7 @@ function pythonOf(value) {
 export class ExportBar extends HTMLElement {
   #report;
   #view = null;
+  #title = el("h3", { tabindex: "-1" }, "Copy and download");
   #code = el("pre", { class: "code", tabindex: "0", "aria-label": "The copied text", hidden: true });
   #said = el("span", { role: "status" });
   #buttons = el("span", { class: "row" });
@@ -73,7 +74,7 @@ export class ExportBar extends HTMLElement {
     if (this.childElementCount > 0) return;
     this.setAttribute("role", "region");
     this.setAttribute("aria-label", "Export");
-    this.append(el("h3", {}, "Copy and download"), el("div", { class: "row" }, this.#buttons, this.#said), this.#code);
+    this.append(this.#title, el("div", { class: "row" }, this.#buttons, this.#said), this.#code);
   }
 
   refresh(view) {
@@ -92,6 +93,12 @@ export class ExportBar extends HTMLElement {
     for (const { name } of pictures)
       buttons.push(this.#button(`PNG: ${name}`, () => this.#savePicture(name, asPng, "png")), this.#button(`SVG: ${name}`, () => this.#savePicture(name, asSvg, "svg")));
     this.#buttons.replaceChildren(...buttons);
+  }
+
+  /** Bring the bar into sight, and the keyboard to its beginning. */
+  reveal() {
+    this.#title.focus({ preventScroll: true });
+    this.#title.scrollIntoView({ block: "center" });
   }
 
   #button(label, act) {

@@ -17,7 +17,7 @@ export const VIEWS = [
   { name: "forward", label: "Forward pass", intro: "Each stage of one forward pass, in the order in which the network computes it." },
   { name: "attention", label: "Attention", intro: "How much each token attends to the tokens before it, for each layer and head." },
   { name: "lens", label: "Logit lens", intro: "What the network would predict if it stopped after each layer." },
-  { name: "loss", label: "Loss", intro: "How surprised the network is by each token of the prompt." },
+  { name: "loss", label: "Loss", intro: "How unlikely the network found each token of the prompt, and thus how surprised it was." },
   { name: "worked", label: "Worked examples", intro: "The numbers that three articles print, next to the numbers that this service computes.", module: "worked_examples" },
   { name: "steps", label: "KV cache", intro: "How the key-value cache saves work: one token enters at a time." },
   { name: "edits", label: "Interventions", intro: "Change a stage of the forward pass, and see what changes after it.", module: "interventions" },
@@ -94,6 +94,7 @@ async function apply() {
     const obstacle = obstacleOf(View, state);
     shown.hidden = obstacle !== null;
     exportBar?.refresh(null);
+    byId("to-export").hidden = true;
     if (obstacle !== null) throw new Error(obstacle);
     await shown.update({ ...state, model: modelOf(state), prompt: readPrompt(service, state.model, state.prompt) }, signal);
     if (signal.aborted) return;
@@ -191,6 +192,7 @@ async function refreshExport(signal) {
   if (signal.aborted) return;
   if (!exportBar.isConnected) byId("view").append(exportBar);
   exportBar.refresh(shown);
+  byId("to-export").hidden = exportBar.hidden;
 }
 
 /** While the model loads, the service answers, but does not say yet what it will serve. */
@@ -242,7 +244,7 @@ function changeModel() {
 }
 
 function connect() {
-  byId("views").append(...VIEWS.map(({ name, label }) => el("a", { href: `/?view=${name}`, dataset: { name } }, label)));
+  byId("views").append(...VIEWS.map(({ name, label, intro }) => el("a", { href: `/?view=${name}`, title: intro, dataset: { name } }, label)));
   byId("views").addEventListener("click", (event) => {
     if (event.ctrlKey || event.metaKey || event.shiftKey || event.target.dataset.name === undefined) return;
     event.preventDefault();
@@ -259,6 +261,7 @@ function connect() {
   });
   byId("prompt").addEventListener("input", showDraft);
   byId("model").addEventListener("change", changeModel);
+  byId("to-export").addEventListener("click", () => exportBar.reveal());
   byId("again").addEventListener("click", () => (service.models.length > 0 ? apply() : start()));
   byId("glossary").addEventListener("toggle", () => byId("glossary").append(...glossary()), { once: true });
   addEventListener("popstate", apply);

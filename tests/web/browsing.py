@@ -6,6 +6,8 @@ This module imports Playwright only for types, so that the tests can be collecte
 import contextlib
 import os
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlencode, urlsplit
@@ -13,7 +15,7 @@ from urllib.parse import urlencode, urlsplit
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request
+    from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, Playwright, Request
 
 # The browser sends nothing of its own to the internet.
 OPTIONS = (
@@ -26,7 +28,9 @@ OPTIONS = (
     "--disable-sync",
 )
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-PATIENCE_MILLISECONDS = 20_000
+PATIENCE_MILLISECONDS = 60_000  # how long one step in the browser may take on a slow and busy machine
+POLL_MILLISECONDS = 50
+TEST_SECONDS = 300.0  # how long one test may take there
 LOOPBACK = ("127.0.0.1", "localhost")
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 380, "height": 800}
 # Runs before the page's own scripts. A violation of the Content-Security-Policy is an event, not an error.
@@ -45,20 +49,89 @@ def find_chromium() -> str:
 
 
 @contextlib.contextmanager
-def chromium() -> Iterator["Browser"]:
-    """A headless browser. The calling test is skipped if Playwright or Chromium is missing.
+def playwright_driver() -> Iterator["Playwright"]:
+    """The driver of browsers. The calling test is skipped if Playwright is missing.
 
     While it is open, `asyncio.run` fails in this thread, because Playwright keeps an event loop running.
     """
     playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install '.[dev,web]'")
-    path = find_chromium()
-    environment: dict[str, str | float | bool] = {**os.environ}
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=list(OPTIONS), env=environment)
+        yield driver
+
+
+def launch(driver: "Playwright") -> "Browser":
+    environment: dict[str, str | float | bool] = {**os.environ}
+    return driver.chromium.launch(executable_path=find_chromium(), args=list(OPTIONS), env=environment)
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator["Browser"]:
+    """A headless browser. The calling test is skipped if Playwright or Chromium is missing."""
+    with playwright_driver() as driver:
+        browser = launch(driver)
         try:
             yield browser
         finally:
             browser.close()
+
+
+class SharedBrowser:
+    """A browser for many tests, with one context for each look, so that the files of the page stay in its cache.
+
+    It starts with the first page. If it was ended, it starts again with the next page.
+    """
+
+    def __init__(self) -> None:
+        self._resources = contextlib.ExitStack()
+        self._driver: Playwright | None = None
+        self._browser: Browser | None = None
+        self._process_id: int | None = None
+        self._contexts: dict[tuple[tuple[str, bool], ...], BrowserContext] = {}
+
+    def new_page(self, **look: bool) -> "Page":
+        """A new tab with the look of `new_context`. Its session storage is empty; the cache of files is not."""
+        if self._browser is None or not self._browser.is_connected():
+            self._start()
+        assert self._browser is not None
+        key = tuple(sorted(look.items()))
+        if key not in self._contexts:
+            self._contexts[key] = new_context(self._browser, **look)
+        return self._contexts[key].new_page()
+
+    def _start(self) -> None:
+        if self._driver is None:
+            self._driver = self._resources.enter_context(playwright_driver())
+        self._contexts.clear()
+        self._browser = launch(self._driver)
+        session = self._browser.new_browser_cdp_session()
+        processes = session.send("SystemInfo.getProcessInfo")["processInfo"]
+        self._process_id = next(each["id"] for each in processes if each["type"] == "browser")
+        session.detach()
+
+    @contextlib.contextmanager
+    def limited(self, seconds: float) -> Iterator[None]:
+        """Fail if the block takes longer. Some calls of Playwright wait forever, but not if the browser has ended."""
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            if self._process_id is not None:
+                os.kill(self._process_id, signal.SIGKILL)
+
+        timer = threading.Timer(seconds, end)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+            if is_late.is_set():
+                pytest.fail(f"this took longer than {seconds:g} s, so the browser was ended")
+
+    def close(self) -> None:
+        if self._browser is not None and self._browser.is_connected():
+            self._browser.close()
+        self._resources.close()
 
 
 class Findings(list[str]):
@@ -68,6 +141,14 @@ class Findings(list[str]):
         page.on("console", self._note_message)
         page.on("pageerror", lambda error: self.append(f"exception: {error}"))
         page.on("request", lambda request: self._note_request(page, request))
+
+    def wait_for(self, page: "Page", expected: str) -> None:
+        """Wait until an entry has a text. Fails if none comes."""
+        for _ in range(PATIENCE_MILLISECONDS // POLL_MILLISECONDS):
+            if any(expected in entry for entry in self):
+                return
+            page.wait_for_timeout(POLL_MILLISECONDS)
+        pytest.fail(f"“{expected}” is not among the findings: {list(self)}")
 
     def _note_message(self, message: "ConsoleMessage") -> None:
         if message.type in ("error", "warning"):
@@ -83,13 +164,17 @@ class Findings(list[str]):
             self.append(f"request to another origin: {request.url}")
 
 
-def new_context(browser: "Browser", *, dark: bool = False, phone: bool = False) -> "BrowserContext":
-    """A context with its own storage, in which animations are off."""
+def new_context(
+    browser: "Browser", *, dark: bool = False, phone: bool = False, touch: bool = False
+) -> "BrowserContext":
+    """A context with its own storage, in which animations are off. `touch`: a touch screen in place of a mouse."""
     context = browser.new_context(
         viewport=PHONE if phone else DESKTOP,  # type: ignore[arg-type]  # a TypedDict
         color_scheme="dark" if dark else "light",
         reduced_motion="reduce",
         accept_downloads=True,
+        has_touch=touch,
+        is_mobile=touch,
     )
     context.add_init_script(REPORT_VIOLATIONS)
     context.set_default_timeout(PATIENCE_MILLISECONDS)
@@ -117,3 +202,15 @@ def wait_until_settled(page: "Page") -> str:
     # Not `wait_for_function`, whose texts of scripts the Content-Security-Policy forbids.
     page.locator("body[data-state]:not([data-state=busy])").wait_for()
     return str(page.evaluate("document.body.dataset.state"))
+
+
+def open_table(details: "Locator") -> "Locator":
+    """Open a <details> with a table, unless it is open, and return the rows of the table.
+
+    The browser fills the table in a later task, and a list of all rows does not wait for it.
+    """
+    if details.get_attribute("open") is None:
+        details.locator("summary").click()
+    rows = details.locator("tbody tr")
+    rows.first.wait_for()
+    return rows

@@ -5,25 +5,37 @@ Content-Security-Policy or a request to another origin, or if the service logged
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.service.conftest import errors_logged, start
+from tests.service.conftest import empty, errors_logged, start
 from tests.service.running import Running, running
-from tests.web.browsing import Findings, chromium, new_context
+from tests.web.browsing import TEST_SECONDS, Findings, SharedBrowser
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
-__all__ = ["errors_logged", "start"]  # fixtures
+__all__ = ["empty", "errors_logged", "start"]  # fixtures
+
+API_KEY = "open sesame"
+OpenPage = Callable[..., "Page"]  # takes the looks of `new_context`
 
 
 @pytest.fixture(scope="package")
-def browser() -> Iterator["Browser"]:
-    with chromium() as browser:
-        yield browser
+def browser() -> Iterator[SharedBrowser]:
+    """The browser of all these tests."""
+    shared = SharedBrowser()
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(autouse=True)
+def time_limit(browser: SharedBrowser) -> Iterator[None]:
+    """A test that hangs fails, and does not stop the others."""
+    with browser.limited(TEST_SECONDS):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +51,13 @@ def base(bundled: Running) -> str:
     return str(bundled.client.base_url).rstrip("/")
 
 
+@pytest.fixture(scope="session")
+def keyed() -> Iterator[str]:
+    """The address of a service that asks for `API_KEY`."""
+    with running(model="bundled", model_name="a-secret-name", api_key=API_KEY) as service:
+        yield str(service.client.base_url).rstrip("/")
+
+
 @pytest.fixture
 def findings() -> Iterator[Findings]:
     """What must not happen in the browser. A test that expects an entry clears the list."""
@@ -48,11 +67,24 @@ def findings() -> Iterator[Findings]:
 
 
 @pytest.fixture
-def page(browser: "Browser", findings: Findings) -> Iterator["Page"]:
-    """A page in a light theme, with the size of a desktop, and with its own storage."""
-    with new_context(browser) as context:
-        page = context.new_page()
+def open_page(browser: SharedBrowser, findings: Findings) -> Iterator[OpenPage]:
+    """Open pages with a look, such as `open_page(dark=True)`. They are closed at the end of the test."""
+    pages: list[Page] = []
+
+    def open_one(**look: bool) -> "Page":
+        page = browser.new_page(**look)
         findings.watch(page)
-        yield page
+        pages.append(page)
+        return page
+
+    yield open_one
+    for page in pages:
         with contextlib.suppress(Exception):  # the page was closed, or is navigating
             page.evaluate("new Promise((done) => setTimeout(done))")  # the messages so far have arrived now
+        page.close()
+
+
+@pytest.fixture
+def page(open_page: OpenPage) -> "Page":
+    """A page in a light theme, with the size of a desktop."""
+    return open_page()

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from service.http.pattern_schemas import PatternsAnswer
-from tests.web.browsing import open_view, wait_until_ready, wait_until_settled
+from tests.service.running import PATIENCE_SECONDS
+from tests.web.browsing import open_table, open_view, wait_until_ready, wait_until_settled
+from tests.web.conftest import OpenPage
 from tests.web.reading import percent, read_number, shown
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page, Request
+    from playwright.sync_api import Page, Request
 
 PROMPT = "The captain was in the dark night"
 NUM_LAYERS, NUM_HEADS = 6, 8  # of the bundled model
@@ -23,7 +25,7 @@ VIEW = "attention-view"
 def patterns(base: str, prompt: str = PROMPT, **fields: Any) -> dict[str, Any]:
     body = json.dumps({"prompt": prompt, **fields}).encode()
     request = urllib.request.Request(f"{base}/patterns", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as response:
         answer: dict[str, Any] = json.load(response)
     PatternsAnswer.model_validate(answer)
     return answer
@@ -77,11 +79,8 @@ def test_each_stage_has_the_numbers_of_the_service_in_its_table(page: "Page", ba
         page.get_by_role("button", name=label, exact=True).click()
         wait_until_ready(page)
         expected = weights_of(base, 2, 1, stage=stage)
-        table = page.locator("attention-head heat-map details.data-table")
-        if table.get_attribute("open") is None:
-            table.locator("summary").click()
-            table.locator("tbody tr").first.wait_for()
-        for row, cells in enumerate(table.locator("tbody tr").all()):
+        rows = open_table(page.locator("attention-head heat-map details.data-table"))
+        for row, cells in enumerate(rows.all()):
             texts = cells.locator("td").all_inner_texts()
             for text, value in zip(texts, expected[row], strict=True):
                 assert (text == "masked") == (value == -np.inf)
@@ -105,6 +104,40 @@ def test_pointing_at_a_row_shows_its_keys_and_a_click_keeps_it(page: "Page", bas
     page.go_back()
     wait_until_ready(page)
     assert said.inner_text() == before
+
+
+def test_the_arcs_follow_the_mouse_and_return_to_the_chosen_token(page: "Page", base: str) -> None:
+    tokens, weights = patterns(base)["tokens"], weights_of(base, 0, 0)
+    open_view(page, base, "attention", prompt=PROMPT)
+    said = page.locator("attention-head .answer").nth(1)
+    before, address = said.inner_text(), page.url
+    for query in (3, 2):
+        page.locator(f"#arc-token-{query}").hover()
+        best = int(weights[query].argmax())
+        to = "itself" if best == query else f"“{tokens[best]['text']}” (position {best})"
+        words = f"(position {query}) attends most to {to}: {percent(weights[query, best])}"
+        page.locator("attention-head .answer", has_text=words).wait_for()
+        page.locator(f"#arc-token-{query}[aria-selected=true]").wait_for()
+    page.mouse.move(5, 5)
+    page.locator("attention-head .answer", has_text=before).wait_for()
+    assert page.url == address
+    page.locator("#arc-token-2").click()
+    page.wait_for_url("**pos=2**")
+    wait_until_ready(page)
+    assert "(position 2) attends most to" in said.inner_text()
+
+
+def test_the_head_that_is_shown_can_be_ablated(page: "Page", base: str) -> None:
+    open_view(page, base, "attention", prompt=PROMPT, layer=5, head=3)
+    page.get_by_role("button", name="Ablate this head").click()
+    page.locator(".chip", has_text="Set head 3 of layer 5 to zero").wait_for()
+    wait_until_ready(page)
+    assert page.locator("#prompt").input_value() == PROMPT
+    page.go_back()
+    wait_until_ready(page)
+    assert page.locator("attention-head h3").first.inner_text() == "Layer 5, head 3"
+    open_view(page, base, "attention", model="a-tokens-journey")
+    assert page.get_by_role("button", name="Ablate this head").is_hidden()
 
 
 def test_the_grid_is_one_tab_stop_and_enter_chooses_a_head(page: "Page", base: str) -> None:
@@ -236,9 +269,7 @@ def test_shares_that_look_alike_get_more_digits_and_equal_ones_are_a_tie(page: "
 
 def test_the_table_of_all_heads_scrolls_in_a_box(page: "Page", base: str) -> None:
     open_view(page, base, "attention", prompt=PROMPT)
-    page.locator("attention-ranking summary").click()
-    page.locator("attention-ranking tbody tr").first.wait_for()
-    assert page.locator("attention-ranking tbody tr").count() == NUM_LAYERS * NUM_HEADS
+    assert open_table(page.locator("attention-ranking details.data-table")).count() == NUM_LAYERS * NUM_HEADS
     box = page.locator("attention-ranking .data-table .scroll")
     assert box.evaluate("box => box.clientHeight < 400 && box.scrollHeight > box.clientHeight")
 
@@ -273,24 +304,21 @@ def test_a_long_prompt_says_which_keys_are_drawn_and_lists_all_on_request(page: 
     assert all(text == percent(float(row[key])) for key, text in found.items() if row[key] >= 1e-4)
 
 
-def test_a_tap_on_a_cell_shows_its_value_and_keeps_it(browser: "Browser", base: str) -> None:
-    size = {"width": 380, "height": 800}
-    context = browser.new_context(viewport=size, has_touch=True, is_mobile=True)  # type: ignore[arg-type]
-    with context:
-        page = context.new_page()
-        open_view(page, base, "attention", prompt=PROMPT)
-        canvas = page.locator("attention-head heat-map canvas")
-        canvas.scroll_into_view_if_needed()
-        box = canvas.bounding_box()
-        assert box is not None
-        page.touchscreen.tap(box["x"] + 0.4 * box["width"], box["y"] + 0.8 * box["height"])
-        page.wait_for_url("**key=**")
-        wait_until_ready(page)
-        said = page.locator("attention-head heat-map .under-pointer").inner_text()
-        found = re.fullmatch(r"query (\d+) .*, key (\d+) .*: weight (.*)", said)
-        assert found is not None, said
-        expected = weights_of(base, 0, 0)[int(found[1]), int(found[2])]
-        assert abs(read_number(found[3]) - expected) <= 6e-4 * expected
+def test_a_tap_on_a_cell_shows_its_value_and_keeps_it(open_page: OpenPage, base: str) -> None:
+    page = open_page(phone=True, touch=True)
+    open_view(page, base, "attention", prompt=PROMPT)
+    canvas = page.locator("attention-head heat-map canvas")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    assert box is not None
+    page.touchscreen.tap(box["x"] + 0.4 * box["width"], box["y"] + 0.8 * box["height"])
+    page.wait_for_url("**key=**")
+    wait_until_ready(page)
+    said = page.locator("attention-head heat-map .under-pointer").inner_text()
+    found = re.fullmatch(r"query (\d+) .*, key (\d+) .*: weight (.*)", said)
+    assert found is not None, said
+    expected = weights_of(base, 0, 0)[int(found[1]), int(found[2])]
+    assert abs(read_number(found[3]) - expected) <= 6e-4 * expected
 
 
 def test_a_head_that_is_chosen_out_of_sight_of_its_picture_is_scrolled_to(page: "Page", base: str) -> None:

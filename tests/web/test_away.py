@@ -2,13 +2,15 @@
 
 import contextlib
 import socket
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.service.running import process
+from tests.service.running import LOADING_SECONDS, process
 from tests.web.browsing import Findings, wait_until_ready
+from tests.web.conftest import OpenPage
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -29,54 +31,48 @@ def serving(port: int) -> Iterator[None]:
     """Run a service in a process of its own, and wait until it takes connections."""
     with process("--port", str(port)) as service:
         assert service.stderr is not None
+        deadline = threading.Timer(LOADING_SECONDS, service.kill)  # this ends the lines
+        deadline.start()
+        lines = []
         for line in service.stderr:
+            lines.append(line)
             if "listening at" in line:
                 break
+        else:
+            pytest.fail("the service does not take connections:\n" + "".join(lines))
+        deadline.cancel()
         yield
 
 
-def test_the_page_waits_for_a_service_that_stops_and_returns(page: "Page", port: int, findings: Findings) -> None:
+def test_pages_wait_for_a_service_that_stops_and_returns(open_page: OpenPage, port: int, findings: Findings) -> None:
+    """One runs another prompt, one opens a view that was not loaded yet, and one shows the status."""
     base = f"http://127.0.0.1:{port}"
+    page, other, status = open_page(), open_page(), open_page()
     with serving(port):
-        page.goto(base + ADDRESS)
-        wait_until_ready(page)
+        for each, address in ((page, ADDRESS), (other, ADDRESS), (status, "/?view=status")):
+            each.goto(base + address)
+            wait_until_ready(each)
     page.get_by_label("Prompt").fill("Emma was not")
     page.get_by_role("button", name="Run").click()
     page.get_by_text("The service does not answer. The page tries again until it does.").first.wait_for()
     assert page.evaluate("document.body.dataset.service") == "away"
+    other.get_by_role("link", name="Status").click()
+    for each in (other, status):
+        each.locator("#banner:visible").wait_for()
     with serving(port):
-        page.locator("body:not([data-service])").wait_for()
-        wait_until_ready(page)
+        for each in (page, other, status):
+            each.locator("body:not([data-service])").wait_for()
+            wait_until_ready(each)
+            assert not each.locator("#banner").is_visible()
+            assert not each.locator("#failure").is_visible()
         assert page.locator("token-strip [role=option]").count() == 5
         assert page.locator("generate-view .prompt-text").inner_text() == "Emma was not"
-        assert not page.locator("#banner").is_visible()
-        assert not page.locator("#failure").is_visible()
-    findings.clear()
-
-
-def test_a_view_that_was_not_loaded_yet_opens_when_the_service_is_back(
-    page: "Page", port: int, findings: Findings
-) -> None:
-    with serving(port):
-        page.goto(f"http://127.0.0.1:{port}{ADDRESS}")
-        wait_until_ready(page)
-    page.get_by_role("link", name="Status").click()
-    page.locator("#banner:visible").wait_for()
-    with serving(port):
-        page.locator("body:not([data-service])").wait_for()
-        page.get_by_role("row", name="Version").wait_for()
-        wait_until_ready(page)
-    findings.clear()
-
-
-def test_the_status_goes_on_when_the_service_is_back(page: "Page", port: int, findings: Findings) -> None:
-    with serving(port):
-        page.goto(f"http://127.0.0.1:{port}/?view=status")
-        wait_until_ready(page)
-    page.locator("#banner:visible").wait_for()
-    with serving(port):
-        page.locator("body:not([data-service])").wait_for()
-        wait_until_ready(page)
+        for each in (other, status):
+            each.get_by_role("row", name="Version").wait_for()
+        with status.expect_response("**/status"):  # it goes on
+            pass
+        for each in (page, other, status):
+            each.close()  # before the service ends, which would be an error on the page
     findings.clear()
 
 

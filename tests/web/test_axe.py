@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.published_models import CACHE
-from tests.web.browsing import Findings, new_context, open_view
+from tests.web.browsing import open_view
+from tests.web.conftest import OpenPage
 from tests.web.views import VIEWS
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
 PACKAGE = "axe-core@4.14.1"
+NPM_SECONDS = 120
 LEVELS = ("serious", "critical")
 RUN = "axe.run(document, {resultTypes: ['violations']}).then(({violations}) => violations)"
 
@@ -32,8 +34,10 @@ def axe() -> str:
         if npm is None:
             pytest.skip(f"needs npm, which downloads {PACKAGE}")
         CACHE.mkdir(parents=True, exist_ok=True)
-        packed = subprocess.run([npm, "pack", "--silent", PACKAGE], cwd=CACHE, capture_output=True, text=True)
-        if packed.returncode:
+        command = [npm, "pack", "--silent", PACKAGE]
+        try:
+            packed = subprocess.run(command, cwd=CACHE, capture_output=True, text=True, timeout=NPM_SECONDS, check=True)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
             pytest.skip(f"needs {PACKAGE}, which npm cannot download here")
         archive = CACHE / packed.stdout.split()[-1]
         with tarfile.open(fileobj=io.BytesIO(archive.read_bytes())) as files:
@@ -57,23 +61,18 @@ def serious_findings(page: "Page", axe: str) -> list[str]:
 
 @pytest.mark.parametrize("look", ["light", "dark", "phone"])
 @pytest.mark.parametrize("view", VIEWS)
-def test_axe_finds_nothing_serious(
-    browser: "Browser", base: str, axe: str, findings: Findings, view: str, look: str
-) -> None:
-    with new_context(browser, dark=look == "dark", phone=look == "phone") as context:
-        page = context.new_page()
-        findings.watch(page)
-        open_view(page, base, view)
-        assert serious_findings(page, axe) == []
+def test_axe_finds_nothing_serious(open_page: OpenPage, base: str, axe: str, view: str, look: str) -> None:
+    page = open_page(dark=look == "dark", phone=look == "phone")
+    open_view(page, base, view)
+    assert serious_findings(page, axe) == []
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_no_view_is_wider_than_a_phone(browser: "Browser", base: str, view: str) -> None:
+def test_no_view_is_wider_than_a_phone(open_page: OpenPage, base: str, view: str) -> None:
     """At a width of 380 pixels, only the pictures themselves scroll to the side."""
-    with new_context(browser, phone=True) as context:
-        page = context.new_page()
-        open_view(page, base, view)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 380
+    page = open_page(phone=True)
+    open_view(page, base, view)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 380
 
 
 def test_axe_finds_what_is_wrong(page: "Page", base: str, axe: str) -> None:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.web.browsing import Findings, open_view, wait_until_settled
+from tests.web.browsing import Findings, SharedBrowser, open_view, wait_until_settled
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -27,8 +27,7 @@ def test_what_must_not_happen_is_found(page: "Page", base: str, findings: Findin
     wait_until_settled(page)
     findings.clear()
     page.evaluate(script)
-    page.wait_for_timeout(200)
-    assert any(expected in each for each in findings), list(findings)
+    findings.wait_for(page, expected)
     findings.clear()
 
 
@@ -36,3 +35,12 @@ def test_a_view_that_does_not_exist_is_an_error_with_its_name(page: "Page", base
     with pytest.raises(AssertionError, match="nonsense"):
         open_view(page, base, "nonsense")
     findings.clear()
+
+
+def test_a_step_that_never_ends_fails_and_the_next_test_has_a_new_browser(browser: SharedBrowser, base: str) -> None:
+    page = browser.new_page()
+    with pytest.raises(pytest.fail.Exception, match="took longer"), browser.limited(0.5):
+        page.evaluate("new Promise(() => {})")
+    again = browser.new_page()
+    open_view(again, base, "status")
+    again.close()

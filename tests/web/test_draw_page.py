@@ -24,6 +24,6 @@ def size_of(path: Path) -> tuple[int, int]:
 def test_the_command_draws_the_picture(browser: "Browser", tmp_path: Path) -> None:
     output = tmp_path / "page.png"
     command = [sys.executable, "-m", "tests.web.draw_page", "--output", str(output)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=280)
     assert size_of(output) == size_of(PICTURE)
     assert len(output.read_bytes()) > 0.5 * len(PICTURE.read_bytes())  # not an empty page

@@ -1,6 +1,9 @@
 """Every view opens with every kind of model: bundled, GPT-2, experts, worked examples, and without a tokenizer."""
 
-from collections.abc import Iterator
+import json
+import math
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,19 +11,100 @@ import pytest
 
 from model.worked_examples import WORKED_EXAMPLES
 from tests.service.checkpoints import NUM_TOKENS, write_tokenizer
-from tests.service.running import Running, running
+from tests.service.running import PATIENCE_SECONDS, Running, running
 from tests.tiny import write_reference
 from tests.web.browsing import open_view, url_of, wait_until_settled
+from tests.web.reading import SIGNIFICANT, percent, read_number
 from tests.web.views import VIEWS
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
+Ask = Callable[..., dict[str, Any]]  # a path and fields of a body: the answer
 CONTEXT = 160
+EDIT: dict[str, Any] = {"stage": "blocks.1.attn.z", "op": "zero", "heads": [0]}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": NUM_TOKENS, "n_positions": CONTEXT},
     "mixtral": {"vocab_size": NUM_TOKENS, "max_position_embeddings": CONTEXT},
     "gemma2": {"vocab_size": NUM_TOKENS, "max_position_embeddings": CONTEXT},
+}
+
+
+def post(base: str, path: str, **body: Any) -> dict[str, Any]:
+    request = urllib.request.Request(base + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer
+
+
+def page_is_of_ids(base: str) -> bool:
+    """Whether the served model has no tokenizer."""
+    with urllib.request.urlopen(f"{base}/model", timeout=PATIENCE_SECONDS) as response:
+        return not json.load(response)["capabilities"]["tokenizer"]
+
+
+def check_forward(page: "Page", ask: Ask) -> None:
+    stages = ask("/forward", stages=["*"])["stages"]
+    assert page.locator("stage-card .stage-name").all_text_contents() == [stage["name"] for stage in stages]
+    for stage in stages:
+        if stage["name"].startswith("blocks.") and not stage["name"].startswith("blocks.0."):
+            continue  # only the first layer is open
+        texts = page.locator(f'stage-card[data-stage="{stage["name"]}"] .figures').inner_text().split(" · ")
+        for text, key in zip(texts, ("min", "max", "mean", "std", "l2"), strict=False):
+            assert read_number(text) == pytest.approx(stage["summary"][key], rel=SIGNIFICANT, abs=1e-9)
+
+
+def check_attention(page: "Page", ask: Ask) -> None:
+    best = max(ask("/patterns")["maps"], key=lambda each: each["means"]["previous"])
+    said = page.locator("attention-ranking .answer").inner_text()
+    assert percent(best["means"]["previous"]) in said
+
+
+def check_lens(page: "Page", ask: Ask) -> None:
+    positions = list(range(page.locator("cell-grid thead th").count() - 1))
+    layers = ask("/attribute", method="logit_lens", positions=positions, top_k=1)["layers"]
+    rows = page.locator("cell-grid tbody tr").all()
+    for row, layer in zip(rows, layers, strict=True):
+        texts = [text.split("\n")[1] for text in row.locator("td").all_inner_texts()]
+        assert texts == [percent(each["top"][0]["probability"]) for each in layer["positions"]]
+
+
+def check_loss(page: "Page", ask: Ask) -> None:
+    loss = ask("/forward", stages=["loss"])["loss"]
+    said = [str(each.get_attribute("data-said")) for each in page.locator("token-strip [role=option]").all()]
+    assert [read_number(text) for text in said[1:]] == pytest.approx(loss["per_token"][:-1], abs=6e-3)
+
+
+def check_steps(page: "Page", ask: Ask) -> None:
+    trace = {"stages": ["embed"], "detail": "none", "top_k": 5}
+    answer = ask("/generate", max_tokens=8, temperature=0, echo=True, logprobs=0, trace=trace)
+    assert page.locator("tr[data-step]").count() == len(answer["trace"])
+    (top, *_) = answer["trace"][0]["predictions"][-1]["top"]
+    assert page.locator(".step-predictions tbody td").last.is_visible()
+    assert percent(top["probability"]) in page.locator(".step-predictions tbody").inner_text()
+
+
+def check_generate(page: "Page", ask: Ask) -> None:
+    answer = ask("/generate", max_tokens=24, temperature=0, logprobs=1)
+    said = [str(each.get_attribute("data-said")) for each in page.locator("token-strip [role=option]").all()]
+    assert said == [percent(math.exp(each["logprob"])) for each in answer["logprobs"]]
+
+
+def check_edits(page: "Page", ask: Ask) -> None:
+    answer = ask("/forward", stages=["logits"], detail="none", top_k=1, edits=[EDIT], baseline=True, positions=[-1])
+    said = page.locator("edit-comparison .answer").inner_text()
+    for run in (answer, answer["baseline"]):
+        assert percent(run["predictions"][0]["top"][0]["probability"]) in said
+
+
+CHECKS: dict[str, Callable[["Page", Ask], None]] = {
+    "forward": check_forward,
+    "attention": check_attention,
+    "lens": check_lens,
+    "loss": check_loss,
+    "steps": check_steps,
+    "generate": check_generate,
+    "edits": check_edits,
 }
 
 
@@ -53,6 +137,14 @@ def test_every_view_opens_with_every_family(page: "Page", family: str, view: str
     open_view(page, family, view)
 
 
+@pytest.mark.parametrize("view", CHECKS)
+def test_the_numbers_of_every_family_are_those_of_the_service(page: "Page", family: str, view: str) -> None:
+    prompt = "[3, 1, 4, 1, 5]" if page_is_of_ids(family) else "a bc"
+    sent = [3, 1, 4, 1, 5] if page_is_of_ids(family) else prompt
+    open_view(page, family, view, prompt=prompt, **({"edits": json.dumps([EDIT])} if view == "edits" else {}))
+    CHECKS[view](page, lambda path, **body: post(family, path, prompt=sent, **body))
+
+
 @pytest.mark.parametrize("name", WORKED_EXAMPLES)
 @pytest.mark.parametrize("view", VIEWS)
 def test_every_view_shows_a_worked_example_or_says_why_it_cannot(page: "Page", base: str, view: str, name: str) -> None:
@@ -68,15 +160,7 @@ def test_every_view_shows_a_worked_example_or_says_why_it_cannot(page: "Page", b
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_every_view_opens_or_says_what_is_missing_without_a_checkpoint(
-    page: "Page", only_examples: Running, view: str
-) -> None:
-    page.goto(url_of(str(only_examples.client.base_url), view))
+def test_every_view_opens_or_says_what_is_missing_without_a_checkpoint(page: "Page", empty: Running, view: str) -> None:
+    page.goto(url_of(str(empty.client.base_url), view))
     if wait_until_settled(page) == "error":
         assert "This service" in page.locator("#error").inner_text()
-
-
-@pytest.fixture(scope="module")
-def only_examples() -> Iterator[Running]:
-    with running(model="none") as service:
-        yield service

@@ -10,7 +10,7 @@ from model.tracing.stages import stages_of
 from model.worked_examples import WORKED_EXAMPLES
 from tests.service.running import Running
 from tests.tiny import CONFIGS
-from tests.web.browsing import Findings, open_view, url_of, wait_until_ready, wait_until_settled
+from tests.web.browsing import Findings, open_table, open_view, url_of, wait_until_ready, wait_until_settled
 from tests.web.reading import SIGNIFICANT, percent, read_number, shown
 
 if TYPE_CHECKING:
@@ -46,11 +46,7 @@ def toggle(page: "Page", stage: str) -> None:
 
 def read_cells(body: "Locator") -> list[list[str]]:
     """The texts of the table behind a heat map, without the headings of the rows."""
-    summary = body.locator(".data-table summary")
-    if not body.locator(".data-table[open]").count():
-        summary.click()
-    body.locator(".data-table tbody tr").first.wait_for()
-    return [row.locator("td").all_inner_texts() for row in body.locator("tbody tr").all()]
+    return [row.locator("td").all_inner_texts() for row in open_table(body.locator("details.data-table")).all()]
 
 
 def check_matrix(cells: list[list[str]], expected: list[list[float | None]]) -> None:

@@ -1,5 +1,6 @@
 """Generate: streamed tokens, their probabilities, alternatives, and other distributions without a new pass."""
 
+import itertools
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +12,11 @@ import torch
 from model.ops.interface import Draw
 from model.ops.torch_sampling import keep_top
 from tests.service.running import Running, Start, wait_until
-from tests.web.browsing import PHONE, Findings, open_view, wait_until_ready, wait_until_settled
+from tests.web.browsing import PHONE, Findings, open_table, open_view, wait_until_ready, wait_until_settled
+from tests.web.conftest import OpenPage
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Locator, Page
+    from playwright.sync_api import Locator, Page
 
 PROMPT = "It was a dark night, and the captain"
 ICON = "/page/icon.svg"  # Chromium asks for it whenever the address changes
@@ -55,8 +57,8 @@ def test_tokens_have_the_probabilities_of_the_service(page: "Page", bundled: Run
     answer = bundled.answer("/generate", prompt=PROMPT, logprobs=1, **settings)
     said = [option.get_attribute("data-said") for option in options(page).all()]
     assert said == [percent(math.exp(entry["logprob"])) for entry in answer["logprobs"]]
-    page.get_by_text("Show the tokens as a table").click()
-    rows = page.locator(".data-table tbody tr").evaluate_all("rows => rows.map(row => row.cells[2].innerText)")
+    table = open_table(page.locator("generate-view details.data-table"))
+    rows = table.evaluate_all("rows => rows.map(row => row.cells[2].innerText)")
     assert rows == [str(token_id) for token_id in answer["tokens"]]
     visible = "".join(options(page).all_inner_texts()).replace("↵", "\n").replace("␣", " ").replace("\u00a0", " ")
     assert visible.split() == answer["text"].split()
@@ -126,29 +128,32 @@ def test_the_sliders_of_a_token_change_its_distribution_without_a_request(
     assert [row[1] for row in table_rows(page)][3:] == 7 * ["excluded"]
 
 
-@pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0, 1.9])
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.5), (40, 0.9), (1, 1.0), (9999, 0.01)])
-def test_the_distribution_is_the_one_that_the_service_draws_from(
-    page: "Page", base: str, temperature: float, top_k: int, top_p: float
-) -> None:
-    open_view(page, base, "generate", max_tokens=1)
+def test_the_distribution_is_the_one_that_the_service_draws_from(page: "Page", base: str) -> None:
+    open_view(page, base, "status")
     logits = torch.randn(500, generator=torch.Generator().manual_seed(0)) * 3
     logits[7] = logits[70]  # equally likely
-    draw = Draw(row=0, temperature=temperature, top_k=top_k, top_p=top_p, min_p=0.0, key=0)
-    kept = keep_top((logits[None] / temperature).softmax(-1), [draw])[0].double()
-    options = {"temperature": temperature, "topK": top_k, "topP": top_p}
-    shown = page.evaluate(SOFTMAX, [logits.tolist(), options])
-    torch.testing.assert_close(torch.tensor(shown, dtype=torch.float64), kept / kept.sum(), rtol=1e-4, atol=1e-9)
+    limits = [(0, 1.0), (5, 1.0), (0, 0.5), (40, 0.9), (1, 1.0), (9999, 0.01)]
+    for temperature, (top_k, top_p) in itertools.product([0.05, 0.7, 1.0, 1.9], limits):
+        draw = Draw(row=0, temperature=temperature, top_k=top_k, top_p=top_p, min_p=0.0, key=0)
+        kept = (logits[None] / temperature).softmax(-1)
+        if top_k > 0 or top_p < 1:  # the service cuts no other rows: their sums are rounded, and can reach 1 early
+            kept = keep_top(kept, [draw])
+        expected = kept[0].double() / kept[0].double().sum()
+        options = {"temperature": temperature, "topK": top_k, "topP": top_p}
+        shown = torch.tensor(page.evaluate(SOFTMAX, [logits.tolist(), options]), dtype=torch.float64)
+        torch.testing.assert_close(shown, expected, rtol=1e-4, atol=1e-9, msg=lambda text, at=options: f"{at}: {text}")
 
 
-def test_the_text_can_continue_with_an_alternative(page: "Page", base: str) -> None:
+def test_the_text_can_continue_with_an_alternative(page: "Page", bundled: Running, base: str) -> None:
     open_view(page, base, "generate", token=1)
+    first, second = bundled.answer("/generate", prompt=PROMPT, temperature=0, max_tokens=2, logprobs=2)["logprobs"]
+    other = next(each["text"] for each in second["top"] if each["id"] != second["id"])
     page.get_by_role("button", name="Continue from this token instead").first.click()
     page.wait_for_url("**prompt=*")
     wait_until_ready(page)
-    assert page.get_by_label("Prompt").input_value().startswith(f"{PROMPT} was")
-    assert page.locator("generate-view .prompt-text").inner_text() == page.get_by_label("Prompt").input_value()
-    notice = page.get_by_text("The prompt now goes on to “↵”")
+    assert page.get_by_label("Prompt").input_value() == PROMPT + first["text"] + other
+    assert page.locator("generate-view .prompt-text").text_content() == page.get_by_label("Prompt").input_value()
+    notice = page.get_by_text(f"The prompt now goes on to “{other}”".replace("\n", "↵"))
     assert notice.evaluate("notice => notice === document.activeElement")
     page.go_back()
     wait_until_ready(page)
@@ -167,9 +172,7 @@ def test_the_keyboard_reaches_every_token(page: "Page", base: str) -> None:
     assert page.evaluate("document.activeElement.getAttribute('role')") == "listbox"
 
 
-def test_stop_ends_the_request_and_says_after_how_many_tokens(page: "Page", start: Start) -> None:
-    service = start(model="bundled")
-    base = str(service.client.base_url)
+def test_stop_ends_the_request_and_says_after_how_many_tokens(page: "Page", bundled: Running, base: str) -> None:
     open_view(page, base, "generate", max_tokens=1)
     before = page.get_by_role("button", name="Stop").bounding_box()
     page.get_by_label("Max tokens").fill("490")
@@ -183,7 +186,7 @@ def test_stop_ends_the_request_and_says_after_how_many_tokens(page: "Page", star
     number = options(page).count()
     assert number < 490
     assert page.locator(".status-line").inner_text() == f"Stopped after {number} tokens."
-    wait_until(lambda: service.state.worker.num_running == 0, "the request ends")
+    wait_until(lambda: bundled.state.worker.num_running == 0, "the request ends")
     page.get_by_role("button", name="Run").click()
     options(page).nth(number).wait_for()
     wait_until_ready(page)
@@ -247,20 +250,19 @@ def test_the_continuation_begins_on_the_line_of_the_prompt(page: "Page", base: s
     assert abs(first["y"] + first["height"] / 2 - before["y"] - before["height"] / 2) < 6
 
 
-def test_on_a_phone_text_and_stop_are_on_the_screen_of_run_and_tokens_are_large(browser: "Browser", base: str) -> None:
-    with browser.new_context(viewport=PHONE, has_touch=True, is_mobile=True) as context:  # type: ignore[arg-type]
-        page = context.new_page()
-        open_view(page, base, "generate", token=1)
-        for element in (page.get_by_role("button", name="Stop"), options(page).first):
-            box = element.bounding_box()
-            assert box is not None
-            assert box["y"] + box["height"] < PHONE["height"]
-        sizes = options(page).evaluate_all("all => all.map((each) => each.getBoundingClientRect().toJSON())")
-        assert min(min(size["width"], size["height"]) for size in sizes) >= 24
-        button = page.get_by_role("button", name="Continue from this token instead").first.bounding_box()
-        assert button is not None
-        assert button["x"] + button["width"] <= PHONE["width"]
-        assert page.get_by_role("columnheader", name="network alone").is_visible()
+def test_on_a_phone_text_and_stop_are_on_the_screen_of_run_and_tokens_are_large(open_page: OpenPage, base: str) -> None:
+    page = open_page(phone=True, touch=True)
+    open_view(page, base, "generate", token=1)
+    for element in (page.get_by_role("button", name="Stop"), options(page).first):
+        box = element.bounding_box()
+        assert box is not None
+        assert box["y"] + box["height"] < PHONE["height"]
+    sizes = options(page).evaluate_all("all => all.map((each) => each.getBoundingClientRect().toJSON())")
+    assert min(min(size["width"], size["height"]) for size in sizes) >= 24
+    button = page.get_by_role("button", name="Continue from this token instead").first.bounding_box()
+    assert button is not None
+    assert button["x"] + button["width"] <= PHONE["width"]
+    assert page.get_by_role("columnheader", name="network alone").is_visible()
 
 
 def test_a_worked_example_has_no_continuation(page: "Page", base: str, findings: Findings) -> None:

@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import save_file
 
 from tests.service.checkpoints import write_checkpoint
-from tests.service.running import Start
-from tests.web.browsing import Findings, new_context, open_view, url_of, wait_until_ready, wait_until_settled
+from tests.service.running import PATIENCE_SECONDS, Start
+from tests.web.browsing import Findings, open_view, url_of, wait_until_ready, wait_until_settled
+from tests.web.conftest import OpenPage
 from tests.web.reading import percent, read_number, shown
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Locator, Page
+    from playwright.sync_api import Locator, Page
 
 PROMPT = "It was a dark night, and the captain"
 EDITS: list[dict[str, Any]] = [
@@ -27,7 +28,7 @@ EDITS: list[dict[str, Any]] = [
 
 def post(base: str, path: str, **body: Any) -> dict[str, Any]:
     request = urllib.request.Request(base + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as response:
         answer: dict[str, Any] = json.load(response)
     return answer
 
@@ -297,9 +298,10 @@ def test_a_token_without_its_space_gets_a_hint(page: "Page", base: str) -> None:
     assert hint.count() == 0
 
 
-def test_no_column_is_cut_off_on_a_phone(browser: "Browser", base: str) -> None:
-    with new_context(browser, phone=True) as context:
-        page = context.new_page()
-        open_view(page, base, "edits", prompt=PROMPT, edits=json.dumps(EDITS))
-        for table in page.locator(".scroll:has(> table.bars)").all():
-            assert table.evaluate("box => box.scrollWidth - box.clientWidth") <= 0
+def test_no_column_is_cut_off_on_a_phone(open_page: OpenPage, base: str) -> None:
+    page = open_page(phone=True)
+    open_view(page, base, "edits", prompt=PROMPT, edits=json.dumps(EDITS))
+    tables = page.locator(".scroll:has(> table.bars)").all()
+    assert tables
+    for table in tables:
+        assert table.evaluate("box => box.scrollWidth - box.clientWidth") <= 0

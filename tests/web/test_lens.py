@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.web.browsing import Findings, new_context, open_view, wait_until_ready, wait_until_settled
+from tests.service.running import PATIENCE_SECONDS
+from tests.web.browsing import Findings, open_view, wait_until_ready, wait_until_settled
+from tests.web.conftest import OpenPage
 from tests.web.reading import percent, shown
 from tests.web.test_draw import luminance
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
 PROMPT = "The captain was in the dark night"
 NUM_ROWS = 7  # of the bundled model: before layer 0, and after each of six layers
@@ -21,7 +23,7 @@ NUM_ROWS = 7  # of the bundled model: before layer 0, and after each of six laye
 
 def post(base: str, path: str, **body: Any) -> dict[str, Any]:
     request = urllib.request.Request(base + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as response:
         answer: dict[str, Any] = json.load(response)
     return answer
 
@@ -76,7 +78,7 @@ def test_cells_can_show_the_rank_or_the_probability_of_the_followed_token(page: 
 
 def test_with_ranks_the_colour_is_that_of_the_rank_on_a_logarithmic_scale(page: "Page", base: str) -> None:
     open_view(page, base, "lens", prompt=PROMPT, cells="rank")
-    size = json.load(urllib.request.urlopen(f"{base}/model"))["sizes"]["d_vocab"]
+    size = json.load(urllib.request.urlopen(f"{base}/model", timeout=PATIENCE_SECONDS))["sizes"]["d_vocab"]
     legend = page.locator("lens-view .legend").inner_text()
     assert f"{size - 1:,}" in legend
     assert "Rank 0 (bold): it is the most likely token" in legend
@@ -97,15 +99,14 @@ def backgrounds(page: "Page") -> list[list[str]]:
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("cells", ["token", "rank"])
 def test_the_texts_of_all_cells_have_the_contrast_of_wcag(
-    browser: "Browser", base: str, dark: bool, cells: str
+    open_page: OpenPage, base: str, dark: bool, cells: str
 ) -> None:
-    with new_context(browser, dark=dark) as context:
-        page = context.new_page()
-        open_view(page, base, "lens", prompt=PROMPT, cells=cells)
-        pairs = page.evaluate(
-            """[...document.querySelectorAll("cell-grid td :is(span, small)")].map((text) =>
-            [getComputedStyle(text).color, getComputedStyle(text.parentNode).backgroundColor])"""
-        )
+    page = open_page(dark=dark)
+    open_view(page, base, "lens", prompt=PROMPT, cells=cells)
+    pairs = page.evaluate(
+        """[...document.querySelectorAll("cell-grid td :is(span, small)")].map((text) =>
+        [getComputedStyle(text).color, getComputedStyle(text.parentNode).backgroundColor])"""
+    )
     assert len(pairs) > 50
     for pair in pairs:
         lights = [luminance([int(part) for part in re.findall(r"\d+", colour)]) for colour in pair]
@@ -113,16 +114,13 @@ def test_the_texts_of_all_cells_have_the_contrast_of_wcag(
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_the_legend_has_the_colours_of_the_cells(browser: "Browser", base: str, dark: bool) -> None:
-    with new_context(browser, dark=dark) as context:
-        page = context.new_page()
-        open_view(page, base, "lens", prompt=PROMPT)
-        gradient = page.locator("lens-view .legend .legend-bar").evaluate(
-            "bar => getComputedStyle(bar).backgroundImage"
-        )
-        stops = [[int(part) for part in stop] for stop in re.findall(r"rgb\((\d+), (\d+), (\d+)\)", gradient)]
-        script = "import('/page/draw/colours.js').then((m) => [0, 0.25, 0.5, 0.75, 1].map((share) => m.colour(share)))"
-        assert stops == page.evaluate(script)
+def test_the_legend_has_the_colours_of_the_cells(open_page: OpenPage, base: str, dark: bool) -> None:
+    page = open_page(dark=dark)
+    open_view(page, base, "lens", prompt=PROMPT)
+    gradient = page.locator("lens-view .legend .legend-bar").evaluate("bar => getComputedStyle(bar).backgroundImage")
+    stops = [[int(part) for part in stop] for stop in re.findall(r"rgb\((\d+), (\d+), (\d+)\)", gradient)]
+    script = "import('/page/draw/colours.js').then((m) => [0, 0.25, 0.5, 0.75, 1].map((share) => m.colour(share)))"
+    assert stops == page.evaluate(script)
 
 
 def columns_in_sight(page: "Page") -> tuple[int, int, int]:

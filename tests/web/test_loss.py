@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.service.running import Running
-from tests.web.browsing import Findings, new_context, open_view, url_of, wait_until_ready, wait_until_settled
+from tests.web.browsing import Findings, open_table, open_view, url_of, wait_until_ready, wait_until_settled
+from tests.web.conftest import OpenPage
 from tests.web.reading import SIGNIFICANT, percent, read_number, shown
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
 PROMPT = "The captain was in the elephant."
 
@@ -96,9 +97,8 @@ def test_the_selected_token_is_in_the_address_and_can_be_reached_with_the_keyboa
 
 def test_the_table_has_all_losses(page: "Page", bundled: Running, base: str) -> None:
     open_view(page, base, "loss", prompt=PROMPT)
-    page.get_by_text("Show as a table").click()
-    page.locator(".data-table tbody tr").first.wait_for()
-    cells = [row.locator("td").all_inner_texts() for row in page.locator(".data-table tbody tr").all()]
+    rows = open_table(page.locator("loss-view details.data-table"))
+    cells = [row.locator("td").all_inner_texts() for row in rows.all()]
     answer = bundled.answer("/forward", prompt=PROMPT, stages=["loss"], top_k=1)
     for row, loss, prediction in zip(cells[1:], answer["loss"]["per_token"], answer["predictions"], strict=False):
         assert read_number(row[2]) == pytest.approx(loss, rel=SIGNIFICANT)
@@ -112,14 +112,13 @@ def test_tokens_fit_into_their_boxes_and_their_spaces_have_signs(page: "Page", b
     assert tokens.evaluate_all("all => all.every((each) => each.scrollWidth <= each.clientWidth + 1)")
 
 
-def test_on_a_phone_the_table_shows_what_was_most_likely_instead(browser: "Browser", base: str) -> None:
-    with new_context(browser, phone=True) as context:
-        page = context.new_page()
-        open_view(page, base, "loss", prompt=PROMPT)
-        page.get_by_text("Show as a table").click()
-        box = page.get_by_role("columnheader", name="its probability").bounding_box()
-        assert box is not None
-        assert box["x"] + box["width"] <= 380
+def test_on_a_phone_the_table_shows_what_was_most_likely_instead(open_page: OpenPage, base: str) -> None:
+    page = open_page(phone=True)
+    open_view(page, base, "loss", prompt=PROMPT)
+    open_table(page.locator("loss-view details.data-table"))
+    box = page.get_by_role("columnheader", name="its probability").bounding_box()
+    assert box is not None
+    assert box["x"] + box["width"] <= 380
 
 
 def test_a_prompt_of_one_token_has_no_loss(page: "Page", base: str) -> None:

@@ -6,11 +6,13 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from tests.service.running import Running, Start
-from tests.web.browsing import Findings, new_context, open_view, wait_until_ready, wait_until_settled
+from tests.service.running import Running
+from tests.web.browsing import DESKTOP, Findings, open_view, wait_until_ready, wait_until_settled
+from tests.web.conftest import API_KEY, OpenPage
+from tests.web.views import VIEWS
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
 EXAMPLE = "It was a dark night, and the captain"
 PROMPT = "Emma was sitting in"
@@ -64,6 +66,63 @@ def test_back_forward_and_reload_restore_the_state(page: "Page", base: str) -> N
     page.go_forward()
     wait_until_ready(page)
     assert shown_prompt(page) == PROMPT == page.get_by_label("Prompt").input_value()
+
+
+STATES: dict[str, dict[str, str | int]] = {
+    "generate": {"max_tokens": 5, "token": 2, "try_temperature": "0.5"},
+    "forward": {"layer": "1", "stage": "blocks.1.attn.q", "head": 3},
+    "attention": {"layer": 2, "head": 4, "pos": 3, "stage": "scores", "find": "first"},
+    "lens": {"row": 2, "pos": 3, "cells": "rank"},
+    "loss": {"position": 2},
+    "worked": {"example": "a-tokens-journey", "stage": "blocks.0.attn_out"},
+    "steps": {"step": 2, "tokens": 4},
+    "edits": {"edits": '[{"stage": "blocks.5.attn.z", "op": "zero", "heads": [2]}]', "pos": 2},
+    "status": {},
+}
+
+
+def shown_state(page: "Page") -> list[str]:
+    """The texts of the view without times, the state of its fields, and the address."""
+    fields = "all => all.map((each) => `${each.name}=${each.value}${each.checked ?? ''}`)"
+    text = page.locator("main").inner_text()
+    times = r"\d+ tokens? in .* s\.|\d+ s\b|\d+ min\b|Prompt tokens found in the cache.*|a second\t.*|\d+\.\d seconds"
+    text = re.sub(times, "", text)
+    if page.locator("status-view").is_visible():
+        text = re.sub(r"[\d.,]+", "", text)  # the service goes on
+    return [page.url, text, *page.locator("main :is(input, select)").evaluate_all(fields)]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_back_forward_and_reload_restore_every_view(page: "Page", base: str, view: str) -> None:
+    other = "loss" if view != "loss" else "lens"
+    prompt = {} if view in ("worked", "status") else {"prompt": PROMPT}
+    open_view(page, base, view, **prompt, **STATES[view])
+    expected = shown_state(page)
+    page.get_by_role("link", name={"loss": "Loss", "lens": "Logit lens"}[other]).click()
+    wait_until_ready(page)
+    assert read_address(page)["view"] == other
+    page.go_back()
+    wait_until_ready(page)
+    assert shown_state(page) == expected
+    page.go_forward()
+    wait_until_ready(page)
+    assert read_address(page)["view"] == other
+    page.go_back()
+    wait_until_ready(page)
+    page.reload()
+    wait_until_ready(page)
+    assert shown_state(page) == expected
+
+
+@pytest.mark.parametrize("view", ["forward", "status"])
+def test_copies_and_downloads_are_one_step_away_from_the_top(page: "Page", base: str, view: str) -> None:
+    open_view(page, base, view)
+    page.get_by_role("button", name="Copy and download").click()
+    heading = page.locator("export-bar h3")
+    assert heading.evaluate("each => each === document.activeElement")
+    box = page.get_by_role("button", name="Copy as curl").bounding_box()
+    assert box is not None
+    assert 0 <= box["y"] < DESKTOP["height"]
 
 
 def test_a_prompt_that_is_run_again_adds_no_step_to_the_history(page: "Page", base: str) -> None:
@@ -157,23 +216,21 @@ def test_another_model_gets_its_own_prompt_but_a_typed_prompt_stays(
     findings.clear()
 
 
-def test_without_a_checkpoint_the_page_says_so(page: "Page", start: Start) -> None:
-    service = start(model="none")
-    page.goto(str(service.client.base_url))
+def test_without_a_checkpoint_the_page_says_so(page: "Page", empty: Running) -> None:
+    page.goto(str(empty.client.base_url))
     assert wait_until_settled(page) == "error"
     assert "no checkpoint, only worked examples" in page.locator("#error").inner_text()
 
 
 def test_the_key_is_asked_for_until_it_is_right_and_kept_for_the_tab(
-    page: "Page", start: Start, findings: Findings
+    page: "Page", keyed: str, findings: Findings
 ) -> None:
-    service = start(model="bundled", api_key="open sesame")
-    page.goto(str(service.client.base_url))
+    page.goto(keyed)
     dialog = page.get_by_role("dialog")
     dialog.get_by_label("Key").fill("wrong")
     dialog.get_by_role("button", name="Use this key").click()
     page.get_by_role("heading", name="The service refused this API key").wait_for()
-    dialog.get_by_label("Key").fill("open sesame")
+    dialog.get_by_label("Key").fill(API_KEY)
     dialog.get_by_label("Key").press("Enter")
     wait_until_ready(page)
     assert page.locator("token-strip [role=option]").count() == 24
@@ -185,33 +242,32 @@ def test_the_key_is_asked_for_until_it_is_right_and_kept_for_the_tab(
 
 
 def test_a_dialog_that_is_closed_leaves_the_error_and_can_be_opened_again(
-    page: "Page", start: Start, findings: Findings
+    page: "Page", keyed: str, findings: Findings
 ) -> None:
-    service = start(model="bundled", api_key="open sesame")
-    page.goto(str(service.client.base_url))
+    page.goto(keyed)
     page.get_by_role("dialog").get_by_label("Key").press("Escape")
     assert wait_until_settled(page) == "error"
     assert "API key" in page.locator("#error").inner_text()
     page.get_by_role("button", name="Try again").click()
-    page.get_by_role("dialog").get_by_label("Key").fill("open sesame")
+    page.get_by_role("dialog").get_by_label("Key").fill(API_KEY)
     page.get_by_role("dialog").get_by_role("button", name="Use this key").click()
     wait_until_ready(page)
     findings.clear()
 
 
-def test_the_theme_follows_the_system_until_a_button_changes_it(browser: "Browser", base: str) -> None:
+def test_the_theme_follows_the_system_until_a_button_changes_it(open_page: OpenPage, base: str) -> None:
     background = "getComputedStyle(document.body).backgroundColor"
-    with new_context(browser, dark=True) as context:
-        page = context.new_page()
-        open_view(page, base, "generate")
-        dark = page.evaluate(background)
-        page.get_by_role("button", name="Light theme").click()
-        assert page.evaluate(background) == "rgb(255, 255, 255)" != dark
-        page.reload()
-        wait_until_ready(page)
-        assert page.evaluate(background) == "rgb(255, 255, 255)"
-        page.get_by_role("button", name="Dark theme").click()
-        assert page.evaluate(background) == dark
+    page = open_page(dark=True)
+    open_view(page, base, "generate")
+    dark = page.evaluate(background)
+    page.get_by_role("button", name="Light theme").click()
+    assert page.evaluate(background) == "rgb(255, 255, 255)" != dark
+    page.reload()
+    wait_until_ready(page)
+    assert page.evaluate(background) == "rgb(255, 255, 255)"
+    page.get_by_role("button", name="Dark theme").click()
+    assert page.evaluate(background) == dark
+    page.evaluate("localStorage.clear()")  # other tests have the same storage
 
 
 def test_a_term_is_explained_in_place_with_a_link_to_its_article(page: "Page", base: str) -> None:
@@ -238,20 +294,19 @@ def test_the_header_says_in_which_numbers_the_model_computes(page: "Page", bundl
     assert "16 bits" in page.locator(".explanation:popover-open").inner_text()
 
 
-def test_on_a_phone_the_header_leaves_room_and_the_menu_shows_the_current_view(browser: "Browser", base: str) -> None:
-    with new_context(browser, phone=True) as context:
-        page = context.new_page()
-        for view in ("generate", "worked", "status"):
-            open_view(page, base, view)
-            menu, link = page.locator("#views").bounding_box(), page.locator("#views [aria-current]").bounding_box()
-            title = page.locator("#title").bounding_box()
-            assert menu is not None
-            assert link is not None
-            assert title is not None
-            assert menu["x"] - 1 <= link["x"]
-            assert link["x"] + link["width"] <= menu["x"] + menu["width"] + 1
-            assert menu["height"] < 60
-            assert title["y"] < 240
+def test_on_a_phone_the_header_leaves_room_and_the_menu_shows_the_current_view(open_page: OpenPage, base: str) -> None:
+    page = open_page(phone=True)
+    for view in ("generate", "worked", "status"):
+        open_view(page, base, view)
+        menu, link = page.locator("#views").bounding_box(), page.locator("#views [aria-current]").bounding_box()
+        title = page.locator("#title").bounding_box()
+        assert menu is not None
+        assert link is not None
+        assert title is not None
+        assert menu["x"] - 1 <= link["x"]
+        assert link["x"] + link["width"] <= menu["x"] + menu["width"] + 1
+        assert menu["height"] < 60
+        assert title["y"] < 240
 
 
 def test_the_list_of_terms_can_be_filtered(page: "Page", base: str) -> None:
@@ -283,9 +338,8 @@ def test_every_article_of_the_glossary_is_one_of_the_five(page: "Page", base: st
     wait_until_ready(page)
 
 
-def test_on_a_phone_nothing_is_wider_than_the_screen(browser: "Browser", base: str) -> None:
-    with new_context(browser, phone=True) as context:
-        page = context.new_page()
-        for view in ("generate", "status"):
-            open_view(page, base, view, **({"token": 3} if view == "generate" else {}))
-            assert page.evaluate("document.documentElement.scrollWidth") == 380
+def test_on_a_phone_nothing_is_wider_than_the_screen(open_page: OpenPage, base: str) -> None:
+    page = open_page(phone=True)
+    for view in ("generate", "status"):
+        open_view(page, base, view, **({"token": 3} if view == "generate" else {}))
+        assert page.evaluate("document.documentElement.scrollWidth") == 380

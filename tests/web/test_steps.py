@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.service.running import Running, Start
-from tests.web.browsing import Findings, open_view, url_of, wait_until_ready, wait_until_settled
+from tests.web.browsing import Findings, open_table, open_view, url_of, wait_until_ready, wait_until_settled
 from tests.web.reading import percent, read_number, shown
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def test_the_figures_of_a_step(page: "Page", bundled: Running, base: str) -> Non
     assert f"{position + 1} positions × {size:,} bytes" in figure(page, "In the cache after this step")  # noqa: RUF001
     config = model["config"]
     assert size == 2 * config["num_layers"] * config["num_kv_heads"] * config["d_head"] * 2  # bfloat16
-    assert figure(page, "Bytes of a position").endswith(f"{size:,}")
+    assert figure(page, "Bytes of one token").endswith(f"{size:,}")
 
 
 def test_it_says_what_is_computed_and_predicted(page: "Page", bundled: Running, base: str) -> None:
@@ -81,11 +81,9 @@ def test_it_says_what_is_computed_and_predicted(page: "Page", bundled: Running, 
 
 def test_the_table_of_steps_tells_positions_from_counts(page: "Page", bundled: Running, base: str) -> None:
     open_view(page, base, "steps", prompt=PROMPT)
-    page.get_by_text("Show all steps as a table").click()
+    rows = open_table(page.locator("steps-view details.data-table")).all()
     computed = 0
-    for row, traced in zip(
-        page.locator("steps-view .data-table tbody tr").all(), generate(bundled)["trace"], strict=True
-    ):
+    for row, traced in zip(rows, generate(bundled)["trace"], strict=True):
         positions = traced["positions"]
         computed += len(positions)
         texts = row.locator("td").all_inner_texts()[2:6]
@@ -158,10 +156,10 @@ def test_a_cache_of_8_bits_has_its_own_size(page: "Page", start: Start) -> None:
     service = start(model="bundled", kv_cache_dtype="int8")
     open_view(page, str(service.client.base_url), "steps", prompt=PROMPT)
     size = service.get("/model").json()["limits"]["cache_token_bytes"]
-    assert read_number(figure(page, "Bytes of a position").split("=")[1]) == size
+    assert read_number(figure(page, "Bytes of one token").split("=")[1]) == size
     config = service.get("/model").json()["config"]
     count = 2 * config["num_layers"] * config["num_kv_heads"] * config["d_head"]
-    bytes_of_number = figure(page, "Bytes of a position").split("numbers ")[1][1:]  # after the multiplication sign
+    bytes_of_number = figure(page, "Bytes of one token").split("numbers ")[1][1:]  # after the multiplication sign
     assert read_number(bytes_of_number) == pytest.approx(size / count, abs=6e-4)
     assert size / count < 2
 

@@ -10,10 +10,13 @@ const LEAST = 0.01; // weights below have no arc
 
 /**
  * <attention-arcs>. `show({labels, weights, query})`: a text for each token, the weight of each token for the query, and
- * the index of the query. Event "query" with detail {position} when another token is chosen.
+ * the index of the query. Events: "query" with detail {position} when another token is chosen; "point" with {position}
+ * while the mouse is over a token, and null when it leaves. In a line that leaves tokens out, the mouse points at none,
+ * because another query would move the tokens below it.
  */
 export class AttentionArcs extends HTMLElement {
   #shown = null;
+  #pointed = null; // the token below the mouse
   #note = el("p", { class: "faint" });
   #redraw = () => this.#shown && this.#draw();
 
@@ -56,10 +59,13 @@ export class AttentionArcs extends HTMLElement {
     const box = this.querySelector(".scroll") ?? document.createElement("div");
     box.className = "scroll";
     box.replaceChildren(picture);
-    if (!box.parentNode) this.append(box, this.#note);
+    if (!box.parentNode) {
+      box.addEventListener("pointerleave", () => this.#point(null));
+      this.append(box, this.#note);
+    }
     this.#note.textContent = said;
     if (hadFocus) picture.focus({ preventScroll: true });
-    box.scrollLeft = centre.get(query) - 0.75 * box.clientWidth;
+    if (this.#pointed === null) box.scrollLeft = centre.get(query) - 0.75 * box.clientWidth;
   }
 
   #token({ position, x, width, gap }, labels, weights, query) {
@@ -68,7 +74,7 @@ export class AttentionArcs extends HTMLElement {
     const said = `${labels[position]}, position ${position}: ${percent(weights[position])}`;
     return svg(
       "g",
-      { role: "option", id: `arc-token-${position}`, "aria-selected": String(isQuery), class: "arc-token", onclick: () => this.#choose(position) },
+      { role: "option", id: `arc-token-${position}`, "aria-selected": String(isQuery), class: "arc-token", onclick: () => this.#choose(position), onpointerenter: (event) => event.pointerType === "mouse" && this.#point(position) },
       svg("title", {}, said), // also the name for screen readers
       svg("rect", { x: x - width / 2, y: HEIGHT, width, height: 24, rx: 3, fill: "transparent", stroke: "currentColor", "stroke-width": isQuery ? 2.5 : 0.4 }),
       text(HEIGHT + 16, cut(labels[position])),
@@ -79,6 +85,12 @@ export class AttentionArcs extends HTMLElement {
 
   #choose(position) {
     if (position !== this.#shown.query) this.dispatchEvent(new CustomEvent("query", { detail: { position } }));
+  }
+
+  #point(position) {
+    if (position === this.#pointed || this.#shown.labels.length > ALL) return;
+    this.#pointed = position;
+    this.dispatchEvent(new CustomEvent("point", { detail: { position } }));
   }
 
   #press(event) {

@@ -52,12 +52,14 @@ export class TokenStrip extends HTMLElement {
     if (this.#entries[index]) this.#moveTo(index);
   }
 
-  /** The tokens as they stand on the page, as SVG. */
+  /** The tokens as they stand on the page, as SVG, with their numbers if the page shows these. */
   picture() {
-    const { left, top, width, height } = this.getBoundingClientRect();
+    const { left, top, height } = this.getBoundingClientRect();
+    const width = Math.max(1, ...this.#entries.flatMap(({ element }) => [...element.getClientRects()].map((box) => box.right - left)));
+    const hasNumbers = this.classList.contains("with-numbers");
     const boxes = this.#entries.flatMap(({ element }) => {
       const { backgroundColor, color } = element.style;
-      return [...element.getClientRects()].map((box) => svg("rect", { x: box.left - left, y: box.top - top, width: box.width, height: box.height, rx: 3, fill: backgroundColor, stroke: "gray", "stroke-width": 0.5 })).concat(textOf(element, color, left, top));
+      return [...element.getClientRects()].map((box) => svg("rect", { x: box.left - left, y: box.top - top, width: box.width, height: box.height, rx: 3, fill: backgroundColor, stroke: "gray", "stroke-width": 0.5 })).concat(textOf(element, color, left, top), hasNumbers ? numberBelow(element, left, top) : []);
     });
     return svg("svg", { width: Math.ceil(width), height: Math.ceil(height), viewBox: `0 0 ${Math.ceil(width)} ${Math.ceil(height)}` }, boxes);
   }
@@ -86,7 +88,12 @@ export class TokenStrip extends HTMLElement {
 
 function textOf(element, color, left, top) {
   const box = element.getBoundingClientRect();
-  return svg("text", { x: box.left - left + 1, y: box.top - top + 0.72 * box.height, fill: color, "font-family": "monospace", "font-size": getComputedStyle(element).fontSize, "xml:space": "preserve" }, element.textContent);
+  return svg("text", { x: box.left - left + 1 + parseFloat(getComputedStyle(element).paddingLeft), y: box.top - top + 0.72 * box.height, fill: color, "font-family": "monospace", "font-size": getComputedStyle(element).fontSize, "xml:space": "preserve" }, element.textContent);
+}
+
+function numberBelow(element, left, top) {
+  const box = element.getBoundingClientRect();
+  return svg("text", { x: box.left - left + box.width / 2, y: box.bottom - top + 11, fill: getComputedStyle(element, "::after").color, "text-anchor": "middle", "font-family": "sans-serif", "font-size": 11 }, element.dataset.said);
 }
 
 /** The text as it reads: spaces between letters stay, but spaces alone and line breaks get a sign. */

@@ -49,6 +49,7 @@ export default class Attention extends View {
     this.#ranking.addEventListener("target", ({ detail }) => this.context.navigate({ find: detail.target }));
     this.#ranking.addEventListener("pair", ({ detail }) => this.context.navigate(detail));
     this.#head.addEventListener("change", ({ detail }) => this.context.navigate(detail));
+    this.#head.addEventListener("ablate", () => this.#ablate());
   }
 
   async update(state, signal) {
@@ -61,6 +62,7 @@ export default class Attention extends View {
     const stage = readChoice(state.stage, "stage", Object.keys(STAGES));
     const target = readChoice(state.find, "find", Object.keys(CHOICES));
     this.#use(body, layers, heads);
+    this.#head.canAblate = Boolean(this.context.service.model?.capabilities.edits) && !isWorkedExample(this.context.service, state.model);
     this.#grid.mark(layer, head);
     this.#showChoice(layers, heads, { layer, head });
     this.#point(null);
@@ -80,6 +82,13 @@ export default class Attention extends View {
     this.#isChosen = false;
     this.#state = state;
     return undefined;
+  }
+
+  /** What the network predicts without the chosen head, in the view of interventions. */
+  #ablate() {
+    const { layer, head } = this.#shown;
+    const edits = JSON.stringify([{ stage: `blocks.${layer}.attn.z`, op: "zero", heads: [head] }]);
+    return this.context.navigate({ view: "edits", edits });
   }
 
   request() {

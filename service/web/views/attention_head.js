@@ -18,13 +18,14 @@ const NUM_KEYS = 8; // of more keys, only so many are listed at first
 
 /**
  * <attention-head>. `show({layer, head, stage, position, map, pattern, row})`: `map` holds the numbers of the stage, `pattern`
- * those of the pattern, and `row` the exact weights of the position. Event "change" with detail {stage} or {pos}.
+ * those of the pattern, and `row` the exact weights of the position. Events: "change" with detail {stage} or {pos}; "ablate", if `canAblate` is set.
  */
 export class AttentionHead extends HTMLElement {
   #shown = null;
   #at = null; // the query under the pointer
   #frame = 0;
   #title = el("h3");
+  #ablate = el("button", { type: "button", class: "small", onclick: () => this.dispatchEvent(new CustomEvent("ablate")) }, "Ablate this head");
   #answer = el("p", { class: "answer" });
   #stages = el("div", { class: "row", role: "group", "aria-label": "What the picture shows" });
   #note = el("p", { class: "faint" });
@@ -39,10 +40,15 @@ export class AttentionHead extends HTMLElement {
     if (this.childElementCount > 0) return;
     this.#stages.append(...Object.entries(STAGES).map(([stage, { label }]) => el("button", { type: "button", dataset: { stage }, onclick: () => this.#change({ stage }) }, label)));
     const meaning = el("p", { class: "faint" }, "An ", term("score"), " says how well a ", term("query"), " fits a ", term("key"), ". The ", term("mask"), " hides some keys, and the ", term("softmax"), " of the masked scores is the pattern: the weights of a row add up to 100 %. Click on a cell to keep its row.");
-    this.append(this.#title, this.#answer, this.#stages, this.#map, this.#note, meaning, this.#heading, this.#said, this.#arcs, this.#bars);
+    this.append(el("div", { class: "row" }, this.#title, this.#ablate), this.#answer, this.#stages, this.#map, this.#note, meaning, this.#heading, this.#said, this.#arcs, this.#bars);
     this.#map.addEventListener("cell", ({ detail }) => this.#point(detail && this.#positionOf(detail.row)));
     this.#map.addEventListener("choose", ({ detail }) => this.#change({ pos: String(this.#positionOf(detail.row)), key: String(this.#positionOf(detail.column)) }));
+    this.#arcs.addEventListener("point", ({ detail }) => this.#point(detail.position));
     this.#arcs.addEventListener("query", ({ detail }) => this.#change({ pos: String(detail.position) }));
+  }
+
+  set canAblate(canAblate) {
+    this.#ablate.hidden = !canAblate;
   }
 
   show(shown) {

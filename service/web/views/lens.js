@@ -178,8 +178,8 @@ export default class Lens extends View {
         rows: top.map((each) => ({ cells: [shown(each), String(each.id), percent(each.probability)], shares: [each.probability], mark: each.id === token.id })),
       }),
       el("div", { class: "compact" }, barTable({
-        caption: `${quoted(token)} at position ${position}, through the layers.`,
-        columns: ["residual", "rank (0: the most likely)", "probability"],
+        caption: `${quoted(token)} at position ${position}, through the layers (rank 0: the most likely token).`,
+        columns: ["layer", "rank", "probability"],
         rows: track.map((each, index) => ({ cells: [rowName(index, track.length), count(each.rank), chance(each.probability)], shares: [each.probability], mark: index === row })),
       }))),
     );
@@ -202,7 +202,7 @@ export default class Lens extends View {
     const numRows = answer.layers.length;
     return {
       caption: "The most likely token of each residual (rows) at each position (columns), its probability, and the rank of the followed token (0: the most likely)",
-      columns: ["residual", ...answer.layers[0].positions.map(({ position }) => `${position} ${shown(answer.tokens[position])}`)],
+      columns: ["layer", ...answer.layers[0].positions.map(({ position }) => `${position} ${shown(answer.tokens[position])}`)],
       rows: answer.layers.map((layer, row) => [rowName(row, numRows), ...layer.positions.map(({ top: [best] }, column) => `${shown(best)} ${percent(best.probability)}, rank ${count(this.#followed(column).track[row].rank)}`)]),
     };
   }

@@ -55,6 +55,10 @@ export default class Loss extends View {
     return this.#shown && { path: "/forward", body: this.#shown.body };
   }
 
+  pictures() {
+    return this.#shown ? [{ name: "losses", element: this.#strip }] : [];
+  }
+
   #body({ model, prompt }) {
     const isExample = isWorkedExample(this.context.service, model);
     const top_k = isExample ? {} : { top_k: Math.min(NUM_GUESSES, this.context.service.model.sizes.d_vocab) };
@@ -136,7 +140,7 @@ function surprises(known) {
   const worst = known.toSorted((one, other) => other.loss - one.loss).slice(0, NUM_SURPRISES);
   const named = worst.map(({ token, position, loss }) => `${quoted(token)} at position ${position} (loss ${number(loss)}, probability ${percent(Math.exp(-loss))})`);
   const last = named.pop();
-  return named.length > 0 ? `These tokens surprised the network most: ${named.join(", ")} and ${last}.` : `There is one loss: ${last}.`;
+  return named.length > 0 ? `The network found these tokens least likely: ${named.join(", ")} and ${last}.` : `There is one loss: ${last}.`;
 }
 
 /** A loss that fits below its token. The table has all digits. */

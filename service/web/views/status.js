@@ -16,8 +16,10 @@ export default class StatusView extends View {
 
   #samples = []; // {time, status}: the answers of the last two minutes
   #timer = null;
+  #turn = null; // the last call of `#poll`
   #values = new Map(); // name → the element that shows it
   #meter = el("meter", { min: 0, max: 1, "aria-label": "Share of the cache that is in use" });
+  #answer = el("p", { class: "answer" });
   #window = el("p", { class: "faint" });
   #chart = new LineChart({ label: "Tokens a second in the last two minutes", seconds: SHOWN_SECONDS, series: ["generated", "prompt"] });
   #table = dataTable(() => this.#tableOf());
@@ -29,6 +31,7 @@ export default class StatusView extends View {
       return el("tr", {}, el("th", { scope: "row" }, label), this.#values.get(name), el("td", {}, more));
     };
     this.append(
+      this.#answer,
       el(
         "table",
         { class: "status-values" },
@@ -45,13 +48,14 @@ export default class StatusView extends View {
 
   async update(_state, signal) {
     document.addEventListener("visibilitychange", this.#onVisibility);
+    this.#turn = null;
     await this.#read(signal);
-    this.#pause();
-    this.#timer = setTimeout(() => this.#poll(), INTERVAL_MILLISECONDS);
+    this.#wait();
   }
 
   leave() {
     document.removeEventListener("visibilitychange", this.#onVisibility);
+    this.#turn = null;
     this.#pause();
   }
 
@@ -68,16 +72,20 @@ export default class StatusView extends View {
     this.#timer = null;
   }
 
-  async #poll() {
+  /** Ask again in a second. */
+  #wait() {
     this.#pause();
-    const timer = (this.#timer = setTimeout(() => this.#poll(), INTERVAL_MILLISECONDS));
-    try {
-      await this.#read();
-    } catch (error) {
-      if (timer !== this.#timer || !this.isConnected) return; // another view is open
-      this.#pause();
-      this.context.report(error);
-    }
+    this.#timer = setTimeout(() => this.#poll(), INTERVAL_MILLISECONDS);
+  }
+
+  /** Ask now, and again a second after the answer, so that a slow service never has two requests of this view. */
+  async #poll() {
+    const turn = (this.#turn = {});
+    this.#pause();
+    const error = await this.#read().then(() => null, (reason) => reason);
+    if (turn !== this.#turn || !this.isConnected || document.hidden) return; // another turn goes on, or none
+    if (error === null) this.#wait();
+    else this.context.report(error);
   }
 
   async #read(signal) {
@@ -101,6 +109,7 @@ export default class StatusView extends View {
       uptime: duration(status.uptime_seconds),
       version: status.version,
     };
+    this.#answer.textContent = sentence(status);
     for (const [name, text] of Object.entries(texts)) this.#values.get(name).textContent = text;
     this.#window.textContent = `The two rates are means over the last ${speed.window_seconds.toFixed(1)} seconds. A prompt counts when its first token is generated.`;
     this.#meter.value = share;
@@ -122,6 +131,13 @@ export default class StatusView extends View {
     ]);
     return { caption: "The last two minutes, the newest first", columns: ["time", "running", "waiting", "cache tokens", "generated tokens/s", "prompt tokens/s"], rows };
   }
+}
+
+/** Whether the service is busy. */
+function sentence({ requests_running: running, requests_waiting: waiting }) {
+  if (running + waiting === 0) return "The service is idle: no request runs or waits.";
+  const requests = (number) => `${count(number)} ${number === 1 ? "request" : "requests"}`;
+  return `The service is busy: ${requests(running)} running, ${count(waiting)} waiting.`;
 }
 
 /** Seconds as the two largest units. */

@@ -4,6 +4,7 @@ import { columnsOf, rangeOf, roleOf, stepsOf } from "../cache_steps.js";
 import { el, labelled } from "../dom.js";
 import { barTable } from "../draw/bars.js";
 import { dataTable } from "../draw/data_table.js";
+import { tablePicture } from "../draw/table_picture.js";
 import { bytes, count, number, percent, quoted, shown } from "../format.js";
 import { cached } from "../passes.js";
 import { term } from "../terms.js";
@@ -68,6 +69,17 @@ export default class Steps extends View {
     return this.#shown && { path: "/generate", body: this.#shown.body };
   }
 
+  pictures() {
+    const picture = () => {
+      const { scrollLeft } = this.#picture;
+      this.#picture.scrollLeft = 0; // the names of the steps stay at the left edge, and would cover positions
+      const drawn = tablePicture(this.#picture.firstChild);
+      this.#picture.scrollLeft = scrollLeft;
+      return drawn;
+    };
+    return this.#shown ? [{ name: "steps", element: { picture } }] : [];
+  }
+
   #body({ model, prompt, tokens }) {
     if (!/^-?\d+$/.test(tokens)) throw new Error(`tokens: “${tokens}” is not a whole number.`);
     if (Number(tokens) === 0) throw new Error("tokens: 0 generates nothing; choose at least 1."); // the service would echo the prompt
@@ -112,7 +124,7 @@ export default class Steps extends View {
   #draw() {
     const { answer, steps, columns } = this.#shown;
     const heading = ({ from, to, token }) => el("th", { scope: "col" }, el("span", { class: "faint" }, rangeOf([from, to])), el("span", { class: "token" }, token ? shown(token) : `${count(to - from + 1)} tokens`));
-    const head = el("tr", {}, el("th", { scope: "col" }, "step ↓  position →"), columns.map(heading));
+    const head = el("tr", {}, el("th", { scope: "col" }, el("span", {}, "step ↓"), el("span", {}, "position →")), columns.map(heading));
     const rows = steps.map((step, index) =>
       el("tr", { dataset: { step: index } }, el("th", { scope: "row" }, `${index} ${step.isPrompt ? "prefill" : "decode"}`), columns.map((column) => cell(roleOf(step, column)))),
     );
@@ -168,7 +180,7 @@ export default class Steps extends View {
       ["Without a cache", `this step would compute ${count(step.stored)} positions`],
       ["So far", `${count(step.computed)} positions computed instead of ${count(step.withoutCache)}: ${count(step.withoutCache - step.computed)} saved`],
       ["In the cache after this step", `${count(step.stored)} positions × ${count(ofToken)} bytes = ${bytes(step.stored * ofToken)}`],
-      ["Bytes of a position", `2 (key and value) × ${config.num_layers} layers × ${config.num_kv_heads} key-value heads × ${config.d_head} numbers × ${number(ofNumber).replace(/\.0+$/, "")} bytes = ${count(ofToken)}`],
+      ["Bytes of one token", `2 (key and value) × ${config.num_layers} layers × ${config.num_kv_heads} key-value heads × ${config.d_head} numbers × ${number(ofNumber).replace(/\.0+$/, "")} bytes = ${count(ofToken)}`],
       ...window,
     ];
     this.#figures.replaceChildren(...entries.flatMap(([name, says]) => [el("dt", {}, name), el("dd", {}, says)]));
