@@ -6,11 +6,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.schema import LoggingConfig
 
 from forwardscope_ray.ingress import Ingress
 from forwardscope_ray.replica import Replica
 from service.settings import Settings
 
+NO_ACCESS_LOG = LoggingConfig(enable_access_log=False)  # each request has a line in the log of its replica
 SPARE_REQUESTS = 256  # of a replica above its own limits: for checks, short answers, and refusals with a reason
 
 
@@ -51,6 +53,7 @@ def build(arguments: Arguments) -> Application:
         ray_actor_options={"num_cpus": arguments.cpus, "num_gpus": arguments.gpus},
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=settings.shutdown_grace_seconds,
+        logging_config=NO_ACCESS_LOG,
         health_check_period_s=5,
         health_check_timeout_s=30,
         request_router_config=RequestRouterConfig(
@@ -64,6 +67,7 @@ def build(arguments: Arguments) -> Application:
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=settings.shutdown_grace_seconds,
+        logging_config=NO_ACCESS_LOG,
     )
     of_replica = arguments.settings | {"cors_origin": []}  # the ingress adds the headers for other sites
     return ingress.bind(replicas.bind(of_replica), arguments.settings)

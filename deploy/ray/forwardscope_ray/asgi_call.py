@@ -1,7 +1,7 @@
 """One request to an ASGI application, whose response is an iterator instead of calls of `send`."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +35,7 @@ class Head:
     headers: list[tuple[bytes, bytes]]
 
 
-async def answer_parts(app: ASGIApp, call: Call, replica: str) -> AsyncIterator[Head | bytes]:
+async def answer_parts(app: ASGIApp, call: Call, replica: str) -> AsyncGenerator[Head | bytes]:
     """Yield the head of the response of `app`, then its body in parts.
 
     A part is everything that the application has sent since the part before it, so a slow reader gets fewer and larger

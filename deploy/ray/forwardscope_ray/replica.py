@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -37,7 +37,7 @@ class Replica:
             wait.cancel()
         self.check_health()
 
-    async def stream(self, call: Call) -> AsyncIterator[Head | bytes]:
+    async def stream(self, call: Call) -> AsyncGenerator[Head | bytes]:
         """Answer a request: its head, then the parts of its body."""
         async for part in answer_parts(self._app, call, self._id):
             yield part
