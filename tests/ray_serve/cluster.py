@@ -69,7 +69,7 @@ class Cluster:
         """End all processes of the cluster."""
         self._process.terminate()  # `ray start --block` ends the others
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(30)
+            self._process.wait(10)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
