@@ -1,6 +1,6 @@
 """Compare streams through Ray Serve with streams from the service itself.
 
-    python -m tests.benchmarks.ray_proxy [--model bundled|smollm2] [--threads 1] [--rounds 3] [--tokens 96] [NAME=VALUE ...]
+    python -m tests.benchmarks.ray_proxy [--model smollm2] [--threads 1] [--rounds 3] [--tokens 96] [NAME=VALUE ...]
 
 One replica behind Ray's proxy and one server of `forwardscope serve` run at the same time, with the same settings. In
 each round, 1, 8 and 32 clients stream from one, then from the other; the order changes with each round, and the first

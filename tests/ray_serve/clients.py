@@ -2,12 +2,12 @@
 
 import asyncio
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 
 @dataclass
@@ -55,10 +55,12 @@ def read_all(
     asyncio.run(run())
 
 
-def metric(client: httpx.Client, name: str) -> dict[str, float]:
-    """The values of a metric: replica -> sum over its other labels."""
-    page = client.get("/metrics").text
+def metric(client: httpx.Client, name: str, **labels: str) -> dict[str, float]:
+    """The values of a metric: replica -> sum over its labels other than `labels`."""
     values: dict[str, float] = {}
-    for replica, value in re.findall(rf'^forwardscope_{name}{{replica="(\w+)"[^}}]*}} (\S+)$', page, re.M):
-        values[replica] = values.get(replica, 0.0) + float(value)
+    for family in text_string_to_metric_families(client.get("/metrics").text):
+        for sample in family.samples:
+            if sample.name == f"forwardscope_{name}" and labels.items() <= sample.labels.items():
+                replica = sample.labels["replica"]
+                values[replica] = values.get(replica, 0.0) + sample.value
     return values

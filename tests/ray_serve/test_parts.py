@@ -23,7 +23,8 @@ def blocks(**fields: Any) -> tuple[int, ...]:
 
 
 def common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+    pairs = list(zip(first, second, strict=False))
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), len(pairs))
 
 
 def test_prompts_share_as_many_blocks_as_they_have_in_common() -> None:

@@ -1,4 +1,4 @@
-"""The Ray Serve application: `serve run forwardscope_ray.app:build replicas=2`, or the `import_path` of a config file."""
+"""The Ray Serve application, which a config file names as `import_path: forwardscope_ray.app:build`."""
 
 from typing import Any
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-SCOPE_KEYS = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
-SCOPE_KEYS += ("headers", "client", "server")  # the parts of a scope that another process can use
+# The parts of a scope that another process can use.
+SCOPE_KEYS: tuple[str, ...] = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string")
+SCOPE_KEYS += ("root_path", "headers", "client", "server")
 
 
 @dataclass

@@ -175,5 +175,3 @@ def replica_lost() -> ApiError:
     """503, or the error event of a stream: the process that computed the answer has ended."""
     message = "the replica that computed this answer has ended; send the request again"
     return ApiError(503, message, code="replica_lost", headers={"Retry-After": "1"})
-
-

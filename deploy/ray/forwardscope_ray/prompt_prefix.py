@@ -17,8 +17,9 @@ MAX_BODY_BYTES = 1 << 20  # larger bodies are not parsed here: that would delay 
 def prefix_blocks(path: str, body: bytes) -> tuple[int, ...]:
     """Hash the prompt of a request in blocks. The hash of a block depends on all text before it, and on the adapter.
 
-    Two requests have as many equal hashes at the beginning as their prompts have equal blocks of `BLOCK_CHARACTERS`. The
-    result is empty for short prompts, for other routes, and for bodies that cannot be read; the replica reports those.
+    Two requests have as many equal hashes at the beginning as their prompts have equal blocks of `BLOCK_CHARACTERS`.
+    The result is empty for short prompts, for other routes, and for bodies that cannot be read; the replica reports
+    those.
     """
     if path not in GENERATING_PATHS or len(body) > MAX_BODY_BYTES:
         return ()

@@ -1,6 +1,5 @@
 """Passes the response of a replica to the client, and can end a stream with an error event."""
 
-
 from starlette.types import Send
 
 from forwardscope_ray.asgi_call import Head

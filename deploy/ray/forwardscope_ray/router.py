@@ -18,7 +18,7 @@ MAX_REMEMBERED_BLOCKS = 1 << 16  # for each replica
 
 
 class KnownBlocks:
-    """The hashes of the blocks of prompts that one replica has got. The block used least recently is forgotten first."""
+    """The hashes of the blocks of prompts that one replica has got. The least recently used one is forgotten first."""
 
     def __init__(self, max_blocks: int = MAX_REMEMBERED_BLOCKS) -> None:
         self._max_blocks = max_blocks
