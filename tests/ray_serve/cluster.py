@@ -44,6 +44,7 @@ class Cluster:
     def __init__(self, directory: Path, environment: dict[str, str]) -> None:
         self.port, self._head, self._dashboard, agent = free_ports(4)
         self._directory = directory
+        self._deployed_before = 0.0  # when the application was deployed before the last `deploy`
         self._token = uuid.uuid4().hex * 2
         self._environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "deploy" / "ray"))),
@@ -80,6 +81,7 @@ class Cluster:
         config = yaml.safe_load((ROOT / "deploy" / "ray" / "config.yaml").read_text(encoding="utf-8"))
         config["http_options"]["port"] = self.port
         config["applications"][0]["args"] = arguments
+        self._deployed_before = self.application().get("last_deployed_time_s", 0.0)
         path = self._directory / "config.yaml"
         path.write_text(yaml.safe_dump(config), encoding="utf-8")
         command = [COMMANDS / "serve", "deploy", "--address", f"http://127.0.0.1:{self._dashboard}", path]
@@ -92,7 +94,10 @@ class Cluster:
         def is_deployed() -> bool:
             application = self.application()
             assert application.get("status") != "DEPLOY_FAILED", application
-            return application.get("status") == "RUNNING"
+            is_new = application.get("last_deployed_time_s", 0.0) > self._deployed_before
+            deployments = application.get("deployments", {}).values()
+            states = {replica["state"] for deployment in deployments for replica in deployment["replicas"]}
+            return is_new and application["status"] == "RUNNING" and states == {"RUNNING"}
 
         wait_until(is_deployed, "the deployment of the application")
 
