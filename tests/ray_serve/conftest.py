@@ -9,7 +9,14 @@ from tests.ray_serve.cluster import PATIENCE_SECONDS, Cluster, cluster
 
 KEY = "a key of this test"
 # Small batches, so that of 200 clients most wait in the queues of the replicas.
-SETTINGS = {"threads": 1, "max_num_seqs": 8, "api_key": KEY, "speculate": False, "shutdown_grace_seconds": 20}
+SETTINGS = {
+    "threads": 1,
+    "max_num_seqs": 8,
+    "api_key": KEY,
+    "speculate": False,
+    "cache_bytes": 128 << 20,
+    "shutdown_grace_seconds": 20,
+}
 
 
 @pytest.fixture(scope="session")

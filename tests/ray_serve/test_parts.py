@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
-from forwardscope_ray.asgi_call import Call, Head, answer_parts
+from forwardscope_ray.asgi_call import END, Call, Head, answer_parts
 from forwardscope_ray.metrics import metrics_page
 from forwardscope_ray.prompt_prefix import BLOCK_CHARACTERS, prefix_blocks
 from forwardscope_ray.relay import Relay
@@ -92,7 +92,7 @@ def test_what_an_application_sends_while_nobody_reads_is_one_part() -> None:
             await send({"type": "http.response.body", "body": message["body"], "more_body": True})
         await send({"type": "http.response.body"})
 
-    assert run(collect(answer_parts(app, Call({}, b"ab"), "r"))) == [Head("r", 200, []), b"ababab"]
+    assert run(collect(answer_parts(app, Call({}, b"ab"), "r"))) == [Head("r", 200, []), b"ababab", END]
 
 
 def test_an_application_sees_a_disconnect_when_its_reader_leaves() -> None:

@@ -13,6 +13,9 @@ SCOPE_KEYS: tuple[str, ...] = ("type", "asgi", "http_version", "method", "scheme
 SCOPE_KEYS += ("root_path", "headers", "client", "server")
 
 
+END = b""  # the part after the last one: a response without it has been cut off
+
+
 @dataclass
 class Call:
     """A request whose body has been read, on its way to a replica.
@@ -37,7 +40,7 @@ class Head:
 
 
 async def answer_parts(app: ASGIApp, call: Call, replica: str) -> AsyncGenerator[Head | bytes]:
-    """Yield the head of the response of `app`, then its body in parts.
+    """Yield the head of the response of `app`, then its body in parts that are not empty, then `END`.
 
     A part is everything that the application has sent since the part before it, so a slow reader gets fewer and larger
     parts. If the iterator is closed or cancelled, the application sees a disconnect and is cancelled.
@@ -70,6 +73,7 @@ async def answer_parts(app: ASGIApp, call: Call, replica: str) -> AsyncGenerator
                 work.result()  # raises the error of the application
                 raise RuntimeError("the application ended without a whole response")
         await work
+        yield END
     finally:
         if not work.done():
             never.set_result({"type": "http.disconnect"})

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from forwardscope_ray.asgi_call import SCOPE_KEYS, Call, Head
+from forwardscope_ray.asgi_call import END, SCOPE_KEYS, Call, Head
 from forwardscope_ray.metrics import metrics_page
 from forwardscope_ray.prompt_prefix import prefix_blocks
 from forwardscope_ray.relay import Relay
@@ -38,8 +38,14 @@ MAX_ATTEMPTS = 3
 READY_SECONDS = 2.0  # for a replica to answer GET /ready; without any replica, the answer is 503
 METRICS_SECONDS = 5.0
 LATE_SECONDS = 10.0  # the replica reports its own timeout; the ingress gives up so much later
+
+
+class CutOff(Exception):
+    """The response of a replica has stopped before its end."""
+
+
 # What a call raises when the process of its replica ends.
-LOST = (RayActorError, grpc.RpcError)
+LOST = (RayActorError, grpc.RpcError, CutOff)
 UNAVAILABLE = (BackPressureError, DeploymentUnavailableError)
 
 
@@ -137,8 +143,11 @@ class Forward:
             async for part in response:
                 if isinstance(part, bytes):
                     deadline.reschedule(None)
+                if part == END:
+                    await relay.finish()
+                    return
                 await relay.pass_on(part)
-            await relay.finish()
+            raise CutOff("the response was not complete")
         finally:
             response.cancel()  # does nothing if the response is complete
 
