@@ -51,6 +51,8 @@ class Cluster:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self._token,
             "RAY_USAGE_STATS_ENABLED": "0",
+            # A busy machine must not make Ray pass over the replica that a router prefers.
+            "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "10",
         }
         self._environment |= environment
         command = ["ray", "start", "--head", "--block", "--num-cpus=2", "--object-store-memory=100000000"]
