@@ -20,7 +20,7 @@ from service.state import State
 class Replica:
     """A Ray Serve deployment. Ray sends requests to a replica once its model is loaded."""
 
-    async def __init__(self, settings: dict[str, Any]) -> None:
+    async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
         """Load the model. Raises `RuntimeError` if the service cannot serve it."""
         parsed = Settings(**settings)
         logging.basicConfig(level=parsed.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
