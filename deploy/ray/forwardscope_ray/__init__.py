@@ -1,0 +1,1 @@
+"""Forwardscope on Ray Serve: replicas of the service on one or many hosts, behind one address."""

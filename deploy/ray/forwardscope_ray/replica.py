@@ -1,0 +1,72 @@
+"""One replica: the application of the service, without its own HTTP server, in a process of Ray."""
+
+import asyncio
+import logging
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from typing import Any
+
+from prometheus_client.core import Metric
+from ray import serve
+
+from forwardscope_ray.asgi_call import Call, Head, answer_parts
+from service.app import create_app
+from service.commands.serve import SWITCH_SECONDS
+from service.settings import Settings
+from service.state import State
+
+
+class Replica:
+    """A Ray Serve deployment. Ray sends requests to a replica once its model is loaded."""
+
+    async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
+        """Load the model. Raises `RuntimeError` if the service cannot serve it."""
+        parsed = Settings(**settings)
+        logging.basicConfig(level=parsed.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+        sys.setswitchinterval(SWITCH_SECONDS)
+        failed = asyncio.Event()
+        self._app = create_app(parsed, on_failure=failed.set)
+        self._state: State = self._app.state.forwardscope
+        self._id = serve.get_replica_context().replica_id.unique_id
+        self._lifespan = AsyncExitStack()
+        await self._lifespan.enter_async_context(self._app.router.lifespan_context(self._app))
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._state.loaded, failed)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        self.check_health()
+
+    async def stream(self, call: Call) -> AsyncGenerator[Head | bytes]:
+        """Answer a request: its head, then the parts of its body."""
+        async for part in answer_parts(self._app, call, self._id):
+            yield part
+
+    async def answer(self, call: Call) -> tuple[Head, bytes]:
+        """Answer a request as a whole."""
+        head, *parts = [part async for part in answer_parts(self._app, call, self._id)]
+        assert isinstance(head, Head)
+        return head, b"".join(part for part in parts if isinstance(part, bytes))
+
+    def collect_metrics(self) -> tuple[str, list[Metric]]:
+        """The id of the replica, and its metrics."""
+        return self._id, list(self._state.metrics.registry.collect())
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """The figures for `scaling.replicas_for_load`. Ray calls this."""
+        worker = self._state.worker
+        return {
+            "waiting": worker.num_waiting,
+            "running": worker.num_running,
+            "capacity": self._state.settings.max_num_seqs,
+        }
+
+    def check_health(self) -> None:
+        """Raise `RuntimeError` if the service has failed. Ray calls this, and replaces the replica."""
+        if self._state.failure is not None:
+            raise RuntimeError(f"the service has failed: {self._state.failure}")
+
+    async def __del__(self) -> None:
+        """End the service. Ray awaits this when no request is left, or after its own grace period."""
+        await self._state.worker.drain(0)
+        await self._lifespan.aclose()
