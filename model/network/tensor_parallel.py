@@ -4,11 +4,11 @@ The plan, for N ranks:
 
 | parameters | share of a rank |
 |---|---|
-| `attn.qkv` | column-wise: the rows of the weight of 1/N of the query heads, and of the key-value heads that they read |
+| `attn.qkv` | column-wise: the rows of the weight of 1/N of the query heads, and of the key-value heads they read |
 | `attn.out` | row-wise: the inputs from these heads |
 | `attn.q_norm`, `attn.k_norm` | the gains of these heads; a norm over all heads adds up its squares over all ranks |
-| `mlp.up` (also of each expert) | column-wise: the rows of 1/N of the hidden neurons, in a gated network of both halves |
-| `mlp.down` (also of each expert) | row-wise: the inputs from these neurons |
+| `mlp.up` (also of experts) | column-wise: the rows of 1/N of the hidden neurons, in a gated network of both halves |
+| `mlp.down` (also of experts) | row-wise: the inputs from these neurons |
 | embeddings, norms of the residual stream, router | whole, on every rank |
 | head | whole, on rank 0 only: the other ranks end after the last block |
 
@@ -17,9 +17,9 @@ residual stream is therefore whole on every rank, with the same bits if all rank
 
 If there are fewer key-value heads than ranks, ranks share them: each has a copy of the head that it reads.
 
-The shares are plain layers of PyTorch, not DTensors. The rows of `qkv` are those of q, k and v one below the other, each
-divided by heads; no `Shard` placement describes this. Taps read and change plain tensors. And a layer of plain tensors
-costs nothing beside its product and one sum, while each operation on a DTensor is dispatched in Python.
+The shares are plain layers of PyTorch, not DTensors. The rows of `qkv` are those of q, k and v one below the other,
+each divided by heads; no `Shard` placement describes this. Taps read and change plain tensors. And a layer of plain
+tensors costs only its product and one sum, while each operation on a DTensor is dispatched in Python.
 """
 
 from collections.abc import Callable, MutableMapping, Sequence
@@ -62,20 +62,19 @@ class Share:
         if config.num_kv_heads % size and size % config.num_kv_heads:
             raise InvalidField(
                 "tensor_parallel",
-                f"{config.num_kv_heads} key-value heads (num_kv_heads) can be divided among ranks, or {size} ranks among "
-                f"them, only if one number divides the other; take one of {_counts(config)} ranks",
+                f"{size} ranks and {config.num_kv_heads} key-value heads (num_kv_heads): one number must divide the "
+                f"other; take one of {_counts(config)} ranks",
             )
         self.num_copies = max(1, size // config.num_kv_heads)  # ranks that have the same key-value head
-        sizes = {"num_heads": config.num_heads // size, "num_kv_heads": max(1, config.num_kv_heads // size)}
-        layers = range(config.num_layers)
-        for field, is_used in (
-            ("d_mlp", not all(map(config.has_experts, layers))),
-            ("d_expert", any(map(config.has_experts, layers))),
-        ):
-            if is_used:
-                _require_divisible(config, field, size)
-                sizes[field] = getattr(config, field) // size
-        self.config = replace(config, **sizes)
+        for field in _hidden_sizes(config):
+            _require_divisible(config, field, size)
+        self.config = replace(
+            config,
+            num_heads=config.num_heads // size,
+            num_kv_heads=max(1, config.num_kv_heads // size),
+            d_mlp=max(1, config.d_mlp // size),  # not used if all layers have experts
+            d_expert=config.d_expert // size,
+        )
         """The sizes of the share. What it says of the residual stream and the vocabulary is that of the network."""
 
     def first(self, dim: str) -> int:
@@ -226,16 +225,14 @@ class NoHead(nn.Module):
 
 def _rows(parts: Sequence[Tensor], ranges: Sequence[slice]) -> list[Tensor]:
     """These ranges of the rows of `parts`, which are numbered as if they were one tensor. Nothing is copied."""
-    found, first = [], 0
-    bounds = []
-    for part in parts:
-        bounds.append((first, first + len(part), part))
-        first += len(part)
+    found = []
     for rows in ranges:
-        for begin, end, part in bounds:
-            start, stop = max(rows.start, begin), min(rows.stop, end)
+        first = 0
+        for part in parts:
+            start, stop = max(rows.start - first, 0), min(rows.stop - first, len(part))
             if start < stop:
-                found.append(part[start - begin : stop - begin])
+                found.append(part[start:stop])
+            first += len(part)
     return found
 
 
@@ -245,6 +242,12 @@ def _range(first: int, length: int) -> slice:
 
 def _moved(rows: slice, by: int) -> slice:
     return slice(rows.start + by, rows.stop + by)
+
+
+def _hidden_sizes(config: ModelConfig) -> list[str]:
+    """The fields with the numbers of hidden neurons of the feed-forward networks that there are."""
+    kinds = {config.has_experts(layer) for layer in range(config.num_layers)}
+    return [field for field, has_experts in (("d_mlp", False), ("d_expert", True)) if has_experts in kinds]
 
 
 def _require_divisible(config: ModelConfig, field: str, size: int) -> None:
@@ -260,9 +263,7 @@ def _counts(config: ModelConfig) -> str:
     """The numbers of ranks by which a network can be divided, for messages."""
     found = []
     for size in range(1, config.num_heads + 1):
-        numbers = [config.num_heads, *([config.d_expert] if config.num_experts else [config.d_mlp])]
-        if config.expert_layers is not None and not all(config.expert_layers):
-            numbers.append(config.d_mlp)
+        numbers = [config.num_heads, *(getattr(config, field) for field in _hidden_sizes(config))]
         divides_keys = config.num_kv_heads % size == 0 or size % config.num_kv_heads == 0
         if divides_keys and all(number % size == 0 for number in numbers):
             found.append(str(size))
