@@ -17,6 +17,7 @@ from fastapi import Request, Response
 from model.checkpoints.load import Checkpoint
 from model.engine.request import Output
 from model.errors import InvalidField
+from model.network.ranks import LostRank
 from model.text.sampling import NoFiniteMaximum
 from model.text.transcript import TokenOutput
 from service.answers.constraints import generation_error
@@ -109,7 +110,7 @@ class Generation:
         if isinstance(output.error, NoFiniteMaximum) and self.edits[index // self.params.n] is not None:
             reason = "the edited pass gives logits that are not finite; use smaller numbers"
             output = replace(output, error=InvalidField("edits", reason))
-        if output.error is not None and not isinstance(output.error, InvalidField):
+        if output.error is not None and not isinstance(output.error, (InvalidField, LostRank)):
             logger.error("generation %s failed", self.id, exc_info=output.error)
         self._num_generated[index] = output.num_generated
         if output.end is not None and output.choice == 0:

@@ -8,7 +8,9 @@ import sys
 from pydantic import ValidationError
 from pydantic_settings import CliApp
 
+from model.network.ranks import LostRank
 from service.app import create_app
+from service.commands.ranks import connect_ranks, follow
 from service.http.server import listen, make_server
 from service.settings import PREFIX, Settings
 
@@ -23,7 +25,7 @@ def main() -> None:
     """Serve until SIGINT or SIGTERM. A first argument that is not an option is the model.
 
     Exit with 1 if the model cannot be loaded, the port cannot be opened or the engine fails, with 2 if a setting is
-    wrong.
+    wrong. With --tensor-parallel, only rank 0 serves, and the other processes follow it.
     """
     arguments = sys.argv[1:]
     if arguments and not arguments[0].startswith("-"):
@@ -45,11 +47,18 @@ def main() -> None:
             logger.warning("%s is ignored: there is no such setting", name)
 
     sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        ranks = connect_ranks(settings, arguments, os.environ)
+    except (ValueError, LostRank) as error:
+        sys.stderr.write(f"forwardscope: {error}\n")
+        sys.exit(2 if isinstance(error, ValueError) else 1)
+    if ranks is not None and ranks.rank > 0:
+        sys.exit(follow(settings, ranks))
 
     def stop() -> None:
         server.should_exit = True  # it is called while the server runs, so `server` is defined
 
-    app = create_app(settings, on_failure=stop)
+    app = create_app(settings, on_failure=stop, ranks=ranks)
     state = app.state.forwardscope
     try:
         sockets = listen(settings.host, settings.port)
