@@ -25,8 +25,8 @@ def find_place(settings: Settings, arguments: Sequence[str], environment: Mappin
     if size == 1:
         assert place is not None
         raise ValueError(
-            f"torchrun has started {place.size} processes, but tensor_parallel is 1; add --tensor-parallel {place.size}, "
-            "or start the service without torchrun"
+            f"torchrun has started {place.size} processes, but tensor_parallel is 1; add --tensor-parallel "
+            f"{place.size}, or start the service without torchrun"
         )
     command = f"torchrun --standalone --nproc-per-node {size} -m service serve {shlex.join(arguments)}"
     raise ValueError(f"tensor_parallel: {size} needs {size} processes, but {found}; run: {command}")

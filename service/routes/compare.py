@@ -42,8 +42,8 @@ CONVERTED_BYTES = 8  # of a number of a weight, while its layer computes in floa
 async def compare(body: CompareRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
     if state.ranks is not None:
         message = (
-            "a server with --tensor-parallel cannot compare: each process has only a share of the weights; use a server "
-            "without the option, or the command `forwardscope compare`"
+            "a server with --tensor-parallel cannot compare: each process has only a share of the weights; use a "
+            "server without the option, or the command `forwardscope compare`"
         )
         raise ApiError(400, message, code="tensor_parallel")
     if find_adapter(checkpoint, body.model, None) is not None:
