@@ -8,6 +8,7 @@ connections, so the other ranks notice it in their next exchange, without waitin
 """
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -120,6 +121,7 @@ class Ranks:
         try:
             exchange()
         except RuntimeError as error:  # torch has no narrower class for lost connections
-            first_line = str(error).strip().splitlines()[0]
+            # gloo writes the place in its source before the reason, and general advice after it
+            reason = re.sub(r"^\[[^\]]*\] ?", "", str(error).strip().splitlines()[0]).partition(". ")[0]
             lost = f"rank {self.rank} of {self.size} has lost another rank, so the network cannot be computed"
-            raise self.lose(f"{lost}: {first_line}") from error
+            raise self.lose(f"{lost}: {reason}") from error

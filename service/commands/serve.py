@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import signal
 import sys
 
 from pydantic import ValidationError
@@ -54,6 +55,10 @@ def main() -> None:
         sys.exit(2 if isinstance(error, ValueError) else 1)
     if ranks is not None and ranks.rank > 0:
         sys.exit(follow(settings, ranks))
+    if ranks is not None:
+        # The server handles SIGTERM, and raises it again at its end. torchrun sends it, too, if another process has
+        # died, which the exit status must show.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def stop() -> None:
         server.should_exit = True  # it is called while the server runs, so `server` is defined
