@@ -4,6 +4,9 @@ This process is rank 0; `other_rank.py` is rank 1. Each row-wise layer adds up t
 differ by rounding from those of one process.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,7 +46,7 @@ from model.tracing.selection import Selection
 from model.tracing.stages import select, stages_of
 from model.tracing.tap import Editor
 from tests.engine.driving import alone, ask, assert_equal, new_engine, prompt, run
-from tests.engine.other_rank import NETWORKS, share_of, two_ranks
+from tests.engine.other_rank import NETWORKS, ROOT, TIMEOUT, free_port, share_of, two_ranks
 from tests.tiny import CONFIGS, GPT2, build, random_ids, record
 
 TOLERANCE = 1e-5  # of logits in float32, which are about 1 to 10; see tests/tiny.py
@@ -282,3 +285,15 @@ def test_one_process_computes_the_whole_network_as_before() -> None:
     served, ids = prepare_model(model.config, weights, kernels="torch"), random_ids(67, 9)
     assert torch.equal(served(ids), model(ids))
     assert new_engine(served).keep_alive_seconds is None
+
+
+def test_ranks_may_be_idle_for_longer_than_their_timeout() -> None:
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.engine.other_rank", "idle"]
+    both = [subprocess.Popen(command, cwd=ROOT, env=os.environ | place | {"RANK": rank}) for rank in ("0", "1")]
+    try:
+        assert [process.wait(TIMEOUT.total_seconds()) for process in both] == [0, 0]
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
