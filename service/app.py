@@ -3,9 +3,10 @@
 import asyncio
 import gc
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,10 +19,16 @@ from model.checkpoints.adapters import load_adapter
 from model.checkpoints.load import BUNDLED, DTYPES, Checkpoint, load_checkpoint
 from model.checkpoints.translators import load_translators
 from model.checkpoints.vector_files import NamedVector, read_vectors
+from model.config import ModelConfig
 from model.engine.cache import bytes_of_token
 from model.engine.engine import Engine, EngineConfig
+from model.engine.tensor_parallel.leading_network import LeadingNetwork
 from model.network.adapters import Adapter
 from model.network.float_network import FloatNetwork
+from model.network.prepare import Weight
+from model.network.ranks import LostRank, Place, Ranks
+from model.network.tensor_parallel import prepare_share
+from model.network.transformer import Transformer
 from model.network.translators import Translators
 from model.worked_examples import WORKED_EXAMPLES
 from service.http.access_log import AccessLog
@@ -52,12 +59,13 @@ DESCRIPTION = """A see-through inference server: read any activation of the forw
 one answer or as a stream. You can run every example on this page without changes."""
 
 
-def create_app(settings: Settings, on_failure: Callable[[], None] | None = None) -> FastAPI:
+def create_app(settings: Settings, on_failure: Callable[[], None] | None = None, ranks: Ranks | None = None) -> FastAPI:
     """An application that loads its checkpoint at the start. `on_failure` is called if loading or the engine fails.
 
-    Raises `SpansUnavailable` if the settings ask for traces that cannot be sent from here.
+    With `ranks`, whose rank 0 this process is, the other ranks compute a share of the network. Raises
+    `SpansUnavailable` if the settings ask for traces that cannot be sent from here.
     """
-    state = State(settings)
+    state = State(settings, ranks)
     tracer = None if settings.otlp_endpoint is None else open_tracer(settings.otlp_endpoint, state.metrics)
 
     @asynccontextmanager
@@ -74,6 +82,7 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None)
         if tracer is not None:
             await close_tracer(tracer, state.worker)
         state.worker.close()
+        end_ranks(state)
 
     app = FastAPIOffline(  # its pages load nothing from other servers
         title="Forwardscope", version=__version__, description=DESCRIPTION, lifespan=lifespan, redirect_slashes=False
@@ -118,11 +127,11 @@ async def load(state: State, on_failure: Callable[[], None] | None) -> None:
     try:
         threads = num_threads(state.settings)
         await state.worker.run(lambda: set_num_threads(threads))
-        state.checkpoint = await state.worker.run_detached(lambda: load_model(state.settings))
+        state.checkpoint = await state.worker.run_detached(lambda: load_model(state.settings, state.ranks))
         if state.checkpoint is not None:
             checkpoint = state.checkpoint
             state.translators = await state.worker.run_detached(lambda: load_lens(checkpoint, state.settings))
-            state.float_network = float_network(checkpoint, state.settings)
+            state.float_network = float_network(checkpoint, state.settings) if state.ranks is None else None
             state.vectors.preload(await state.worker.run_detached(lambda: load_vectors(checkpoint, state.settings)))
             state.engine = await state.worker.run_detached(lambda: build_engine(checkpoint, state.settings))
             state.worker.serve(state.engine, lambda: fail(state, "the engine failed", on_failure))
@@ -177,7 +186,8 @@ def build_engine(checkpoint: Checkpoint, settings: Settings) -> Engine:
     else:
         config, size = checkpoint.model.config, EngineConfig.block_size
         num_tokens = settings.max_num_seqs * -(-config.max_positions // size) * size
-        cache_bytes = min(1 << 30, num_tokens * bytes_of_token(config, weight.dtype, settings.kv_cache_dtype))
+        num_bytes = num_tokens * bytes_of_token(checkpoint.model.share, weight.dtype, settings.kv_cache_dtype)
+        cache_bytes = min(1 << 30, num_bytes)
     num_prompt_tokens = CUDA_PROMPT_TOKENS if is_cuda else CPU_PROMPT_TOKENS
     engine = Engine(
         checkpoint.model,
@@ -196,6 +206,25 @@ def build_engine(checkpoint: Checkpoint, settings: Settings) -> Engine:
     return engine
 
 
+def find_device(settings: Settings) -> str:
+    """The device that the settings name, with tensor parallelism one for each process of the machine.
+
+    Raises `ValueError` if it cannot be used.
+    """
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = Place.of_environment() if settings.tensor_parallel > 1 else None
+    if place is not None and device.startswith("cuda"):
+        if device != "cuda":
+            raise ValueError(
+                f"device {device!r}: with --tensor-parallel each process has a GPU of its own; send 'cuda'"
+            )
+        device = f"cuda:{place.local_rank}"
+    check_device(device)
+    return device
+
+
 def check_device(device: str) -> None:
     """Raise `ValueError` if the device cannot be used."""
     try:
@@ -204,8 +233,8 @@ def check_device(device: str) -> None:
         raise ValueError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
-def load_model(settings: Settings) -> Checkpoint | None:
-    """Load the checkpoint that the settings name. None if the setting is "none"."""
+def load_model(settings: Settings, ranks: Ranks | None = None) -> Checkpoint | None:
+    """Load the checkpoint that the settings name, or this rank's share of it. None if the setting is "none"."""
     if settings.model == "none":
         if settings.adapter:
             raise ValueError("adapters change a model, but --model none serves none; leave --adapter out")
@@ -213,10 +242,7 @@ def load_model(settings: Settings) -> Checkpoint | None:
             raise ValueError("vectors are for edits of a model, but --model none serves none; leave --vectors out")
         logger.info("no checkpoint is served; POST /forward runs the worked examples")
         return None
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    check_device(device)
+    device = find_device(settings)
     source, name = settings.model, settings.model_name
     if source == "bundled":
         source, name = str(BUNDLED), name or "bundled"
@@ -229,6 +255,7 @@ def load_model(settings: Settings) -> Checkpoint | None:
         kernels=settings.kernels,
         chat_template=settings.chat_template,
         revision=settings.revision,
+        prepare=None if ranks is None else partial(prepare_own_share, settings=settings, ranks=ranks),
     )
     network = checkpoint.model
     logger.info(
@@ -240,6 +267,32 @@ def load_model(settings: Settings) -> Checkpoint | None:
         network.config.max_positions,
     )
     return replace(checkpoint, adapters=load_adapters(checkpoint, settings))
+
+
+def prepare_own_share(
+    config: ModelConfig, weights: MutableMapping[str, Weight], *, settings: Settings, ranks: Ranks
+) -> Transformer:
+    """Build the share of a network that this rank computes."""
+    network = partial(LeadingNetwork, ranks=ranks) if ranks.rank == 0 else Transformer
+    allows_varlen = settings.kernels == "auto"
+    model = prepare_share(config, weights, ranks, network=network, allows_varlen=allows_varlen)
+    share = f"{model.share.num_heads} of {config.num_heads} heads"
+    logger.info("rank %d of %d computes %s of each layer, with PyTorch", ranks.rank, ranks.size, share)
+    return model
+
+
+def end_ranks(state: State) -> None:
+    """End the other ranks, if there are any."""
+    if state.ranks is None:
+        return
+    network = None if state.checkpoint is None else state.checkpoint.model
+    try:
+        if isinstance(network, LeadingNetwork) and not state.ranks.is_lost:
+            network.end()
+    except LostRank as error:
+        logger.error("%s", error)
+        fail(state, str(error), None)
+    state.ranks.disconnect()
 
 
 def load_adapters(checkpoint: Checkpoint, settings: Settings) -> dict[str, Adapter]:

@@ -100,6 +100,13 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="dtype of the network; auto: the dtype in which the weights are stored"
     )
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="number of processes that compute the network together, each a share of every layer; they must be "
+        "started by torchrun",
+    )
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all addresses")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 for any free port")
     threads: int | None = Field(
@@ -277,6 +284,26 @@ class Settings(BaseSettings):
                 f"max_buffered_bytes: {self.max_buffered_bytes} is less than max_response_bytes + max_body_bytes, "
                 f"which is {largest}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tensor_parallel(self) -> Self:
+        if self.tensor_parallel == 1:
+            return self
+        refused = {
+            "adapter": bool(self.adapter),
+            "quantize": self.quantize not in ("stored", "none"),
+            "gradients": "gradients" in self.model_fields_set and self.gradients != "off",
+            "compare_directory": self.compare_directory is not None,
+            "model": self.model == "none",
+        }
+        for field, is_given in refused.items():
+            if is_given:
+                option = f"--{field.replace('_', '-')}"
+                raise ValueError(
+                    f"{field}: {option} {getattr(self, field)} is not implemented with --tensor-parallel "
+                    f"{self.tensor_parallel}; leave out one of the two options"
+                )
         return self
 
     @property

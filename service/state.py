@@ -11,6 +11,7 @@ from model.checkpoints.load import Checkpoint
 from model.checkpoints.streamed import OpenCheckpoint
 from model.engine.engine import Engine
 from model.network.float_network import FloatNetwork
+from model.network.ranks import Ranks
 from model.network.translators import Translators
 from model.text.grammar import Grammars
 from service.comparison_queue import ComparisonQueue
@@ -30,11 +31,13 @@ class State:
     """The state of one application.
 
     `checkpoint` and `engine` are None until they are loaded, and remain None if no checkpoint is served. `loaded` is
-    set when the service is ready. `failure` is the message of an error that ends the service.
+    set when the service is ready. `failure` is the message of an error that ends the service. `ranks` are the processes
+    that compute the network together; None: this one alone does.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, ranks: Ranks | None = None) -> None:
         self.settings = settings
+        self.ranks = ranks
         self.began = time.time()
         self.started = time.perf_counter()
         self.metrics = Metrics()

@@ -25,6 +25,7 @@ import torch
 
 from model.engine.engine import Engine
 from model.engine.request import Output, Request, Step
+from model.network.ranks import LostRank
 from model.text.transcript import End
 from service.http.buffers import Buffers
 from service.http.errors import draining, queue_full, timed_out
@@ -419,6 +420,10 @@ class Worker:
         while not self._is_closed:
             try:
                 self._run_once()
+            except LostRank as error:
+                logger.error("%s", error)
+                self._engine = None
+                self._call_back(self._fail, error)
             except Exception as error:  # a bug: an error of one request or job is handled where it occurs
                 logger.exception("the engine failed")
                 self._engine = None
@@ -446,11 +451,23 @@ class Worker:
     def _run_posted(self, *, wait: bool) -> None:
         """Run all functions that the event loop has posted; if `wait`, wait for the first one."""
         try:
-            self._inbox.get(block=wait)()
+            self._next_posted(wait=wait)()
             while True:
                 self._inbox.get_nowait()()
         except Empty:
             return
+
+    def _next_posted(self, *, wait: bool) -> Callable[[], None]:
+        """The next function that the event loop has posted. The engine is kept alive while none is there."""
+        while True:
+            seconds = None if self._engine is None else self._engine.keep_alive_seconds
+            try:
+                return self._inbox.get(block=wait, timeout=seconds)
+            except Empty:
+                if not wait:
+                    raise
+                assert self._engine is not None, "only an engine limits the wait"
+                self._engine.keep_alive()
 
     def _add(self, request: Request) -> None:
         if self._engine is None:  # it has failed, and all streams have ended

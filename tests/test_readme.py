@@ -10,6 +10,7 @@ import ast
 import builtins
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -88,6 +89,7 @@ CHECKS = [example for example in EXAMPLES if example.code.startswith(".venv/bin/
 EVALUATIONS = [
     example for example in EXAMPLES if example.code.startswith(".venv/bin/lm_eval")
 ]  # clients/test_lm_eval.py
+LAUNCHES = [example for example in EXAMPLES if example.code.startswith(".venv/bin/torchrun ")]
 DOCKER = [example for example in EXAMPLES if example.code.startswith("docker ")]
 PROMTOOL = [example for example in EXAMPLES if example.code.startswith("promtool ")]  # tests/test_deploy.py runs it
 KUBECTL = [
@@ -195,6 +197,24 @@ def test_every_command_that_serves_a_checkpoint_serves_it(example: Example) -> N
         assert any("serving bundled" in line and "bfloat16" in line for line in log), log
 
 
+@pytest.mark.parametrize("example", LAUNCHES, ids=str)
+def test_every_command_that_launches_several_processes_serves_with_them(example: Example) -> None:
+    options = example.code.split()[1:]
+    assert options[4:7] == ["service", "serve", "bundled"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "--port", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as launcher:
+        assert launcher.stderr is not None
+        log = []
+        for line in launcher.stderr:
+            log.append(line)
+            if "ready: http://" in line:
+                break
+        launcher.terminate()
+        launcher.stderr.read()
+    assert sum("of 2 computes 4 of 8 heads" in line for line in log) == 2, log
+
+
 @pytest.mark.parametrize("example", DOWNLOADS, ids=str)
 def test_every_command_that_downloads_a_checkpoint_has_valid_settings(example: Example) -> None:
     settings = CliApp.run(Settings, cli_args=example.code.split()[1:])
@@ -255,8 +275,19 @@ def test_every_installation_names_an_extra_that_exists(example: Example) -> None
 
 
 def test_every_example_is_run_by_some_test() -> None:
-    covered = {*REQUESTS, *SERVERS, *COMPARISONS, *INSTALLATIONS, *REPORTS, *CHECKS, *EVALUATIONS, *DOCKER, *PROMTOOL}
-    covered |= {*KUBECTL}
+    covered = {
+        *LAUNCHES,
+        *REQUESTS,
+        *SERVERS,
+        *COMPARISONS,
+        *INSTALLATIONS,
+        *REPORTS,
+        *CHECKS,
+        *EVALUATIONS,
+        *DOCKER,
+        *PROMTOOL,
+        *KUBECTL,
+    }
     assert set(EXAMPLES) == covered
     assert len(QUICK_START) == 2
     assert all(example.page == "README.md" for example in QUICK_START)

@@ -6,7 +6,7 @@ allocated for weights.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from model.errors import CheckpointError, short_repr
 from model.files import read_json
 from model.network.adapters import Adapter
 from model.network.parameters import ParameterCount, count_parameters
-from model.network.prepare import Kernels, keeps_any_format, prepare_model
+from model.network.prepare import Kernels, Weight, keeps_any_format, prepare_model
 from model.network.transformer import Transformer
 from model.ops.quantization import LayerFormats, Quantization
 from model.text.chat_template import ChatTemplate
@@ -50,6 +50,8 @@ NOT_IMPLEMENTED = {
     "begin_suppress_tokens": None,
     "forced_bos_token_id": None,
 }
+Prepare = Callable[[ModelConfig, MutableMapping[str, Weight]], Transformer]
+"""Builds a network from the parameters of a whole `Transformer` with this config, as `prepare_model` does."""
 BUNDLED = Path(__file__).parents[1] / "bundled"
 """The directory of the checkpoint that is part of the package."""
 
@@ -101,13 +103,15 @@ def load_checkpoint(
     kernels: Kernels = "torch",
     chat_template: Path | None = None,
     revision: str | None = None,
+    prepare: Prepare | None = None,
 ) -> Checkpoint:
     """Load a checkpoint from a directory, a GGUF file, a safetensors file with a config.json beside it, or the hub.
 
     `revision` is a branch, a tag or a commit of a hub id. `dtype="auto"` is the dtype in which the token embedding is
     stored, or bfloat16 if it is stored quantized. `quantize` and `kernels` are those of `prepare_model`, but the
     default of `kernels` is "torch", so that a Python caller gets PyTorch's numbers unless it asks for our kernels.
-    `chat_template` is a file with a template that replaces those of the checkpoint. Raises `CheckpointError`, or
+    `chat_template` is a file with a template that replaces those of the checkpoint. `prepare` builds the network
+    instead of `prepare_model`, for example only a share of it; then nothing is quantized. Raises `CheckpointError`, or
     `ValueError` for a config that is not implemented.
     """
     if dtype != "auto" and dtype not in DTYPES:
@@ -118,9 +122,12 @@ def load_checkpoint(
     weights = NetworkWeights(contents.tensors, family, model_config)
     torch_dtype = weights.dtype() if dtype == "auto" else DTYPES[dtype]
     weights.check()  # before memory is allocated, because a config can state any size
-    keeps_formats = quantize == "stored" and kernels != "torch" and device == "cpu"
+    keeps_formats = quantize == "stored" and kernels != "torch" and device == "cpu" and prepare is None
     parameters = weights.read(torch_dtype, torch.device(device), keeps_formats=keeps_formats)
-    model = prepare_model(model_config, parameters, quantize=quantize, kernels=kernels)
+    if prepare is None:
+        model = prepare_model(model_config, parameters, quantize=quantize, kernels=kernels)
+    else:
+        model = prepare(model_config, parameters)
     if quantize == "stored" and not keeps_any_format(model):
         quantize = "none"
     tokenizer = contents.tokenizer

@@ -4,7 +4,7 @@ import logging
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -18,8 +18,10 @@ from model.engine.request import Output, Request, Step
 from model.engine.runner import ForwardResult, Runner
 from model.engine.scheduler import ScheduledSequence, Scheduler
 from model.engine.sequence import SequenceState
+from model.engine.tensor_parallel.leading_network import LeadingNetwork
 from model.errors import InvalidField, join_names, shortened
 from model.network.adapters import Adapter
+from model.network.ranks import LostRank
 from model.network.transformer import Transformer
 from model.text.constraint import token_masks
 from model.text.sampling import Sampler, constraint_effect, sample, token_logprobs
@@ -28,6 +30,7 @@ from model.text.transcript import End
 from model.tracing.edits import BoundEdits
 
 logger = logging.getLogger(__name__)
+KEEP_ALIVE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +80,7 @@ class Engine:
         adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
         weight = model.embed.weight
-        needed = bytes_of_token(model.config, weight.dtype, config.kv_cache_dtype) * config.block_size
+        needed = bytes_of_token(model.share, weight.dtype, config.kv_cache_dtype) * config.block_size
         num_blocks = config.cache_bytes // needed
         if num_blocks < 1:
             reason = (
@@ -89,13 +92,16 @@ class Engine:
         self._model = model
         self._tokenizer = tokenizer
         self._cache = PagedCache(
-            model.config,
+            model.share,
             num_blocks,
             config.block_size,
             dtype=weight.dtype,
             device=weight.device,
             stored_as=config.kv_cache_dtype,
         )
+        self._leading_network = model if isinstance(model, LeadingNetwork) else None
+        if self._leading_network is not None:
+            self._leading_network.open_cache(self._cache)
         self._pool = BlockPool(num_blocks, config.block_size)
         self._adapters = adapters or {}
         self._runner = Runner(model, self._cache, self._adapters)
@@ -237,12 +243,14 @@ class Engine:
                 started.append(continuation.request.id)
         try:
             if plan.unwritten_blocks and self._runner.reads_unwritten_slots:
-                self._cache.clear(plan.unwritten_blocks)
+                self._clear(plan.unwritten_blocks)
             forward, results = self._compute(continuations)
             for scheduled, result in results.items():
                 scheduled.sequence.tokens.extend(result.token_ids)
             seconds = None if forward.was_recorded else time.perf_counter() - start
             self._scheduler.complete(plan, seconds, replayed=forward.was_replayed)
+        except LostRank:  # nothing can be computed any more
+            raise
         except Exception as error:  # an error of the whole batch: no result can be trusted
             logger.exception("a step of %d sequences failed", len(plan.sequences))
             results = {scheduled: SequenceResult(error=error) for scheduled in plan.sequences}
@@ -259,6 +267,19 @@ class Engine:
             seconds=time.perf_counter() - start,
             trace_seconds=sum(result.trace_seconds for result in results.values()),
         )
+
+    @property
+    def keep_alive_seconds(self) -> float | None:
+        """How often `keep_alive` must be called while there is nothing to compute; None: never."""
+        return None if self._leading_network is None else KEEP_ALIVE_SECONDS
+
+    def keep_alive(self) -> None:
+        """With tensor parallelism: show the other processes that this one is there, and raise `LostRank` if one is not.
+
+        Otherwise they would wait for the next step up to their timeout.
+        """
+        if self._leading_network is not None:
+            self._leading_network.keep_alive()
 
     def stats(self) -> Stats:
         """The state now. Another thread may call it; then the numbers may come from different moments of a step."""
@@ -282,6 +303,11 @@ class Engine:
         assert {continuation for continuations in self._requests.values() for continuation in continuations} == set(
             self._continuations.values()
         )
+
+    def _clear(self, blocks: Sequence[int]) -> None:
+        self._cache.clear(blocks)
+        if self._leading_network is not None:
+            self._leading_network.clear_blocks(blocks)
 
     def _compute(
         self, continuations: Mapping[ScheduledSequence, Continuation]

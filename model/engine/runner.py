@@ -46,7 +46,7 @@ class Runner:
         self._model = model
         self._cache = cache
         self._adapters = adapters
-        self._attention = choose_attention(cache, model.config, model.backend)
+        self._attention = choose_attention(cache, model.share, model.backend)
         self._decode_graphs = DecodeGraphs(
             model, self._attention if isinstance(self._attention, PagedBackend) else None
         )

@@ -62,9 +62,9 @@ class HeadNorm(Norm):
             "projection": (num_heads * config.d_head,),
         }
         kind: NormKind = "layer" if config.qk_norm == "each_head" else "rms"
-        rule = NormRule(config.norm_eps, kind, config.norm_offset)
-        super().__init__(*shapes[config.qk_norm], rule=rule, has_bias=False, ops=ops)
         self.spans_heads = config.qk_norm == "projection"
+        rule = NormRule(config.norm_eps, kind, config.norm_offset, self.spans_heads)
+        super().__init__(*shapes[config.qk_norm], rule=rule, has_bias=False, ops=ops)
 
     def forward(self, x: Tensor, probe: Probe) -> Tensor:  # (B, T, H, D) -> (B, T, H, D)
         if not self.spans_heads:

@@ -154,19 +154,28 @@ class Transformer(nn.Module):
     layers that can be trained; `prepare_model` builds the one that is served.
 
     `batch_invariant`: a token's result is the same, bit for bit, whichever other tokens are computed in the same pass.
+
+    `share` has the sizes of what this process computes of each block, and stores of keys and values; None: all of it.
+    Then other processes compute the rest, and `linear` makes the layers whose results are sums over all processes.
     """
 
     def __init__(
-        self, config: ModelConfig, *, backend: Backend = TORCH, linear: LinearFactory = trainable_linear
+        self,
+        config: ModelConfig,
+        *,
+        backend: Backend = TORCH,
+        linear: LinearFactory = trainable_linear,
+        share: ModelConfig | None = None,
     ) -> None:
         super().__init__()
         self.config = config
+        self.share = share or config
         self.backend = backend
         ops = backend.network
         self.embed = _zero_table(config.vocab_size, config.d_model)
         self.pos_embed = _zero_table(config.max_positions, config.d_model) if config.positions == "learned" else None
         self.rotary = Rotations(config) if config.positions == "rotary" else None
-        self.blocks = nn.ModuleList(Block(config, layer, ops, linear) for layer in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(self.share, layer, ops, linear) for layer in range(config.num_layers))
         self.ln_final = block_norm(config, ops) if config.has_final_norm else None
         self.head = linear("head", config.d_model, config.vocab_size, False)
         self.tie_head()
@@ -258,7 +267,7 @@ class Transformer(nn.Module):
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """An empty cache for `capacity` tokens, in the dtype and on the device of the weights."""
         weight = self.embed.weight
-        return KVCache(self.config, capacity, dtype=weight.dtype, device=weight.device, batch=batch)
+        return KVCache(self.share, capacity, dtype=weight.dtype, device=weight.device, batch=batch)
 
     def tie_head(self) -> None:
         """Let a tied head share the parameter of the embedding. A packed head has its own copy of the weights."""

@@ -28,12 +28,14 @@ Rotation = tuple[Tensor, Tensor]
 class NormRule(NamedTuple):
     """How a norm computes: x, minus its mean if the kind is "layer", divided by its scale, times the gain.
 
-    `eps` is added inside of the square root. The gain is the weight, or 1 + weight if there is an `offset`.
+    `eps` is added inside of the square root. The gain is the weight, or 1 + weight if there is an `offset`. A norm that
+    `spans_heads` is one over all heads together, which may be those of several processes.
     """
 
     eps: float
     kind: NormKind
     offset: bool = False
+    spans_heads: bool = False
 
 
 class Argmax(NamedTuple):

@@ -157,7 +157,7 @@ class BatchTap:
         self, sequences: Mapping[int, SequenceTap], row_selected_stages: frozenset[str], edits: Tap | None = None
     ) -> None:
         self.sequences = sequences
-        self._row_selected_stages = row_selected_stages
+        self.row_selected_stages = row_selected_stages
         self._edits = edits
         self._edits_want = (lambda name: False) if edits is None else wants_of(edits)
 
@@ -170,7 +170,7 @@ class BatchTap:
         result = tensor
         for tap in self.sequences.values():
             if tap.wants(name):
-                rows = tap.rows if name in self._row_selected_stages else tap.tokens
+                rows = tap.rows if name in self.row_selected_stages else tap.tokens
                 own = tensor[:, rows]
                 returned = tap(name, own)
                 if returned is not own:

@@ -6,11 +6,12 @@ from fastapi import Request
 
 from model.checkpoints.load import Checkpoint
 from model.errors import InvalidField
+from model.network.ranks import LostRank
 from model.text.constraint import Constraint
 from model.text.grammar import Grammars
 from model.text.grammar_checker import NeedsMoreTime
 from service.http.disconnects import unless_disconnected
-from service.http.errors import ApiError, internal, invalid
+from service.http.errors import ApiError, internal, invalid, lost_rank
 from service.http.schemas import StructuredOutputs
 from service.state import State
 
@@ -70,5 +71,7 @@ async def compile_constraint(
 
 
 def generation_error(error: Exception) -> ApiError:
-    """The answer for a failed choice: 400 if its own grammar or edits are the reason, otherwise 500."""
+    """The answer for a failed choice: 400 if its own grammar or edits are the reason, otherwise 500 or 503."""
+    if isinstance(error, LostRank):
+        return lost_rank()
     return invalid(error.field, error.reason) if isinstance(error, InvalidField) else internal()

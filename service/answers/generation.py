@@ -18,6 +18,7 @@ from model.checkpoints.load import Checkpoint
 from model.engine.request import Output
 from model.engine.step_tracer import StepTrace
 from model.errors import InvalidField
+from model.network.ranks import LostRank
 from model.text.sampling import NoFiniteMaximum
 from model.text.transcript import TokenOutput
 from service.answers.constraints import generation_error
@@ -121,7 +122,7 @@ class Generation:
         if isinstance(output.error, NoFiniteMaximum) and self.edits[index // self.params.n] is not None:
             reason = "the edited pass gives logits that are not finite; use smaller numbers"
             output = replace(output, error=InvalidField("edits", reason))
-        if output.error is not None and not isinstance(output.error, InvalidField):
+        if output.error is not None and not isinstance(output.error, (InvalidField, LostRank)):
             logger.error("generation %s failed", self.id, exc_info=output.error)
         if output.error is not None:
             self._report.error = generation_error(output.error).code

@@ -3,12 +3,15 @@
 import contextlib
 import logging
 import os
+import signal
 import sys
 
 from pydantic import ValidationError
 from pydantic_settings import CliApp
 
+from model.network.ranks import LostRank
 from service.app import create_app
+from service.commands.ranks import connect_ranks, follow
 from service.http.server import listen, make_server
 from service.log_format import configure_logging
 from service.settings import PREFIX, Settings
@@ -27,7 +30,7 @@ def main() -> None:
     """Serve until SIGINT or SIGTERM. A first argument that is not an option is the model.
 
     Exit with 1 if the model cannot be loaded, the port cannot be opened, traces cannot be sent from here or the engine
-    fails, with 2 if a setting is wrong.
+    fails, with 2 if a setting is wrong. With --tensor-parallel, only rank 0 serves, and the other processes follow it.
     """
     arguments = sys.argv[1:]
     if arguments and not arguments[0].startswith("-"):
@@ -51,12 +54,23 @@ def main() -> None:
         logger.info("%s is set, but traces are sent only with --otlp-endpoint", found[0])
 
     sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        ranks = connect_ranks(settings, arguments, os.environ)
+    except (ValueError, LostRank) as error:
+        sys.stderr.write(f"forwardscope: {error}\n")
+        sys.exit(2 if isinstance(error, ValueError) else 1)
+    if ranks is not None and ranks.rank > 0:
+        sys.exit(follow(settings, ranks))
+    if ranks is not None:
+        # The server handles SIGTERM, and raises it again at its end. torchrun sends it, too, if another process has
+        # died, which the exit status must show.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def stop() -> None:
         server.should_exit = True  # it is called while the server runs, so `server` is defined
 
     try:
-        app = create_app(settings, on_failure=stop)
+        app = create_app(settings, on_failure=stop, ranks=ranks)
     except SpansUnavailable as error:
         logger.error("%s", error)
         sys.exit(1)

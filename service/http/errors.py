@@ -11,6 +11,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from model.network.ranks import LostRank
+
 logger = logging.getLogger(__name__)
 
 MAX_NAMES = 20  # fields or reasons that one error message names
@@ -49,6 +51,12 @@ class ApiError(Exception):
 def draining() -> ApiError:
     """503: the service is shutting down."""
     return ApiError(503, "the server is shutting down; send the request to another server", code="draining")
+
+
+def lost_rank() -> ApiError:
+    """503: a process that computes a share of the network has ended, and the service ends, too."""
+    message = "a process that computes a part of the model has ended, so the server ends; send the request again later"
+    return ApiError(503, message, code="lost_rank")
 
 
 def queue_full(reason: str) -> ApiError:
@@ -123,7 +131,7 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer `ApiError`, `ClientGone`, and the errors of Starlette's router, such as 404."""
+    """Answer `ApiError`, `ClientGone`, `LostRank`, and the errors of Starlette's router, such as 404."""
 
     @app.exception_handler(ApiError)
     async def _api_error(request: Request, error: ApiError) -> JSONResponse:
@@ -132,6 +140,10 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ClientGone)
     async def _client_gone(request: Request, error: ClientGone) -> Response:
         return Response(status_code=499)  # nobody reads this response, but the metrics count its status
+
+    @app.exception_handler(LostRank)
+    async def _lost_rank(request: Request, error: LostRank) -> Response:
+        return error_response(lost_rank())
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:

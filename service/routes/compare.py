@@ -40,6 +40,12 @@ CONVERTED_BYTES = 8  # of a number of a weight, while its layer computes in floa
     responses=answers_json(CompareAnswer, "The verdict, and the errors of every stage"),
 )
 async def compare(body: CompareRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
+    if state.ranks is not None:
+        message = (
+            "a server with --tensor-parallel cannot compare: each process has only a share of the weights; use a "
+            "server without the option, or the command `forwardscope compare`"
+        )
+        raise ApiError(400, message, code="tensor_parallel")
     if find_adapter(checkpoint, body.model, None) is not None:
         raise invalid("model", "an adapter cannot be compared; name the served model, or leave the field out")
     if body.names and body.b.setting is not None:

@@ -31,7 +31,7 @@ class TestLoading:
     ) -> None:
         loaded = threading.Event()
 
-        def load_slowly(settings: Settings) -> Any:
+        def load_slowly(settings: Settings, ranks: Any) -> Any:
             assert loaded.wait(PATIENCE_SECONDS)
             return load_model(settings)
 

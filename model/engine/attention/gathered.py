@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.engine.attention.interface import slot_mapping
+from model.engine.attention.interface import PlannedSequence, slot_mapping
 from model.engine.cache import MAX_GATHERED, PagedCache
-from model.engine.scheduler import ScheduledSequence
 from model.ops.torch_attention import folded_attention
 
 MAX_PADDING = 2  # sequences are read together if the longest has at most this many times the blocks of the shortest
@@ -41,14 +40,14 @@ class GatheredBackend:
     def __init__(self, cache: PagedCache) -> None:
         self.cache = cache
 
-    def prepare(self, sequences: Sequence[ScheduledSequence]) -> "GatheredStep":
+    def prepare(self, sequences: Sequence[PlannedSequence]) -> "GatheredStep":
         return GatheredStep(self.cache, sequences)
 
 
 class GatheredStep:
     """The calls of PyTorch's attention in one step, for each window size that a layer has."""
 
-    def __init__(self, cache: PagedCache, sequences: Sequence[ScheduledSequence]) -> None:
+    def __init__(self, cache: PagedCache, sequences: Sequence[PlannedSequence]) -> None:
         self._cache = cache
         mapping = slot_mapping(sequences, cache.block_size)
         self.positions, self.lengths, self._slots = torch.tensor(mapping, device=cache.device)
@@ -77,13 +76,13 @@ class GatheredStep:
 class _Member:
     """A sequence that is read: its blocks inside the window, and the position of the first key in them."""
 
-    scheduled: ScheduledSequence
+    scheduled: PlannedSequence
     first_key: int
     blocks: list[int]
 
 
 def plan_reads(
-    sequences: Sequence[ScheduledSequence], window: int | None, block_size: int, device: torch.device
+    sequences: Sequence[PlannedSequence], window: int | None, block_size: int, device: torch.device
 ) -> list[Read]:
     """Read decoding sequences of similar length together, and prompts one by one.
 

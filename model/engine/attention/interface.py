@@ -9,7 +9,32 @@ from typing import Protocol
 
 from torch import Tensor
 
-from model.engine.scheduler import ScheduledSequence
+
+class Blocks(Protocol):
+    """Which blocks of the cache hold the tokens of a sequence, and how many tokens it may have at most."""
+
+    @property
+    def blocks(self) -> list[int]: ...
+    @property
+    def max_length(self) -> int: ...
+
+
+class PlannedSequence(Protocol):
+    """What a step computes of one sequence, as far as attention needs to know: `num_new` tokens from `start` on.
+
+    `ScheduledSequence` describes it in full.
+    """
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def new_tokens(self) -> Sequence[int]: ...
+    @property
+    def num_new(self) -> int: ...
+    @property
+    def is_decoding(self) -> bool: ...
+    @property
+    def sequence(self) -> Blocks: ...
 
 
 class StepAttention(Protocol):
@@ -32,11 +57,11 @@ class AttentionBackend(Protocol):
     """Whether slots behind a sequence's last token are read. They are masked, but their values must be finite, because
     0 * NaN is NaN."""
 
-    def prepare(self, sequences: Sequence[ScheduledSequence]) -> StepAttention:
+    def prepare(self, sequences: Sequence[PlannedSequence]) -> StepAttention:
         """Compute where the keys of each sequence of a step are. Its tokens are in the order of `sequences`."""
 
 
-def slot_mapping(sequences: Sequence[ScheduledSequence], block_size: int) -> tuple[list[int], list[int], list[int]]:
+def slot_mapping(sequences: Sequence[PlannedSequence], block_size: int) -> tuple[list[int], list[int], list[int]]:
     """For each new token its position in its sequence, the sequence's maximum length, and its slot in the cache."""
     positions, lengths, slots = [], [], []
     for scheduled in sequences:

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model.engine.attention.interface import cu_seqlens, slot_mapping
+from model.engine.attention.interface import PlannedSequence, cu_seqlens, slot_mapping
 from model.engine.cache import PagedCache
-from model.engine.scheduler import ScheduledSequence
 from model.ops.cpu.paged_attention import PagedAttention, PagedRead, empty_partials, partials_memory
 
 
@@ -25,7 +24,7 @@ class PagedBackend:
         self.kernels = kernels
         self.partials = partials_memory(cache.num_heads, cache.d_head, cache.num_blocks * cache.block_size)
 
-    def prepare(self, sequences: Sequence[ScheduledSequence], max_blocks: int | None = None) -> "PagedStep":
+    def prepare(self, sequences: Sequence[PlannedSequence], max_blocks: int | None = None) -> "PagedStep":
         """`max_blocks`: how many blocks per sequence `PagedStep.update` must have room for."""
         return PagedStep(self, sequences, max_blocks)
 
@@ -33,7 +32,7 @@ class PagedBackend:
 class PagedStep:
     """The tables of one step, in memory that a recorded step can read again after `update`."""
 
-    def __init__(self, backend: PagedBackend, sequences: Sequence[ScheduledSequence], max_blocks: int | None) -> None:
+    def __init__(self, backend: PagedBackend, sequences: Sequence[PlannedSequence], max_blocks: int | None) -> None:
         self._cache, self._kernels = backend.cache, backend.kernels
         size = self._cache.block_size
         num_blocks = max_blocks or max(len(scheduled.sequence.blocks) for scheduled in sequences)
@@ -45,7 +44,7 @@ class PagedStep:
         )
         self._read = PagedRead(torch.tensor(blocks), torch.tensor(first_rows), torch.tensor(start), size, partials)
 
-    def update(self, sequences: Sequence[ScheduledSequence]) -> None:
+    def update(self, sequences: Sequence[PlannedSequence]) -> None:
         """Overwrite the tables with those of another step of as many sequences and tokens."""
         read = self._read
         tensors = (self.positions, self.lengths, self._slots, read.cu_seqlens, read.start)
@@ -69,6 +68,6 @@ class PagedStep:
         return self._kernels.step_scores(q, cache.keys(layer), self._read, sequence, max_keys, window, rule)
 
 
-def _row_tables(sequences: Sequence[ScheduledSequence]) -> tuple[list[int], list[int]]:
+def _row_tables(sequences: Sequence[PlannedSequence]) -> tuple[list[int], list[int]]:
     """The cumulative numbers of new tokens, and the position of the first new token of each sequence."""
     return cu_seqlens([scheduled.num_new for scheduled in sequences]), [scheduled.start for scheduled in sequences]

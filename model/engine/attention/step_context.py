@@ -7,11 +7,10 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.engine.attention.gathered import GatheredBackend
-from model.engine.attention.interface import AttentionBackend, StepAttention
+from model.engine.attention.interface import AttentionBackend, PlannedSequence, StepAttention
 from model.engine.attention.paged import PagedBackend, PagedStep
 from model.engine.attention.varlen import VarlenBackend, find_kernel
 from model.engine.cache import PagedCache
-from model.engine.scheduler import ScheduledSequence
 from model.network.attention import trace_attention
 from model.ops.interface import Backend, NetworkOps
 from model.ops.torch_attention import CausalMask
@@ -34,7 +33,7 @@ class StepContext:
         self,
         attention: StepAttention,
         cache: PagedCache,
-        sequences: Sequence[ScheduledSequence],
+        sequences: Sequence[PlannedSequence],
         ops: NetworkOps,
     ) -> None:
         self.positions, self.lengths = attention.positions, attention.lengths
@@ -42,6 +41,11 @@ class StepContext:
         self._cache = cache
         self._sequences = sequences
         self._ops = ops
+
+    @property
+    def sequences(self) -> Sequence[PlannedSequence]:
+        """The sequences of the step, in the order of their tokens."""
+        return self._sequences
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe) -> Tensor:
         z = self._attention.attend(layer, q[0], k[0], v[0])[None]
@@ -53,7 +57,7 @@ class StepContext:
         return probe("z", z)
 
     def _trace(
-        self, layer: int, scheduled: ScheduledSequence, tap: SequenceTap, q: Tensor, z: Tensor, probe: Probe
+        self, layer: int, scheduled: PlannedSequence, tap: SequenceTap, q: Tensor, z: Tensor, probe: Probe
     ) -> None:
         """Offer the scores and the pattern of one sequence over all its keys. If the tap changes them, change `z`."""
         if not probe.wants("scores", "attn_scores", "pattern"):
@@ -81,7 +85,7 @@ class RecordedStepContext(StepContext):
         self,
         attention: PagedStep,
         cache: PagedCache,
-        sequences: Sequence[ScheduledSequence],
+        sequences: Sequence[PlannedSequence],
         ops: NetworkOps,
         max_keys: int,
     ) -> None:
@@ -90,7 +94,7 @@ class RecordedStepContext(StepContext):
         self._max_keys = max_keys
 
     def _trace(
-        self, layer: int, scheduled: ScheduledSequence, tap: SequenceTap, q: Tensor, z: Tensor, probe: Probe
+        self, layer: int, scheduled: PlannedSequence, tap: SequenceTap, q: Tensor, z: Tensor, probe: Probe
     ) -> None:
         """Offer the scores and the pattern of one sequence. A step in which they are edited is not recorded."""
         if not probe.wants("scores", "attn_scores", "pattern"):

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.engine.attention.interface import cu_seqlens, slot_mapping
+from model.engine.attention.interface import PlannedSequence, cu_seqlens, slot_mapping
 from model.engine.cache import PagedCache
-from model.engine.scheduler import ScheduledSequence
 from model.ops.torch_attention import CausalMask, ScoreRule, fused_attention
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ class VarlenRead:
     max_keys: int
 
     @classmethod
-    def of(cls, sequences: Sequence[ScheduledSequence], block_size: int, device: torch.device) -> "VarlenRead":
+    def of(cls, sequences: Sequence[PlannedSequence], block_size: int, device: torch.device) -> "VarlenRead":
         num_keys = [s.start + s.num_new for s in sequences]
         tables = [s.sequence.blocks[: -(-n // block_size)] for s, n in zip(sequences, num_keys, strict=True)]
         blocks = torch.tensor(list(chain.from_iterable(tables)), device=device)
@@ -81,14 +80,14 @@ class VarlenBackend:
         self.cache = cache
         self.kernel = kernel
 
-    def prepare(self, sequences: Sequence[ScheduledSequence]) -> "VarlenStep":
+    def prepare(self, sequences: Sequence[PlannedSequence]) -> "VarlenStep":
         return VarlenStep(self, sequences)
 
 
 class VarlenStep:
     """The tables of one step."""
 
-    def __init__(self, backend: VarlenBackend, sequences: Sequence[ScheduledSequence]) -> None:
+    def __init__(self, backend: VarlenBackend, sequences: Sequence[PlannedSequence]) -> None:
         self._cache, self._kernel = backend.cache, backend.kernel
         size, device = self._cache.block_size, self._cache.device
         self.positions, self.lengths, self._slots = torch.tensor(slot_mapping(sequences, size), device=device)

@@ -12,15 +12,18 @@ from fastapi import Response
 
 from model.analysis.attribution.direct import DirectAttribution, direct_attribution
 from model.analysis.attribution.target import LogitTarget
-from service.answers.attribution.gradient_jobs import Copied, answer_gradients
+from service.answers.attribution.gradient_jobs import NEEDS_WHOLE_WEIGHTS, Copied, answer_gradients
 from service.answers.attribution.question import Question, read_logit
 from service.answers.budget import Budget, ResponseContents, pass_bytes, response_bytes
 from service.answers.prompts import longest_token_bytes
 from service.answers.single_pass import Pass, PassAnswer, answer_passes
 from service.http.attribute_schemas import DirectRequest
+from service.http.errors import invalid
 
 
 async def answer_direct(body: DirectRequest, question: Question) -> Response:
+    if question.state.ranks is not None:
+        raise invalid("method", NEEDS_WHOLE_WEIGHTS, "tensor_parallel")
     target = await read_logit(question, body)
     config = question.checkpoint.model.config
     size = response_bytes(

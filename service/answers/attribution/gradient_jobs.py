@@ -25,6 +25,10 @@ from service.http.errors import ApiError, ClientGone, invalid
 from service.state import get_reservation
 
 FIELDS = "prompt, stages, positions, heads, detail or steps"
+NEEDS_WHOLE_WEIGHTS = (
+    "this method needs whole weights, but with --tensor-parallel each process has a share of them; use a server "
+    "without the option"
+)
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,10 @@ class Copied:
 
 
 def float_network_of(question: Question) -> FloatNetwork:
-    """The network for gradients. Raises 400 if gradients are off."""
+    """The network for gradients. Raises 400 if gradients are off, or if this process has only a share of it."""
     network = question.state.float_network
+    if network is None and question.state.ranks is not None:
+        raise invalid("method", NEEDS_WHOLE_WEIGHTS, "tensor_parallel")
     if network is None:
         reason = "this method needs gradients, which are off on this server; start it with --gradients float32"
         raise invalid("method", reason, "gradients_off")

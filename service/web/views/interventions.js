@@ -63,7 +63,7 @@ export default class Interventions extends View {
       if (!signal.aborted) this.#clear();
       throw error;
     }
-    if (model.capabilities.attribution) await this.#explain(state, model, signal);
+    if (model.capabilities.direct_attribution) await this.#explain(state, model, signal);
     return undefined;
   }
 

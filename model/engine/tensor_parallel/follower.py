@@ -1,0 +1,103 @@
+"""The loop of the ranks that follow rank 0: receive a message, compute the same pass."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from model.engine.attention.interface import AttentionBackend
+from model.engine.attention.step_context import StepContext, choose_attention
+from model.engine.cache import PagedCache
+from model.engine.tensor_parallel.messages import (
+    ClearBlocks,
+    End,
+    KeepAlive,
+    OpenCache,
+    SinglePass,
+    StepPass,
+    decode,
+)
+from model.engine.tensor_parallel.shared_taps import FollowingTap, Layout, SharedSequenceTap, TapFailed
+from model.network.ranks import Ranks
+from model.network.transformer import Transformer
+from model.tracing.tap import BatchTap, Probe
+
+
+class Follower:
+    """Computes the share of one rank, until rank 0 ends."""
+
+    def __init__(self, model: Transformer, ranks: Ranks) -> None:
+        self._model = model
+        self._ranks = ranks
+        self._layout = Layout(model.config, ranks)
+        self._cache: PagedCache | None = None
+        self._attention: AttentionBackend | None = None
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Follow the messages of rank 0 up to `End`. Raises `LostRank` if a rank ends before."""
+        while True:
+            match decode(self._ranks.receive()):
+                case KeepAlive():
+                    self._ranks.wait_for_all()
+                case End():
+                    self._ranks.wait_for_all()
+                    return
+                case OpenCache() as message:
+                    self._open_cache(message)
+                case ClearBlocks() as message:
+                    assert self._cache is not None, "the cache is opened first"
+                    self._cache.clear(message.blocks)
+                case SinglePass() as message:
+                    self._single_pass(message)
+                case StepPass() as message:
+                    self._step(message)
+
+    def _open_cache(self, message: OpenCache) -> None:
+        model, weight = self._model, self._model.embed.weight
+        self._cache = PagedCache(
+            model.share,
+            message.num_blocks,
+            message.block_size,
+            dtype=weight.dtype,
+            device=weight.device,
+            stored_as="int8" if message.is_quantized else "auto",
+        )
+        self._attention = choose_attention(self._cache, model.share, model.backend)
+
+    def _single_pass(self, message: SinglePass) -> None:
+        tap = FollowingTap(self._names(message.stages), self._layout) if message.stages else None
+        try:
+            self._model(self._tensor(message.ids), tap=tap, decode=no_logits)
+        except TapFailed:  # rank 0 has left the pass at the same stage
+            return
+
+    def _step(self, message: StepPass) -> None:
+        assert self._cache is not None, "the cache is opened first"
+        assert self._attention is not None
+        ids: list[int] = []
+        tokens: list[slice] = []  # of each sequence
+        for scheduled in message.sequences:
+            tokens.append(slice(len(ids), len(ids) + scheduled.num_new))
+            ids += scheduled.new_tokens
+        taps = {
+            each.index: SharedSequenceTap(
+                FollowingTap(self._names(each.stages), self._layout), tokens[each.index], slice(0)
+            )
+            for each in message.taps
+        }
+        attention = self._attention.prepare(message.sequences)
+        context = StepContext(attention, self._cache, message.sequences, self._model.backend.network)
+        tap = BatchTap(taps, frozenset()) if taps else None
+        self._model(self._tensor([ids]), tap=tap, context=context, decode=no_logits)
+
+    def _names(self, stages: Sequence[int]) -> list[str]:
+        return [self._layout.names[index] for index in stages]
+
+    def _tensor(self, ids: object) -> Tensor:
+        return torch.tensor(ids, device=self._model.embed.weight.device)
+
+
+def no_logits(x: Tensor, probe: Probe) -> Tensor:
+    """Replaces `Transformer.decode`: only rank 0 computes logits."""
+    return x

@@ -1,0 +1,144 @@
+"""The messages of rank 0 to the other ranks, and their form as integers.
+
+A pass is described by what every rank needs to compute its part: token ids, positions and blocks, and which stages the
+taps of rank 0 want (as indices into `stages_of`). Taps and edits themselves stay on rank 0.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+IntegerSource = Iterator[int]
+
+
+@dataclass(frozen=True)
+class KeepAlive:
+    """Nothing is computed; all ranks show that they are there."""
+
+
+@dataclass(frozen=True)
+class End:
+    """The service ends."""
+
+
+@dataclass(frozen=True)
+class OpenCache:
+    """Allocate a paged cache. `is_quantized`: keys and values are stored in 8 bits."""
+
+    num_blocks: int
+    block_size: int
+    is_quantized: bool
+
+
+@dataclass(frozen=True)
+class ClearBlocks:
+    """Fill blocks of the cache with zeros."""
+
+    blocks: Sequence[int]
+
+
+@dataclass(frozen=True)
+class SinglePass:
+    """Compute `ids`, one list for each sequence of the batch, without a cache."""
+
+    ids: Sequence[Sequence[int]]
+    stages: Sequence[int]
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """Which blocks hold the tokens of a sequence, and how many tokens it may have."""
+
+    blocks: list[int]
+    max_length: int
+
+
+@dataclass(frozen=True)
+class StepSequence:
+    """What one sequence computes in a step, as attention needs it: see `ScheduledSequence`."""
+
+    start: int
+    new_tokens: Sequence[int]
+    is_decoding: bool
+    sequence: BlockTable
+
+    @property
+    def num_new(self) -> int:
+        return len(self.new_tokens)
+
+
+@dataclass(frozen=True)
+class SequenceStages:
+    """The stages that the tap of one sequence of a step wants. `index` is that of the sequence."""
+
+    index: int
+    stages: Sequence[int]
+
+
+@dataclass(frozen=True)
+class StepPass:
+    """Compute one step of the engine."""
+
+    sequences: Sequence[StepSequence]
+    taps: Sequence[SequenceStages]
+
+
+Message = KeepAlive | End | OpenCache | ClearBlocks | SinglePass | StepPass
+KINDS = (KeepAlive, End, OpenCache, ClearBlocks, SinglePass, StepPass)
+
+
+def encode(message: Message) -> list[int]:
+    """The message as integers."""
+    numbers = [KINDS.index(type(message))]
+    match message:
+        case OpenCache():
+            numbers += message.num_blocks, message.block_size, message.is_quantized
+        case ClearBlocks():
+            _put(numbers, message.blocks)
+        case SinglePass():
+            numbers.append(len(message.ids))
+            for ids in message.ids:
+                _put(numbers, ids)
+            _put(numbers, message.stages)
+        case StepPass():
+            numbers.append(len(message.sequences))
+            for each in message.sequences:
+                numbers += each.start, each.is_decoding, each.sequence.max_length
+                _put(numbers, each.new_tokens)
+                _put(numbers, each.sequence.blocks)
+            numbers.append(len(message.taps))
+            for tap in message.taps:
+                numbers.append(tap.index)
+                _put(numbers, tap.stages)
+    return numbers
+
+
+def decode(numbers: Sequence[int]) -> Message:
+    """The message that `encode` has turned into these integers."""
+    source = iter(numbers)
+    kind = KINDS[next(source)]
+    if kind is OpenCache:
+        return OpenCache(next(source), next(source), bool(next(source)))
+    if kind is ClearBlocks:
+        return ClearBlocks(_take(source))
+    if kind is SinglePass:
+        return SinglePass([_take(source) for _ in range(next(source))], _take(source))
+    if kind is StepPass:
+        sequences = [_take_sequence(source) for _ in range(next(source))]
+        return StepPass(sequences, [SequenceStages(next(source), _take(source)) for _ in range(next(source))])
+    return KeepAlive() if kind is KeepAlive else End()
+
+
+def _put(numbers: list[int], more: Sequence[int]) -> None:
+    numbers.append(len(more))
+    numbers += more
+
+
+def _take(source: IntegerSource) -> list[int]:
+    return list(islice(source, next(source)))
+
+
+def _take_sequence(source: IntegerSource) -> StepSequence:
+    start, is_decoding, max_length = islice(source, 3)
+    new_tokens, blocks = _take(source), _take(source)
+    return StepSequence(start, new_tokens, bool(is_decoding), BlockTable(blocks, max_length))

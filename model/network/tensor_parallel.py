@@ -1,0 +1,270 @@
+"""Tensor parallelism: each rank computes its share of every block (Shoeybi et al. 2019, arXiv:1909.08053).
+
+The plan, for N ranks:
+
+| parameters | share of a rank |
+|---|---|
+| `attn.qkv` | column-wise: the rows of the weight of 1/N of the query heads, and of the key-value heads they read |
+| `attn.out` | row-wise: the inputs from these heads |
+| `attn.q_norm`, `attn.k_norm` | the gains of these heads; a norm over all heads adds up its squares over all ranks |
+| `mlp.up` (also of experts) | column-wise: the rows of 1/N of the hidden neurons, in a gated network of both halves |
+| `mlp.down` (also of experts) | row-wise: the inputs from these neurons |
+| embeddings, norms of the residual stream, router | whole, on every rank |
+| head | whole, on rank 0 only: the other ranks end after the last block |
+
+A row-wise layer gives a summand of the result on each rank. All ranks get the sum, and add the bias once, after it. The
+residual stream is therefore whole on every rank, with the same bits if all ranks have the same kind of processor.
+
+If there are fewer key-value heads than ranks, ranks share them: each has a copy of the head that it reads.
+
+The shares are plain layers of PyTorch, not DTensors. The rows of `qkv` are those of q, k and v one below the other,
+each divided by heads; no `Shard` placement describes this. Taps read and change plain tensors. And a layer of plain
+tensors costs only its product and one sum, while each operation on a DTensor is dispatched in Python.
+"""
+
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.config import ModelConfig
+from model.errors import InvalidField
+from model.network.prepare import Weight, whole_weight
+from model.network.ranks import Ranks
+from model.network.transformer import Transformer
+from model.ops.interface import NormRule
+from model.ops.stacked_rows import StackedRows
+from model.ops.torch_ops import TORCH, TorchNetworkOps
+from model.progress import Progress
+
+ROW_WISE = ("attn.out", "down")
+
+
+@dataclass(frozen=True)
+class Division:
+    """The part of a parameter that a rank has: these `ranges` of the rows (axis 0) or of the columns (axis 1)."""
+
+    axis: int
+    ranges: tuple[slice, ...]
+
+
+class Share:
+    """What one of `size` ranks has of the blocks of a network.
+
+    Raises `InvalidField` if the sizes of the network cannot be divided by the number of ranks.
+    """
+
+    def __init__(self, config: ModelConfig, rank: int, size: int) -> None:
+        self.whole, self.rank, self.size = config, rank, size
+        _require_divisible(config, "num_heads", size)
+        if config.num_kv_heads % size and size % config.num_kv_heads:
+            raise InvalidField(
+                "tensor_parallel",
+                f"{size} ranks and {config.num_kv_heads} key-value heads (num_kv_heads): one number must divide the "
+                f"other; take one of {_counts(config)} ranks",
+            )
+        self.num_copies = max(1, size // config.num_kv_heads)  # ranks that have the same key-value head
+        for field in _hidden_sizes(config):
+            _require_divisible(config, field, size)
+        self.config = replace(
+            config,
+            num_heads=config.num_heads // size,
+            num_kv_heads=max(1, config.num_kv_heads // size),
+            d_mlp=max(1, config.d_mlp // size),  # not used if all layers have experts
+            d_expert=config.d_expert // size,
+        )
+        """The sizes of the share. What it says of the residual stream and the vocabulary is that of the network."""
+
+    def first(self, dim: str) -> int:
+        """The index of the first head, key-value head or neuron of this rank, among all of the network.
+
+        `dim` is the name that a stage gives to the dim.
+        """
+        own = self.config
+        return {
+            "head": self.rank * own.num_heads,
+            "kv_head": self.rank // self.num_copies * own.num_kv_heads,
+            "d_mlp": self.rank * own.d_mlp,
+            "d_q": self.rank * own.num_heads * own.d_head,
+            "d_k": self.rank // self.num_copies * own.num_kv_heads * own.d_head,
+        }[dim]
+
+    def division(self, name: str) -> Division | None:
+        """What this rank has of a parameter; None: all of it."""
+        whole, own = self.whole, self.config
+        q = _range(self.first("d_q"), own.num_heads * own.d_head)
+        k = _range(self.first("d_k"), own.num_kv_heads * own.d_head)
+        _, _, place = name.rpartition("blocks.")
+        _, _, place = place.partition(".")
+        match place.split("."):
+            case ["attn", "qkv", _]:
+                first_k = whole.num_heads * whole.d_head
+                first_v = first_k + whole.num_kv_heads * whole.d_head
+                return Division(0, (q, _moved(k, first_k), _moved(k, first_v)))
+            case ["attn", "out", "weight"]:
+                return Division(1, (q,))
+            case ["attn", "q_norm" | "k_norm" as norm, _] if whole.qk_norm != "head":
+                own_range = q if norm == "q_norm" else k
+                by_head = slice(own_range.start // own.d_head, own_range.stop // own.d_head)
+                return Division(0, (own_range if whole.qk_norm == "projection" else by_head,))
+            case ["mlp", *parts, "up" | "down" as layer, kind]:
+                size, own_size = (whole.d_expert, own.d_expert) if parts else (whole.d_mlp, own.d_mlp)
+                neurons = _range(self.rank * own_size, own_size)
+                if layer == "up":
+                    return Division(0, (neurons, _moved(neurons, size)) if whole.gated else (neurons,))
+                return Division(1, (neurons,)) if kind == "weight" else None
+        return None
+
+    def take(self, name: str, weight: Weight) -> Tensor:
+        """This rank's part of a parameter. Of a weight that lies in mapped files, only this part is read."""
+        division = self.division(name)
+        if division is None:
+            return whole_weight(weight).detach()
+        if not isinstance(weight, StackedRows):
+            stored = whole_weight(weight).detach()
+            weight = StackedRows((stored,), stored.dtype, stored.device)
+        if division.axis == 1:
+            (columns,) = division.ranges
+            return replace(weight, parts=tuple(part[:, columns] for part in weight.parts)).tensor()
+        return replace(weight, parts=tuple(_rows(weight.parts, division.ranges))).tensor()
+
+
+class RowWiseLinear(nn.Module):
+    """A linear layer of which each rank has some inputs: the sum of the results of all ranks, and then the bias."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, add_up: Callable[[Tensor], Tensor]) -> None:
+        """weight (N, K / ranks), bias (N,)."""
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self._add_up = add_up
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., K / ranks) -> (..., N)
+        y = self._add_up(F.linear(x, self.weight))
+        return y if self.bias is None else y + self.bias
+
+
+class SharedNetworkOps(TorchNetworkOps):
+    """PyTorch's operations. A norm over all heads adds up the squares of the heads of all ranks."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, rule: NormRule) -> Tensor:
+        if not rule.spans_heads:
+            return super().norm(x, weight, bias, rule)
+        return self.norm_stages(x, weight, bias, rule)[2]
+
+    def norm_stages(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, rule: NormRule
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not rule.spans_heads:
+            return super().norm_stages(x, weight, bias, rule)
+        assert rule.kind == "rms", "norms over all heads are RMSNorms"
+        assert bias is None
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        # Ranks that share a key-value head count it more than once, but all heads equally often.
+        mean = self._ranks.add_up(wide.square().mean(-1, keepdim=True)) / self._ranks.size
+        scale = (mean + rule.eps).sqrt()
+        normalized = wide / scale
+        gain = weight.to(wide.dtype) + float(rule.offset)
+        return scale, normalized.to(x.dtype), (normalized * gain).to(x.dtype)
+
+
+def prepare_share(
+    config: ModelConfig,
+    weights: MutableMapping[str, Weight],
+    ranks: Ranks,
+    *,
+    network: Callable[..., Transformer] = Transformer,
+    allows_varlen: bool = False,
+) -> Transformer:
+    """Build the part of a network that this rank computes, from the parameters of a whole `Transformer(config)`.
+
+    `weights` is emptied as by `prepare_model`; each rank reads the parts that it has. `network` makes the network; its
+    arguments are those of `Transformer`. Raises `InvalidField` as `Share` does.
+    """
+    share = Share(config, ranks.rank, ranks.size)
+    embedding = weights["embed.weight"] = whole_weight(weights["embed.weight"])
+    names = list(weights)
+    progress = Progress("preparing weights", total=len(names))
+
+    def linear(name: str, num_inputs: int, num_outputs: int, has_bias: bool) -> nn.Module:
+        progress.advance(1 + has_bias)
+        if name == "head":
+            weight = weights.pop("head.weight", embedding)
+            return TORCH.network.linear(whole_weight(weight), None, embedding.dtype) if share.rank == 0 else NoHead()
+        with torch.device(embedding.device):  # this runs while the rest is laid out on the meta device
+            weight = share.take(f"{name}.weight", weights.pop(f"{name}.weight"))
+            bias = share.take(f"{name}.bias", weights.pop(f"{name}.bias")) if has_bias else None
+        if name.endswith(ROW_WISE):
+            return RowWiseLinear(weight, bias, ranks.add_up)
+        return TORCH.network.linear(weight, bias, embedding.dtype)
+
+    backend = replace(TORCH, network=SharedNetworkOps(ranks), allows_varlen=allows_varlen)
+    with torch.device("meta"):
+        model = network(config, backend=backend, linear=linear, share=share.config)
+    rest = {name: share.take(name, weights[name]) for name in weights}
+    surplus = model.load_state_dict(rest, strict=False, assign=True).unexpected_keys
+    model.tie_head()
+    weights.clear()
+    progress.finish()
+    assert not surplus, f"no parameter for {', '.join(surplus)}"
+    assert not any(parameter.is_meta for parameter in model.parameters()), "a parameter has no weight"
+    return model.requires_grad_(False).eval()
+
+
+class NoHead(nn.Module):
+    """Stands for the head on ranks that do not compute logits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError("only rank 0 has a head")
+
+
+def _rows(parts: Sequence[Tensor], ranges: Sequence[slice]) -> list[Tensor]:
+    """These ranges of the rows of `parts`, which are numbered as if they were one tensor. Nothing is copied."""
+    found = []
+    for rows in ranges:
+        first = 0
+        for part in parts:
+            start, stop = max(rows.start - first, 0), min(rows.stop - first, len(part))
+            if start < stop:
+                found.append(part[start:stop])
+            first += len(part)
+    return found
+
+
+def _range(first: int, length: int) -> slice:
+    return slice(first, first + length)
+
+
+def _moved(rows: slice, by: int) -> slice:
+    return slice(rows.start + by, rows.stop + by)
+
+
+def _hidden_sizes(config: ModelConfig) -> list[str]:
+    """The fields with the numbers of hidden neurons of the feed-forward networks that there are."""
+    kinds = {config.has_experts(layer) for layer in range(config.num_layers)}
+    return [field for field, has_experts in (("d_mlp", False), ("d_expert", True)) if has_experts in kinds]
+
+
+def _require_divisible(config: ModelConfig, field: str, size: int) -> None:
+    number = getattr(config, field)
+    if number % size:
+        raise InvalidField(
+            "tensor_parallel",
+            f"{size} ranks cannot divide {number} ({field}) equally; take one of {_counts(config)} ranks",
+        )
+
+
+def _counts(config: ModelConfig) -> str:
+    """The numbers of ranks by which a network can be divided, for messages."""
+    found = []
+    for size in range(1, config.num_heads + 1):
+        numbers = [config.num_heads, *(getattr(config, field) for field in _hidden_sizes(config))]
+        divides_keys = config.num_kv_heads % size == 0 or size % config.num_kv_heads == 0
+        if divides_keys and all(number % size == 0 for number in numbers):
+            found.append(str(size))
+    return ", ".join(found)
