@@ -85,6 +85,21 @@ class TestGroupedLinear:
             bound = size * (K // GROUP + 4) * 2**-23 + exact.abs() * ROUNDING[dtype]
             assert ((layer(x).double() - exact).abs() <= bound).all()
 
+    @pytest.mark.parametrize("sign", [1, -1])
+    def test_products_of_the_largest_integers_are_exact(
+        self, format: WeightFormat, N: int, K: int, dtype: torch.dtype, sign: int
+    ) -> None:
+        """Where the kernel adds products in 16 bits, these sums are the largest that must fit."""
+        weight = random_weight(format, N, K)
+        weight.integers[: N // 2], weight.integers[N // 2 :] = 0, (1 << format.bits) - 1
+        weight.scales.fill_(1)
+        if weight.factors is not None:
+            weight.factors.fill_(1)
+        x = torch.full((max(NUM_ROWS), K), float(127 * sign)).to(dtype)
+        found = layer_of([weight], None, dtype)(x).float()
+        exact = F.linear(x.double(), weight.dequantize().double())
+        assert torch.equal(found, exact.to(dtype).float())
+
     def magnitude(self, weight: GroupedWeight) -> Tensor:
         """The sum of the magnitudes of scale times integer and of minimum, for each number."""
         zero = GroupedWeight(weight.format, torch.zeros_like(weight.integers), weight.scales, weight.factors)

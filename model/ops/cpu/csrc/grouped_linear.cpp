@@ -1,4 +1,4 @@
-// Linear layers with weights of 4 to 8 bits in groups of 32 inputs: y = x w^T + b, by products of bytes (VNNI).
+// Linear layers with weights of 4 to 8 bits in groups of 32 inputs: y = x w^T + b, by products of bytes.
 //
 // First, `quantize_groups` rounds each group of 32 numbers of a row of x to bytes in [-127, 127] with a scale of its own.
 // Then `linear` multiplies the bytes by the weights (formats: weight_formats.h). The instructions multiply unsigned by
@@ -11,8 +11,8 @@
 #include <cmath>
 #include <limits>
 
+#include "byte_products.h"
 #include "gemm.h"
-#include "kernel.h"
 #include "weight_formats.h"
 
 namespace {
@@ -89,7 +89,8 @@ struct Output {
 template <class Format>
 struct GroupedProduct {
     using Scale = typename Format::Scale;
-    static constexpr int ROWS = HAS_AVX512 ? 6 : 2;  // rows of x whose two kinds of sums fit into the registers
+    // Rows of x whose two kinds of sums fit into the registers; with AVX2, only the sums of a group do.
+    static constexpr int ROWS = HAS_AVX512 ? 6 : 4;
     const InputGroup* x;
     const uint8_t *w, *scales;
     Output output;
@@ -136,8 +137,11 @@ struct GroupedProduct {
         const Block& block, const uint8_t* w, const InputGroup* x, long group, int part,
         Integers (&sums)[rows][tiles]) const {
         constexpr int PAIRS = VECTORS_PER_GROUP / 2 / Scale::PARTS;  // pairs of vectors of a part
+        using ByteSums = ::ByteSums<Format::BITS, rows, tiles>;
         UNROLL for (int row = 0; row < rows; row++)
-            UNROLL for (int tile = 0; tile < tiles; tile++) sums[row][tile] = first_sum(x[row * num_groups], part);
+            UNROLL for (int tile = 0; tile < tiles; tile++)
+                sums[row][tile] = ByteSums::SUBTRACTS_OFFSET ? Integers{} : first_sum(x[row * num_groups], part);
+        ByteSums products(sums);
         UNROLL for (int pair = part * PAIRS; pair < (part + 1) * PAIRS; pair++) {
             Integers vectors[tiles][2];
             UNROLL for (int tile = 0; tile < tiles; tile++) {
@@ -146,12 +150,14 @@ struct GroupedProduct {
                     block.prefetch<prefetches_next>(w, offset + line * 4 * WIDTH);
                 Format::unpack(w + offset, pair, vectors[tile]);
             }
-            UNROLL for (int i = 0; i < 2; i++)
+            UNROLL for (int i = 0; i < 2; i++) {
                 UNROLL for (int row = 0; row < rows; row++) {
                     const Integers four = broadcast_four(x[row * num_groups].bytes + (2 * pair + i) * 4);
                     UNROLL for (int tile = 0; tile < tiles; tile++)
-                        sums[row][tile] = add_byte_products(sums[row][tile], vectors[tile][i], four);
+                        products.add(row, tile, ByteSums::prepare(vectors[tile][i]), four);
                 }
+                products.end_of_vector(2 * pair + i);
+            }
         }
     }
 

@@ -306,19 +306,41 @@ inline void store_float16(uint16_t* to, Floats a) {
     _mm_storeu_si128((__m128i*)to + 1, _mm256_cvtps_ph(a.high, _MM_FROUND_TO_NEAREST_INT));
 }
 
-inline Integers8 add_byte_products(Integers8 sum, Integers8 w, Integers8 x) {
 #ifdef __AVXVNNI__
+inline Integers8 add_byte_products(Integers8 sum, Integers8 w, Integers8 x) {
     return (Integers8)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
-#else
-    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)x, 8), 8);
-    const __m256i odd = _mm256_srai_epi16((__m256i)x, 8);
-    sum += (Integers8)_mm256_madd_epi16(_mm256_and_si256((__m256i)w, _mm256_set1_epi16(0xff)), even);
-    return sum + (Integers8)_mm256_madd_epi16(_mm256_srli_epi16((__m256i)w, 8), odd);
-#endif
 }
 inline Integers add_byte_products(Integers sum, Integers w, Integers x) {
     return {add_byte_products(sum.low, w.low, x.low), add_byte_products(sum.high, w.high, x.high)};
 }
+#else
+template <class Operation>
+inline Integers combine_registers(Integers a, Integers b, Operation operation) {
+    return {(Integers8)operation((__m256i)a.low, (__m256i)b.low), (Integers8)operation((__m256i)a.high, (__m256i)b.high)};
+}
+// Two sums in each lane, in 16 bits: the products of the lane's unsigned bytes of w and signed bytes of x, two by two.
+inline Integers multiply_bytes(Integers w, Integers x) {
+    return combine_registers(w, x, [](__m256i a, __m256i b) { return _mm256_maddubs_epi16(a, b); });
+}
+inline Integers add_halves(Integers a, Integers b) {
+    return combine_registers(a, b, [](__m256i x, __m256i y) { return _mm256_add_epi16(x, y); });
+}
+// Adds both halves of a lane of `halves` to the lane of `sum`.
+inline Integers add_both_halves(Integers sum, Integers halves) {
+    return combine_registers(sum, halves, [](__m256i a, __m256i b) {
+        return _mm256_add_epi32(a, _mm256_madd_epi16(b, _mm256_set1_epi16(1)));
+    });
+}
+// Computes `a` here: otherwise GCC adds many numbers as a tree, which needs more registers than there are.
+inline void keep_order(Integers& a) { asm("" : "+x"(a.low), "+x"(a.high)); }
+inline Integers abs_bytes(Integers a) {
+    return {(Integers8)_mm256_abs_epi8((__m256i)a.low), (Integers8)_mm256_abs_epi8((__m256i)a.high)};
+}
+// Each byte of x, times the sign of the byte of `sign`: 1, 0 or -1.
+inline Integers copy_byte_signs(Integers x, Integers sign) {
+    return combine_registers(x, sign, [](__m256i a, __m256i b) { return _mm256_sign_epi8(a, b); });
+}
+#endif
 
 // Writes the columns of a matrix of 16 rows and 16 columns, one after the other: as four matrices of 8 by 8.
 inline void transpose(Floats (&rows)[WIDTH], float* to) {
