@@ -28,6 +28,8 @@ NOT_ON_BOARD = {
     "process_start_time_seconds": "a restart shows in the panel Ready",
     "process_open_fds": "follows the number of connections",
     "process_max_fds": "never changes",
+    "forwardscope_cache_config_info": "never changes; it is for endpoint pickers",
+    "forwardscope_lora_requests_info": "never changes; it is for endpoint pickers",
 }
 PROMETHEUS_LABELS = {"job", "instance", "alertname", "alertstate"}
 
