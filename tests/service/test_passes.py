@@ -99,7 +99,7 @@ def test_the_worked_examples_answer_while_the_checkpoint_loads(
     monkeypatch: pytest.MonkeyPatch, tiny_directory: Path
 ) -> None:
     gate = threading.Event()
-    monkeypatch.setattr("service.app.load_model", lambda settings: gate.wait(20) and None)
+    monkeypatch.setattr("service.app.load_model", lambda settings, ranks: gate.wait(20) and None)
     loading = Running(Settings(model=str(tiny_directory), threads=1))
     try:
         assert loading.get("/ready").status_code == 503

@@ -1,5 +1,6 @@
 """Shutdown: the service drains on SIGTERM, and every admitted request ends with a result or an error."""
 
+import json
 import re
 import signal
 import subprocess
@@ -193,7 +194,9 @@ class TestEngineFailure:
                 (streams if body.get("stream") else wholes).append(future.result(PATIENCE_SECONDS))
         for response, num_choices in zip(streams, (2, 1), strict=True):
             assert response.content.count(b"event: error\n") == num_choices
-            assert response.content.endswith(b'"code":"internal"}}\n\ndata: [DONE]\n\n')
+            *_, last, done = response.content.decode().split("\n\n")[:-1]
+            assert json.loads(last.partition("data: ")[2])["error"]["code"] == "internal"
+            assert done == "data: [DONE]"
         assert [response.status_code for response in wholes] == [500, 500]
         assert not any(b"secret" in response.content for response in (*streams, *wholes))
         service.on_network(lambda: None).result(PATIENCE_SECONDS)  # the thread still runs
