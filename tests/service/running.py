@@ -25,7 +25,7 @@ from service.settings import Settings
 from service.state import State
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 LOADING_SECONDS = 300.0  # the first start on a machine compiles the kernels
 Result = TypeVar("Result")
 Start = Callable[..., "Running"]

@@ -223,7 +223,7 @@ def test_many_clients_at_once_get_right_answers_and_leave_nothing_behind(crowded
         assert ledger.ended == ledger.admitted  # exactly once
         ended = {reason: count - before[reason] for reason, count in num_ended(crowded).items()}
         assert sum(ended.values()) == len(ledger.admitted)
-        assert ended["cancelled"] >= NUM_LEAVING / 4  # many disconnected while their requests ran
+        assert ended["cancelled"] >= NUM_LEAVING / 10  # some disconnected while their requests ran
         assert ended["error"] == 0
         crowded.on_network(engine.check_integrity).result(PATIENCE_SECONDS)
         assert crowded.metric("kv_cache_usage_perc") == 0
