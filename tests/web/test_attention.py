@@ -236,6 +236,17 @@ def test_the_heads_are_compared_for_one_query_and_one_key(page: "Page", base: st
     assert "the causal mask hides later tokens" in page.locator("attention-ranking .answer").inner_text()
 
 
+def test_the_keyboard_stays_on_the_button_of_the_head_that_it_chose(page: "Page", base: str) -> None:
+    open_view(page, base, "attention", prompt=PROMPT)
+    button = page.locator("attention-ranking button.small").nth(1)
+    name = button.inner_text()
+    button.press("Enter")
+    page.wait_for_url("**layer=**")
+    page.locator("attention-ranking button.small[aria-pressed=true]", has_text=name).wait_for()
+    wait_until_ready(page)
+    assert page.evaluate("document.activeElement.textContent") == name
+
+
 def test_induction_needs_tokens_that_are_repeated(page: "Page", base: str) -> None:
     prompt = "The cat sat. The cat sat. The cat"
     maps = patterns(base, prompt)["maps"]

@@ -49,7 +49,9 @@ export class AttentionRanking extends HTMLElement {
     this.#answer.textContent = this.#describe();
     const named = this.#heads.slice(0, NUM_NAMED);
     const texts = apart(named.map(({ value }) => value));
+    const focused = this.#buttons.contains(document.activeElement) ? document.activeElement.dataset.head : undefined;
     this.#buttons.replaceChildren(...(named.length > 0 ? ["Show head", ...named.map((place, index) => this.#button(place, texts[index]))] : []));
+    if (focused !== undefined) this.#buttons.querySelector(`[data-head="${focused}"]`)?.focus({ preventScroll: true });
     this.#basis.textContent = BASES[target] ?? BASIS;
     this.#basis.hidden = this.#table.hidden = named.length === 0;
     this.#table.refresh();
@@ -81,7 +83,7 @@ export class AttentionRanking extends HTMLElement {
 
   #button(place, text) {
     const isShown = nameOf(place) === nameOf(this.#shown.chosen);
-    return el("button", { type: "button", class: "small", title: "Show this head", "aria-pressed": String(isShown), onclick: () => this.#send("choose", { layer: place.layer, head: place.head }) }, `${nameOf(place)}: ${text}`);
+    return el("button", { type: "button", class: "small", title: "Show this head", dataset: { head: nameOf(place) }, "aria-pressed": String(isShown), onclick: () => this.#send("choose", { layer: place.layer, head: place.head }) }, `${nameOf(place)}: ${text}`);
   }
 
   #tableOf() {
