@@ -51,6 +51,8 @@ def test_the_ranking_and_the_answer_are_the_means_of_the_service(page: "Page", b
         answer = page.locator("attention-ranking .answer").inner_text()
         assert answer.startswith(f"Head {best[0]['layer']}.{best[0]['head']} (")
         assert f"attends most to {words}: {percent(best[0]['means'][target])}" in answer
+        is_best = (best[0]["layer"], best[0]["head"]) == (1, 2)
+        assert answer.endswith("The large picture shows head 1.2.") != is_best
         buttons = page.locator("attention-ranking button.small").all_inner_texts()
         assert buttons == [f"{each['layer']}.{each['head']}: {percent(each['means'][target])}" for each in best]
         described = page.locator("attention-head .answer").first.inner_text()
@@ -225,6 +227,7 @@ def test_the_heads_are_compared_for_one_query_and_one_key(page: "Page", base: st
         assert said.startswith(f"Head {best[0][0]}.{best[0][1]} (")
         assert f"“{tokens[key]['text']}” (position {key}), when “{tokens[query]['text']}” (position {query})" in said
         assert f": {percent(weights[best[0]])} of its weight." in said
+        assert said.endswith("The large picture shows head 0.0.") == (best[0] != (0, 0))
         buttons = page.locator("attention-ranking button.small").all_inner_texts()
         assert buttons == [f"{layer}.{head}: {percent(weights[layer, head])}" for layer, head in best]
         page.locator("attention-ranking select[name=key]").select_option("4")

@@ -46,7 +46,7 @@ export class AttentionRanking extends HTMLElement {
     this.#heads = valued.every(({ value }) => value !== null) ? valued.sort((a, b) => b.value - a.value) : [];
     this.#pair.hidden = target !== "chosen";
     for (const control of this.#pair.querySelectorAll("select")) control.value = String(control.name === "pos" ? shown.query : shown.key);
-    this.#answer.textContent = this.#describe();
+    this.#answer.textContent = [this.#describe(), this.#whichIsShown()].filter(Boolean).join(" ");
     const named = this.#heads.slice(0, NUM_NAMED);
     const texts = apart(named.map(({ value }) => value));
     const focused = this.#buttons.contains(document.activeElement) ? document.activeElement.dataset.head : undefined;
@@ -79,6 +79,14 @@ export class AttentionRanking extends HTMLElement {
     if (tied.length > 1) return `${tied.length} heads tie, among them ${tied.slice(0, NUM_NAMED).map(nameOf).join(", ")}: they attend most to ${what}, each with ${percent(best.value)} of its weight${mean}.`;
     const [text] = apart([best, second].filter(Boolean).map(({ value }) => value));
     return `Head ${nameOf(best)} (layer ${best.layer}, head ${best.head}) attends most to ${what}: ${text} of its weight${mean}.`;
+  }
+
+  /** Which head the large picture shows, if it is not the one that the answer names first. */
+  #whichIsShown() {
+    const [best] = this.#heads;
+    const { chosen, tokens } = this.#shown;
+    if (!best || best.value === 0 || tokens.length === 1 || nameOf(best) === nameOf(chosen)) return "";
+    return `The large picture shows head ${nameOf(chosen)}.`;
   }
 
   #button(place, text) {
