@@ -18,15 +18,15 @@ export function asCurl({ path, body }, { origin, withKey }) {
 const CALLS = {
   "/forward": { method: "run", name: "trace", first: ["prompt", "stages"], ends: [...arraysOf("trace"), "print(trace.loss)"] },
   "/attribute": { method: "attribute", name: "attribution", first: ["method", "prompt"], ends: [...arraysOf("attribution"), "print(list(attribution.answer))"] },
-  "/logits": { method: "logits", name: "logits", first: ["prompt"], ends: ["print(logits.logits.shape)"] },
-  "/patterns": { method: "patterns", name: "patterns", first: ["prompt"], ends: ["print(patterns.values.shape)"] },
+  "/logits": { method: "logits", name: "logits", first: ["prompt"], ends: ["print(logits.logits.shape)", "print(logits.logits)"] },
+  "/patterns": { method: "patterns", name: "patterns", first: ["prompt"], ends: ["print(patterns.values.shape)", "print(patterns.values)"] },
   "/generate": { method: "generate", name: "generation", first: ["prompt"], ends: ["print(generation.tokens)", "print(generation.text)"] },
   "/status": { method: "status", name: "status", first: [], ends: ["print(status)"] },
 };
 
-/** Lines that list the arrays by name of an object of the client. */
+/** Lines that print the arrays by name of an object of the client. */
 function arraysOf(name) {
-  return [`for name, array in ${name}.items():`, "    print(name, array.shape)"];
+  return [`for name, array in ${name}.items():`, "    print(name, array.shape)", "    print(array)"];
 }
 
 /** The request as a program in Python with the client of docs/python.md. Its last lines show the object that it got. */
@@ -38,7 +38,7 @@ export function asPython({ path, body }, { origin, withKey }) {
   const key = withKey ? ', api_key=os.environ["FORWARDSCOPE_API_KEY"]' : "";
   return [
     ...(withKey ? ["import os", ""] : []),
-    "from forwardscope import Client  # the package of the server",
+    "from forwardscope import Client  # to install it: pip install . in a checkout of the server",
     "",
     `client = Client("${origin}"${key})`,
     `${name} = client.${method}(${values.join(", ")})`,

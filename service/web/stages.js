@@ -78,7 +78,7 @@ const PARTS = {
   "attn.scores": ["Scores", "score", scoreFormula],
   "attn.attn_scores": ["Masked scores", "mask", maskFormula],
   "attn.pattern": ["Attention pattern", "pattern", () => "softmax of the masked scores: e^score ÷ the sum of e^score over all keys"],
-  "attn.z": ["Results of the heads, before W_o", "z", () => "for each query, the sum over all keys of weight × value"],
+  "attn.z": ["Outputs of the heads (z), before W_o", "z", () => "for each query, the sum over all keys of weight × value"],
   "attn.lora_out": ["Adapter: output of attention", "attention_output", () => "what the adapter adds to the output of attention"],
   attn_out: ["Attention output", "attention_output", outputOf("results of all heads × W_o")],
   resid_mid: ["Stream after attention", "residual", () => "stream that entered + attention output"],

@@ -51,6 +51,8 @@ def test_the_ranking_and_the_answer_are_the_means_of_the_service(page: "Page", b
         answer = page.locator("attention-ranking .answer").inner_text()
         assert answer.startswith(f"Head {best[0]['layer']}.{best[0]['head']} (")
         assert f"attends most to {words}: {percent(best[0]['means'][target])}" in answer
+        is_best = (best[0]["layer"], best[0]["head"]) == (1, 2)
+        assert answer.endswith("The large picture shows head 1.2.") != is_best
         buttons = page.locator("attention-ranking button.small").all_inner_texts()
         assert buttons == [f"{each['layer']}.{each['head']}: {percent(each['means'][target])}" for each in best]
         described = page.locator("attention-head .answer").first.inner_text()
@@ -225,6 +227,7 @@ def test_the_heads_are_compared_for_one_query_and_one_key(page: "Page", base: st
         assert said.startswith(f"Head {best[0][0]}.{best[0][1]} (")
         assert f"“{tokens[key]['text']}” (position {key}), when “{tokens[query]['text']}” (position {query})" in said
         assert f": {percent(weights[best[0]])} of its weight." in said
+        assert said.endswith("The large picture shows head 0.0.") == (best[0] != (0, 0))
         buttons = page.locator("attention-ranking button.small").all_inner_texts()
         assert buttons == [f"{layer}.{head}: {percent(weights[layer, head])}" for layer, head in best]
         page.locator("attention-ranking select[name=key]").select_option("4")
@@ -234,6 +237,17 @@ def test_the_heads_are_compared_for_one_query_and_one_key(page: "Page", base: st
     page.wait_for_url("**key=6**")
     wait_until_ready(page)
     assert "the causal mask hides later tokens" in page.locator("attention-ranking .answer").inner_text()
+
+
+def test_the_keyboard_stays_on_the_button_of_the_head_that_it_chose(page: "Page", base: str) -> None:
+    open_view(page, base, "attention", prompt=PROMPT)
+    button = page.locator("attention-ranking button.small").nth(1)
+    name = button.inner_text()
+    button.press("Enter")
+    page.wait_for_url("**layer=**")
+    page.locator("attention-ranking button.small[aria-pressed=true]", has_text=name).wait_for()
+    wait_until_ready(page)
+    assert page.evaluate("document.activeElement.textContent") == name
 
 
 def test_induction_needs_tokens_that_are_repeated(page: "Page", base: str) -> None:

@@ -88,6 +88,8 @@ def test_copied_programs_end_in_the_arrays_or_the_text(page: "Page", base: str, 
     output = run([sys.executable, "-c", copied(page, "Copy as Python")])
     expected = {"attention": "attn.pattern (1, 1, ", "lens": "'layers'", "worked": "blocks.0.ln1.out (", "steps": "("}
     assert expected.get(view, " (1, ") in output
+    if view in ("forward", "attention", "edits", "worked"):
+        assert "\n[[" in output  # the numbers of an array
 
 
 def test_the_text_can_be_copied_with_its_prompt(page: "Page", bundled: Running, base: str) -> None:

@@ -119,7 +119,7 @@ class TestMap:
 
     def test_figures_may_be_those_of_one_token(self, page: "Page", bundled: Running, base: str) -> None:
         open_view(page, base, "forward", prompt=PROMPT)
-        page.get_by_label("Figures of").select_option("2")
+        page.get_by_label("Statistics of").select_option("2")
         wait_until_ready(page)
         names = ["embed", "blocks.0.attn.pattern", "logits"]
         for stage in bundled.answer("/forward", prompt=PROMPT, stages=names, positions=[2])["stages"]:
@@ -127,7 +127,7 @@ class TestMap:
             assert read_number(texts[1]) == pytest.approx(stage["summary"]["max"], rel=SIGNIFICANT)
         page.reload()
         wait_until_ready(page)
-        assert page.get_by_label("Figures of").input_value() == "2"
+        assert page.get_by_label("Statistics of").input_value() == "2"
 
     @pytest.mark.parametrize("position", [None, 0])
     def test_each_layer_states_the_length_of_the_stream_after_it(

@@ -191,6 +191,12 @@ def test_another_token_can_be_followed(page: "Page", base: str) -> None:
     assert f"Its best rank is {best:,}" in page.locator("lens-view .answer").inner_text()
 
 
+def test_the_space_mark_of_labels_is_a_space_in_the_followed_token(page: "Page", base: str) -> None:
+    open_view(page, base, "lens", prompt=PROMPT, token="␣was", cells="rank")
+    ranks = [[(f"{each['rank']:,}", "␣was") for each in layer["token"]] for layer in lens(base, token=" was")["layers"]]
+    assert grid_of(page) == ranks
+
+
 def test_the_lens_covers_generated_tokens(page: "Page", base: str) -> None:
     open_view(page, base, "lens", prompt=PROMPT, generate=4)
     ids = post(base, "/generate", prompt=PROMPT, max_tokens=4, temperature=0, echo=True)["tokens"]

@@ -60,7 +60,10 @@ def test_the_figures_of_a_step(page: "Page", bundled: Running, base: str) -> Non
     assert f"{position + 1} positions × {size:,} bytes" in figure(page, "In the cache after this step")  # noqa: RUF001
     config = model["config"]
     assert size == 2 * config["num_layers"] * config["num_kv_heads"] * config["d_head"] * 2  # bfloat16
-    assert figure(page, "Bytes of one token").endswith(f"{size:,}")
+    assert figure(page, "Bytes of one token").endswith(f"2 bytes (bfloat16) = {size:,}")
+    group = config["num_heads"] // config["num_kv_heads"]
+    shared = f" (each shared by {group} query heads)" if group > 1 else ""
+    assert f"{config['num_kv_heads']} key-value heads{shared} " in figure(page, "Bytes of one token")
 
 
 def test_it_says_what_is_computed_and_predicted(page: "Page", bundled: Running, base: str) -> None:

@@ -87,7 +87,7 @@ export class AttentionHead extends HTMLElement {
     if (pattern.means === null) return "The prompt has one token only, which can attend to nothing but itself.";
     const [best, ...others] = Object.entries(TARGETS).sort(([a], [b]) => pattern.means[b] - pattern.means[a]);
     const part = ([name, label]) => `${percent(pattern.means[name])} to ${label}`;
-    return `On average, head ${layer}.${head} gives ${part(best)}, ${others.map(part).join(", and ")}. (At position 1, the previous token is also the first one.)`;
+    return `On average, head ${layer}.${head} gives ${part(best)}, ${others.map(part).join(", and ")}. (These can add up to more than 100 %: at position 1, the previous token is also the first one, so its weight counts twice.)`;
   }
 
   #drawMap() {

@@ -46,10 +46,12 @@ export class AttentionRanking extends HTMLElement {
     this.#heads = valued.every(({ value }) => value !== null) ? valued.sort((a, b) => b.value - a.value) : [];
     this.#pair.hidden = target !== "chosen";
     for (const control of this.#pair.querySelectorAll("select")) control.value = String(control.name === "pos" ? shown.query : shown.key);
-    this.#answer.textContent = this.#describe();
+    this.#answer.textContent = [this.#describe(), this.#whichIsShown()].filter(Boolean).join(" ");
     const named = this.#heads.slice(0, NUM_NAMED);
     const texts = apart(named.map(({ value }) => value));
+    const focused = this.#buttons.contains(document.activeElement) ? document.activeElement.dataset.head : undefined;
     this.#buttons.replaceChildren(...(named.length > 0 ? ["Show head", ...named.map((place, index) => this.#button(place, texts[index]))] : []));
+    if (focused !== undefined) this.#buttons.querySelector(`[data-head="${focused}"]`)?.focus({ preventScroll: true });
     this.#basis.textContent = BASES[target] ?? BASIS;
     this.#basis.hidden = this.#table.hidden = named.length === 0;
     this.#table.refresh();
@@ -79,9 +81,17 @@ export class AttentionRanking extends HTMLElement {
     return `Head ${nameOf(best)} (layer ${best.layer}, head ${best.head}) attends most to ${what}: ${text} of its weight${mean}.`;
   }
 
+  /** Which head the large picture shows, if it is not the one that the answer names first. */
+  #whichIsShown() {
+    const [best] = this.#heads;
+    const { chosen, tokens } = this.#shown;
+    if (!best || best.value === 0 || tokens.length === 1 || nameOf(best) === nameOf(chosen)) return "";
+    return `The large picture shows head ${nameOf(chosen)}.`;
+  }
+
   #button(place, text) {
     const isShown = nameOf(place) === nameOf(this.#shown.chosen);
-    return el("button", { type: "button", class: "small", title: "Show this head", "aria-pressed": String(isShown), onclick: () => this.#send("choose", { layer: place.layer, head: place.head }) }, `${nameOf(place)}: ${text}`);
+    return el("button", { type: "button", class: "small", title: "Show this head", dataset: { head: nameOf(place) }, "aria-pressed": String(isShown), onclick: () => this.#send("choose", { layer: place.layer, head: place.head }) }, `${nameOf(place)}: ${text}`);
   }
 
   #tableOf() {

@@ -63,7 +63,7 @@ export class EditComparison extends HTMLElement {
       const isTop = id === plain.top[0].id || id === edited.top[0].id;
       return { cells: [shown(one ?? other), one ? percent(one.probability) : below(plain.top), other ? percent(other.probability) : below(edited.top), ...differences], shares: [one?.probability ?? 0, other?.probability ?? 0], mark: isTop };
     });
-    return barTable({ caption: "Next tokens: thin bar without edits, thick bar with edits (temperature 1, whole vocabulary). Framed: the most likely token of either run. Near 0 and 100 %, a probability hardly moves, but a logit does.", columns: ["token", "without", "with", "difference, percentage points", "difference of the logit"], rows });
+    return barTable({ caption: "Next tokens: thin bar without edits, thick bar with edits (temperature 1, whole vocabulary). Framed: the most likely token of either run. Near 0 and 100 %, a probability hardly moves, but a logit does. A probability can fall although its logit rises, if the logits of other tokens rise more: only differences between logits count.", columns: ["token", "without", "with", "difference, percentage points", "difference of the logit"], rows });
   }
 }
 

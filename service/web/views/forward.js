@@ -26,7 +26,7 @@ export default class Forward extends View {
 
   build() {
     const tokens = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Tokens of the prompt" }, this.#tokens);
-    const meaning = el("p", { class: "faint" }, "Each card is a stage: its shape, its formula, and figures of its numbers: smallest, largest, mean, standard deviation (std), and length (the root of the sum of the squares). Open it to see the numbers.");
+    const meaning = el("p", { class: "faint" }, "Each card is a stage: its shape, its formula, and statistics of its numbers: smallest, largest, mean, standard deviation (std), and length (L2 norm: the root of the sum of the squares). Open it to see the numbers.");
     this.append(this.#answer, tokens, meaning, el("p", { class: "row" }, this.#position), this.#map);
     this.#map.addEventListener("layer", ({ detail }) => this.#toggleLayer(detail.layer));
     this.#map.addEventListener("stage", ({ detail }) => this.#toggleStage(detail.name));
@@ -109,7 +109,7 @@ export default class Forward extends View {
     const choose = (event) => this.context.navigate({ position: event.target.value });
     const control = this.#position.querySelector("select");
     if (control && this.#shownTokens === tokens) control.value = position;
-    else this.#position.replaceChildren(labelled("Figures of", select({ onchange: choose }, options, position)));
+    else this.#position.replaceChildren(labelled("Statistics of", select({ onchange: choose }, options, position)));
     this.#shownTokens = tokens;
   }
 

@@ -48,7 +48,7 @@ export default class GenerateView extends View {
       this.#summary,
       this.#controls.element,
       el("div", { class: "row" }, el("span", {}, labelled("Max tokens", this.#maxTokens), " ", this.#room), el("label", {}, "Seed ", this.#seed), el("button", { type: "button", onclick: () => this.#newSeed() }, "New seed"), this.#defaults(), el("label", {}, this.#chat, " As a chat message"), el("label", {}, this.#numbers, " Probabilities below the tokens")),
-      el("p", { class: "faint" }, "With a ", term("temperature"), " of 0, the text is always the same (", term("greedy"), "). With more, the ", term("seed"), " decides what is drawn.", switchedOff(model?.generation_defaults ?? {})),
+      el("p", { class: "faint" }, "With a ", term("temperature"), " of 0, the text is always the same (", term("greedy"), "). With more, the ", term("seed"), " decides what is drawn. To see how a temperature changes the probabilities of one token, select the token in the text.", switchedOff(model?.generation_defaults ?? {})),
       el("p", { class: "faint", hidden: !hasTemplate }, "“As a chat message” sends the prompt as a single message of the user, in the chat template of the model. Without it, the model continues the prompt as it stands."),
     );
     this.append(

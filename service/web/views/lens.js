@@ -102,7 +102,8 @@ export default class Lens extends View {
 
   #body({ model, token, lens }, prompt, first, size) {
     const { capabilities, sizes } = this.context.service.model;
-    const followed = token === "" ? {} : { token: capabilities.tokenizer ? token : readIndex(token, "token", sizes.d_vocab) };
+    // Labels of tokens show a space as ␣, so a copied label means a space.
+    const followed = token === "" ? {} : { token: capabilities.tokenizer ? token.replaceAll("␣", " ") : readIndex(token, "token", sizes.d_vocab) };
     const positions = Array.from({ length: size }, (_, index) => first + index);
     return { method: "logit_lens", ...(model ? { model } : {}), prompt, positions, top_k: Math.min(NUM_TOKENS, sizes.d_vocab), ...followed, ...(lens ? { lens } : {}) };
   }

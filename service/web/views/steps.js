@@ -14,6 +14,8 @@ const NUM_PREDICTIONS = 5;
 const PLAY_MILLISECONDS = 1200;
 const SIGNS = { computed: ["■", "computed in this step"], read: ["▤", "read from the cache"], chosen: ["★", "chosen by this step"], none: ["", "not there yet"] };
 
+const BYTES = { float64: 8, float32: 4, bfloat16: 2, float16: 2 };
+
 export default class Steps extends View {
   /** `step`: the step that is shown, from 0. `tokens`: how many tokens are generated. */
   static params = { step: "0", tokens: "8" };
@@ -170,7 +172,7 @@ export default class Steps extends View {
   }
 
   #showFigures(step) {
-    const { config, limits } = this.context.service.model;
+    const { config, dtype, limits } = this.context.service.model;
     const ofToken = limits.cache_token_bytes;
     const ofNumber = ofToken / (2 * config.num_layers * config.num_kv_heads * config.d_head);
     const window = config.window ? [["Sliding window", `${config.windowed_layers ? "Some layers read" : "Each layer reads"} only the last ${config.window} positions.`]] : [];
@@ -180,7 +182,7 @@ export default class Steps extends View {
       ["Without a cache", `this step would compute ${count(step.stored)} positions`],
       ["So far", `${count(step.computed)} positions computed instead of ${count(step.withoutCache)}: ${count(step.withoutCache - step.computed)} saved`],
       ["In the cache after this step", `${count(step.stored)} positions × ${count(ofToken)} bytes = ${bytes(step.stored * ofToken)}`],
-      ["Bytes of one token", `2 (key and value) × ${config.num_layers} layers × ${config.num_kv_heads} key-value heads × ${config.d_head} numbers × ${number(ofNumber).replace(/\.0+$/, "")} bytes = ${count(ofToken)}`],
+      ["Bytes of one token", `2 (key and value) × ${config.num_layers} layers × ${config.num_kv_heads} key-value heads${sharedBy(config)} × ${config.d_head} numbers × ${number(ofNumber).replace(/\.0+$/, "")} bytes${ofNumber === BYTES[dtype] ? ` (${dtype})` : ""} = ${count(ofToken)}`],
       ...window,
     ];
     this.#figures.replaceChildren(...entries.flatMap(([name, says]) => [el("dt", {}, name), el("dd", {}, says)]));
@@ -222,6 +224,11 @@ function sentence(step, index, { usage, logprobs, finish_reason: reason }, numSt
   const then = chosen ? ` It chooses ${quoted(chosen)} (${percent(step.top[0].probability)}).` : "";
   const end = index === numSteps - 1 && reason === "stop" ? " With this token, the network ends the text." : "";
   return what + then + end;
+}
+
+/** How many query heads read the same keys and values, if there are several. */
+function sharedBy({ num_heads: numHeads, num_kv_heads: numKvHeads }) {
+  return numHeads === numKvHeads ? "" : ` (each shared by ${numHeads / numKvHeads} query heads)`;
 }
 
 customElements.define("steps-view", Steps);

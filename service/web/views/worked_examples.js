@@ -92,7 +92,7 @@ export default class WorkedExamples extends View {
     const differing = printed.filter(({ published }) => !published.agrees);
     const following = differing.filter(({ published }) => published.from_previous?.agrees).length;
     const reason = differing.length === 0 ? "" : ` Of the ${differing.length} others, ${following} differ only because of earlier numbers: the article computes with rounded or wrong numbers, and the difference is passed on.`;
-    const show = el("button", { type: "button", class: "small", onclick: () => this.#slips.focus() }, "Show them");
+    const show = el("button", { type: "button", class: "small", onclick: () => this.#slips.focus() }, slips.length === 1 ? "Show it" : "Show them");
     this.#about.replaceChildren(
       el("p", { class: "answer" }, el("strong", {}, `${lookWrong(slips.length)}.`), " ", slips.length > 0 ? show : ""),
       el("h3", {}, article ? el("a", { href: article.address, target: "_blank", rel: "noreferrer" }, article.title) : example.title),
