@@ -141,7 +141,7 @@ class LeadingNetwork(Transformer):
             yield
         except LostRank:
             raise
-        except Exception as error:
+        except Exception as error:  # any error but that of a tap leaves the ranks at different places
             self.ranks.check()
             if tap is not None and error is tap.failure:
                 raise

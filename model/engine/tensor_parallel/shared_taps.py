@@ -94,7 +94,7 @@ class LeadingTap:
         assert whole is not None, "only rank 0 has a leading tap"
         try:
             returned = self._call(name, whole)
-        except Exception:
+        except Exception:  # the other ranks wait for the verdict, whatever the error of the tap
             self._tell(FAILED)
             raise
         self._tell(KEPT if returned is whole else CHANGED)
