@@ -111,12 +111,12 @@ class Transformers:
         with torch.inference_mode():
             ids = torch.tensor([request.ids for request in requests])
             cache = self._new_cache(len(requests), ids.shape[1] + num_out)
-            logits = self._model(ids, past_key_values=cache, logits_to_keep=1).logits
+            logits = self._model(ids, None, None, cache, logits_to_keep=1).logits
             for count in range(1, num_out + 1):
                 tokens = logits[:, -1].argmax(-1, keepdim=True)
                 emit(list(zip(requests, tokens[:, 0].tolist(), strict=True)))
                 if count < num_out:
-                    logits = self._decode(tokens, past_key_values=cache, logits_to_keep=1).logits
+                    logits = self._decode(tokens, None, None, cache, logits_to_keep=1).logits
 
     def _new_cache(self, num_sequences: int, length: int) -> Any:
         from transformers import DynamicCache, StaticCache

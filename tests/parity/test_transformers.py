@@ -118,8 +118,8 @@ class TestDynamicScaling:
         reference = write_reference(config_of("llama", DYNAMIC), tmp_path)
         model = load_checkpoint(str(tmp_path)).model
         ids = random_ids(model.config.vocab_size, 3 * TRAINED)
-        cache = transformers.DynamicCache()
-        steps = [reference(token, past_key_values=cache, use_cache=True).logits for token in ids.split(1, dim=1)]
+        cache = transformers.DynamicCache()  # passed by position: its name depends on the version of transformers
+        steps = [reference(token, None, None, cache, use_cache=True).logits for token in ids.split(1, dim=1)]
         torch.testing.assert_close(
             model(ids), torch.cat(steps, dim=1), atol=ROUNDING[torch.float32], rtol=ROUNDING[torch.float32]
         )

@@ -121,7 +121,8 @@ class TestRoutes:
         self, served: Running, logits: dict[str | None, torch.Tensor], name: str | None, by: str
     ) -> None:
         trace = {"stages": ["*.lora_v"], "detail": "values"}
-        answer = served.answer("/generate", prompt=IDS, max_tokens=2, trace=trace, **chosen(name, by))
+        body = {"prompt": IDS, "max_tokens": 2, "ignore_eos": True, "trace": trace}
+        answer = served.answer("/generate", **body, **chosen(name, by))
         stages = [stage for step in answer["trace"] for stage in step["stages"]]
         assert len(stages) == 4
         assert all(bool(torch.tensor(stage["values"]).any()) == (name is not None) for stage in stages)
