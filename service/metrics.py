@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,8 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from model.engine.engine import Stats
 from model.engine.request import Output, Step
 from model.text.transcript import FinishReason
-from service.buffered_metrics import BufferedHistogram, PlainCounter
+from service.metric_types import Counter, Histogram
 from service.metrics_text import MetricsText
+from service.process_metrics import ProcessMetrics
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 EDITED_ROUTES = ("/forward", "/logits", "/patterns", "/generate", "/v1/completions", "/v1/chat/completions")
@@ -74,18 +75,18 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.text = MetricsText(self.registry)
-        ProcessCollector(registry=self.registry)
+        self.registry.register(ProcessMetrics())
         self.http_requests = self._counter("http_requests_total", "HTTP requests answered", "route", "method", "status")
         self.http_seconds = self._histogram(
             "http_request_duration_seconds", "Time from request to last byte of the response", "route"
         )
         self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of passes and generations")
-        self.generation_tokens = PlainCounter("forwardscope_generation_tokens", "Generated tokens", self.registry)
+        self.generation_tokens = self._counter("generation_tokens_total", "Generated tokens")
         self.finished = self._counter("request_success_total", "Continuations that ended", "finished_reason")
         for reason in get_args(FinishReason):  # each begins at 0: for Prometheus, a new series at 1 is no increase
             self.finished.labels(reason)
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Time from request to first token")
-        self.inter_token = self._step_histogram(
+        self.inter_token = self._histogram(
             "inter_token_latency_seconds",
             "Time between two tokens of a continuation; the tokens of one step share its time evenly",
         )
@@ -100,9 +101,9 @@ class Metrics:
             "request_decode_time_seconds",
             "Time from the first token of a request to the last of each continuation",
         )
-        self.step_tokens = self._step_histogram("iteration_tokens_total", "Tokens per step", buckets=COUNTS)
-        self.step_sequences = self._step_histogram("iteration_sequences", "Sequences per step", buckets=COUNTS)
-        self.step_seconds = self._step_histogram("iteration_seconds", "Duration of a step")
+        self.step_tokens = self._histogram("iteration_tokens_total", "Tokens per step", buckets=COUNTS)
+        self.step_sequences = self._histogram("iteration_sequences", "Sequences per step", buckets=COUNTS)
+        self.step_seconds = self._histogram("iteration_seconds", "Duration of a step")
         self.trace_bytes = self._counter(
             "trace_bytes_total", "Bytes of the answers of passes, and of traces in generations"
         )
@@ -172,16 +173,14 @@ class Metrics:
 
     def count_tokens(self) -> tuple[float, float]:
         """The numbers of prompt tokens and of generated tokens since the start."""
-        (family,) = self.prompt_tokens.collect()
-        num_prompt = next(sample.value for sample in family.samples if sample.name.endswith("_total"))
-        return num_prompt, self.generation_tokens.value
+        return self.prompt_tokens.value, self.generation_tokens.value
 
     def note_output(self, progress: Progress, output: Output, now: float) -> None:
         """Update the metrics of a request with the output of a step that ended at `now`."""
         if output.tokens or output.prompt_tokens:
             is_first_output = progress.first_token is None
             num_new, seconds = progress.note_tokens(output.choice, output.num_generated, now)
-            self.generation_tokens.value += num_new
+            self.generation_tokens.inc(num_new)
             if seconds is not None:
                 for _ in range(num_new):
                     self.inter_token.observe(seconds / num_new)
@@ -207,17 +206,13 @@ class Metrics:
             self.trace_seconds.observe(step.trace_seconds)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"forwardscope_{name}", _with_labels(text, labels), labels, registry=self.registry)
+        return Counter(f"forwardscope_{name}", _with_labels(text, labels), self.registry, labels)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"forwardscope_{name}", text, registry=self.registry)
 
     def _histogram(self, name: str, text: str, *labels: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-        text = _with_labels(text, labels)
-        return Histogram(f"forwardscope_{name}", text, labels, registry=self.registry, buckets=buckets)
-
-    def _step_histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> BufferedHistogram:
-        return BufferedHistogram(f"forwardscope_{name}", text, buckets, self.registry)
+        return Histogram(f"forwardscope_{name}", _with_labels(text, labels), buckets, self.registry, labels)
 
 
 def _with_labels(text: str, labels: tuple[str, ...]) -> str:

@@ -39,7 +39,7 @@ SERVICE_LEVELS = (
     ("service.http",),
     ("service.otel",),
     ("service.spans", "service.metrics", "service.token_rates"),
-    ("service.buffered_metrics", "service.metrics_text"),
+    ("service.metric_types", "service.metrics_text", "service.process_metrics"),
     ("service.settings",),
     ("service.log_format",),
     ("service.request_ids",),

@@ -1,25 +1,25 @@
-"""The text of `GET /metrics` has every line of the renderer of `prometheus_client`, except its `_created` series."""
+"""The text of `GET /metrics` has every line of the renderer of `prometheus_client`, and no other."""
 
 import math
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.buffered_metrics import BufferedHistogram
+from service.metric_types import Counter, Histogram
 from service.metrics_text import CONTENT_TYPE, MetricsText
 from tests.service.running import Running
 
 
 def lines_of_the_library(registry: CollectorRegistry) -> list[str]:
-    return [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
+    return generate_latest(registry).decode().splitlines()
 
 
 def test_the_lines_are_those_of_the_library_for_every_type_of_metric_and_odd_labels_and_values() -> None:
     registry = CollectorRegistry()
-    counter = Counter("requests", 'a help with a \\ and\na second "line"', ("zone", "area"), registry=registry)
+    counter = Counter("requests_total", 'a help with a \\ and\na second "line"', registry, ("zone", "area"))
     gauge = Gauge("level", "gauge", registry=registry)
-    histogram = Histogram("seconds", "histogram", ("route",), registry=registry, buckets=(0.1, 1e6, 1e7))
-    BufferedHistogram("steps", "ours", (1, 2), registry).observe(1.5)
+    histogram = Histogram("seconds", "histogram", (0.1, 1e6, 1e7), registry, ("route",))
+    Histogram("steps", "without labels", (1, 2), registry).observe(1.5)
     text = MetricsText(registry)
     for value in (0.0, 0.1, 1.0, 1e-9, 123456789.0, 1e16, 1e300, math.inf, -math.inf, math.nan):
         gauge.set(value)
@@ -30,7 +30,7 @@ def test_the_lines_are_those_of_the_library_for_every_type_of_metric_and_odd_lab
 
 def test_a_series_that_is_new_after_the_first_text_is_in_the_next_one() -> None:
     registry = CollectorRegistry()
-    counter = Counter("requests", "all", ("route",), registry=registry)
+    counter = Counter("requests_total", "all", registry, ("route",))
     text = MetricsText(registry)
     assert b"requests_total{" not in text.render()
     counter.labels("/new").inc(2)
