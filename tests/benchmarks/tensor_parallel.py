@@ -94,11 +94,14 @@ def service(directory: Path, processes: int, threads: int, options: list[str]) -
         options = [*options, "--tensor-parallel", str(processes)]
     command = ["-m", "service", "serve", str(directory), "--port", str(port), "--threads", str(threads)]
     command += ["--no-speculate", "--cache-bytes", str(CACHE_BYTES), "--log-level", "warning", *options]
-    process = subprocess.Popen([*launcher, *command], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    log = directory / f"{port}.log"
+    with log.open("w") as file:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen([*launcher, *command], cwd=ROOT, env=environment, stderr=file)
     try:
         while not answers(port):
             if process.poll() is not None:
-                raise SystemExit(f"the service of {processes} processes has ended")
+                raise SystemExit(f"the service of {processes} processes has ended:\n{log.read_text()}")
             time.sleep(0.2)
         yield port, process.pid
     finally:
