@@ -116,7 +116,7 @@ def test_the_sdk_of_openai_chats_and_a_streamed_chat_has_the_text_of_a_whole_one
 @pytest.fixture(scope="module")
 def adapted(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The logits after `PROMPT` of the model (`bundled`) and of each adapter, computed in this process."""
-    checkpoint = load_checkpoint(BUNDLED)
+    checkpoint = load_checkpoint(str(BUNDLED))
     paths = dict(adapter.split("=", 1) for adapter in settings["adapter"])
     adapters = {name: load_adapter(checkpoint, path) for name, path in paths.items()}
     ids = torch.tensor([checkpoint.tokenizer.encode(PROMPT)])
