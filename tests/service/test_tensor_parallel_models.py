@@ -1,6 +1,5 @@
 """Published GGUF models that several processes compute: SmolLM2 (9 heads on 3) and Gemma 3 (4 heads on 1)."""
 
-import re
 from collections.abc import Iterator
 
 import httpx
@@ -87,9 +86,9 @@ def test_two_processes_give_the_logits_of_one_for_gemma() -> None:
         assert_same_logits(one.client, two)
 
 
-def test_two_processes_cannot_divide_nine_heads_and_the_service_says_so_once() -> None:
+def test_two_processes_cannot_divide_nine_heads_and_the_service_says_which_numbers_can() -> None:
     launcher = launch(str(smollm2_gguf()), 2, "--port", "0")
     _, log = launcher.communicate(timeout=LOADING_SECONDS)
     assert launcher.returncode != 0
-    message = "2 ranks cannot divide 9 (num_heads) equally; take one of 1, 3 ranks"
-    assert re.search(re.escape(message), log)
+    assert "cannot serve" in log
+    assert "2 ranks cannot divide 9 (num_heads) equally; take one of 1, 3 ranks" in log
