@@ -64,7 +64,7 @@ def store_on_all(*results: Any, error: Exception | None = None) -> tuple[int, by
 
 def test_a_copy_has_the_numbers_and_the_name_of_the_vector_that_a_client_has_stored() -> None:
     source, copy = VectorStore(4), VectorStore(4)
-    source.preload({"of the operator": STORED})
+    source.preload({"of-the-operator": STORED})
     source.put("mine", STORED)
     add_copies(copy, [contents_of(source), contents_of(source)], CHECKPOINT)
     (entry,) = copy
