@@ -1,4 +1,4 @@
-"""Every kind of request over a real Ray cluster, with the answers of a server without Ray."""
+"""Every kind of request over a real Ray cluster: pages, passes, chats, adapters."""
 
 from collections.abc import Iterator
 from typing import Any
