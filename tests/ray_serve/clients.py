@@ -2,12 +2,21 @@
 
 import asyncio
 import json
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+
+VOCABULARY = 4096  # of the bundled model
+
+
+def prompts(count: int, seed: int, length: int = 12) -> list[list[int]]:
+    """Prompts of random tokens."""
+    draw = random.Random(seed)
+    return [[draw.randrange(300, VOCABULARY) for _ in range(length)] for _ in range(count)]
 
 
 @dataclass
@@ -64,3 +73,9 @@ def metric(client: httpx.Client, name: str, **labels: str) -> dict[str, float]:
                 replica = sample.labels["replica"]
                 values[replica] = values.get(replica, 0.0) + sample.value
     return values
+
+
+def is_running(client: httpx.Client, count: int) -> bool:
+    """Whether `count` replicas report their metrics, and no request runs on any of them."""
+    found = metric(client, "num_requests_running")
+    return len(found) == count and not any(found.values())

@@ -1,15 +1,18 @@
-"""One cluster with two replicas of the bundled model for all tests of Ray."""
+"""One cluster with two replicas of the bundled model, and two adapters, for all tests of Ray."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
+from model.checkpoints.load import BUNDLED
+from tests.checkpoints.adapter_files import write_adapter
 from tests.ray_serve.cluster import PATIENCE_SECONDS, Cluster, cluster
 
 KEY = "a key of this test"
 # Small batches, so that of 200 clients most wait in the queues of the replicas.
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "threads": 1,
     "max_num_seqs": 8,
     "api_key": KEY,
@@ -20,10 +23,21 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="session")
-def running() -> Iterator[Cluster]:
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """`SETTINGS` with a chat template, which the bundled model lacks, and the adapters `first` and `second`."""
+    directory = tmp_path_factory.mktemp("ray")
+    template = directory / "chat.jinja"
+    template.write_text("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}")
+    names = ("first", "second")
+    adapters = [f"{name}={write_adapter(directory / name, BUNDLED, seed=seed)}" for seed, name in enumerate(names)]
+    return SETTINGS | {"chat_template": str(template), "adapter": adapters}
+
+
+@pytest.fixture(scope="session")
+def running(settings: dict[str, Any]) -> Iterator[Cluster]:
     pytest.importorskip("ray", reason="needs the extra `ray`")
     with cluster() as started:
-        started.deploy(replicas=2, settings=SETTINGS)
+        started.deploy(replicas=2, settings=settings)
         started.wait_until_deployed()
         yield started
 

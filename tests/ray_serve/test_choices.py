@@ -77,6 +77,8 @@ def test_the_number_of_replicas_stays_until_one_has_reported() -> None:
         ({"replica": 2}, "replica\n"),
         ({"settings": {"modle": "bundled"}}, "modle"),
         ({"replicas": 3, "max_replicas": 2}, "max_replicas: 2 is less than replicas, 3"),
+        ({"settings": {"port": 80}}, "port has no effect behind Ray, so leave it out; set http_options.port"),
+        ({"settings": {"tensor_parallel": 2}}, "tensor_parallel has no effect behind Ray, .* use torchrun without Ray"),
     ],
 )
 def test_wrong_arguments_are_errors_that_name_them(arguments: dict[str, Any], message: str) -> None:

@@ -1,7 +1,6 @@
-"""The service on a real Ray cluster: two replicas of the bundled model behind Ray's proxy, on one machine."""
+"""Replicas on a real Ray cluster end, are replaced and are chosen: two of the bundled model, on one machine."""
 
 import os
-import random
 import signal
 import threading
 from collections import Counter
@@ -9,99 +8,17 @@ from hashlib import sha256
 from typing import Any
 
 import httpx
-import openai
 import orjson
 import pytest
-import torch
-from safetensors.torch import save
 
-from tests.ray_serve.clients import Stream, metric, read_all
+from tests.ray_serve.clients import Stream, is_running, metric, prompts, read_all
 from tests.ray_serve.cluster import PATIENCE_SECONDS, Cluster, wait_until
-from tests.ray_serve.conftest import KEY, SETTINGS
+from tests.ray_serve.conftest import SETTINGS
 
 pytestmark = pytest.mark.slow
 CLIENTS = 200
 TOKENS = 48  # of each of their streams
 PROMPT = "It was a dark night, and the captain"
-VOCABULARY = 4096
-
-
-def prompts(count: int, seed: int, length: int = 12) -> list[list[int]]:
-    """Prompts of random tokens."""
-    draw = random.Random(seed)
-    return [[draw.randrange(300, VOCABULARY) for _ in range(length)] for _ in range(count)]
-
-
-def is_running(client: httpx.Client, count: int) -> bool:
-    """Whether `count` replicas report their metrics, and no request runs on any of them."""
-    found = metric(client, "num_requests_running")
-    return len(found) == count and not any(found.values())
-
-
-PAGES = ("/", "/docs", "/openapi.json", "/model", "/models", "/v1/models", "/status", "/vectors")
-
-
-@pytest.mark.parametrize("path", PAGES)
-def test_pages_and_answers_of_a_replica_are_served(client: httpx.Client, path: str) -> None:
-    assert client.get(path).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/generate", {"prompt": PROMPT, "max_tokens": 4}),
-        ("/forward", {"prompt": PROMPT, "stages": ["blocks.0.attn.pattern"]}),
-        ("/logits", {"prompt": PROMPT}),
-        ("/patterns", {"prompt": PROMPT}),
-        ("/tokenize", {"prompt": PROMPT}),
-        ("/detokenize", {"tokens": [445, 77]}),
-        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 4}),
-    ],
-)
-def test_every_kind_of_request_is_answered(client: httpx.Client, path: str, body: dict[str, object]) -> None:
-    response = client.post(path, json=body, headers={"X-Request-Id": "my-id"})
-    assert response.status_code == 200, response.text
-    assert response.headers.get_list("x-request-id") == ["my-id"]
-
-
-def test_health_is_public_and_other_routes_need_the_key(client: httpx.Client) -> None:
-    for path, status in (("/health", 200), ("/ready", 200), ("/metrics", 200), ("/model", 401), ("/generate", 401)):
-        response = httpx.get(f"{client.base_url}{path}", timeout=PATIENCE_SECONDS, trust_env=False)
-        assert response.status_code == status
-
-
-def test_requests_are_checked_before_they_reach_a_replica(client: httpx.Client) -> None:
-    answers = [
-        client.get("/model", headers={"Host": "rebound.example"}),
-        client.post("/generate", content=b"x" * (5 << 20), headers={"Content-Type": "application/json"}),
-        client.post("/generate", json={"prompt": PROMPT, "max_tokns": 4}),
-        client.get("/nothing"),
-    ]
-    codes = [answer.json()["error"]["code"] for answer in answers]
-    assert [answer.status_code for answer in answers] == [400, 413, 422, 404], codes
-
-
-def test_the_sdk_of_openai_streams(client: httpx.Client) -> None:
-    with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key=KEY, timeout=PATIENCE_SECONDS) as sdk:
-        whole = sdk.completions.create(model="bundled", prompt=PROMPT, max_tokens=16, temperature=0)
-        stream = sdk.completions.create(model="bundled", prompt=PROMPT, max_tokens=16, temperature=0, stream=True)
-        pieces = [chunk.choices[0].text for chunk in stream if chunk.choices]
-    assert len(pieces) > 1
-    assert "".join(pieces) == whole.choices[0].text
-
-
-def test_a_stored_vector_is_known_to_all_replicas(client: httpx.Client) -> None:
-    vector = save({"vector": torch.ones(client.get("/model").json()["config"]["d_model"])})
-    stored = client.put("/vectors/mine", content=vector, headers={"Content-Type": "application/x-safetensors"})
-    assert stored.status_code == 200, stored.text
-    edit = {"stage": "blocks.0.resid_post", "op": "add", "vector": "mine", "scale": 1}
-    before = metric(client, "edited_requests_total")
-    for prompt in prompts(16, seed=4, length=40):
-        answer = client.post("/generate", json={"prompt": prompt, "max_tokens": 1, "edits": [edit]})
-        assert answer.status_code == 200, answer.text
-    assert all(count > before[replica] for replica, count in metric(client, "edited_requests_total").items())
-    assert client.delete("/vectors/mine").status_code == 200
-    assert client.get("/vectors").json() == {"vectors": []}
 
 
 def test_a_client_that_leaves_frees_its_sequence(running: Cluster, client: httpx.Client) -> None:
@@ -144,7 +61,7 @@ def test_of_200_clients_only_those_lose_their_streams_that_read_from_a_killed_re
     assert {stream.error for stream in lost} == {"replica_lost"}
     # Only sequences of the batch that ran had sent something; all that waited were moved to the other replica. Parts
     # that were still on their way to the clients belong to a few requests that had just ended or begun.
-    assert 1 <= len(lost) <= 2 * int(str(SETTINGS["max_num_seqs"]))
+    assert 1 <= len(lost) <= 2 * SETTINGS["max_num_seqs"]
     assert all(stream.tokens for stream in lost), "a request that has got no token is tried again"
 
     wait_until(lambda: len(running.replicas()) == 2 and killed not in running.replicas(), "the replica comes back")
@@ -153,7 +70,7 @@ def test_of_200_clients_only_those_lose_their_streams_that_read_from_a_killed_re
 
 
 def test_a_rolling_update_loses_nothing_and_random_routing_has_less_than_two_thirds_of_the_hits_of_prefix_routing(
-    running: Cluster, client: httpx.Client
+    running: Cluster, client: httpx.Client, settings: dict[str, Any]
 ) -> None:
     hits = shared_prefix_hits(client)
     assert hits == GROUPS * SHARED_TOKENS, "every second request finds the whole prefix"
@@ -175,7 +92,7 @@ def test_a_rolling_update_loses_nothing_and_random_routing_has_less_than_two_thi
     try:
         running.deploy(
             replicas=2,
-            settings=SETTINGS | {"max_num_seqs": 16},
+            settings=settings | {"max_num_seqs": 16},
             router="tests.ray_serve.random_router:RandomRouter",
         )
         running.wait_until_deployed()

@@ -3,11 +3,8 @@
 import contextlib
 import os
 import re
-import signal
-import socket
 import subprocess
 import sys
-import threading
 from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,27 +17,11 @@ import torch
 from service.commands.ranks import find_place
 from service.settings import Settings
 from tests.service.checkpoints import write_checkpoint
-from tests.service.running import LOADING_SECONDS, PATIENCE_SECONDS, ROOT, Running, running, wait_until
+from tests.service.running import PATIENCE_SECONDS, ROOT, Running, running
+from tests.service.torchrun import free_port, torchrun, wait_for
 
 PROMPT = "the cat sat on the mat"
 ENDED = "a process that computes a part of the model has ended"
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
-
-
-def wait_for(service: httpx.Client, processes: list[subprocess.Popen[str]]) -> None:
-    def is_ready() -> bool:
-        assert all(process.poll() is None for process in processes), "a process has ended"
-        with contextlib.suppress(httpx.TransportError):
-            return service.get("/ready").status_code == 200
-        return False
-
-    wait_until(is_ready, "/ready", LOADING_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -52,30 +33,9 @@ def one(tiny_directory: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def two(tiny_directory: Path) -> Iterator[httpx.Client]:
-    """A service of two processes, which torchrun has started. At the end both must end when torchrun is told to."""
-    port = free_port()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "service"]
-    command += ["serve", str(tiny_directory), "--tensor-parallel", "2", "--threads", "1", "--port", str(port)]
-    launcher = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True
-    )
-    log: list[str] = []
-    assert launcher.stderr is not None
-    reader = threading.Thread(target=log.extend, args=(launcher.stderr,))
-    reader.start()
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_SECONDS, trust_env=False) as client:
-            wait_for(client, [launcher])
-            yield client
-        launcher.send_signal(signal.SIGTERM)
-        launcher.wait(PATIENCE_SECONDS)
-        reader.join(PATIENCE_SECONDS)
-        assert not [line for line in log if " ERROR " in line]
-    finally:
-        launcher.terminate()  # SIGKILL would leave the processes of torchrun
-        launcher.wait(LOADING_SECONDS)
-        reader.join()
-        launcher.stderr.close()
+    """A service of two processes, which torchrun has started."""
+    with torchrun(str(tiny_directory), 2) as client:
+        yield client
 
 
 @contextlib.contextmanager

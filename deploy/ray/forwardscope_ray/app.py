@@ -13,6 +13,15 @@ from forwardscope_ray.replica import Replica
 from service.settings import Settings
 
 NO_ACCESS_LOG = LoggingConfig(enable_access_log=False)  # each request has a line in the log of its replica
+# Settings that replicas cannot have -> what to do instead.
+REFUSED = {
+    "host": "set http_options.host of the config file",
+    "port": "set http_options.port of the config file",
+    "tensor_parallel": "each replica computes the network in one process; use torchrun without Ray",
+    "header_timeout_seconds": "Ray's proxy reads the headers",
+    "write_timeout_seconds": "Ray's proxy writes to the clients",
+    "idle_timeout_seconds": "set http_options.keep_alive_timeout_s of the config file",
+}
 SPARE_REQUESTS = 256  # of a replica above its own limits: for checks, short answers, and refusals with a reason
 
 
@@ -35,6 +44,9 @@ class Arguments(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> "Arguments":
         Settings(**self.settings)
+        for name, advice in REFUSED.items():
+            if name in self.settings:
+                raise ValueError(f"settings: {name} has no effect behind Ray, so leave it out; {advice}")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(
                 f"max_replicas: {self.max_replicas} is less than replicas, {self.replicas}; leave it out, or raise it"

@@ -159,10 +159,23 @@ class Forward:
         return Response(metrics_page(answered), media_type=CONTENT_TYPE_LATEST)
 
     async def _answer_of_all(self, call: Call) -> Response:
-        """Pass a request that stores something to all replicas. The answer is that of one, or the first error."""
-        answers: Sequence[tuple[Head, bytes]] = await self._replicas.broadcast("answer", call).results_async(
-            timeout_s=self._settings.request_timeout_seconds
-        )
+        """Pass a request that stores something to all replicas. The answer is that of one, or the first error.
+
+        A replica that ends meanwhile is left out: the one that replaces it copies what the others have stored.
+        """
+        seconds = self._settings.request_timeout_seconds + LATE_SECONDS
+        try:
+            results: Sequence[tuple[Head, bytes] | BaseException] = await self._replicas.broadcast(
+                "answer", call
+            ).results_async(timeout_s=seconds, return_exceptions=True)
+        except TimeoutError:
+            raise timed_out(seconds) from None
+        answers = [result for result in results if not isinstance(result, BaseException)]
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, LOST):
+                raise result
+        if not answers:
+            raise replica_lost()
         head, body = max(answers, key=lambda answer: answer[0].status)
         response = Response(body, head.status)
         response.raw_headers = head.headers

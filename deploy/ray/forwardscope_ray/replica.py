@@ -1,7 +1,6 @@
 """One replica: the application of the service, without its own HTTP server, in a process of Ray."""
 
 import asyncio
-import logging
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
@@ -11,8 +10,10 @@ from prometheus_client.core import Metric
 from ray import serve
 
 from forwardscope_ray.asgi_call import Call, Head, answer_parts
+from forwardscope_ray.vector_copies import add_copies, contents_of, stored_elsewhere
 from service.app import create_app
 from service.commands.serve import SWITCH_SECONDS
+from service.log_format import configure_logging
 from service.settings import Settings
 from service.state import State
 
@@ -23,12 +24,13 @@ class Replica:
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
         """Load the model. Raises `RuntimeError` if the service cannot serve it."""
         parsed = Settings(**settings)
-        logging.basicConfig(level=parsed.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+        configure_logging(parsed.log_level, parsed.log_format)
         sys.setswitchinterval(SWITCH_SECONDS)
         failed = asyncio.Event()
         self._app = create_app(parsed, on_failure=failed.set)
         self._state: State = self._app.state.forwardscope
-        self._id = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
+        self._id = context.replica_id.unique_id
         self._lifespan = AsyncExitStack()
         await self._lifespan.enter_async_context(self._app.router.lifespan_context(self._app))
         waits = [asyncio.ensure_future(event.wait()) for event in (self._state.loaded, failed)]
@@ -36,6 +38,9 @@ class Replica:
         for wait in waits:
             wait.cancel()
         self.check_health()
+        if self._state.checkpoint is not None:
+            contents = await stored_elsewhere(serve.get_deployment_handle(context.deployment, context.app_name))
+            add_copies(self._state.vectors, contents, self._state.checkpoint)
 
     async def stream(self, call: Call) -> AsyncGenerator[Head | bytes]:
         """Answer a request: its head, then the parts of its body."""
@@ -47,6 +52,10 @@ class Replica:
         head, *parts = [part async for part in answer_parts(self._app, call, self._id)]
         assert isinstance(head, Head)
         return head, b"".join(part for part in parts if isinstance(part, bytes))
+
+    def stored_vectors(self) -> dict[str, bytes]:
+        """The vectors that clients have stored. Another replica calls this when it starts."""
+        return contents_of(self._state.vectors)
 
     def collect_metrics(self) -> tuple[str, list[Metric]]:
         """The id of the replica, and its metrics."""
