@@ -2,6 +2,7 @@
 
 import { el, labelled } from "./dom.js";
 import { TERMS } from "./terms_list.js";
+import { isFound } from "./words.js";
 
 const MARGIN = 8; // pixels between an explanation and the edge of the window
 
@@ -24,16 +25,17 @@ export function glossary() {
   const filter = el("input", { type: "search", autocomplete: "off" });
   const none = el("p", { role: "status" });
   filter.addEventListener("input", () => {
-    for (const entry of entries) entry.hidden = !entry.textContent.toLowerCase().includes(filter.value.trim().toLowerCase());
+    for (const entry of entries) entry.hidden = !isFound(entry.textContent, filter.value);
     none.textContent = entries.every((entry) => entry.hidden) ? "No term has this word." : "";
   });
   return [labelled("Find a term", filter), none, el("dl", { class: "glossary" }, entries)];
 }
 
 function explanation(id, isNamed = true) {
-  const { label, text, article } = TERMS[id];
+  const { label, text, article, also } = TERMS[id];
   const link = article && el("a", { href: article.address, target: "_blank", rel: "noreferrer" }, article.title);
-  return [isNamed ? el("strong", {}, `${label}: `) : "", text, link ? [" More in the article ", link, "."] : ""].flat();
+  const names = also.length > 0 ? ` Also called ${also.join(", ")}.` : "";
+  return [isNamed ? el("strong", {}, `${label}: `) : "", text, names, link ? [" More in the article ", link, "."] : ""].flat();
 }
 
 /** Put an open explanation below its term, inside the window. */

@@ -320,6 +320,28 @@ def test_the_list_of_terms_can_be_filtered(page: "Page", base: str) -> None:
     assert page.get_by_text("No term has this word.").is_visible()
 
 
+def test_a_term_is_found_by_its_other_names(page: "Page", base: str) -> None:
+    open_view(page, base, "status")
+    page.get_by_text("All terms explained").click()
+    box, names = page.get_by_label("Find a term"), page.locator(".glossary dt:visible")
+    for typed, expected in (
+        ("MLP", "feed-forward network"),
+        ("W_U", "unembedding"),
+        ("RMSNorm", "norm"),
+        ("induction", "induction head"),
+        ("gqa", "shared key-value heads"),
+        ("Hidden states", "residual stream"),
+        ("ReLU/GELU", "activation function"),
+        ("KV-cache", "key-value cache"),
+        ("attention weights", "attention pattern"),
+    ):
+        box.fill(typed)
+        assert expected in names.all_inner_texts()
+        assert names.count() < 8
+    box.fill("hidden state")
+    assert "Also called hidden state." in page.locator(".glossary dd:visible").inner_text()
+
+
 def test_all_terms_are_listed_below_the_view(page: "Page", base: str) -> None:
     open_view(page, base, "generate")
     page.get_by_text("All terms explained").click()
@@ -332,7 +354,7 @@ def test_all_terms_are_listed_below_the_view(page: "Page", base: str) -> None:
 def test_every_article_of_the_glossary_is_one_of_the_five(page: "Page", base: str) -> None:
     page.goto(base)
     terms = page.evaluate("import('/page/terms_list.js').then(({TERMS}) => TERMS)")
-    assert len(terms) >= 33
+    assert len(terms) >= 60
     assert len({entry["article"]["address"] for entry in terms.values() if entry["article"]}) == 5
     assert all(entry["text"].endswith(".") for entry in terms.values())
     wait_until_ready(page)
