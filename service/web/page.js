@@ -5,6 +5,7 @@ import { keyDialog } from "./api_key.js";
 import { ApiError, getJson, onKeyNeeded } from "./api.js";
 import { Connection, isAway } from "./connection.js";
 import { el } from "./dom.js";
+import { showEditsNote } from "./edits_note.js";
 import { count } from "./format.js";
 import { forget } from "./passes.js";
 import { defaultPrompt, readPrompt } from "./prompts.js";
@@ -24,8 +25,12 @@ export const VIEWS = [
   { name: "status", label: "Status", intro: "What the service does at this moment." },
 ];
 
+const EDITS = "edits"; // the only view that applies edits
+
 /** How the weights are stored, if not in the number format of the computation: `quantization` of GET /model. */
 const WEIGHTS = { stored: "weights in the formats of the file", auto: "weights in a format for each layer" };
+
+const LATE_MILLISECONDS = 250; // a result that is computed faster replaces the earlier one without a flicker
 
 const byId = (id) => document.getElementById(id);
 const service = { model: null, models: [] };
@@ -38,6 +43,7 @@ const built = new Map(); // name of a view → its element
 let shown = null; // the view that is open
 let shownPrompt = null; // the prompt that the address had when the form was last filled
 let exportBar = null;
+let late = 0; // the timer after which the numbers of the earlier state turn grey
 let isIncomplete = false; // whether a module could not be loaded: browsers do not ask for it twice
 let controller = new AbortController();
 
@@ -62,11 +68,11 @@ function defaults(View, model) {
   return { view: VIEWS[0].name, model: "", prompt: defaultPrompt(service, model), ...View?.params };
 }
 
-/** The address after some changes. Another view keeps the model and the prompt only. */
+/** The address after some changes. Another view keeps the model, the prompt and the edits only. */
 function addressAfter(changes) {
   const now = addressed();
   const isOther = changes.view !== undefined && changes.view !== (now.view ?? VIEWS[0].name);
-  const next = { ...(isOther ? { model: now.model, prompt: now.prompt } : now), ...changes };
+  const next = { ...(isOther ? { model: now.model, prompt: now.prompt, edits: now.edits } : now), ...changes };
   return writeState(next, defaults(isOther ? null : shown?.constructor, next.model ?? ""));
 }
 
@@ -128,6 +134,8 @@ function open(entry, View) {
   }
   byId("title").textContent = entry.label;
   byId("intro").textContent = entry.intro;
+  const edits = entry.name === EDITS || !View.usesPrompt ? undefined : addressed().edits;
+  showEditsNote(byId("edits-note"), edits, { href: addressAfter({ view: EDITS }), open: () => navigate({ view: EDITS }) });
   document.title = `${entry.label} · Forwardscope`;
   for (const link of byId("views").children) {
     link.href = addressAfter({ view: link.dataset.name });
@@ -182,6 +190,9 @@ function report(error) {
 
 /** Tell tests, style sheets and screen readers whether something will still change without the user. */
 function setPageState(result) {
+  clearTimeout(late);
+  delete document.body.dataset.late;
+  if (result === "busy") late = setTimeout(() => (document.body.dataset.late = ""), LATE_MILLISECONDS);
   document.body.dataset.state = result;
   byId("view").setAttribute("aria-busy", String(result === "busy"));
 }
@@ -221,12 +232,10 @@ async function start() {
 /** What the header says about the served model. */
 function factsOf({ name, parameters, config, dtype, device, quantization }) {
   const weights = quantization === "none" ? null : (WEIGHTS[quantization] ?? `weights in ${quantization}`);
+  const numbers = [...(weights ? [term("quantization", weights), ", computed in "] : ["numbers in "]), term("number_format", dtype)];
   return [
     el("span", { class: "served-name" }, `${name}: `),
-    `${count(parameters.total)} parameters, ${config.num_layers} layers, ${config.num_heads} heads, `,
-    ...(weights ? [term("quantization", weights), ", computed in "] : ["numbers in "]),
-    term("number_format", dtype),
-    `, on the ${device === "cpu" ? "CPU" : `device ${device}`}`,
+    ...[[`${count(parameters.total)} parameters`], [`${config.num_layers} layers`], [`${config.num_heads} heads`], numbers, [`on the ${device === "cpu" ? "CPU" : `device ${device}`}`]].flatMap((fact, index) => [index > 0 ? ", " : "", el("span", { class: "together" }, fact)]),
   ];
 }
 
