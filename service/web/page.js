@@ -18,10 +18,10 @@ export const VIEWS = [
   { name: "forward", label: "Forward pass", intro: "Each stage of one forward pass, in the order in which the network computes it." },
   { name: "attention", label: "Attention", intro: "How much each token attends to the tokens before it, for each layer and head." },
   { name: "lens", label: "Logit lens", intro: "What the network would predict if it stopped after each layer." },
-  { name: "loss", label: "Loss", intro: "How unlikely the network found each token of the prompt, and thus how surprised it was." },
-  { name: "worked", label: "Worked examples", intro: "The numbers that three articles print, next to the numbers that this service computes.", module: "worked_examples" },
-  { name: "steps", label: "KV cache", intro: "How the key-value cache saves work: one token enters at a time." },
-  { name: "edits", label: "Interventions", intro: "Change a stage of the forward pass, and see what changes after it.", module: "interventions" },
+  { name: "loss", label: "Loss", intro: "How well the network predicted each token of the prompt. A high loss means that the token was a surprise." },
+  { name: "worked", label: "Worked examples", intro: "Three articles print the numbers of a small network. They stand here beside the numbers that this service computes.", module: "worked_examples" },
+  { name: "steps", label: "KV cache", intro: "The key-value cache keeps the keys and values of each token, so the network computes them only once. The steps of a generation show what this saves." },
+  { name: "edits", label: "Interventions", intro: "Change numbers in the middle of the network, and compare its predictions without and with the change.", module: "interventions" },
   { name: "status", label: "Status", intro: "What the service does at this moment." },
 ];
 

@@ -172,10 +172,13 @@ def test_the_answer_says_from_which_layer_on_the_final_token_is_the_most_likely(
         first = next(row for row in range(NUM_ROWS) if not any(ranks[row:]))
         said = page.locator("lens-view .answer").inner_text()
         text = answer["final"][position]["text"].replace("\n", "↵")
-        last = ", the last one" if first == NUM_ROWS - 1 else ""
-        start = f"in layer {first - 1}{last}: from its output on" if first > 0 else "before layer 0: from the start on"
-        assert said.startswith(f"After position {position}, the network settles on “{text}” {start}")
-        assert displayed(answer["layers"][-1]["final"][position]["probability"]) in said
+        since = f"It is the most likely token after layer {first - 1}, and after every later layer."
+        if first == 0:
+            since = "It is the most likely token from the start: before layer 0, and after every layer."
+        if first == NUM_ROWS - 1:
+            since = f"It becomes the most likely token only after layer {first - 1}, the last one."
+        probability = displayed(answer["layers"][-1]["final"][position]["probability"])
+        assert said.startswith(f"After position {position}, the network predicts “{text}” ({probability}). {since}")
 
 
 def test_another_token_can_be_followed(page: "Page", base: str) -> None:

@@ -10,10 +10,10 @@ export const TARGETS = { previous: "the previous token", first: "the first token
 export const CHOICES = { ...TARGETS, induction: "the token after an earlier copy (induction)", chosen: "a chosen token" };
 const NUM_NAMED = 5;
 const BASES = {
-  induction: "The mean over the tokens that occurred before. Their weight on the tokens that came directly after the earlier copies is added up.",
-  chosen: "The weight of this query on this key, in each head. A click on a cell of the large picture chooses both, too.",
+  induction: "Each percentage is a mean over the tokens that have an earlier copy in the prompt. It counts their weight on the tokens that came directly after these copies.",
+  chosen: "Each percentage is the weight of this query on this key, in one head. A click on a cell of the large picture also chooses a query and a key.",
 };
-const BASIS = "The mean over all tokens of this prompt but the first, which can only attend to itself.";
+const BASIS = "Each percentage is a mean over the tokens of this prompt. The first token is left out, because it can only attend to itself.";
 
 /**
  * <attention-ranking>. `show({heads, target, tokens, query, key, chosen})`: `heads` are {layer, head, means, weight}, with the
