@@ -15,7 +15,7 @@ from tests.web.reading import percent, shown
 from tests.web.test_draw import luminance
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Page, Route
 
 PROMPT = "The captain was in the dark night"
 NUM_ROWS = 7  # of the bundled model: before layer 0, and after each of six layers
@@ -192,6 +192,43 @@ def test_another_token_can_be_followed(page: "Page", base: str) -> None:
     assert grid_of(page) == ranks
     best = min(layer["token"][-1]["rank"] for layer in answer["layers"])
     assert f"Its best rank is {best:,}" in page.locator("lens-view .answer").inner_text()
+
+
+def test_a_token_typed_without_its_space_is_offered_with_it(page: "Page", base: str, findings: Findings) -> None:
+    open_view(page, base, "lens", prompt=PROMPT)
+    top = lens(base)["layers"][-1]["positions"][-1]["top"][0]
+    assert top["text"].startswith(" ")
+    box, hint = page.get_by_label("Follow the token"), page.locator("lens-view", has_text="Did you mean")
+    box.fill(top["text"].strip())
+    hint.wait_for()  # while typing, before anything is sent
+    box.fill(top["text"])
+    hint.wait_for(state="detached")
+    box.fill(top["text"].strip())
+    box.press("Enter")
+    wait_until_settled(page)  # the token may not exist without the space
+    page.get_by_role("button", name=f"“{shown(top['text'])}”").click()
+    page.wait_for_url(f"**token=+{top['text'].strip()}**")
+    wait_until_ready(page)
+    assert hint.count() == 0
+    findings.clear()
+
+
+def test_an_earlier_result_is_grey_while_a_new_one_is_computed(page: "Page", base: str) -> None:
+    open_view(page, base, "lens", prompt=PROMPT)
+    look = "grid => getComputedStyle(grid).filter"
+    grid = page.locator("cell-grid")
+    assert grid.evaluate(look) == "none"
+    with page.expect_request("**/attribute"):
+        held: list[Route] = []
+        page.route("**/attribute", held.append)
+        page.get_by_label("Follow the token").fill(" was")
+        page.get_by_role("button", name="Apply").click()
+    page.locator("body[data-late]").wait_for()
+    assert "opacity" in grid.evaluate(look)
+    held[0].continue_()
+    wait_until_ready(page)
+    assert grid.evaluate(look) == "none"
+    page.unroute("**/attribute")
 
 
 def test_the_space_mark_of_labels_is_a_space_in_the_followed_token(page: "Page", base: str) -> None:
