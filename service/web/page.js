@@ -6,10 +6,10 @@ import { ApiError, getJson, onKeyNeeded } from "./api.js";
 import { Connection, isAway } from "./connection.js";
 import { el } from "./dom.js";
 import { showEditsNote } from "./edits_note.js";
-import { count } from "./format.js";
 import { forget } from "./passes.js";
 import { defaultPrompt, readPrompt } from "./prompts.js";
-import { glossary, term } from "./terms.js";
+import { factsOf } from "./served.js";
+import { glossary } from "./terms.js";
 import { connectTheme } from "./theme.js";
 
 /** The views in the order of the menu: name in the address, label, and one sentence that introduces it. */
@@ -26,9 +26,6 @@ export const VIEWS = [
 ];
 
 const EDITS = "edits"; // the only view that applies edits
-
-/** How the weights are stored, if not in the number format of the computation: `quantization` of GET /model. */
-const WEIGHTS = { stored: "weights in the formats of the file", auto: "weights in a format for each layer" };
 
 const LATE_MILLISECONDS = 250; // a result that is computed faster replaces the earlier one without a flicker
 
@@ -227,16 +224,6 @@ async function start() {
   const kinds = { checkpoint: "", adapter: " (adapter)", worked_example: " (worked example)" };
   byId("model").replaceChildren(...service.models.map(({ name, kind }) => el("option", { value: name }, name + kinds[kind])));
   return apply();
-}
-
-/** What the header says about the served model. */
-function factsOf({ name, parameters, config, dtype, device, quantization }) {
-  const weights = quantization === "none" ? null : (WEIGHTS[quantization] ?? `weights in ${quantization}`);
-  const numbers = [...(weights ? [term("quantization", weights), ", computed in "] : ["numbers in "]), term("number_format", dtype)];
-  return [
-    el("span", { class: "served-name" }, `${name}: `),
-    ...[[`${count(parameters.total)} parameters`], [`${config.num_layers} layers`], [`${config.num_heads} heads`], numbers, [`on the ${device === "cpu" ? "CPU" : `device ${device}`}`]].flatMap((fact, index) => [index > 0 ? ", " : "", el("span", { class: "together" }, fact)]),
-  ];
 }
 
 /** The model of the form as it stands in the address: "" for the served one. */
