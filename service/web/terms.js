@@ -4,6 +4,7 @@ import { el, labelled } from "./dom.js";
 import { TERMS } from "./terms_list.js";
 import { isFound } from "./words.js";
 
+const WORD_JOINER = "\u2060"; // keeps a comma or full stop on the line of its term
 const MARGIN = 8; // pixels between an explanation and the edge of the window
 
 /**
@@ -15,7 +16,7 @@ export function term(id, label = TERMS[id].label) {
   const button = el("button", { type: "button", class: "term" }, label);
   button.popoverTargetElement = box;
   box.addEventListener("toggle", (event) => event.newState === "open" && place(box, button));
-  return el("span", { class: "term-place" }, button, box);
+  return el("span", { class: "term-place" }, button, box, WORD_JOINER);
 }
 
 /** A box to filter terms, and a list of all terms with their explanations. */

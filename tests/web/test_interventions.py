@@ -277,7 +277,7 @@ def test_an_error_of_the_edits_leaves_no_earlier_numbers_and_keeps_the_request(
 
 def test_the_edited_pass_is_complete_while_the_shares_are_computed(page: "Page", base: str) -> None:
     held: list[Route] = []
-    page.route("**/attribute", held.append)
+    page.route("**/attribute", lambda route: held.append(route))
     with page.expect_request("**/attribute"):
         page.goto(url_of(base, "edits", prompt=PROMPT, edits=json.dumps(EDITS)))
     page.get_by_text("Computing the shares").wait_for()

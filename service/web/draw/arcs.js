@@ -5,7 +5,7 @@ import { percent } from "../format.js";
 import { colour, css } from "./colours.js";
 
 const ALL = 40; // up to this many tokens, all are drawn if they fit; of more, only the query and the strongest
-const UPRIGHT = { least: 16, most: 26, gap: 10 }; // pixels of a token that is written from top to bottom, and of "…" beside it
+const UPRIGHT = { least: 16, most: 34, gap: 10 }; // pixels of a token that is written from top to bottom, and of "…" beside it
 const LETTER = 8; // the width of a letter
 const HEIGHT = 120; // pixels above the tokens
 const LEAST = 0.01; // weights below have no arc

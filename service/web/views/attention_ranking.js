@@ -3,6 +3,7 @@
 import { el, labelled, select } from "../dom.js";
 import { dataTable } from "../draw/data_table.js";
 import { percent, quoted, shown } from "../format.js";
+import { term } from "../terms.js";
 
 /** Means that every prompt of two tokens has: a field of `means` of POST /patterns → how a sentence calls it. */
 export const TARGETS = { previous: "the previous token", first: "the first token", itself: "the token itself" };
@@ -52,7 +53,7 @@ export class AttentionRanking extends HTMLElement {
     const focused = this.#buttons.contains(document.activeElement) ? document.activeElement.dataset.head : undefined;
     this.#buttons.replaceChildren(...(named.length > 0 ? ["Show head", ...named.map((place, index) => this.#button(place, texts[index]))] : []));
     if (focused !== undefined) this.#buttons.querySelector(`[data-head="${focused}"]`)?.focus({ preventScroll: true });
-    this.#basis.textContent = BASES[target] ?? BASIS;
+    this.#basis.replaceChildren(BASES[target] ?? BASIS, ...(target === "induction" ? [" A head with a high percentage is an ", term("induction"), "."] : []));
     this.#basis.hidden = this.#table.hidden = named.length === 0;
     this.#table.refresh();
   }

@@ -146,7 +146,7 @@ function layersOf({ layers }) {
   const sums = layers.map(({ heads, mlp }) => [heads.reduce((sum, share) => sum + share, 0), mlp]);
   const largest = Math.max(...sums.flat().map(Math.abs)) || 1;
   return barTable({
-    caption: "Each layer: thin bar all heads together, thick bar feed-forward network",
+    caption: "What each layer adds. Thin bar: all its heads together. Thick bar: its feed-forward network.",
     columns: ["layer", "heads", "feed-forward"],
     rows: sums.map(([heads, mlp], layer) => ({ cells: [String(layer), signed(heads), signed(mlp)], shares: [heads / largest, mlp / largest] })),
   });

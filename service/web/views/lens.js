@@ -34,7 +34,7 @@ export default class Lens extends View {
   #shown = null; // {state, body, answer, first, row, position, ...}
 
   build() {
-    const meaning = el("p", { class: "faint" }, "The ", term("logit_lens"), " takes the ", term("residual"), " in the middle of the network, and reads it as if it were the end: with the last ", term("norm"), " and the table of ", term("logit", "logits"), ". Each column is a position, and its cells guess the token after it. Rows go down through the layers.");
+    const meaning = el("p", { class: "faint" }, "The ", term("logit_lens"), " takes the ", term("residual"), " in the middle of the network, and reads it as if it were the end: with the last ", term("norm"), " and the ", term("unembedding"), ". Each column is a position, and its cells guess the token after it. Rows go down through the layers.");
     this.#buildForm();
     this.append(this.#answer, meaning, this.#form, this.#hint, this.#generated, this.#pager, this.#grid, this.#legend, this.#table, this.#one);
     this.#grid.addEventListener("choose", ({ detail }) => this.context.navigate({ row: String(detail.row), pos: String(this.#shown.first + detail.column) }));
