@@ -142,7 +142,8 @@ def test_on_a_phone_no_arc_or_token_is_cut_off(open_page: OpenPage, base: str, c
     outside = box.evaluate(
         """box => { const { left, right, top, bottom } = box.getBoundingClientRect();
         return [...box.querySelectorAll("path, text, rect")].map((each) => each.getBoundingClientRect())
-          .filter((each) => each.left < left || each.right > right || each.top < top || each.bottom > bottom + 1).length; }"""
+          .filter((each) => each.left < left || each.right > right || each.top < top || each.bottom > bottom + 1)
+          .length; }"""
     )
     assert outside == 0
     drawn, number = page.locator(".arc-token").count(), len(patterns(base, prompt)["tokens"])

@@ -12,8 +12,8 @@ from tests.web.reading import SIGNIFICANT, read_number
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-# The article "a token's journey" prints 0.26 as a probability, too, computed from rounded numbers. "AI rocks" prints 0.3734
-# for this token at the last position, so its 0.3362 does not follow from it: it stands in the row of the first position.
+# "A token's journey" prints 0.26 among its probabilities, too, computed from rounded numbers. "AI rocks" prints 0.3734
+# for this token at the last position, so its result 0.3362, which stands in the first row, does not follow.
 UNEQUAL_RESULTS = {
     ("a-tokens-journey", "prediction_probability"): "↳ differs only because of earlier numbers",
     ("ai-rocks", "prediction_probability"): "✗ differs",
