@@ -5,10 +5,11 @@ import { keyDialog } from "./api_key.js";
 import { ApiError, getJson, onKeyNeeded } from "./api.js";
 import { Connection, isAway } from "./connection.js";
 import { el } from "./dom.js";
-import { count } from "./format.js";
+import { showEditsNote } from "./edits_note.js";
 import { forget } from "./passes.js";
 import { defaultPrompt, readPrompt } from "./prompts.js";
-import { glossary, term } from "./terms.js";
+import { factsOf } from "./served.js";
+import { glossary } from "./terms.js";
 import { connectTheme } from "./theme.js";
 
 /** The views in the order of the menu: name in the address, label, and one sentence that introduces it. */
@@ -17,15 +18,16 @@ export const VIEWS = [
   { name: "forward", label: "Forward pass", intro: "Each stage of one forward pass, in the order in which the network computes it." },
   { name: "attention", label: "Attention", intro: "How much each token attends to the tokens before it, for each layer and head." },
   { name: "lens", label: "Logit lens", intro: "What the network would predict if it stopped after each layer." },
-  { name: "loss", label: "Loss", intro: "How unlikely the network found each token of the prompt, and thus how surprised it was." },
-  { name: "worked", label: "Worked examples", intro: "The numbers that three articles print, next to the numbers that this service computes.", module: "worked_examples" },
-  { name: "steps", label: "KV cache", intro: "How the key-value cache saves work: one token enters at a time." },
-  { name: "edits", label: "Interventions", intro: "Change a stage of the forward pass, and see what changes after it.", module: "interventions" },
+  { name: "loss", label: "Loss", intro: "How well the network predicted each token of the prompt. A high loss means that the token was a surprise." },
+  { name: "worked", label: "Worked examples", intro: "Three articles print the numbers of a small network. They stand here beside the numbers that this service computes.", module: "worked_examples" },
+  { name: "steps", label: "KV cache", intro: "The key-value cache keeps the keys and values of each token, so the network computes them only once. The steps of a generation show what this saves." },
+  { name: "edits", label: "Interventions", intro: "Change numbers in the middle of the network, and compare its predictions without and with the change.", module: "interventions" },
   { name: "status", label: "Status", intro: "What the service does at this moment." },
 ];
 
-/** How the weights are stored, if not in the number format of the computation: `quantization` of GET /model. */
-const WEIGHTS = { stored: "weights in the formats of the file", auto: "weights in a format for each layer" };
+const EDITS = "edits"; // the only view that applies edits
+
+const LATE_MILLISECONDS = 250; // a result that is computed faster replaces the earlier one without a flicker
 
 const byId = (id) => document.getElementById(id);
 const service = { model: null, models: [] };
@@ -38,6 +40,7 @@ const built = new Map(); // name of a view → its element
 let shown = null; // the view that is open
 let shownPrompt = null; // the prompt that the address had when the form was last filled
 let exportBar = null;
+let late = 0; // the timer after which the numbers of the earlier state turn grey
 let isIncomplete = false; // whether a module could not be loaded: browsers do not ask for it twice
 let controller = new AbortController();
 
@@ -62,11 +65,11 @@ function defaults(View, model) {
   return { view: VIEWS[0].name, model: "", prompt: defaultPrompt(service, model), ...View?.params };
 }
 
-/** The address after some changes. Another view keeps the model and the prompt only. */
+/** The address after some changes. Another view keeps the model, the prompt and the edits only. */
 function addressAfter(changes) {
   const now = addressed();
   const isOther = changes.view !== undefined && changes.view !== (now.view ?? VIEWS[0].name);
-  const next = { ...(isOther ? { model: now.model, prompt: now.prompt } : now), ...changes };
+  const next = { ...(isOther ? { model: now.model, prompt: now.prompt, edits: now.edits } : now), ...changes };
   return writeState(next, defaults(isOther ? null : shown?.constructor, next.model ?? ""));
 }
 
@@ -128,6 +131,8 @@ function open(entry, View) {
   }
   byId("title").textContent = entry.label;
   byId("intro").textContent = entry.intro;
+  const edits = entry.name === EDITS || !View.usesPrompt ? undefined : addressed().edits;
+  showEditsNote(byId("edits-note"), edits, { href: addressAfter({ view: EDITS }), open: () => navigate({ view: EDITS }) });
   document.title = `${entry.label} · Forwardscope`;
   for (const link of byId("views").children) {
     link.href = addressAfter({ view: link.dataset.name });
@@ -182,6 +187,9 @@ function report(error) {
 
 /** Tell tests, style sheets and screen readers whether something will still change without the user. */
 function setPageState(result) {
+  clearTimeout(late);
+  delete document.body.dataset.late;
+  if (result === "busy") late = setTimeout(() => (document.body.dataset.late = ""), LATE_MILLISECONDS);
   document.body.dataset.state = result;
   byId("view").setAttribute("aria-busy", String(result === "busy"));
 }
@@ -216,18 +224,6 @@ async function start() {
   const kinds = { checkpoint: "", adapter: " (adapter)", worked_example: " (worked example)" };
   byId("model").replaceChildren(...service.models.map(({ name, kind }) => el("option", { value: name }, name + kinds[kind])));
   return apply();
-}
-
-/** What the header says about the served model. */
-function factsOf({ name, parameters, config, dtype, device, quantization }) {
-  const weights = quantization === "none" ? null : (WEIGHTS[quantization] ?? `weights in ${quantization}`);
-  return [
-    el("span", { class: "served-name" }, `${name}: `),
-    `${count(parameters.total)} parameters, ${config.num_layers} layers, ${config.num_heads} heads, `,
-    ...(weights ? [term("quantization", weights), ", computed in "] : ["numbers in "]),
-    term("number_format", dtype),
-    `, on the ${device === "cpu" ? "CPU" : `device ${device}`}`,
-  ];
 }
 
 /** The model of the form as it stands in the address: "" for the served one. */

@@ -2,7 +2,9 @@
 
 import { el, labelled } from "./dom.js";
 import { TERMS } from "./terms_list.js";
+import { isFound } from "./words.js";
 
+const WORD_JOINER = "\u2060"; // keeps a comma or full stop on the line of its term
 const MARGIN = 8; // pixels between an explanation and the edge of the window
 
 /**
@@ -14,7 +16,7 @@ export function term(id, label = TERMS[id].label) {
   const button = el("button", { type: "button", class: "term" }, label);
   button.popoverTargetElement = box;
   box.addEventListener("toggle", (event) => event.newState === "open" && place(box, button));
-  return el("span", { class: "term-place" }, button, box);
+  return el("span", { class: "term-place" }, button, box, WORD_JOINER);
 }
 
 /** A box to filter terms, and a list of all terms with their explanations. */
@@ -24,16 +26,17 @@ export function glossary() {
   const filter = el("input", { type: "search", autocomplete: "off" });
   const none = el("p", { role: "status" });
   filter.addEventListener("input", () => {
-    for (const entry of entries) entry.hidden = !entry.textContent.toLowerCase().includes(filter.value.trim().toLowerCase());
+    for (const entry of entries) entry.hidden = !isFound(entry.textContent, filter.value);
     none.textContent = entries.every((entry) => entry.hidden) ? "No term has this word." : "";
   });
   return [labelled("Find a term", filter), none, el("dl", { class: "glossary" }, entries)];
 }
 
 function explanation(id, isNamed = true) {
-  const { label, text, article } = TERMS[id];
+  const { label, text, article, also } = TERMS[id];
   const link = article && el("a", { href: article.address, target: "_blank", rel: "noreferrer" }, article.title);
-  return [isNamed ? el("strong", {}, `${label}: `) : "", text, link ? [" More in the article ", link, "."] : ""].flat();
+  const names = also.length > 0 ? ` Also called ${also.join(", ")}.` : "";
+  return [isNamed ? el("strong", {}, `${label}: `) : "", text, names, link ? [" More in the article ", link, "."] : ""].flat();
 }
 
 /** Put an open explanation below its term, inside the window. */

@@ -4,12 +4,15 @@ import base64
 import json
 import re
 import urllib.request
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 from service.http.pattern_schemas import PatternsAnswer
-from tests.service.running import PATIENCE_SECONDS
+from tests.service.checkpoints import write_checkpoint
+from tests.service.running import PATIENCE_SECONDS, Start
 from tests.web.browsing import open_table, open_view, wait_until_ready, wait_until_settled
 from tests.web.conftest import OpenPage
 from tests.web.reading import percent, read_number, shown
@@ -129,6 +132,47 @@ def test_the_arcs_follow_the_mouse_and_return_to_the_chosen_token(page: "Page", 
     assert "(position 2) attends most to" in said.inner_text()
 
 
+@pytest.mark.parametrize("copies", [1, 2, 5])
+def test_on_a_phone_no_arc_or_token_is_cut_off(open_page: OpenPage, base: str, copies: int) -> None:
+    page = open_page(phone=True)
+    prompt = " ".join(["the cat sat on the mat and looked at the dark night"] * copies)
+    open_view(page, base, "attention", prompt=prompt)
+    box = page.locator("attention-arcs .scroll")
+    assert box.evaluate("box => box.scrollWidth <= box.clientWidth")
+    outside = box.evaluate(
+        """box => { const { left, right, top, bottom } = box.getBoundingClientRect();
+        return [...box.querySelectorAll("path, text, rect")].map((each) => each.getBoundingClientRect())
+          .filter((each) => each.left < left || each.right > right || each.top < top || each.bottom > bottom + 1)
+          .length; }"""
+    )
+    assert outside == 0
+    drawn, number = page.locator(".arc-token").count(), len(patterns(base, prompt)["tokens"])
+    assert drawn == number or f"{drawn} of {number} tokens are drawn" in page.locator("attention-arcs p").inner_text()
+    assert drawn >= 10
+
+
+def test_on_a_phone_the_large_picture_is_in_sight_after_a_head_was_chosen(
+    open_page: OpenPage, tmp_path: Path, start: Start
+) -> None:
+    model = write_checkpoint(tmp_path / "deep", num_hidden_layers=30)
+    base = str(start(model=str(model)).client.base_url).rstrip("/")
+    page = open_page(phone=True)
+    open_view(page, base, "attention")
+    box = page.locator("pattern-grid > .scroll")
+    assert box.evaluate("box => box.clientHeight < 300 && box.scrollHeight > 2 * box.clientHeight")
+    page.locator("pattern-grid [role=gridcell][data-layer='29']").first.click()
+    page.wait_for_url("**layer=29**")
+    wait_until_ready(page)
+    picture = page.locator("attention-head heat-map canvas").bounding_box()
+    assert picture is not None
+    assert 0 <= picture["y"] <= 500
+    chosen = page.locator("pattern-grid [aria-selected=true]")
+    assert chosen.get_attribute("data-layer") == "29"
+    edges = "each => { const { top, bottom } = each.getBoundingClientRect(); return [top, bottom]; }"
+    (above, below), (top, bottom) = chosen.evaluate(edges), box.evaluate(edges)
+    assert top <= above < below <= bottom
+
+
 def test_the_head_that_is_shown_can_be_ablated(page: "Page", base: str) -> None:
     open_view(page, base, "attention", prompt=PROMPT, layer=5, head=3)
     page.get_by_role("button", name="Ablate this head").click()
@@ -138,6 +182,11 @@ def test_the_head_that_is_shown_can_be_ablated(page: "Page", base: str) -> None:
     page.go_back()
     wait_until_ready(page)
     assert page.locator("attention-head h3").first.inner_text() == "Layer 5, head 3"
+    open_view(page, base, "attention", edits='[{"stage": "blocks.1.mlp_out", "op": "zero"}]')
+    page.get_by_role("button", name="Ablate this head").click()
+    page.locator(".chip", has_text="Set head 0 of layer 0 to zero").wait_for()
+    assert page.locator(".chip").count() == 2  # the edit that was there stays
+    wait_until_ready(page)
     open_view(page, base, "attention", model="a-tokens-journey")
     assert page.get_by_role("button", name="Ablate this head").is_hidden()
 
@@ -305,9 +354,11 @@ def test_a_long_prompt_says_which_keys_are_drawn_and_lists_all_on_request(page: 
     prompt = "the cat sat on the mat and looked at the dark night " * 5
     row = weights_of(base, 0, 0, prompt=prompt)[-1]
     open_view(page, base, "attention", prompt=prompt)
-    others = sorted(row[:-1], reverse=True)[:20]
+    drawn = page.locator(".arc-token").count()
+    assert 10 <= drawn <= 21
+    others = sorted(row[:-1], reverse=True)[: drawn - 1]
     assert (
-        f"21 of {len(row)} tokens are drawn: the query, and the 20 with the largest weights, "
+        f"{drawn} of {len(row)} tokens are drawn: the query, and the {drawn - 1} with the largest weights, "
         f"from {percent(float(others[-1]))} on" in page.locator("attention-arcs p").inner_text()
     )
     rows = page.locator("attention-head table.bars tbody tr")

@@ -10,7 +10,7 @@ from model.tracing.stages import stages_of
 from model.worked_examples import WORKED_EXAMPLES
 from tests.service.running import Running
 from tests.tiny import CONFIGS
-from tests.web.browsing import Findings, open_table, open_view, url_of, wait_until_ready, wait_until_settled
+from tests.web.browsing import DESKTOP, Findings, open_table, open_view, url_of, wait_until_ready, wait_until_settled
 from tests.web.reading import SIGNIFICANT, percent, read_number, shown
 
 if TYPE_CHECKING:
@@ -102,6 +102,49 @@ class TestNames:
         assert formula("qwen2", "attn.attn_scores").endswith("comes after the query")  # layer 1 has no window
         assert formula("gpt_neox", "resid_post") == "stream that entered + attention output + feed-forward output"
         assert formula("2017 block", "resid_pre") == "the normalized stream of layer 0"
+
+
+class TestSearch:
+    def go(self, page: "Page", query: str) -> None:
+        page.get_by_label("Go to stage").fill(query)
+        page.keyboard.press("Enter")
+
+    def wait_for(self, page: "Page", stage: str) -> None:
+        page.wait_for_url(re.compile(rf"stage=[^&]*{re.escape(stage)}(&|$|%)"))
+        wait_until_ready(page)
+        button = card(page, stage).get_by_role("button")
+        assert button.evaluate("each => each === document.activeElement")
+        assert button.get_attribute("aria-expanded") == "true"
+        box = button.bounding_box()
+        assert box is not None
+        assert 0 <= box["y"] < DESKTOP["height"]
+
+    def test_a_stage_is_found_by_its_words_and_opened_with_the_keyboard(self, page: "Page", base: str) -> None:
+        open_view(page, base, "forward", prompt=PROMPT)
+        for query, stage in (
+            ("blocks.5.attn.z", "blocks.5.attn.z"),
+            ("layer 4 pattern", "blocks.4.attn.pattern"),
+            ("pattern", "blocks.0.attn.pattern"),  # the first one in a layer that is open
+            ("MLP layer 3 output", "blocks.3.mlp_out"),
+            ("unembedding", "logits"),  # a word of the explanation of logits
+        ):
+            self.go(page, query)
+            self.wait_for(page, stage)
+        page.reload()
+        wait_until_ready(page)
+        assert card(page, "blocks.4.attn.pattern").get_by_role("button").get_attribute("aria-expanded") == "true"
+
+    def test_it_says_how_many_stages_fit_or_that_none_does(self, page: "Page", base: str) -> None:
+        open_view(page, base, "forward", prompt=PROMPT)
+        self.go(page, "pattern")
+        page.get_by_text("“pattern” fits 6 stages. This is blocks.0.attn.pattern.").wait_for()
+        self.go(page, "nonsense")
+        page.get_by_text("No stage has the name “nonsense”.").wait_for()
+
+    def test_all_stages_are_in_the_list_of_suggestions(self, page: "Page", bundled: Running, base: str) -> None:
+        open_view(page, base, "forward", prompt=PROMPT)
+        names = page.locator("#stage-names option").evaluate_all("all => all.map((each) => each.value)")
+        assert names == [stage["name"] for stage in bundled.get("/model").json()["stages"]]
 
 
 class TestMap:

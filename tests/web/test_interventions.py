@@ -17,7 +17,7 @@ from tests.web.conftest import OpenPage
 from tests.web.reading import percent, read_number, shown
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page
+    from playwright.sync_api import Locator, Page, Route
 
 PROMPT = "It was a dark night, and the captain"
 EDITS: list[dict[str, Any]] = [
@@ -273,6 +273,22 @@ def test_an_error_of_the_edits_leaves_no_earlier_numbers_and_keeps_the_request(
     wait_until_ready(page)
     assert "Without edits" in page.locator("edit-comparison").inner_text()
     findings.clear()
+
+
+def test_the_edited_pass_is_complete_while_the_shares_are_computed(page: "Page", base: str) -> None:
+    held: list[Route] = []
+    page.route("**/attribute", lambda route: held.append(route))
+    with page.expect_request("**/attribute"):
+        page.goto(url_of(base, "edits", prompt=PROMPT, edits=json.dumps(EDITS)))
+    page.get_by_text("Computing the shares").wait_for()
+    assert rows_of(page, 0)
+    assert page.locator("#title").evaluate("title => getComputedStyle(title, '::after').content") == "none"
+    page.get_by_role("button", name="Copy and download").wait_for()
+    held[0].continue_()
+    wait_until_ready(page)
+    assert page.get_by_text("Computing the shares").is_hidden()
+    assert rows_of(page, 0, "direct-attribution")
+    page.unroute("**/attribute")
 
 
 def test_the_most_likely_token_is_explained_at_once(page: "Page", base: str) -> None:

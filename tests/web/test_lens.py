@@ -15,7 +15,7 @@ from tests.web.reading import percent, shown
 from tests.web.test_draw import luminance
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Page, Route
 
 PROMPT = "The captain was in the dark night"
 NUM_ROWS = 7  # of the bundled model: before layer 0, and after each of six layers
@@ -172,10 +172,13 @@ def test_the_answer_says_from_which_layer_on_the_final_token_is_the_most_likely(
         first = next(row for row in range(NUM_ROWS) if not any(ranks[row:]))
         said = page.locator("lens-view .answer").inner_text()
         text = answer["final"][position]["text"].replace("\n", "↵")
-        last = ", the last one" if first == NUM_ROWS - 1 else ""
-        start = f"in layer {first - 1}{last}: from its output on" if first > 0 else "before layer 0: from the start on"
-        assert said.startswith(f"After position {position}, the network settles on “{text}” {start}")
-        assert displayed(answer["layers"][-1]["final"][position]["probability"]) in said
+        since = f"It is the most likely token after layer {first - 1}, and after every later layer."
+        if first == 0:
+            since = "It is the most likely token from the start: before layer 0, and after every layer."
+        if first == NUM_ROWS - 1:
+            since = f"It becomes the most likely token only after layer {first - 1}, the last one."
+        probability = displayed(answer["layers"][-1]["final"][position]["probability"])
+        assert said.startswith(f"After position {position}, the network predicts “{text}” ({probability}). {since}")
 
 
 def test_another_token_can_be_followed(page: "Page", base: str) -> None:
@@ -189,6 +192,44 @@ def test_another_token_can_be_followed(page: "Page", base: str) -> None:
     assert grid_of(page) == ranks
     best = min(layer["token"][-1]["rank"] for layer in answer["layers"])
     assert f"Its best rank is {best:,}" in page.locator("lens-view .answer").inner_text()
+
+
+def test_a_token_typed_without_its_space_is_offered_with_it(page: "Page", base: str, findings: Findings) -> None:
+    open_view(page, base, "lens", prompt=PROMPT)
+    tops = [each for layer in lens(base)["layers"] for place in layer["positions"] for each in place["top"]]
+    texts = {each["text"] for each in tops}
+    top = next(each for each in tops if re.fullmatch(r" [a-z]{3,}", each["text"]) and each["text"][1:] not in texts)
+    box, hint = page.get_by_label("Follow the token"), page.locator("lens-view", has_text="Did you mean")
+    box.fill(top["text"].strip())
+    hint.wait_for()  # while typing, before anything is sent
+    box.fill(top["text"])
+    hint.wait_for(state="detached")
+    box.fill(top["text"].strip())
+    box.press("Enter")
+    wait_until_settled(page)  # the token may not exist without the space
+    page.get_by_role("button", name=f"“{shown(top['text'])}”").click()
+    page.wait_for_url(f"**token=+{top['text'].strip()}**")
+    wait_until_ready(page)
+    assert hint.count() == 0
+    findings.clear()
+
+
+def test_an_earlier_result_is_grey_while_a_new_one_is_computed(page: "Page", base: str) -> None:
+    open_view(page, base, "lens", prompt=PROMPT)
+    look = "grid => getComputedStyle(grid).filter"
+    grid = page.locator("cell-grid")
+    assert grid.evaluate(look) == "none"
+    with page.expect_request("**/attribute"):
+        held: list[Route] = []
+        page.route("**/attribute", lambda route: held.append(route))
+        page.get_by_label("Follow the token").fill(" was")
+        page.get_by_role("button", name="Apply").click()
+    page.locator("body[data-late]").wait_for()
+    assert "opacity" in grid.evaluate(look)
+    held[0].continue_()
+    wait_until_ready(page)
+    assert grid.evaluate(look) == "none"
+    page.unroute("**/attribute")
 
 
 def test_the_space_mark_of_labels_is_a_space_in_the_followed_token(page: "Page", base: str) -> None:

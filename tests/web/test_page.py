@@ -294,6 +294,54 @@ def test_the_header_says_in_which_numbers_the_model_computes(page: "Page", bundl
     assert "16 bits" in page.locator(".explanation:popover-open").inner_text()
 
 
+@pytest.mark.parametrize("width", [380, 800, 1280, 1400])
+def test_the_facts_of_the_header_are_all_in_sight(page: "Page", base: str, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 900})
+    open_view(page, base, "status")
+    facts = page.locator("#served .together")
+    assert facts.count() >= 5
+    for fact in facts.all():
+        box = fact.bounding_box()
+        assert box is not None
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= width
+        assert box["height"] < 30  # on one line
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+EDIT = '{"stage": "blocks.5.attn.z", "op": "zero", "heads": [2]}'
+
+
+@pytest.mark.parametrize("view", ["generate", "forward", "attention", "lens", "loss", "steps"])
+def test_a_view_that_does_not_apply_the_edits_says_so(page: "Page", base: str, view: str) -> None:
+    open_view(page, base, view, prompt=PROMPT, edits=f"[{EDIT}]")
+    note = page.locator("#edits-note")
+    assert note.inner_text().startswith("1 edit is set in the view Interventions. This view does not apply edits")
+    note.get_by_role("link", name="Open Interventions").click()
+    wait_until_ready(page)
+    assert note.is_hidden()
+    assert page.get_by_role("button", name="Remove: Set head 2 of layer 5 to zero").is_visible()
+
+
+def test_edits_stay_in_the_address_of_other_views_until_they_are_removed(page: "Page", base: str) -> None:
+    open_view(page, base, "edits", prompt=PROMPT, edits=f"[{EDIT}]")
+    page.get_by_role("link", name="Loss").click()
+    wait_until_ready(page)
+    assert read_address(page) == {"view": "loss", "prompt": PROMPT, "edits": f"[{EDIT}]"}
+    page.get_by_role("link", name="Status").click()
+    wait_until_ready(page)
+    assert page.locator("#edits-note").is_hidden()  # this view shows no pass
+    page.get_by_role("link", name="Interventions").click()
+    wait_until_ready(page)
+    page.get_by_role("button", name="Remove: ").click()
+    page.get_by_text("There are no edits yet.").wait_for()
+    wait_until_ready(page)
+    page.get_by_role("link", name="Loss").click()
+    wait_until_ready(page)
+    assert read_address(page) == {"view": "loss", "prompt": PROMPT}
+    assert page.locator("#edits-note").is_hidden()
+
+
 def test_on_a_phone_the_header_leaves_room_and_the_menu_shows_the_current_view(open_page: OpenPage, base: str) -> None:
     page = open_page(phone=True)
     for view in ("generate", "worked", "status"):
@@ -320,6 +368,28 @@ def test_the_list_of_terms_can_be_filtered(page: "Page", base: str) -> None:
     assert page.get_by_text("No term has this word.").is_visible()
 
 
+def test_a_term_is_found_by_its_other_names(page: "Page", base: str) -> None:
+    open_view(page, base, "status")
+    page.get_by_text("All terms explained").click()
+    box, names = page.get_by_label("Find a term"), page.locator(".glossary dt:visible")
+    for typed, expected in (
+        ("MLP", "feed-forward network"),
+        ("W_U", "unembedding"),
+        ("RMSNorm", "norm"),
+        ("induction", "induction head"),
+        ("gqa", "shared key-value heads"),
+        ("Hidden states", "residual stream"),
+        ("ReLU/GELU", "activation function"),
+        ("KV-cache", "key-value cache"),
+        ("attention weights", "attention pattern"),
+    ):
+        box.fill(typed)
+        assert expected in names.all_inner_texts()
+        assert names.count() < 8
+    box.fill("hidden state")
+    assert "Also called hidden state." in page.locator(".glossary dd:visible").inner_text()
+
+
 def test_all_terms_are_listed_below_the_view(page: "Page", base: str) -> None:
     open_view(page, base, "generate")
     page.get_by_text("All terms explained").click()
@@ -332,7 +402,7 @@ def test_all_terms_are_listed_below_the_view(page: "Page", base: str) -> None:
 def test_every_article_of_the_glossary_is_one_of_the_five(page: "Page", base: str) -> None:
     page.goto(base)
     terms = page.evaluate("import('/page/terms_list.js').then(({TERMS}) => TERMS)")
-    assert len(terms) >= 33
+    assert len(terms) >= 60
     assert len({entry["article"]["address"] for entry in terms.values() if entry["article"]}) == 5
     assert all(entry["text"].endswith(".") for entry in terms.values())
     wait_until_ready(page)

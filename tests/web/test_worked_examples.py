@@ -12,6 +12,12 @@ from tests.web.reading import SIGNIFICANT, read_number
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
+# "A token's journey" prints 0.26 among its probabilities, too, computed from rounded numbers. "AI rocks" prints 0.3734
+# for this token at the last position, so its result 0.3362, which stands in the first row, does not follow.
+UNEQUAL_RESULTS = {
+    ("a-tokens-journey", "prediction_probability"): "↳ differs only because of earlier numbers",
+    ("ai-rocks", "prediction_probability"): "✗ differs",
+}
 every_example = pytest.mark.parametrize("name", WORKED_EXAMPLES)
 
 
@@ -42,7 +48,7 @@ def test_results_and_agreement_are_those_of_the_service(page: "Page", bundled: R
     answer = answer_of(bundled, name)
     rows = page.get_by_role("table", name="Results").locator("tbody tr").all()
     for row, result in zip(rows, answer["worked_example"]["results"], strict=True):
-        verdict = "✓ agrees" if result["agrees"] else "✗ differs"
+        verdict = "✓ agrees" if result["agrees"] else UNEQUAL_RESULTS[name, result["name"]]
         assert row.locator("td").all_inner_texts() == [result["published"], result["computed"], verdict]
     items = page.locator(".printed > li").all()
     for item, stage in zip(items, printed_stages(answer), strict=True):
@@ -109,6 +115,12 @@ def test_it_links_the_article_and_says_how_the_network_differs(page: "Page", bas
     about = page.get_by_role("region", name="About the article")
     assert str(about.locator("h3 a").get_attribute("href")).startswith("https://")
     assert about.locator("li").count() >= 2
+
+
+def test_a_legend_explains_the_four_signs(page: "Page", base: str) -> None:
+    open_view(page, base, "worked")
+    signs = page.locator("worked-view .legend strong").all_inner_texts()
+    assert signs == ["✓ agrees", "↳ differs only because of earlier numbers", "✗ differs", "⚠ looks wrong"]
 
 
 def test_a_slip_is_marked_in_its_stage(page: "Page", base: str) -> None:

@@ -4,13 +4,16 @@ import { el, svg } from "../dom.js";
 import { percent } from "../format.js";
 import { colour, css } from "./colours.js";
 
-const ALL = 40; // up to this many tokens, all are drawn; of more, only the query and the strongest
+const ALL = 40; // up to this many tokens, all are drawn if they fit; of more, only the query and the strongest
+const UPRIGHT = { least: 16, most: 34, gap: 10 }; // pixels of a token that is written from top to bottom, and of "…" beside it
+const LETTER = 8; // the width of a letter
 const HEIGHT = 120; // pixels above the tokens
 const LEAST = 0.01; // weights below have no arc
 
 /**
  * <attention-arcs>. `show({labels, weights, query})`: a text for each token, the weight of each token for the query, and
- * the index of the query. Events: "query" with detail {position} when another token is chosen; "point" with {position}
+ * the index of the query. All tokens and arcs fit into the width of the page: where there is too little room for a line of
+ * tokens, each one is written from top to bottom, and where there is still too little, weak ones are left out. Events: "query" with detail {position} when another token is chosen; "point" with {position}
  * while the mouse is over a token, and null when it leaves. In a line that leaves tokens out, the mouse points at none,
  * because another query would move the tokens below it.
  */
@@ -18,14 +21,18 @@ export class AttentionArcs extends HTMLElement {
   #shown = null;
   #pointed = null; // the token below the mouse
   #note = el("p", { class: "faint" });
+  #width = 0; // of the room for which the picture was drawn
   #redraw = () => this.#shown && this.#draw();
+  #resized = new ResizeObserver(() => this.clientWidth > 0 && this.clientWidth !== this.#width && this.#redraw());
 
   connectedCallback() {
     addEventListener("themechange", this.#redraw);
+    this.#resized.observe(this);
   }
 
   disconnectedCallback() {
     removeEventListener("themechange", this.#redraw);
+    this.#resized.disconnect();
   }
 
   show(shown) {
@@ -39,7 +46,9 @@ export class AttentionArcs extends HTMLElement {
 
   #draw() {
     const { labels, weights, query } = this.#shown;
-    const places = line(labels, drawn(weights, query));
+    this.#width = this.clientWidth;
+    const places = placesIn(this.#width || 700, labels, weights, query);
+    const [{ upright }] = places;
     const width = Math.ceil(Math.max(...places.map(({ x, width: w }) => x + w / 2))) + 8;
     const centre = new Map(places.map(({ position, x }) => [position, x]));
     const strongest = Math.max(...weights.filter((weight) => Number.isFinite(weight)), LEAST);
@@ -47,14 +56,15 @@ export class AttentionArcs extends HTMLElement {
     const farthest = Math.max(...ends.map(({ x }) => Math.abs(x - centre.get(query))), 1);
     const arcs = ends.map(({ position, x }) => arc(centre.get(query), x, weights[position] / strongest, weights[position], farthest));
     const tokens = places.map((place) => this.#token(place, labels, weights, query));
+    const height = HEIGHT + (upright ? upright + 58 : 48);
     const picture = svg(
       "svg",
-      { width, height: HEIGHT + 48, viewBox: `0 0 ${width} ${HEIGHT + 48}`, role: "listbox", tabindex: "0", "aria-label": `Arcs from token ${query} to the tokens that it attends to. The arrow keys choose another token.`, "aria-activedescendant": `arc-token-${query}`, "font-family": "ui-monospace, monospace", "font-size": "13" },
+      { width, height, viewBox: `0 0 ${width} ${height}`, role: "listbox", tabindex: "0", "aria-label": `Arcs from token ${query} to the tokens that it attends to. The arrow keys choose another token.`, "aria-activedescendant": `arc-token-${query}`, "font-family": "ui-monospace, monospace", "font-size": "13" },
       arcs,
       tokens,
     );
     picture.addEventListener("keydown", (event) => this.#press(event));
-    const said = sayLeftOut(places.length, weights, query);
+    const said = sayLeftOut(places, weights, query);
     const hadFocus = this.contains(document.activeElement);
     const box = this.querySelector(".scroll") ?? document.createElement("div");
     box.className = "scroll";
@@ -65,21 +75,23 @@ export class AttentionArcs extends HTMLElement {
     }
     this.#note.textContent = said;
     if (hadFocus) picture.focus({ preventScroll: true });
-    if (this.#pointed === null) box.scrollLeft = centre.get(query) - 0.75 * box.clientWidth;
   }
 
-  #token({ position, x, width, gap }, labels, weights, query) {
+  #token({ position, x, width, gap, upright }, labels, weights, query) {
     const isQuery = position === query;
-    const text = (y, content, size) => svg("text", { x, y, "text-anchor": "middle", fill: "currentColor", "font-size": size, "font-weight": isQuery ? 700 : 400 }, content);
+    const look = { fill: "currentColor", "font-weight": isQuery ? 700 : 400 };
+    const flat = (y, content, size) => svg("text", { x, y, "text-anchor": "middle", "font-size": size, ...look }, content);
+    const down = (y, content, size) => svg("text", { transform: `translate(${x - 4} ${y}) rotate(90)`, "font-size": size, ...look }, content);
+    const share = weights[position] >= LEAST ? percent(weights[position]) : "";
     const said = `${labels[position]}, position ${position}: ${percent(weights[position])}`;
     return svg(
       "g",
       { role: "option", id: `arc-token-${position}`, "aria-selected": String(isQuery), class: "arc-token", onclick: () => this.#choose(position), onpointerenter: (event) => event.pointerType === "mouse" && this.#point(position) },
       svg("title", {}, said), // also the name for screen readers
-      svg("rect", { x: x - width / 2, y: HEIGHT, width, height: 24, rx: 3, fill: "transparent", stroke: "currentColor", "stroke-width": isQuery ? 2.5 : 0.4 }),
-      text(HEIGHT + 16, cut(labels[position])),
-      weights[position] >= LEAST ? text(HEIGHT + 40, percent(weights[position]), 11) : null,
-      gap ? svg("text", { x: x - width / 2 - 9, y: HEIGHT + 16, "text-anchor": "middle", fill: "currentColor" }, "…") : null,
+      svg("rect", { x: x - width / 2, y: HEIGHT, width, height: upright ? upright + 8 : 24, rx: 3, fill: "transparent", stroke: "currentColor", "stroke-width": isQuery ? 2.5 : 0.4 }),
+      upright ? down(HEIGHT + 5, cut(labels[position])) : flat(HEIGHT + 16, cut(labels[position])),
+      share === "" ? null : upright ? down(HEIGHT + upright + 12, share, 11) : flat(HEIGHT + 40, share, 11),
+      gap ? svg("text", { x: x - width / 2 - gap / 2, y: HEIGHT + 16, "text-anchor": "middle", fill: "currentColor" }, "…") : null,
     );
   }
 
@@ -88,7 +100,7 @@ export class AttentionArcs extends HTMLElement {
   }
 
   #point(position) {
-    if (position === this.#pointed || this.#shown.labels.length > ALL) return;
+    if (position === this.#pointed || this.querySelectorAll(".arc-token").length < this.#shown.labels.length) return;
     this.#pointed = position;
     this.dispatchEvent(new CustomEvent("point", { detail: { position } }));
   }
@@ -102,32 +114,50 @@ export class AttentionArcs extends HTMLElement {
   }
 }
 
-/** The positions to draw: all, or of a long prompt the query and those with the largest weights. */
-function drawn(weights, query) {
+/**
+ * Where each token stands that is drawn: {position, x, width, gap, upright}. `x`: its centre; `gap`: pixels before it in
+ * which tokens are left out, or 0; `upright`: the height of the longest token if they are written from top to bottom, or 0.
+ */
+function placesIn(room, labels, weights, query) {
   const all = Array.from(weights, (_, position) => position);
-  if (all.length <= ALL) return all;
+  const flat = line(labels, drawn(weights, query, ALL, ALL / 2));
+  if (flat.at(-1).x + flat.at(-1).width / 2 + 8 <= room) return flat;
+  const [fitting, strongest] = [UPRIGHT.least, UPRIGHT.least + UPRIGHT.gap].map((size) => Math.max(2, Math.floor((room - 20) / size)));
+  const positions = drawn(weights, query, Math.min(ALL, fitting), Math.min(ALL / 2, strongest - 1));
+  const gaps = positions.length < all.length ? positions.length * UPRIGHT.gap : 0;
+  const width = Math.min(UPRIGHT.most, Math.max(UPRIGHT.least, Math.floor((room - 20 - gaps) / positions.length)));
+  const upright = LETTER * Math.max(...positions.map((position) => cut(labels[position]).length));
+  return line(labels, positions, { left: 10, size: () => width, space: 0, hole: UPRIGHT.gap, upright });
+}
+
+/** The positions to draw: all up to a number of them, or else the query and some with the largest weights. */
+function drawn(weights, query, most, numStrongest) {
+  const all = Array.from(weights, (_, position) => position);
+  if (all.length <= most) return all;
   const strongest = all.filter((position) => position !== query).sort((a, b) => weights[b] - weights[a]);
-  return [query, ...strongest.slice(0, ALL / 2)].sort((a, b) => a - b);
+  return [query, ...strongest.slice(0, numStrongest)].sort((a, b) => a - b);
 }
 
-/** Which tokens and arcs a picture of `numDrawn` tokens leaves out. */
-function sayLeftOut(numDrawn, weights, query) {
+/** Which tokens and arcs a picture leaves out. */
+function sayLeftOut(places, weights, query) {
   const arcs = `Arcs: all weights of at least ${percent(LEAST)}; a loop is the weight on the token itself.`;
-  if (numDrawn === weights.length) return arcs;
-  const others = drawn(weights, query).filter((position) => position !== query);
+  if (places.length === weights.length) return arcs;
+  const others = places.map(({ position }) => position).filter((position) => position !== query);
   const least = Math.min(...others.map((position) => weights[position]));
-  return `${numDrawn} of ${weights.length} tokens are drawn: the query, and the ${others.length} with the largest weights, from ${percent(least)} on. ${arcs}`;
+  return `${places.length} of ${weights.length} tokens are drawn: the query, and the ${others.length} with the largest weights, from ${percent(least)} on. ${arcs}`;
 }
 
-/** Where each token stands: its centre and width; `gap` if tokens before it are left out. */
-function line(labels, positions) {
-  let left = 4;
+const FLAT = { left: 4, size: (label) => Math.max(44, LETTER * cut(label).length + 10), space: 4, hole: 18, upright: 0 };
+
+/** Places side by side, from the left. `hole`: the room for "…" where tokens are left out. */
+function line(labels, positions, { left: start, size, space, hole, upright } = FLAT) {
+  let left = start;
   return positions.map((position, index) => {
-    const width = Math.max(44, 8 * cut(labels[position]).length + 10);
-    const gap = position !== (index === 0 ? 0 : positions[index - 1] + 1);
-    left += gap ? 18 : 0;
-    const place = { position, x: left + width / 2, width, gap };
-    left += width + 4;
+    const width = size(labels[position]);
+    const gap = position !== (index === 0 ? 0 : positions[index - 1] + 1) ? hole : 0;
+    left += gap;
+    const place = { position, x: left + width / 2, width, gap, upright };
+    left += width + space;
     return place;
   });
 }

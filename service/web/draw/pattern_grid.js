@@ -77,6 +77,15 @@ export class PatternGrid extends HTMLElement {
     const cell = this.#cellOf(this.#chosen);
     cell?.setAttribute("aria-selected", "true");
     if (cell) cell.tabIndex = 0;
+    this.#reveal(cell);
+  }
+
+  /** Scroll the box of the grid, never the page, so that a cell is in sight. Narrow screens give the grid such a box. */
+  #reveal(cell) {
+    const box = cell?.closest(".scroll");
+    if (!box || box.scrollHeight <= box.clientHeight) return;
+    const [at, room] = [cell.getBoundingClientRect(), box.getBoundingClientRect()];
+    if (at.top < room.top || at.bottom > room.bottom) box.scrollTop += (at.top + at.bottom - room.top - room.bottom) / 2;
   }
 
   /** The layers of which something can be seen now. */

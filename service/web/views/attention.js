@@ -4,6 +4,7 @@ import { isWorkedExample } from "../articles.js";
 import { el, labelled, select } from "../dom.js";
 import { barLegend } from "../draw/bars.js";
 import "../draw/pattern_grid.js";
+import { editsIn } from "../edits_note.js";
 import { percent } from "../format.js";
 import { readChoice, readIndex } from "../indices.js";
 import { cached } from "../passes.js";
@@ -21,7 +22,7 @@ export default class Attention extends View {
   static params = { layer: "0", head: "0", pos: "", stage: "pattern", find: "previous", key: "" };
 
   #grid = el("pattern-grid");
-  #hatched = el("span", {}, " Hatched: not fetched yet.");
+  #hatched = el("span", {}, " Hatched: still loading. A row is loaded when you scroll to it.");
   #pointed = el("p", { class: "under-pointer", "aria-live": "polite" });
   #ranking = el("attention-ranking");
   #choice = el("div", { class: "row" });
@@ -87,8 +88,9 @@ export default class Attention extends View {
   /** What the network predicts without the chosen head, in the view of interventions. */
   #ablate() {
     const { layer, head } = this.#shown;
-    const edits = JSON.stringify([{ stage: `blocks.${layer}.attn.z`, op: "zero", heads: [head] }]);
-    return this.context.navigate({ view: "edits", edits });
+    const edit = { stage: `blocks.${layer}.attn.z`, op: "zero", heads: [head] };
+    const others = (editsIn(this.#state.edits) ?? []).filter((other) => JSON.stringify(other) !== JSON.stringify(edit));
+    return this.context.navigate({ view: "edits", edits: JSON.stringify([...others, edit]) });
   }
 
   request() {

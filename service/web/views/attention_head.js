@@ -65,10 +65,10 @@ export class AttentionHead extends HTMLElement {
     this.#showQuery(shown.position, shown.row);
   }
 
-  /** Scroll to the picture if nothing of it is in sight. */
+  /** Scroll to the picture if little of it is in sight. */
   reveal() {
-    const { top, bottom } = this.#map.getBoundingClientRect();
-    if (top > innerHeight - 100 || bottom < 100) this.#title.scrollIntoView({ block: "start" });
+    const { top, bottom, height } = this.#map.getBoundingClientRect();
+    if (Math.min(bottom, innerHeight) - Math.max(top, 0) < Math.min(height / 2, 250)) this.#title.scrollIntoView({ block: "start" });
   }
 
   pictures() {

@@ -3,6 +3,7 @@
 import { el, labelled, select } from "../dom.js";
 import { dataTable } from "../draw/data_table.js";
 import { percent, quoted, shown } from "../format.js";
+import { term } from "../terms.js";
 
 /** Means that every prompt of two tokens has: a field of `means` of POST /patterns → how a sentence calls it. */
 export const TARGETS = { previous: "the previous token", first: "the first token", itself: "the token itself" };
@@ -10,10 +11,10 @@ export const TARGETS = { previous: "the previous token", first: "the first token
 export const CHOICES = { ...TARGETS, induction: "the token after an earlier copy (induction)", chosen: "a chosen token" };
 const NUM_NAMED = 5;
 const BASES = {
-  induction: "The mean over the tokens that occurred before. Their weight on the tokens that came directly after the earlier copies is added up.",
-  chosen: "The weight of this query on this key, in each head. A click on a cell of the large picture chooses both, too.",
+  induction: "Each percentage is a mean over the tokens that have an earlier copy in the prompt. It counts their weight on the tokens that came directly after these copies.",
+  chosen: "Each percentage is the weight of this query on this key, in one head. A click on a cell of the large picture also chooses a query and a key.",
 };
-const BASIS = "The mean over all tokens of this prompt but the first, which can only attend to itself.";
+const BASIS = "Each percentage is a mean over the tokens of this prompt. The first token is left out, because it can only attend to itself.";
 
 /**
  * <attention-ranking>. `show({heads, target, tokens, query, key, chosen})`: `heads` are {layer, head, means, weight}, with the
@@ -52,7 +53,7 @@ export class AttentionRanking extends HTMLElement {
     const focused = this.#buttons.contains(document.activeElement) ? document.activeElement.dataset.head : undefined;
     this.#buttons.replaceChildren(...(named.length > 0 ? ["Show head", ...named.map((place, index) => this.#button(place, texts[index]))] : []));
     if (focused !== undefined) this.#buttons.querySelector(`[data-head="${focused}"]`)?.focus({ preventScroll: true });
-    this.#basis.textContent = BASES[target] ?? BASIS;
+    this.#basis.replaceChildren(BASES[target] ?? BASIS, ...(target === "induction" ? [" A head with a high percentage is an ", term("induction"), "."] : []));
     this.#basis.hidden = this.#table.hidden = named.length === 0;
     this.#table.refresh();
   }

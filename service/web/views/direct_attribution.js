@@ -11,7 +11,7 @@ const NUM_SHOWN = 10;
 
 /**
  * <direct-attribution>. `prepare({token, minus, hints})`: the texts of the form, and for each token with a space in front
- * that may be meant, {field, text, id}. `show(answer)`: an answer of POST /attribute with the method direct, or null.
+ * that may be meant, {field, text, id}. `wait()`: an answer was asked for. `show(answer)`: an answer of POST /attribute with the method direct, or null.
  * Events: "explain" with detail {explain, minus}, and "ablate" with {edit}.
  */
 export class DirectAttribution extends HTMLElement {
@@ -22,14 +22,15 @@ export class DirectAttribution extends HTMLElement {
   #bars = el("div");
   #layers = el("div");
   #map = el("heat-map");
+  #computing = el("p", { class: "faint", role: "status", hidden: true }, "Computing the shares of all heads and feed-forward networks …");
   #result = el("div", {}, this.#answer, this.#sum, el("div", { class: "shares" }, this.#bars, this.#map, this.#layers));
 
   connectedCallback() {
     if (this.childElementCount > 0) return;
     const field = (name) => el("input", { name, size: "12", spellcheck: "false", autocomplete: "off" });
     this.#form.append(labelled("Token", field("token")), labelled("compared with (optional)", field("minus")), el("button", { type: "submit" }, "Explain"));
-    const meaning = el("p", { class: "faint" }, "Direct ", term("attribution"), ": the ", term("logit"), " of a token is a sum, and each head and each feed-forward network adds its share. With a second token, the difference of the two logits is explained. These are the numbers of the pass without edits. The scale of the final norm is taken as given: a share says what a part writes, not what would change without it.");
-    this.append(el("h3", {}, "Which parts write a token, without edits?"), meaning, this.#form, this.#hints, this.#result);
+    const meaning = el("p", { class: "faint" }, "The ", term("logit"), " of a token is a sum: each head and each feed-forward network adds a share. This view lists the shares (direct ", term("attribution"), "). With a second token, it lists the shares in the difference of the two logits. The numbers are those of the pass without edits. A share says what a part writes. It does not say what would change without this part, because later parts and the final norm would change, too.");
+    this.append(el("h3", {}, "Which parts write a token, without edits?"), meaning, this.#form, this.#hints, this.#computing, this.#result);
     this.#form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.#explain();
@@ -50,7 +51,15 @@ export class DirectAttribution extends HTMLElement {
     this.show(null);
   }
 
+  /** Say that the shares are computed, until `show`. */
+  wait() {
+    this.#computing.hidden = false;
+    this.setAttribute("aria-busy", "true");
+  }
+
   show(answer) {
+    this.#computing.hidden = true;
+    this.removeAttribute("aria-busy");
     this.#result.hidden = answer === null;
     if (answer === null) return;
     const parts = partsOf(answer);
@@ -137,7 +146,7 @@ function layersOf({ layers }) {
   const sums = layers.map(({ heads, mlp }) => [heads.reduce((sum, share) => sum + share, 0), mlp]);
   const largest = Math.max(...sums.flat().map(Math.abs)) || 1;
   return barTable({
-    caption: "Each layer: thin bar all heads together, thick bar feed-forward network",
+    caption: "What each layer adds. Thin bar: all its heads together. Thick bar: its feed-forward network.",
     columns: ["layer", "heads", "feed-forward"],
     rows: sums.map(([heads, mlp], layer) => ({ cells: [String(layer), signed(heads), signed(mlp)], shares: [heads / largest, mlp / largest] })),
   });

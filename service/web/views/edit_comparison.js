@@ -63,7 +63,7 @@ export class EditComparison extends HTMLElement {
       const isTop = id === plain.top[0].id || id === edited.top[0].id;
       return { cells: [shown(one ?? other), one ? percent(one.probability) : below(plain.top), other ? percent(other.probability) : below(edited.top), ...differences], shares: [one?.probability ?? 0, other?.probability ?? 0], mark: isTop };
     });
-    return barTable({ caption: "Next tokens: thin bar without edits, thick bar with edits (temperature 1, whole vocabulary). Framed: the most likely token of either run. Near 0 and 100 %, a probability hardly moves, but a logit does. A probability can fall although its logit rises, if the logits of other tokens rise more: only differences between logits count.", columns: ["token", "without", "with", "difference, percentage points", "difference of the logit"], rows });
+    return barTable({ caption: "The most likely next tokens. Thin bar: without edits. Thick bar: with edits. Framed: the most likely token of each run. The probabilities are at temperature 1, over the whole vocabulary. Near 0 and 100 %, compare the logits, because the probabilities hardly move there. A probability can fall although its logit rises: then the logits of other tokens rise more.", columns: ["token", "without", "with", "difference, percentage points", "difference of the logit"], rows });
   }
 }
 
@@ -89,7 +89,7 @@ function lossOf({ loss, baseline }) {
 function moved(changes) {
   const largest = Math.max(...changes.map(({ relative }) => relative ?? 0), 1e-12);
   return barTable({
-    caption: "How far the edits moved each stage at this position. Share (bars): the length of the difference vector, over the length of the stage without edits.",
+    caption: "How far the edits moved each stage at this position. The difference is a vector: the stage with edits minus the stage without. The share (bars) is the length of the difference, divided by the length of the stage without edits.",
     columns: ["stage", "share", "length of the difference"],
     rows: changes.map(({ name, norm, relative }) => ({ cells: [nameOf(name), relative === null ? "–" : percent(relative), number(norm)], shares: [(relative ?? 0) / largest] })),
   });

@@ -7,6 +7,7 @@ import { cached } from "../passes.js";
 import { View } from "../view.js";
 import { ForwardMap } from "./forward_map.js";
 import { isOther, isPosition, readPosition } from "./positions.js";
+import "./stage_search.js";
 
 const MAX_PREDICTIONS = 10;
 const asList = (text) => (text === "" ? [] : text.split(","));
@@ -20,6 +21,7 @@ export default class Forward extends View {
   #answer = el("p", { class: "answer" });
   #tokens = el("ol", { class: "token-row" });
   #position = el("span");
+  #search = el("stage-search");
   #map = new ForwardMap();
   #state = null;
   #shownTokens = null;
@@ -27,7 +29,8 @@ export default class Forward extends View {
   build() {
     const tokens = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Tokens of the prompt" }, this.#tokens);
     const meaning = el("p", { class: "faint" }, "Each card is a stage: its shape, its formula, and statistics of its numbers: smallest, largest, mean, standard deviation (std), and length (L2 norm: the root of the sum of the squares). Open it to see the numbers.");
-    this.append(this.#answer, tokens, meaning, el("p", { class: "row" }, this.#position), this.#map);
+    this.append(this.#answer, tokens, meaning, this.#search, el("p", { class: "row" }, this.#position), this.#map);
+    this.#search.addEventListener("go", ({ detail }) => this.#goTo(detail.stage));
     this.#map.addEventListener("layer", ({ detail }) => this.#toggleLayer(detail.layer));
     this.#map.addEventListener("stage", ({ detail }) => this.#toggleStage(detail.name));
     this.#map.addEventListener("head", ({ detail }) => this.context.navigate({ head: detail.head }));
@@ -48,6 +51,7 @@ export default class Forward extends View {
     this.#showPositions(overview, state.position);
     const open = asList(state.stage);
     const layers = new Set([...asList(state.layer), ...open.map(layerOf).filter((layer) => layer !== null)]);
+    this.#search.show({ stages: this.#map.stages, layers });
     const selected = state.position === "" ? base : { ...base, positions: [readPosition(state.position, overview.tokens.length)] };
     const outer = state.position === "" ? overview : await cached("/forward", { ...selected, ...this.#outerRequest(state), top_k: 0 }, signal);
     const [answers, stream] = await Promise.all([this.#summaries(selected, layers, signal), this.#stream(selected, names, signal), this.#showOpen(base, open, state, overview, signal)]);
@@ -120,6 +124,16 @@ export default class Forward extends View {
     const [first, second] = predictions.at(-1).top;
     const then = second ? `, then ${quoted(second)} (${percent(second.probability)})` : "";
     this.#answer.textContent = `The prompt has ${tokens.length} ${tokens.length === 1 ? "token" : "tokens"}. After them, the network finds ${quoted(first)} most likely (${percent(first.probability)})${then}.`;
+  }
+
+  /** Open a stage, if it is closed, and bring it into sight. */
+  async #goTo({ name, layer }) {
+    const [layers, stages] = [asList(this.#state.layer), asList(this.#state.stage)];
+    await this.context.navigate({
+      layer: (layer === null || layers.includes(String(layer)) ? layers : [...layers, layer]).join(","),
+      stage: (stages.includes(name) ? stages : [...stages, name]).join(","),
+    });
+    this.#map.reveal(name);
   }
 
   #toggleLayer(layer) {

@@ -16,6 +16,7 @@ const PREDICTIONS = ["logits", "probabilities"];
 export class ForwardMap extends HTMLElement {
   #key = null;
   #architecture = null;
+  #stages = [];
   #cards = new Map(); // name of a stage → its card
   #layers = new Map(); // layer → its <section>
 
@@ -24,6 +25,7 @@ export class ForwardMap extends HTMLElement {
     const key = JSON.stringify([names, architecture]);
     if (key === this.#key) return;
     [this.#key, this.#architecture] = [key, architecture];
+    this.#stages = names.map((name) => describe(name, architecture));
     this.#cards.clear();
     this.#layers.clear();
     const before = names.slice(0, names.findIndex((name) => name.startsWith("blocks.")));
@@ -82,6 +84,18 @@ export class ForwardMap extends HTMLElement {
     card.setOpen(true, (entry) => this.#passOn(new StageValues(entry), "head"));
     const { num_heads: numHeads, num_kv_heads: numKvHeads } = this.#architecture;
     card.body.querySelector("stage-values").show({ tokens, stage, head, numHeads, kvHead: Math.floor((head * numKvHeads) / numHeads) });
+  }
+
+  /** The entries of all stages, in the order of the computation. */
+  get stages() {
+    return this.#stages;
+  }
+
+  /** Bring a stage into sight, and the keyboard to its button. */
+  reveal(name) {
+    const card = this.#cards.get(name);
+    card.scrollIntoView({ block: "start" });
+    card.querySelector("button").focus({ preventScroll: true });
   }
 
   pictures() {

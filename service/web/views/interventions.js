@@ -33,7 +33,7 @@ export default class Interventions extends View {
   #isChecking = false; // whether the service is asked if it takes an edit
 
   build() {
-    const meaning = el("p", { class: "faint" }, "Each edit changes numbers in the middle of the pass, and everything after them is computed from the changed numbers. To switch off a part is called ", term("ablation"), "; to take numbers from the pass over another prompt, ", term("patching"), ".");
+    const meaning = el("p", { class: "faint" }, "An edit changes numbers in the middle of the pass. Everything after them is computed from the changed numbers. Switching off a part is called ", term("ablation"), ". Taking numbers from the pass over another prompt is called ", term("patching"), ". Adding a vector is called ", term("steering"), ".");
     const apply = el("button", { type: "button", onclick: () => this.#set(this.#json.value) }, "Apply the JSON");
     const json = el("details", {}, el("summary", {}, "Edits as JSON (all operations, such as noise, cap and inline vectors)"), this.#json, apply);
     const position = el("form", { class: "row" }, labelled("After position", this.#position), el("button", { type: "button", onclick: () => position.requestSubmit() }, "Show another position"));
@@ -77,6 +77,7 @@ export default class Interventions extends View {
     this.#body = this.#bodyOf(state, model, this.#edits);
     this.#answer = await cached("/forward", this.#body, signal);
     this.#comparison.show(this.#answer);
+    this.context.offer(); // the request can be copied while the shares are computed
   }
 
   /** What writes the chosen token, or the most likely one of the pass without edits. */
@@ -85,10 +86,14 @@ export default class Interventions extends View {
     const hints = model.capabilities.tokenizer ? await hintsOf(state, signal) : [];
     this.#attribution.hidden = false;
     this.#attribution.prepare({ token: state.explain || String(best.text ?? best.id), minus: state.minus, hints });
+    this.#attribution.wait();
     try {
       this.#attribution.show(await cached("/attribute", this.#question(state, model, best.id), signal));
     } catch (error) {
-      if (!signal.aborted) this.context.offer();
+      if (!signal.aborted) {
+        this.#attribution.show(null);
+        this.context.offer();
+      }
       throw error;
     }
   }

@@ -24,6 +24,7 @@ export default class Lens extends View {
 
   #answer = el("p", { class: "answer" });
   #form = el("form", { class: "row", "aria-label": "Options of the logit lens" });
+  #hint = el("p", { class: "row is-kept", role: "status" });
   #generated = el("p", { class: "faint" });
   #pager = el("div", { class: "row" });
   #legend = el("p", { class: "legend" });
@@ -33,9 +34,9 @@ export default class Lens extends View {
   #shown = null; // {state, body, answer, first, row, position, ...}
 
   build() {
-    const meaning = el("p", { class: "faint" }, "The ", term("logit_lens"), " takes the ", term("residual"), " in the middle of the network, and reads it as if it were the end: with the last ", term("norm"), " and the table of ", term("logit", "logits"), ". Each column is a position, and its cells guess the token after it. Rows go down through the layers.");
+    const meaning = el("p", { class: "faint" }, "The ", term("logit_lens"), " takes the ", term("residual"), " in the middle of the network, and reads it as if it were the end: with the last ", term("norm"), " and the ", term("unembedding"), ". Each column is a position, and its cells guess the token after it. Rows go down through the layers.");
     this.#buildForm();
-    this.append(this.#answer, meaning, this.#form, this.#generated, this.#pager, this.#grid, this.#legend, this.#table, this.#one);
+    this.append(this.#answer, meaning, this.#form, this.#hint, this.#generated, this.#pager, this.#grid, this.#legend, this.#table, this.#one);
     this.#grid.addEventListener("choose", ({ detail }) => this.context.navigate({ row: String(detail.row), pos: String(this.#shown.first + detail.column) }));
   }
 
@@ -47,6 +48,7 @@ export default class Lens extends View {
     const cells = select({ name: "cells", onchange: change("cells") }, Object.entries(CELLS), "token");
     const offersTuned = this.context.service.model?.capabilities?.tuned_lens;
     this.#form.append(labelled("Also generate", generate), " tokens", labelled("Follow the token", token), el("button", { type: "submit" }, "Apply"), labelled("Cells show", cells), offersTuned ? labelled("Lens", lens) : "");
+    token.addEventListener("input", () => this.#offerSpace());
     this.#form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.context.navigate({ generate: generate.value, token: token.value, pos: "", from: "" });
@@ -62,7 +64,7 @@ export default class Lens extends View {
     const position = state.pos === "" ? text.size - 1 : readIndex(state.pos, "position", text.size);
     const first = this.#firstOf(state, position, text.size);
     const body = this.#body(state, text.prompt, first, Math.min(WINDOW, text.size - first));
-    const answer = await cached("/attribute", body, signal);
+    const answer = await cached("/attribute", body, signal).finally(() => this.#offerSpace());
     const row = state.row === "" ? answer.layers.length - 1 : readIndex(state.row, "row", answer.layers.length);
     const isSame = this.#shown?.answer === answer && this.#shown.cells === state.cells;
     this.#shown = { state, body, answer, first, row, position, cells: state.cells, ...text };
@@ -72,7 +74,23 @@ export default class Lens extends View {
     this.#showOne();
     this.#showPager();
     this.#table.refresh();
+    this.#offerSpace();
     return undefined;
+  }
+
+  /** If the grid has the typed token only with a space in front, offer that token. */
+  #offerSpace() {
+    const field = this.#form.elements.token;
+    const layers = this.#shown?.answer.layers ?? [];
+    const tops = layers.flatMap(({ positions }) => positions.flatMap(({ top }) => top));
+    const typed = field.value;
+    const spaced = /^[ ␣]?$|^[ ␣]/.test(typed) || tops.some(({ text }) => text === typed) ? undefined : tops.find(({ text }) => text === ` ${typed}`);
+    const follow = () => {
+      field.value = spaced.text;
+      this.#form.requestSubmit();
+    };
+    this.#hint.replaceChildren(...(spaced ? [el("span", {}, "Did you mean ", el("button", { type: "button", class: "small", onclick: follow }, `“${shown(spaced)}”`), ` (id ${spaced.id}), with a space in front? The grid has this token.`)] : []));
+    this.#hint.hidden = spaced === undefined;
   }
 
   request() {

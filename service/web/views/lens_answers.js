@@ -22,15 +22,20 @@ export function whereItWins(token, position, track) {
   if (track[end].rank > 0) return loses(token, position, track);
   let from = end;
   while (from > 0 && track[from - 1].rank === 0) from -= 1;
-  const name = from === 0 ? "before layer 0: from the start on" : `in layer ${from - 1}${from === end ? ", the last one" : ""}: from its output on`;
+  const since =
+    from === 0
+      ? "It is the most likely token from the start: before layer 0, and after every layer."
+      : from === end
+        ? `It becomes the most likely token only after layer ${from - 1}, the last one.`
+        : `It is the most likely token after layer ${from - 1}, and after every later layer.`;
   const earlier = track.findIndex(({ rank }, row) => row < from && rank === 0);
-  const hint = earlier === -1 ? "" : ` It was the most likely one ${rowName(earlier, track.length)} already, but not in all residuals after that.`;
-  return `After position ${position}, the network settles on ${quoted(token)} ${name}, this is the most likely token (after the last layer: ${chance(track[end].probability)}).${hint}`;
+  const hint = earlier === -1 ? "" : ` It was also the most likely token ${rowName(earlier, track.length)}, but another token took its place after that.`;
+  return `After position ${position}, the network predicts ${quoted(token)} (${chance(track[end].probability)}). ${since}${hint}`;
 }
 
 function loses(token, position, track) {
   const end = track.length - 1;
   const best = track.reduce((found, each, row) => (each.rank < track[found].rank ? row : found), 0);
   const top = track[best].rank === 0 ? `It is the most likely token ${rowName(best, track.length)}` : `Its best rank is ${count(track[best].rank)}, ${rowName(best, track.length)}`;
-  return `${quoted(token)} is not the most likely token after position ${position}: after the last layer it has rank ${count(track[end].rank)} (${chance(track[end].probability)}; rank 0 is the most likely token). ${top} (${chance(track[best].probability)}).`;
+  return `After position ${position}, ${quoted(token)} is not the most likely token. After the last layer, it has rank ${count(track[end].rank)} (${chance(track[end].probability)}); rank 0 is the most likely token. ${top} (${chance(track[best].probability)}).`;
 }

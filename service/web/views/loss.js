@@ -30,8 +30,8 @@ export default class Loss extends View {
   #key = null;
 
   build() {
-    const meaning = el("p", { class: "faint" }, "The number below a token is its ", term("loss"), ": the loss of predicting this token from the tokens before it. The first token has none, because nothing comes before it. In the view Forward pass, the stage “Loss” has the same number one position earlier, at the token from which the prediction is made. Select a token to see what the network expected in its place.");
-    const note = el("p", { class: "faint" }, "The ", term("perplexity"), " is e to the power of the mean loss; the mean loss is also called ", term("cross_entropy"), ".");
+    const meaning = el("p", { class: "faint" }, "The number below a token is its ", term("loss"), ". It says how badly the network predicted this token from the tokens before it. The first token has no loss, because no token comes before it. Select a token to see what the network expected instead. The view Forward pass also shows these losses. There, each one stands one position earlier, at the token from which the network predicts.");
+    const note = el("p", { class: "faint" }, "The mean loss is also called ", term("cross_entropy"), ". The ", term("perplexity"), " is e to the power of the mean loss.");
     this.#summary.append(el("h3", {}, "From losses to perplexity"), this.#formula, note);
     this.append(this.#answer, meaning, this.#strip, this.#legend, this.#one, this.#summary, this.#table);
     this.#strip.addEventListener("choose", ({ detail }) => this.context.navigate({ position: String(this.#shown.predicted[detail.index].position) }));

@@ -38,7 +38,7 @@ export default class Steps extends View {
   #table = dataTable(() => this.#tableOf(), "Show all steps as a table");
 
   build() {
-    const intro = el("p", { class: "faint" }, "The whole prompt is computed in one step (prefill). After that, each step computes a single position, that of the token chosen last (decode). It reads the keys and values of all tokens before it from the ", term("kv_cache"), ". Here, the most likely token is always chosen (", term("greedy"), ").");
+    const intro = el("p", { class: "faint" }, "First come the tokens of the prompt, usually all in one step. This is called ", term("prefill", "prefill"), ". Each later step computes only one token: the token that was chosen last. This is called ", term("prefill", "decode"), ". The step reads the keys and values of all earlier tokens from the ", term("kv_cache"), ". In this view, the network always chooses the most likely token (", term("greedy"), ").");
     const controls = el("div", { class: "row" }, this.#play, this.#back, this.#next, labelled("Step", this.#slider), labelled("Tokens to generate", this.#number));
     const legend = el("p", { class: "legend" }, Object.entries(SIGNS).filter(([, [sign]]) => sign).map(([role, [sign, says]]) => [el("span", { class: `sign ${role}` }, sign), ` ${says}  `]));
     this.append(intro, controls, this.#caption, this.#picture, legend, this.#said, el("div", { class: "beside" }, this.#figures, this.#predictions), this.#table);

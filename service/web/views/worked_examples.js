@@ -33,8 +33,7 @@ export default class WorkedExamples extends View {
   build() {
     const examples = this.#examples();
     this.#choice.append(...examples.map(({ name, title }) => el("button", { type: "button", dataset: { name }, onclick: () => this.context.navigate({ example: name, stage: "" }) }, ARTICLES[name]?.title ?? title, " ", el("span", { class: "num-wrong" }))));
-    const note = "A stage agrees if every computed number, rounded as the article rounds, is the printed one. If it differs only because of earlier numbers, it does follow from the numbers that the article prints before it. Open a stage to see both.";
-    this.append(this.#choice, this.#about, this.#results, el("h3", {}, "Printed stages, in the order of computation"), el("p", { class: "faint" }, note), this.#stages, this.#slips);
+    this.append(this.#choice, this.#about, legend(), this.#results, el("h3", {}, "Printed stages, in the order of computation"), el("p", { class: "faint" }, "Open a stage to see its printed and its computed numbers."), this.#stages, this.#slips);
   }
 
   async update(state, signal) {
@@ -71,7 +70,7 @@ export default class WorkedExamples extends View {
     const unknown = open.find((name) => !printed.some((stage) => stage.name === name));
     if (unknown !== undefined) throw new Error(`stage: this article prints no stage “${unknown}”.`);
     this.#showArticle(example, article, printed, answer.worked_example.slips);
-    this.#showResults(answer.worked_example.results);
+    this.#showResults(answer.worked_example.results, printed, place);
     this.#showSlips(answer.worked_example.slips, printed, architecture, place);
     this.#stages.replaceChildren(
       ...printed.map((stage) => {
@@ -91,7 +90,7 @@ export default class WorkedExamples extends View {
   #showArticle(example, article, printed, slips) {
     const differing = printed.filter(({ published }) => !published.agrees);
     const following = differing.filter(({ published }) => published.from_previous?.agrees).length;
-    const reason = differing.length === 0 ? "" : ` Of the ${differing.length} others, ${following} differ only because of earlier numbers: the article computes with rounded or wrong numbers, and the difference is passed on.`;
+    const reason = differing.length === 0 ? "" : ` Of the ${differing.length} others, ${following} differ only because of earlier numbers.`;
     const show = el("button", { type: "button", class: "small", onclick: () => this.#slips.focus() }, slips.length === 1 ? "Show it" : "Show them");
     this.#about.replaceChildren(
       el("p", { class: "answer" }, el("strong", {}, `${lookWrong(slips.length)}.`), " ", slips.length > 0 ? show : ""),
@@ -101,8 +100,9 @@ export default class WorkedExamples extends View {
     );
   }
 
-  #showResults(results) {
-    const rows = results.map(({ name, published, computed, agrees }) => el("tr", {}, el("th", { scope: "row" }, RESULTS[name] ?? name), el("td", {}, published), el("td", {}, computed), el("td", {}, verdict(agrees))));
+  #showResults(results, printed, place) {
+    const probabilities = printed.find(({ name }) => name === "probabilities")?.published;
+    const rows = results.map((result) => el("tr", {}, el("th", { scope: "row" }, RESULTS[result.name] ?? result.name), el("td", {}, result.published), el("td", {}, result.computed), el("td", {}, verdict(result.agrees, isPassedOn(result, probabilities, place)))));
     const head = el("tr", {}, ["result", "printed", "computed", ""].map((name) => el("th", { scope: "col" }, name)));
     this.#results.replaceChildren(el("h3", {}, "Results"), el("table", { "aria-label": "Results" }, el("thead", {}, head), el("tbody", {}, rows)));
   }
@@ -116,10 +116,34 @@ export default class WorkedExamples extends View {
       return el("tr", {}, el("th", { scope: "row" }, label, " ", el("code", {}, slip.stage)), el("td", {}, slip.printed.replace("-", "−")), el("td", {}, number(slip.from_printed)), el("td", {}, number(slip.allowed)));
     });
     const head = el("tr", {}, ["where", "printed", "should be", "rounding can change it by"].map((name) => el("th", { scope: "col" }, name)));
-    const count = "The article cannot have computed these numbers from those that it prints before them: “should be” is what follows from the printed ones. The printed ones are rounded, but the difference is larger than rounding can explain.";
+    const count = "These numbers do not follow from the numbers that the article prints before them. “Should be” is the number that does follow. Printed numbers are rounded, but each difference is larger than rounding can explain.";
     const table = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of numbers that look wrong" }, el("table", {}, el("thead", {}, head), el("tbody", {}, rows)));
     return this.#slips.append(el("p", {}, count), table);
   }
+}
+
+/** What the signs of results, stages and numbers mean. */
+function legend() {
+  const kinds = [
+    [verdict(true), ": rounded as the article rounds, the computed number is the printed one. "],
+    [verdict(false, true), ": the article went on from numbers that are rounded or wrong. "],
+    [verdict(false), ": the numbers that the article prints before it do not give it. "],
+    [el("strong", { class: "differs" }, "⚠ looks wrong"), ": marks each single number that they do not give."],
+  ];
+  return el("p", { class: "legend", "aria-label": "Signs" }, kinds);
+}
+
+/**
+ * Whether a result follows from the last row of the printed probabilities, which themselves follow from the numbers
+ * before them. Only the prediction and its probability can be read there.
+ */
+function isPassedOn({ name, published }, probabilities, { vocabulary }) {
+  const row = probabilities?.values[0].at(-1) ?? [];
+  if (row.length === 0 || row.includes(null) || !(probabilities.agrees || probabilities.from_previous?.agrees)) return false;
+  const largest = Math.max(...row);
+  if (name === "prediction") return vocabulary[row.indexOf(largest)].text === published;
+  const digits = (published.split(".")[1] ?? "").length;
+  return name === "prediction_probability" && largest.toFixed(digits) === published;
 }
 
 /** Such as "2 numbers look wrong". */

@@ -1,0 +1,31 @@
+// The edits of the address in the views that do not apply them, and the line that says so.
+
+import { el } from "./dom.js";
+
+/**
+ * Show how many edits the address has, or nothing if there are none. `text`: the edits of the address, or undefined;
+ * `href` and `open`: the address of the view that applies them, and how to open this view.
+ */
+export function showEditsNote(box, text, { href, open }) {
+  const number = editsIn(text)?.length ?? null;
+  box.hidden = number === 0;
+  if (box.hidden) return;
+  const follow = (event) => {
+    if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+    event.preventDefault();
+    open();
+  };
+  const what = number === null ? "Edits are" : number === 1 ? "1 edit is" : `${number} edits are`;
+  box.replaceChildren(`${what} set in the view Interventions. This view does not apply edits: it shows the model without them. `, el("a", { href, onclick: follow }, "Open Interventions"));
+}
+
+/** The edits in a text of the address: none if there is no text, and null if it is not a list. */
+export function editsIn(text) {
+  if (text === undefined || text === "") return [];
+  try {
+    const edits = JSON.parse(text);
+    return Array.isArray(edits) ? edits : null;
+  } catch {
+    return null;
+  }
+}
