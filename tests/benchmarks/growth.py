@@ -1,10 +1,13 @@
-"""Compare how the cost of one request grows with the length of its prompt, for our engine and its peers.
+"""Compare how the cost of requests grows with the length of their prompts, for our engine and its peers.
 
-    python -m tests.benchmarks.growth --model FILE.gguf|DIRECTORY [--lengths 128 512 2000] [--only NAME...] [--rounds 3]
+    python -m tests.benchmarks.growth --model FILE.gguf|DIRECTORY [--lengths 128 512 2000] [--streams 1] [--tokens 32]
+        [--only NAME...] [--rounds 3]
 
-The time to the first token, and the median time between two tokens of the `NUM_OUT` after it, in milliseconds, over
-HTTP, without drafts or prompt caches. Every round starts one server after the other and sends all lengths to it. The
-other options are those of `tests.benchmarks.peers`, whose docstring describes them.
+The median time to the first token, and between two tokens, in milliseconds, over HTTP, without drafts or prompt caches.
+Times between tokens count from when all streams have their first token, so several streams need enough `--tokens`;
+therefore our engine then computes whole prompts (`--max-step-stretch`) instead of holding them up beside streams. Every
+round starts one server after the other and sends all lengths to it. The other options are those of
+`tests.benchmarks.peers`, whose docstring describes them.
 """
 
 import argparse
@@ -12,6 +15,7 @@ import json
 import statistics
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,35 +28,49 @@ from tests.benchmarks.peers import add_arguments, installed, prepare
 from tests.benchmarks.serve import end_as_a_whole
 
 LENGTHS = (128, 512, 1024, 2000, 4000, 7000)
-NUM_OUT = 32
 DEFAULT = ("ours-bfloat16", "ours-int8", "openvino-bfloat16", "llama.cpp-bf16")
 Measured = dict[int, tuple[float, float]]  # for each length, both times in milliseconds
 
 
-def measure(bench: Bench, name: str, lengths: list[int]) -> Measured:
+def measure(bench: Bench, name: str, arguments: argparse.Namespace) -> Measured:
     """Measure one peer in one round."""
     peer, found = PEERS[name], {}
+    if peer.kind == "ours" and arguments.streams > 1:
+        peer = replace(peer, options=(*peer.options, "--max-step-stretch", "100"))
     bench.export(peer)
     with bench.serving(peer) as (port, _):
         bench.drive(peer, port, [bench.prompts.body(128, 4)])
-        for length in lengths:
-            (timed,) = bench.drive(peer, port, [bench.prompts.body(length, NUM_OUT)])
-            found[length] = (1e3 * timed.first, 1e3 * statistics.median(timed.gaps))
+        for length in arguments.lengths:
+            bodies = [bench.prompts.body(length, arguments.tokens) for _ in range(arguments.streams)]
+            timed = bench.drive(peer, port, bodies)
+            all_run = max(each.tokens[0] for each in timed)
+            gaps = [
+                gap for each in timed for gap, before in zip(each.gaps, each.tokens, strict=False) if before >= all_run
+            ]
+            if not gaps:
+                raise MissingError(
+                    f"{name} generated all {arguments.tokens} tokens of a stream before another stream began"
+                )
+            found[length] = (1e3 * statistics.median(each.first for each in timed), 1e3 * statistics.median(gaps))
     return found
 
 
 def run(arguments: argparse.Namespace, work: Path) -> None:
-    longest = json.loads((work / "checkpoint" / "config.json").read_text())["max_position_embeddings"] - NUM_OUT
+    longest = (
+        json.loads((work / "checkpoint" / "config.json").read_text())["max_position_embeddings"] - arguments.tokens
+    )
     if too_long := [length for length in arguments.lengths if length > longest]:
         raise SystemExit(f"the context of the model has room for prompts of {longest} tokens, not {too_long[0]}")
-    slot_tokens = max(arguments.lengths) + NUM_OUT
-    bench = Bench(installed(arguments), work, threads=arguments.threads, slots=1, slot_tokens=slot_tokens)
+    slot_tokens = max(arguments.lengths) + arguments.tokens
+    bench = Bench(
+        installed(arguments), work, threads=arguments.threads, slots=arguments.streams, slot_tokens=slot_tokens
+    )
     rounds: dict[str, list[Measured]] = {name: [] for name in arguments.only}
     missing: dict[str, str] = {}
     for _ in range(arguments.rounds):
         for name in [name for name in arguments.only if name not in missing]:
             try:
-                rounds[name].append(measure(bench, name, arguments.lengths))
+                rounds[name].append(measure(bench, name, arguments))
                 sys.stderr.write(f"{name}: {rounds[name][-1]}\n")
             except (MissingError, OSError) as error:
                 missing[name] = f"{error}"
@@ -65,7 +83,8 @@ def run(arguments: argparse.Namespace, work: Path) -> None:
     write_table(rows)
     for name, reason in missing.items():
         sys.stdout.write(f"{name}: missing: {reason}\n")
-    result = {"benchmark": "growth", "model": str(arguments.model), "cpu": cpu_model(), "threads": arguments.threads}
+    given = {name: getattr(arguments, name) for name in ("threads", "streams", "tokens")}
+    result = {"benchmark": "growth", "model": str(arguments.model), "cpu": cpu_model(), **given}
     sys.stdout.write(json.dumps({**result, "rounds": rounds, "missing": missing}) + "\n")
 
 
@@ -73,6 +92,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), help="tokens of the prompts")
+    parser.add_argument("--streams", type=int, default=1, help="requests at the same time")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens that each request generates")
     parser.set_defaults(only=list(DEFAULT))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
