@@ -3,7 +3,7 @@
 The classes of `prometheus_client` take a lock and several calls for each value, and build every line anew for each
 answer of `GET /metrics`. These keep new values in a list until Prometheus asks, or until `MAX_PENDING` wait, and build
 again only the samples of series that have changed. They have no `_created` series, which Prometheus does not use in
-its text format. A series is updated on one thread; otherwise no lock is needed.
+its text format. Each series is updated on one thread, so there is no lock.
 """
 
 from collections.abc import Callable, Iterator, Sequence
