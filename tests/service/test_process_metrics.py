@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import ProcessCollector
@@ -27,7 +28,8 @@ def test_open_files_are_counted_with_old_and_new_versions_of_linux(
     knows_the_number: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not knows_the_number:
-        monkeypatch.setattr(process_metrics.os, "stat", lambda path: os.stat_result([0] * 10))
+        old = SimpleNamespace(stat=lambda path: SimpleNamespace(st_size=0), listdir=os.listdir)
+        monkeypatch.setattr(process_metrics, "os", old)
     before = num_open_files()
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(7)]
     assert num_open_files() - before == 7
