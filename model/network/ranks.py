@@ -1,7 +1,8 @@
 """The processes that compute one network together, and the messages between them.
 
-They are started by `torchrun`, which numbers them: rank 0 decides what is computed, and the other ranks follow. Numbers
-of the network travel with the library for its device (gloo for CPUs, NCCL for CUDA), decisions always with gloo.
+They are started by `torchrun` or Ray, and numbered: rank 0 decides what is computed, and the other ranks follow.
+Numbers of the network travel with the library for its device (gloo for CPUs, NCCL for CUDA), decisions always with
+gloo.
 
 A lost rank cannot be replaced: every call fails with `LostRank` from then on. A process that dies closes its
 connections, so the other ranks notice it in their next exchange, without waiting for a timeout.
@@ -17,6 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch does not say that it exports this class
 
 FIRST_INTEGERS = 512  # of a message; only a longer message needs a second exchange
 TIMEOUT = timedelta(minutes=10)  # how long a rank waits for one that answers no more, but has not closed its connection
@@ -46,12 +48,21 @@ class Place:
 class Ranks:
     """The connection of this process to all others. Only one thread may use it at a time."""
 
-    def __init__(self, place: Place, device: str = "cpu", timeout: timedelta = TIMEOUT) -> None:
-        """Connect. This returns when all ranks have connected; call `disconnect` at the end."""
+    def __init__(
+        self, place: Place, device: str = "cpu", timeout: timedelta = TIMEOUT, store: Store | None = None
+    ) -> None:
+        """Connect. This returns when all ranks have connected; call `disconnect` at the end.
+
+        The ranks find each other through `store`, by default at the address in the variables of `torchrun`.
+        """
         self.rank, self.size = place.rank, place.size
         self._lost: str | None = None
         backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "cpu:gloo"
-        self._call(lambda: dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout))
+        self._call(
+            lambda: dist.init_process_group(
+                backend, rank=place.rank, world_size=place.size, timeout=timeout, store=store
+            )
+        )
 
     @property
     def is_lost(self) -> bool:

@@ -113,6 +113,13 @@ class Cluster:
         found = self.application()["deployments"][deployment]["replicas"]
         return {each["replica_id"]: each["pid"] for each in found if each["state"] == "RUNNING"}
 
+    def actors(self, class_name: str) -> list[int]:
+        """The process ids of the living actors of a class."""
+        answer = self._ask("/api/v0/actors?detail=1").json()["data"]["result"]
+        return [
+            each["pid"] for each in answer["result"] if each["class_name"] == class_name and each["state"] == "ALIVE"
+        ]
+
     def _ask(self, path: str) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self._token}"}
         return httpx.get(

@@ -10,10 +10,12 @@ with warnings.catch_warnings():  # Ray's own classes use a form of pydantic's `F
     warnings.simplefilter("ignore", DeprecationWarning)
     pytest.importorskip("ray.serve", reason="needs the extra `ray`")
 
-from forwardscope_ray.app import Arguments, build
+from forwardscope_ray.app import Arguments, build, resources
 from forwardscope_ray.router import KnownBlocks, rank
 from forwardscope_ray.scaling import replicas_for_load
 from pydantic import ValidationError
+
+from service.settings import Settings
 
 FIRST, SECOND, THIRD = ((11, 12, 13), (11, 12, 23), (31, 32, 33))
 
@@ -78,12 +80,23 @@ def test_the_number_of_replicas_stays_until_one_has_reported() -> None:
         ({"settings": {"modle": "bundled"}}, "modle"),
         ({"replicas": 3, "max_replicas": 2}, "max_replicas: 2 is less than replicas, 3"),
         ({"settings": {"port": 80}}, "port has no effect behind Ray, so leave it out; set http_options.port"),
-        ({"settings": {"tensor_parallel": 2}}, "tensor_parallel has no effect behind Ray, .* use torchrun without Ray"),
+        (
+            {"settings": {"tensor_parallel": 2}, "cpus": 0},
+            "cpus: with tensor_parallel, each process must reserve a CPU",
+        ),
     ],
 )
 def test_wrong_arguments_are_errors_that_name_them(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         Arguments(**arguments)
+
+
+def test_resources_are_reserved_for_every_process_of_a_replica() -> None:
+    own = {"ray_actor_options": {"num_cpus": 4, "num_gpus": 1}}
+    arguments = Arguments(cpus=4, gpus=1)
+    assert resources(arguments, Settings()) == own
+    bundles = {"placement_group_bundles": [{"CPU": 4, "GPU": 1}] * 3, "placement_group_strategy": "PACK"}
+    assert resources(arguments, Settings(tensor_parallel=3)) == own | bundles
 
 
 def test_the_application_is_an_ingress_in_front_of_replicas() -> None:

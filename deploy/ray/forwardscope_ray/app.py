@@ -17,7 +17,6 @@ NO_ACCESS_LOG = LoggingConfig(enable_access_log=False)  # each request has a lin
 REFUSED = {
     "host": "set http_options.host of the config file",
     "port": "set http_options.port of the config file",
-    "tensor_parallel": "each replica computes the network in one process; use torchrun without Ray",
     "header_timeout_seconds": "Ray's proxy reads the headers",
     "write_timeout_seconds": "Ray's proxy writes to the clients",
     "idle_timeout_seconds": "set http_options.keep_alive_timeout_s of the config file",
@@ -36,17 +35,21 @@ class Arguments(BaseModel):
     upscale_delay_seconds: float = Field(30.0, ge=0, description="how long requests must wait for a new replica")
     downscale_delay_seconds: float = Field(600.0, ge=0, description="how long a replica must be idle to be removed")
     ingresses: int = Field(1, ge=1, description="number of processes that pass requests to replicas")
-    cpus: float = Field(1, ge=0, description="CPUs that each replica reserves; also its default for `threads`")
-    gpus: float = Field(0, ge=0, description="GPUs that each replica reserves")
+    cpus: float = Field(1, ge=0, description="CPUs that each process reserves; also its default for `threads`")
+    gpus: float = Field(0, ge=0, description="GPUs that each process reserves")
     router: str = Field("forwardscope_ray.router:PrefixRouter", description="class that chooses replicas")
     router_options: dict[str, Any] = Field({}, description="arguments of the router, such as max_load_difference")
 
     @model_validator(mode="after")
     def _check(self) -> "Arguments":
-        Settings(**self.settings)
+        settings = Settings(**self.settings)
         for name, advice in REFUSED.items():
             if name in self.settings:
                 raise ValueError(f"settings: {name} has no effect behind Ray, so leave it out; {advice}")
+        if settings.tensor_parallel > 1 and not self.cpus and not self.gpus:
+            raise ValueError(
+                "cpus: with tensor_parallel, each process must reserve a CPU or a GPU; set cpus or gpus to 1"
+            )
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(
                 f"max_replicas: {self.max_replicas} is less than replicas, {self.replicas}; leave it out, or raise it"
@@ -60,9 +63,9 @@ def build(arguments: Arguments) -> Application:
     replicas = serve.deployment(Replica).options(
         name="Replica",
         **number_of_replicas(arguments),
+        **resources(arguments, settings),
         # The service has its own queue and answers 429 if it is full, so Ray should not hold requests back.
         max_ongoing_requests=settings.max_num_seqs + settings.max_waiting_requests + SPARE_REQUESTS,
-        ray_actor_options={"num_cpus": arguments.cpus, "num_gpus": arguments.gpus},
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=settings.shutdown_grace_seconds,
         logging_config=NO_ACCESS_LOG,
@@ -83,6 +86,16 @@ def build(arguments: Arguments) -> Application:
     )
     of_replica = arguments.settings | {"cors_origin": []}  # the ingress adds the headers for other sites
     return ingress.bind(replicas.bind(of_replica), arguments.settings)
+
+
+def resources(arguments: Arguments, settings: Settings) -> dict[str, Any]:
+    """The options of Ray for what each replica reserves; with tensor parallelism, for each of its processes."""
+    own = {"CPU": arguments.cpus, "GPU": arguments.gpus}
+    options: dict[str, Any] = {"ray_actor_options": {"num_cpus": own["CPU"], "num_gpus": own["GPU"]}}
+    if settings.tensor_parallel > 1:
+        bundle = {name: amount for name, amount in own.items() if amount > 0}
+        options |= {"placement_group_bundles": [bundle] * settings.tensor_parallel, "placement_group_strategy": "PACK"}
+    return options
 
 
 def number_of_replicas(arguments: Arguments) -> dict[str, Any]:

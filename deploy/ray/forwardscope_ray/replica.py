@@ -1,6 +1,8 @@
 """One replica: the application of the service, without its own HTTP server, in a process of Ray."""
 
 import asyncio
+import logging
+import os
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
@@ -10,6 +12,7 @@ from prometheus_client.core import Metric
 from ray import serve
 
 from forwardscope_ray.asgi_call import Call, Head, answer_parts
+from forwardscope_ray.other_ranks import connect_other_ranks
 from forwardscope_ray.vector_copies import add_copies, contents_of, stored_elsewhere
 from service.app import create_app
 from service.commands.serve import SWITCH_SECONDS
@@ -22,22 +25,26 @@ class Replica:
     """A Ray Serve deployment. Ray sends requests to a replica once its model is loaded."""
 
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
-        """Load the model. Raises `RuntimeError` if the service cannot serve it."""
+        """Load the model. Raises `RuntimeError` if the service cannot serve it.
+
+        With `tensor_parallel`, this process is rank 0, and starts the other ranks.
+        """
         parsed = Settings(**settings)
         configure_logging(parsed.log_level, parsed.log_format)
         sys.setswitchinterval(SWITCH_SECONDS)
-        failed = asyncio.Event()
-        self._app = create_app(parsed, on_failure=failed.set)
+        self._failed = asyncio.Event()
+        self._app = create_app(parsed, on_failure=self._end, ranks=await connect_other_ranks(settings))
         self._state: State = self._app.state.forwardscope
         context = serve.get_replica_context()
         self._id = context.replica_id.unique_id
         self._lifespan = AsyncExitStack()
         await self._lifespan.enter_async_context(self._app.router.lifespan_context(self._app))
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._state.loaded, failed)]
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._state.loaded, self._failed)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
-        self.check_health()
+        if self._state.failure is not None:
+            raise RuntimeError(f"the service has failed: {self._state.failure}")
         if self._state.checkpoint is not None:
             contents = await stored_elsewhere(serve.get_deployment_handle(context.deployment, context.app_name))
             add_copies(self._state.vectors, contents, self._state.checkpoint)
@@ -70,10 +77,12 @@ class Replica:
             "capacity": self._state.settings.max_num_seqs,
         }
 
-    def check_health(self) -> None:
-        """Raise `RuntimeError` if the service has failed. Ray calls this, and replaces the replica."""
-        if self._state.failure is not None:
-            raise RuntimeError(f"the service has failed: {self._state.failure}")
+    def _end(self) -> None:
+        """End a replica whose engine has failed, so that the ingress uses others and Ray starts another one at once."""
+        self._failed.set()
+        if self._state.loaded.is_set():
+            logging.shutdown()
+            os._exit(1)
 
     async def __del__(self) -> None:
         """End the service. Ray awaits this when no request is left, or after its own grace period."""
