@@ -104,8 +104,8 @@ class Settings(BaseSettings):
         1,
         ge=1,
         le=1024,
-        description="number of processes that compute the network together, each a share of every layer; they must be "
-        "started by torchrun",
+        description="number of processes that compute the network together, each a share of every layer; torchrun or "
+        "Ray starts them",
     )
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all addresses")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 for any free port")
