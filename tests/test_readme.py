@@ -29,7 +29,14 @@ from pydantic_settings import CliApp
 from model.checkpoints.load import BUNDLED
 from model.tracing.stages import stages_of
 from model.worked_examples import WORKED_EXAMPLES
-from service.http import compare_schemas, pattern_schemas, schemas, tokenize_schemas
+from service.http import (
+    compare_schemas,
+    forward_schemas,
+    generate_schemas,
+    logits_schemas,
+    pattern_schemas,
+    tokenize_schemas,
+)
 from service.http.edit_schemas import StageEdit
 from service.settings import Settings
 from tests import published_models
@@ -357,11 +364,11 @@ def test_the_metrics_table_is_the_metrics(bundled: Running) -> None:
 @pytest.mark.parametrize(
     ("field", "model"),
     [
-        ("`POST /generate` field", schemas.GenerateRequest),
-        ("`trace` field", schemas.TraceRequest),
-        ("`structured_outputs` field", schemas.StructuredOutputs),
-        ("`POST /forward` field", schemas.ForwardRequest),
-        ("`POST /logits` field", schemas.LogitsRequest),
+        ("`POST /generate` field", generate_schemas.GenerateRequest),
+        ("`trace` field", generate_schemas.TraceRequest),
+        ("`structured_outputs` field", generate_schemas.StructuredOutputs),
+        ("`POST /forward` field", forward_schemas.ForwardRequest),
+        ("`POST /logits` field", logits_schemas.LogitsRequest),
         ("`POST /patterns` field", pattern_schemas.PatternsRequest),
         ("`POST /compare` field", compare_schemas.CompareRequest),
         ("`POST /tokenize` field", tokenize_schemas.TokenizeRequest),

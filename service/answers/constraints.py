@@ -12,7 +12,7 @@ from model.text.grammar import Grammars
 from model.text.grammar_checker import NeedsMoreTime
 from service.http.disconnects import unless_disconnected
 from service.http.errors import ApiError, internal, invalid, lost_rank
-from service.http.schemas import StructuredOutputs
+from service.http.generate_schemas import StructuredOutputs
 from service.state import State
 
 Compile = Callable[[Grammars], Constraint]

@@ -19,7 +19,7 @@ from service.answers.stage_answers import select_stages
 from service.answers.subject import Subject
 from service.http.encoding import Encoding
 from service.http.errors import invalid
-from service.http.schemas import ForwardRequest
+from service.http.forward_schemas import ForwardRequest
 
 DEFAULT_TOP_K = 10
 PUBLISHED_BYTES = 1 << 16  # the most bytes of an article's printed numbers and their comparisons

@@ -24,7 +24,7 @@ from service.answers.generation_changes import make_changes_budget
 from service.answers.prompts import check_ids, param_of
 from service.answers.step_trace_answers import TracePlan, plan_trace, traced_stages
 from service.http.errors import invalid
-from service.http.schemas import GenerationRequest
+from service.http.generate_schemas import GenerationRequest
 from service.state import State, get_engine, run_plan
 
 

@@ -13,7 +13,7 @@ from model.tracing.stages import Stage
 from service.answers.prompts import check_indices, find_positions
 from service.answers.stage_answers import TextOf, prediction_answers, select_stages, stage_answer, top_answer
 from service.http.errors import invalid
-from service.http.schemas import TraceRequest
+from service.http.generate_schemas import TraceRequest
 
 DEFAULT_LENS_TOP = 5
 

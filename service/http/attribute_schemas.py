@@ -5,16 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, RootModel
 
 from service.http.field_types import Answer, Indices, Prompt, Text, TokenId, at_most
-from service.http.schemas import (
-    AdaptedRequest,
-    Globs,
-    PositionedToken,
-    PositionPredictions,
-    Positions,
-    StageAnswer,
-    TargetIds,
-    Token,
-)
+from service.http.forward_schemas import PositionPredictions, StageAnswer, TargetIds
+from service.http.schemas import AdaptedRequest, Globs, PositionedToken, Positions, Token
 
 PROMPT = "It was a dark night, and the captain"
 MAX_STEPS = 512

@@ -10,7 +10,8 @@ from pydantic import Field, Tag, model_validator
 
 from service.http.edit_schemas import AppliedEdit
 from service.http.field_types import Answer, Request, ShortText, Text, TokenIds, at_most
-from service.http.schemas import MAX_TOP_K, PROMPT, PROMPT_KIND, GenerationRequest, StepTraceAnswer, example
+from service.http.generate_schemas import MAX_TOP_K, GenerationRequest, StepTraceAnswer
+from service.http.schemas import PROMPT, PROMPT_KIND, example
 
 MAX_TOP = 20
 MAX_MESSAGES = 4096

@@ -30,8 +30,8 @@ from service.answers.worked_example_answers import published_answer, worked_exam
 from service.http.bodies import JsonRoute
 from service.http.encoding import cast
 from service.http.errors import invalid
+from service.http.forward_schemas import ForwardAnswer, ForwardAnswers, ForwardRequest
 from service.http.openapi import BINARY, answers
-from service.http.schemas import ForwardAnswer, ForwardAnswers, ForwardRequest
 from service.state import StateDep, run_plan
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])

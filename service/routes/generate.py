@@ -17,8 +17,8 @@ from service.answers.prompts import prompt_ids
 from service.answers.stage_answers import TextOf
 from service.http.bodies import JsonRoute
 from service.http.errors import invalid
+from service.http.generate_schemas import GenerateAnswer, GenerateRequest
 from service.http.openapi import EVENT, answers
-from service.http.schemas import GenerateAnswer, GenerateRequest
 from service.http.sse import EventStream, event
 from service.state import CheckpointDep, State, StateDep, find_adapter
 

@@ -4,7 +4,7 @@ from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
 
 from service.http.openapi import error_answers
-from service.http.schemas import Status
+from service.http.status_schemas import Status
 from service.metrics_text import CONTENT_TYPE
 from service.state import StateDep, check_ready
 

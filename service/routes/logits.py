@@ -40,8 +40,8 @@ from service.answers.subject import adapted_network
 from service.http.bodies import JsonRoute
 from service.http.encoding import json_array
 from service.http.errors import invalid
+from service.http.logits_schemas import LogitsAnswer, LogitsAnswers, LogitsRequest
 from service.http.openapi import BINARY, answers
-from service.http.schemas import LogitsAnswer, LogitsAnswers, LogitsRequest
 from service.state import CheckpointDep, StateDep, find_adapter, run_plan
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])

@@ -9,8 +9,7 @@ from model.engine.cache import bytes_of_token
 from model.tracing.stages import sizes_of
 from model.worked_examples import WORKED_EXAMPLES, WorkedExample
 from service.http.encoding import NAMES
-from service.http.openapi import error_answers
-from service.http.schemas import (
+from service.http.model_schemas import (
     ArticlePrompt,
     Capabilities,
     CatalogueStage,
@@ -19,8 +18,9 @@ from service.http.schemas import (
     ModelEntry,
     ModelsAnswer,
     ParametersAnswer,
-    PositionedToken,
 )
+from service.http.openapi import error_answers
+from service.http.schemas import PositionedToken
 from service.state import CheckpointDep, State, StateDep, get_engine
 
 router = APIRouter(tags=["model"])

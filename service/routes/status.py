@@ -5,7 +5,7 @@ import time
 from fastapi import APIRouter
 
 from model import __version__
-from service.http.schemas import CacheStatus, ServiceStatus, TokenRatesAnswer
+from service.http.status_schemas import CacheStatus, ServiceStatus, TokenRatesAnswer
 from service.state import State, StateDep
 
 router = APIRouter(tags=["operation"])

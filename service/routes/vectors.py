@@ -10,7 +10,7 @@ from service.http.disconnects import unless_disconnected
 from service.http.encoding import NAMES, to_json
 from service.http.errors import invalid, wrong_shape
 from service.http.openapi import BINARY, error_answers
-from service.http.schemas import VectorAnswer, VectorsAnswer
+from service.http.vector_schemas import VectorAnswer, VectorsAnswer
 from service.state import CheckpointDep, StateDep
 from service.vectors import VectorEntry
 

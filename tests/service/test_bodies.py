@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from service.http import bodies
 from service.http.bodies import INLINE_BYTES, check_num_values, parse
 from service.http.errors import MAX_NAMES, ApiError
-from service.http.schemas import ForwardRequest, GenerateRequest
+from service.http.forward_schemas import ForwardRequest
+from service.http.generate_schemas import GenerateRequest
 from tests.service.running import PATIENCE_SECONDS, Running, Start, wait_until
 from tests.service.test_bad_input import JSON
 

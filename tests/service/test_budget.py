@@ -16,7 +16,7 @@ from service.answers.forward_plan import Plan, make_budget, make_plans
 from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE, Encoder
 from service.answers.subject import find_subject
 from service.http.encoding import Encoding, json_array, to_json, value_bytes
-from service.http.schemas import ForwardRequest
+from service.http.forward_schemas import ForwardRequest
 from service.routes.forward import run
 from service.state import State
 from tests.service.checkpoints import CONTEXT, NUM_TOKENS, VOCAB_SIZE, write_checkpoint

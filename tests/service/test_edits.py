@@ -21,7 +21,9 @@ from model.tracing.tap import Recorder
 from service.answers import edits as service_edits
 from service.answers import generation_plan, single_pass
 from service.answers.budget import Budget
-from service.http.schemas import FinishEvent, ForwardAnswer, GenerateAnswer, LogitsAnswer
+from service.http.forward_schemas import ForwardAnswer
+from service.http.generate_schemas import FinishEvent, GenerateAnswer
+from service.http.logits_schemas import LogitsAnswer
 from tests.checkpoints.adapter_files import write_adapter
 from tests.service.checkpoints import CONTEXT, VOCAB_SIZE
 from tests.service.running import PATIENCE_SECONDS, Running, Start, running, wait_until

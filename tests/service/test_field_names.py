@@ -8,12 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from service.http.bodies import shape_error
 from service.http.errors import ApiError
 from service.http.field_names import DIFFERENCES, SYNONYMS, check_names
-from service.http.schemas import (
-    ForwardRequest,
-    GenerateRequest,
-    LogitsRequest,
-    TraceRequest,
-)
+from service.http.forward_schemas import ForwardRequest
+from service.http.generate_schemas import GenerateRequest, TraceRequest
+from service.http.logits_schemas import LogitsRequest
 from service.http.tokenize_schemas import DetokenizeRequest, TokenizeRequest
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.http.schemas import FinishEvent, GenerateAnswer, TokenEvent
+from service.http.generate_schemas import FinishEvent, GenerateAnswer, TokenEvent
 from tests.conftest import shared
 from tests.service.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
 from tests.service.running import Running, Start

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from service.http.schemas import FinishEvent, GenerateAnswer, TokenEvent
+from service.http.generate_schemas import FinishEvent, GenerateAnswer, TokenEvent
 from tests.service.running import PATIENCE_SECONDS, Running, Start, wait_until
 from tests.service.test_forward import as_tensor
 

@@ -12,7 +12,7 @@ import pytest
 
 from model.engine.engine import Engine
 from model.engine.request import Step
-from service.http.schemas import FinishEvent, GenerateAnswer
+from service.http.generate_schemas import FinishEvent, GenerateAnswer
 from service.request_stream import RequestStream
 from tests.service.checkpoints import write_checkpoint
 from tests.service.running import PATIENCE_SECONDS, Running, Start, read_events, running, wait_until

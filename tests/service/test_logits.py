@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE
-from service.http.schemas import LogitsAnswer
+from service.http.logits_schemas import LogitsAnswer
 from tests.service.checkpoints import VOCAB_SIZE
 from tests.service.running import Running
 from tests.service.test_forward import ROUNDING, from_safetensors

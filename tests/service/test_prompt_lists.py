@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE
-from service.http.schemas import ForwardAnswers, LogitsAnswers
+from service.http.forward_schemas import ForwardAnswers
+from service.http.logits_schemas import LogitsAnswers
 from service.routes import forward
 from tests.service.running import PATIENCE_SECONDS, Running, Start, wait_until
 from tests.service.test_forward import from_safetensors

@@ -9,7 +9,8 @@ import pytest
 import service.token_rates
 from model import __version__
 from model.worked_examples import WORKED_EXAMPLES
-from service.http.schemas import ModelAnswer, ModelsAnswer, ServiceStatus
+from service.http.model_schemas import ModelAnswer, ModelsAnswer
+from service.http.status_schemas import ServiceStatus
 from service.token_rates import TokenRates
 from tests.service.running import Running, Start, wait_until
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from service.http.schemas import ForwardAnswer
+from service.http.forward_schemas import ForwardAnswer
 from tests.service.running import Running
 from tests.service.test_forward import as_tensor, stages_by_name
 

@@ -1,0 +1,259 @@
+"""The JSON bodies of POST /generate and the events of its streams."""
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from service.http.edit_schemas import AppliedEdit, StageChange
+from service.http.field_types import Answer, Indices, Prompt, Request, ShortText, Text, TokenId, at_most
+from service.http.forward_schemas import PositionPredictions, Prediction, StageAnswer
+from service.http.schemas import PROMPT, EditedRequest, Globs, Positions, Token, example
+
+ChoiceText = Annotated[Text, Field(min_length=1, max_length=1 << 12)]
+MAX_TOP_K = 2**31 - 1
+MAX_ENTRIES = 1024
+
+
+class TraceRequest(Request):
+    """What to trace in the steps of a generation, those of the prompt included: stages, predictions, the logit lens."""
+
+    stages: Globs | None = Field(
+        None,
+        description="a glob over stage names, or a list of globs, as in /forward; default: all stages, or none with "
+        "logit_lens",
+    )
+    detail: Literal["summary", "values", "none"] = "summary"
+    positions: Positions | None = Field(
+        None,
+        description="positions to return, each in the step that computes it; a negative one counts from the end of "
+        "the prompt, so that -1 is its last token; default: all computed ones",
+    )
+    heads: Indices | None = Field(None, description="as in /forward")
+    top_k: int | None = Field(
+        None,
+        ge=0,
+        description="most likely tokens to report per position (default 0) and per layer of the logit lens (default 5)",
+    )
+    encoding: Literal["json", "base64"] = "json"
+    logit_lens: bool = Field(
+        False, description="decode the residual of every layer at the position after which the token was chosen"
+    )
+
+
+def _parsed(value: Any) -> Any:
+    """A JSON schema; vLLM's clients may send it as text."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        raise ValueError("is a text that is not JSON; send a JSON schema") from None
+
+
+class StructuredOutputs(Request):
+    """What the generated text must look like. Exactly one of the fields is set."""
+
+    json_schema: Annotated[dict[str, Any], BeforeValidator(_parsed)] | None = Field(
+        None, alias="json", description="a JSON schema; the text is JSON that is valid under it"
+    )
+    regex: Annotated[Text, Field(min_length=1, max_length=1 << 16)] | None = Field(
+        None, description="a regular expression that matches the whole text, without look-around and back references"
+    )
+    choice: Annotated[list[ChoiceText], Field(min_length=1, max_length=MAX_ENTRIES), at_most(MAX_ENTRIES)] | None = (
+        Field(None, description="the text is one of these")
+    )
+    grammar: Annotated[Text, Field(min_length=1, max_length=1 << 16)] | None = Field(
+        None, description="a context-free grammar, in Lark (as llguidance reads it) or in EBNF (as llama.cpp does)"
+    )
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if sum(value is not None for value in (self.json_schema, self.regex, self.choice, self.grammar)) != 1:
+            raise ValueError("set exactly one of json, regex, choice and grammar")
+        return self
+
+
+class GenerationRequest(EditedRequest):
+    """The fields that POST /generate and the OpenAI routes share."""
+
+    n: int = Field(1, ge=1, description="number of continuations; continuation i, from 0, uses seed + i")
+    max_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="maximum number of new tokens; 0 only returns the prompt, with echo; default: 128, or less if the "
+        "context has less room",
+    )
+    temperature: float | None = Field(
+        None, ge=0, description="0 always takes the most likely token; default: the checkpoint's, else 1"
+    )
+    top_k: int | None = Field(
+        None, ge=0, le=MAX_TOP_K, description="0 keeps all tokens; default: the checkpoint's, else 0"
+    )
+    top_p: float | None = Field(None, gt=0, le=1, description="default: the checkpoint's, else 1")
+    min_p: float | None = Field(None, ge=0, le=1, description="default: the checkpoint's, else 0")
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="default: the checkpoint's, else 1")
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: Annotated[dict[Text, Annotated[float, Field(ge=-100, le=100)]], at_most(MAX_ENTRIES)] = Field(
+        {}, max_length=MAX_ENTRIES, description="token id (as a string) -> number that is added to its logit"
+    )
+    seed: int | None = Field(None, ge=0, lt=2**63, description="default: a new random seed for each request")
+    stop: ShortText | Annotated[list[ShortText], Field(fail_fast=True), at_most(200)] = Field(
+        [], max_length=200, description="strings that end the text; the text ends before the first one found"
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), at_most(MAX_ENTRIES)] = Field(
+        [], max_length=MAX_ENTRIES, description="token ids that end the text"
+    )
+    ignore_eos: bool = Field(False, description="continue after the end-of-sequence tokens of the checkpoint")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="what the text must look like: a JSON schema, a regular expression, choices or a grammar"
+    )
+    cache_salt: ShortText | None = Field(
+        None,
+        description="share cached prompts only with requests that have the same salt, so that response times reveal "
+        "nothing to others",
+    )
+    stream: bool = Field(False, description="answer with Server-Sent Events, one per token")
+    trace: TraceRequest | None = Field(
+        None, description="return stages of the steps of this generation, those of the prompt included"
+    )
+
+
+class GenerateRequest(GenerationRequest):
+    model_config = example(prompt=PROMPT, max_tokens=32, temperature=0.8, seed=7)
+
+    prompt: Prompt
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=20,
+        description="report the log-probability of the chosen token and of this many most likely ones",
+    )
+    echo: bool = Field(False, description="return the tokens of the prompt first, as if they had been generated")
+    baseline: bool = Field(
+        False,
+        description="also generate without the edits, and report how far the residuals of each block have changed; "
+        "needs `edits`; not for streams",
+    )
+
+
+class LogprobAnswer(Token):
+    logprob: float | None
+
+
+class TokenLogprobAnswer(LogprobAnswer):
+    """A token with its log-probability under the network's own distribution, before sampling parameters.
+
+    `logprob` is null for the first token of an echoed prompt.
+    """
+
+    top: list[LogprobAnswer]
+
+
+class Usage(Answer):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class GenerateTimings(Answer):
+    queue_seconds: float
+    time_to_first_token_seconds: float | None = Field(description="null if there was no token")
+    total_seconds: float
+
+
+class LayerGuessAnswer(Answer):
+    layer: int
+    top: list[Prediction]
+    chosen_probability: float | None = Field(
+        description="probability, at this layer, of the token that was finally chosen"
+    )
+
+
+class ConstraintAnswer(Answer):
+    """What structured output changed for the token that the step chose, under the network's own distribution."""
+
+    logprob: float = Field(description="log-probability of the token")
+    constrained_logprob: float = Field(description="its log-probability among the tokens that the grammar allows")
+    removed_mass: float = Field(description="probability of all tokens that the grammar excludes")
+
+
+class StepTraceAnswer(Answer):
+    """The trace of one step: the positions that it computed, and their stages as in /forward.
+
+    The dim `key` of attention stages has all positions up to the last one that the step computed.
+    """
+
+    positions: list[int]
+    stages: list[StageAnswer]
+    predictions: list[PositionPredictions]
+    logit_lens: list[LayerGuessAnswer] | None
+    constraint: ConstraintAnswer | None = Field(
+        None, description="null without structured output, and for steps that chose no token"
+    )
+
+
+class ChoiceAnswer(Answer):
+    choice: int
+    text: str
+    tokens: list[int]
+    finish_reason: Literal["stop", "length", "cancelled", "error"]
+    stop_reason: str | int | None = Field(
+        description="the stop string, the id of the stop token, or the reason of a cancellation"
+    )
+    logprobs: list[TokenLogprobAnswer] | None
+    trace: list[StepTraceAnswer] | None
+    usage: Usage
+
+
+class GenerateBaseline(Answer):
+    """The choices of the generation without edits. They have no trace."""
+
+    choices: list[ChoiceAnswer]
+
+
+class ChoiceChanges(Answer):
+    """How far the residuals of a choice are from those that the network computes for the same tokens without edits."""
+
+    choice: int
+    stages: list[StageChange]
+
+
+class GenerateAnswer(ChoiceAnswer):
+    """The first choice. With n above 1, `choices` holds all choices, the first one included."""
+
+    id: str
+    model: str
+    choices: list[ChoiceAnswer] | None
+    timings: GenerateTimings
+    edits: list[AppliedEdit] | None = Field(None, description="what each edit matched, if the request has edits")
+    baseline: GenerateBaseline | None = None
+    changes: list[ChoiceChanges] | None = Field(None, description="with baseline")
+
+
+class EventToken(Answer):
+    id: int
+    logprob: float | None = None
+    top: list[LogprobAnswer] | None = None
+
+
+class TokenEvent(Answer):
+    """One token of a stream. The stream ends with one `FinishEvent` per choice.
+
+    `trace` is there if the request asks for it. `token` is null in events that trace a part of a long prompt.
+    """
+
+    id: str
+    choice: int
+    token: EventToken | None
+    text: str
+    trace: StepTraceAnswer | None = None
+
+
+class FinishEvent(Answer):
+    id: str
+    choice: int
+    finish_reason: Literal["stop", "length", "cancelled", "error"]
+    stop_reason: str | int | None
+    usage: Usage
+    timings: GenerateTimings
+    edits: list[AppliedEdit] | None = Field(None, description="what each edit matched, if the request has edits")
