@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -52,10 +53,19 @@ class Running:
         self._loop = asyncio.get_running_loop()
         await self._server.serve(sockets=self._sockets)
 
+    def _print_stacks(self) -> None:
+        """Print what all threads and all tasks of the event loop wait for."""
+        assert self._loop is not None
+        faulthandler.dump_traceback(file=sys.__stderr__)
+        for task in asyncio.all_tasks(self._loop):
+            task.print_stack(file=sys.__stderr__)
+
     def stop(self) -> None:
         self.client.close()
         self._server.should_exit = True
         self._thread.join(PATIENCE_SECONDS)
+        if self._thread.is_alive():
+            self._print_stacks()
         assert not self._thread.is_alive(), "the service does not stop"
         for listening in self._sockets:
             listening.close()
