@@ -106,8 +106,9 @@ class TestNames:
 
 class TestSearch:
     def go(self, page: "Page", query: str) -> None:
-        page.get_by_label("Go to stage").fill(query)
-        page.keyboard.press("Enter")
+        field = page.get_by_label("Go to stage")
+        field.fill(query)
+        field.press("Enter")
 
     def wait_for(self, page: "Page", stage: str) -> None:
         page.wait_for_url(re.compile(rf"stage=[^&]*{re.escape(stage)}(&|$|%)"))
@@ -138,6 +139,7 @@ class TestSearch:
         open_view(page, base, "forward", prompt=PROMPT)
         self.go(page, "pattern")
         page.get_by_text("“pattern” fits 6 stages. This is blocks.0.attn.pattern.").wait_for()
+        self.wait_for(page, "blocks.0.attn.pattern")  # which takes the keyboard from the field
         self.go(page, "nonsense")
         page.get_by_text("No stage has the name “nonsense”.").wait_for()
 
