@@ -196,8 +196,9 @@ function setPageState(result) {
 
 /** The export bar is loaded after the view, so that the view is not delayed. */
 async function refreshExport(signal) {
-  exportBar ??= new (await import("./export.js")).ExportBar(report);
+  const { ExportBar } = await import("./export.js");
   if (signal.aborted) return;
+  exportBar ??= new ExportBar(report); // after the import, for which two calls may have waited
   if (!exportBar.isConnected) byId("view").append(exportBar);
   exportBar.refresh(shown);
   byId("to-export").hidden = exportBar.hidden;

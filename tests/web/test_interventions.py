@@ -275,6 +275,16 @@ def test_an_error_of_the_edits_leaves_no_earlier_numbers_and_keeps_the_request(
     findings.clear()
 
 
+def test_there_is_one_bar_for_exports_although_its_module_arrives_after_the_view(page: "Page", base: str) -> None:
+    held: list[Route] = []
+    page.route("**/export.js", lambda route: held.append(route))
+    open_view(page, base, "edits", prompt=PROMPT, edits=json.dumps(EDITS))  # asks for the bar at two moments
+    held[0].continue_()
+    page.get_by_role("button", name="Copy as curl").first.wait_for()
+    assert page.locator("export-bar").count() == 1
+    page.unroute("**/export.js")
+
+
 def test_the_edited_pass_is_complete_while_the_shares_are_computed(page: "Page", base: str) -> None:
     held: list[Route] = []
     page.route("**/attribute", lambda route: held.append(route))
