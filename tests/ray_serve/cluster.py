@@ -113,6 +113,11 @@ class Cluster:
         found = self.application()["deployments"][deployment]["replicas"]
         return {each["replica_id"]: each["pid"] for each in found if each["state"] == "RUNNING"}
 
+    def client(self, **headers: str) -> httpx.Client:
+        """A client of the application."""
+        address = f"http://127.0.0.1:{self.port}"
+        return httpx.Client(base_url=address, headers=headers, timeout=PATIENCE_SECONDS, trust_env=False)
+
     def actors(self, class_name: str) -> list[int]:
         """The process ids of the living actors of a class."""
         answer = self._ask("/api/v0/actors?detail=1").json()["data"]["result"]

@@ -8,7 +8,7 @@ import pytest
 
 from model.checkpoints.load import BUNDLED
 from tests.checkpoints.adapter_files import write_adapter
-from tests.ray_serve.cluster import PATIENCE_SECONDS, Cluster, cluster
+from tests.ray_serve.cluster import Cluster, cluster
 
 KEY = "a key of this test"
 # Small batches, so that of 200 clients most wait in the queues of the replicas.
@@ -44,10 +44,5 @@ def running(settings: dict[str, Any]) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def client(running: Cluster) -> Iterator[httpx.Client]:
-    with httpx.Client(
-        base_url=f"http://127.0.0.1:{running.port}",
-        headers={"Authorization": f"Bearer {KEY}"},
-        timeout=PATIENCE_SECONDS,
-        trust_env=False,
-    ) as opened:
+    with running.client(Authorization=f"Bearer {KEY}") as opened:
         yield opened

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.ray_serve.clients import Stream, read_all
-from tests.ray_serve.cluster import PATIENCE_SECONDS, Cluster, cluster, wait_until
+from tests.ray_serve.cluster import Cluster, cluster, wait_until
 from tests.service.running import running as one_process
 
 pytestmark = pytest.mark.slow
@@ -29,8 +29,7 @@ def parallel() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def client(parallel: Cluster) -> Iterator[httpx.Client]:
-    address = f"http://127.0.0.1:{parallel.port}"
-    with httpx.Client(base_url=address, timeout=PATIENCE_SECONDS, trust_env=False) as opened:
+    with parallel.client() as opened:
         yield opened
 
 
