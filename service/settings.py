@@ -12,11 +12,11 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from model.analysis.auto_quantization import parse_increase
 from model.engine.cache import KVCacheDtype
 from model.ops.quantization import Quantization
+from service import PREFIX
 from service.log_format import LogFormat
 
 MIB = 1 << 20
 MAX_THREADS_PER_CPU = 4
-PREFIX = "FORWARDSCOPE_"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 ENDPOINT = re.compile(r"https?://[^/\s?#]+(/[^\s?#]*)?")
 ADAPTER = re.compile(r"[^\s=]{1,200}=.+")

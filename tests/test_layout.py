@@ -1,10 +1,8 @@
 """The layout of the code: imports point downwards only, and files stay readable."""
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 # From top to bottom. A package may import packages of lower levels, and itself; not another package of its own level.
@@ -52,7 +50,11 @@ def modules(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-def imports_of(path: Path) -> Iterator[str]:
+MODULES = [*modules("forwardscope"), *modules("model"), *modules("service")]
+
+
+@cache
+def imports_of(path: Path) -> frozenset[str]:
     """The full names of everything that a module imports, also inside functions; not under TYPE_CHECKING."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     skipped = {
@@ -61,14 +63,16 @@ def imports_of(path: Path) -> Iterator[str]:
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
+    names = set()
     for node in ast.walk(tree):
         if node in skipped:
             continue
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return frozenset(names)
 
 
 def level_of(name: str, levels: tuple[tuple[str, ...], ...]) -> tuple[int, str] | None:
@@ -84,51 +88,52 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-@pytest.mark.parametrize("path", [*modules("forwardscope"), *modules("model"), *modules("service")], ids=name_of)
-def test_imports_point_downwards(path: Path) -> None:
-    for levels in (LEVELS, SERVICE_LEVELS):
-        own = level_of(name_of(path), levels)
-        for imported in imports_of(path):
-            other = level_of(imported, levels)
-            if own is None or other is None or other[1] == own[1]:
-                continue
-            assert other[0] > own[0], f"{name_of(path)} imports {imported}"
+def test_imports_point_downwards() -> None:
+    for path in MODULES:
+        for levels in (LEVELS, SERVICE_LEVELS):
+            own = level_of(name_of(path), levels)
+            for imported in imports_of(path):
+                other = level_of(imported, levels)
+                if own is None or other is None or other[1] == own[1]:
+                    continue
+                assert other[0] > own[0], f"{name_of(path)} imports {imported}"
 
 
-@pytest.mark.parametrize("path", modules("model"), ids=name_of)
-def test_every_module_of_the_library_has_a_level_and_knows_nothing_of_http_and_threads(path: Path) -> None:
-    assert name_of(path) == "model" or level_of(name_of(path), LEVELS) is not None
-    assert not {name.partition(".")[0] for name in imports_of(path)} & {"service", *FORBIDDEN_IN_MODEL}
+def test_every_module_of_the_library_has_a_level_and_knows_nothing_of_http_and_threads() -> None:
+    for path in modules("model"):
+        name = name_of(path)
+        assert name == "model" or level_of(name, LEVELS) is not None, name
+        assert not {each.partition(".")[0] for each in imports_of(path)} & {"service", *FORBIDDEN_IN_MODEL}, name
 
 
-@pytest.mark.parametrize("path", modules("service"), ids=name_of)
-def test_every_module_of_the_service_has_a_level(path: Path) -> None:
-    assert name_of(path) == "service" or level_of(name_of(path), SERVICE_LEVELS) is not None
+def test_every_module_of_the_service_has_a_level() -> None:
+    for name in map(name_of, modules("service")):
+        assert name == "service" or level_of(name, SERVICE_LEVELS) is not None, name
 
 
-@pytest.mark.parametrize("path", modules("forwardscope"), ids=name_of)
-def test_the_clients_import_neither_torch_nor_the_network(path: Path) -> None:
+def test_the_clients_import_neither_torch_nor_the_network() -> None:
     """Only `load` does, in the modules `local*`. Importing the version from `model` imports nothing else."""
-    if path.stem.startswith("local"):
-        return
     allowed = {"model.__version__"}
-    assert not {name for name in imports_of(path) if name.partition(".")[0] in ("torch", "model")} - allowed
+    for path in modules("forwardscope"):
+        if not path.stem.startswith("local"):
+            found = {name for name in imports_of(path) if name.partition(".")[0] in ("torch", "model")}
+            assert not found - allowed, name_of(path)
 
 
-@pytest.mark.parametrize("name", POLICY)
-def test_scheduling_policy_imports_no_torch(name: str) -> None:
-    imported = set(imports_of(ROOT / "model" / "engine" / f"{name}.py"))
-    assert not {each for each in imported if each.partition(".")[0] == "torch"}
+def test_scheduling_policy_imports_no_torch() -> None:
+    for name in POLICY:
+        imported = imports_of(ROOT / "model" / "engine" / f"{name}.py")
+        assert not [each for each in imported if each.partition(".")[0] == "torch"], name
 
 
-@pytest.mark.parametrize("path", modules("service"), ids=name_of)
-def test_only_the_worker_uses_threads(path: Path) -> None:
-    uses = {name for name in imports_of(path) if name.startswith(("threading", "concurrent.futures", "queue"))}
-    assert not uses or name_of(path) == "service.worker", uses
+def test_only_the_worker_uses_threads() -> None:
+    for path in modules("service"):
+        uses = [name for name in imports_of(path) if name.startswith(("threading", "concurrent.futures", "queue"))]
+        assert not uses or name_of(path) == "service.worker", f"{name_of(path)}: {uses}"
 
 
 def test_modules_import_each_other_in_no_circle() -> None:
-    names = {name_of(path): path for path in [*modules("forwardscope"), *modules("model"), *modules("service")]}
+    names = {name_of(path): path for path in MODULES}
     graph = {
         name: {
             target

@@ -2,10 +2,10 @@
 
 import io
 import logging
+from types import SimpleNamespace
 
 import pytest
 
-from model import progress
 from model.progress import Progress
 
 
@@ -16,9 +16,12 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that `Progress` sees, in seconds: one item that the test changes."""
+    """The time that `Progress` sees, in seconds: one item that the test changes.
+
+    `time` itself keeps its clock: with another one, the event loop of a running service would sleep for ever.
+    """
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("model.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 

@@ -40,7 +40,7 @@ from service.http import (
 from service.http.edit_schemas import StageEdit
 from service.settings import Settings
 from tests import published_models
-from tests.service.running import Running, process, running
+from tests.service.running import Running, process, run_command, running
 from tests.tiny import CONFIGS
 
 ROOT = Path(__file__).parents[1]
@@ -96,6 +96,7 @@ CHECKS = [example for example in EXAMPLES if example.code.startswith(".venv/bin/
 EVALUATIONS = [
     example for example in EXAMPLES if example.code.startswith(".venv/bin/lm_eval")
 ]  # clients/test_lm_eval.py
+MAKE = [example for example in EXAMPLES if example.code.startswith("make ")]
 LAUNCHES = [example for example in EXAMPLES if example.code.startswith(".venv/bin/torchrun ")]
 DOCKER = [example for example in EXAMPLES if example.code.startswith("docker ")]
 PROMTOOL = [example for example in EXAMPLES if example.code.startswith("promtool ")]  # tests/test_deploy.py runs it
@@ -150,12 +151,13 @@ def test_every_curl_example_works_as_pasted(request: pytest.FixtureRequest, exam
 
 
 @pytest.mark.parametrize("example", PROGRAMS, ids=str)
-def test_every_python_example_prints_what_the_page_shows(request: pytest.FixtureRequest, example: Example) -> None:
-    command = [sys.executable, "-W", "error", "-c", at_service(example.code, service_for(request, example))]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert result.returncode == 0, result.stderr
+def test_every_python_example_prints_what_the_page_shows(
+    request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str], example: Example
+) -> None:
+    code = compile(at_service(example.code, service_for(request, example)), example.page, "exec")
+    exec(code, {"__name__": "__main__"})
     assert example.output is not None, "show what it prints"
-    assert_alike(result.stdout, example.output)
+    assert_alike(capsys.readouterr().out, example.output)
 
 
 def assert_alike(printed: str, shown: str) -> None:
@@ -191,6 +193,7 @@ def stream_of_the_readme(service: Running, directory: Path) -> list[dict[str, An
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", COMMANDS, ids=str)
 def test_every_command_that_serves_a_checkpoint_serves_it(example: Example) -> None:
     options = example.code.replace("/path/to/checkpoint", str(BUNDLED)).split()[1:]
@@ -204,6 +207,7 @@ def test_every_command_that_serves_a_checkpoint_serves_it(example: Example) -> N
         assert any("serving bundled" in line and "bfloat16" in line for line in log), log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", LAUNCHES, ids=str)
 def test_every_command_that_launches_several_processes_serves_with_them(example: Example) -> None:
     options = example.code.split()[1:]
@@ -247,6 +251,7 @@ def test_the_image_is_built_and_serves(example: Example) -> None:
         subprocess.run([docker, "stop", container], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", REPORTS, ids=str)
 def test_every_report_is_printed(example: Example) -> None:
     options = example.code.split()[1:]
@@ -259,17 +264,18 @@ def test_every_report_is_printed(example: Example) -> None:
 
 
 @pytest.mark.parametrize("example", COMPARISONS, ids=str)
-def test_every_comparison_prints_what_the_page_shows(example: Example) -> None:
-    command = [sys.executable, "-m", "service", *example.code.split()[1:]]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert result.returncode == 3, result.stderr
+def test_every_comparison_prints_what_the_page_shows(
+    example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(monkeypatch, *example.code.split()[1:]) == 3
+    output = capsys.readouterr().out
     assert example.output is not None
     first = "verdict: the first stage that differs is "
     shown, printed = (
-        next(line for line in text.splitlines() if line.startswith(first)) for text in (example.output, result.stdout)
+        next(line for line in text.splitlines() if line.startswith(first)) for text in (example.output, output)
     )
     assert shown.partition(": it adds")[0] == printed.partition(": it adds")[0]
-    assert [line.partition(" ")[0] for line in result.stdout.splitlines()] == [
+    assert [line.partition(" ")[0] for line in output.splitlines()] == [
         line.partition(" ")[0] for line in example.output.splitlines()
     ]
 
@@ -283,6 +289,7 @@ def test_every_installation_names_an_extra_that_exists(example: Example) -> None
 
 def test_every_example_is_run_by_some_test() -> None:
     covered = {
+        *MAKE,
         *LAUNCHES,
         *REQUESTS,
         *SERVERS,
@@ -303,6 +310,12 @@ def test_every_example_is_run_by_some_test() -> None:
     assert PROGRAMS[0].page == "README.md"
     routes = {route for route in ("/forward", "/logits", "/generate") if any(route in e.code for e in REQUESTS)}
     assert routes == {"/forward", "/logits", "/generate"}
+
+
+def test_every_target_of_make_that_a_page_names_exists() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    named = set(re.findall(r"(?:^|`)make ([a-z]+)(?=`|$)", "\n".join(PAGES.values()), re.M))
+    assert named == targets == {"setup", "test", "check", "serve"}
 
 
 def test_every_module_that_is_run_exists_and_has_the_options_that_are_named() -> None:
@@ -472,17 +485,17 @@ def paths_of_the_checkout() -> frozenset[str]:
 
 
 @pytest.mark.parametrize("page", GUIDES)
-def test_every_class_and_function_that_a_guide_names_exists(page: str) -> None:
+def test_every_class_and_function_that_a_guide_names_exists(page: str, defined_names: frozenset[str]) -> None:
     """`CamelCase` and `snake_case`, alone, of an object, or called."""
     code = set(
         re.findall(r"`((?:[A-Za-z_]+\.)*(?:[A-Z][a-z]\w+|[a-z]+_[a-z_]+|[A-Z][A-Z_]{3,}))(?:\([^`]*\))?`", PAGES[page])
     )
     assert len(code) > 5
-    missing = {name for name in code if name.rpartition(".")[2] not in defined_names()}
+    missing = {name for name in code if name.rpartition(".")[2] not in defined_names}
     assert not missing
 
 
-@cache
+@pytest.fixture(scope="module")
 def defined_names() -> frozenset[str]:
     """Every class, function, method, argument, constant and field of the code, the macros of C++, and the stages."""
     names = set()

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from forwardscope import Client, ForwardscopeError
 from forwardscope.client import DEFAULT_URL
+from service import PREFIX
 from service.commands.child_server import ServerFailed, started_server
-from service.settings import PREFIX
 
 COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D ends the program, Ctrl-C stops an answer"
 

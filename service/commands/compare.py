@@ -36,7 +36,7 @@ from model.errors import InvalidField
 from model.network.prepare import Kernels
 from model.ops.quantization import Quantization
 from model.tracing.stages import stages_of
-from service.settings import PREFIX
+from service import PREFIX
 
 DEFAULT_PROMPT = "When Mary and John went to the store, John gave a drink to"
 MAX_BYTES = 16 << 30  # of the stages in memory

@@ -10,11 +10,12 @@ from pydantic import ValidationError
 from pydantic_settings import CliApp
 
 from model.network.ranks import LostRank
+from service import PREFIX
 from service.app import create_app
 from service.commands.ranks import connect_ranks, follow
 from service.http.server import listen, make_server
 from service.log_format import configure_logging
-from service.settings import PREFIX, Settings
+from service.settings import Settings
 from service.span_export import SpansUnavailable
 
 logger = logging.getLogger(__name__)

@@ -186,7 +186,7 @@ def check_limits(translated: ModelConfig) -> None:
         )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     changes=st.dictionaries(st.sampled_from(ALL_KEYS), VALUES, max_size=3),
@@ -422,6 +422,7 @@ sys.stdout.write(str((kilobytes("VmHWM") - before) * 1024))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of memory from /proc")
 def test_loading_keeps_the_weights_in_memory_only_once(originals: dict[str, Path], tmp_path: Path) -> None:
     """Measure the peak of resident memory, including mapped files, above that of a process with a small checkpoint.

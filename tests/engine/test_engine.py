@@ -431,6 +431,7 @@ class TestRefusals:
         assert_each_equals_alone(model, run(new_engine(model, num_blocks=10), full_cache), full_cache)
         assert_each_equals_alone(model, run(new_engine(model, num_blocks=12), full_context), full_context)
 
+    @pytest.mark.slow
     def test_the_memory_of_the_cache_is_allocated_when_the_engine_is_created(self) -> None:
         """It is not allocated by the first step that uses it.
 
@@ -499,7 +500,7 @@ EVENTS = st.lists(
 
 
 @every_engine_config
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     events=EVENTS,
     block_size=st.sampled_from([1, 2, 3, 4, 16]),

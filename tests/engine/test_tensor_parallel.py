@@ -287,6 +287,7 @@ def test_one_process_computes_the_whole_network_as_before() -> None:
     assert new_engine(served).keep_alive_seconds is None
 
 
+@pytest.mark.slow
 def test_ranks_may_be_idle_for_longer_than_their_timeout() -> None:
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.engine.other_rank", "idle"]

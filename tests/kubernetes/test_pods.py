@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from model import __version__
+from service import PREFIX
 from service.http.server import LAST_EVENTS_SECONDS
-from service.settings import PREFIX, Settings
+from service.settings import Settings
 from tests.kubernetes.manifests import (
     CONTAINER,
     DEPLOYMENT,

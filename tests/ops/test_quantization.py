@@ -1,6 +1,7 @@
 """Quantization to 8, 5 and 4 bits: the rounding of a matrix, the choice of layers, and the effect on perplexity."""
 
 import logging
+from functools import cache
 
 import pytest
 import torch
@@ -122,24 +123,31 @@ def test_int4_uses_int8_for_the_head_and_no_setting_quantizes_the_routers_of_exp
     assert format_of("head", {"head": INT8}) == INT8
 
 
+@cache
+def scored_texts(kind: str) -> tuple[list[list[int]], float]:
+    """Texts of a kind, as ids, and their perplexity for the bundled model in float32."""
+    reference = load_checkpoint(str(BUNDLED), dtype="float32")
+    assert reference.tokenizer is not None
+    if kind == "held out":
+        (held_out,) = Corpus.read([shared("corpora/gutenberg/austen-emma.txt")], 0.01).held_out
+        texts = [reference.tokenizer.encode(held_out)[:1500]]
+    else:
+        texts = generate_texts(reference, 3)
+    return texts, score_ids(reference.model, texts).perplexity
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int5", "int4"])
 @pytest.mark.parametrize("has_kernels", [True, False])
 @pytest.mark.parametrize("text", ["held out", "generated"])
 def test_quantization_changes_the_perplexity_of_the_bundled_model_little(
     quantization: Quantization, has_kernels: bool, text: str
 ) -> None:
-    reference = load_checkpoint(str(BUNDLED), dtype="float32")
-    assert reference.tokenizer is not None
-    if text == "held out":
-        (held_out,) = Corpus.read([shared("corpora/gutenberg/austen-emma.txt")], 0.01).held_out
-        texts = [reference.tokenizer.encode(held_out)[:1500]]
-    else:
-        texts = generate_texts(reference, 3)
+    texts, before = scored_texts(text)
     kernels: Kernels = "auto" if has_kernels else "torch"
     quantized = load_checkpoint(str(BUNDLED), dtype="bfloat16", quantize=quantization, kernels=kernels).model
     if has_kernels and quantized.backend is TORCH:
         pytest.skip(NO_KERNELS)
-    before, after = (score_ids(model, texts).perplexity for model in (reference.model, quantized))
+    after = score_ids(quantized, texts).perplexity
     assert abs(after / before - 1) < TOLERANCE[quantization]
     assert after != before
 

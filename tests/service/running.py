@@ -18,8 +18,11 @@ from typing import Any, TypeVar
 
 import fastapi.dependencies.models
 import httpx
+import pytest
+from fastapi import FastAPI
 
 from model.checkpoints.load import Checkpoint
+from service.__main__ import main
 from service.app import create_app
 from service.http.server import listen, make_server
 from service.settings import Settings
@@ -32,11 +35,30 @@ Result = TypeVar("Result")
 Start = Callable[..., "Running"]
 
 
+_schemas: dict[bool, dict[str, Any]] = {}
+
+
+def app_of(settings: Settings, on_failure: Callable[[], None] | None) -> FastAPI:
+    """The application of a service. Its OpenAPI schema, which takes half a second, is that of an earlier application.
+
+    The schema depends on nothing but whether a key is needed.
+    """
+    key = settings.api_key is not None
+    with pytest.MonkeyPatch.context() as patch:
+        if key in _schemas:
+            patch.setattr(FastAPI, "openapi", lambda app: _schemas[key])
+        app = create_app(settings, on_failure)
+    if key not in _schemas:
+        _schemas[key] = app.openapi()
+    app.openapi_schema = _schemas[key]
+    return app
+
+
 class Running:
     """A service that runs until `stop`."""
 
     def __init__(self, settings: Settings, on_failure: Callable[[], None] | None = None) -> None:
-        self.app = create_app(settings, on_failure)
+        self.app = app_of(settings, on_failure)
         self.state: State = self.app.state.forwardscope
         self._sockets = listen("127.0.0.1", 0)  # before the server starts, so that no connection is refused
         self.address: tuple[str, int] = self._sockets[0].getsockname()
@@ -45,7 +67,7 @@ class Running:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="service")
         self._thread.start()
         self.client = httpx.Client(
-            base_url=f"http://127.0.0.1:{self.address[1]}", timeout=PATIENCE_SECONDS, trust_env=False
+            base_url=f"http://127.0.0.1:{self.address[1]}", timeout=PATIENCE_SECONDS, trust_env=False, verify=False
         )
         self.get("/health")
 
@@ -179,6 +201,21 @@ def running(*, on_failure: Callable[[], None] | None = None, **settings: Any) ->
         yield service
     finally:
         service.stop()
+
+
+def run_command(patch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Run the console command in this process, and return its exit code.
+
+    The settings of Python and of logging that `serve` changes for its process stay as they are.
+    """
+    patch.setattr(sys, "argv", ["forwardscope", *arguments])
+    patch.setattr(sys, "setswitchinterval", lambda seconds: None)
+    patch.setattr("service.commands.serve.configure_logging", lambda *options: None)
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
 
 
 @contextlib.contextmanager

@@ -134,6 +134,7 @@ def is_listening(address: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["exit", "SIGTERM", "SIGHUP"])
 def test_a_server_is_started_for_a_model_and_stopped_at_the_end(end: str) -> None:
     with talking("bundled", "--threads", "1") as program:

@@ -8,14 +8,9 @@ import pytest
 
 from model import __version__
 from service.__main__ import COMMANDS, main
-from tests.service.running import PATIENCE_SECONDS, ROOT
+from tests.service.running import ROOT, run_command
 
 TEXT = "It was a dark night, and the captain was there. " * 40
-
-
-def forwardscope(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "service", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=3 * PATIENCE_SECONDS)
 
 
 @pytest.fixture
@@ -26,8 +21,7 @@ def text_file(tmp_path: Path) -> str:
 
 
 def test_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["forwardscope", "--help"])
-    main()
+    assert run_command(monkeypatch, "--help") == 0
     shown = capsys.readouterr().out
     assert all(f"\n  {name} " in shown for name in COMMANDS)
 
@@ -35,8 +29,7 @@ def test_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_the_version_is_that_of_the_library(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["forwardscope", "--version"])
-    main()
+    assert run_command(monkeypatch, "--version") == 0
     assert capsys.readouterr().out == f"forwardscope {__version__}\n"
 
 
@@ -46,10 +39,7 @@ def test_the_version_is_that_of_the_library(
 def test_an_unknown_command_ends_with_2_and_names_the_nearest(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, hint: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["forwardscope", name])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
+    assert run_command(monkeypatch, name) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert repr(name) in line
     assert hint in line
@@ -68,10 +58,7 @@ def test_help_and_mistakes_do_not_wait_for_torch() -> None:
 def test_every_command_has_help_and_its_own_name_in_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["forwardscope", name, "--help"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
+    assert run_command(monkeypatch, name, "--help") == 0
     assert f"usage: forwardscope {name} " in capsys.readouterr().out
 
 
@@ -86,26 +73,35 @@ def test_a_wrong_option_ends_every_command_with_2(
         "perplexity": ["text"],
         "train": ["text", "--out", "x"],
     }
-    monkeypatch.setattr(sys, "argv", ["forwardscope", name, *required.get(name, []), "--no-such-option"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
+    assert run_command(monkeypatch, name, *required.get(name, []), "--no-such-option") == 2
     assert "no-such-option" in capsys.readouterr().err
 
 
-def test_a_model_that_does_not_exist_ends_every_command_with_1(text_file: str) -> None:
-    for arguments in (
+@pytest.mark.parametrize(
+    "arguments",
+    [
         ["serve", "no/such/model", "--port", "0"],
-        ["chat", "no/such/model"],
+        pytest.param(["chat", "no/such/model"], marks=pytest.mark.slow),  # it starts a server
         ["drift", "--model", "no/such/model"],
         ["compare", "no/such/model", "bundled"],
         ["compare", "bundled", "no/such/model"],
-        ["perplexity", text_file, "--model", "no/such/model"],
-    ):
-        found = forwardscope(*arguments)
-        assert found.returncode == 1, arguments
-        assert "no/such/model: no such file or directory" in found.stderr
-        assert "Traceback" not in found.stderr
+        ["perplexity", "TEXT", "--model", "no/such/model"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_model_that_does_not_exist_ends_every_command_with_1(
+    arguments: list[str],
+    text_file: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    errors_logged: list[str],
+) -> None:
+    arguments = [text_file if argument == "TEXT" else argument for argument in arguments]
+    assert run_command(monkeypatch, *arguments) == 1
+    shown = capsys.readouterr().err + "".join(errors_logged)
+    assert "no/such/model: no such file or directory" in shown
+    assert "Traceback" not in shown
+    errors_logged.clear()
 
 
 def test_the_first_argument_of_serve_is_the_model(
@@ -125,14 +121,12 @@ def test_the_first_argument_of_serve_is_the_model(
             main()
         settings = started.value.args[0]
         assert (settings.model, settings.port) == ("/a", 7)
-    monkeypatch.setattr(sys, "argv", ["forwardscope", "serve", "/a", "--model=/b"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
+    assert run_command(monkeypatch, "serve", "/a", "--model=/b") == 2
     assert "given twice" in capsys.readouterr().err
 
 
-def test_perplexity_prints_its_figures(text_file: str) -> None:
-    found = forwardscope("perplexity", text_file)
-    assert found.returncode == 0, found.stderr
-    assert '"perplexity": ' in found.stdout
+def test_perplexity_prints_its_figures(
+    text_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(monkeypatch, "perplexity", text_file) == 0
+    assert '"perplexity": ' in capsys.readouterr().out

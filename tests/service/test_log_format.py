@@ -110,6 +110,7 @@ def test_an_error_inside_a_request_is_logged_with_the_id_of_the_request(
     errors_logged.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log_format", ["json", "text"])
 def test_every_line_of_the_process_has_the_chosen_form(tiny_directory: Path, log_format: str) -> None:
     arguments = ("--model", str(tiny_directory), "--log-format", log_format, "--log-level", "debug")

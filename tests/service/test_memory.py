@@ -1,7 +1,9 @@
 """Freed memory is returned to the system after large requests and responses."""
 
+import asyncio
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,13 +25,12 @@ def test_the_allocator_is_trimmed_after_large_responses_and_not_after_small_ones
     monkeypatch.setattr(memory, "TRIM_SECONDS", 0.02)
     monkeypatch.setattr(memory, "TRIM_BYTES", 100_000)
     service = start(model=str(tiny_directory))
-    sleep = memory.asyncio.sleep
 
     async def counted(seconds: float) -> None:
         rounds.append(seconds)
-        await sleep(seconds)
+        await asyncio.sleep(seconds)
 
-    monkeypatch.setattr(memory.asyncio, "sleep", counted)
+    monkeypatch.setattr(memory, "asyncio", SimpleNamespace(sleep=counted))
     for _ in range(10):
         assert service.post("/tokenize", {"text": "a"}).status_code == 200
     wait_until(lambda: rounds.count(0.02) > 3, "several rounds are over")

@@ -205,6 +205,7 @@ def check_answers(service: Running, responses: list[httpx.Response], alone: list
                 check_steps(service, body["prompt"], choice, stages=STAGES)
 
 
+@pytest.mark.slow
 def test_many_clients_at_once_get_right_answers_and_leave_nothing_behind(crowded: Running, ledger: Ledger) -> None:
     engine = crowded.state.engine
     assert engine is not None

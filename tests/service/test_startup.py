@@ -19,7 +19,7 @@ from service.app import load, load_model, num_threads
 from service.settings import Settings
 from service.state import State
 from tests.service.checkpoints import write_checkpoint
-from tests.service.running import PATIENCE_SECONDS, ROOT, Running, process, wait_until
+from tests.service.running import PATIENCE_SECONDS, ROOT, Running, Start, process, run_command, wait_until
 
 PROMPT = "the cat sat on"
 SHORT: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}
@@ -238,39 +238,62 @@ class TestCommandLine:
     def test_a_wrong_setting_ends_the_process_with_2_and_the_name_of_the_setting(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
     ) -> None:
-        monkeypatch.setattr(sys, "argv", ["forwardscope", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 2
+        assert run_command(monkeypatch, *arguments) == 2
         assert named in capsys.readouterr().err
 
     def test_a_wrong_environment_variable_ends_the_process_with_2_and_the_name_of_the_setting(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setenv("FORWARDSCOPE_MAX_BODY_BYTES", "much")
-        monkeypatch.setattr(sys, "argv", ["forwardscope"])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 2
+        assert run_command(monkeypatch) == 2
         assert "max_body_bytes" in capsys.readouterr().err
 
 
-class TestProcess:
-    def test_a_missing_checkpoint_ends_the_process_with_1(self, tmp_path: Path) -> None:
-        with process("--model", str(tmp_path / "nothing")) as service:
-            _, log = service.communicate(timeout=3 * PATIENCE_SECONDS)
-        assert service.returncode == 1
-        assert str(tmp_path / "nothing") in log
-        assert "Traceback" not in log
+class TestFailures:
+    def test_a_missing_checkpoint_ends_the_command_with_1(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors_logged: list[str]
+    ) -> None:
+        assert run_command(monkeypatch, "--model", str(tmp_path / "nothing"), "--port", "0", "--threads", "1") == 1
+        check_error(errors_logged, str(tmp_path / "nothing"))
 
     @pytest.mark.parametrize("device", ["cuda:99", "tpu"])
-    def test_a_missing_device_ends_the_process_with_1_and_the_name_of_the_device(self, device: str) -> None:
-        with process("--device", device) as service:
-            _, log = service.communicate(timeout=3 * PATIENCE_SECONDS)
-        assert service.returncode == 1
-        assert f"device '{device}' cannot be used here" in log
-        assert "Traceback" not in log
+    def test_a_missing_device_ends_the_command_with_1_and_the_name_of_the_device(
+        self, device: str, monkeypatch: pytest.MonkeyPatch, errors_logged: list[str]
+    ) -> None:
+        assert run_command(monkeypatch, "--device", device, "--port", "0", "--threads", "1") == 1
+        check_error(errors_logged, f"device '{device}' cannot be used here")
 
+    @pytest.mark.parametrize(
+        ("settings", "is_warned"),
+        [
+            ({"host": "0.0.0.0"}, True),
+            ({"host": "0.0.0.0", "api_key": "secret"}, False),
+            ({"host": "127.0.0.1"}, False),
+            ({"host": "localhost"}, False),
+        ],
+    )
+    def test_listening_on_all_addresses_without_a_key_is_a_warning(
+        self, start: Start, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], is_warned: bool
+    ) -> None:
+        caplog.set_level("INFO")
+        start(model="none", **settings)
+        wait_until(lambda: "metrics: http" in caplog.text, "the service is announced")
+        warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len(warnings) == is_warned
+        assert all("everybody who can reach this machine may use the service" in line for line in warnings)
+        assert all("set FORWARDSCOPE_API_KEY" in line for line in warnings)
+
+
+def check_error(errors_logged: list[str], named: str) -> None:
+    """Check that one line was logged, without a traceback, that contains `named`."""
+    (message,) = errors_logged
+    assert named in message
+    assert "Traceback" not in message
+    errors_logged.clear()
+
+
+@pytest.mark.slow
+class TestProcess:
     def test_an_address_in_use_ends_the_process_with_1_and_a_message(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken, process("--port", str(taken.getsockname()[1])) as service:
             _, log = service.communicate(timeout=3 * PATIENCE_SECONDS)
@@ -296,26 +319,6 @@ class TestProcess:
         assert f"metrics: {address[1]}/metrics" in log
         assert re.search(r"serving bundled: [\d,]+ parameters, cpu, bfloat16, context 512", log)
         assert "shutting down" in rest
-
-    @pytest.mark.parametrize(
-        ("arguments", "is_warned"),
-        [
-            (["--host", "0.0.0.0"], True),
-            (["--host", "0.0.0.0", "--api-key", "secret"], False),
-            (["--host", "127.0.0.1"], False),
-            (["--host", "localhost"], False),
-        ],
-    )
-    def test_listening_on_all_addresses_without_a_key_is_a_warning(self, arguments: list[str], is_warned: bool) -> None:
-        with process("--model", "none", *arguments) as service:
-            assert service.stderr is not None
-            log = ""
-            while "metrics: " not in log:
-                line = service.stderr.readline()
-                assert line, log
-                log += line
-        assert ("WARNING everybody who can reach this machine may use the service" in log) == is_warned
-        assert ("set FORWARDSCOPE_API_KEY" in log) == is_warned
 
     def test_neither_the_start_nor_a_request_imports_the_compiler_of_torch(self) -> None:
         """Importing `torch._dynamo` takes as long as importing everything else."""

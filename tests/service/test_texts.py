@@ -17,7 +17,7 @@ from service.worker import BYTES_PER_TOKEN, SHORT_TEXT
 from tests.service.checkpoints import CONTEXT, write_checkpoint
 from tests.service.running import PATIENCE_SECONDS, Running, Start, running, wait_until
 
-LONG = "a" * (SHORT_TEXT + 1)
+LONG = "the cat sat on the log; " * (SHORT_TEXT // 24 + 1)
 SHORT: dict[str, Any] = {"prompt": "the cat", "max_tokens": 2, "ignore_eos": True}
 
 

@@ -310,7 +310,7 @@ PARAMS = st.fixed_dictionaries(
 
 
 @given(params=st.lists(PARAMS, min_size=1, max_size=6), prompt_ids=st.lists(st.integers(0, V - 1), max_size=4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_the_tokens_of_a_request_do_not_depend_on_other_requests(
     params: list[dict[str, Any]], prompt_ids: list[int]
 ) -> None:

@@ -487,7 +487,7 @@ class TestSelection:
 CHARACTERS = "ab.-]![^0\\&~|*?z"  # characters with a meaning in globs or in regular expressions, and some others
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     names=st.lists(st.text(CHARACTERS, max_size=6), max_size=8, unique=True),
     glob=st.text(CHARACTERS + "éā", max_size=10),

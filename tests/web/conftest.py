@@ -6,6 +6,7 @@ Content-Security-Policy or a request to another origin, or if the service logged
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,8 +20,16 @@ if TYPE_CHECKING:
 
 __all__ = ["empty", "errors_logged", "start"]  # fixtures
 
+HERE = Path(__file__).parent
 API_KEY = "open sesame"
 OpenPage = Callable[..., "Page"]  # takes the looks of `new_context`
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All tests in a browser are slow."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="package")

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.kernels import compile_kernels
 from tests.ops.cpu.common import INSTRUCTIONS, compiled_for
 
 
@@ -13,4 +14,5 @@ def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
     else:
         with compiled_for(request.param):
+            compile_kernels()
             yield

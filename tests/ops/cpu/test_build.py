@@ -1,6 +1,7 @@
 """Kernels are compiled once and cached; without a compiler or vector instructions, PyTorch's layers are used."""
 
 import logging
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,48 +15,68 @@ from model.ops.cpu import build, instruction_levels
 from model.ops.quantization import Quantization
 from model.ops.torch_ops import TORCH
 from model.ops.weight_formats import FORMATS
-from tests.ops.cpu.common import EMULATED, NO_KERNELS, by_kernels, compiled_for, compiled_with, forget_kernels
+from tests.ops.cpu.common import (
+    EMULATED,
+    INSTRUCTIONS,
+    NO_KERNELS,
+    by_kernels,
+    compiled_for,
+    compiled_with,
+    forget_kernels,
+)
 from tests.ops.cpu.test_grouped_linear import layer_of, random_weight
 
-SOURCE = Path(build.__file__).parent / "csrc" / "linear.cpp"
+LEVELS = [  # the kernels for those with a mark are compiled for these tests alone
+    pytest.param(level.name, marks=[] if level.name in INSTRUCTIONS else pytest.mark.slow)
+    for level in instruction_levels.LEVELS
+]
 
 
+@pytest.mark.compiles
 class TestCompiling:
-    @pytest.fixture(autouse=True)
-    def cache_home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        if build.load("linear") is None:
+    @pytest.fixture
+    def source(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """A small source, and an empty cache."""
+        if instruction_levels.chosen_level() is None or not any(map(shutil.which, build.COMPILERS)):
             pytest.skip(NO_KERNELS)
-        return tmp_path
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        source = tmp_path / "answer.cpp"
+        source.write_text('extern "C" int answer() { return 42; }')
+        return source
 
-    def test_a_compiled_library_is_found_in_the_cache(self, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        library = build.compile_source(SOURCE)
-        assert library.parent == cache_home / "forwardscope"
+    def test_a_compiled_library_is_found_in_the_cache(
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        library = build.compile_source(source)
+        assert library.parent == tmp_path / "cache" / "forwardscope"
         assert list(library.parent.iterdir()) == [library]
         commands: list[Any] = []
         run = subprocess.run
         monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command) or run(command, **_))
-        assert build.compile_source(SOURCE) == library
+        assert build.compile_source(source) == library
+        assert commands
         assert all("-o" not in command for command in commands)
 
-    def test_a_changed_source_is_compiled_to_another_library(self, tmp_path: Path) -> None:
-        changed = tmp_path / "linear.cpp"
-        changed.write_text(SOURCE.read_text() + "\n// changed\n")
-        assert build.compile_source(changed).name != build.compile_source(SOURCE).name
+    def test_a_changed_source_is_compiled_to_another_library(self, source: Path) -> None:
+        library = build.compile_source(source)
+        source.write_text(f"{source.read_text()} // changed")
+        assert build.compile_source(source).name != library.name
 
     def test_kernels_are_compiled_without_a_cache_if_it_cannot_be_written(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, source: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
-        assert build.compile_source(SOURCE).exists()
+        assert build.compile_source(source).exists()
 
-    def test_kernels_are_compiled_for_a_user_without_a_home(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_kernels_are_compiled_for_a_user_without_a_home(
+        self, source: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def no_home() -> Path:
             raise RuntimeError("Could not determine home directory.")
 
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setattr(Path, "home", no_home)
-        assert build.compile_source(SOURCE).exists()
+        assert build.compile_source(source).exists()
 
     @pytest.mark.parametrize(
         ("change", "reason"),
@@ -88,7 +109,7 @@ def logits(dtype: str, quantization: Quantization) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-@pytest.mark.parametrize("level", ["avx2", "avx512"])
+@pytest.mark.parametrize("level", ["avx2", pytest.param("avx512", marks=pytest.mark.slow)])
 def test_networks_in_float32_give_the_same_bits_with_every_width_of_vectors(
     level: str, quantization: Quantization
 ) -> None:
@@ -97,6 +118,7 @@ def test_networks_in_float32_give_the_same_bits_with_every_width_of_vectors(
         assert torch.equal(logits("float32", quantization), own)
 
 
+@pytest.mark.slow
 def test_without_products_of_bfloat16_networks_give_the_same_bits_with_every_width_of_vectors() -> None:
     with compiled_for("avx2"):
         narrow = logits("bfloat16", "none")
@@ -109,13 +131,14 @@ def products_in_every_format() -> list[torch.Tensor]:
     return [layer_of([random_weight(format, 40, 512)], None, torch.float32)(x) for format in FORMATS.values()]
 
 
-@pytest.mark.parametrize("level", [level.name for level in instruction_levels.LEVELS])
+@pytest.mark.parametrize("level", LEVELS)
 def test_products_in_every_format_give_the_same_bits_with_every_instruction_level(level: str) -> None:
     own = products_in_every_format()
     with compiled_for(level):
         assert all(map(torch.equal, products_in_every_format(), own))
 
 
+@pytest.mark.slow
 def test_amx_and_its_emulation_give_the_same_bits() -> None:
     if "amx_bf16" not in instruction_levels.cpu_features():
         pytest.skip("this machine has no AMX")

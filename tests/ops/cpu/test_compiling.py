@@ -17,6 +17,7 @@ import pytest
 
 from model.ops.cpu import build, instruction_levels
 
+pytestmark = pytest.mark.compiles
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = 'extern "C" int answer() { return 42; }'
 OLD_SECONDS = 2 * 3600

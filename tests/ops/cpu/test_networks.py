@@ -114,6 +114,7 @@ def test_generated_tokens_and_logprobs_are_bitwise_those_of_one_pass_over_the_wh
         assert_greedy_in_one_pass(model, request, results[request.id, 0])
 
 
+@pytest.mark.slow
 def test_the_service_gives_the_same_text_and_parameter_count_with_our_kernels_and_with_pytorch() -> None:
     answers = []
     for kernels in ("auto", "torch"):
@@ -155,22 +156,22 @@ class TestEngine:
         assert small.stats().num_preemptions > 0
 
     @pytest.mark.parametrize("first", [1, 3])
-    def test_all_networks_with_complete_kernels_are_recorded_and_replayed_steps_give_the_same_tokens(
-        self, dtype: str, first: int, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("name", CONFIGS)
+    def test_a_network_with_complete_kernels_is_recorded_and_replayed_steps_give_the_same_tokens(
+        self, dtype: str, name: str, first: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Whether the first recorded step has one or three decoding sequences."""
-        for name, config in CONFIGS.items():
-            model = with_kernel_heads(config, dtype)
-            engines = [Engine(model, None, EngineConfig(cache_bytes=1 << 22, block_size=4)) for _ in range(2)]
-            monkeypatch.setattr(engines[1]._runner._decode_graphs, "_attention", None)
-            found = [
-                [generate(engine, *seeds, num_out=12) for seeds in (range(first), range(3), range(1))]
-                for engine in engines
-            ]
-            assert found[0] == found[1], name
-            has_all_kernels = config.positions != "sinusoidal" and config.num_experts == 0
-            is_dynamic = config.rope_scaling is not None and config.rope_scaling.kind == "dynamic"
-            assert (engines[0]._runner._decode_graphs._graphs != {}) == (has_all_kernels and not is_dynamic), name
+        config = CONFIGS[name]
+        model = with_kernel_heads(config, dtype)
+        engines = [Engine(model, None, EngineConfig(cache_bytes=1 << 22, block_size=4)) for _ in range(2)]
+        monkeypatch.setattr(engines[1]._runner._decode_graphs, "_attention", None)
+        found = [
+            [generate(engine, *seeds, num_out=12) for seeds in (range(first), range(3), range(1))] for engine in engines
+        ]
+        assert found[0] == found[1]
+        has_all_kernels = config.positions != "sinusoidal" and config.num_experts == 0
+        is_dynamic = config.rope_scaling is not None and config.rope_scaling.kind == "dynamic"
+        assert (engines[0]._runner._decode_graphs._graphs != {}) == (has_all_kernels and not is_dynamic)
 
     def test_replayed_steps_give_the_same_tokens_as_steps_that_are_not_replayed(
         self, build: Callable[[int], Engine], monkeypatch: pytest.MonkeyPatch

@@ -112,6 +112,7 @@ def test_kernels_access_only_memory_of_their_arguments_and_compute_nothing_undef
 KERNELS = ("read_number", "read_vector", "write_vector", "read_halves", "write_halves")
 
 
+@pytest.mark.slow
 def test_an_access_after_the_end_of_a_tensor_is_noticed(environment: dict[str, str], tmp_path: Path) -> None:
     for header in build.CSRC.glob("*.h"):
         shutil.copy(header, tmp_path)
