@@ -5,7 +5,6 @@ import logging
 
 import pytest
 
-from model import progress
 from model.progress import Progress
 
 
@@ -18,7 +17,7 @@ class Terminal(io.StringIO):
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time that `Progress` sees, in seconds: one item that the test changes."""
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("model.progress.time.monotonic", lambda: now[0])
     return now
 
 

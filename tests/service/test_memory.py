@@ -1,5 +1,6 @@
 """Freed memory is returned to the system after large requests and responses."""
 
+import asyncio
 import threading
 from pathlib import Path
 
@@ -23,13 +24,13 @@ def test_the_allocator_is_trimmed_after_large_responses_and_not_after_small_ones
     monkeypatch.setattr(memory, "TRIM_SECONDS", 0.02)
     monkeypatch.setattr(memory, "TRIM_BYTES", 100_000)
     service = start(model=str(tiny_directory))
-    sleep = memory.asyncio.sleep
+    sleep = asyncio.sleep
 
     async def counted(seconds: float) -> None:
         rounds.append(seconds)
         await sleep(seconds)
 
-    monkeypatch.setattr(memory.asyncio, "sleep", counted)
+    monkeypatch.setattr("service.http.memory.asyncio.sleep", counted)
     for _ in range(10):
         assert service.post("/tokenize", {"text": "a"}).status_code == 200
     wait_until(lambda: rounds.count(0.02) > 3, "several rounds are over")

@@ -70,7 +70,7 @@ def test_without_a_checkpoint_there_is_no_cache(empty: Running) -> None:
 
 def test_the_rates_are_those_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now, counts = [100.0], [0.0, 0.0]
-    monkeypatch.setattr(service.token_rates.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("service.token_rates.time.perf_counter", lambda: now[0])
     rates = TokenRates(lambda: (counts[0], counts[1]))
     assert rates.rates().generated == 0.0
     for second in range(20):  # 10 tokens a second, then 4
