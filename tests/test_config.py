@@ -82,7 +82,7 @@ def test_a_size_beyond_its_limit_is_refused_and_the_limit_is_stated(field: str, 
 
 
 def test_the_largest_allowed_sizes_are_accepted() -> None:
-    sizes = dict(MAX_SIZES)
+    sizes: dict[str, Any] = dict(MAX_SIZES)
     assert ModelConfig(**sizes).max_positions == sizes["max_positions"]
 
 
@@ -109,7 +109,8 @@ def test_rotary_frequencies_are_finite_at_the_limits_of_every_range(
     kind: Any, d_head: int, theta: float, length: int
 ) -> None:
     lows, highs = ({name: RANGES[f"rope_scaling.{name}"][end] for name in FACTORS} for end in (0, 1))
-    for factors in (lows | {"high_freq_factor": 1.0}, highs | {"low_freq_factor": 1.0}):
+    cases: list[dict[str, Any]] = [lows | {"high_freq_factor": 1.0}, highs | {"low_freq_factor": 1.0}]
+    for factors in cases:
         scaling = RopeScaling(kind=kind, original_max_positions=length, **factors)
         assert rotary_frequencies(d_head, theta, scaling).isfinite().all()
 
@@ -117,7 +118,7 @@ def test_rotary_frequencies_are_finite_at_the_limits_of_every_range(
 def test_a_config_cannot_be_changed() -> None:
     config = ModelConfig(**TINY)
     with pytest.raises(FrozenInstanceError):
-        config.d_model = 16
+        config.d_model = 16  # type: ignore[misc]  # on purpose
 
 
 def test_default_head_sizes_follow_from_the_other_fields() -> None:
@@ -133,7 +134,7 @@ def test_a_window_applies_to_the_layers_that_the_config_selects() -> None:
     assert [mixed.window_of(layer) for layer in range(2)] == [None, 4]
 
 
-SMALL = {"vocab_size": 50257, "d_model": 768, "num_layers": 12, "num_heads": 12}
+SMALL: dict[str, Any] = {"vocab_size": 50257, "d_model": 768, "num_layers": 12, "num_heads": 12}
 MODERN = ModelConfig(**SMALL, d_mlp=2048)
 CLASSICAL: dict[str, Any] = {"norm": "layer", "norm_placement": "post", "gated": False, "activation": "gelu"}
 GPT2_SMALL = ModelConfig(

@@ -173,7 +173,8 @@ def test_every_alert_says_what_happens_and_which_setting_to_change(rule: dict[st
 
 
 def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not() -> None:
-    firing, silent = set(), set()
+    firing: set[str] = set()
+    silent: set[str] = set()
     for case in (case for test in RULE_TESTS for case in test.get("alert_rule_test", [])):
         (firing if case["exp_alerts"] else silent).add(case["alertname"])
     assert firing == silent == {rule["alert"] for rule in RULES}

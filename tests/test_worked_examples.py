@@ -59,9 +59,9 @@ def altered(name: str, stage: str, index: tuple[int, ...], printed: str) -> Work
         return [walk(value, rest[1:]) if i == rest[0] else value for i, value in enumerate(values)]
 
     values = Published(walk(published.values, index), given=published.given, squared=published.squared)
-    example = type("Altered", (WORKED_EXAMPLES[name],), {"published": {**WORKED_EXAMPLES[name].published}})
-    example.published[stage] = values
-    return example()
+    numbers = {**WORKED_EXAMPLES[name].published, stage: values}
+    example: WorkedExample = type("Altered", (WORKED_EXAMPLES[name],), {"published": numbers})()
+    return example
 
 
 # The printed numbers.
@@ -253,7 +253,7 @@ def test_the_residuals_of_ai_rocks_add_the_normalized_inputs() -> None:
     }
     torch.testing.assert_close(kept["resid_mid"], kept["ln1.out"] + kept["attn_out"])
     torch.testing.assert_close(kept["resid_post"], kept["ln2.out"] + kept["mlp_out"])
-    torch.testing.assert_close(kept["logits"], kept["resid_post"] @ worked_example("ai-rocks").E.mT)
+    torch.testing.assert_close(kept["logits"], kept["resid_post"] @ worked_example("ai-rocks").get_parameter("E").mT)
 
 
 def test_the_only_residual_of_i_like_transformers_adds_the_outputs_of_both_sublayers() -> None:
@@ -306,8 +306,9 @@ def test_given_weights_are_those_of_the_article(name: str) -> None:
     for key, values in facts(name)["given"].items():
         given = torch.tensor(values, dtype=torch.float64)
         if key in ("gamma", "beta"):
-            for norm in (example.ln1, example.ln2):
-                assert torch.equal(norm.weight if key == "gamma" else norm.bias, given)
+            for norm in ("ln1", "ln2"):
+                parameter = example.get_parameter(f"{norm}.{'weight' if key == 'gamma' else 'bias'}")
+                assert torch.equal(parameter, given)
             continue
         weight = getattr(example, key.removesuffix(".head1"))
         if key.endswith(".head1"):

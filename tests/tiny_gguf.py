@@ -223,7 +223,9 @@ def rope_tensors(config: Config) -> dict[str, np.ndarray]:
         return {}
     rope = rope_of(config)
     if rope.get("rope_type") == "longrope":
-        return {f"rope_factors_{name}.weight": np.float32(rope[f"{name}_factor"]) for name in ("long", "short")}
+        return {
+            f"rope_factors_{name}.weight": np.asarray(rope[f"{name}_factor"], np.float32) for name in ("long", "short")
+        }
     if rope.get("rope_type") != "llama3":
         return {}
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -235,4 +237,4 @@ def rope_tensors(config: Config) -> dict[str, np.ndarray]:
         smooth = (turns - low) / (high - low)
         between = 1 / ((1 - smooth) / factor + smooth)
         divisors.append(1.0 if turns > high else factor if turns < low else between)
-    return {"rope_freqs.weight": np.float32(divisors)}
+    return {"rope_freqs.weight": np.asarray(divisors, np.float32)}

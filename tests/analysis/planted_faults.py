@@ -54,12 +54,13 @@ class Fault:
     """A planted mistake: the network with it, the first stage that it changes, and the code of its hint."""
 
     name: str
-    plant: Callable[[Transformer], None]
+    plant: Callable[[Transformer], object]
     stage: str
     code: str
 
 
 def layer_of(network: Transformer, layer: int) -> Any:
+    """A block. It has no type here, because those of its linear layers depend on how the network was made."""
     return network.blocks[layer]
 
 
@@ -165,7 +166,7 @@ def join_without_exchange(layer: nn.Linear, num_heads: int, d_head: int) -> None
         B, T, _ = z.shape
         return (z.view(B, T, num_heads, d_head).transpose(1, 2).reshape(z.shape),)
 
-    layer.register_forward_pre_hook(join)  # type: ignore[arg-type]
+    layer.register_forward_pre_hook(join)
 
 
 def see_the_future(network: Transformer) -> None:
@@ -191,7 +192,7 @@ def chunked(network: Transformer) -> Transformer:
     other = copy.deepcopy(network)
     for module in other.modules():
         if isinstance(module, nn.Linear):
-            module.forward = _chunked_linear(module)  # type: ignore[method-assign]
+            module.forward = _chunked_linear(module)  # type: ignore[assignment]
     return other
 
 

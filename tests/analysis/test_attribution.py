@@ -55,7 +55,7 @@ def shares_by_autograd(model: Transformer, ids: Tensor, target: LogitTarget) -> 
     terms = Terms()
     value = target(uncapped(ids, tap=terms, rows=[target.position]))
     gradients = torch.autograd.grad(value, list(terms.leaves.values()))
-    shares = {}
+    shares: dict[str, float] = {}
     for (name, leaf), gradient in zip(terms.leaves.items(), gradients, strict=True):
         products = (leaf.detach() * gradient)[0, target.position]
         if name.endswith("attn.z"):
@@ -101,7 +101,7 @@ def test_the_biases_have_shares_of_their_own() -> None:
     assert all(layer.attention_bias and layer.mlp_bias for layer in before.layers)
     assert before.final_norm_bias
     with torch.no_grad():
-        model.ln_final.bias *= 3
+        model.get_parameter("ln_final.bias").mul_(3)
     after = direct_attribution(model, ids, target)
     assert after.final_norm_bias == pytest.approx(3 * before.final_norm_bias)
     assert after.embed == pytest.approx(before.embed)
@@ -121,7 +121,8 @@ def test_the_shares_of_a_network_with_an_adapter_include_what_it_adds() -> None:
     model, generator = exact("llama"), torch.Generator().manual_seed(4)
 
     def matrix(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64) / shape[1] ** 0.5
+        values: Tensor = torch.randn(shape, generator=generator, dtype=torch.float64) / shape[1] ** 0.5
+        return values
 
     places = {"blocks.1.attn.out": (36, 24), "blocks.0.attn.qkv": (24, 60), "blocks.2.mlp.down": (40, 24)}
     layers = {

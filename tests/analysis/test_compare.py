@@ -24,6 +24,7 @@ from tests.analysis.planted_faults import (
     in_transformer_lens_names,
     interleave_rows,
     join_without_exchange,
+    layer_of,
     permute_columns,
     permute_rows,
     plant,
@@ -59,18 +60,18 @@ def untied_from_embedding(network: Transformer) -> None:
 
 
 GPT2 = [
-    Fault("no bias of q", lambda n: zero_bias(n.blocks[1].attn.qkv, 0, 24), "blocks.1.attn.q", "missing_bias"),
-    Fault("no bias of out", lambda n: zero_bias(n.blocks[2].attn.out), "blocks.2.attn_out", "missing_bias"),
-    Fault("no bias of up", lambda n: zero_bias(n.blocks[0].mlp.up), "blocks.0.mlp.pre", "missing_bias"),
-    Fault("no bias of down", lambda n: zero_bias(n.blocks[1].mlp.down), "blocks.1.mlp_out", "missing_bias"),
-    Fault("no bias of a norm", lambda n: n.blocks[1].ln1.bias.data.zero_(), "blocks.1.ln1.out", "missing_bias"),
+    Fault("no bias of q", lambda n: zero_bias(layer_of(n, 1).attn.qkv, 0, 24), "blocks.1.attn.q", "missing_bias"),
+    Fault("no bias of out", lambda n: zero_bias(layer_of(n, 2).attn.out), "blocks.2.attn_out", "missing_bias"),
+    Fault("no bias of up", lambda n: zero_bias(layer_of(n, 0).mlp.up), "blocks.0.mlp.pre", "missing_bias"),
+    Fault("no bias of down", lambda n: zero_bias(layer_of(n, 1).mlp.down), "blocks.1.mlp_out", "missing_bias"),
+    Fault("no bias of a norm", lambda n: layer_of(n, 1).ln1.bias.data.zero_(), "blocks.1.ln1.out", "missing_bias"),
     Fault("positions from 1", lambda n: shift_positions(n, 1), "pos_embed", "shifted_positions"),
     Fault("positions from 2", lambda n: shift_positions(n, 2), "pos_embed", "shifted_positions"),
     Fault("exact GELU", lambda n: reconfigure(n, activation="gelu"), "blocks.0.mlp.post", "activation"),
     Fault("epsilon", lambda n: reconfigure(n, norm_eps=1e-5), "blocks.0.ln1.scale", "norm_eps"),
     Fault("unusual epsilon", lambda n: reconfigure(n, norm_eps=3.7e-3), "blocks.0.ln1.scale", "norm_eps"),
-    Fault("transposed", lambda n: transpose(n.blocks[2].attn.out), "blocks.2.attn_out", "transposed_weight"),
-    Fault("v transposed", lambda n: transpose(n.blocks[1].attn.qkv, 48), "blocks.1.attn.v", "transposed_weight"),
+    Fault("transposed", lambda n: transpose(layer_of(n, 2).attn.out), "blocks.2.attn_out", "transposed_weight"),
+    Fault("v transposed", lambda n: transpose(layer_of(n, 1).attn.qkv, 48), "blocks.1.attn.v", "transposed_weight"),
 ]
 GEMMA = [
     Fault("no embedding scale", lambda n: reconfigure(n, embedding_scale=1.0), "embed", "missing_scale"),
@@ -126,7 +127,7 @@ def test_rounding_to_another_dtype_is_no_difference(dtype: torch.dtype) -> None:
 
 def test_errors_are_divided_into_inherited_and_added_ones() -> None:
     network = build(CONFIGS["llama"])
-    fault = Fault("", lambda n: n.blocks[1].attn.out.weight.data.mul_(1.01), "blocks.1.attn_out", "missing_scale")
+    fault = Fault("", lambda n: layer_of(n, 1).attn.out.weight.data.mul_(1.01), "blocks.1.attn_out", "missing_scale")
     found = against(network, record(plant(network, fault), IDS))
     stages = {stage.name: stage for stage in found.stages}
     first = stages["blocks.1.attn_out"]
@@ -190,11 +191,11 @@ def test_errors_of_each_position_and_head_are_given_on_request() -> None:
 
 
 HIDDEN = [
-    Fault("eps", lambda n: set_rule(n.blocks[1].ln2, eps=1e-5), "blocks.2.resid_pre", "norm_eps"),
-    Fault("offset", lambda n: set_rule(n.blocks[0].ln1, offset=True), "blocks.1.resid_pre", "norm_offset"),
+    Fault("eps", lambda n: set_rule(layer_of(n, 1).ln2, eps=1e-5), "blocks.2.resid_pre", "norm_eps"),
+    Fault("offset", lambda n: set_rule(layer_of(n, 0).ln1, offset=True), "blocks.1.resid_pre", "norm_offset"),
     Fault("last offset", lambda n: set_rule(n.ln_final, offset=True), "ln_final.out", "norm_offset"),
     Fault("theta", lambda n: reconfigure(n, rope_theta=10_000.0), "blocks.1.resid_pre", "rotary_theta"),
-    Fault("gate", lambda n: exchange_gate(n.blocks[2].mlp.up), "ln_final.out", "exchanged_gate"),
+    Fault("gate", lambda n: exchange_gate(layer_of(n, 2).mlp.up), "ln_final.out", "exchanged_gate"),
     Fault("scale", lambda n: reconfigure(n, attention_scale=1.0), "blocks.1.resid_pre", "missing_scale"),
     Fault("tied head", untied_from_embedding, "logits", "tied_head"),
 ]
@@ -222,39 +223,49 @@ def smollm2_network() -> tuple[Transformer, list[int]]:
 
 ORDER = [3, 1, 2, 0, 4, 8, 6, 7, 5]
 SMOLLM2 = [
-    Fault("q heads", lambda n: permute_rows(n.blocks[3].attn.qkv, 0, ORDER, 64), "blocks.3.attn.q", "permuted_heads"),
     Fault(
-        "v heads", lambda n: permute_rows(n.blocks[7].attn.qkv, 768, [1, 2, 0], 64), "blocks.7.attn.v", "permuted_heads"
+        "q heads", lambda n: permute_rows(layer_of(n, 3).attn.qkv, 0, ORDER, 64), "blocks.3.attn.q", "permuted_heads"
+    ),
+    Fault(
+        "v heads",
+        lambda n: permute_rows(layer_of(n, 7).attn.qkv, 768, [1, 2, 0], 64),
+        "blocks.7.attn.v",
+        "permuted_heads",
     ),
     Fault(
         "heads of out",
-        lambda n: permute_columns(n.blocks[11].attn.out, ORDER, 64),
+        lambda n: permute_columns(layer_of(n, 11).attn.out, ORDER, 64),
         "blocks.11.attn_out",
         "permuted_heads",
     ),
     Fault(
         "joined heads",
-        lambda n: join_without_exchange(n.blocks[2].attn.out, 9, 64),
+        lambda n: join_without_exchange(layer_of(n, 2).attn.out, 9, 64),
         "blocks.2.attn_out",
         "permuted_heads",
     ),
     Fault("heads in turn", read_kv_heads_in_turn, "blocks.0.attn.attn_scores", "permuted_heads"),
     Fault("interleaved", lambda n: use_ops(n, rotate=rotate_neighbours), "blocks.0.attn.rot_q", "rotary_pairing"),
     Fault(
-        "interleaved rows", lambda n: interleave_rows(n.blocks[0].attn.qkv, 9, 64), "blocks.0.attn.q", "rotary_pairing"
+        "interleaved rows",
+        lambda n: interleave_rows(layer_of(n, 0).attn.qkv, 9, 64),
+        "blocks.0.attn.q",
+        "rotary_pairing",
     ),
     Fault("no scale", lambda n: reconfigure(n, attention_scale=1.0), "blocks.0.attn.attn_scores", "missing_scale"),
     Fault("embedding scale", lambda n: reconfigure(n, embedding_scale=24.0), "embed", "surplus_scale"),
-    Fault("out transposed", lambda n: transpose(n.blocks[17].attn.out), "blocks.17.attn_out", "transposed_weight"),
-    Fault("q transposed", lambda n: transpose(n.blocks[25].attn.qkv, 0, 576), "blocks.25.attn.q", "transposed_weight"),
+    Fault("out transposed", lambda n: transpose(layer_of(n, 17).attn.out), "blocks.17.attn_out", "transposed_weight"),
+    Fault(
+        "q transposed", lambda n: transpose(layer_of(n, 25).attn.qkv, 0, 576), "blocks.25.attn.q", "transposed_weight"
+    ),
     Fault("epsilon", lambda n: reconfigure(n, norm_eps=1e-6), "blocks.0.ln1.scale", "norm_eps"),
-    Fault("epsilon of a norm", lambda n: set_rule(n.blocks[0].ln2, eps=3e-5), "blocks.0.ln2.scale", "norm_eps"),
-    Fault("offset", lambda n: set_rule(n.blocks[12].ln1, offset=True), "blocks.12.attn.q", "norm_offset"),
+    Fault("epsilon of a norm", lambda n: set_rule(layer_of(n, 0).ln2, eps=3e-5), "blocks.0.ln2.scale", "norm_eps"),
+    Fault("offset", lambda n: set_rule(layer_of(n, 12).ln1, offset=True), "blocks.12.attn.q", "norm_offset"),
     Fault("last offset", lambda n: set_rule(n.ln_final, offset=True), "logits", "norm_offset"),
     Fault("theta", lambda n: reconfigure(n, rope_theta=10_000.0), "blocks.0.attn.rot_q", "rotary_theta"),
     Fault("unusual theta", lambda n: reconfigure(n, rope_theta=314_159.0), "blocks.0.attn.rot_q", "rotary_theta"),
     Fault("positions from 1", lambda n: shift_positions(n, 1), "blocks.0.attn.rot_q", "shifted_positions"),
-    Fault("gate", lambda n: exchange_gate(n.blocks[9].mlp.up), "blocks.9.mlp.pre", "exchanged_gate"),
+    Fault("gate", lambda n: exchange_gate(layer_of(n, 9).mlp.up), "blocks.9.mlp.pre", "exchanged_gate"),
     Fault("mask", see_the_future, "blocks.0.attn.attn_scores", "missing_mask"),
 ]
 

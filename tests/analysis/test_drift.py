@@ -29,7 +29,7 @@ def test_a_network_does_not_drift_from_itself() -> None:
 
 def test_the_first_stage_with_an_error_is_marked() -> None:
     broken = network()
-    broken.blocks[1].attn.out.weight.data *= 1.01
+    broken.get_parameter("blocks.1.attn.out.weight").data *= 1.01
     errors = {error.name: error for error in stage_errors(network(), broken, IDS)}
     assert [name for name, error in errors.items() if error.is_first_growth] == ["blocks.1.attn_out"]
     assert errors["blocks.1.attn_out"].error == pytest.approx(0.01, rel=1e-3)
@@ -39,7 +39,7 @@ def test_the_first_stage_with_an_error_is_marked() -> None:
 
 def test_a_stage_with_nan_is_marked_as_growth() -> None:
     broken = network()
-    broken.blocks[0].mlp.down.weight.data[:] = torch.nan
+    broken.get_parameter("blocks.0.mlp.down.weight").data[:] = torch.nan
     grown = [error for error in stage_errors(network(), broken, IDS) if error.is_first_growth]
     assert [error.name for error in grown] == ["blocks.0.mlp_out"]
 

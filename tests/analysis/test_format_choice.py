@@ -87,6 +87,7 @@ def test_a_layer_that_predicts_nan_has_an_infinite_loss_and_an_unquantized_netwo
 
     monkeypatch.setattr(losses, "quantized", lambda name, format: Broken())
     assert losses.loss({"head": INT4}) == math.inf
+    assert model.ln_final is not None
     model.ln_final.weight.fill_(torch.nan)
     with pytest.raises(CheckpointError, match="not finite"):
         LossMeter(model, random_ids(model.config.vocab_size, 24).view(2, 12))
@@ -188,6 +189,7 @@ def test_without_a_cache_folder_the_log_says_that_every_start_measures(
 
 def test_a_checkpoint_whose_logits_are_not_numbers_cannot_be_measured(tiny_checkpoint: str) -> None:
     checkpoint = load_checkpoint(tiny_checkpoint)
+    assert checkpoint.model.ln_final is not None
     checkpoint.model.ln_final.weight.fill_(torch.nan)
     with pytest.raises(CheckpointError, match="cannot generate texts"):
         generate_texts(checkpoint, 2, 12)

@@ -157,10 +157,14 @@ class TestAttributionPatching:
         stages = select(stages_of(model.config), self.STAGES)
         found = attribution_patching(model, clean, corrupted, target, stages)
         kept = compute_gradients(model, clean, target, stages).stages
+
+        def patch(name: str) -> Editor:
+            return Editor({name: lambda x: kept[name]})
+
         assert found.clean_value == pytest.approx(float(run_target(model, clean, target)))
         assert found.corrupted_value == pytest.approx(float(run_target(model, corrupted, target)))
         for stage in stages:
-            patched = float(run_target(model, corrupted, target, Editor({stage.name: lambda x, n=stage.name: kept[n]})))
+            patched = float(run_target(model, corrupted, target, patch(stage.name)))
             effect = float(found.effects[stage.name].nan_to_num().sum())
             assert effect == pytest.approx(patched - found.corrupted_value, rel=1e-3, abs=1e-11), stage.name
 
@@ -221,7 +225,8 @@ class TestFloatCopy:
         ids, target = ids_of(model), LogitTarget(5, 8)
 
         def matrix(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator) / shape[1] ** 0.5
+            values: Tensor = torch.randn(shape, generator=generator) / shape[1] ** 0.5
+            return values
 
         places = {"blocks.0.attn.out": (36, 24), "blocks.1.attn.qkv": (24, 60), "blocks.2.mlp.up": (24, 80)}
         layers = {

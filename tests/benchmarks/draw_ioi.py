@@ -7,9 +7,10 @@ numbers are those of POST /attribute. The picture is written without a library f
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from forwardscope import Client
 from tests.benchmarks.serve import end_as_a_whole, serving
@@ -31,7 +32,7 @@ def text(x: float, y: float, content: str, more: str = "") -> str:
     return f'<text x="{x:g}" y="{y:g}" {more}>{escape(content)}</text>'
 
 
-def grid(x: int, rows: Sequence[Sequence[float]], columns: Sequence[str], title: str) -> list[str]:
+def grid(x: float, rows: Sequence[Sequence[float]], columns: Sequence[str], title: str) -> list[str]:
     """A cell for each number, the first row at the bottom, with the names of the columns below it."""
     parts = [text(x, TOP - 18, title, 'font-weight="bold"')]
     bottom = TOP + CELL * len(rows)
@@ -50,9 +51,9 @@ def grid(x: int, rows: Sequence[Sequence[float]], columns: Sequence[str], title:
         if index % 5 == 0 or index == len(rows) - 1:
             parts.append(text(x - 6, y + CELL / 2 + 4, str(index), 'text-anchor="end"'))
     for column, name in enumerate(columns):
-        left = x + CELL * column + CELL / 2 + 4
-        turned = f'text-anchor="end" transform="rotate(-60 {left:g} {bottom + 14})"'
-        parts.append(text(left, bottom + 14, name, turned))
+        middle = x + CELL * column + CELL / 2 + 4
+        turned = f'text-anchor="end" transform="rotate(-60 {middle:g} {bottom + 14})"'
+        parts.append(text(middle, bottom + 14, name, turned))
     return parts
 
 
@@ -83,12 +84,12 @@ def main() -> None:
         serving(arguments.model or smollm2(), 2, "--dtype=float32") as port,
         Client(f"http://127.0.0.1:{port}") as client,
     ):
-        fields = {"corrupted": CORRUPTED, "token": " Mary", "minus": " John"}
+        fields: dict[str, Any] = {"corrupted": CORRUPTED, "token": " Mary", "minus": " John"}
         by_position = client.attribute("patching", CLEAN, stages="*.resid_pre", **fields)
         by_head = client.attribute("patching", CLEAN, stages="*.attn.z", by=["head"], **fields)
     clean, corrupted = (by_head.answer[name] for name in ("clean_value", "corrupted_value"))
 
-    def shares(numbers: Sequence[float]) -> list[float]:
+    def shares(numbers: Iterable[float]) -> list[float]:
         return [(float(number) - corrupted) / (clean - corrupted) for number in numbers]
 
     tokens = [token.text or "" for token in by_position.tokens]

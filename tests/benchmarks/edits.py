@@ -105,7 +105,7 @@ def main() -> None:
         model = load_checkpoint(options.model or str(smollm2()), dtype=options.dtype, kernels="auto").model
     config = EngineConfig(cache_bytes=4096 * bytes_of_token(model.config, model.embed.weight.dtype), speculates=False)
     plain, edited = Engine(model, None, config), Engine(model, None, config)
-    cases = {"none": [[]]} | dict(cases_of(model))
+    cases: dict[str, Case] = {"none": [[]]} | dict(cases_of(model))
     found: dict[str, list[tuple[float, float]]] = {case: [] for case in cases}
     for _ in range(options.rounds + 1):
         for case, edits in cases.items():

@@ -56,7 +56,8 @@ def _indices(sorted_values: Ints, wanted: Ints) -> Ints:
 
 
 def _contains(sorted_values: Ints, wanted: Ints) -> NDArray[np.bool_]:
-    return sorted_values[_indices(sorted_values, wanted)] == wanted
+    found: NDArray[np.bool_] = sorted_values[_indices(sorted_values, wanted)] == wanted
+    return found
 
 
 class KneserNey:

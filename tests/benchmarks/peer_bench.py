@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,7 @@ class Bench:
             command = [python, "-m", "tests.benchmarks.peer_servers", "versions"]
             return of(lambda: json.loads(self._output(command)))
 
-        binaries = {kind: of(lambda kind=kind: self._llama_version(kind)) for kind in LLAMA_KINDS}
+        binaries = {kind: of(partial(self._llama_version, kind)) for kind in LLAMA_KINDS}
         return {"own": versions(), "peers": packages(self._python), "vllm": packages(self._vllm_python), **binaries}
 
     def _llama_version(self, kind: str) -> str:

@@ -65,7 +65,9 @@ def write_gguf(checkpoint: Path, out: Path) -> None:
             heads = num_heads if "q_proj" in name else num_kv_heads
             weight = np.ascontiguousarray(weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2))
             weight = weight.reshape(-1, weight.shape[-1])
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), weight)
+        own_name = names.get_name(name, try_suffixes=(".weight",))
+        assert own_name is not None, name
+        writer.add_tensor(own_name, weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -37,7 +37,7 @@ class Request:
     tokens: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
 
 
-Emit = Callable[[list[tuple[Request, int]]], None]
+Emit = Callable[[list[tuple[Request, int]]], object]
 
 
 class Engine(Protocol):

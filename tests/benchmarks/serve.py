@@ -42,7 +42,7 @@ NUM_IN, NUM_OUT = 16, 128
 STREAMS = (1, 8, 32)
 ENTERING = 1500  # tokens of the long prompt
 BEFORE_ENTERING = 32  # tokens that each stream has before the long prompt is sent
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 50257,

@@ -33,6 +33,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
@@ -145,7 +146,7 @@ def in_process(model: Transformer) -> dict[str, Measure]:
 
 def forward(port: int) -> dict[str, Measure]:
     """Measures of `POST /forward`."""
-    bodies = {
+    bodies: dict[str, dict[str, Any]] = {
         "loss alone": {"detail": "none", "stages": ["loss"]},
         "summaries": {"detail": "summary"},
         "values as JSON": {"detail": "values"},

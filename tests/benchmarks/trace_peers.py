@@ -126,20 +126,25 @@ def library(name: str, python: str, directory: Path, threads: int) -> Iterator[P
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
+        questions, answers = process.stdin, process.stdout
 
         def read_answer() -> dict[str, Any]:
-            found: dict[str, Any] = json.loads(process.stdout.readline() or '{"error": "it ended without a message"}')
+            found: dict[str, Any] = json.loads(answers.readline() or '{"error": "it ended without a message"}')
             if "error" in found:
                 raise Skipped(found["error"])
             return found
 
         def ask(measure: str, ids: list[int]) -> dict[str, Any]:
-            process.stdin.write(json.dumps([measure, ids]) + "\n")
-            process.stdin.flush()
+            questions.write(json.dumps([measure, ids]) + "\n")
+            questions.flush()
             return read_answer()
 
         def measured(measure: str) -> Measure:
-            return lambda ids: (found := ask(measure, ids)) and (found["seconds"], found["bytes"])
+            def seconds_and_bytes(ids: list[int]) -> tuple[float, int]:
+                found = ask(measure, ids)
+                return found["seconds"], found["bytes"]
+
+            return seconds_and_bytes
 
         try:
             ready = read_answer()

@@ -40,7 +40,8 @@ def edit_config(directory: Path, **changes: Any) -> None:
 def edit_tensors(directory: Path, changes: Mapping[str, torch.Tensor | None]) -> None:
     """Replace tensors; None removes one."""
     path = directory / "adapter_model.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()} | changes
+    tensors: dict[str, torch.Tensor | None] = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    tensors.update(changes)
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
 
 

@@ -41,6 +41,7 @@ def test_transformers_loads_the_same_network_and_tokenizer(bundled: Checkpoint) 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_greedy_text_does_not_loop(bundled: Checkpoint, prompt: str) -> None:
     """Among 60 tokens, no run of up to 20 tokens occurs three times in a row."""
+    assert bundled.tokenizer is not None
     ids = encode(bundled, prompt)
     with torch.inference_mode():
         for _ in range(60):

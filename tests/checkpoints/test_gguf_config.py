@@ -125,13 +125,14 @@ class TestRope:
     def scaling(factors: dict[str, Any] | None = None, rotary_dim: int = 64, **keys: Any) -> Any:
         metadata = {f"llama.rope.{key}": value for key, value in keys.items()} | {"general.architecture": "llama"}
         reader = MetadataReader(FILE, metadata)
-        tensors = {name: np.float32(values) for name, values in (factors or {}).items()}
+        tensors = {name: np.asarray(values, np.float32) for name, values in (factors or {}).items()}
         return read_rope(reader, tensors, rotary_dim=rotary_dim, max_positions=4096)["rope_scaling"]
 
     def test_linear_is_the_kind_without_a_key(self) -> None:
-        assert self.scaling(**{"scaling.factor": 4.0}) == {"rope_type": "linear", "factor": 4.0}
+        keys: dict[str, Any] = {"scaling.factor": 4.0}
+        assert self.scaling(**keys) == {"rope_type": "linear", "factor": 4.0}
         assert self.scaling(scale_linear=4.0) == {"rope_type": "linear", "factor": 4.0}
-        assert self.scaling(**{"scaling.type": "none", "scaling.factor": 4.0}) is None
+        assert self.scaling(**keys | {"scaling.type": "none"}) is None
 
     def test_the_settings_of_llama_3_are_found_from_its_divisors(self) -> None:
         divisors = llama3_divisors(500000.0, 64, 32.0, 8192)
@@ -156,8 +157,9 @@ class TestRope:
 
     @pytest.mark.parametrize("key", ["yarn_ext_factor", "yarn_attn_factor", "yarn_log_multiplier"])
     def test_settings_of_yarn_that_transformers_reads_differently_are_refused(self, key: str) -> None:
+        keys: dict[str, Any] = {"scaling.type": "yarn", "scaling.factor": 4.0, f"scaling.{key}": 0.5}
         with pytest.raises(CheckpointError, match=rf"rope\.scaling\.{key} is 0\.5, which is not implemented"):
-            self.scaling(**{"scaling.type": "yarn", "scaling.factor": 4.0, f"scaling.{key}": 0.5})
+            self.scaling(**keys)
 
     def test_one_list_of_longrope_factors_is_not_enough(self) -> None:
         with pytest.raises(CheckpointError, match="needs both lists of factors"):

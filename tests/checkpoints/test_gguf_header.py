@@ -6,6 +6,7 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import gguf
 import numpy as np
@@ -35,7 +36,7 @@ def add_vocabulary(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template("{{ messages[0].content }}")
 
 
-def write_llama(path: Path, **split: int) -> Path:
+def write_llama(path: Path, **split: Any) -> Path:
     """A valid file of about 3 kB: one layer, with a vocabulary and a quantized tensor."""
     writer = gguf.GGUFWriter(path, "llama", **split)
     for key, value in {"context_length": 40, "embedding_length": 32, "block_count": 1}.items():
@@ -266,7 +267,7 @@ def test_a_named_pipe_is_refused(tmp_path: Path) -> None:
 
 def test_settings_of_generation_have_the_names_of_generation_config_json(tmp_path: Path) -> None:
     keys = {"temp": 0.7, "top_p": 0.95, "top_k": 20, "penalty_repeat": 1.1, "mirostat": 2}
-    metadata = {f"general.sampling.{key}": value for key, value in keys.items()}
+    metadata: dict[str, Any] = {f"general.sampling.{key}": value for key, value in keys.items()}
     metadata["general.sampling.temp"] = float(np.float32(0.7))
     metadata["tokenizer.ggml.suppress_tokens"] = np.array([3, 4], np.int32)
     files = GGUFFiles(tmp_path, (tmp_path,), metadata, {})

@@ -188,7 +188,7 @@ def test_scores_and_the_unknown_token_are_required() -> None:
     vocabulary = unigram_vocabulary(pairs_of())
     for change, message in (({"scores": []}, "scores is missing"), ({"types": [1] * 9999}, "unknown_token_id is miss")):
         metadata = {key: value for key, value in vocabulary.metadata.items() if "unknown" not in key}
-        fields = {"types": vocabulary.types, "scores": vocabulary.scores} | change
+        fields: dict[str, Any] = {"types": vocabulary.types, "scores": vocabulary.scores} | change
         with pytest.raises(CheckpointError, match=message):
             build_tokenizer(Vocabulary(vocabulary.file, metadata, vocabulary.tokens, **fields), "llama")
 

@@ -203,7 +203,7 @@ def test_any_config_is_translated_or_refused_with_a_short_value_error(
     if kind in ("mixtral", "qwen3_moe"):
         config |= {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     if scaling_kind is not None and kind != "gpt2":
-        used = SCALING if scaling_kind == "llama3" else {"factor": 2.0}
+        used: dict[str, Any] = SCALING if scaling_kind == "llama3" else {"factor": 2.0}
         if scaling_kind == "longrope":
             used |= {"short_factor": [1.0] * 2, "long_factor": [2.0] * 2}  # heads of 4
         config["rope_scaling"] = used | {"rope_type": scaling_kind} | scaling
@@ -430,7 +430,11 @@ def test_loading_keeps_the_weights_in_memory_only_once(originals: dict[str, Path
     With a second copy of the weights, it would be twice their size.
     """
     d_model, d_mlp, num_layers = 512, 1536, 15
-    shapes = {"self_attn.q_proj": (512, 512), "self_attn.k_proj": (512, 512), "self_attn.v_proj": (512, 512)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (512, 512),
+        "self_attn.k_proj": (512, 512),
+        "self_attn.v_proj": (512, 512),
+    }
     shapes |= {"self_attn.o_proj": (512, 512), "input_layernorm": (512,), "post_attention_layernorm": (512,)}
     shapes |= {"mlp.gate_proj": (d_mlp, 512), "mlp.up_proj": (d_mlp, 512), "mlp.down_proj": (512, d_mlp)}
     tensors = {

@@ -158,6 +158,15 @@ class Drive:
             result.traces += [output.trace] if output.trace is not None else []
 
 
+def values_of(step: StepTrace) -> dict[str, Tensor]:
+    """The values of the traced stages, by name. The trace must have kept them."""
+    values = {}
+    for each in step.stages:
+        assert each.values is not None, each.stage.name
+        values[each.stage.name] = each.values
+    return values
+
+
 def run(engine: Engine, *requests: Request) -> dict[tuple[str, int], Result]:
     """Add all requests at once, and run until each has ended."""
     drive = Drive(engine)
@@ -185,7 +194,8 @@ def alone(
 
     def full_pass(ids: Sequence[int]) -> Tensor:
         context = DenseContext(model.config, None, len(ids), torch.device("cpu"), max_length=max_length)
-        return model(torch.tensor([ids]), tap=tap, context=context, adapters=PassAdapters.of(adapter))[0]
+        logits: Tensor = model(torch.tensor([ids]), tap=tap, context=context, adapters=PassAdapters.of(adapter))[0]
+        return logits
 
     if params.returns_prompt:
         logits = full_pass(ids)

@@ -42,7 +42,8 @@ def random_adapter(model: Transformer, name: str, *, seed: int, rank: int = 3, p
     dtype = model.embed.weight.dtype
 
     def matrix(rows: int, columns: int) -> Tensor:
-        return (0.6 * torch.randn(rows, columns, generator=generator) / columns**0.5).to(dtype)
+        values: Tensor = (0.6 * torch.randn(rows, columns, generator=generator) / columns**0.5).to(dtype)
+        return values
 
     layers = {
         layer: LowRankLayer(matrix(rank, num_inputs), matrix(num_outputs, rank), model.backend.network)
@@ -235,7 +236,7 @@ class TestStages:
         found = self.traced(model, "a", others=("b", None, "c"))
         adapter = random_adapters(model)["a"]
         x = found["blocks.0.ln1.out"]
-        plain, added = model.blocks[0].attn.qkv(x), adapter.layers["blocks.0.attn.qkv"](x)
+        plain, added = model.get_submodule("blocks.0.attn.qkv")(x), adapter.layers["blocks.0.attn.qkv"](x)
         stages = {
             kind: torch.cat([found[f"blocks.0.attn.{kind}{part}"].flatten(2) for part in "qkv"], -1)
             for kind in ("", "lora_")

@@ -77,7 +77,7 @@ def ids(num_tokens: int, seed: int = 1) -> list[int]:
 
 
 def constrained(id: str, constraint: Constraint, prompt_ids: Sequence[int] | None = None, **params: Any) -> Request:
-    defaults = {"max_tokens": 200, "stop_token_ids": frozenset({0})}
+    defaults: dict[str, Any] = {"max_tokens": 200, "stop_token_ids": frozenset({0})}
     return ask(id, prompt_ids or ids(7), constraint=constraint, **defaults | params)
 
 
@@ -104,7 +104,7 @@ def mixed(grammars: Grammars) -> list[Request]:
     ids=["together", "in chunks", "preempted"],
 )
 def test_constrained_requests_get_the_same_tokens_as_alone_and_so_do_their_neighbours(
-    grammars: Grammars, tokenizer: Tokenizer, exact_model: Transformer, limits: dict[str, int]
+    grammars: Grammars, tokenizer: Tokenizer, exact_model: Transformer, limits: dict[str, Any]
 ) -> None:
     engine = new_engine(exact_model, tokenizer=tokenizer, **limits)
     results = run(engine, *mixed(grammars))
@@ -288,7 +288,8 @@ def random_schema(generator: random.Random, depth: int = 2) -> dict[str, Any]:
 
 def random_regex(generator: random.Random, depth: int = 3) -> str:
     if depth == 0 or generator.random() < 0.2:
-        return generator.choice([*string.ascii_lowercase[:6], "[a-f]", "[^a-z]", r"\d", "é", r"\.", " ", "[€-₿]"])
+        parts: list[str] = [*string.ascii_lowercase[:6], "[a-f]", "[^a-z]", r"\d", "é", r"\.", " ", "[€-₿]"]
+        return generator.choice(parts)
     first, second = (random_regex(generator, depth - 1) for _ in range(2))
     low = generator.randrange(0, 3)
     return generator.choice(

@@ -25,7 +25,7 @@ from model.tracing.edits import BoundEdits, Edit, EditSource, plan_edits
 from model.tracing.edits import tap as edit_tap
 from model.tracing.selection import Selection
 from model.tracing.stages import select, stages_of
-from tests.engine.driving import Drive, Result, ask, new_engine, prompt, run
+from tests.engine.driving import Drive, Result, ask, new_engine, prompt, run, values_of
 from tests.engine.test_adapters import engine_of, random_adapters, served, with_adapter
 from tests.tiny import CONFIGS, build
 
@@ -456,7 +456,7 @@ def test_a_trace_of_an_edited_request_shows_the_edited_values() -> None:
     plain = edited(model, ask("1", prompt(6), max_tokens=3), *edits)
     result = run(new_engine(model), replace(plain, trace=trace))["1", 0]
     assert bits({("1", 0): result}) == bits(run(new_engine(model), plain))
-    first, *later = [{each.stage.name: each.values for each in traced.stages} for traced in result.traces]
+    first, *later = map(values_of, result.traces)
     assert (first["blocks.1.mlp_out"] != 0.5).all()
     assert all((each["blocks.1.mlp_out"] == 0.5).all() for each in later)
     assert all((each["blocks.1.attn.pattern"][..., 0] == 0).all() for each in (first, *later))

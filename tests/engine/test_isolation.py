@@ -442,7 +442,7 @@ class TestEditing:
             found.extend(result.logits[result.rows[scheduled]] for scheduled in sequences if scheduled not in taps)
             return result
 
-        engine._runner.run = spy  # type: ignore[method-assign]
+        engine._runner.run = spy  # type: ignore[assignment]
         drive = Drive(engine)
         drive.add(ask("tapped", prompt(9), tap=tap), *neighbours())
         drive.step(2)

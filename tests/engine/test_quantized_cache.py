@@ -10,7 +10,7 @@ from model.errors import InvalidField
 from model.ops.quantized_rows import dequantize_rows, quantize_rows
 from model.tracing.selection import Selection
 from model.tracing.stages import select, stages_of
-from tests.engine.driving import Drive, ask, new_engine, prompt, run
+from tests.engine.driving import Drive, Result, ask, new_engine, prompt, run, values_of
 from tests.engine.test_adapters import served
 from tests.engine.test_recorded_traces import assert_same_bits, without_recordings
 from tests.tiny import CONFIGS
@@ -23,7 +23,7 @@ def test_no_bit_depends_on_chunks_batches_preemption_or_shared_prefixes(name: st
     model = served(name, dtype)
     requests = [ask(str(i), prompt(13 + i, seed=i % 2), max_tokens=12, echo=i == 3) for i in range(4)]
     requests += [ask("late", [*requests[0].prompt_ids, 3], max_tokens=9)]
-    expected = {}
+    expected: dict[tuple[str, int], Result] = {}
     for request in requests:
         expected |= run(new_engine(model, kv_cache_dtype="int8"), request)
     for options in ({"max_step_tokens": 6, "max_sequences": 4}, {"num_blocks": 16}, {"speculates": False}):
@@ -58,7 +58,9 @@ def test_traces_show_the_scores_of_the_stored_keys(dtype: torch.dtype, monkeypat
     request = ask("1", prompt(21), max_tokens=5, trace=trace)
     found = run(new_engine(model, kv_cache_dtype="int8"), request)
     assert_same_bits(found, without_recordings(monkeypatch, new_engine(model, kv_cache_dtype="int8"), request))
-    steps = [{each.stage.name.rpartition(".")[2]: each.values for each in step.stages} for step in found["1", 0].traces]
+    steps = [
+        {name.rpartition(".")[2]: values for name, values in values_of(step).items()} for step in found["1", 0].traces
+    ]
     keys = torch.cat([step["rot_k"][0] for step in steps])  # (S, Hkv, D)
     stored = dequantize_rows(quantize_rows(keys), dtype).repeat_interleave(3, dim=1)
     q = steps[-1]["rot_q"][0, -1]  # (H, D)

@@ -23,6 +23,7 @@ from model.tracing.edits import Edit
 from model.tracing.predictions import Predictions
 from model.tracing.selection import Selection, StageTrace
 from model.tracing.stages import select, stages_of
+from model.tracing.tap import Recorder
 from tests.engine.driving import Result, ask, new_engine, prompt, run
 from tests.engine.test_adapters import engine_of, served, with_adapter
 from tests.engine.test_edits import edited, vector
@@ -163,7 +164,12 @@ def test_traces_with_edits_and_adapters_are_recorded(monkeypatch: pytest.MonkeyP
 def test_a_recorded_trace_runs_no_python_for_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     call = taps.Recorder.__call__
-    monkeypatch.setattr(taps.Recorder, "__call__", lambda self, *args: calls.append(args[0]) or call(self, *args))
+
+    def counted(recorder: Recorder, stage: str, tensor: Tensor) -> Tensor:
+        calls.append(stage)
+        return call(recorder, stage, tensor)
+
+    monkeypatch.setattr(taps.Recorder, "__call__", counted)
     model = served("llama")
     num_blocks = model.config.num_layers
     request = replace(

@@ -277,7 +277,7 @@ class TestTracingChangesNothing:
                     found[scheduled.sequence.order, len(scheduled.sequence.tokens)] = result.logits[row].clone()
             return result
 
-        engine._runner.run = spy  # type: ignore[method-assign]
+        engine._runner.run = spy  # type: ignore[assignment]
         run(engine, request, *NEIGHBOURS)
         return found
 

@@ -172,8 +172,8 @@ def test_edits_of_one_head_and_of_one_neuron_equal_those_of_one_rank(name: str, 
     expected = run(new_engine(whole), plain, *requests)
     with shared(name, ranks) as network:
         found = run(engine_of(network), plain, *requests)
-    for key in expected:
-        assert_equal(found[key], expected[key])
+    for choice in expected:
+        assert_equal(found[choice], expected[choice])
     unchanged = expected["plain", 0].logprob_values
     for key in edits:
         assert expected[key, 0].logprob_values != pytest.approx(unchanged, abs=1e-3), f"{key} has no effect"

@@ -72,7 +72,7 @@ def test_any_bytes_are_read_or_refused(content: bytes) -> None:
         read_safetensors(content)
 
 
-EVENTS = [{"text": "a\u2028b\x85c\r"}, {"text": "ß🥊"}, {"text": ""}, {"n": 1}]
+EVENTS: list[dict[str, Any]] = [{"text": "a\u2028b\x85c\r"}, {"text": "ß🥊"}, {"text": ""}, {"n": 1}]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1), st.sampled_from([b"\n", b"\r\n"]))

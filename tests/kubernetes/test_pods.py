@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -74,7 +75,8 @@ def test_every_variable_is_a_setting_and_its_value_is_valid() -> None:
     for directory in ("cpu", "gpu"):
         names = {name: value for where, name, value in found if where in ("base", directory)}
         assert names.keys() <= {f"{PREFIX}{field.upper()}" for field in Settings.model_fields}
-        Settings(**{name.removeprefix(PREFIX).lower(): value for name, value in names.items()})
+        settings: dict[str, Any] = {name.removeprefix(PREFIX).lower(): value for name, value in names.items()}
+        Settings(**settings)
 
 
 def test_ports_are_those_of_the_image() -> None:

@@ -74,7 +74,8 @@ def test_folded_attention_in_bfloat16_equals_the_formula_to_its_rounding(num_hea
     q, k, v = random_qkv(num_heads, num_kv_heads, 1, 7, dtype=torch.bfloat16)
     found = folded_attention(q, k, v, None, ScoreRule(SCALE))
     assert found.shape == q.shape
-    torch.testing.assert_close(found.double(), formula(*(x.double() for x in (q, k, v)), None), atol=2e-2, rtol=2e-2)
+    expected = formula(q.double(), k.double(), v.double(), None)
+    torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=2e-2)
 
 
 @every_grouping

@@ -70,7 +70,7 @@ def test_a_rotary_offset_that_is_wrong_by_one_changes_the_logits(name: str) -> N
     model(ids[:, :20], cache)
     rotary = model.rotary
     assert rotary is not None
-    model.rotary = lambda positions, *others: rotary(positions - 1, *others)
+    model.rotary = lambda positions, *others: rotary(positions - 1, *others)  # type: ignore[assignment]
     assert (model(ids[:, 20:], cache) - expected[:, 20:]).abs().max() > 1e-2
 
 

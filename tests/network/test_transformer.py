@@ -58,7 +58,7 @@ def test_gradients_reach_every_parameter(name: str) -> None:
 def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not(name: str) -> None:
     model = build(CONFIGS[name])
     assert (model.head.weight is model.embed.weight) == model.config.tied_head
-    assert torch.equal(model.head.weight, model.embed.weight) == model.config.tied_head
+    assert torch.equal(model.get_parameter("head.weight"), model.embed.weight) == model.config.tied_head
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -148,6 +148,8 @@ def with_heads(family: str, name: str, config: Any, change: Change, x: Tensor) -
 def norm_again(name: str, change: Change, module: Any, given: tuple[Tensor], output: Tensor) -> Tensor:
     """LayerNorm or RMSNorm, whose divisor or quotient is changed."""
     (x,) = given
+    gain: Tensor
+    bias: Tensor
     if isinstance(module, torch.nn.LayerNorm):
         x, eps, gain, bias = x - x.mean(-1, keepdim=True), module.eps, module.weight, module.bias
     else:
@@ -236,13 +238,15 @@ class Part:
         x = x.clone()
         rows = x[0].transpose(0, 1) if self.has_keys else x[0]
         for n, position in enumerate(INDICES):
-            for h, head in enumerate([slice(None)] if self.heads is None else self.heads):
-                new = part[n] if self.heads is None else part[n, h]
-                for i, key in enumerate(KEYS if self.has_keys else [slice(None)]):
-                    is_hidden = self.has_keys and not position - (self.window or NUM_TOKENS) < key <= position
-                    if not is_hidden:
-                        row = rows[position] if self.heads is None else rows[position, head]
-                        row[key] = new[i] if self.has_keys else new
+            for h, head in enumerate([None] if self.heads is None else self.heads):
+                row = rows[position] if head is None else rows[position, head]
+                new = part[n] if head is None else part[n, h]
+                if not self.has_keys:
+                    row[:] = new
+                    continue
+                for i, key in enumerate(KEYS):
+                    if position - (self.window or NUM_TOKENS) < key <= position:
+                        row[key] = new[i]
         return x
 
     def changed_by(self, change: Change, x: Tensor) -> Tensor:
@@ -267,7 +271,8 @@ def cases(part: Part, size: torch.Size, other: Sequence[int], source: Tensor) ->
     noise = (noise[..., KEYS] if part.has_keys else noise).reshape(dims)
 
     def along(x: Tensor) -> Tensor:
-        return (x @ unit)[..., None]
+        coordinate: Tensor = (x @ unit)[..., None]
+        return coordinate
 
     found: dict[str, Case] = {
         "zero": ({"op": "zero"}, torch.zeros_like),

@@ -152,7 +152,7 @@ class TestGemma3WithImages:
 def test_a_parameter_of_q_k_and_v_stored_by_heads_has_the_rows_of_q_first(tmp_path: Path) -> None:
     write_reference(config_of("gpt_neox", {}), tmp_path)
     stored = load_file(tmp_path / "model.safetensors")["gpt_neox.layers.1.attention.query_key_value.weight"]
-    qkv = load_checkpoint(str(tmp_path)).model.blocks[1].attn.qkv.weight
+    qkv = load_checkpoint(str(tmp_path)).model.get_parameter("blocks.1.attn.qkv.weight")
     rows = stored.view(4, 3, 8, 32)  # (H, q k v, D, C)
     assert torch.equal(qkv[:32], rows[:, 0].reshape(32, 32))
     assert torch.equal(qkv[64:], rows[:, 2].reshape(32, 32))

@@ -232,7 +232,7 @@ def test_a_checkpoint_loads_in_its_stored_dtype_unless_another_one_is_given(tmp_
     assert load_checkpoint(str(tmp_path)).model.embed.weight.dtype == torch.bfloat16
     wide = load_checkpoint(str(tmp_path), dtype="float32").model
     assert wide.embed.weight.dtype == torch.float32
-    assert torch.equal(wide.head.weight, reference.lm_head.weight.float())
+    assert torch.equal(wide.get_parameter("head.weight"), reference.lm_head.weight.float())
 
 
 def test_different_config_files_translate_to_different_configs() -> None:
@@ -240,7 +240,8 @@ def test_different_config_files_translate_to_different_configs() -> None:
     base = translate(config_of("llama", {}).to_dict() | {"architectures": ["LlamaForCausalLM"]})[1]
     translated = {base}
     scalings = ({"rope_parameters": scaling} for scaling in SCALINGS.values())
-    for options in ({"rms_norm_eps": 0.05}, {"hidden_act": "gelu"}, *scalings):
+    changes: list[dict[str, Any]] = [{"rms_norm_eps": 0.05}, {"hidden_act": "gelu"}, *scalings]
+    for options in changes:
         config = config_of("llama", options).to_dict() | {"architectures": ["LlamaForCausalLM"]}
         translated.add(translate(config)[1])
     assert len(translated) == 3 + len(SCALINGS)

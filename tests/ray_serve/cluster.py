@@ -86,7 +86,13 @@ class Cluster:
         self._deployed_before = self.application().get("last_deployed_time_s", 0.0)
         path = self._directory / "config.yaml"
         path.write_text(yaml.safe_dump(config), encoding="utf-8")
-        command = [COMMANDS / "serve", "deploy", "--address", f"http://127.0.0.1:{self._dashboard}", path]
+        command: list[str | Path] = [
+            COMMANDS / "serve",
+            "deploy",
+            "--address",
+            f"http://127.0.0.1:{self._dashboard}",
+            path,
+        ]
         done = subprocess.run(command, env=self._environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
         assert done.returncode == 0, done.stdout + done.stderr
 

@@ -119,6 +119,7 @@ def adapted(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
     checkpoint = load_checkpoint(str(BUNDLED))
     paths = dict(adapter.split("=", 1) for adapter in settings["adapter"])
     adapters = {name: load_adapter(checkpoint, path) for name, path in paths.items()}
+    assert checkpoint.tokenizer is not None
     ids = torch.tensor([checkpoint.tokenizer.encode(PROMPT)])
     return {
         name: AdaptedNetwork(checkpoint.model, adapters.get(name))(ids)[0, -1].float() for name in ("bundled", *paths)

@@ -51,7 +51,7 @@ def test_when_a_rank_dies_its_streams_end_with_an_error_and_ray_starts_the_repli
     (before,) = parallel.replicas()
     (rank,) = parallel.actors("OtherRank")
     whole = client.post("/generate", json=CONTINUED).json()["text"]
-    killed = []
+    killed: list[int] = []
 
     def on_token() -> None:
         if not killed:

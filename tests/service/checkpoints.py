@@ -72,7 +72,8 @@ def _weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     queries, keys = heads * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) / columns**0.5
+        values: torch.Tensor = torch.randn(rows, columns, generator=generator) / columns**0.5
+        return values
 
     def gain() -> torch.Tensor:
         return 1 + 0.3 * torch.randn(width, generator=generator)

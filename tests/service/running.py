@@ -78,6 +78,7 @@ class Running:
     def _print_stacks(self) -> None:
         """Print what all threads and all tasks of the event loop wait for."""
         assert self._loop is not None
+        assert sys.__stderr__ is not None
         faulthandler.dump_traceback(file=sys.__stderr__)
         for task in asyncio.all_tasks(self._loop):
             task.print_stack(file=sys.__stderr__)

@@ -5,8 +5,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -202,11 +203,16 @@ class TestSweeps:
         (found,) = answer["stages"]
         values = torch.tensor(found["values"]).reshape(-1).tolist()
         dims = dict(zip(found["dims"], found["shape"], strict=True))
-        places = {"position": [1, 2, 6], "query": [1, 2, 6], "head": range(6), "kv_head": range(2)}
+        places: dict[str, Sequence[int]] = {
+            "position": [1, 2, 6],
+            "query": [1, 2, 6],
+            "head": range(6),
+            "kv_head": range(2),
+        }
         cells: list[dict[str, int]] = [{}]
         for dim in found["dims"]:
-            assert dims[dim] == len(places[dim])  # type: ignore[arg-type]
-            cells = [cell | {dim: index} for cell in cells for index in places[dim]]  # type: ignore[attr-defined]
+            assert dims[dim] == len(places[dim])
+            cells = [cell | {dim: index} for cell in cells for index in places[dim]]
         axes = dict(zip(["batch", "position", "head", "d_head"], range(4), strict=True))
         if "pattern" in stage:
             axes = {"batch": 0, "head": 1, "query": 2}
@@ -222,8 +228,7 @@ class TestSweeps:
             return torch.where(mask, clean[stage], x)
 
         expected = [
-            float(run_target(model, CORRUPTED, TARGET, Editor({stage: lambda x, c=cell: patched(x, c)})))
-            for cell in cells
+            float(run_target(model, CORRUPTED, TARGET, Editor({stage: partial(patched, cell=cell)}))) for cell in cells
         ]
         assert values == pytest.approx(expected, abs=1e-4)
         assert answer["corrupted_value"] == pytest.approx(float(run_target(model, CORRUPTED, TARGET)), abs=1e-4)
@@ -408,7 +413,11 @@ class TestLensJobs:
         run, decode = Worker.run, Transformer.decode
 
         def counted(worker: Worker, job: Any) -> Any:
-            return run(worker, lambda: (jobs.append(0), job())[1])
+            def counted_job() -> Any:
+                jobs.append(0)
+                return job()
+
+            return run(worker, counted_job)
 
         def noted(model: Transformer, residual: torch.Tensor, *rest: Any) -> torch.Tensor:
             jobs[-1] += residual.shape[1]
@@ -478,7 +487,7 @@ class TestTunedLens:
         residuals: dict[str, torch.Tensor] = {}
         for layer in range(2):
             name = f"blocks.{layer}.resid_pre"
-            model(torch.tensor([PROMPT]), tap=Editor({name: lambda x, n=name: residuals.setdefault(n, x)}))
+            model(torch.tensor([PROMPT]), tap=Editor({name: partial(residuals.setdefault, name)}))
             h = residuals[name][0, -1:]
             expected = model.decode(h + h @ translators.weights[layer].T + translators.biases[layer])[0, 9]
             assert answer["layers"][layer]["token"][0]["logit"] == pytest.approx(float(expected), abs=1e-4)
@@ -487,7 +496,7 @@ class TestTunedLens:
 
     def test_a_file_that_does_not_fit_is_refused(self, tiny: Running, tmp_path: Path) -> None:
         model = tiny.checkpoint.model
-        wrong = {
+        wrong: dict[str, dict[str, Any]] = {
             "shape": {"1.weight": torch.zeros(24, 23)},
             "have": {"2.weight": torch.zeros(24, 24)},
             "not finite": {"0.bias": torch.full((24,), torch.nan)},
@@ -525,7 +534,7 @@ class TestClient:
 
 def test_the_settings_refuse_unknown_dtypes_for_gradients() -> None:
     with pytest.raises(ValueError, match="gradients"):
-        Settings(gradients="float16")  # type: ignore[arg-type]
+        Settings(gradients="float16")
 
 
 def test_metrics_count_the_answers_of_each_method(start: Start, tiny_directory: Path) -> None:
@@ -583,7 +592,12 @@ class TestThread:
     ) -> None:
         steps: list[int] = []
         step = IntegratedGradientsRun.step
-        monkeypatch.setattr(IntegratedGradientsRun, "step", lambda run, index: (steps.append(index), step(run, index)))
+
+        def counted(run: IntegratedGradientsRun, index: int) -> None:
+            steps.append(index)
+            step(run, index)
+
+        monkeypatch.setattr(IntegratedGradientsRun, "step", counted)
         connection = tiny.send("/attribute", {"method": "integrated_gradients", **LOGIT, "steps": 512})
         wait_until(lambda: len(steps) > 2, "the job computes")
         connection.close()

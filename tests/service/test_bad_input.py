@@ -452,7 +452,7 @@ class TestApiKey:
         [None, b"", b"Bearer", b"Bearer wrong", b"s3cret-\xc3\xa9", b"Basic s3cret", b"Bearer s3cret-\xff"],
     )
     def test_a_missing_or_wrong_key_is_401(self, locked: Running, path: str, header: bytes | None) -> None:
-        headers = {} if header is None else {"Authorization": header}
+        headers: dict[bytes, bytes] = {} if header is None else {b"Authorization": header}
         response = locked.client.post(path, json=GOOD[path], headers=headers)
         check_error(response, 401, None, "invalid_api_key")
         assert response.headers["www-authenticate"] == "Bearer"

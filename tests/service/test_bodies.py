@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from service.http import bodies
 from service.http.bodies import INLINE_BYTES, check_num_values, parse
@@ -74,9 +74,12 @@ class TestErrors:
     def test_validation_of_a_list_stops_at_its_first_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         counts = []
         shape_error = bodies.shape_error
-        monkeypatch.setattr(
-            bodies, "shape_error", lambda error, model: counts.append(error.error_count()) or shape_error(error, model)
-        )
+
+        def counted(error: ValidationError, model: type[BaseModel]) -> Exception:
+            counts.append(error.error_count())
+            return shape_error(error, model)
+
+        monkeypatch.setattr(bodies, "shape_error", counted)
         wrong: list[tuple[Any, dict[str, Any]]] = [
             (GenerateRequest, {"prompt": [-1] * 100_000}),
             (GenerateRequest, {"prompt": [1], "stop": [1] * 200}),

@@ -31,7 +31,8 @@ def plan_of(body: ForwardRequest, state: State, as_safetensors: bool) -> Plan:
     """Plan a request as the route does."""
     subject = find_subject(state, body.model, body.adapter)
     assert not isinstance(body.prompt, str)
-    (plan,), _ = make_plans(body, subject, [list(body.prompt)], False, as_safetensors)
+    prompt_ids: list[Any] = list(body.prompt)
+    (plan,), _ = make_plans(body, subject, [prompt_ids], False, as_safetensors)
     return plan
 
 
@@ -92,7 +93,7 @@ class TestForward:
     def test_no_number_is_longer_in_json_than_its_estimate(self, dtype: torch.dtype) -> None:
         info = torch.finfo(dtype)
         generator = np.random.default_rng(1)
-        bits = {8: np.int64, 4: np.int32, 2: np.int16}[info.bits // 8]
+        bits: Any = {8: np.int64, 4: np.int32, 2: np.int16}[info.bits // 8]
         any_bits = torch.from_numpy(generator.integers(np.iinfo(bits).min, np.iinfo(bits).max, 20_000, dtype=bits))
         edges = torch.tensor([info.min, info.max, -info.tiny, -info.smallest_normal / 2, -info.eps, -0.1, -1 / 3])
         for numbers in (any_bits.view(dtype), edges.to(dtype)):
@@ -111,7 +112,7 @@ class TestForward:
         self, tiny_directory: Path, start: Start
     ) -> None:
         service = start(model=str(tiny_directory), max_response_bytes=20_000)
-        body = {"prompt": [1] * CONTEXT, "detail": "values", "top_k": 0}
+        body: dict[str, Any] = {"prompt": [1] * CONTEXT, "detail": "values", "top_k": 0}
         with service.blocked():
             responses = [
                 service.post("/forward", body),
@@ -131,7 +132,7 @@ class TestForward:
         assert service.post("/forward", narrow).status_code == 200
 
     def test_an_estimate_equal_to_the_limit_is_allowed(self, tiny_directory: Path, start: Start, tiny: Running) -> None:
-        body = {"prompt": PROMPT, "stages": ["embed"], "detail": "values"}
+        body: dict[str, Any] = {"prompt": PROMPT, "stages": ["embed"], "detail": "values"}
         estimate = make_budget(plan_of(ForwardRequest(**body), tiny.state, False)).response_bytes
         at = start(model=str(tiny_directory), max_response_bytes=estimate)
         below = start(model=str(tiny_directory), max_response_bytes=estimate - 1)

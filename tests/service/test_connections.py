@@ -247,9 +247,14 @@ class TestHalfClosed:
         service = start(model=str(directory), write_timeout_seconds=4.0)
         trace = {"stages": ["*.scores", "*.pattern"], "detail": "values"}
         body = {"prompt": [5] * 300, "max_tokens": 3, "stream": True, "ignore_eos": True, "trace": trace}
-        probes = []
+        probes: list[None] = []
         probe = Connection._probe
-        monkeypatch.setattr(Connection, "_probe", lambda connection: (probes.append(None), probe(connection)))
+
+        def noted(connection: Connection) -> None:
+            probes.append(None)
+            probe(connection)
+
+        monkeypatch.setattr(Connection, "_probe", noted)
         with socket.socket() as half:
             half.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             half.settimeout(PATIENCE_SECONDS)

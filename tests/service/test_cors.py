@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,7 +16,7 @@ KEY = {"Authorization": "Bearer secret"}
 
 @pytest.fixture(scope="module")
 def service(tiny_directory: Path) -> Iterator[Running]:
-    settings = {"api_key": "secret", "max_body_bytes": 1000, "cors_origin": [ORIGIN, OTHER]}
+    settings: dict[str, Any] = {"api_key": "secret", "max_body_bytes": 1000, "cors_origin": [ORIGIN, OTHER]}
     with running(model=str(tiny_directory), **settings) as service:
         yield service
 

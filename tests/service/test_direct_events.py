@@ -29,7 +29,12 @@ def without_times(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_events_that_are_written_at_once_are_the_same_events(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[bytes] = []
     write = ChunkWriter.write
-    monkeypatch.setattr(ChunkWriter, "write", lambda self, content: (written.append(content), write(self, content)))
+
+    def noted(writer: ChunkWriter, content: bytes) -> None:
+        written.append(content)
+        write(writer, content)
+
+    monkeypatch.setattr(ChunkWriter, "write", noted)
     direct = without_times(tiny.stream(**BODY))
     assert len(written) > 10
     monkeypatch.setattr(ChunkWriter, "is_ready", property(lambda self: False))
@@ -108,7 +113,13 @@ def test_an_output_skips_the_queue_only_if_it_is_awaited_and_accepted(accepts: b
         stream = RequestStream(NoControl(), [request], [Progress(num_prompt=1)], 60.0, Buffers(1 << 30))
         at_once: list[int] = []
         queued: list[int] = []
-        stream.write_at_once = lambda output: accepts and (at_once.append(output.num_generated), True)[1]
+
+        def write_at_once(output: Output) -> bool:
+            if accepts:
+                at_once.append(output.num_generated)
+            return accepts
+
+        stream.write_at_once = write_at_once
 
         async def read() -> None:
             async for batch in stream.batches():

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from forwardscope import Client
-from model.analysis.edit_sources import edited_pass
+from model.analysis.edit_sources import compute_source, edited_pass
 from model.tracing.edits import Edit, EditSource, plan_edits
 from model.tracing.tap import Recorder
 from service.answers import edits as service_edits
@@ -339,7 +340,13 @@ def test_a_stream_has_the_tokens_of_the_whole_answer_and_says_at_its_end_what_ma
 
 
 def test_openai_routes_compute_with_edits_and_describe_them_at_the_end_of_each_choice(tiny: Running) -> None:
-    body = {"prompt": [IDS, OTHER[:3]], "edits": [STEER | {"positions": "last"}], "max_tokens": 4, "seed": 1, "n": 2}
+    body: dict[str, Any] = {
+        "prompt": [IDS, OTHER[:3]],
+        "edits": [STEER | {"positions": "last"}],
+        "max_tokens": 4,
+        "seed": 1,
+        "n": 2,
+    }
     body |= {"return_token_ids": True, "ignore_eos": True}
     whole = tiny.answer("/v1/completions", **body)
     for index, choice in enumerate(whole["choices"]):
@@ -639,12 +646,11 @@ def test_a_disconnect_stops_the_passes_of_sources(
 def note_sources(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.0) -> list[tuple[int, ...]]:
     """A list to which the token ids of each source are added when its pass runs, which takes `seconds` more."""
     computed: list[tuple[int, ...]] = []
-    compute = service_edits.compute_source
 
     def note(network: Any, source: Any, device: Any) -> Any:
         computed.append(tuple(source.ids))
         time.sleep(seconds)
-        return compute(network, source, device)
+        return compute_source(network, source, device)
 
     monkeypatch.setattr(service_edits, "compute_source", note)
     return computed
@@ -675,6 +681,10 @@ def test_other_requests_are_served_between_the_passes_of_sources(
 
 def test_the_metrics_count_requests_with_edits_by_route(start: Start, tiny_directory: Path) -> None:
     service = start(model=str(tiny_directory))
+
+    def has_two_requests(route: str) -> bool:
+        return service.metric(f'edited_requests_total{{route="{route}"}}') == 2
+
     for path in (*ROUTES, "/v1/chat/completions"):
         assert service.metric(f'edited_requests_total{{route="{path}"}}') == 0
     for path in ROUTES:
@@ -682,7 +692,7 @@ def test_the_metrics_count_requests_with_edits_by_route(start: Start, tiny_direc
             assert service.post(path, {"prompt": IDS, "edits": edits}).status_code == 200
         assert service.post(path, {"prompt": IDS, "edits": [edit(stage="nope")]}).status_code == 400
     for path in ROUTES:
-        wait_until(lambda path=path: service.metric(f'edited_requests_total{{route="{path}"}}') == 2, path)
+        wait_until(partial(has_two_requests, path), path)
         assert service.metric(f'edited_request_seconds_count{{route="{path}"}}') == 2
         assert service.metric(f'edited_request_seconds_sum{{route="{path}"}}') > 0
 

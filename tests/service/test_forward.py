@@ -3,6 +3,7 @@
 import base64
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ class TestStages:
                 atol=ROUNDING,
                 rtol=0,
                 equal_nan=True,
-                msg=lambda message, name=name: f"{name}: {message}",
+                msg=partial("{}: {}".format, name),
             )
 
     def test_a_summary_covers_the_finite_values(self, tiny: Running) -> None:

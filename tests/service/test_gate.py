@@ -254,7 +254,8 @@ def test_a_reset_during_a_body_frees_its_memory(tiny: Running) -> None:
 class TestTurnstile:
     def test_a_limited_number_of_requests_starts_in_each_turn_of_the_loop_in_order(self) -> None:
         async def arrive() -> list[list[int]]:
-            turnstile, turns = Turnstile(), [[]]
+            turnstile = Turnstile()
+            turns: list[list[int]] = [[]]
             asyncio.get_running_loop().call_soon(lambda: None)
 
             async def request(index: int) -> None:
@@ -275,7 +276,8 @@ class TestTurnstile:
         monkeypatch.setattr(gate, "LONG_TURN_SECONDS", 0.0)
 
         async def arrive() -> int:
-            turnstile, entered, most = Turnstile(), [], 0
+            turnstile, most = Turnstile(), 0
+            entered: list[None] = []
 
             async def request() -> None:
                 await turnstile.enter()

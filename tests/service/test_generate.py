@@ -48,7 +48,8 @@ def generate(service: Running, **body: Any) -> dict[str, Any]:
 def logits_of(service: Running, ids: list[int]) -> torch.Tensor:
     """Logits (T, V) of one pass without the service."""
     with torch.inference_mode():
-        return service.checkpoint.model(torch.tensor([ids]))[0]
+        logits: torch.Tensor = service.checkpoint.model(torch.tensor([ids]))[0]
+    return logits
 
 
 class TestReferences:

@@ -22,7 +22,7 @@ LONG_PROMPT = [(7 * index) % 250 + 20 for index in range(37)]  # two full blocks
 BLOCK = 16
 BLOCK_BYTES = BLOCK * 2 * 2 * 2 * 4 * 4  # keys and values, layers, key-value heads, head size, bytes
 # The engine computes step by step with the cache, and /forward all at once: the same sums in another order.
-ROUNDING = {"rtol": 1e-5, "atol": 1e-5}
+ROUNDING: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 BODY: dict[str, Any] = {"prompt": PROMPT, "seed": 3, "max_tokens": 12, "ignore_eos": True}
 EVERYTHING = {"stages": ["*"], "detail": "values", "encoding": "base64", "top_k": 3, "logit_lens": True}
 both_ways = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -256,7 +256,7 @@ class TestValues:
         assert [step["logit_lens"] for step in choice.traces] == [None] * 12
 
 
-TOLERANCE = {"rel": 1e-5, "abs": 1e-5}
+TOLERANCE: dict[str, Any] = {"rel": 1e-5, "abs": 1e-5}
 
 
 def check_top(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

@@ -53,12 +53,13 @@ class TestLoad:
     def test_200_requests_at_once_are_answered_like_each_alone(self, tiny: Running) -> None:
         def request(i: int) -> tuple[str, dict[str, Any]]:
             prompt = [40 + i % 10, 60]
-            return [
+            requests: list[tuple[str, dict[str, Any]]] = [
                 ("/generate", {"prompt": prompt, "seed": i % 20, "max_tokens": 4}),
                 ("/forward", {"prompt": prompt, "stages": ["*.resid_post"], "detail": "values", "top_k": 1}),
                 ("/logits", {"prompt": prompt, "top_k": 3}),
                 ("/tokenize", {"text": f"the cat {i % 10}"}),
-            ][i // 20 % 4]
+            ]
+            return requests[i // 20 % 4]
 
         def essence(answer: dict[str, Any]) -> dict[str, Any]:
             return {name: part for name, part in answer.items() if name not in ("id", "timings")}
@@ -79,7 +80,7 @@ class TestLoad:
         alone = [outcome(tiny.stream(**body)) for body in bodies]
         with ThreadPoolExecutor(len(bodies)) as pool:
             with tiny.blocked():
-                pending = [pool.submit(lambda body=body: tiny.stream(**body)) for body in bodies]
+                pending = [pool.submit(tiny.stream, **body) for body in bodies]
                 wait_until(lambda: tiny.metric("num_requests_waiting") == len(bodies), "all wait for one step")
             streams = [future.result(PATIENCE_SECONDS) for future in pending]
         assert [outcome(events) for events in streams] == alone

@@ -19,7 +19,8 @@ PROMPT = [257, 69, 270, 273, 264]
 def direct(tiny: Running) -> Tensor:
     """Logits (T, V) of a pass without the service."""
     with torch.inference_mode():
-        return tiny.checkpoint.model(torch.tensor([PROMPT]))[0]
+        logits: Tensor = tiny.checkpoint.model(torch.tensor([PROMPT]))[0]
+    return logits
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -429,10 +430,13 @@ class TestBadCollectors:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1.5")
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
         with running(model=str(tiny_directory), otlp_endpoint="http://127.0.0.1:9") as service:
-            failed = 'otel_spans_total{result="failed"}'
+
+            def have_failed(num_spans: int) -> bool:
+                return service.metric('otel_spans_total{result="failed"}') == num_spans
+
             for num_failed in (1, 2):
                 service.get("/model")
-                wait_until(lambda expected=num_failed: service.metric(failed) == expected, "it fails")
+                wait_until(partial(have_failed, num_failed), "it fails")
         # pytest also captures the lines of the library, which do not propagate; `errors_logged` would notice them.
         lines = [record for record in caplog.records if record.name == "service.otel"]
         assert len(lines) == 1

@@ -115,7 +115,7 @@ def test_the_means_say_where_the_weight_of_a_head_goes_whatever_the_size_of_its_
     for each in answer["maps"]:
         weights = exact[each["layer"], each["head"]].double()
         keys = {"previous": queries - 1, "first": 0 * queries, "itself": queries}
-        expected = {name: float(weights[queries, key].mean()) for name, key in keys.items()}
+        expected: dict[str, float | None] = {name: float(weights[queries, key].mean()) for name, key in keys.items()}
         expected["induction"] = induction(weights, PROMPT)
         assert each["means"] == pytest.approx(expected, abs=1e-12)
 

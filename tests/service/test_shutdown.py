@@ -189,7 +189,8 @@ class TestEngineFailure:
                 pending.append(pool.submit(service.post, "/generate", body))
                 wait_until(lambda: num_admitted(service) == len(pending), "it is admitted")
             monkeypatch.setattr(Engine, "step", fail)
-            streams, wholes = [], []
+            streams: list[httpx.Response] = []
+            wholes: list[httpx.Response] = []
             for body, future in zip(bodies, pending, strict=True):
                 (streams if body.get("stream") else wholes).append(future.result(PATIENCE_SECONDS))
         for response, num_choices in zip(streams, (2, 1), strict=True):

@@ -138,7 +138,8 @@ def break_checkpoint(directory: Path, damage: str) -> str:
 
 def check_refused(directory: Path, named: str, **settings: Any) -> None:
     """Check that loading fails with a message that contains `named`, and that the service is told to stop."""
-    state = State(Settings(**{"model": str(directory), "threads": 1} | settings))
+    arguments: dict[str, Any] = {"model": str(directory), "threads": 1}
+    state = State(Settings(**arguments | settings))
     stopped: list[bool] = []
     try:
         asyncio.run(load(state, lambda: stopped.append(True)))

@@ -1,6 +1,7 @@
 """Published GGUF models that several processes compute: SmolLM2 (9 heads on 3) and Gemma 3 (4 heads on 1)."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -19,7 +20,7 @@ PROMPTS = (
     "the cat sat on the mat " * 20,
 )
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
-EXACT = {"dtype": "float32", "quantize": "none"}
+EXACT: dict[str, Any] = {"dtype": "float32", "quantize": "none"}
 OPTIONS = ("--dtype", "float32", "--quantize", "none", "--cache-bytes", str(64 << 20))
 
 
@@ -56,7 +57,12 @@ def test_three_processes_give_the_logits_of_one(smollm2_alone: Running, smollm2_
 
 def test_three_processes_chat_and_stream(smollm2_of_three: httpx.Client) -> None:
     with openai.OpenAI(base_url=f"{smollm2_of_three.base_url}/v1", api_key="none") as sdk:
-        ask = {"model": "SmolLM2-135M-Instruct.Q4_1", "messages": CAPITAL, "temperature": 0, "max_tokens": 20}
+        ask: dict[str, Any] = {
+            "model": "SmolLM2-135M-Instruct.Q4_1",
+            "messages": CAPITAL,
+            "temperature": 0,
+            "max_tokens": 20,
+        }
         whole = sdk.chat.completions.create(**ask)
         pieces = [chunk.choices[0].delta.content or "" for chunk in sdk.chat.completions.create(**ask, stream=True)]
     assert whole.choices[0].message.content == "The capital of France is Paris."

@@ -55,6 +55,7 @@ def test_a_text_that_takes_long_to_tokenize_does_not_delay_other_requests(
     tiny: Running, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     begun, gate = threading.Event(), threading.Event()
+    assert tiny.checkpoint.tokenizer is not None
     encode = tiny.checkpoint.tokenizer.encode
 
     def slow(text: str, **options: bool) -> list[int]:

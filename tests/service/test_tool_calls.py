@@ -88,7 +88,7 @@ def test_the_form_of_calls_follows_from_the_template() -> None:
 
 def test_a_conversation_for_a_template_without_tools_has_them_as_text() -> None:
     call = {"id": "c", "type": "function", "function": json.loads(CALL)}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "Weather?"},
         {"role": "assistant", "content": "", "tool_calls": [call]},

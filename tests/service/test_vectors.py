@@ -1,6 +1,6 @@
 """Named vectors over HTTP: stored, listed, replaced and deleted by clients with the API key, and used by edits."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,11 @@ def test_a_wrong_file_leaves_the_stored_vector_as_it_is(keyed: Running) -> None:
 def test_a_request_that_waits_keeps_its_vector_when_it_is_replaced_or_deleted(keyed: Running) -> None:
     put(keyed, "mine", vector_of(1))
     expected = steered(keyed, [1.0] * WIDTH)
-    for change in (lambda: put(keyed, "mine", vector_of(9)), lambda: keyed.client.delete("/vectors/mine")):
+    changes: list[Callable[[], httpx.Response]] = [
+        lambda: put(keyed, "mine", vector_of(9)),
+        lambda: keyed.client.delete("/vectors/mine"),
+    ]
+    for change in changes:
         put(keyed, "mine", vector_of(1))
         with ThreadPoolExecutor(1) as pool:
             with keyed.blocked():

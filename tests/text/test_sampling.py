@@ -130,7 +130,9 @@ def test_no_token_is_drawn_that_transformers_excludes(
     seed: int, top_k: int, top_p: float, min_p: float, temperature: float
 ) -> None:
     logits = random_logits(seed)
-    params = {"temperature": temperature, "top_p": top_p, "min_p": min_p} | ({"top_k": top_k} if top_k else {})
+    params: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
+    if top_k:
+        params["top_k"] = top_k
     scores = processed_by_transformers(logits, [], **params)
     kept = {i for i in range(V) if scores[i] != -torch.inf}
     choosers = [sampler(seed=seed + draw, **params) for draw in range(30)]
@@ -214,7 +216,9 @@ def test_finite_parameters_always_choose_a_token_or_are_refused_and_named(pair: 
     for values in itertools.product(*(EXTREMES[name] for name in pair)):
         given_params = dict(zip(pair, values, strict=True))
         chooser = sampler_unless_refused(PROMPT_IDS, seed=1, **given_params)
-        for step in range(4 if chooser is not None else 0):
+        if chooser is None:
+            continue
+        for step in range(4):
             assert 0 <= choose(chooser, random_logits(step)) < V, given_params
 
 
@@ -408,7 +412,8 @@ def test_a_draw_is_the_smallest_of_exponential_variables_over_the_probabilities(
 
 def test_a_seed_draws_the_same_tokens_with_pytorch_and_with_kernels() -> None:
     logits = 3 * torch.randn(20, 1000, generator=torch.Generator().manual_seed(0))
-    for params in ({}, {"temperature": 0.5}, {"top_k": 40, "top_p": 0.9}):
+    cases: list[dict[str, Any]] = [{}, {"temperature": 0.5}, {"top_k": 40, "top_p": 0.9}]
+    for params in cases:
         choosers = [[sampler(seed=seed, **params) for seed in range(20)] for _ in range(2)]
         for _ in range(5):
             assert sample(logits, choosers[0]) == sampling.sample(logits, choosers[1])

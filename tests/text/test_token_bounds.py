@@ -57,7 +57,7 @@ def unchanged(backend: Backend) -> None:
     pass
 
 
-def add(content: str, **options: Any) -> Callable[[Backend], None]:
+def add(content: str, **options: Any) -> Callable[[Backend], object]:
     return lambda backend: backend.add_tokens([AddedToken(content, **options)])
 
 
@@ -69,7 +69,7 @@ def omit_the_text(backend: Backend) -> None:
     backend.post_processor = Backend.from_str(json.dumps(state)).post_processor
 
 
-BUILT: dict[str, tuple[Callable[[], Backend], Callable[[Backend], None], int | None]] = {
+BUILT: dict[str, tuple[Callable[[], Backend], Callable[[Backend], object], int | None]] = {
     "byte-level": (byte_level, unchanged, 4),  # " the"
     "byte fallback": (byte_fallback, unchanged, 12),  # "▁▁▁▁"
     "byte-level with a long added token": (byte_level, add("<|in the end|>", special=True), 14),

@@ -337,7 +337,8 @@ class TestVectors:
         for shape in shapes:
             vector = 1 + torch.rand(shape, generator=torch.Generator().manual_seed(0))
             found = self.stages(edit("set", stage, vector=vector, positions=positions, heads=heads))[stage][0]
-            own = {None: slice(None), (4, 1): [4, 1], (4, 5): [1]}[None if heads is None else tuple(heads)]
+            owns: dict[tuple[int, ...] | None, Any] = {None: slice(None), (4, 1): [4, 1], (4, 5): [1]}
+            own = owns[None if heads is None else tuple(heads)]
             part = found[positions] if plain.dim() == 2 else found[positions][:, own]
             assert torch.equal(part, vector.expand_as(part))
             assert torch.equal(found[[1, 3, 4, 6, 7]], plain[[1, 3, 4, 6, 7]])
@@ -496,7 +497,7 @@ class TestDigests:
         assert edits.digest(6, 12) is None
 
     def test_equal_edits_have_equal_digests_whatever_the_rest_of_the_request(self) -> None:
-        add = {"op": "add", "vector": torch.arange(24.0)}
+        add: dict[str, Any] = {"op": "add", "vector": torch.arange(24.0)}
         first = self.digest(edit(**add, positions="prompt"))
         assert first == self.digest(edit(**add, positions="all"), ids=IDS[:6])
         assert first == self.digest(edit(**add, positions=[(0, 3), 7]), edit(positions=[9]))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.network.attention import attend
+from model.network.norms import Norm
 from model.network.transformer import Transformer
 from model.ops.torch_attention import CausalMask, ScoreRule
 from model.tracing.globs import Names
@@ -96,13 +97,14 @@ class TestIdentities:
         config = CONFIGS[name]
         stages, _, _ = record_all(config)
         model = build(config, dtype=torch.float64)
-        for layer, block in enumerate(model.blocks):
+        for layer in range(config.num_layers):
             place = f"blocks.{layer}"
             if config.norm_placement in ("both", "output"):
                 for norm, out in (("ln1_post", "attn_out"), ("ln2_post", "mlp_out")):
                     assert torch.equal(stages[f"{place}.{out}"], stages[f"{place}.{norm}.out"])
             else:
-                attn_out = block.attn.out(stages[f"{place}.attn.z"].flatten(2)) * config.residual_scale
+                attn_out = model.get_submodule(f"{place}.attn.out")(stages[f"{place}.attn.z"].flatten(2))
+                attn_out = attn_out * config.residual_scale
                 assert_equal_but_for_rounding(stages[f"{place}.attn_out"], attn_out)
 
     @every_config
@@ -170,6 +172,7 @@ class TestIdentities:
         assert len(norms) == config.num_layers * num_block_norms + config.has_final_norm
         for place in norms:
             norm = model.get_submodule(place)
+            assert isinstance(norm, Norm)
             normalized = stages[f"{place}.normalized"]
             bias = norm.bias if norm.bias is not None else 0.0
             assert_equal_but_for_rounding(
@@ -230,19 +233,20 @@ class TestIdentities:
         config = CONFIGS[name]
         stages, _, _ = record_all(config)
         model = build(config, dtype=torch.float64)
-        for layer, block in enumerate(model.blocks):
+        for layer in range(config.num_layers):
             if not config.has_experts(layer):
                 continue
             place = f"blocks.{layer}"
             x, logits = stages[f"{place}.ln2.out"], stages[f"{place}.mlp.router_logits"]
-            assert_equal_but_for_rounding(logits, x @ block.mlp.router.weight.T)
+            assert_equal_but_for_rounding(logits, x @ model.get_parameter(f"{place}.mlp.router.weight").T)
             weights, indices = logits.softmax(-1).sort(descending=True, stable=True)
             chosen = slice(0, config.num_experts_per_token)
             assert torch.equal(stages[f"{place}.mlp.expert_indices"], indices[..., chosen].float())
             weights = weights[..., chosen]
             weights = weights / weights.sum(-1, keepdim=True) if config.normalize_expert_weights else weights
             assert_equal_but_for_rounding(stages[f"{place}.mlp.expert_weights"], weights)
-            outputs = torch.stack([expert(x, Probe(None)) for expert in block.mlp.experts], dim=-2)  # (B, T, E, C)
+            experts = model.get_submodule(f"{place}.mlp.experts").children()
+            outputs = torch.stack([expert(x, Probe(None)) for expert in experts], dim=-2)  # (B, T, E, C)
             by_rank = outputs.gather(2, indices[..., chosen, None].expand(-1, -1, -1, config.d_model))
             assert_equal_but_for_rounding(stages[f"{place}.mlp_out"], (by_rank * weights[..., None]).sum(2))
 

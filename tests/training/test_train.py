@@ -12,7 +12,7 @@ import torch
 from model.checkpoints.load import load_checkpoint
 from model.config import ModelConfig
 from model.network.transformer import Transformer
-from model.text.corpus import train_tokenizer
+from model.text.corpus import Corpus, train_tokenizer
 from model.text.tokenizer import Tokenizer
 from model.training import train
 from model.training.export import save_checkpoint
@@ -71,7 +71,7 @@ def test_the_command_lowers_the_held_out_loss_and_keeps_the_best_weights(
     assert outcome["held_out"]["bits_per_byte"] == pytest.approx(min(entry["bits_per_byte"] for entry in log), abs=0.1)
     checkpoint = load_checkpoint(str(out), dtype="float32")
     assert checkpoint.tokenizer is not None
-    texts = train.Corpus.read([source], TINY.held_out).held_out
+    texts = Corpus.read([source], TINY.held_out).held_out
     ids = torch.tensor([0, *checkpoint.tokenizer.encode(texts[0])])
     best = min(entry["validation_loss"] for entry in log)
     assert train.validate(checkpoint.model, ids, TINY.context) == pytest.approx(best, abs=0.02)
@@ -135,18 +135,17 @@ def test_weights_are_saved_only_at_a_new_lowest_held_out_loss(
 ) -> None:
     losses = iter([4.0, 2.0, 3.0, *[5.0] * 17])
     saved_losses: list[float] = []
-    save = train.save_checkpoint
+    latest = 0.0
 
     def save_and_note(*arguments: Any) -> None:
         saved_losses.append(latest)
-        save(*arguments)
+        save_checkpoint(*arguments)
 
     def next_loss(*_: Any) -> float:
         nonlocal latest
         latest = next(losses)
         return latest
 
-    latest = 0.0
     monkeypatch.setattr(train, "save_checkpoint", save_and_note)
     monkeypatch.setattr(train, "validate", next_loss)
     train.train([source], tmp_path / "out", TINY, device="cpu", compiled=False)
@@ -170,12 +169,12 @@ def test_a_finished_checkpoint_and_the_state_of_another_run_are_not_overwritten(
         train.train([source], out, TINY, device="cpu", compiled=False)
     assert (out / "model.safetensors").read_bytes() == before
 
-    run = train.Run(train.Corpus.read([source], 0.1), tmp_path / "other", TINY, "cpu")
+    run = train.Run(Corpus.read([source], 0.1), tmp_path / "other", TINY, "cpu")
     run.out.mkdir()
     run.save_state()
     source.write_bytes(TEXT.replace("cat", "cow").encode())
     with pytest.raises(ValueError, match="another run"):
-        train.Run(train.Corpus.read([source], 0.1), run.out, TINY, "cpu").resume()
+        train.Run(Corpus.read([source], 0.1), run.out, TINY, "cpu").resume()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,16 @@ from urllib.parse import urlencode, urlsplit
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, Playwright, Request
+    from playwright.sync_api import (
+        Browser,
+        BrowserContext,
+        ConsoleMessage,
+        Locator,
+        Page,
+        Playwright,
+        Request,
+        ViewportSize,
+    )
 
 # The browser sends nothing of its own to the internet.
 OPTIONS = (
@@ -32,7 +41,8 @@ PATIENCE_MILLISECONDS = 60_000  # how long one step in the browser may take on a
 POLL_MILLISECONDS = 50
 TEST_SECONDS = 300.0  # how long one test may take there
 LOOPBACK = ("127.0.0.1", "localhost")
-DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 380, "height": 800}
+DESKTOP: "ViewportSize" = {"width": 1280, "height": 900}
+PHONE: "ViewportSize" = {"width": 380, "height": 800}
 # Runs before the page's own scripts. A violation of the Content-Security-Policy is an event, not an error.
 REPORT_VIOLATIONS = """
 document.addEventListener("securitypolicyviolation", (event) =>
@@ -169,7 +179,7 @@ def new_context(
 ) -> "BrowserContext":
     """A context with its own storage, in which animations are off. `touch`: a touch screen in place of a mouse."""
     context = browser.new_context(
-        viewport=PHONE if phone else DESKTOP,  # type: ignore[arg-type]  # a TypedDict
+        viewport=PHONE if phone else DESKTOP,
         color_scheme="dark" if dark else "light",
         reduced_motion="reduce",
         accept_downloads=True,

@@ -28,7 +28,8 @@ SECONDS = 240  # to import PyTorch on a busy machine
 
 def copied(page: "Page", name: str) -> str:
     page.get_by_role("button", name=name).click()
-    return page.get_by_label("The copied text").inner_text()
+    text: str = page.get_by_label("The copied text").inner_text()
+    return text
 
 
 def run(command: list[str], **environment: str) -> str:
@@ -102,7 +103,7 @@ def test_the_text_can_be_copied_with_its_prompt(page: "Page", bundled: Running, 
 def download(page: "Page", name: str, directory: Path) -> Path:
     with page.expect_download() as started:
         page.get_by_role("button", name=name).click()
-    path = directory / started.value.suggested_filename
+    path: Path = directory / started.value.suggested_filename
     started.value.save_as(path)
     return path
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -141,7 +142,7 @@ def test_the_distribution_is_the_one_that_the_service_draws_from(page: "Page", b
         expected = kept[0].double() / kept[0].double().sum()
         options = {"temperature": temperature, "topK": top_k, "topP": top_p}
         shown = torch.tensor(page.evaluate(SOFTMAX, [logits.tolist(), options]), dtype=torch.float64)
-        torch.testing.assert_close(shown, expected, rtol=1e-4, atol=1e-9, msg=lambda text, at=options: f"{at}: {text}")
+        torch.testing.assert_close(shown, expected, rtol=1e-4, atol=1e-9, msg=partial("{}: {}".format, options))
 
 
 def test_the_text_can_continue_with_an_alternative(page: "Page", bundled: Running, base: str) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import urllib.request
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -65,10 +66,11 @@ def test_cells_can_show_the_rank_or_the_probability_of_the_followed_token(page: 
     answer = lens(base)
     names = [shown(token["text"]) for token in answer["final"]]
     open_view(page, base, "lens", prompt=PROMPT)
-    for cells, text in (
-        ("rank", lambda each: f"{each['rank']:,}"),
-        ("probability", lambda each: displayed(each["probability"])),
-    ):
+    texts: dict[str, Callable[[dict[str, Any]], str]] = {
+        "rank": lambda each: f"{each['rank']:,}",
+        "probability": lambda each: displayed(each["probability"]),
+    }
+    for cells, text in texts.items():
         page.get_by_label("Cells show").select_option(cells)
         page.wait_for_url(f"**cells={cells}**")
         wait_until_ready(page)
@@ -90,10 +92,11 @@ def test_with_ranks_the_colour_is_that_of_the_rank_on_a_logarithmic_scale(page: 
 
 
 def backgrounds(page: "Page") -> list[list[str]]:
-    return page.evaluate(
+    colours: list[list[str]] = page.evaluate(
         """[...document.querySelectorAll("cell-grid tbody tr")].map((row) =>
         [...row.querySelectorAll("td")].map((cell) => getComputedStyle(cell).backgroundColor))"""
     )
+    return colours
 
 
 @pytest.mark.parametrize("dark", [False, True])

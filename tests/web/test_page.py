@@ -26,7 +26,8 @@ def read_address(page: "Page") -> dict[str, str]:
 
 
 def shown_prompt(page: "Page") -> str:
-    return page.locator("generate-view .prompt-text").inner_text()
+    text: str = page.locator("generate-view .prompt-text").inner_text()
+    return text
 
 
 def run_prompt(page: "Page", prompt: str) -> None:
@@ -300,7 +301,9 @@ def test_a_term_is_explained_in_place_with_a_link_to_its_article(page: "Page", b
     page.keyboard.press("Escape")
     assert explanation.count() == 0
     page.get_by_role("button", name="temperature", exact=True).first.click()
-    assert explanation.get_by_role("link").get_attribute("href").startswith("https://www.vitorsousa.com/")  # type: ignore[union-attr]
+    target = explanation.get_by_role("link").get_attribute("href")
+    assert target is not None
+    assert target.startswith("https://www.vitorsousa.com/")
     box = explanation.bounding_box()
     assert box is not None
     assert box["x"] >= 0

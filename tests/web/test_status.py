@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def value(page: "Page", name: str) -> str:
-    return page.get_by_role("row", name=re.compile(f"^{name}")).get_by_role("cell").first.inner_text()
+    text: str = page.get_by_role("row", name=re.compile(f"^{name}")).get_by_role("cell").first.inner_text()
+    return text
 
 
 def repeat_first_answer(page: "Page") -> dict[str, Any]:
@@ -122,5 +123,10 @@ def test_a_slow_answer_is_waited_for_before_the_next_request(page: "Page", base:
     page.wait_for_timeout(3500)
     assert len(asked) == 1
     asked[0].continue_()
-    wait_until(lambda: page.wait_for_timeout(50) is None and len(asked) > 1, "the next request")
+
+    def is_asked_again() -> bool:
+        page.wait_for_timeout(50)
+        return len(asked) > 1
+
+    wait_until(is_asked_again, "the next request")
     page.unroute_all(behavior="wait")  # no answer is under way when the page closes

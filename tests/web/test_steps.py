@@ -25,7 +25,8 @@ def roles(page: "Page", step: int) -> list[str]:
 
 
 def figure(page: "Page", name: str) -> str:
-    return page.locator(f"dt:text-is('{name}') + dd").inner_text()
+    text: str = page.locator(f"dt:text-is('{name}') + dd").inner_text()
+    return text
 
 
 def shown_step(page: "Page") -> int:

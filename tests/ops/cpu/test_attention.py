@@ -36,7 +36,7 @@ class TestPagedAttention:
     LENGTHS = (1, 3, 4, 17, 150, 16)
 
     @pytest.fixture
-    def attend(self, dtype: torch.dtype, H: int, Hkv: int, D: int, size: int) -> Callable[..., torch.Tensor]:
+    def attend(self, dtype: torch.dtype, H: int, Hkv: int, D: int, size: int) -> Callable[..., list[torch.Tensor]]:
         """A function that computes attention of the last `num_new` tokens of some sequences before position `end`.
 
         The blocks of the sequences lie in random order.

@@ -52,7 +52,12 @@ class TestCompiling:
         assert list(library.parent.iterdir()) == [library]
         commands: list[Any] = []
         run = subprocess.run
-        monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command) or run(command, **_))
+
+        def noted(command: Any, **options: Any) -> Any:
+            commands.append(command)
+            return run(command, **options)
+
+        monkeypatch.setattr(subprocess, "run", noted)
         assert build.compile_source(source) == library
         assert commands
         assert all("-o" not in command for command in commands)
@@ -105,7 +110,8 @@ class TestCompiling:
 @torch.inference_mode()
 def logits(dtype: str, quantization: Quantization) -> torch.Tensor:
     model = load_checkpoint(str(BUNDLED), dtype=dtype).model
-    return by_kernels(model, quantization)(torch.arange(100, 165)[None])
+    found: torch.Tensor = by_kernels(model, quantization)(torch.arange(100, 165)[None])
+    return found
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])

@@ -93,7 +93,7 @@ class TestOperations:
         self.check(found, TORCH.network.rotate(x.float(), exact).double(), dtype)
 
     def test_each_token_gets_the_rotation_for_the_length_of_its_sequence(self, dtype: torch.dtype) -> None:
-        short, long = (tuple(torch.randn(2, 4, 3).unbind()) for _ in range(2))
+        short, long = ((cos, sin) for cos, sin in (torch.randn(2, 4, 3).unbind() for _ in range(2)))
         lengths = torch.tensor([10, 11, 1, 5000])
         found = cpu_backend(dtype).network.select_rotation(short, long, lengths, 10)
         for mine, own_short, own_long in zip(found, short, long, strict=True):

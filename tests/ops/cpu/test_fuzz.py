@@ -109,7 +109,7 @@ def test_linear(rng: random.Random, dtype: torch.dtype, format: WeightFormat | N
     N, K = rng.randint(1, 300), 4 * rng.randint(1, 40)
     weight = torch.randn(N, K).to(dtype)
     bias = torch.randn(N).to(dtype) if rng.random() < 0.5 else None
-    rows = StackedRows([weight], dtype, CPU)
+    rows = StackedRows((weight,), dtype, CPU)
     if format is None:
         layer = packed_layer(weight, bias, dtype)
         assert torch.equal(pack_rows(rows).packed.flatten(), layer.packed.flatten())

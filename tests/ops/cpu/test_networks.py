@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_the_last_block_skips_unselected_rows_and_no_bit_changes(name: str, dtyp
     ids = torch.randint(67, (2, 30), generator=torch.Generator().manual_seed(0))
     num_computed = []
     for block in model.blocks:
-        block.mlp.register_forward_hook(lambda _, given, __: num_computed.append(given[0].shape[1]))
+        block.get_submodule("mlp").register_forward_hook(lambda _, given, __: num_computed.append(given[0].shape[1]))
     with torch.inference_mode():
         plain = model(ids)
         found = model(ids, rows=[29, 3])
@@ -178,9 +179,12 @@ class TestEngine:
     ) -> None:
         replayed: list[int] = []
         run = DecodeGraphs.run
-        monkeypatch.setattr(
-            DecodeGraphs, "run", lambda self, *args: replayed.append(len(self._graphs)) or run(self, *args)
-        )
+
+        def noted(graphs: DecodeGraphs, *arguments: Any) -> Any:
+            replayed.append(len(graphs._graphs))
+            return run(graphs, *arguments)
+
+        monkeypatch.setattr(DecodeGraphs, "run", noted)
         found = generate(build(1 << 24), 1, 2, 3)
         assert max(replayed) > 0
         monkeypatch.setattr(DecodeGraphs, "run", lambda self, *args: None)

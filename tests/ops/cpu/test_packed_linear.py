@@ -82,6 +82,7 @@ class TestGroupedLinear:
         self, dtype: torch.dtype, format: WeightFormat, N: int, K: int, bias: bool
     ) -> None:
         packed, quantized = self.both(dtype, format, N, K, bias)
+        assert (quantized.bias is not None) == bias
         for num_rows in NUM_ROWS:
             x = torch.randn(num_rows, K).to(dtype)
             groups = F.pad(x.float(), (0, -K % GROUP)).unflatten(1, (-1, GROUP))
@@ -89,7 +90,7 @@ class TestGroupedLinear:
             integers = (groups * torch.full_like(largest, 127).div(largest)).round().double()
             rounded = (integers * (largest / 127).double()).flatten(1)[:, :K]
             weight = quantized.weight_groups.dequantize().double()
-            exact = F.linear(rounded, weight, quantized.bias.double() if bias else None)
+            exact = F.linear(rounded, weight, None if quantized.bias is None else quantized.bias.double())
             # The integer products are exact; then float32 rounds a few times, and the dtype once.
             bound = F.linear(rounded.abs(), weight.abs()) * 2**-21 + exact.abs() * ROUNDING[dtype] + 1e-6
             assert ((packed(x).double() - exact).abs() <= bound).all()

@@ -1,5 +1,7 @@
 """Keys and values in 8 bits: PyTorch and our kernels store the same bits, and attention uses what they stand for."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -70,7 +72,7 @@ def test_attention_in_8_bits_is_bitwise_attention_over_the_dequantized_keys_and_
     for start, num_new in ((0, N), (N - 1, 1), (N - 5, 5), (40, 200)):
         new = q[start : start + num_new]
         read = PagedRead(blocks, torch.tensor([0, num_new]), torch.tensor([start]), size)
-        shared = PagedRead(*list(vars(read).values())[:4], empty_partials(num_new, H, D, N))
+        shared = replace(read, partials=empty_partials(num_new, H, D, N))
         expected = attend(new, plain_keys, plain_values, read, window, rule)
         assert torch.equal(attend(new, keys, values, read, window, rule), expected)
         assert torch.equal(attend(new, keys, values, shared, window, rule), expected)

@@ -117,7 +117,7 @@ def test_a_layer_with_an_operation_of_pytorch_would_end_the_recordings(
     model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the assertions that steps are recorded can fail."""
-    layer = model.blocks[0].mlp.down
+    layer = model.get_submodule("blocks.0.mlp.down")
     forward = layer.forward
     monkeypatch.setattr(layer, "forward", lambda x: forward(x.clone()))
     engine = new_engine(model)
