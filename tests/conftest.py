@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from model.ops.cpu import build
+from model.ops.cpu.instruction_levels import InstructionLevel
 from tests.kernels import compile_kernels
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -38,9 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[FIXTURES], config.stash[COMPILED] = 0.0, []
     run_compiler = build.run_compiler
 
-    def noted(compiler: str, source: Path, *arguments: Any) -> None:
+    def noted(compiler: str, source: Path, level: InstructionLevel, library: Path) -> None:
         config.stash[COMPILED].append(source.name)
-        run_compiler(compiler, source, *arguments)
+        run_compiler(compiler, source, level, library)
 
     build.run_compiler = noted
 

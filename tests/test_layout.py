@@ -63,7 +63,7 @@ def imports_of(path: Path) -> frozenset[str]:
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
-    names = set()
+    names: set[str] = set()
     for node in ast.walk(tree):
         if node in skipped:
             continue
