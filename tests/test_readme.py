@@ -8,6 +8,7 @@ in docs/operations.md after a change:
 
 import ast
 import builtins
+import gc
 import importlib.util
 import json
 import os
@@ -15,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -143,19 +145,31 @@ def paste(service: Running, example: Example, directory: Path) -> subprocess.Com
 # Examples
 
 
-@pytest.mark.parametrize("example", REQUESTS, ids=str)
+def with_marks(examples: list[Example]) -> list[Any]:
+    """Examples for SmolLM2 are slow."""
+    return [
+        pytest.param(example, marks=[pytest.mark.slow] if NEEDS_SMOLLM2 in example.code else []) for example in examples
+    ]
+
+
+@pytest.mark.parametrize("example", with_marks(REQUESTS), ids=str)
 def test_every_curl_example_works_as_pasted(request: pytest.FixtureRequest, example: Example, tmp_path: Path) -> None:
     result = paste(service_for(request, example), example, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "event: error" not in result.stdout
 
 
-@pytest.mark.parametrize("example", PROGRAMS, ids=str)
+@pytest.mark.parametrize("example", with_marks(PROGRAMS), ids=str)
 def test_every_python_example_prints_what_the_page_shows(
     request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str], example: Example
 ) -> None:
     code = compile(at_service(example.code, service_for(request, example)), example.page, "exec")
-    exec(code, {"__name__": "__main__"})
+    variables = {"__name__": "__main__"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # an example may leave its client open, as a program may
+        exec(code, variables)
+        variables.clear()
+        gc.collect()
     assert example.output is not None, "show what it prints"
     assert_alike(capsys.readouterr().out, example.output)
 

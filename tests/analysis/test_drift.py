@@ -53,6 +53,7 @@ def test_quantized_weights_make_the_error_grow_and_equal_weights_do_not() -> Non
     assert [error.name for error in grown] == ["blocks.0.attn.q"]
 
 
+@pytest.mark.slow
 def test_generated_texts_are_the_same_each_time_and_fill_the_context() -> None:
     from model.checkpoints.load import BUNDLED, load_checkpoint
 
@@ -66,6 +67,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "model.analysis.drift", *arguments], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_command_prints_stages_perplexity_and_speed() -> None:
     result = run_command("--quantize", "int8")
     assert result.returncode == 0, result.stderr
@@ -75,6 +77,7 @@ def test_the_command_prints_stages_perplexity_and_speed() -> None:
     assert [line.split(" ")[0] for line in lines[-3:]] == ["perplexity", "one", "one"]
 
 
+@pytest.mark.slow
 def test_a_text_that_cannot_be_read_ends_the_command_with_one_line_that_names_it() -> None:
     result = run_command("no-such-text.txt")
     assert result.returncode == 1

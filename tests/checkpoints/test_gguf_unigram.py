@@ -84,6 +84,7 @@ def bytes_of(data: bytes) -> np.ndarray:
     return np.frombuffer(data, np.uint8)
 
 
+@pytest.mark.slow
 def test_a_unigram_file_gets_the_ids_and_texts_of_t5(tmp_path: Path) -> None:
     pairs = pairs_of()
     scores = [float(np.float32(score)) for _, score in pairs]  # as in the file

@@ -23,7 +23,7 @@ def instruct() -> Iterator[Running]:
         yield service
 
 
-@pytest.fixture(scope="session", params=["bundled", "instruct"])
+@pytest.fixture(scope="session", params=["bundled", pytest.param("instruct", marks=pytest.mark.slow)])
 def service(request: pytest.FixtureRequest) -> Running:
     """Each of the two services."""
     found: Running = request.getfixturevalue(request.param)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.service.running import Running
 
+pytestmark = pytest.mark.slow
 MODEL = "SmolLM2-135M-Instruct"
 HEADERS = {
     "Authorization": "Bearer none",

@@ -16,6 +16,7 @@ from tests.clients.conftest import sdk
 from tests.published_models import smollm2
 from tests.service.running import Running
 
+pytestmark = pytest.mark.slow
 Complete = Callable[..., Any]
 FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 WEATHER: Any = {

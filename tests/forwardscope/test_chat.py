@@ -24,6 +24,7 @@ def chatting() -> Iterator[Running]:
         yield service
 
 
+@pytest.mark.slow
 def test_an_answer_is_the_same_in_this_process_over_http_and_streamed(chatting: Running) -> None:
     local = load(str(smollm2()), dtype="float32")
     with Client(url_of(chatting)) as client:
@@ -39,6 +40,7 @@ def test_an_answer_is_the_same_in_this_process_over_http_and_streamed(chatting: 
         assert messages[1]["content"] == ANSWER
 
 
+@pytest.mark.slow
 def test_a_wrong_field_of_a_chat_is_named(chatting: Running) -> None:
     with Client(url_of(chatting)) as client, pytest.raises(ApiError) as raised:
         client.chat(QUESTION, temprature=1)
@@ -50,6 +52,7 @@ def test_a_model_without_a_template_is_a_clear_error(client: Client) -> None:
         client.chat(QUESTION)
 
 
+@pytest.mark.slow
 def test_the_chat_command_prints_the_answer(chatting: Running) -> None:
     command = [sys.executable, "-m", "service", "chat", url_of(chatting), "--temperature", "0"]
     found = subprocess.run(command, input=f"{QUESTION}\n", capture_output=True, text=True, cwd=ROOT)

@@ -163,6 +163,7 @@ def test_an_interrupted_generation_is_not_continued_by_the_next(
     assert local.generate(PROMPT, max_tokens=3, temperature=0).tokens == expected.tokens
 
 
+@pytest.mark.slow
 def test_a_model_with_a_chat_template_answers_a_conversation() -> None:
     model = load(str(smollm2()), dtype="float32")
     answer = model.chat("What is the capital of France?", temperature=0, max_tokens=20)

@@ -1,7 +1,6 @@
 """Quantization to 8, 5 and 4 bits: the rounding of a matrix, the choice of layers, and the effect on perplexity."""
 
 import logging
-from functools import cache
 
 import pytest
 import torch
@@ -123,12 +122,12 @@ def test_int4_uses_int8_for_the_head_and_no_setting_quantizes_the_routers_of_exp
     assert format_of("head", {"head": INT8}) == INT8
 
 
-@cache
-def scored_texts(kind: str) -> tuple[list[list[int]], float]:
-    """Texts of a kind, as ids, and their perplexity for the bundled model in float32."""
+@pytest.fixture(scope="module", params=["held out", "generated"])
+def scored_texts(request: pytest.FixtureRequest) -> tuple[list[list[int]], float]:
+    """Texts as ids, and their perplexity for the bundled model in float32."""
     reference = load_checkpoint(str(BUNDLED), dtype="float32")
     assert reference.tokenizer is not None
-    if kind == "held out":
+    if request.param == "held out":
         (held_out,) = Corpus.read([shared("corpora/gutenberg/austen-emma.txt")], 0.01).held_out
         texts = [reference.tokenizer.encode(held_out)[:1500]]
     else:
@@ -138,11 +137,10 @@ def scored_texts(kind: str) -> tuple[list[list[int]], float]:
 
 @pytest.mark.parametrize("quantization", ["int8", "int5", "int4"])
 @pytest.mark.parametrize("has_kernels", [True, False])
-@pytest.mark.parametrize("text", ["held out", "generated"])
 def test_quantization_changes_the_perplexity_of_the_bundled_model_little(
-    quantization: Quantization, has_kernels: bool, text: str
+    quantization: Quantization, has_kernels: bool, scored_texts: tuple[list[list[int]], float]
 ) -> None:
-    texts, before = scored_texts(text)
+    texts, before = scored_texts
     kernels: Kernels = "auto" if has_kernels else "torch"
     quantized = load_checkpoint(str(BUNDLED), dtype="bfloat16", quantize=quantization, kernels=kernels).model
     if has_kernels and quantized.backend is TORCH:

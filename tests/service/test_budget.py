@@ -185,6 +185,7 @@ class TestTracedGeneration:
         ):
             assert service.post("/generate", body | narrower).status_code == 200
 
+    @pytest.mark.slow
     @given(data=st.data())
     @settings(max_examples=60, deadline=None, derandomize=True)
     def test_no_traced_answer_is_larger_than_its_estimate_and_a_limit_equal_to_it_is_enough(

@@ -238,6 +238,7 @@ class TestHalfClosed:
         assert answer.startswith(b"HTTP/1.1 200 OK")  # not an informational response, which HTTP 1.0 does not have
         assert len(json.loads(answer.partition(b"\r\n\r\n")[2])["tokens"]) == 3
 
+    @pytest.mark.slow
     def test_probes_for_the_client_are_never_written_inside_an_event(
         self, tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -380,6 +381,7 @@ def unchunked(content: bytes) -> bytes:
     return bytes(body)
 
 
+@pytest.mark.slow
 def test_clients_that_do_not_read_do_not_delay_the_shutdown(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "long", max_position_embeddings=1024)
     with process("--model", str(directory)) as service:

@@ -211,7 +211,7 @@ class TestSampling:
 
 class TestStopping:
     @given(data=st.data())
-    @settings(max_examples=60, deadline=None, derandomize=True)
+    @settings(max_examples=20, deadline=None, derandomize=True)
     def test_the_text_ends_right_before_the_first_occurrence_of_a_stop_string(
         self, tiny: Running, data: st.DataObject
     ) -> None:
@@ -220,7 +220,7 @@ class TestStopping:
         check_stop(tiny, body, text, data)
 
     @given(data=st.data())
-    @settings(max_examples=60, deadline=None, derandomize=True)
+    @settings(max_examples=20, deadline=None, derandomize=True)
     def test_a_stop_string_that_spans_several_tokens_is_found(self, stories: Running, data: st.DataObject) -> None:
         body = {"prompt": [1], "temperature": 1.5, "seed": data.draw(st.integers(0, 3)), "max_tokens": 24}
         text = stories.answer("/generate", **body)["text"]

@@ -103,6 +103,7 @@ class TestUnreadOutput:
 
     LIMIT = 100_000  # bytes, about the traces of ten tokens
 
+    @pytest.mark.slow
     def test_a_stream_without_a_reader_is_paused_while_others_continue_and_finishes_when_it_is_read(
         self, endless: Path, start: Start, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -131,6 +132,7 @@ class TestUnreadOutput:
         assert end["finish_reason"] == "length"
         assert streams(service) == []
 
+    @pytest.mark.slow
     def test_a_paused_request_ends_when_its_client_disconnects(
         self, endless: Path, start: Start, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -276,6 +278,7 @@ class TestPasses:
         assert service.post(path, {"prompt": PROMPT[:4]}).status_code == 200
         assert service.post("/generate", BODY).status_code == 200  # its prompt can be divided into steps
 
+    @pytest.mark.slow
     def test_steps_get_as_much_time_as_passes(
         self, endless: Path, start: Start, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -298,6 +301,7 @@ class TestPasses:
         for began, ended, next_began in zip(begins, ends, begins[1:], strict=False):
             assert next_began - ended >= ended - began
 
+    @pytest.mark.slow
     def test_without_steps_passes_run_one_right_after_another(self, endless: Path, start: Start) -> None:
         service = start(model=str(endless))
 
@@ -312,6 +316,7 @@ class TestPasses:
         begins, ends = zip(*(future.result(PATIENCE_SECONDS) for future in pending), strict=True)
         assert all(began - ended < 0.1 for ended, began in zip(ends, begins[1:], strict=False))
 
+    @pytest.mark.slow
     def test_passes_between_steps_have_the_same_answers_and_change_no_token(self, endless: Path, start: Start) -> None:
         service = start(model=str(endless))
         requests = [

@@ -48,9 +48,12 @@ for found in API.get_all_operations():
         *((f"POST {path}", GenerationMode.NEGATIVE) for path in POSTS),  # a GET has no body
     ],
 )
-def test_random_requests_are_answered_as_documented(tiny: Running, label: str, mode: GenerationMode) -> None:
+@pytest.mark.parametrize("num_requests", [20, pytest.param(100, marks=pytest.mark.slow)])
+def test_random_requests_are_answered_as_documented(
+    tiny: Running, label: str, mode: GenerationMode, num_requests: int
+) -> None:
     @given(case=OPERATIONS[label].as_strategy(generation_mode=mode))
-    @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=num_requests, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     def check(case: schemathesis.Case[Any]) -> None:
         case.call_and_validate(base_url=str(tiny.client.base_url), excluded_checks=EXCLUDED)
 

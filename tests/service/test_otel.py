@@ -279,6 +279,7 @@ def test_a_failed_generation_is_an_error_of_the_request_and_of_the_phase_in_whic
     errors_logged.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_the_spans_of_a_request_end_if_its_client_disconnects(
     collector: Receiver, tmp_path: Path, stream: bool

@@ -80,6 +80,7 @@ def check_ended(service: subprocess.Popen[str], status: int) -> None:
     assert "ERROR" not in log
 
 
+@pytest.mark.slow
 class TestSignals:
     def test_after_sigterm_new_requests_are_503_and_admitted_ones_finish(self, endless: Path) -> None:
         with (

@@ -24,6 +24,7 @@ def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_without_the_extra_a_collector_is_an_error_of_one_line_and_exit_code_1() -> None:
     code = "sys.argv = ['forwardscope', '--otlp-endpoint', 'http://localhost:4318', '--port', '0']; "
     result = run(WITHOUT_EXTRA + code + "from service.__main__ import main; main()")
@@ -33,12 +34,14 @@ def test_without_the_extra_a_collector_is_an_error_of_one_line_and_exit_code_1()
     assert line.endswith("pip install 'forwardscope[otel]'")
 
 
+@pytest.mark.slow
 def test_the_service_imports_opentelemetrys_sdk_only_if_a_collector_is_given() -> None:
     code = "from service.app import create_app; from service.settings import Settings; "
     result = run(WITHOUT_EXTRA + code + "create_app(Settings(model='none')); import os; os._exit(0)")
     assert (result.returncode, result.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_standard_endpoint_alone_sends_no_traces_and_one_line_says_so() -> None:
     code = "sys.argv = ['forwardscope', '--host', 'no.such.host.invalid']; "  # ends after the lines about settings
     variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"}

@@ -160,6 +160,7 @@ def errors_of(process: subprocess.Popen[str]) -> list[str]:
     return [line for line in log.splitlines() if " ERROR " in line or "Traceback" in line]
 
 
+@pytest.mark.slow
 def test_a_stream_ends_with_an_error_and_the_service_with_1_if_a_follower_dies(long_directory: Path) -> None:
     body = {"prompt": PROMPT, "max_tokens": 30_000, "temperature": 0, "ignore_eos": True, "stream": True}
     with ranks(long_directory) as (client, (leader, follower)):
@@ -175,6 +176,7 @@ def test_a_stream_ends_with_an_error_and_the_service_with_1_if_a_follower_dies(l
         assert re.search(r"rank 0 of 2 has lost another rank, so the network cannot be computed: \S", error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies", [0, 1])
 def test_an_idle_service_ends_with_1_if_any_of_its_processes_dies(dies: int, long_directory: Path) -> None:
     with ranks(long_directory) as (client, processes):
@@ -208,6 +210,7 @@ def test_one_process_needs_no_torchrun_and_may_have_it() -> None:
     assert find_place(Settings(), [], {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "value"),
     [

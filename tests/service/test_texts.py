@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from model.text.tokenizer import Tokenizer
-from service.worker import BYTES_PER_TOKEN, SHORT_TEXT
+from service.worker import BYTES_PER_TOKEN
 from tests.service.checkpoints import CONTEXT, write_checkpoint
 from tests.service.running import PATIENCE_SECONDS, Running, Start, running, wait_until
 
+SHORT_TEXT = 1000  # bytes, for the tests with a `Gate`
 LONG = "the cat sat on the log; " * (SHORT_TEXT // 24 + 1)
 SHORT: dict[str, Any] = {"prompt": "the cat", "max_tokens": 2, "ignore_eos": True}
 
@@ -40,6 +41,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
         return encode(tokenizer, text, **options)
 
     monkeypatch.setattr(Tokenizer, "encode", encode_late)
+    for module in ("worker", "answers.prompts", "answers.conversations"):
+        monkeypatch.setattr(f"service.{module}.SHORT_TEXT", SHORT_TEXT)
     yield gate
     gate.open.set()
 

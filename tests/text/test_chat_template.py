@@ -133,6 +133,7 @@ def test_there_are_at_least_fifty_conversations() -> None:
     assert len(CONVERSATIONS) >= 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_ids_of_published_templates_equal_those_of_transformers(name: str) -> None:
     source, directory = published_template(name), smollm2()
@@ -141,6 +142,7 @@ def test_ids_of_published_templates_equal_those_of_transformers(name: str) -> No
     assert any(check(directory, source, each, allow=True) for each in SPECIAL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allow", [False, True])
 def test_ids_of_smollm2_equal_those_of_transformers(allow: bool) -> None:
     directory = smollm2()

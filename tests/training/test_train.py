@@ -51,6 +51,7 @@ def test_a_network_that_is_not_a_plain_llama_is_not_saved(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_command_lowers_the_held_out_loss_and_keeps_the_best_weights(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +78,7 @@ def test_the_command_lowers_the_held_out_loss_and_keeps_the_best_weights(
     assert train.validate(checkpoint.model, ids, TINY.context) == pytest.approx(best, abs=0.02)
 
 
+@pytest.mark.slow
 def test_a_stopped_and_continued_run_equals_an_uninterrupted_run(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +163,7 @@ def test_a_loss_of_nan_ends_the_run_with_an_error_and_saves_nothing(
     assert list((tmp_path / "out").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_finished_checkpoint_and_the_state_of_another_run_are_not_overwritten(tmp_path: Path, source: Path) -> None:
     out = tmp_path / "out"
     train.train([source], out, TINY, device="cpu", compiled=False)
