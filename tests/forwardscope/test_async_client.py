@@ -14,6 +14,7 @@ from tests.service.running import Running
 NUM_REQUESTS = 50
 
 
+@pytest.mark.slow
 def test_fifty_concurrent_requests_get_the_answers_of_single_ones(client: Client, service: Running) -> None:
     prompts = [f"chapter {number} of the book" for number in range(NUM_REQUESTS)]
 

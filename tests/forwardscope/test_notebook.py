@@ -53,6 +53,7 @@ def outputs(notebook: dict[str, Any]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_cell_of_the_notebook_prints_what_it_shows(service: Running, tmp_path: Path) -> None:
     for name in ("nbclient", "ipykernel"):
         if importlib.util.find_spec(name) is None:

@@ -111,6 +111,13 @@ def write_adapter(network: Any, directory: Path, *, seed: int = 3, **config: Any
     return adapted
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _used_once() -> None:
+    """PEFT imports most of its modules when it is used for the first time."""
+    network = transformers.AutoModelForCausalLM.from_config(LLAMA)
+    peft.get_peft_model(network, peft.LoraConfig(target_modules=["q_proj"]))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_those_of_peft_merged_and_unmerged(case: str, tmp_path: Path) -> None:
     config, lora = CASES[case]

@@ -352,6 +352,7 @@ class TestSteps:
             else:
                 assert choice.traces == []
 
+    @pytest.mark.slow
     def test_positions_that_are_computed_again_after_a_preemption_are_not_shown_again(
         self, tiny_directory: Path, start: Start, stream: bool
     ) -> None:

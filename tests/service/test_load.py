@@ -50,6 +50,7 @@ class TestLoad:
         assert "30 tokens" in refused.json()["error"]["message"]
         assert pending.result(PATIENCE_SECONDS).status_code == 200
 
+    @pytest.mark.slow
     def test_200_requests_at_once_are_answered_like_each_alone(self, tiny: Running) -> None:
         def request(i: int) -> tuple[str, dict[str, Any]]:
             prompt = [40 + i % 10, 60]

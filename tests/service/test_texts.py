@@ -79,6 +79,7 @@ def test_a_text_that_takes_long_to_tokenize_does_not_delay_other_requests(
 
 
 class TestLongTexts:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("path", "body"),
         [
@@ -133,6 +134,7 @@ class TestLongTexts:
         wait_until(lambda: service.metric("num_requests_running") == 0, "the one that ran has ended")
         assert len(gate.began) == 1  # the other text was never started
 
+    @pytest.mark.slow
     def test_the_time_of_the_tokenization_counts_towards_the_timeout_of_a_generation(
         self, wide: Path, start: Start, gate: Gate
     ) -> None:
@@ -222,6 +224,7 @@ class TestResponses:
         wait_until(lambda: service.metric("buffered_bytes") == 0, "the response is sent")
 
 
+@pytest.mark.slow
 def test_the_unread_output_of_all_streams_together_is_bounded(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
