@@ -12,6 +12,7 @@ CORPUS = ["the cat sat on the mat and the dog sat on the log; that was that, the
 EOS = "<eos>"
 NUM_TOKENS = 280
 VOCAB_SIZE = 284  # more rows than the tokenizer has tokens, as in many published checkpoints
+CACHE_BYTES = 128 << 20  # for long contexts: by default, the cache would have 1 GiB
 CONTEXT = 64
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 CONFIG: dict[str, Any] = {

@@ -9,7 +9,7 @@ import pytest
 from model.engine.engine import Engine
 from model.text.sampling import Sampler
 from model.text.transcript import Transcript
-from tests.service.checkpoints import write_checkpoint
+from tests.service.checkpoints import CACHE_BYTES, write_checkpoint
 from tests.service.running import Running, running, wait_until
 
 PROMPT = "the cat sat on"
@@ -102,7 +102,7 @@ def check_idle(service: Running) -> None:
 def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Runs one sequence at a time; its context takes seconds to fill, so no request ends before it is cancelled."""
     directory = write_checkpoint(tmp_path_factory.mktemp("roomy"), max_position_embeddings=1 << 16)
-    with running(model=str(directory), max_num_seqs=1) as service:
+    with running(model=str(directory), max_num_seqs=1, cache_bytes=CACHE_BYTES) as service:
         yield service
 
 

@@ -14,7 +14,7 @@ from model.engine.engine import Engine
 from model.engine.request import Step
 from service.http.generate_schemas import FinishEvent, GenerateAnswer
 from service.request_stream import RequestStream
-from tests.service.checkpoints import write_checkpoint
+from tests.service.checkpoints import CACHE_BYTES, write_checkpoint
 from tests.service.running import PATIENCE_SECONDS, Running, Start, read_events, running, wait_until
 from tests.service.test_generate_trace import BLOCK, BLOCK_BYTES, both_ways
 
@@ -38,7 +38,7 @@ def last_of(service: Running, stream: bool, **body: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def impatient(endless: Path) -> Iterator[Running]:
-    with running(model=str(endless), request_timeout_seconds=TIMEOUT_SECONDS) as service:
+    with running(model=str(endless), cache_bytes=CACHE_BYTES, request_timeout_seconds=TIMEOUT_SECONDS) as service:
         yield service
 
 
@@ -108,7 +108,7 @@ class TestUnreadOutput:
         self, endless: Path, start: Start, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("service.request_stream.MAX_UNREAD_BYTES", self.LIMIT)
-        service = start(model=str(endless))
+        service = start(model=str(endless), cache_bytes=CACHE_BYTES)
         num_steps = count_steps(monkeypatch)
         body = BODY | {"max_tokens": 250}
         expected = service.answer("/generate", **body)["tokens"]
@@ -137,7 +137,7 @@ class TestUnreadOutput:
         self, endless: Path, start: Start, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("service.request_stream.MAX_UNREAD_BYTES", self.LIMIT)
-        service = start(model=str(endless))
+        service = start(model=str(endless), cache_bytes=CACHE_BYTES)
         with connection_with_small_buffers(service.address, BODY | TRACED | {"max_tokens": 250}):
             wait_until(lambda: [stream._paused for stream in streams(service)] == [True], "it is paused")
             assert service.metric("kv_cache_usage_perc") > 0
@@ -282,7 +282,7 @@ class TestPasses:
     def test_steps_get_as_much_time_as_passes(
         self, endless: Path, start: Start, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        service = start(model=str(endless))
+        service = start(model=str(endless), cache_bytes=CACHE_BYTES)
         num_steps = count_steps(monkeypatch)
 
         def long_pass() -> tuple[int, float, float]:
@@ -303,7 +303,7 @@ class TestPasses:
 
     @pytest.mark.slow
     def test_without_steps_passes_run_one_right_after_another(self, endless: Path, start: Start) -> None:
-        service = start(model=str(endless))
+        service = start(model=str(endless), cache_bytes=CACHE_BYTES)
 
         def long_pass() -> tuple[float, float]:
             began = time.perf_counter()
@@ -318,7 +318,7 @@ class TestPasses:
 
     @pytest.mark.slow
     def test_passes_between_steps_have_the_same_answers_and_change_no_token(self, endless: Path, start: Start) -> None:
-        service = start(model=str(endless))
+        service = start(model=str(endless), cache_bytes=CACHE_BYTES)
         requests = [
             ("/forward", {"prompt": PROMPT, "detail": "values"}),
             ("/logits", {"prompt": PROMPT[1:], "positions": "all"}),

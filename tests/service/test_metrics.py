@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.service.checkpoints import write_checkpoint
+from tests.service.checkpoints import CACHE_BYTES, write_checkpoint
 from tests.service.running import PATIENCE_SECONDS, Running, Start, wait_until
 
 
@@ -101,7 +101,7 @@ class TestMetrics:
         assert found["num_preemptions_total"][()] == found["kv_cache_usage_perc"][()] == 0
 
     def test_a_cancelled_request_is_counted_but_its_latency_is_not(self, tmp_path: Path, start: Start) -> None:
-        service = start(model=str(write_checkpoint(tmp_path, max_position_embeddings=1 << 14)))
+        service = start(model=str(write_checkpoint(tmp_path, max_position_embeddings=1 << 14)), cache_bytes=CACHE_BYTES)
         connection = service.send("/generate", {"prompt": [1], "max_tokens": 9000, "ignore_eos": True})
         wait_until(lambda: service.metric("generation_tokens_total") > 1, "tokens are generated")
         connection.close()

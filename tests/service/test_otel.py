@@ -15,7 +15,7 @@ import pytest
 from model.text.sampling import Sampler
 from service.metrics import Metrics
 from service.span_export import SpansUnavailable, open_tracer
-from tests.service.checkpoints import write_checkpoint
+from tests.service.checkpoints import CACHE_BYTES, write_checkpoint
 from tests.service.running import Running, Start, running, wait_until
 
 pytest.importorskip("opentelemetry.sdk", reason="needs OpenTelemetry: pip install 'forwardscope[otel]'")
@@ -286,7 +286,7 @@ def test_the_spans_of_a_request_end_if_its_client_disconnects(
 ) -> None:
     directory = write_checkpoint(tmp_path, max_position_embeddings=1 << 16)
     known = {*collector.spans}
-    with sending(collector, directory) as service:
+    with sending(collector, directory, cache_bytes=CACHE_BYTES) as service:
         body = {"prompt": PROMPT, "max_tokens": 60_000, "ignore_eos": True, "stream": stream}
         connection = service.send("/generate", body)
         wait_until(lambda: service.metric("generation_tokens_total") > 2, "tokens are generated")

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from model.engine.engine import Engine
-from tests.service.checkpoints import write_checkpoint
+from tests.service.checkpoints import CACHE_BYTES, write_checkpoint
 from tests.service.running import PATIENCE_SECONDS, Running, Start, process, read_events, wait_until
 from tests.service.test_limits import connection_with_small_buffers
 
@@ -178,7 +178,9 @@ class TestEngineFailure:
         self, endless: Path, start: Start, monkeypatch: pytest.MonkeyPatch, errors_logged: list[str]
     ) -> None:
         stopped: list[bool] = []
-        service = start(model=str(endless), max_num_seqs=3, on_failure=lambda: stopped.append(True))
+        service = start(
+            model=str(endless), cache_bytes=CACHE_BYTES, max_num_seqs=3, on_failure=lambda: stopped.append(True)
+        )
 
         def fail(engine: Engine) -> None:
             raise RuntimeError("secret detail")

@@ -10,6 +10,7 @@ from tests.service.running import running
 BODY = {"prompt": "to be or not to be or not to be or", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 
 
+@pytest.mark.slow
 def test_drafts_change_no_answer_and_no_token_count_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_backend(torch.float32)  # skips on machines without our kernels, where nothing is drafted
     monkeypatch.setattr(

@@ -14,7 +14,7 @@ import pytest
 
 from model.text.tokenizer import Tokenizer
 from service.worker import BYTES_PER_TOKEN
-from tests.service.checkpoints import CONTEXT, write_checkpoint
+from tests.service.checkpoints import CACHE_BYTES, CONTEXT, write_checkpoint
 from tests.service.running import PATIENCE_SECONDS, Running, Start, running, wait_until
 
 SHORT_TEXT = 1000  # bytes, for the tests with a `Gate`
@@ -93,7 +93,10 @@ class TestLongTexts:
     def test_short_texts_do_not_wait_for_long_ones_and_the_metrics_count_both(
         self, wide: Path, gate: Gate, path: str, body: dict[str, Any]
     ) -> None:
-        with running(model=str(wide), max_pass_tokens=1 << 17) as service, ThreadPoolExecutor(3) as pool:
+        with (
+            running(model=str(wide), cache_bytes=CACHE_BYTES, max_pass_tokens=1 << 17) as service,
+            ThreadPoolExecutor(3) as pool,
+        ):
             pending = [pool.submit(service.post, path, body) for _ in range(3)]
             wait_until(lambda: service.metric("num_requests_running") == 1, "one is being tokenized")
             wait_until(lambda: service.metric("num_requests_waiting") == 2, "two wait")
@@ -104,7 +107,9 @@ class TestLongTexts:
             assert service.metric("num_requests_running") == service.metric("num_requests_waiting") == 0
 
     def test_more_bytes_of_text_than_may_wait_are_429(self, wide: Path, start: Start, gate: Gate) -> None:
-        service = start(model=str(wide), max_waiting_tokens=2 * len(LONG) // BYTES_PER_TOKEN + 1)
+        service = start(
+            model=str(wide), cache_bytes=CACHE_BYTES, max_waiting_tokens=2 * len(LONG) // BYTES_PER_TOKEN + 1
+        )
         with ThreadPoolExecutor(2) as pool:
             pending = [pool.submit(service.post, "/tokenize", {"text": LONG}) for _ in range(2)]
             wait_until(lambda: service.metric("num_requests_waiting") == 1, "one waits")
@@ -125,7 +130,7 @@ class TestLongTexts:
             assert [future.result(PATIENCE_SECONDS).status_code for future in pending] == [200, 200]
 
     def test_a_text_that_takes_too_long_is_503_within_the_timeout(self, wide: Path, start: Start, gate: Gate) -> None:
-        service = start(model=str(wide), request_timeout_seconds=0.4)
+        service = start(model=str(wide), cache_bytes=CACHE_BYTES, request_timeout_seconds=0.4)
         with ThreadPoolExecutor(2) as pool:
             answers = list(pool.map(lambda _: service.post("/tokenize", {"text": LONG}), range(2)))
         for response in answers:
@@ -138,7 +143,7 @@ class TestLongTexts:
     def test_the_time_of_the_tokenization_counts_towards_the_timeout_of_a_generation(
         self, wide: Path, start: Start, gate: Gate
     ) -> None:
-        service = start(model=str(wide), request_timeout_seconds=1.0)
+        service = start(model=str(wide), cache_bytes=CACHE_BYTES, request_timeout_seconds=1.0)
         with ThreadPoolExecutor(1) as pool:
             pending = pool.submit(service.post, "/generate", {"prompt": LONG, "max_tokens": 90_000, "ignore_eos": True})
             wait_until(lambda: len(gate.began) == 1, "it is being tokenized")
@@ -151,7 +156,7 @@ class TestLongTexts:
     def test_the_waiting_text_of_a_disconnected_client_is_never_tokenized(
         self, wide: Path, start: Start, gate: Gate
     ) -> None:
-        service = start(model=str(wide))
+        service = start(model=str(wide), cache_bytes=CACHE_BYTES)
         clients = [service.send("/generate", {"prompt": f"{i}{LONG}", "max_tokens": 1}) for i in range(4)]
         wait_until(lambda: service.metric("num_requests_waiting") == 3, "three wait")
         for client in clients:
