@@ -1,5 +1,6 @@
 """What all tests share: the development data, kernels that are compiled once, and a limit on the cost of a case."""
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes of tests share the CPUs; PyTorch reads it on import
@@ -27,3 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput") and not config.option.collectonly:
         compile_kernels()
     config.pluginmanager.register(CaseCosts())
+
+
+def pytest_collection_finish() -> None:
+    """Keep the modules and the cases out of later collections of garbage, each of which would take half a second."""
+    gc.collect()
+    gc.freeze()

@@ -26,6 +26,7 @@ def test_fifty_concurrent_requests_get_the_answers_of_single_ones(client: Client
     assert asyncio.run(ask()) == [client.generate(each, max_tokens=12, temperature=0).text for each in prompts]
 
 
+@pytest.mark.slow
 def test_fifty_concurrent_streams_and_traces_are_complete(client: Client, service: Running) -> None:
     async def read(many: AsyncClient, seed: int) -> str:
         return "".join([event.text async for event in many.stream("Emma", max_tokens=6, seed=seed)])

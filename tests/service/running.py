@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import fastapi.dependencies.models
@@ -35,6 +36,9 @@ Result = TypeVar("Result")
 Start = Callable[..., "Running"]
 
 
+LARGE_WIDTH = 500  # published models have more
+# A service collects and freezes all objects when it is ready. In a process of tests, that takes half a second.
+pytest.MonkeyPatch().setattr("service.app.gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None))
 _schemas: dict[bool, dict[str, Any]] = {}
 
 
@@ -92,12 +96,15 @@ class Running:
         assert not self._thread.is_alive(), "the service does not stop"
         for listening in self._sockets:
             listening.close()
-        # Let the next collection free the weights and the key-value cache: the service froze all objects when it was
-        # ready, and FastAPI remembers its routes, and thus the application.
-        gc.unfreeze()
+        # Let the next collection free the weights and the key-value cache: FastAPI remembers its routes, and thus the
+        # application. Large weights do not wait for it.
         for function in vars(fastapi.dependencies.models).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()
+        checkpoint = self.state.checkpoint
+        if checkpoint is not None and checkpoint.model.config.d_model > LARGE_WIDTH:
+            del checkpoint, self.app, self.state
+            gc.collect()
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         return self.client.get(path, **options)
