@@ -7,6 +7,7 @@ sampler, the resource, batches, and the headers, certificates, compression and t
 
 import logging
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +44,14 @@ class OpenSpan(RequestSpan):
 
     def nanoseconds(self, seconds: float) -> int:
         return int(seconds * 1e9) + self.offset
+
+
+# An entry of `tracestate`: https://www.w3.org/TR/trace-context/#tracestate-header
+MAX_STATE_MEMBERS = 32
+STATE_MEMBER = re.compile(
+    r"([a-z][_0-9a-z*/-]{0,255}|[a-z0-9][_0-9a-z*/-]{0,240}@[a-z][_0-9a-z*/-]{0,13})"
+    r"=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
+)
 
 
 class CollectorTracer:
@@ -132,14 +141,17 @@ def traces_url(endpoint: str) -> str:
 
 
 def trace_headers(scope: Scope) -> dict[str, str]:
-    """The headers of W3C Trace Context. A `traceparent` that is sent twice is invalid; a `tracestate` is joined."""
-    found: dict[str, list[str]] = {"traceparent": [], "tracestate": []}
-    for name, value in scope["headers"]:
-        if name in (b"traceparent", b"tracestate"):
-            found[name.decode()].append(value.decode("latin-1"))
-    if len(found["traceparent"]) != 1:
+    """The headers of W3C Trace Context, if they are valid: one `traceparent`, and any number of `tracestate`.
+
+    An invalid `tracestate` is left out here, because the library would write its text into the log.
+    """
+    parents = [value.decode("latin-1") for name, value in scope["headers"] if name == b"traceparent"]
+    states = [value.decode("latin-1") for name, value in scope["headers"] if name == b"tracestate"]
+    if len(parents) != 1:
         return {}
-    return {name: ",".join(values) for name, values in found.items() if values}
+    members = [member.strip(" \t") for member in ",".join(states).split(",", MAX_STATE_MEMBERS)]
+    is_valid = len(members) <= MAX_STATE_MEMBERS and all(not each or STATE_MEMBER.fullmatch(each) for each in members)
+    return {"traceparent": parents[0]} | ({"tracestate": ",".join(members)} if states and is_valid else {})
 
 
 class LostSpans:

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import safetensors
 import torch
 from torch import Tensor
 
 from model.checkpoints.gguf_files.dequantize import FLOATS, TensorRows
 from model.checkpoints.gguf_files.header import GGUFHeader, read_header
-from model.checkpoints.safetensors_directory import HEADER_DTYPES, MAX_HEADER_BYTES, SafetensorsFiles
+from model.checkpoints.safetensors_bytes import read_safetensors
+from model.checkpoints.safetensors_directory import SafetensorsFiles
 from model.config import ModelConfig
 from model.errors import CheckpointError, printable_name, short_repr
 from model.tracing.stages import Stage, last_residuals
@@ -64,19 +64,10 @@ def read_vectors(directory: Path, config: ModelConfig, stages: Sequence[Stage]) 
 
 def read_vector_bytes(content: bytes, stages: Sequence[Stage]) -> NamedVector:
     """Read the content of a safetensors file. Raises `CheckpointError` if it is not one, or not one of vectors."""
-    if int.from_bytes(content[:8], "little") > min(len(content), MAX_HEADER_BYTES):
-        raise CheckpointError("not a safetensors file: it states a header that is longer than the file or the limit")
-    try:
-        stored = dict(safetensors.deserialize(content))  # type: ignore[no-untyped-call]  # checks that the offsets fit the shapes and the size
-    except (safetensors.SafetensorError, ValueError) as error:
-        raise CheckpointError(f"not a safetensors file: {error}") from None
-    _check_num_tensors(len(stored))
-    tensors = {}
-    for name, entry in stored.items():
-        dtype = HEADER_DTYPES.get(entry["dtype"])
-        _check_header(name, tuple(entry["shape"]), dtype, entry["dtype"])
-        assert dtype is not None
-        tensors[name] = torch.frombuffer(bytearray(entry["data"]), dtype=dtype).view(entry["shape"])
+    tensors, _ = read_safetensors(content, MAX_TENSORS)
+    _check_num_tensors(len(tensors))
+    for name, tensor in tensors.items():
+        _check_header(name, tuple(tensor.shape), tensor.dtype, str(tensor.dtype).removeprefix("torch."))
     return _named(tensors, stages)
 
 

@@ -189,6 +189,7 @@ class Engine:
                 adapter=request.adapter,
                 digest_edits=None if request.edits is None else request.edits.digest,
                 is_costly=self._is_costly(request),
+                owner=request.owner or request.id,
             )
             leader = leader or sequence
             continuation = Continuation(request, index, sequence, self._tokenizer)

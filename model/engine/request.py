@@ -15,7 +15,8 @@ class Request:
     """One prompt, and what to generate after it. `trace` reports stages of its steps. `tap` reads or changes
     stages, for callers in the same process. `adapter` is the name of a loaded adapter that changes the network for
     this request. `edits` change stages; they come before the trace and the tap, which see the changed values.
-    `scored_ids` are tokens whose logits are reported wherever a token is chosen.
+    `scored_ids` are tokens whose logits are reported wherever a token is chosen. The sequences of all requests with the
+    same `owner` share the places that one owner gets; by default, each request is its own owner.
 
     A sequence with a `tap` neither shares its keys and values nor takes those of others. Two requests share the keys
     and values of a common prefix only if their `adapter`, their `cache_salt` and the edits of that prefix are the same.
@@ -32,6 +33,7 @@ class Request:
     adapter: str | None = None
     scored_ids: Sequence[int] = ()
     edits: BoundEdits | None = None
+    owner: str | None = None
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,17 @@ budget. Decoding sequences come first, with one token each. Prompts share the re
 there are fewer prompts than decoding sequences, they take no more than `StepBudget` allows. Costly sequences, such as
 those with a logit lens, decode in every third step only while other sequences decode. If the cache runs out of blocks,
 the youngest sequence gives up its blocks and is computed again later.
+
+Places and blocks are shared between owners, not between sequences. A place goes to the owner with the fewest running
+sequences, and the oldest of its sequences. An owner with at least two running sequences more than another one, which
+waits, gives up the youngest of them. So each owner always has a place, as long as there are no more owners than places.
 """
 
 from bisect import insort
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from model.engine.block_pool import BlockPool
 from model.engine.prompt_lookup import MAX_DRAFT
@@ -87,14 +93,23 @@ class Scheduler:
         self._budget = StepBudget(max_stretch)
         self._num_steps = 0
         self._unwritten_blocks: list[int] = []  # of the step that is being planned
+        self._num_sequences: Counter[Hashable] = Counter()  # of each owner, waiting or running
+        self._num_groups = 0  # owners with several sequences; without any, the oldest sequence comes first
 
     def add(self, sequence: SequenceState) -> None:
         if self._blocks_for(len(sequence.tokens)) > self.pool.num_blocks:
             raise ValueError(f"{len(sequence.tokens)} tokens do not fit into {self.pool.num_blocks} blocks")
         self.waiting.append(sequence)
+        self._num_sequences[sequence.owner] += 1
+        self._num_groups += self._num_sequences[sequence.owner] == 2
 
     def remove(self, sequence: SequenceState) -> None:
         """Remove a sequence that has ended or was cancelled. Its blocks are released at once."""
+        sequence.has_ended = True
+        self._num_groups -= self._num_sequences[sequence.owner] == 2
+        self._num_sequences[sequence.owner] -= 1
+        if not self._num_sequences[sequence.owner]:
+            del self._num_sequences[sequence.owner]
         if sequence in self.running:
             self.running.remove(sequence)
             self._release(sequence)
@@ -107,7 +122,9 @@ class Scheduler:
         self._unwritten_blocks = []
         for sequence in [s for s in self.running if s.paused]:
             self._preempt(sequence)  # other sequences can use its blocks and its place
-        planned = [ScheduledSequence(sequence, 1) for sequence in self._decoding() if self._make_room(sequence)]
+        self._share_places()
+        decoding = [sequence for sequence in self._decoding() if self._make_room(sequence)]
+        planned = [ScheduledSequence(sequence, 1) for sequence in decoding if sequence.blocks]  # not preempted since
         budget = self._max_tokens - len(planned)
         prompts = [s for s in self.running if s.num_missing > 1]
         num_entering = min(len(self.waiting), self._max_sequences - len(self.running))
@@ -116,13 +133,10 @@ class Scheduler:
             budget = min(budget, self._budget.max_prompt_tokens(len(planned)))
         for sequence in prompts:
             budget -= self._schedule_prompt(sequence, budget, planned)
-        for sequence in list(self.waiting):
-            if budget <= 0 or len(self.running) == self._max_sequences:
-                break
-            if not (sequence.paused or self._waits_for_prefix(sequence)):
-                if not self._admit(sequence):
-                    break  # later sequences do not overtake this one
-                budget -= self._schedule_prompt(sequence, budget, planned)
+        for sequence in self._in_turn():
+            if budget <= 0 or len(self.running) == self._max_sequences or not self._admit(sequence):
+                break  # later sequences do not overtake this one
+            budget -= self._schedule_prompt(sequence, budget, planned)
         if drafts and all(each.is_decoding for each in planned):
             planned = self._with_drafts(planned)
         return StepPlan(planned, self._unwritten_blocks)
@@ -198,12 +212,55 @@ class Scheduler:
         scheduled.append(ScheduledSequence(sequence, num_new))
         return num_new
 
+    def _in_turn(self) -> Iterator[SequenceState]:
+        """The waiting sequences in the order in which they may run, if all that came before are admitted."""
+        ready = (s for s in list(self.waiting) if not (s.paused or self._waits_for_prefix(s)))
+        if not self._num_groups:
+            yield from ready
+            return
+        queues: dict[Hashable, deque[SequenceState]] = {}
+        for sequence in ready:
+            queues.setdefault(sequence.owner, deque()).append(sequence)
+        num_running = Counter(sequence.owner for sequence in self.running)
+        turns = [(num_running[owner], queue[0].order, owner) for owner, queue in queues.items()]
+        heapify(turns)
+        while turns:
+            number, _, owner = heappop(turns)
+            queue = queues[owner]
+            yield queue.popleft()
+            if queue:
+                heappush(turns, (number + 1, queue[0].order, owner))
+
+    def _share_places(self) -> None:
+        """Preempt sequences of owners with many, so that waiting sequences of owners with fewer can be admitted."""
+        if not self._num_groups or not self.waiting:
+            return
+        num_running = Counter(sequence.owner for sequence in self.running)
+        num_places = self._max_sequences - len(self.running)
+        num_needed = 0  # blocks for the sequences that can be admitted
+        for sequence in self._in_turn():
+            num_places -= 1
+            num_needed += self._blocks_for(len(sequence.tokens)) + 1
+            num_running[sequence.owner] += 1
+            while num_places < 0 or self.pool.num_free - len(self.running) < num_needed:
+                victim = self._youngest_of_most() if self.running else None
+                if victim is None or num_running[victim.owner] <= num_running[sequence.owner]:
+                    return
+                self._preempt(victim)
+                num_running[victim.owner] -= 1
+                num_places += 1
+
+    def _youngest_of_most(self) -> SequenceState:
+        """The youngest running sequence of the owner with the most running ones."""
+        if not self._num_groups:
+            return self.running[-1]
+        num_running = Counter(sequence.owner for sequence in self.running)
+        return max(self.running, key=lambda sequence: (num_running[sequence.owner], sequence.order))
+
     def _waits_for_prefix(self, sequence: SequenceState) -> bool:
         """Whether the sequence has to wait until its prefix leader has computed the prompt that both have."""
         leader = sequence.prefix_leader
-        if leader is None or leader.num_computed >= leader.num_prompt:
-            return False
-        return leader in self.running or leader in self.waiting
+        return leader is not None and not leader.has_ended and leader.num_computed < leader.num_prompt
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Let a waiting sequence run if there are blocks for all its tokens. Computed prefixes are shared."""
@@ -230,13 +287,13 @@ class Scheduler:
         return True
 
     def _make_room(self, sequence: SequenceState) -> bool:
-        """Provide a block for the next token of a decoding sequence; preempt the youngest sequences if none is free."""
+        """Provide a block for the next token of a decoding sequence; preempt others, or itself, if none is free."""
         while sequence.blocks:  # without blocks, the sequence itself was preempted
             num_more = self._blocks_for(len(sequence.tokens)) - len(sequence.blocks)
             if num_more <= self.pool.num_free:
                 self._extend(sequence, num_more)
                 return True
-            self._preempt(self.running[-1])
+            self._preempt(self._youngest_of_most())
         return False
 
     def _preempt(self, sequence: SequenceState) -> None:
@@ -271,6 +328,8 @@ class Scheduler:
         for queue in (self.running, self.waiting):
             assert [s.order for s in queue] == sorted({s.order for s in queue}), "out of order, or listed twice"
         assert not set(self.running) & set(self.waiting)
+        assert self._num_sequences == Counter(s.owner for s in [*self.running, *self.waiting])
+        assert self._num_groups == sum(number > 1 for number in self._num_sequences.values())
         for sequence in self.running:
             assert 0 <= sequence.num_computed <= len(sequence.tokens)
             most = self._blocks_for(len(sequence.tokens) + num_drafted.get(sequence, 0))

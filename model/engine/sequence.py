@@ -3,7 +3,7 @@
 import hashlib
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from model.engine.prompt_lookup import PromptLookup
 
@@ -16,7 +16,8 @@ class SequenceState:
     `shares_prefix` a sequence neither uses computed blocks of others nor offers its own. At most `max_cached` tokens
     are taken from others. The sequence never has more than `max_length` tokens. Sequences with different values of
     `cache_salt` never share blocks. A `paused` sequence takes part in no step. `lookup` drafts the tokens that may
-    follow; without it nothing is drafted. `adapter` is the name of the adapter that computes the sequence.
+    follow; without it nothing is drafted. `adapter` is the name of the adapter that computes the sequence. Sequences of
+    one `owner` share the places that one gets; by default, each sequence is its own owner.
     `digest_edits` gives a digest of the edits that change the positions from one up to another; None: none do.
     A sequence that `is_costly` adds more to the time of a step than a token does, so it decodes in fewer steps.
     """
@@ -27,6 +28,7 @@ class SequenceState:
         "_root",
         "adapter",
         "blocks",
+        "has_ended",
         "is_costly",
         "lookup",
         "max_cached",
@@ -35,6 +37,7 @@ class SequenceState:
         "num_computed",
         "num_prompt",
         "order",
+        "owner",
         "paused",
         "prefix_leader",
         "shares_prefix",
@@ -54,8 +57,10 @@ class SequenceState:
         adapter: str | None = None,
         digest_edits: Callable[[int, int], bytes | None] | None = None,
         is_costly: bool = False,
+        owner: Hashable | None = None,
     ) -> None:
         self.order = order
+        self.owner: Hashable = order if owner is None else owner
         self.adapter = adapter
         self.tokens = array("q", prompt)
         self.num_prompt = len(prompt)
@@ -68,6 +73,7 @@ class SequenceState:
         self.prefix_leader = prefix_leader
         self.is_costly = is_costly
         self.paused = False
+        self.has_ended = False
         self.lookup: PromptLookup | None = None
         self._digest_edits = digest_edits
         self._hashes: list[bytes] = []

@@ -29,6 +29,10 @@ JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
 START = '%llguidance {"no_forcing": true}\nstart: @main'
 
 
+class NotRemembered(Exception):
+    """A grammar is not among the last ones that were compiled."""
+
+
 class Grammars:
     """Compiles constraints for the tokenizer and the `vocab_size` of one network.
 
@@ -41,6 +45,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._vocabulary = LLTokenizer(Vocabulary(tokenizer, vocab_size))  # type: ignore[arg-type]  # also accepted
         self._remembered: dict[bytes, Constraint | InvalidField | NeedsMoreTime] = {}
+        self._only_remembers = False
         special = {i: name for i in range(min(vocab_size, tokenizer.vocab_size)) if (name := tokenizer.special_name(i))}
         self._checker = GrammarChecker({"vocab_size": vocab_size, "special": special}, CPU_SECONDS)
 
@@ -49,6 +54,12 @@ class Grammars:
         other = copy.copy(self)  # the vocabulary is shared
         other._remembered = {}
         other._checker = GrammarChecker(self._checker.vocabulary, QUICK_CPU_SECONDS, is_final=False)
+        return other
+
+    def remembered(self) -> "Grammars":
+        """The same for any thread, but every method raises `NotRemembered` instead of compiling."""
+        other = copy.copy(self)  # the memory is shared
+        other._only_remembers = True
         return other
 
     def json_schema(self, field: str, schema: Mapping[str, Any]) -> Constraint:
@@ -80,7 +91,7 @@ class Grammars:
         """A text that fits a grammar: in the Lark dialect of llguidance, or in EBNF as llama.cpp takes it (GBNF)."""
         check_length(field, text)
         if "::=" in text:
-            return self.lark(field, self._checker.convert(field, text))
+            return self._compile(field, {"ebnf": text})
         check_attributes(field, text)
         return self.lark(field, text)
 
@@ -90,24 +101,33 @@ class Grammars:
         return self._compile(field, {"lark_grammar": text})
 
     def _compile(self, field: str, main: dict[str, Any]) -> Constraint:
-        content = json.dumps({"grammars": [{"lark_grammar": START}, {"name": "main", **main}]})
-        key = hashlib.sha256(json.dumps([field, content]).encode()).digest()
-        result = self._remembered.pop(key, None)
-        if result is None:
-            try:
-                self._checker.check(field, content)
-                matcher = LLMatcher(self._vocabulary, content, log_level=0, limits=parser_limits())
-                result = Constraint(field, matcher, self._vocab_size)
-            except (InvalidField, NeedsMoreTime) as error:
-                result = error.with_traceback(None)
-        self._remembered[key] = result  # the newest one is the last
-        if len(self._remembered) > MAX_REMEMBERED:
-            del self._remembered[next(iter(self._remembered))]
+        key = hashlib.sha256(json.dumps([field, main]).encode()).digest()
+        if self._only_remembers:
+            result = self._remembered.get(key)
+            if result is None:
+                raise NotRemembered
+        else:
+            result = self._remembered.pop(key, None) or self._compile_new(field, main)
+            self._remembered[key] = result  # the newest one is the last
+            if len(self._remembered) > MAX_REMEMBERED:
+                del self._remembered[next(iter(self._remembered))]
         if isinstance(result, InvalidField):
             raise InvalidField(field, result.reason)
         if isinstance(result, NeedsMoreTime):
             raise NeedsMoreTime
         return result
+
+    def _compile_new(self, field: str, main: dict[str, Any]) -> Constraint | InvalidField | NeedsMoreTime:
+        try:
+            if "ebnf" in main:
+                main = {"lark_grammar": self._checker.convert(field, main["ebnf"])}
+                check_length(field, main["lark_grammar"])
+            content = json.dumps({"grammars": [{"lark_grammar": START}, {"name": "main", **main}]})
+            self._checker.check(field, content)
+            matcher = LLMatcher(self._vocabulary, content, log_level=0, limits=parser_limits())
+            return Constraint(field, matcher, self._vocab_size)
+        except (InvalidField, NeedsMoreTime) as error:
+            return error.with_traceback(None)
 
 
 def embedded_schema(field: str, schema: Mapping[str, Any]) -> str:

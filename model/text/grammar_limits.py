@@ -2,16 +2,17 @@
 
 import re
 from collections.abc import Mapping
-from fractions import Fraction
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from model.errors import InvalidField
 
 MAX_DIVISOR = 90_000  # of multipleOf, without its decimal point; takes up to 0.7 s, growing with its square
 MAX_PATTERN_PROPERTIES = 100  # in a whole schema; takes about 0.1 s, growing with the cube of the number
-# Texts in which attributes have no meaning, then an attribute. Special tokens such as <|"|> may contain quotes.
+# Texts in which attributes have no meaning, then an attribute. Special tokens such as <|"|> may contain quotes. A text
+# without an end reaches to the end of the grammar, which is then invalid. So each character is read once.
 ATTRIBUTE = re.compile(
-    r"""<[^<>\s]+> | "(?:\\.|[^"\\])*" | //[^\n]* | \#[^\n]* | /(?:\\.|[^/\\])+/
+    r"""<[^<>\s]+> | "(?:\\.|[^"\\])*+(?:"|\\?\Z) | //[^\n]* | \#[^\n]* | /(?:\\.|[^/\\])++(?:/|\\?\Z)
     | \b(temperature|max_tokens)\s*=""",
     re.VERBOSE | re.DOTALL,
 )
@@ -49,9 +50,13 @@ def check_schema(field: str, schema: Mapping[str, Any]) -> None:
 def digits_of(number: float) -> int:
     """A positive number without its decimal point and without zeros at its end behind the point: 1.25 gives 125."""
     try:
-        value = Fraction(str(number))
-    except ValueError:  # not finite
+        _, digits, exponent = Decimal(str(number)).as_tuple()
+    except InvalidOperation:  # a boolean
         return 0
-    while value.denominator > 1:
-        value *= 10
-    return value.numerator
+    if not isinstance(exponent, int):  # not finite
+        return 0
+    text = "".join(map(str, digits))
+    if exponent >= 0:
+        return int(text + "0" * exponent)
+    num_zeros = min(len(text) - len(text.rstrip("0")), -exponent)
+    return int(text[: len(text) - num_zeros] or 0)

@@ -12,6 +12,7 @@ import tokenizers
 from model.errors import CheckpointError
 from model.files import read_regular_file
 
+MAX_MISSING_IDS = 1 << 16  # below the largest id
 MAX_FILE_BYTES = 128 << 20  # published files have up to 35 MB
 REPLACEMENT = "\ufffd"  # decoders write it for bytes that are not UTF-8
 MAX_CHARACTER_BYTES = 4  # in UTF-8
@@ -30,6 +31,8 @@ class Tokenizer:
         self._backend = backend
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
+        if self.vocab_size > len(vocabulary) + MAX_MISSING_IDS:  # tables have an entry for each id
+            raise ValueError(f"has {len(vocabulary)} tokens, but the largest token id is {self.vocab_size - 1}")
         self.longest_token_bytes: int = max((len(token.encode()) for token in vocabulary), default=0)
         added_tokens = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added_tokens.items() if token.special)

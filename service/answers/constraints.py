@@ -1,6 +1,7 @@
 """Structured output: compile the constraint of a request on its generated text."""
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from fastapi import Request
 
@@ -8,7 +9,7 @@ from model.checkpoints.load import Checkpoint
 from model.errors import InvalidField
 from model.network.ranks import LostRank
 from model.text.constraint import Constraint
-from model.text.grammar import Grammars
+from model.text.grammar import Grammars, NotRemembered
 from model.text.grammar_checker import NeedsMoreTime
 from service.http.disconnects import unless_disconnected
 from service.http.errors import ApiError, internal, invalid, lost_rank
@@ -61,7 +62,15 @@ async def compile_constraint(
         assert state.slow_grammars is not None, "made by compile_quickly"
         return compile_one(state.slow_grammars)
 
+    def find() -> Constraint | None:
+        for grammars in filter(None, (state.grammars, state.slow_grammars)):
+            with suppress(NotRemembered, NeedsMoreTime):
+                return compile_one(grammars.remembered())
+        return None
+
     try:
+        if (found := await state.worker.run_text(find, 0)) is not None:  # it does not wait for those of others
+            return found
         try:
             return await unless_disconnected(request, state.worker.run_grammar(compile_quickly))
         except NeedsMoreTime:

@@ -1,6 +1,7 @@
 """Conversations of POST /v1/chat/completions: convert messages for the chat template, and to token ids."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request
@@ -13,8 +14,9 @@ from service.answers.prompts import check_prompt_ids
 from service.answers.tool_calls import refuse_constant, without_tools
 from service.http.disconnects import unless_disconnected
 from service.http.errors import invalid
+from service.http.json_values import check_values, max_values
 from service.http.openai_schemas import ChatRequest, JsonObject, Message
-from service.state import State
+from service.state import State, get_reservation
 from service.worker import SHORT_TEXT
 
 
@@ -34,12 +36,10 @@ def find_template(checkpoint: Checkpoint) -> ChatTemplate:
 async def conversation_ids(
     body: ChatRequest, request: Request, state: State, checkpoint: Checkpoint, template: ChatTemplate
 ) -> list[int]:
-    """The token ids of a conversation. Raises 400 for fields that the chat template refuses or does not use."""
-    messages = [read_message(message, index) for index, message in enumerate(body.messages)]
-    tools = offered_tools(body)
-    if not template.uses("tools"):
-        messages = without_tools(messages, tools)
-        tools = []
+    """The token ids of a conversation. Raises 400 for fields that the chat template refuses or does not use.
+
+    The messages are read, rendered and tokenized outside of the event loop. Their size is that of the request.
+    """
     variables = read_variables(body, template)
     begins_message = body.add_generation_prompt
     if begins_message is None:
@@ -48,6 +48,11 @@ async def conversation_ids(
         raise invalid("add_generation_prompt", "must be false with continue_final_message, which continues a message")
 
     def encode() -> list[int]:
+        check_arguments(body.messages, max_values(state.settings.max_body_bytes))
+        messages = [read_message(message, index) for index, message in enumerate(body.messages)]
+        tools = offered_tools(body)
+        if not template.uses("tools"):
+            messages, tools = without_tools(messages, tools), []
         return template.encode(
             messages,
             tools=tools or None,
@@ -58,7 +63,7 @@ async def conversation_ids(
             allow_special_tokens=body.allow_special_tokens,
         )
 
-    num_bytes = len(str((messages, tools, body.documents, variables)))
+    num_bytes = get_reservation(request).num_bytes
     state.worker.check_room(0)  # refuse before the work of tokenizing, not after it
     job = state.worker.run_text(encode, num_bytes)
     try:
@@ -115,6 +120,15 @@ def read_content(message: Message, where: str) -> str:
             raise invalid(f"{where}content.{place}", f"{reason[:100]}; this model reads only parts of type 'text'")
         texts.append(text)
     return "\n".join(texts)
+
+
+def check_arguments(messages: Sequence[Message], limit: int) -> None:
+    """Raise 413 for more than `limit` values in the arguments of all calls together, and 400 for too deep ones.
+
+    A text that is no JSON can hide values of later texts, but the texts are parsed in their order, and it ends them.
+    """
+    texts = [call.function.arguments for message in messages for call in message.tool_calls or ()]
+    check_values(",".join(texts).encode(), limit, "messages")
 
 
 def read_arguments(text: str, where: str) -> Any:

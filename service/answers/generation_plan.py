@@ -141,6 +141,7 @@ def make_plan(
                 trace=None if trace is None else trace.params,
                 cache_salt=body.cache_salt,
                 adapter=adapter,
+                owner=request_id,
             )
             get_engine(state).check(request)
         except InvalidField as error:

@@ -20,9 +20,9 @@ from service.http.disconnects import unless_disconnected
 from service.http.errors import MAX_NAMES, ApiError, join_some, wrong_shape
 from service.http.field_names import alternatives, check_names, known_part
 from service.http.field_types import check_text
+from service.http.json_values import check_values, max_values
 
 INLINE_BYTES = 1 << 16  # larger bodies are parsed on another thread
-BYTES_PER_VALUE = 16  # a body may hold one JSON value per this many bytes of the largest allowed body
 # What JSON writes for a lone surrogate, a NUL character, or a number that is not finite. Rare in other texts.
 UNUSUAL = re.compile(rb"\\u(0000|[dD][89a-fA-F])|NaN|Infinity|[eE]\+?\d{3}")
 MAX_KEYS = 4096  # in one JSON object
@@ -41,11 +41,11 @@ class JsonRoute(APIRoute):
             content = await request.body()
             check_content_type(request.headers.get("content-type", ""))
             state = request.app.state.forwardscope
-            max_values = state.settings.max_body_bytes // BYTES_PER_VALUE
+            limit = max_values(state.settings.max_body_bytes)
             if len(content) <= INLINE_BYTES:
-                body = parse(content, model, max_values)
+                body = parse(content, model, limit)
             else:
-                job = state.worker.run_body(lambda: parse(content, model, max_values))
+                job = state.worker.run_body(lambda: parse(content, model, limit))
                 body = await unless_disconnected(request, job)
             return await handle(ParsedRequest(request.scope, request.receive, body))
 
@@ -73,10 +73,13 @@ def check_content_type(content_type: str) -> None:
         raise wrong_shape("body", "send JSON with the header 'Content-Type: application/json'", "content_type")
 
 
-def parse(content: bytes, model: type[BaseModel], max_values: int) -> BaseModel:
-    """Parse and validate a body. Raises 413 for too many values, and 422 if the body does not fit the model."""
+def parse(content: bytes, model: type[BaseModel], limit: int) -> BaseModel:
+    """Parse and validate a body of at most `limit` values.
+
+    Raises 413 for more values, 400 for values that are nested too deeply, and 422 if the body does not fit the model.
+    """
     content = content.removeprefix(codecs.BOM_UTF8)
-    check_num_values(content, max_values)
+    check_values(content, limit)
     try:
         values = json.loads(
             content.decode(),  # for bytes, `loads` guesses the encoding, but the values were counted as UTF-8
@@ -140,26 +143,6 @@ def check_open_values(values: dict[str, Any]) -> None:
                     raise wrong_shape(name, str(error), "value_error") from None
             elif isinstance(each, float) and not math.isfinite(each):
                 raise wrong_shape(name, "contains a number that is not finite", "finite_number")
-
-
-def check_num_values(content: bytes, max_values: int) -> None:
-    """Raise 413 for more JSON values or strings than `max_values`, without parsing them.
-
-    Each entry of a list or object follows a comma or an opening bracket outside strings, so these are counted.
-    """
-    if b"\\" in content:
-        content = content.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote left begins or ends a string
-    num_values, counted = content.count(b'"') // 2, "strings"  # counted first, as `split` makes an object for each
-    if num_values <= max_values:
-        counted = "JSON values"
-        without_strings = b"".join(content.split(b'"')[::2])
-        num_values = sum(without_strings.count(mark) for mark in (b",", b"[", b"{"))
-    if num_values > max_values:
-        message = (
-            f"body: contains {num_values} {counted}; the limit is {max_values}, one per {BYTES_PER_VALUE} bytes of "
-            "--max-body-bytes"
-        )
-        raise ApiError(413, message, param="body", code="too_many_values")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -30,6 +30,11 @@ class Reservation:
         self._buffers = buffers
         self._num_bytes = 0
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that the request holds now. Before an answer is reserved, these are the bytes of its body."""
+        return self._num_bytes
+
     def reserve(self, num_bytes: int) -> None:
         """Reserve bytes that the request will need.
 

@@ -8,11 +8,13 @@ from pydantic import BeforeValidator, Field, model_validator
 from service.http.edit_schemas import AppliedEdit, StageChange
 from service.http.field_types import Answer, Indices, Prompt, Request, ShortText, Text, TokenId, at_most
 from service.http.forward_schemas import PositionPredictions, Prediction, StageAnswer
+from service.http.json_values import check_values
 from service.http.schemas import PROMPT, EditedRequest, Globs, Positions, Token, example
 
 ChoiceText = Annotated[Text, Field(min_length=1, max_length=1 << 12)]
 MAX_TOP_K = 2**31 - 1
 MAX_ENTRIES = 1024
+MAX_GRAMMAR_BYTES = 1 << 16
 
 
 class TraceRequest(Request):
@@ -43,8 +45,14 @@ class TraceRequest(Request):
 
 def _parsed(value: Any) -> Any:
     """A JSON schema; vLLM's clients may send it as text."""
+    if not isinstance(value, str):
+        return value
+    content = value.encode(errors="surrogatepass")
+    if len(content) > MAX_GRAMMAR_BYTES:  # checked before it is parsed
+        raise ValueError(f"has {len(content)} bytes; the limit is {MAX_GRAMMAR_BYTES}")
+    check_values(content, MAX_GRAMMAR_BYTES, "structured_outputs.json")
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return json.loads(value)
     except (ValueError, RecursionError):
         raise ValueError("is a text that is not JSON; send a JSON schema") from None
 
@@ -55,13 +63,13 @@ class StructuredOutputs(Request):
     json_schema: Annotated[dict[str, Any], BeforeValidator(_parsed)] | None = Field(
         None, alias="json", description="a JSON schema; the text is JSON that is valid under it"
     )
-    regex: Annotated[Text, Field(min_length=1, max_length=1 << 16)] | None = Field(
+    regex: Annotated[Text, Field(min_length=1, max_length=MAX_GRAMMAR_BYTES)] | None = Field(
         None, description="a regular expression that matches the whole text, without look-around and back references"
     )
     choice: Annotated[list[ChoiceText], Field(min_length=1, max_length=MAX_ENTRIES), at_most(MAX_ENTRIES)] | None = (
         Field(None, description="the text is one of these")
     )
-    grammar: Annotated[Text, Field(min_length=1, max_length=1 << 16)] | None = Field(
+    grammar: Annotated[Text, Field(min_length=1, max_length=MAX_GRAMMAR_BYTES)] | None = Field(
         None, description="a context-free grammar, in Lark (as llguidance reads it) or in EBNF (as llama.cpp does)"
     )
 

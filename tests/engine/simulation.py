@@ -5,6 +5,7 @@ position. A block that is reused too early or too late, or that two sequences wr
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
@@ -69,10 +70,13 @@ class Simulation:
         *,
         shares_prefix: bool = True,
         prefix_leader: SequenceState | None = None,
+        owner: str | None = None,
     ) -> SequenceState:
         """Add a sequence that ends when it has `num_new` tokens after its prompt."""
         self._num_sequences += 1
-        sequence = SequenceState(self._num_sequences, prompt, shares_prefix=shares_prefix, prefix_leader=prefix_leader)
+        sequence = SequenceState(
+            self._num_sequences, prompt, shares_prefix=shares_prefix, prefix_leader=prefix_leader, owner=owner
+        )
         if self.drafts:
             sequence.lookup = LongestDrafts(len(prompt) + num_new)
         self.scheduler.add(sequence)
@@ -167,21 +171,30 @@ class Simulation:
         first = [scheduled.sequence for scheduled in plan.sequences[: len(decoding)]]
         assert decoding == first, "a decoding sequence is left out, or does not come first"
         assert not any(sequence.paused for sequence in self.running)
+        has_groups = len({sequence.owner for sequence in self.final_lengths}) < len(self.final_lengths)
         for sequence in preempted:
-            younger = [other for other in running if other.order > sequence.order and not other.paused]
-            assert set(younger) <= set(preempted), "the youngest sequence is preempted first"
+            younger = {other for other in running if other.order > sequence.order and not other.paused}
+            if has_groups:
+                younger = {other for other in younger if other.owner == sequence.owner}
+            assert younger <= set(preempted), "the youngest sequence is preempted first"
         prompts = [scheduled for scheduled in plan.sequences if scheduled.sequence not in decoding]
         for scheduled, next_scheduled in pairwise(prompts):
-            ranks = [(each.sequence not in running, each.sequence.order) for each in (scheduled, next_scheduled)]
+            are_admitted = [each.sequence not in running for each in (scheduled, next_scheduled)]
+            if has_groups and all(are_admitted):
+                continue  # see _check_admission
+            ranks = list(zip(are_admitted, (scheduled.sequence.order, next_scheduled.sequence.order), strict=True))
             assert ranks == sorted(ranks), "running prompts come before admitted ones, the oldest first"
             assert scheduled.reaches_newest_token, "a younger prompt is computed before an older one is finished"
         self._check_admission(running, waiting)
 
     def _check_admission(self, running: list[SequenceState], waiting: list[SequenceState]) -> None:
         admitted = [sequence for sequence in self.running if sequence not in running]
+        num_running = Counter(sequence.owner for sequence in self.running)
         for sequence in admitted:
-            overtaken = [s for s in waiting if s.order < sequence.order and s in self.scheduler.waiting]
-            assert all(other.paused or self._waits_for_prefix(other) for other in overtaken)
+            for other in (s for s in waiting if s.order < sequence.order and s in self.scheduler.waiting):
+                may_wait = other.paused or self._waits_for_prefix(other)
+                has_as_many = other.owner != sequence.owner and num_running[other.owner] > 0
+                assert may_wait or (has_as_many and num_running[sequence.owner] <= num_running[other.owner] + 1)
             assert not sequence.paused
             assert sequence.num_computed % self.pool.block_size == 0
             assert sequence.num_computed < len(sequence.tokens)

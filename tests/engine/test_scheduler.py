@@ -24,7 +24,12 @@ from tests.engine.simulation import Simulation
 MAX_LENGTH = 20
 PROMPTS = st.integers(1, 9).flatmap(lambda size: st.lists(st.integers(0, 1), min_size=size, max_size=size))
 ADD = st.tuples(
-    st.just("add"), PROMPTS, st.integers(1, MAX_LENGTH - 9), st.integers(0, 4), st.sampled_from([1, 1, 2, 3])
+    st.just("add"),
+    PROMPTS,
+    st.integers(1, MAX_LENGTH - 9),
+    st.integers(0, 4),
+    st.sampled_from([1, 1, 2, 3]),
+    st.sampled_from([None, None, "a", "b"]),
 )
 STEP = st.tuples(st.just("step"), st.integers(1, 6))
 FAIL = st.tuples(st.just("fail"))
@@ -66,10 +71,10 @@ def test_every_sequence_ends_whatever_is_added_removed_and_paused(
     for kind, *values in events:
         sequences = list(simulation.final_lengths)
         if kind == "add":
-            prompt, num_new, sharing, num_choices = values
+            prompt, num_new, sharing, num_choices, owner = values
             leader = None
             for _ in range(num_choices):
-                sequence = simulation.add(prompt, num_new, shares_prefix=sharing > 0, prefix_leader=leader)
+                sequence = simulation.add(prompt, num_new, shares_prefix=sharing > 0, prefix_leader=leader, owner=owner)
                 leader = leader or sequence
         elif kind == "step":
             for _ in range(values[0]):
@@ -467,3 +472,73 @@ def test_a_salt_never_hashes_like_a_block_of_tokens() -> None:
     prompt = [1, 2, 5, 6]
     salt = array("q", prompt[:2]).tobytes().decode()
     assert SequenceState(1, prompt[2:], cache_salt=salt).block_hash(0, 2) != SequenceState(2, prompt).block_hash(1, 2)
+
+
+class TestOwners:
+    """Places are shared between owners, whatever the number of their sequences."""
+
+    def test_an_owner_with_one_sequence_starts_at_once_beside_one_with_many(self) -> None:
+        simulation = Simulation(max_sequences=8)
+        many = [simulation.add([1, 2, 3], 200, owner="many") for _ in range(30)]
+        for _ in range(20):
+            simulation.step()
+        assert simulation.running == many[:8]
+        one = simulation.add([1], 5, owner="one")
+        simulation.step()
+        assert simulation.running == [*many[:7], one]
+        num_steps = 1
+        while one in simulation.final_lengths:
+            simulation.step()
+            num_steps += 1
+        assert num_steps <= 6
+        simulation.step()
+        assert simulation.running == many[:8], "the place is given back"
+        assert simulation.scheduler.num_preemptions == 1
+        simulation.finish()
+
+    def test_two_owners_get_half_of_the_places_each_and_nothing_is_preempted_afterwards(self) -> None:
+        simulation = Simulation(max_sequences=8)
+        first = [simulation.add([1, 2], 100, owner="first") for _ in range(30)]
+        simulation.step()
+        second = [simulation.add([3, 4], 100, owner="second") for _ in range(30)]
+        for _ in range(50):
+            simulation.step()
+        assert simulation.running == first[:4] + second[:4]
+        assert simulation.scheduler.num_preemptions == 4
+        simulation.finish()
+
+    def test_as_many_owners_as_places_have_one_each(self) -> None:
+        simulation = Simulation(max_sequences=4)
+        sequences = [[simulation.add([owner], 50, owner=f"{owner}") for _ in range(6)] for owner in range(4)]
+        for _ in range(10):
+            simulation.step()
+        assert simulation.running == [own[0] for own in sequences]
+        simulation.finish()
+
+    def test_blocks_are_taken_from_the_owner_with_the_most_sequences(self) -> None:
+        simulation = Simulation(num_blocks=40, block_size=4, max_sequences=8)
+        many = [simulation.add([1, 2, 3, order], 100, owner="many", shares_prefix=False) for order in range(6)]
+        for _ in range(20):
+            simulation.step()
+        one = simulation.add([5] * 20, 20, owner="one")
+        simulation.step()
+        assert one in simulation.running
+        while one in simulation.final_lengths:
+            assert one in simulation.running, "the only sequence of an owner is not preempted for others"
+            assert many[0] in simulation.running or many[0] not in simulation.final_lengths
+            simulation.step()
+        simulation.finish()
+
+    def test_an_owner_whose_sequences_are_paused_keeps_no_place(self) -> None:
+        simulation = Simulation(max_sequences=2)
+        many = [simulation.add([1], 50, owner="many") for _ in range(4)]
+        one = simulation.add([2], 50, owner="one")
+        simulation.step()
+        assert simulation.running == [many[0], one]
+        one.paused = True
+        simulation.step()
+        assert simulation.running == many[:2]
+        one.paused = False
+        simulation.step()
+        assert simulation.running == [many[0], one]
+        simulation.finish()

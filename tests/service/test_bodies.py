@@ -10,10 +10,11 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from service.http import bodies
-from service.http.bodies import INLINE_BYTES, check_num_values, parse
+from service.http.bodies import INLINE_BYTES, parse
 from service.http.errors import MAX_NAMES, ApiError
 from service.http.forward_schemas import ForwardRequest
 from service.http.generate_schemas import GenerateRequest
+from service.http.json_values import MAX_DEPTH, check_values
 from tests.service.running import PATIENCE_SECONDS, Running, Start, wait_until
 from tests.service.test_bad_input import JSON
 
@@ -60,14 +61,26 @@ class TestNumberOfValues:
 
     @pytest.mark.parametrize("text", [",[{" * 1000, '"' * 1000, "\\" * 1001, '\\"' * 1000 + ",", '\\\\",[' * 100])
     def test_brackets_and_commas_inside_strings_do_not_count_as_values(self, text: str) -> None:
-        check_num_values(json.dumps({"prompt": text, text: [1]}).encode(), 5)
+        check_values(json.dumps({"prompt": text, text: [1]}).encode(), 5)
 
     @pytest.mark.parametrize("value", [[1, 2, 3], {"a": 1, "b": [2]}, [[], []], ["a,b", "c"], [[[]]]])
     def test_every_value_of_a_nested_list_or_object_is_counted(self, value: Any) -> None:
         content = json.dumps(value).encode()
         with pytest.raises(ApiError):
-            check_num_values(content, 1)
-        check_num_values(content, 6)
+            check_values(content, 1)
+        check_values(content, 6)
+
+    @pytest.mark.parametrize(("begin", "end"), [("[", "]"), ('{"a":', "}"), ('[{"[[":', "}]")])
+    def test_values_may_be_nested_up_to_the_limit(self, begin: str, end: str) -> None:
+        times = MAX_DEPTH // (begin.count("[{") + 1)
+        check_values((begin * times + "1" + end * times).encode(), 1000)
+        for deeper in (times + 1, 957, 100_000):
+            with pytest.raises(ApiError, match="nested deeper than 100") as raised:
+                check_values((begin * deeper + "1" + end * deeper).encode(), 10**6)
+            assert (raised.value.status, raised.value.code) == (400, "nested_too_deeply")
+
+    def test_many_lists_next_to_each_other_are_not_deep(self) -> None:
+        check_values(b"[" + b"[[]]," * 1000 + b"1]", 10_000)
 
 
 class TestErrors:

@@ -72,3 +72,16 @@ def test_grammars_are_429_when_too_many_wait(tiny: Running, gate: Gate) -> None:
         gate.open.set()
         assert {future.result(PATIENCE_SECONDS).status_code for future in pending} == {200}
     assert tiny.post("/generate", body("a", "b")).status_code == 200
+
+
+def test_a_remembered_grammar_waits_for_no_other_one(tiny: Running, gate: Gate) -> None:
+    answer = tiny.answer("/generate", **body("the cat", "a mouse"), temperature=0)
+    gate.blocks_all = True
+    num_admitted = 1 + MAX_WAITING_GRAMMARS
+    with ThreadPoolExecutor(num_admitted) as pool:
+        pending = [pool.submit(tiny.post, "/generate", body(f"slow one {i}")) for i in range(num_admitted)]
+        wait_until(lambda: tiny.metric("num_requests_waiting") == MAX_WAITING_GRAMMARS, "all but one wait")
+        again = tiny.answer("/generate", **body("the cat", "a mouse"), temperature=0)
+        assert again["text"] == answer["text"]
+        gate.open.set()
+        assert {future.result(PATIENCE_SECONDS).status_code for future in pending} == {200}

@@ -346,3 +346,29 @@ class TestPasses:
 
 def without_timings(answer: dict[str, Any]) -> dict[str, Any]:
     return {name: part for name, part in answer.items() if name != "timings"}
+
+
+@pytest.mark.parametrize(
+    ("path", "large"),
+    [
+        ("/generate", {"prompt": PROMPT, "n": 4}),
+        ("/v1/completions", {"prompt": [PROMPT, *([i] * 8 for i in range(7))]}),
+    ],
+    ids=["choices", "prompts"],
+)
+def test_a_short_request_starts_at_once_beside_one_that_could_fill_all_places(
+    endless: Path, start: Start, path: str, large: dict[str, Any]
+) -> None:
+    """Places are shared between requests, whatever the number of their choices and prompts."""
+    service = start(model=str(endless), cache_bytes=CACHE_BYTES, max_num_seqs=4)
+    alone = service.answer("/generate", **BODY)
+    connection = service.send(path, large | {"max_tokens": 30_000, "ignore_eos": True})
+    wait_until(lambda: service.metric("generation_tokens_total") > 200, "it generates")
+    for _ in range(3):
+        answer = service.answer("/generate", **BODY)
+        assert answer["tokens"] == alone["tokens"]
+        assert answer["timings"]["total_seconds"] < 2
+    assert service.metric("num_requests_running") >= 1, "the large request goes on"
+    connection.close()
+    wait_until(lambda: service.metric("num_requests_running") == 0, "it is cancelled")
+    assert service.metric("kv_cache_usage_perc") == 0

@@ -444,3 +444,29 @@ class TestBadCollectors:
         message = lines[0].getMessage()
         assert message.startswith("1 spans could not be sent to http://127.0.0.1:9/v1/traces: ")
         assert "refused" in message
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        "SECRET\x1b[31m",
+        "secret",
+        "Secret=1",
+        "a=secret\xe9",
+        "a=1,a=2",
+        "a@b@c=secret",
+        "a" * 300 + "=secret",
+        ",".join(f"secret{i}=1" for i in range(33)),
+        "a=" + "secret" * 100,
+    ],
+    ids=lambda state: repr(state[:20]),
+)
+def test_an_invalid_trace_state_is_left_out_and_never_logged(
+    traced: Running, collector: Receiver, caplog: pytest.LogCaptureFixture, state: str
+) -> None:
+    trace_id, _, headers = parent()
+    response = traced.get("/model", headers=headers | {"tracestate": state.encode("latin-1")})
+    assert response.status_code == 200
+    server, _ = collector.trace(trace_id, 1)
+    assert server.trace_state == ""
+    assert "secret" not in caplog.text.lower()

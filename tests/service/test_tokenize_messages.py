@@ -1,10 +1,12 @@
 """POST /tokenize with messages: the tokens that POST /v1/chat/completions computes for the same conversation."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from service.answers import conversations
 from service.http.tokenize_schemas import TokenizeAnswer
 from tests.service.checkpoints import CONTEXT, write_checkpoint
 from tests.service.running import Running, Start
@@ -63,3 +65,44 @@ def test_a_model_without_a_template_says_so(tmp_path: Path, start: Start) -> Non
     (directory / "chat_template.jinja").unlink()
     response = start(model=str(directory)).post("/tokenize", {"messages": MESSAGES})
     assert (response.status_code, response.json()["error"]["code"]) == (400, "no_chat_template")
+
+
+def called_with(arguments: str) -> dict[str, Any]:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("arguments", "status", "code"),
+    [
+        ([f"[{'1,' * 70_000}1]"] * 4, 413, "too_many_values"),
+        (["[" * 957 + "]" * 957], 400, "nested_too_deeply"),
+        (['{"a":' * 957 + "1" + "}" * 957], 400, "nested_too_deeply"),
+        (["{"], 400, None),
+        (["[" * 100 + "]" * 99], 400, None),
+    ],
+    ids=["values", "lists", "objects", "no JSON", "half of a list"],
+)
+def test_the_arguments_of_all_calls_are_counted_before_they_are_parsed(
+    tiny: Running, path: str, arguments: list[str], status: int, code: str | None
+) -> None:
+    messages = [*MESSAGES, *map(called_with, arguments), MESSAGES[1]]
+    response = tiny.post(path, {"messages": messages})
+    error = response.json()["error"]
+    assert response.status_code == status, error
+    assert code is None or error["code"] == code
+
+
+def test_arguments_are_parsed_outside_of_the_event_loop(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    read = conversations.read_arguments
+
+    def noted(text: str, where: str) -> Any:
+        threads.append(threading.current_thread().name)
+        return read(text, where)
+
+    monkeypatch.setattr(conversations, "read_arguments", noted)
+    tiny.post("/tokenize", {"messages": [called_with('{"a": 1}')]})
+    assert threads
+    assert all(name.startswith("text") for name in threads)

@@ -1,11 +1,12 @@
 """Tests of what is refused before llguidance compiles it, and of what the compiler of grammars remembers."""
 
+import time
 from typing import Any
 
 import pytest
 
 from model.errors import InvalidField
-from model.text.grammar import MAX_REMEMBERED, Grammars
+from model.text.grammar import MAX_REMEMBERED, Grammars, NotRemembered
 from model.text.grammar_checker import GrammarChecker, NeedsMoreTime
 from model.text.grammar_limits import MAX_DIVISOR, MAX_PATTERN_PROPERTIES, check_attributes, check_schema
 from tests.text.test_constraint import grammars, tokenizer  # noqa: F401  # fixtures
@@ -127,3 +128,38 @@ def test_a_choice_with_a_nul_character_names_its_field(grammars: Grammars) -> No
     with pytest.raises(InvalidField, match="NUL") as caught:
         grammars.choice("structured_outputs.choice", ["a\0"])
     assert caught.value.field == "structured_outputs.choice"
+
+
+@pytest.mark.parametrize(
+    ("begin", "part"), [('"', '\\"'), ("/", "\\/"), ("", "/"), ('"', "\\"), ("<", "<"), ("temperature", " ")]
+)
+def test_texts_without_an_end_are_searched_in_proportion_to_their_length(begin: str, part: str) -> None:
+    began = time.process_time()
+    check_attributes("grammar", begin + part * 32_000 + "\\")
+    assert time.process_time() - began < 0.5  # the square of the length would take ten seconds
+
+
+def test_the_digits_of_extreme_divisors_are_counted_quickly() -> None:
+    began = time.process_time()
+    check_schema("json", {"allOf": [{"multipleOf": 5e-324}] * 2600})
+    assert time.process_time() - began < 0.5
+    with pytest.raises(InvalidField, match="multipleOf"):
+        check_schema("json", {"multipleOf": 1e300})
+
+
+def test_what_is_remembered_is_found_without_compiling(grammars: Grammars, checks: list[str]) -> None:  # noqa: F811
+    remembered = grammars.remembered()
+    ebnf = 'root ::= "a" | "b"'
+    for compile_one in (
+        lambda each: each.choice("choice", ["remembered"]),
+        lambda each: each.grammar("grammar", ebnf),
+        lambda each: each.json_schema("json", {"const": "remembered"}),
+    ):
+        with pytest.raises(NotRemembered):
+            compile_one(remembered)
+        found, num_checks = compile_one(grammars), len(checks)
+        assert compile_one(remembered) is found
+        assert len(checks) == num_checks
+    for each in (grammars, remembered):
+        with pytest.raises(InvalidField, match="regex"):
+            each.regex("regex", "(")

@@ -18,11 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
 from model.analysis.compare.stage_names import ID_NAMES, Layout, layouts, stage_name, unstacked
+from model.checkpoints.safetensors_bytes import read_safetensors
 from model.checkpoints.safetensors_directory import HEADER_DTYPES, PICKLE_SUFFIXES, SafetensorsFiles, read_headers
 from model.config import ModelConfig
 from model.errors import CheckpointError, InvalidField, join_names, printable_name, shortened
@@ -30,7 +29,8 @@ from model.files import read_json, require_regular_file
 from model.tracing.stages import Stage, sizes_of, stages_of
 
 MAX_FILE_BYTES = 8 << 30
-MAX_TENSORS = 1 << 16
+MAX_TENSORS = 1 << 13  # the largest published networks have about 4,000 stages
+MAX_NAME = 200  # characters
 READ_DTYPES = frozenset(HEADER_DTYPES.values())
 NPY_DTYPES = ("f8", "f4", "f2", "i8", "i4", "i2", "u1", "i1", "b1")
 # What zipfile raises for damaged archives, unknown methods of compression (NotImplementedError) and passwords
@@ -178,13 +178,9 @@ def _read_safetensors(path: Path) -> StageTensors:
 def read_safetensors_bytes(content: bytes, name: str) -> StageTensors:
     """Read the bytes of a safetensors file. Raises `CheckpointError` if they are no such file."""
     try:
-        tensors = load_safetensors(content)
-        num_bytes = int.from_bytes(content[:8], "little")
-        metadata = json.loads(content[8 : 8 + num_bytes]).get("__metadata__") or {}
-    except KeyError as error:
-        raise CheckpointError(f"{name}: has a tensor of dtype {error.args[0]}, which cannot be read") from error
-    except (SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{name}: not a readable safetensors file: {error}") from error
+        tensors, metadata = read_safetensors(content, MAX_TENSORS)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from None
     return _stage_tensors(name, tensors, metadata)
 
 
@@ -199,7 +195,11 @@ def _read_npz(path: Path, max_bytes: int) -> StageTensors:
                 raise CheckpointError(f"{path}: holds {len(members)} arrays of {total} bytes; {limits}")
             for member in members:
                 name = member.filename.removesuffix(".npy")
-                tensors[name] = _read_npy(archive.read(member), f"{path}: {printable_name(name)}")
+                what = f"{path}: {printable_name(name)}"
+                if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    raise CheckpointError(f"{what}: is compressed in another way than NumPy compresses arrays")
+                with archive.open(member) as file:  # a stated size bounds what is unpacked only if it is asked for
+                    tensors[name] = _read_npy(file.read(member.file_size), what)
     except CheckpointError:
         raise
     except UNREADABLE_ZIP as error:
@@ -217,6 +217,8 @@ def _read_npy(content: bytes, what: str) -> Tensor:
     except UNREADABLE_HEADER as error:
         raise CheckpointError(f"{what}: not a readable array: {shortened(str(error))}") from error
     numbers = content[file.tell() :]
+    if any(type(size) is not int or size < 0 for size in shape):  # a boolean is an integer for NumPy
+        raise CheckpointError(f"{what}: not a readable array: its shape is {shortened(str(shape))}")
     if dtype.str[1:] not in NPY_DTYPES or math.prod(shape) * dtype.itemsize != len(numbers):
         known = "float64, float32, float16 and integers"
         raise CheckpointError(f"{what}: is {dtype} with the shape {shape}; only whole arrays of {known} are read")
@@ -225,6 +227,8 @@ def _read_npy(content: bytes, what: str) -> Tensor:
 
 
 def _stage_tensors(name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> StageTensors:
+    if long := [key for key in tensors if len(key) > MAX_NAME]:
+        raise CheckpointError(f"{name}: {printable_name(long[0])} has a name of more than {MAX_NAME} characters")
     ids = [_ids_of_tensor(f"{name}: {key}", tensors[key]) for key in ID_NAMES if key in tensors]
     stages = {key: tensor for key, tensor in tensors.items() if key not in ID_NAMES}
     return StageTensors(name, stages, ids[0] if ids else _ids_of_metadata(metadata))

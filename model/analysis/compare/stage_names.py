@@ -17,8 +17,10 @@ from model.tracing.stages import Stage
 ID_NAMES = ("input_ids", "tokens", "token_ids", "ids")
 _HIDDEN = re.compile(r"(?:.*[./])?hidden_states?[._\[]?(\d{1,6})\]?")
 _ATTENTIONS = re.compile(r"(?:.*[./])?attentions?[._\[](\d{1,6})\]?")
-_MODULE = re.compile(r"(?:model\.|transformer\.|base_model\.)*(?:layers|h)\.(\d{1,6})(?:\.(.+?))?(?:\.(?:out|output))?")
-_OUTER = re.compile(r"(?:model\.|transformer\.|base_model\.)*(.+?)(?:\.(?:out|output))?")
+# `*+` never gives back what it has matched, so that a name of many such parts is read once.
+_MODELS = r"(?:model\.|transformer\.|base_model\.)*+"
+_MODULE = re.compile(_MODELS + r"(?:layers|h)\.(\d{1,6})(?:\.(.+?))?(?:\.(?:out|output))?")
+_OUTER = re.compile(_MODELS + r"(.+?)(?:\.(?:out|output))?")
 # The modules of a block in transformers -> the stage that is their output, in blocks whose norms come first.
 _OF_BLOCK = {
     None: "resid_post",

@@ -71,13 +71,13 @@ def compile_source(source: Path) -> Path:
     if level is None:
         raise OSError("this CPU has neither AVX-512 nor AVX2 (with FMA and F16C)")
     compiled_before = os.environ.get(LIBRARIES)
-    if compiled_before and (library := Path(compiled_before, library_name(source, level))).exists():
+    if compiled_before and is_whole(library := Path(compiled_before, library_name(source, level))):
         return library
     compiler = find_compiler()
     version = subprocess.run([compiler, "-v"], capture_output=True, text=True).stderr
     name = library_name(source, level, version)
     cache_path = prepare_cache()
-    if cache_path is not None and (cache_path / name).exists():
+    if cache_path is not None and is_whole(cache_path / name):
         return cache_path / name
     directory = Path(tempfile.mkdtemp(prefix=COMPILING, dir=cache_path))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
@@ -151,7 +151,32 @@ def run_compiler(compiler: str, source: Path, level: InstructionLevel, library: 
     if result.returncode != 0:
         lines = result.stderr.splitlines()
         raise OSError(next((line for line in lines if "error" in line), f"{compiler} failed"))
+    seal(library)
     logger.info("compiled %s for %s in %.1f seconds", source.name, level.name, time.monotonic() - start)
+
+
+def seal(library: Path) -> None:
+    """Append the hash of a library to its file, and write it to the disk. When it is loaded, the hash is ignored."""
+    with library.open("r+b") as file:
+        file.write(hashlib.sha256(file.read()).digest())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def is_whole(library: Path) -> bool:
+    """Whether a library has been written completely. Loading a part of one would end the process.
+
+    Logs that a file is damaged. There is no log line if there is no file.
+    """
+    try:
+        content = library.read_bytes()
+    except FileNotFoundError:
+        return False
+    size = len(content) - hashlib.sha256().digest_size
+    if size > 0 and hashlib.sha256(content[:size]).digest() == content[size:]:
+        return True
+    logger.warning("%s is damaged, or of an earlier version; it is compiled again", library)
+    return False
 
 
 def prepare_cache() -> Path | None:

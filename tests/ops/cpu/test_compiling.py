@@ -119,6 +119,27 @@ def test_the_cache_holds_only_the_library(sources: Path, temporary: Path, cache:
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.parametrize("is_prebuilt", [False, True])
+def test_a_damaged_library_is_compiled_again(
+    sources: Path, tmp_path: Path, cache: Path, is_prebuilt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that loads a part of a library, as after a crash of the system, would end with SIGBUS."""
+    if is_prebuilt:
+        monkeypatch.setattr(build, "CSRC", sources)
+        build.compile_all(tmp_path / "prebuilt")
+        monkeypatch.setenv(build.LIBRARIES, str(tmp_path / "prebuilt"))
+    library = build.compile_source(sources / "answer.cpp")
+    assert library.is_relative_to(tmp_path / "prebuilt") == is_prebuilt
+    whole = library.read_bytes()
+    middle = len(whole) // 2
+    for damaged in (b"", whole[:20], whole[:middle], whole[:-1], whole[:middle] + b"?" + whole[middle + 1 :]):
+        library.unlink()  # this process has loaded it
+        library.write_bytes(damaged)
+        again = build.compile_source(sources / "answer.cpp")
+        assert again.is_relative_to(cache)
+        assert ctypes.CDLL(str(again)).answer() == 42
+
+
 @pytest.mark.parametrize("has_cache", [True, False])
 def test_a_failing_compiler_leaves_no_files(
     sources: Path, temporary: Path, cache: Path, has_cache: bool, monkeypatch: pytest.MonkeyPatch
