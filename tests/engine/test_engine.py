@@ -199,7 +199,7 @@ def test_choices_without_a_seed_differ() -> None:
 @every_engine_config
 @pytest.mark.parametrize(
     "limits",
-    [{}, {"max_step_tokens": 4, "max_sequences": 4}, {"num_blocks": 11, "max_step_tokens": 6}],
+    [{}, {"max_step_tokens": 4, "max_sequences": 4}, {"num_blocks": 8, "max_step_tokens": 6}],
     ids=["whole", "in chunks", "in a small cache"],
 )
 def test_an_echoed_prompt_has_the_logprobs_of_one_pass_over_all_of_it(name: str, limits: dict[str, Any]) -> None:
@@ -208,7 +208,7 @@ def test_an_echoed_prompt_has_the_logprobs_of_one_pass_over_all_of_it(name: str,
         ask("prompt", prompt(21), max_tokens=6, echo=True, logprobs=3),
         ask("same", prompt(21), max_tokens=6, seed=2),
         ask("twice", prompt(10, seed=2), max_tokens=18, echo=True, logprobs=0, n=2),
-        ask("one", [3], max_tokens=12, echo=True, logprobs=2),
+        ask("one", [3], max_tokens=24, echo=True, logprobs=2),
         ask("bare", prompt(8, seed=3), max_tokens=4, echo=True, logprobs=None),
         ask("scored", prompt(21), max_tokens=0, echo=True, logprobs=3),
         ask("without text", prompt(17, seed=4), max_tokens=2, logprobs=None, prompt_logprobs=1),

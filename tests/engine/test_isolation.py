@@ -480,7 +480,7 @@ class TestFailedSteps:
         model = exact("llama")
         engine = new_engine(model, max_sequences=4)
         drive = Drive(engine)
-        failing = [ask("twice", prompt(12), n=2), *neighbours()[:2]]
+        failing = [ask("first", prompt(12)), ask("second", prompt(12), seed=1), *neighbours()[:2]]
         waiting = ask("waiting", prompt(12), seed=3)
         drive.add(*failing)
         drive.step(2)
@@ -496,8 +496,8 @@ class TestFailedSteps:
             patch.setattr(engine._runner, "run", fail)
             step = drive.step()
         assert {(output.request_id, output.choice) for output in step.outputs} == {
-            ("twice", 0),
-            ("twice", 1),
+            ("first", 0),
+            ("second", 0),
             ("short", 0),
             ("long", 0),
         }
