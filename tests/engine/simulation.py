@@ -192,7 +192,7 @@ class Simulation:
         num_running = Counter(sequence.owner for sequence in self.running)
         for sequence in admitted:
             for other in (s for s in waiting if s.order < sequence.order and s in self.scheduler.waiting):
-                may_wait = other.paused or self._waits_for_prefix(other)
+                may_wait = other.paused or self._waits_for_prefix(other) or other.prefix_leader in admitted
                 has_as_many = other.owner != sequence.owner and num_running[other.owner] > 0
                 assert may_wait or (has_as_many and num_running[sequence.owner] <= num_running[other.owner] + 1)
             assert not sequence.paused
