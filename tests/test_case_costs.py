@@ -36,6 +36,7 @@ def shared():
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "find_compiler", lambda: "true")  # a program that does nothing, and is no compiler
+    (tmp_path / "a.so").touch()
     build.run_compiler("true", tmp_path / "a.cpp", build.LEVELS[0], tmp_path / "a.so")
 
 def test_cheap(): pass
