@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, SecretStr
 from tests.service.running import Running
 
 langchain_openai: Any = pytest.importorskip("langchain_openai", reason="needs LangChain: pip install '.[clients]'")
+pytestmark = pytest.mark.slow
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
 

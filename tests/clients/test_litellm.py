@@ -13,10 +13,13 @@ from tests.service.running import Running
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise the import downloads a list of prices
 litellm: Any = pytest.importorskip("litellm", reason="needs LiteLLM: pip install '.[clients]'")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*:DeprecationWarning:litellm",
-    "ignore:Pydantic serializer warnings:UserWarning",  # LiteLLM's own objects have fields of other types
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore:.*:DeprecationWarning:litellm",
+        "ignore:Pydantic serializer warnings:UserWarning",  # LiteLLM's own objects have fields of other types
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from tests.published_models import smollm2
 from tests.service.running import Running, running
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install '.[evaluation]'")
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 MAX_LENGTH = 512
 # The harness sends one token less than max_length, because the service generates one. Its `hf` backend takes one more,

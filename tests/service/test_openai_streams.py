@@ -32,6 +32,7 @@ def test_a_client_that_leaves_ends_all_its_sequences(tmp_path: Any, start: Start
     wait_until(lambda: service.metric("num_requests_running") == 0, "all have ended")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_a_request_that_takes_too_long_is_503_and_never_looks_complete(tmp_path: Any, start: Start, path: str) -> None:
     directory = write_checkpoint(tmp_path / "long", max_position_embeddings=8192)

@@ -120,7 +120,7 @@ def test_the_pieces_join_to_exactly_the_decoded_text(case: tuple[str, list[int],
 PHI3_LINE, PHI3_THERE = [6324, NEWLINE], [727]  # "Hi\n", in which the newline is the byte token <0x0A>, and " there"
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(case=prompt_and_ids())
 @example(case=("phi3", PHI3_LINE, PHI3_THERE))
 def test_after_a_prompt_the_pieces_join_to_the_rest_of_the_decoded_text(
