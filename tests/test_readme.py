@@ -146,9 +146,11 @@ def paste(service: Running, example: Example, directory: Path) -> subprocess.Com
 
 
 def with_marks(examples: list[Example]) -> list[Any]:
-    """Examples for SmolLM2 are slow."""
+    """Examples for SmolLM2 and with transformers are slow."""
+    slow = (NEEDS_SMOLLM2, "import transformers", "from transformers")
     return [
-        pytest.param(example, marks=[pytest.mark.slow] if NEEDS_SMOLLM2 in example.code else []) for example in examples
+        pytest.param(example, marks=[pytest.mark.slow] if any(word in example.code for word in slow) else [])
+        for example in examples
     ]
 
 

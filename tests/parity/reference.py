@@ -13,6 +13,7 @@ from model.network.transformer import Transformer
 from tests.tiny import ROUNDING, random_ids, record
 
 transformers = pytest.importorskip("transformers")
+assert transformers.PreTrainedModel  # imports most of the library now: it takes seconds, which no case should pay
 
 CLASSES = {
     "gpt2": transformers.GPT2Config,
