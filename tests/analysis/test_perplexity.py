@@ -46,6 +46,13 @@ def network(context: int) -> Transformer:
     return model
 
 
+def test_bytes_are_counted_and_not_characters() -> None:
+    model, tokenizer = network(512), Tokenizer(train_tokenizer([TEXT], 300))
+    text = "The cät sät on the mät, 日本語."
+    score = perplexity.score_texts(model, tokenizer, [text])
+    assert score.num_bytes == len(text.encode()) - len(b"The") > len(text)
+
+
 def test_the_score_of_a_text_that_fits_in_the_context_is_that_of_one_pass() -> None:
     model, tokenizer = network(512), Tokenizer(train_tokenizer([TEXT], 300))
     text = TEXT[:300]

@@ -134,3 +134,12 @@ def test_wrong_bodies_are_answered_with_an_error_that_names_the_field(roomy: Run
             assert named in body or named in ("messages", "prompt", "max_tokens"), (body, error)
             assert named in error["message"], (body, error)
     assert num_good > NUM_BODIES // 20, "most bodies are wrong in the same way"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_an_error_names_the_field_that_the_client_has_sent(tiny: Running, name: str) -> None:
+    """The library knows `max_tokens` only."""
+    body = {"messages": [{"role": "user", "content": "a"}], name: 10_000}
+    error = tiny.post("/v1/chat/completions", body).json()["error"]
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name}: 10000 after a prompt of 2 exceed the context")
