@@ -382,6 +382,7 @@ class TestPrefixes:
         assert self.num_cached(engine, Edit(stage="embed", op="zero", positions=[13, 20])) == 12
         assert self.num_cached(engine, Edit(stage="embed", op="zero", positions=[13, 21])) == 20
         assert self.num_cached(engine, Edit(stage="embed", op="scale", factor=0, positions=[14])) == 12
+        assert self.num_cached(engine, Edit(stage="embed", op="scale", factor=2, positions=[15])) == 12
 
     def test_generated_blocks_are_shared_by_equal_edits_only(self) -> None:
         model = served("llama")

@@ -104,6 +104,19 @@ def test_outputs_that_wait_are_yielded_together_in_order_up_to_a_size() -> None:
     assert [len(batch) * OUTPUT_BYTES for batch in batches] == [BATCH_BYTES] * 3 + [OUTPUT_BYTES]
 
 
+def test_a_stream_that_is_closed_holds_no_memory_for_unread_outputs() -> None:
+    async def close() -> int:
+        request = Request(id="one", prompt_ids=[1], params=GenerationParams(max_tokens=9))
+        buffers = Buffers(1 << 30)
+        stream = RequestStream(NoControl(), [request], [Progress(num_prompt=1)], 60.0, buffers)
+        stream.put(Output("one", 0, num_generated=1))
+        assert buffers.num_bytes == OUTPUT_BYTES
+        stream.close()
+        return buffers.num_bytes
+
+    assert asyncio.run(close()) == 0
+
+
 @pytest.mark.parametrize("accepts", [True, False])
 def test_an_output_skips_the_queue_only_if_it_is_awaited_and_accepted(accepts: bool) -> None:
     """Tokens must not overtake earlier ones, and ends always pass through the queue."""
