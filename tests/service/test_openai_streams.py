@@ -8,7 +8,7 @@ import pytest
 from model.text.sampling import TokenLogprobs
 from model.text.transcript import Transcript
 from service.answers.openai_answers import TokenStrings
-from tests.service.checkpoints import write_checkpoint
+from tests.service.checkpoints import CACHE_BYTES, write_checkpoint
 from tests.service.running import Running, Start, read_events, wait_until
 
 PATHS = {
@@ -19,8 +19,9 @@ PATHS = {
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_client_that_leaves_ends_all_its_sequences(tmp_path: Any, start: Start, path: str) -> None:
-    service = start(model=str(write_checkpoint(tmp_path / "long", max_position_embeddings=4096)))
-    body = PATHS[path] | {"max_tokens": 4000, "ignore_eos": True, "stream": True}
+    directory = write_checkpoint(tmp_path / "long", max_position_embeddings=1 << 16)
+    service = start(model=str(directory), cache_bytes=CACHE_BYTES)
+    body = PATHS[path] | {"max_tokens": 30_000, "ignore_eos": True, "stream": True}
     with service.client.stream("POST", path, json=body) as response:
         next(response.iter_bytes())
         assert service.metric("num_requests_running") > 0
