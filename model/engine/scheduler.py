@@ -4,7 +4,7 @@ There is one rule for prompts and decoding alike: a step computes tokens that ar
 budget. Decoding sequences come first, with one token each. Prompts share the rest of the budget, the oldest first; if
 there are fewer prompts than decoding sequences, they take no more than `StepBudget` allows. Costly sequences, such as
 those with a logit lens, decode in every third step only while other sequences decode. If the cache runs out of blocks,
-the youngest sequence gives up its blocks and is computed again later.
+a sequence gives up its blocks and is computed again later: the youngest one of the owner with the most running ones.
 
 Places and blocks are shared between owners, not between sequences. A place goes to the owner with the fewest running
 sequences, and the oldest of its sequences. An owner with at least two running sequences more than another one, which

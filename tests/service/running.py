@@ -34,8 +34,6 @@ PATIENCE_SECONDS = 60.0
 LOADING_SECONDS = 300.0  # the first start on a machine compiles the kernels
 Result = TypeVar("Result")
 Start = Callable[..., "Running"]
-
-
 LARGE_WIDTH = 500  # published models have more
 # A service collects and freezes all objects when it is ready. In a process of tests, that takes half a second.
 pytest.MonkeyPatch().setattr("service.app.gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None))

@@ -166,11 +166,11 @@ def seal(library: Path) -> None:
 def is_whole(library: Path) -> bool:
     """Whether a library has been written completely. Loading a part of one would end the process.
 
-    Logs that a file is damaged. There is no log line if there is no file.
+    Logs that a file is damaged. There is no log line if there is no file that can be read.
     """
     try:
         content = library.read_bytes()
-    except FileNotFoundError:
+    except OSError:
         return False
     size = len(content) - hashlib.sha256().digest_size
     if size > 0 and hashlib.sha256(content[:size]).digest() == content[size:]:
