@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from fastapi import Depends, FastAPI
-from fastapi_offline import FastAPIOffline
 
 from model import __version__
 from model.analysis.auto_quantization import resolve
@@ -33,12 +32,13 @@ from model.network.translators import Translators
 from model.worked_examples import WORKED_EXAMPLES
 from service.http.access_log import AccessLog
 from service.http.cors import Cors
+from service.http.documentation import add_documentation
 from service.http.errors import InternalErrors, install_error_handlers
 from service.http.gate import Gate
-from service.http.memory import trim_forever
 from service.http.openapi import API_KEY, error_answers
 from service.http.page_files import PageFiles
 from service.http.request_spans import RequestSpans
+from service.memory import trim_forever
 from service.metrics import PAGE_PATH, HttpMetrics
 from service.routes import attribute, compare, forward, generate, health, logits, patterns, status, tokenize, vectors
 from service.routes import model as model_route
@@ -72,7 +72,7 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None,
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         background = (
             load(state, on_failure),
-            trim_forever(state.worker.run_maintenance, state.buffers),
+            trim_forever(state.worker.run_maintenance),
             state.token_rates.sample_forever(),
         )
         tasks = [asyncio.create_task(coroutine) for coroutine in background]
@@ -84,18 +84,23 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None,
         state.worker.close()
         end_ranks(state)
 
-    app = FastAPIOffline(  # its pages load nothing from other servers
-        title="Forwardscope", version=__version__, description=DESCRIPTION, lifespan=lifespan, redirect_slashes=False
+    app = FastAPI(
+        title="Forwardscope",
+        version=__version__,
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,  # the pages are those of `add_documentation`
+        redoc_url=None,
     )
+    add_documentation(app)
     app.state.forwardscope = state
     install_error_handlers(app)
     protected = [] if settings.api_key is None else [Depends(API_KEY)]
     for route in (forward, logits, patterns, generate, attribute, compare, tokenize, completions, chat):
         app.include_router(route.router, responses=error_answers(), dependencies=protected)
-    app.include_router(model_route.router, dependencies=protected)
-    app.include_router(vectors.router, dependencies=protected)
-    app.include_router(status.router, dependencies=protected)
-    app.include_router(openai_models.router, dependencies=protected)
+    for route in (model_route, vectors, status, openai_models):
+        app.include_router(route.router, responses=error_answers(401), dependencies=protected)
     app.include_router(health.router)
     if settings.page:
         files = PageFiles()

@@ -25,12 +25,11 @@ class ProcessMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         if self._start_time is None:
             return
-        virtual, resident = map(int, (PROCESS / "statm").read_bytes().split()[:2])
+        virtual, resident = memory_bytes()
         used = resource.getrusage(resource.RUSAGE_SELF)
         max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        page = resource.getpagesize()
-        yield GaugeMetricFamily("process_virtual_memory_bytes", "Virtual memory size in bytes.", virtual * page)
-        yield GaugeMetricFamily("process_resident_memory_bytes", "Resident memory size in bytes.", resident * page)
+        yield GaugeMetricFamily("process_virtual_memory_bytes", "Virtual memory size in bytes.", virtual)
+        yield GaugeMetricFamily("process_resident_memory_bytes", "Resident memory size in bytes.", resident)
         yield self._start_time
         yield CounterMetricFamily(
             "process_cpu_seconds_total",
@@ -39,6 +38,12 @@ class ProcessMetrics(Collector):
         )
         yield GaugeMetricFamily("process_open_fds", "Number of open file descriptors.", num_open_files())
         yield GaugeMetricFamily("process_max_fds", "Maximum number of open file descriptors.", max_files)
+
+
+def memory_bytes() -> tuple[int, int]:
+    """The virtual and the resident memory of this process."""
+    virtual, resident = map(int, (PROCESS / "statm").read_bytes().split()[:2])
+    return virtual * resource.getpagesize(), resident * resource.getpagesize()
 
 
 def num_open_files() -> int:

@@ -113,14 +113,14 @@ class Worker:
 
         self._inbox.put(install)
 
-    def admit(self, requests: Sequence[Request], arrived: float) -> RequestStream:
+    def admit(self, requests: Sequence[Request], arrived: float, *, in_series: bool = False) -> RequestStream:
         """Admit all requests or none. The caller must close the returned stream.
 
         The timeout counts from `arrived`, in seconds of `time.perf_counter`. Raises 429 if too many requests wait, and
-        503 on shutdown.
+        503 on shutdown; requests of a `series` that has begun are still admitted in the grace period.
         """
         num_tokens = sum(request.params.n * len(request.prompt_ids) for request in requests)
-        self.check_room(num_tokens, num_requests=len(requests))
+        self.check_room(num_tokens, num_requests=len(requests), in_series=in_series)
         progress = [Progress(num_prompt=len(request.prompt_ids), arrived=arrived) for request in requests]
         seconds_left = max(0.0, arrived + self._limits.timeout_seconds - time.perf_counter())
         stream = RequestStream(self, requests, progress, seconds_left, self._buffers)
@@ -326,13 +326,13 @@ class Worker:
         started = sum(stream.progress[id].started is not None for id, stream in self._streams.items())
         return started + sum(job.running() for job in self._jobs_in_flight)
 
-    def check_room(self, num_tokens: int, num_requests: int = 1) -> None:
+    def check_room(self, num_tokens: int, num_requests: int = 1, *, in_series: bool = False) -> None:
         """Raise 429 if requests with `num_tokens` prompt tokens together may not wait, or 503 on shutdown.
 
         The first `max_running` requests are always admitted. Each choice of a waiting generation counts as one waiting
         request. Prompt tokens of waiting passes are not counted.
         """
-        if self._is_draining:
+        if self._has_given_up or (self._is_draining and not in_series):
             raise draining()
         limits = self._limits
         if self._num_network_admitted < limits.max_running:

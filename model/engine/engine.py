@@ -13,6 +13,7 @@ import torch
 from model.engine.block_pool import BlockPool
 from model.engine.cache import KVCacheDtype, PagedCache, bytes_of_token
 from model.engine.continuation import Continuation, SequenceResult
+from model.engine.extra_costs import ExtraCosts
 from model.engine.prompt_lookup import PromptLookup, accept_draft
 from model.engine.request import Output, Request, Step
 from model.engine.runner import ForwardResult, Runner
@@ -174,6 +175,8 @@ class Engine:
         shares_prefix = request.tap is None and request.params.prompt_logprobs is None
         traced_positions = None if request.trace is None else request.trace.selection.positions
         max_length = len(request.prompt_ids) + request.params.max_tokens
+        # Traces do not count where bits depend on which sequences share a step: they would change the tokens.
+        extra_costs = ExtraCosts(request, self._model.config, traces=self._model.batch_invariant)
         leader: SequenceState | None = None
         for index in range(request.params.n):
             self._num_sequences += 1
@@ -188,7 +191,7 @@ class Engine:
                 max_length=max_length,
                 adapter=request.adapter,
                 digest_edits=None if request.edits is None else request.edits.digest,
-                is_costly=self._is_costly(request),
+                extra_cost=extra_costs or None,
                 owner=request.owner or request.id,
             )
             leader = leader or sequence
@@ -198,14 +201,6 @@ class Engine:
             self._requests.setdefault(request.id, []).append(continuation)
             self._continuations[sequence] = continuation
             self._scheduler.add(sequence)
-
-    def _is_costly(self, request: Request) -> bool:
-        """Whether the request decodes in fewer steps, because it computes a logit lens.
-
-        Only if no bit depends on which sequences share a step: otherwise the trace could change the tokens.
-        """
-        has_lens = request.trace is not None and request.trace.logit_lens is not None
-        return has_lens and self._model.batch_invariant
 
     def _cache_salt(self, request: Request, max_length: int) -> str | None:
         """Sequences share computed blocks only if all that their keys and values depend on is equal."""

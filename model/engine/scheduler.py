@@ -2,9 +2,12 @@
 
 There is one rule for prompts and decoding alike: a step computes tokens that are not computed yet, up to a token
 budget. Decoding sequences come first, with one token each. Prompts share the rest of the budget, the oldest first; if
-there are fewer prompts than decoding sequences, they take no more than `StepBudget` allows. Costly sequences, such as
-those with a logit lens, decode in every third step only while other sequences decode. If the cache runs out of blocks,
-a sequence gives up its blocks and is computed again later: the youngest one of the owner with the most running ones.
+there are fewer prompts than decoding sequences, they take no more than `StepBudget` allows. If the cache runs out of
+blocks, a sequence gives up its blocks and is computed again later: the youngest one of the owner with the most running
+ones.
+
+Edits and traces have a budget of their own, in seconds: sequences that add to the time of a step take turns, owner by
+owner, and while others run, they have a share of the time.
 
 Places and blocks are shared between owners, not between sequences. A place goes to the owner with the fewest running
 sequences, and the oldest of its sequences. An owner with at least two running sequences more than another one, which
@@ -23,7 +26,8 @@ from model.engine.sequence import SequenceState
 from model.engine.step_budget import StepBudget
 from model.errors import InvalidField
 
-COSTLY_INTERVAL = 3  # of this many steps, costly sequences decode in one, so that others are hardly slower
+EXTRA_BESIDE_OTHERS, EXTRA_ALONE = 0.04, 0.3  # seconds that edits and traces may add to a step
+EXTRA_SHARE = 0.3  # of the time of all steps, while sequences run that have neither
 
 
 class ScheduledSequence:
@@ -93,6 +97,10 @@ class Scheduler:
         self._budget = StepBudget(max_stretch)
         self._num_steps = 0
         self._unwritten_blocks: list[int] = []  # of the step that is being planned
+        self._extra_left = 0.0  # seconds of edits and traces that the step may still have
+        self._credit = 0.0  # seconds of edits and traces that others have left to them; negative: they took more
+        self._last_seconds = 0.0  # of the last step
+        self._last_steps: dict[Hashable, int] = {}  # in which a sequence of an owner decoded with edits or a trace
         self._num_sequences: Counter[Hashable] = Counter()  # of each owner, waiting or running
         self._num_groups = 0  # owners with several sequences; without any, the oldest sequence comes first
 
@@ -110,6 +118,7 @@ class Scheduler:
         self._num_sequences[sequence.owner] -= 1
         if not self._num_sequences[sequence.owner]:
             del self._num_sequences[sequence.owner]
+            self._last_steps.pop(sequence.owner, None)
         if sequence in self.running:
             self.running.remove(sequence)
             self._release(sequence)
@@ -123,7 +132,9 @@ class Scheduler:
         for sequence in [s for s in self.running if s.paused]:
             self._preempt(sequence)  # other sequences can use its blocks and its place
         self._share_places()
-        decoding = [sequence for sequence in self._decoding() if self._make_room(sequence)]
+        turns = self._take_turns()
+        decoding = [s for s in self.running if s.num_missing == 1 and turns.get(s, 1)]
+        decoding = [sequence for sequence in decoding if self._make_room(sequence)]
         planned = [ScheduledSequence(sequence, 1) for sequence in decoding if sequence.blocks]  # not preempted since
         budget = self._max_tokens - len(planned)
         prompts = [s for s in self.running if s.num_missing > 1]
@@ -132,11 +143,12 @@ class Scheduler:
         if 0 < len(prompts) + num_entering < len(planned):
             budget = min(budget, self._budget.max_prompt_tokens(len(planned)))
         for sequence in prompts:
-            budget -= self._schedule_prompt(sequence, budget, planned)
+            budget -= self._schedule_prompt(sequence, min(budget, turns.get(sequence, budget)), planned)
         for sequence in self._in_turn():
             if budget <= 0 or len(self.running) == self._max_sequences or not self._admit(sequence):
                 break  # later sequences do not overtake this one
-            budget -= self._schedule_prompt(sequence, budget, planned)
+            most = min(budget, sequence.num_missing)
+            budget -= self._schedule_prompt(sequence, self._num_affordable(sequence, most), planned)
         if drafts and all(each.is_decoding for each in planned):
             planned = self._with_drafts(planned)
         return StepPlan(planned, self._unwritten_blocks)
@@ -158,6 +170,7 @@ class Scheduler:
                 size = self.pool.block_size
                 for index in range(before // size, sequence.num_computed // size):
                     self.pool.register(sequence.blocks[index], sequence.block_hash(index, size))
+        self._last_seconds = seconds or 0.0
         if seconds is not None:
             self._budget.observe(plan.num_tokens, seconds, replayed=replayed)
 
@@ -177,13 +190,48 @@ class Scheduler:
         self.pool.release(sequence.blocks[num_blocks:])
         del sequence.blocks[num_blocks:]
 
-    def _decoding(self) -> list[SequenceState]:
-        """The sequences that decode in the next step."""
-        decoding = [s for s in self.running if s.num_missing == 1]
+    def _take_turns(self) -> dict[SequenceState, int]:
+        """How many tokens running sequences with edits or traces may compute in the next step.
+
+        The first turn is that of the owner that has waited longest, and the second one that of another owner.
+        """
+        runs_plain = any(sequence.extra_cost is None for sequence in self.running)
+        is_alone = not runs_plain and all(sequence.extra_cost is not None for sequence in self.waiting)
+        self._extra_left = EXTRA_ALONE if is_alone else EXTRA_BESIDE_OTHERS
+        earned = EXTRA_SHARE * self._last_seconds
+        self._credit = min(self._credit + earned, self._extra_left) if runs_plain else self._extra_left
         self._num_steps += 1
-        if self._num_steps % COSTLY_INTERVAL == 0:
-            return decoding
-        return [s for s in decoding if not s.is_costly] or decoding
+        num_before: Counter[Hashable] = Counter()  # of the same owner
+        turns = []
+        costly = [sequence for sequence in self.running if sequence.extra_cost is not None]
+        for sequence in sorted(costly, key=lambda sequence: sequence.last_step):
+            owner = sequence.owner
+            turns.append((num_before[owner], self._last_steps.get(owner, 0), sequence.order, sequence))
+            num_before[owner] += 1
+        return {
+            sequence: self._num_affordable(sequence, min(sequence.num_missing, self._max_tokens))
+            for *_, sequence in sorted(turns)
+        }
+
+    def _num_affordable(self, sequence: SequenceState, most: int) -> int:
+        """As many of the next `most` tokens as edits and traces leave time for; 0 if there is none.
+
+        What a step costs without regard to its tokens is worth as much again for tokens, so that a prompt ends soon.
+        """
+        if sequence.extra_cost is None:
+            return most
+        for_one, for_most = (sequence.extra_cost(sequence.num_computed, number).most for number in (1, most))
+        if not for_most:
+            return most
+        if self._credit <= 0 or self._extra_left < min(for_one, EXTRA_BESIDE_OTHERS):
+            return 0
+        room = max(self._extra_left, 2 * for_one)
+        num_new = most if for_most <= room else 1 + int((most - 1) * (room - for_one) / (for_most - for_one))
+        cost = sequence.extra_cost(sequence.num_computed, num_new)
+        self._extra_left -= cost.most
+        self._credit -= cost.usual
+        sequence.last_step = self._last_steps[sequence.owner] = self._num_steps
+        return num_new
 
     def _with_drafts(self, decoding: list[ScheduledSequence]) -> list[ScheduledSequence]:
         """Add drafts as long as there is room in the cache, and in a step of at most `MAX_DRAFT` + 1 tokens."""

@@ -4,8 +4,16 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 from model.engine.prompt_lookup import PromptLookup
+
+
+class ExtraCost(NamedTuple):
+    """What edits and traces add to a step: seconds, `usual` if the step is replayed, as most are, and `most` if not."""
+
+    usual: float
+    most: float
 
 
 class SequenceState:
@@ -19,7 +27,8 @@ class SequenceState:
     follow; without it nothing is drafted. `adapter` is the name of the adapter that computes the sequence. Sequences of
     one `owner` share the places that one gets; by default, each sequence is its own owner.
     `digest_edits` gives a digest of the edits that change the positions from one up to another; None: none do.
-    A sequence that `is_costly` adds more to the time of a step than a token does, so it decodes in fewer steps.
+    `extra_cost` estimates what edits and traces add to the time of a step, from the position of the first new token and
+    the number of new tokens; None: nothing.
     """
 
     __slots__ = (
@@ -28,8 +37,9 @@ class SequenceState:
         "_root",
         "adapter",
         "blocks",
+        "extra_cost",
         "has_ended",
-        "is_costly",
+        "last_step",
         "lookup",
         "max_cached",
         "max_length",
@@ -56,7 +66,7 @@ class SequenceState:
         max_length: int = sys.maxsize,
         adapter: str | None = None,
         digest_edits: Callable[[int, int], bytes | None] | None = None,
-        is_costly: bool = False,
+        extra_cost: Callable[[int, int], ExtraCost] | None = None,
         owner: Hashable | None = None,
     ) -> None:
         self.order = order
@@ -71,7 +81,8 @@ class SequenceState:
         self.max_cached = max_cached
         self.max_length = max_length
         self.prefix_leader = prefix_leader
-        self.is_costly = is_costly
+        self.extra_cost = extra_cost
+        self.last_step = 0  # in which it was computed, if it has an `extra_cost`
         self.paused = False
         self.has_ended = False
         self.lookup: PromptLookup | None = None

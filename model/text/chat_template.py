@@ -118,6 +118,7 @@ class ChatTemplate:
         name: str | None = None,
         variables: Mapping[str, Any] | None = None,
         allow_special_tokens: bool = False,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """The token ids of the prompt.
 
@@ -130,6 +131,7 @@ class ChatTemplate:
         end its own message and begin another one. With `allow_special_tokens` it is the token, as in transformers.
 
         Raises `InvalidField`. Its field is "messages" if the template refuses them, or takes too much time or memory.
+        Raises `TooManyTokens` for a prompt that is clearly too long for `max_tokens`.
         """
         text = self._render(
             messages,
@@ -143,8 +145,8 @@ class ChatTemplate:
         )
         # The template writes a begin-of-sequence token itself, if the model needs one.
         if not allow_special_tokens and not (self._only_literal_matches and self._names.are_the_only_ones(text)):
-            return self._renamed.encode(text, add_special_tokens=False)
-        return self._tokenizer.encode(self._names.show(text), add_special_tokens=False)
+            return self._renamed.encode(text, add_special_tokens=False, max_tokens=max_tokens)
+        return self._tokenizer.encode(self._names.show(text), add_special_tokens=False, max_tokens=max_tokens)
 
     @cached_property
     def _renamed(self) -> Tokenizer:

@@ -16,6 +16,15 @@ MAX_MISSING_IDS = 1 << 16  # below the largest id
 MAX_FILE_BYTES = 128 << 20  # published files have up to 35 MB
 REPLACEMENT = "\ufffd"  # decoders write it for bytes that are not UTF-8
 MAX_CHARACTER_BYTES = 4  # in UTF-8
+PIECE_CHARACTERS = 1 << 16  # of a long text that are tokenized at a time, to see whether it is too long
+
+
+class TooManyTokens(ValueError):
+    """A text has more tokens than it may have: `num_tokens` or more."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"has at least {num_tokens} tokens")
+        self.num_tokens = num_tokens
 
 
 class Tokenizer:
@@ -82,14 +91,39 @@ class Tokenizer:
     def save(self, path: Path) -> None:
         self._backend.save(str(path))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """The token ids of a text.
 
-        With `add_special_tokens`, the checkpoint's post-processor adds tokens such as begin-of-sequence.
+        With `add_special_tokens`, the checkpoint's post-processor adds tokens such as begin-of-sequence. Raises
+        `TooManyTokens` for a text that is clearly too long for `max_tokens`, before its tokens take memory.
         """
+        if max_tokens is not None:
+            self.check_bytes(text, max_tokens)
+            self._check_pieces(text, max_tokens)
         # A batch of one, because the library's `encode` holds the GIL, which would stop all other threads.
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
+
+    def check_bytes(self, text: str, max_tokens: int) -> None:
+        """Raise `TooManyTokens` if the bytes of a text need more than `max_tokens` tokens."""
+        if self.max_bytes_per_token is not None:
+            fewest = -(-len(text.encode()) // self.max_bytes_per_token)
+            if fewest > max_tokens:
+                raise TooManyTokens(fewest)
+
+    def _check_pieces(self, text: str, max_tokens: int) -> None:
+        """Raise `TooManyTokens` if the pieces of a long text have more than twice `max_tokens` tokens.
+
+        A token of the text can be two tokens where it is cut between pieces, and a few words can be split otherwise.
+        So half of the sum is less than what the whole text has.
+        """
+        if len(text) <= max(PIECE_CHARACTERS, 2 * max_tokens):
+            return
+        num_tokens = 0
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            num_tokens += len(self.encode(text[start : start + PIECE_CHARACTERS], add_special_tokens=False))
+            if num_tokens > 2 * max_tokens:
+                raise TooManyTokens(num_tokens // 2)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)

@@ -9,8 +9,9 @@ from fastapi import Request
 from model.checkpoints.load import Checkpoint
 from model.errors import InvalidField
 from model.text.chat_template import ChatTemplate
+from model.text.tokenizer import TooManyTokens
 from service.answers.openai_answers import check_implemented
-from service.answers.prompts import check_prompt_ids
+from service.answers.prompts import check_prompt_ids, too_long
 from service.answers.tool_calls import refuse_constant, without_tools
 from service.http.disconnects import unless_disconnected
 from service.http.errors import invalid
@@ -61,6 +62,7 @@ async def conversation_ids(
             continue_final_message=body.continue_final_message,
             variables=variables,
             allow_special_tokens=body.allow_special_tokens,
+            max_tokens=checkpoint.model.config.max_positions,
         )
 
     num_bytes = get_reservation(request).num_bytes
@@ -70,6 +72,8 @@ async def conversation_ids(
         ids = await (job if num_bytes <= SHORT_TEXT else unless_disconnected(request, job))
     except InvalidField as error:
         raise invalid(error.field, error.reason) from None
+    except TooManyTokens as error:
+        raise too_long("messages", f"at least {error.num_tokens}", checkpoint.model.config.max_positions) from None
     check_prompt_ids(ids, checkpoint, "messages")
     return ids
 

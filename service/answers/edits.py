@@ -34,6 +34,7 @@ Result = TypeVar("Result")
 Operand = Tensor | Mapping[str, Tensor]
 BYTES_PER_CHECK = 1 << 16  # planning this many bytes of vectors takes about as long as checking a glob
 PLANNED_BYTES = 12  # of a number of a vector in a plan: in float32, and in float64
+MAX_PLANNED_STAGES = 1 << 14  # in the plans of all prompts together; planning them takes about 0.2 seconds
 
 
 async def read_edits(
@@ -82,6 +83,7 @@ class EditPlanner:
         self._named = named
         self._checkpoint = checkpoint
         self._plans: dict[tuple[int, ...], EditPlan] = {}
+        self._num_stages = 0  # that these plans change
         # A plan depends on the length of the prompt alone, unless an edit takes the mean over the prompt itself.
         self._depends_on_ids = any(body.op == "mean" and body.source is None for body in bodies)
 
@@ -113,6 +115,13 @@ class EditPlanner:
             except InvalidField as error:
                 of_prompt = "" if prompt_param == "prompt" else f" (for {prompt_param})"
                 raise invalid(error.field, f"{error.reason}{of_prompt}") from None
+            self._num_stages += sum(len(match.stages) for match in plan.matches)
+            if self._num_stages > MAX_PLANNED_STAGES:
+                reason = (
+                    f"change more than {MAX_PLANNED_STAGES} stages for all prompts together, each length of prompt "
+                    "counted once; send fewer prompts in one request, or edits of fewer stages"
+                )
+                raise invalid("edits", reason)
             self._plans[key] = plan
         return self._plans[key]
 

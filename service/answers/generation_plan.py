@@ -5,6 +5,7 @@ A route reads its prompts and the fields that only it has (`Options`).
 
 import secrets
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -160,7 +161,8 @@ def make_plan(
         budgets.append(make_budget(None, params, checkpoint, len(ids), max_step_tokens))
         budgets.append(make_changes_budget(state, checkpoint, num_positions, params.n))
     budget = total(budgets)
-    edits_bytes = params.n * sum(answer_bytes(each) for each in edit_plans if each is not None)
+    uses = Counter(each for each in edit_plans if each is not None)  # prompts of one length share a plan
+    edits_bytes = params.n * sum(number * answer_bytes(each) for each, number in uses.items())
     budget = replace(budget, response_bytes=budget.response_bytes + edits_bytes)
     return Plan(request_id, requests, edit_plans, trace, budget, 0 if body.stream else budget.response_bytes)
 

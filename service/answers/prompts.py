@@ -1,6 +1,5 @@
 """Prompts and tokens of requests: checked, tokenized, and described in answers."""
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -9,6 +8,7 @@ from fastapi import Request
 
 from model.checkpoints.load import Checkpoint
 from model.errors import shortened
+from model.text.tokenizer import TooManyTokens
 from service.http.disconnects import unless_disconnected
 from service.http.errors import ApiError, invalid
 from service.state import State
@@ -49,14 +49,16 @@ async def prompt_ids(
         raise invalid(param, "this checkpoint has no tokenizer.json; send a list of token ids", "no_tokenizer")
     else:
         num_bytes = len(prompt.encode())
-        if tokenizer.max_bytes_per_token:
-            fewest = num_bytes / tokenizer.max_bytes_per_token
-            if fewest > config.max_positions:
-                raise too_long(param, f"at least {math.ceil(fewest)}", config.max_positions)
-        state.worker.check_room(0)  # refuse before the work of tokenizing, not after it
-        encode = partial(tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
-        job = state.worker.run_text(encode, num_bytes)
-        ids = await (job if num_bytes <= SHORT_TEXT else unless_disconnected(request, job))
+        encode = partial(
+            tokenizer.encode, prompt, add_special_tokens=add_special_tokens, max_tokens=config.max_positions
+        )
+        try:
+            tokenizer.check_bytes(prompt, config.max_positions)
+            state.worker.check_room(0)  # refuse before the work of tokenizing, not after it
+            job = state.worker.run_text(encode, num_bytes)
+            ids = await (job if num_bytes <= SHORT_TEXT else unless_disconnected(request, job))
+        except TooManyTokens as error:
+            raise too_long(param, f"at least {error.num_tokens}", config.max_positions) from None
     check_prompt_ids(ids, checkpoint, param)
     return ids
 

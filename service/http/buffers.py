@@ -11,7 +11,6 @@ class Buffers:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self.num_counted = 0  # total since the start, without subtractions
 
     @property
     def is_full(self) -> bool:
@@ -20,7 +19,6 @@ class Buffers:
     def count(self, num_bytes: int) -> None:
         """Add bytes that are now held; a negative number subtracts bytes that were freed."""
         self.num_bytes += num_bytes
-        self.num_counted += max(0, num_bytes)
 
 
 class Reservation:

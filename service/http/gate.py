@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.http.buffers import Buffers, Reservation
+from service.http.documentation import DOCUMENTATION_FILES, DOCUMENTATION_PATHS
 from service.http.errors import ApiError, ClientGone, error_response
 from service.metrics import PAGE_PATH
 from service.settings import is_address
@@ -23,8 +24,8 @@ from service.settings import is_address
 HEALTH_PATHS = frozenset({"/health", "/ready"})  # begin at once, without `Turnstile`
 OPERATION_PATHS = HEALTH_PATHS | {"/metrics"}
 # These need no API key, because orchestrators and browsers have none. The web page asks its user for the key.
-PUBLIC_PATHS = OPERATION_PATHS | {"/", "/docs", "/redoc", "/openapi.json"}
-PUBLIC_PREFIXES = ("/static-offline-docs/", f"{PAGE_PATH}/")
+PUBLIC_PATHS = OPERATION_PATHS | DOCUMENTATION_PATHS | {"/", "/openapi.json"}
+PUBLIC_PREFIXES = (f"{DOCUMENTATION_FILES}/", f"{PAGE_PATH}/")
 STORING_METHODS = frozenset({"PUT", "DELETE"})  # allowed only if the server has an API key
 HOST = re.compile(r"(\[(?P<address>[^\]]*)\]|(?P<name>[^:]*))(:\d*)?")
 PIECE = 1 << 18  # bytes of a response that are passed to the connection at a time

@@ -28,7 +28,7 @@ BODY: dict[str, Any] = {
     "/vectors",
     summary="The named vectors that edits may use",
     response_model=None,
-    responses={200: {"model": VectorsAnswer, "description": "The vectors"}, **error_answers(401, 503)},
+    responses={200: {"model": VectorsAnswer, "description": "The vectors"}, **error_answers(503)},
 )
 async def vectors(state: StateDep, checkpoint: CheckpointDep) -> Response:
     # Encoded without a check of each entry, which would take a second for very many tensors.
@@ -38,7 +38,7 @@ async def vectors(state: StateDep, checkpoint: CheckpointDep) -> Response:
 @router.put(
     "/vectors/{name}",
     summary="Store a vector, as safetensors, or replace it",
-    responses=error_answers(400, 401, 403, 408, 413, 415, 422, 429, 503),
+    responses=error_answers(400, 403, 408, 413, 415, 422, 429, 503),
     openapi_extra=BODY,
 )
 async def put_vector(name: str, request: Request, state: StateDep, checkpoint: CheckpointDep) -> VectorAnswer:
@@ -59,9 +59,7 @@ async def put_vector(name: str, request: Request, state: StateDep, checkpoint: C
     return VectorAnswer(**describe(state.vectors.put(name, vector)))
 
 
-@router.delete(
-    "/vectors/{name}", summary="Delete a stored vector", responses=error_answers(400, 401, 403, 404, 422, 503)
-)
+@router.delete("/vectors/{name}", summary="Delete a stored vector", responses=error_answers(400, 403, 404, 422, 503))
 async def delete_vector(name: str, state: StateDep, checkpoint: CheckpointDep) -> VectorAnswer:
     return VectorAnswer(**describe(state.vectors.delete(name)))
 

@@ -7,14 +7,24 @@ position. A block that is reused too early or too late, or that two sequences wr
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 
 from model.engine.block_pool import BlockPool
 from model.engine.prompt_lookup import PromptLookup
-from model.engine.scheduler import ScheduledSequence, Scheduler, StepPlan
-from model.engine.sequence import SequenceState
+from model.engine.scheduler import EXTRA_ALONE, EXTRA_BESIDE_OTHERS, ScheduledSequence, Scheduler, StepPlan
+from model.engine.sequence import ExtraCost, SequenceState
 
 Cost = Callable[[int], float]  # number of tokens in a step -> seconds that the step takes
+
+
+Extra = tuple[float, float]  # seconds that a sequence adds to each step, and for each token
+
+
+def extra_cost(extra: Extra, start: int, num_new: int) -> ExtraCost:
+    """Replayed steps of one token take half of the time."""
+    seconds = extra[0] + num_new * extra[1]
+    return ExtraCost(seconds / 2 if num_new == 1 else seconds, seconds)
 
 
 class LongestDrafts(PromptLookup):
@@ -71,11 +81,17 @@ class Simulation:
         shares_prefix: bool = True,
         prefix_leader: SequenceState | None = None,
         owner: str | None = None,
+        extra: Extra | None = None,
     ) -> SequenceState:
         """Add a sequence that ends when it has `num_new` tokens after its prompt."""
         self._num_sequences += 1
         sequence = SequenceState(
-            self._num_sequences, prompt, shares_prefix=shares_prefix, prefix_leader=prefix_leader, owner=owner
+            self._num_sequences,
+            prompt,
+            shares_prefix=shares_prefix,
+            prefix_leader=prefix_leader,
+            owner=owner,
+            extra_cost=None if extra is None else partial(extra_cost, extra),
         )
         if self.drafts:
             sequence.lookup = LongestDrafts(len(prompt) + num_new)
@@ -140,7 +156,8 @@ class Simulation:
         for num_steps in range(bound):
             if not self.final_lengths:
                 return num_steps
-            assert self.step(), "no sequence makes progress"
+            # Nothing is computed where the only sequence without edits has just given up its blocks.
+            assert self.step() or self.step(), "no sequence makes progress"
         raise AssertionError(f"after {bound} steps there still are {self.running} and {self.waiting}")
 
     def _check(
@@ -168,8 +185,10 @@ class Simulation:
             if draft:
                 assert scheduled.is_decoding
                 assert all(other.is_decoding for other in plan.sequences), "a draft in a step with prompts"
+        decoding = [s for s in decoding if s.extra_cost is None or s in by_sequence]  # the others wait for their turn
         first = [scheduled.sequence for scheduled in plan.sequences[: len(decoding)]]
         assert decoding == first, "a decoding sequence is left out, or does not come first"
+        self._check_extra_costs(plan, running)
         assert not any(sequence.paused for sequence in self.running)
         has_groups = len({sequence.owner for sequence in self.final_lengths}) < len(self.final_lengths)
         for sequence in preempted:
@@ -184,8 +203,22 @@ class Simulation:
                 continue  # see _check_admission
             ranks = list(zip(are_admitted, (scheduled.sequence.order, next_scheduled.sequence.order), strict=True))
             assert ranks == sorted(ranks), "running prompts come before admitted ones, the oldest first"
-            assert scheduled.reaches_newest_token, "a younger prompt is computed before an older one is finished"
+            is_free = scheduled.sequence.extra_cost is None
+            assert scheduled.reaches_newest_token or not is_free, (
+                "a younger prompt is computed before an older one is finished"
+            )
         self._check_admission(running, waiting)
+
+    def _check_extra_costs(self, plan: StepPlan, running: list[SequenceState]) -> None:
+        """A step has edits and traces up to the limit, and the last one may be as long as a step with one token."""
+        costs, singles = list[float](), list[float]()
+        for scheduled in plan.sequences:
+            if (cost := scheduled.sequence.extra_cost) is not None:
+                costs.append(cost(scheduled.start, scheduled.num_new - len(scheduled.draft)).most)
+                singles.append(cost(scheduled.start, 1).most)
+        has_plain = any(sequence.extra_cost is None for sequence in running)
+        limit = EXTRA_BESIDE_OTHERS if has_plain else EXTRA_ALONE
+        assert sum(costs) <= limit + 2 * max(singles, default=0.0) + 1e-9
 
     def _check_admission(self, running: list[SequenceState], waiting: list[SequenceState]) -> None:
         admitted = [sequence for sequence in self.running if sequence not in running]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.engine import extra_costs
 from model.engine.decode_graphs import DecodeGraphs
 from model.engine.engine import Engine
 from model.engine.lazy_sequence import LazySequence
@@ -295,7 +296,7 @@ def tokens_per_step(engine: Engine, num_steps: int) -> dict[str, list[int]]:
     return found
 
 
-def test_a_stream_with_a_lens_takes_part_in_every_third_step_beside_others() -> None:
+def test_a_stream_with_a_costly_lens_leaves_most_of_the_time_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lens is a row of the head for each block, so otherwise it would slow down the streams of others."""
     model = served("llama")
     requests = [
@@ -303,15 +304,16 @@ def test_a_stream_with_a_lens_takes_part_in_every_third_step_beside_others() -> 
         ask("plain", prompt(6, seed=2), max_tokens=25),
         traced(model, ask("summaries", prompt(5, seed=3), max_tokens=25), "summaries of all stages"),
     ]
-    expected = {key: result for request in requests for key, result in run(new_engine(model), request).items()}
+    monkeypatch.setattr(extra_costs, "LOGIT", 1e-6)
     engine = new_engine(model)
     for request in requests:
         engine.add(request)
     found = tokens_per_step(engine, 21)
-    assert found["plain"] == found["summaries"] == [1] * 21
-    assert found["lens"][0] == 1  # of the prompt
-    assert all(sum(found["lens"][step : step + 3]) == 1 for step in range(1, 19))
-    assert_same_bits(run(new_engine(model), *requests), expected)
+    assert found["plain"] == [1] * 21
+    assert 1 <= sum(found["lens"]) < 10
+    alone = run(new_engine(model), requests[0])
+    beside = run(new_engine(model), *requests)
+    assert_same_bits({key: beside[key] for key in alone}, alone)
 
 
 def test_streams_with_lenses_take_part_in_every_step_if_all_have_one() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from model.engine.block_pool import BlockPool
 from model.engine.prompt_lookup import MAX_DRAFT
-from model.engine.scheduler import Scheduler
+from model.engine.scheduler import EXTRA_BESIDE_OTHERS, Scheduler
 from model.engine.sequence import SequenceState
 from model.engine.step_budget import MIN_TOKENS
 from tests.engine.simulation import Simulation
@@ -30,6 +30,7 @@ ADD = st.tuples(
     st.integers(0, 4),
     st.sampled_from([1, 1, 2, 3]),
     st.sampled_from([None, None, "a", "b"]),
+    st.sampled_from([None, None, None, (0.0, 0.0), (0.0, 0.03), (0.05, 0.001), (1.0, 0.5)]),
 )
 STEP = st.tuples(st.just("step"), st.integers(1, 6))
 FAIL = st.tuples(st.just("fail"))
@@ -71,10 +72,11 @@ def test_every_sequence_ends_whatever_is_added_removed_and_paused(
     for kind, *values in events:
         sequences = list(simulation.final_lengths)
         if kind == "add":
-            prompt, num_new, sharing, num_choices, owner = values
+            prompt, num_new, sharing, num_choices, owner, extra = values
             leader = None
             for _ in range(num_choices):
-                sequence = simulation.add(prompt, num_new, shares_prefix=sharing > 0, prefix_leader=leader, owner=owner)
+                options = {"shares_prefix": sharing > 0, "prefix_leader": leader, "owner": owner, "extra": extra}
+                sequence = simulation.add(prompt, num_new, **options)
                 leader = leader or sequence
         elif kind == "step":
             for _ in range(values[0]):
@@ -541,4 +543,56 @@ class TestOwners:
         one.paused = False
         simulation.step()
         assert simulation.running == [many[0], one]
+        simulation.finish()
+
+
+class TestExtraCosts:
+    """Edits and traces have a share of the time of each step, and take turns."""
+
+    def test_beside_others_edits_and_traces_add_little_to_a_step_and_less_on_average(self) -> None:
+        seconds: list[float] = []
+
+        def cost(_: int) -> float:
+            seconds.append(0.01)
+            return 0.01
+
+        simulation = Simulation(max_sequences=64, max_tokens=600, cost=cost)
+        plain = simulation.add([1], 300)
+        costly = [simulation.add([1, 2], 50, owner="many", extra=(0.03, 0.0)) for _ in range(60)]
+        while plain in simulation.final_lengths:
+            scheduled = {each.sequence for each in simulation.step()}
+            assert plain in scheduled, "a plain sequence takes part in every step"
+            assert len(scheduled) <= 2
+        num_computed = sum(sequence.num_computed for sequence in costly)
+        assert 0 < num_computed * 0.015 <= 0.4 * sum(seconds)
+        simulation.finish()
+
+    def test_all_take_their_turns_one_owner_after_the_other(self) -> None:
+        simulation = Simulation(max_sequences=64, max_tokens=600)
+        many = [simulation.add([1], 200, owner="many", extra=(0.06, 0.0)) for _ in range(30)]
+        one = simulation.add([2], 60, owner="one", extra=(0.06, 0.0))
+        for _ in range(60):
+            simulation.step()
+        assert one not in simulation.final_lengths or len(one.tokens) >= 50, "one of two owners has its turn each time"
+        numbers = {len(sequence.tokens) for sequence in many if sequence in simulation.running}
+        assert max(numbers) - min(numbers) <= 2
+        simulation.finish()
+
+    def test_costs_that_fit_delay_nobody(self) -> None:
+        simulation = Simulation(max_sequences=64, max_tokens=600)
+        sequences = [simulation.add([1, 2, 3], 20, extra=(0.001, 0.0)) for _ in range(60)]
+        assert simulation.finish() == 20
+        assert not any(sequence in simulation.final_lengths for sequence in sequences)
+
+    def test_a_prompt_with_a_cost_for_each_token_is_divided(self) -> None:
+        simulation = Simulation(max_sequences=8, max_tokens=600, cost=lambda _: 0.2)
+        plain = simulation.add([1], 400)
+        simulation.step()
+        long = simulation.add([2] * 400, 1, extra=(0.0, 0.001))
+        parts = []
+        while long in simulation.final_lengths:
+            parts += [each.num_new for each in simulation.step() if each.sequence is long]
+        assert sum(parts) == 400
+        assert max(parts) <= 1000 * EXTRA_BESIDE_OTHERS
+        assert plain in simulation.running
         simulation.finish()

@@ -278,6 +278,23 @@ class TestSweeps:
         assert service.metric("buffered_bytes") == 0
         assert service.answer("/attribute", **body | {"stages": ["embed"], "stream": False})["num_cells"] == 7
 
+    @pytest.mark.parametrize("grace_seconds", [100.0, 0.0])
+    def test_a_sweep_that_has_begun_finishes_in_the_grace_period_after_sigterm(
+        self, start: Start, tiny_directory: Path, grace_seconds: float
+    ) -> None:
+        service = start(model=str(tiny_directory), max_num_seqs=2)
+        body = {"method": "patching", **PATCH, "stages": ["*.attn.*", "*.resid_*"]}
+        with ThreadPoolExecutor(1) as pool:
+            sweep = pool.submit(service.post, "/attribute", body)
+            wait_until(lambda: service.metric("sweep_cells_total") > 3, "cells are computed")
+            assert not sweep.done()
+            service.on_loop(service.state.worker.drain(grace_seconds)).result(60)
+            response = sweep.result(60)
+        if grace_seconds:
+            assert response.json()["num_cells"] == service.metric("sweep_cells_total")
+        else:
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "draining")
+
     def test_other_streams_go_on_and_keep_their_tokens_during_a_sweep(self, tiny: Running) -> None:
         body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
         alone = tiny.answer("/generate", **body)["tokens"]
@@ -299,12 +316,12 @@ class TestSweeps:
         admitted: list[int] = []
         admit = Worker.admit
 
-        def full(worker: Worker, *arguments: Any) -> Any:
+        def full(worker: Worker, *arguments: Any, **options: Any) -> Any:
             if refusals.get(len(admitted)):
                 refusals[len(admitted)] -= 1
                 raise queue_full("64 requests are waiting already")
             admitted.append(len(arguments[0]))
-            return admit(worker, *arguments)
+            return admit(worker, *arguments, **options)
 
         monkeypatch.setattr(Worker, "admit", full)
         monkeypatch.setattr("service.answers.attribution.sweep.MAX_GROUP", 2)
@@ -322,11 +339,11 @@ class TestSweeps:
         service = start(model=str(tiny_directory), request_timeout_seconds=1)
         admit, room = Worker.admit, [0]
 
-        def full(worker: Worker, *arguments: Any) -> Any:
+        def full(worker: Worker, *arguments: Any, **options: Any) -> Any:
             if not room[0]:
                 raise queue_full("64 requests are waiting already")
             room[0] -= 1
-            return admit(worker, *arguments)
+            return admit(worker, *arguments, **options)
 
         monkeypatch.setattr(Worker, "admit", full)
         refuse(service, 429, None, "patching", **PATCH, stages=["embed"])

@@ -7,39 +7,42 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.http import memory
+from service import memory
+from service.memory import TRIM_BYTES
+from service.process_metrics import memory_bytes
 from tests.service.running import Start, wait_until
 
 
-def test_the_allocator_is_trimmed_after_large_responses_and_not_after_small_ones(
+def test_the_allocator_is_trimmed_when_the_memory_has_grown_and_only_then(
     tiny_directory: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds: list[float] = []
     trimmed: list[str] = []
+    resident = TRIM_BYTES - 1
 
     def trim(_: int) -> int:
         trimmed.append(threading.current_thread().name)
         return 1
 
-    monkeypatch.setattr(memory, "find_trim", lambda: trim)
-    monkeypatch.setattr(memory, "TRIM_SECONDS", 0.02)
-    monkeypatch.setattr(memory, "TRIM_BYTES", 100_000)
-    service = start(model=str(tiny_directory))
-
     async def counted(seconds: float) -> None:
         rounds.append(seconds)
         await asyncio.sleep(seconds)
 
+    def wait_for_rounds() -> None:
+        before = rounds.count(0.02)
+        wait_until(lambda: rounds.count(0.02) > before + 3, "several rounds are over")
+
+    monkeypatch.setattr(memory, "find_trim", lambda: trim)
+    monkeypatch.setattr(memory, "memory_bytes", lambda: (0, resident))
+    monkeypatch.setattr(memory, "TRIM_SECONDS", 0.02)
     monkeypatch.setattr(memory, "asyncio", SimpleNamespace(sleep=counted))
-    for _ in range(10):
-        assert service.post("/tokenize", {"text": "a"}).status_code == 200
-    wait_until(lambda: rounds.count(0.02) > 3, "several rounds are over")
+    start(model=str(tiny_directory))
+    wait_for_rounds()
     assert trimmed == []
-    assert service.post("/tokenize", {"text": "a" * 60_000}).status_code == 200
-    wait_until(lambda: len(trimmed) >= 1, "the allocator is trimmed")
-    before = rounds.count(0.02)
-    wait_until(lambda: rounds.count(0.02) > before + 3, "several rounds are over")
-    assert len(trimmed) <= 2
+    for num_trimmed, growth in enumerate((TRIM_BYTES, TRIM_BYTES - 1, 1, -TRIM_BYTES, TRIM_BYTES)):
+        resident += growth
+        wait_for_rounds()
+        assert len(trimmed) == (1, 1, 2, 2, 3)[num_trimmed]
     assert trimmed[0].startswith("bodies")  # not on the event loop's thread
 
 
@@ -48,3 +51,11 @@ def test_malloc_trim_is_found_and_can_be_called() -> None:
     if trim is None:
         pytest.skip("this system's C library has no malloc_trim")
     assert trim(0) in (0, 1)
+
+
+def test_the_resident_memory_is_that_of_the_system() -> None:
+    virtual, resident = memory_bytes()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kib = {line.split()[0]: int(line.split()[1]) for line in lines if line.startswith(("VmSize:", "VmRSS:"))}
+    assert abs(virtual - 1024 * kib["VmSize:"]) < 64 << 20
+    assert abs(resident - 1024 * kib["VmRSS:"]) < 64 << 20

@@ -6,6 +6,7 @@ An `EditPlan` (`plan.py`) says which passes must run first, because edits take n
 are in `positions.py`, numbers in `operands.py`, and the arithmetic is in `model/ops/row_edits.py`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
@@ -64,6 +65,7 @@ class _Planner:
         self._prompt_ids = tuple(prompt_ids)
         self._max_length = max_length
         self._sizes = sizes_of(config, len(prompt_ids))
+        self._sizes_of_one = sizes_of(config, 1)
         self._num_noisy = self._num_noise = 0  # stages with noise, and the numbers of it for the prompt
         # Token ids of a source -> the stages and positions that are kept of its pass.
         self._sources: dict[tuple[int, ...], tuple[dict[str, Stage], set[int]]] = {}
@@ -129,6 +131,7 @@ class _Planner:
             planned.append(
                 StageEdit(
                     stage=stage,
+                    width=math.prod(stage.shape(self._sizes_of_one)),
                     rule=rule,
                     vectors=None if numbers is None else numbers.single,
                     exact=None if numbers is None else numbers.exact,
@@ -150,7 +153,7 @@ class _Planner:
 
     def _check_amount(self, edits: Sequence[StageEdit], positions: PositionSet, field: str) -> None:
         """Raise `InvalidField` for too much noise: it is drawn in each pass, which delays other requests."""
-        num_positions = max(1, sum(position < len(self._prompt_ids) for position in positions.indices))
+        num_positions = max(1, positions.count(0, len(self._prompt_ids)))
         noises = [edit.noise for edit in edits if edit.noise is not None]
         self._num_noisy += len(noises)
         self._num_noise += sum(num_positions * noise.num_heads * (noise.size or self._max_length) for noise in noises)

@@ -48,10 +48,12 @@ class Noise:
 class StageEdit:
     """One edit at one stage. Fields with the names of fields of `RowEdit` and `KeyEdit` mean the same.
 
-    `heads` are those of the stage itself: key-value heads, if it has these.
+    `heads` are those of the stage itself: key-value heads, if it has these. `width` is how many numbers the stage has
+    at one position, or for one key.
     """
 
     stage: Stage
+    width: int
     rule: EditRule
     vectors: Tensor | None = None
     exact: Tensor | None = None
@@ -161,22 +163,22 @@ class BoundEdits:
     def __init__(self, edits: Sequence[BoundEdit], num_prompt: int, max_length: int) -> None:
         self.num_prompt = num_prompt
         self.max_length = max_length
-        self._edits = tuple(edits)
+        self.edits = tuple(edits)
         self._uniform: dict[tuple[int, ...], UniformEdits] = {}
 
     @cached_property
     def num_bytes(self) -> int:
         """The memory of the numbers."""
-        stages = [stage for edit in self._edits for stage in edit.stages]
+        stages = [stage for edit in self.edits for stage in edit.stages]
         return _num_bytes(each for stage in stages for each in (stage.vectors, stage.exact))
 
     @cached_property
     def stage_names(self) -> frozenset[str]:
-        return frozenset(stage.stage.name for edit in self._edits for stage in edit.stages)
+        return frozenset(stage.stage.name for edit in self.edits for stage in edit.stages)
 
     def is_active(self, start: int, num_new: int) -> bool:
         """Whether any of the positions `start .. start + num_new - 1` is edited."""
-        return any(edit.positions.touches(start, start + num_new) for edit in self._edits)
+        return any(edit.positions.touches(start, start + num_new) for edit in self.edits)
 
     def tap(
         self, start: int, num_new: int, rows: Sequence[int] | None = None, ops: NetworkOps = TORCH.network
@@ -190,7 +192,7 @@ class BoundEdits:
         all_positions: Sequence[int] = range(start, start + num_new)
         selected = all_positions if rows is None else [start + row for row in rows]
         found: dict[str, list[RowEdit]] = {}
-        for edit in self._edits:
+        for edit in self.edits:
             if not edit.positions.touches(start, start + num_new):
                 continue
             here, in_selected = _Found.of(edit, all_positions), _Found.of(edit, selected)
@@ -203,20 +205,20 @@ class BoundEdits:
     def uniform(self, start: int, num_new: int) -> UniformEdits | None:
         """The edits of these positions, if they change all of them alike and can be recorded; otherwise None."""
         active = []
-        for index, edit in enumerate(self._edits):
+        for index, edit in enumerate(self.edits):
             num_edited = len(edit.positions.find(range(start, start + num_new)))
             if num_edited and (num_edited < num_new or not edit.can_be_recorded):
                 return None
             if num_edited:
                 active.append(index)
         if tuple(active) not in self._uniform:
-            self._uniform[tuple(active)] = UniformEdits([self._edits[index] for index in active])
+            self._uniform[tuple(active)] = UniformEdits([self.edits[index] for index in active])
         return self._uniform[tuple(active)]
 
     def digest(self, first: int, end: int) -> bytes | None:
         """A digest of everything that edits change at the positions `first .. end - 1`; None if that is nothing."""
         parts = []
-        for edit in self._edits:
+        for edit in self.edits:
             found = edit.positions.find(range(first, end))
             if found:
                 places = found if edit.is_positional else [index for index, _ in found]

@@ -45,10 +45,13 @@ class PositionSet:
 
     def touches(self, first: int, end: int) -> bool:
         """Whether any position in `first .. end - 1` is in the set."""
+        return self.count(first, end) > 0
+
+    def count(self, first: int, end: int) -> int:
+        """How many of `first .. end - 1` are in the set."""
         if isinstance(self.indices, range):
-            return max(first, self.indices.start) < min(end, self.indices.stop)
-        place = bisect_left(self._sorted, first)
-        return place < len(self._sorted) and self._sorted[place] < end
+            return max(0, min(end, self.indices.stop) - max(first, self.indices.start))
+        return bisect_left(self._sorted, end) - bisect_left(self._sorted, first)
 
     def ranges(self) -> list[int | tuple[int, int]]:
         """The positions as a short list of indices and ranges, in ascending order."""

@@ -185,7 +185,7 @@ class SweepRun:
         """Admit the requests of a group. A sweep that has begun waits until there is room, up to its deadline."""
         while True:
             try:
-                return self._state.worker.admit(requests, self._plan.question.arrived)
+                return self._state.worker.admit(requests, self._plan.question.arrived, in_series=True)
             except ApiError as error:
                 if error.code != "queue_full" or not self._num_admitted:
                     raise

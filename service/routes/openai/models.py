@@ -8,7 +8,7 @@ from service.http.openai_schemas import OpenAIModel, OpenAIModels, TokenizerInfo
 from service.http.openapi import error_answers
 from service.state import CheckpointDep, State, StateDep, check_model
 
-router = APIRouter(tags=["openai"], responses=error_answers(401, 503))
+router = APIRouter(tags=["openai"], responses=error_answers(503))
 
 
 @router.get("/v1/models", summary="The served model and its adapters, in OpenAI's form")

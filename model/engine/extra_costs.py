@@ -1,0 +1,105 @@
+"""What edits and traces add to the time of a step, estimated before the step, so that the scheduler can limit it.
+
+The prices are seconds on two cores of a Zen 4 with a network of 135 million parameters. Other machines pay others, but
+the proportions are similar.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from model.config import ModelConfig
+from model.engine.request import Request
+from model.engine.sequence import ExtraCost
+from model.tracing.edits.bound import BoundEdit
+from model.tracing.edits.positions import PositionSet
+from model.tracing.stages import Stage, sizes_of
+
+EDITED_STAGE, REPLAYED_EDIT = 20e-6, 0.5e-6  # one edit of one stage in a step, and in a step that is replayed
+TRACED_STAGE, REPLAYED_TRACE, TRACED_KEY_STAGE = 20e-6, 4e-6, 120e-6
+EDITED_KEY_STAGE = 250e-6  # a stage with keys, which fused attention does not compute
+NOISY_STAGE = 250e-6
+EDITED_NUMBER, NOISY_NUMBER, TRACED_NUMBER, KEY_NUMBER = 0.15e-9, 120e-9, 1.2e-9, 8e-9
+LOGIT = 13e-12  # of each of the `d_model` products that a logit adds
+
+
+class Price(NamedTuple):
+    """Of some stages: for a step, for a replayed step, for each position, and for each position and key."""
+
+    step: float
+    replayed: float
+    position: float
+    key: float
+
+
+_EDIT_PRICES: WeakKeyDictionary[BoundEdit, Price] = WeakKeyDictionary()  # many requests share their edits
+
+
+class ExtraCosts:
+    """The costs of one request in any step. With `traces`, those of its traces and log-probabilities count, too."""
+
+    def __init__(self, request: Request, config: ModelConfig, *, traces: bool) -> None:
+        self._prices: list[tuple[PositionSet | None, Price]] = []  # None: all positions
+        for edit in () if request.edits is None else request.edits.edits:
+            if edit not in _EDIT_PRICES:
+                _EDIT_PRICES[edit] = _price_of_edit(edit)
+            self._prices.append((edit.positions, _EDIT_PRICES[edit]))
+        trace, logits = request.trace, LOGIT * config.d_model * config.vocab_size
+        if not traces:
+            return
+        if trace is not None:
+            selection = trace.selection
+            positions = None if selection.positions is None else PositionSet(tuple(selection.positions))
+            price = _price_of_trace(selection.stages, config)
+            if trace.needs_logits:
+                price = price._replace(position=price.position + logits)
+            self._prices.append((positions, price))
+            if trace.logit_lens is not None:
+                seconds = config.num_layers * logits
+                self._prices.append((None, Price(seconds, seconds, 0.0, 0.0)))
+        if request.params.prompt_logprobs is not None:
+            self._prices.append((PositionSet(range(len(request.prompt_ids))), Price(0.0, 0.0, logits, 0.0)))
+
+    def __bool__(self) -> bool:
+        return bool(self._prices)
+
+    def __call__(self, start: int, num_new: int) -> ExtraCost:
+        """Of a step that computes the positions `start .. start + num_new - 1`."""
+        usual = most = 0.0
+        for positions, price in self._prices:
+            number = num_new if positions is None else positions.count(start, start + num_new)
+            if number:
+                of_positions = number * (price.position + price.key * (start + num_new))
+                most += price.step + of_positions
+                usual += (price.replayed if num_new == 1 else price.step) + of_positions
+        return ExtraCost(usual, most)
+
+
+def _price_of_edit(edit: BoundEdit) -> Price:
+    step = replayed = position = key = 0.0
+    for each in edit.stages:
+        seconds = EDITED_STAGE
+        if "key" in each.stage.dims:
+            seconds += EDITED_KEY_STAGE
+            key += KEY_NUMBER * each.width
+        if each.noise is not None:
+            seconds += NOISY_STAGE
+            position += NOISY_NUMBER * each.noise.num_heads * (each.noise.size or 0)
+            key += 0.0 if each.noise.size else NOISY_NUMBER * each.noise.num_heads
+        step += seconds
+        replayed += REPLAYED_EDIT if each.can_be_recorded else seconds
+        position += EDITED_NUMBER * each.width
+    return Price(step, replayed, position, key)
+
+
+def _price_of_trace(stages: Sequence[Stage], config: ModelConfig) -> Price:
+    sizes = sizes_of(config, 1)
+    widths = [math.prod(stage.shape(sizes)) for stage in stages if "key" not in stage.dims]
+    key_widths = [math.prod(stage.shape(sizes)) for stage in stages if "key" in stage.dims]
+    return Price(
+        step=TRACED_STAGE * len(stages) + TRACED_KEY_STAGE * len(key_widths),
+        replayed=REPLAYED_TRACE * len(stages),
+        position=TRACED_NUMBER * sum(widths),
+        key=KEY_NUMBER * sum(key_widths),
+    )
