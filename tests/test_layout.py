@@ -36,7 +36,7 @@ SERVICE_LEVELS = (
     ("service.request_stream",),
     ("service.http",),
     ("service.otel",),
-    ("service.spans", "service.metrics", "service.token_rates"),
+    ("service.spans", "service.metrics", "service.token_rates", "service.memory"),
     ("service.metric_types", "service.metrics_text", "service.process_metrics"),
     ("service.settings",),
     ("service.log_format",),

@@ -122,7 +122,7 @@ class Tokenizer:
         num_tokens = 0
         for start in range(0, len(text), PIECE_CHARACTERS):
             num_tokens += len(self.encode(text[start : start + PIECE_CHARACTERS], add_special_tokens=False))
-            if num_tokens > 2 * max_tokens:
+            if num_tokens // 2 > max_tokens:
                 raise TooManyTokens(num_tokens // 2)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from model.text.tokenizer import Tokenizer
+from model.text.tokenizer import PIECE_CHARACTERS, Tokenizer
 from service.worker import BYTES_PER_TOKEN
 from tests.service.checkpoints import CACHE_BYTES, CONTEXT, write_checkpoint
 from tests.service.running import PATIENCE_SECONDS, Running, Start, running, wait_until
@@ -185,13 +185,23 @@ class TestLongTexts:
             assert (response.status_code, error["param"], error["code"]) == (400, "prompt", "context_length")
             assert f"at least {CONTEXT + 1} tokens" in error["message"]
 
-    def test_without_a_bound_on_bytes_per_token_a_long_text_is_tokenized(
-        self, tiny: Running, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(("size", "found"), [(60_000, "60000 tokens"), (3_000_000, "at least 32768 tokens")])
+    def test_without_a_bound_on_bytes_per_token_the_beginning_of_a_very_long_text_is_tokenized(
+        self, tiny: Running, monkeypatch: pytest.MonkeyPatch, size: int, found: str
     ) -> None:
+        lengths: list[int] = []
+        encode = Tokenizer.encode
+
+        def count(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
+            lengths.append(len(text))
+            return encode(tokenizer, text, **options)
+
         monkeypatch.setattr(tiny.checkpoint.tokenizer, "max_bytes_per_token", None)
-        response = tiny.post("/generate", {"prompt": "a" * 100_000})
+        monkeypatch.setattr(Tokenizer, "encode", count)
+        response = tiny.post("/generate", {"prompt": "x" * size})
         assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length")
-        assert "at least" not in response.json()["error"]["message"]
+        assert found in response.json()["error"]["message"]
+        assert sum(lengths) <= size + PIECE_CHARACTERS
 
 
 class TestResponses:

@@ -1,13 +1,19 @@
 """Calls of functions in the text of a model: they are read from any pieces of the text, and nothing is lost."""
 
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model.engine.request import Output
+from model.text.transcript import End, FinishReason, TokenOutput
+from service.answers.generation import ChoiceOutput, Generation
 from service.answers.tool_calls import BEGIN, END, Form, ToolCallParser, as_text, closed, form_of, without_tools
+from service.http.openai_schemas import ChatRequest
+from service.routes.openai.chat import Writer
 
 NAMES = ["get_weather", "get_time"]
 CALL = '{"name": "get_weather", "arguments": {"city": "Zürich"}}'
@@ -138,3 +144,17 @@ def test_enforced_arguments_have_only_the_properties_that_the_schema_names() -> 
 )
 def test_a_schema_that_speaks_of_other_properties_is_not_changed(schema: dict[str, Any]) -> None:
     assert closed(schema) == schema
+
+
+@pytest.mark.parametrize(("ended", "reason"), [("stop", "tool_calls"), ("length", "length")])
+def test_an_answer_that_is_cut_off_after_a_complete_call_says_so(ended: FinishReason, reason: str) -> None:
+    generation = SimpleNamespace(
+        id="c", model_name="m", num_choices=1, checkpoint=SimpleNamespace(tokenizer=None), edit_answers=lambda index: {}
+    )
+    body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Weather?"}], "stream": True})
+    writer = Writer(body, cast(Generation, generation), [ToolCallParser("tagged", NAMES)])
+    step = Output("c", 0, tokens=[TokenOutput(1, TAGGED)], end=End(ended))
+    *_, last = writer.events(ChoiceOutput(0, step, None))
+    (choice,) = json.loads(last.removeprefix(b"data: "))["choices"]
+    assert choice["finish_reason"] == reason
+    assert [call["function"]["name"] for call in choice["delta"]["tool_calls"]] == ["get_weather"]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +17,7 @@ from tokenizers.models import BPE, Unigram, WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from model.checkpoints.load import BUNDLED
-from model.text.tokenizer import BYTE_OF, Tokenizer
+from model.text.tokenizer import BYTE_OF, Tokenizer, TooManyTokens
 from tests.conftest import shared
 from tests.service.checkpoints import write_tokenizer
 
@@ -265,3 +266,28 @@ def test_the_texts_of_the_longest_tokens_respect_the_bound(name: str) -> None:
     for text in sorted(texts, key=len)[-50:]:
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert len(text.encode()) <= len(ids) * tokenizer.max_bytes_per_token
+
+
+@pytest.mark.parametrize("name", [*EXISTING, *BUILT])
+def test_a_text_that_is_refused_unread_has_too_many_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pieces of a few words; in use, they have 65,536 characters, so that far fewer words are cut."""
+    monkeypatch.setattr("model.text.tokenizer.PIECE_CHARACTERS", 64)
+    tokenizer = load(name)
+    num_refused = 0
+
+    @settings(max_examples=60, deadline=None, database=None)
+    @given(text=TEXTS, max_tokens=st.integers(1, 40))
+    @example(text="the cat sat on the mat " * 60, max_tokens=20)
+    def check(text: str, max_tokens: int) -> None:
+        nonlocal num_refused
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        with suppress(TooManyTokens):
+            assert tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens) == ids
+            return
+        with pytest.raises(TooManyTokens) as refusal:
+            tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)
+        num_refused += 1
+        assert max_tokens < refusal.value.num_tokens <= len(ids)
+
+    check()
+    assert num_refused or name in ("words", "a template without the text")  # their texts have few tokens
