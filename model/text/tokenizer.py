@@ -27,6 +27,10 @@ class TooManyTokens(ValueError):
         self.num_tokens = num_tokens
 
 
+class UnreadableText(ValueError):
+    """An expression in the `tokenizer.json` gives up on a text, because it would take too many steps."""
+
+
 class Tokenizer:
     """A `tokenizer.json` with its own normalizer, special tokens and post-processor, but no truncation and no padding.
 
@@ -69,8 +73,7 @@ class Tokenizer:
         except CheckpointError:
             raise
         except BaseException as error:
-            # The library raises bare Exceptions, and for some files a PanicException, which is not an Exception.
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            if not isinstance(error, Exception) and not _is_panic(error):  # the library raises bare Exceptions
                 raise
             raise ValueError(f"{path}: not a readable tokenizer.json: {error}") from error
 
@@ -95,13 +98,19 @@ class Tokenizer:
         """The token ids of a text.
 
         With `add_special_tokens`, the checkpoint's post-processor adds tokens such as begin-of-sequence. Raises
-        `TooManyTokens` for a text that is clearly too long for `max_tokens`, before its tokens take memory.
+        `TooManyTokens` for a text that is clearly too long for `max_tokens`, before its tokens take memory, and
+        `UnreadableText` if the tokenizer cannot split it.
         """
         if max_tokens is not None:
             self.check_bytes(text, max_tokens)
             self._check_pieces(text, max_tokens)
-        # A batch of one, because the library's `encode` holds the GIL, which would stop all other threads.
-        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        try:
+            # A batch of one, because the library's `encode` holds the GIL, which would stop all other threads.
+            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            raise UnreadableText(f"the tokenizer of this model cannot split this text: {error}") from error
         return ids
 
     def check_bytes(self, text: str, max_tokens: int) -> None:
@@ -178,6 +187,11 @@ class Tokenizer:
             if self.has_text(token_id) and not self.is_byte(token_id) and self.decode([token_id]).isalpha():
                 return [token_id]
         return []
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether the library has given up. Its PanicException is no Exception, and cannot be imported."""
+    return type(error).__name__ == "PanicException"
 
 
 def _byte_alphabet() -> dict[str, int]:

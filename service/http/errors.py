@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from model.network.ranks import LostRank
+from model.text.tokenizer import UnreadableText
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer `ApiError`, `ClientGone`, `LostRank`, and the errors of Starlette's router, such as 404."""
+    """Answer `ApiError`, `ClientGone`, `LostRank`, `UnreadableText`, and the errors of Starlette's router, such as 404."""
 
     @app.exception_handler(ApiError)
     async def _api_error(request: Request, error: ApiError) -> JSONResponse:
@@ -144,6 +145,10 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(LostRank)
     async def _lost_rank(request: Request, error: LostRank) -> Response:
         return error_response(lost_rank())
+
+    @app.exception_handler(UnreadableText)
+    async def _unreadable_text(request: Request, error: UnreadableText) -> Response:
+        return error_response(ApiError(400, str(error), code="unreadable_text"))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:

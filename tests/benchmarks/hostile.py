@@ -4,7 +4,9 @@
 
 While an attack runs, another client requests `/health` every 20 ms, each time on a new connection. For each attack, a
 line shows the latency of these requests (ms, median and 99th percentile), the largest growth of the service's memory
-(MB), and the answers that the attackers got. No result is a failure. The last line is JSON.
+(MB), and the answers that the attackers got. The rows of `hostile_requests.py` also have a neighbour, who streams a
+greedy generation again and again; the line shows the longest time before its first token and between two tokens, and
+names each target that was missed (`TARGETS`). The last line is JSON.
 """
 
 import argparse
@@ -20,21 +22,40 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.client import percentile
+from tests.benchmarks.hostile_requests import ROWS, HostileRequest, Row
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 BODY_BYTES = 4 * MIB - 64
 PATIENCE_SECONDS = 120.0
+GRACE_SECONDS = 20
+NEIGHBOUR = json.dumps(
+    {"prompt": "Once upon a time", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+).encode()
+# The most of each measured value of a row.
+TARGETS = {
+    "neighbour_first_token_seconds": 0.3,
+    "neighbour_gap_seconds": 0.1,
+    "neighbour_different": 0,
+    "neighbour_failed": 0,
+    "health_ms_p99": 100.0,
+    "memory_mb": 500,
+    "memory_mb_after_30_seconds": 64,
+    "gauges": 0,
+    "sigterm_seconds": GRACE_SECONDS + 2,
+}
 
 
 class Service:
@@ -54,6 +75,7 @@ class Service:
         *,
         method: str = "POST",
         headers: str = "",
+        content_type: str = "application/json",
         seconds: float = PATIENCE_SECONDS,
     ) -> tuple[int | str, bytes]:
         """Send one request. Returns its status and body; instead of the status, a word if there was no answer."""
@@ -62,7 +84,7 @@ class Service:
                 reader, writer = await self.connect()
                 try:
                     head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-                    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
+                    head += f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
                     with contextlib.suppress(ConnectionError):
                         writer.write(head.encode() + body)
                         await writer.drain()
@@ -111,7 +133,8 @@ def serving(model: str, *options: str, max_files: int | None = None) -> Iterator
             yield Service(process, port)
         finally:
             began = time.monotonic()
-            process.send_signal(signal.SIGTERM)
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
             process.wait(60)
             seconds = time.monotonic() - began
             errors = [line for line in log if "Traceback" in line or " ERROR " in line]
@@ -119,11 +142,66 @@ def serving(model: str, *options: str, max_files: int | None = None) -> Iterator
                 sys.stdout.write(f"  ended after {seconds:.1f} s; log: {errors[:3]}\n")
 
 
-def watch(port: int, pid: int, stopped: Event, report: Connection) -> None:
-    """Request `/health` and read the memory of the service every 20 ms, until `stopped`.
+class Neighbour(threading.Thread):
+    """Streams the same greedy generation again and again, until `stopped`."""
+
+    def __init__(self, port: int, headers: dict[str, str]) -> None:
+        super().__init__(daemon=True)
+        self.port = port
+        self.headers = {"Content-Type": "application/json"} | headers
+        self.stopped = threading.Event()
+        self.firsts: list[float] = []
+        self.gaps: list[float] = []
+        self.texts: Counter[tuple[int, ...]] = Counter()
+        self.num_failed = 0
+
+    def run(self) -> None:
+        while not self.stopped.is_set():
+            try:
+                self._stream()
+            except (OSError, http.client.HTTPException):
+                self.num_failed += not self.stopped.is_set()
+                time.sleep(0.1)
+
+    def _stream(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_SECONDS)
+        before = time.perf_counter()
+        try:
+            connection.request("POST", "/generate", NEIGHBOUR, self.headers)
+            answer, ids = connection.getresponse(), list[int]()
+            if answer.status != 200:
+                self.num_failed += 1
+                return
+            for line in answer:
+                if self.stopped.is_set():
+                    return
+                if line.startswith(b"data: {") and (token := json.loads(line[6:]).get("token")) is not None:
+                    now = time.perf_counter()
+                    (self.gaps if ids else self.firsts).append(now - before)
+                    before = now
+                    ids.append(token["id"])
+            self.texts[tuple(ids)] += 1
+        finally:
+            connection.close()
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "neighbour_first_token_seconds": round(max(self.firsts, default=0.0), 3),
+            "neighbour_gap_seconds": round(max(self.gaps, default=0.0), 3),
+            "neighbour_streams": sum(self.texts.values()),
+            "neighbour_different": len(self.texts) - 1 if self.texts else 0,
+            "neighbour_failed": self.num_failed,
+        }
+
+
+def watch(port: int, pid: int, stopped: Event, report: Connection, neighbour_headers: dict[str, str] | None) -> None:
+    """Request `/health` and read the memory of the service every 20 ms, until `stopped`; with headers, as a neighbour.
 
     This runs in a process of its own, which no attack slows down.
     """
+    neighbour = None if neighbour_headers is None else Neighbour(port, neighbour_headers)
+    if neighbour is not None:
+        neighbour.start()
     seconds: list[float] = []
     failures: Counter[str] = Counter()
     before = highest = memory(pid)
@@ -143,8 +221,11 @@ def watch(port: int, pid: int, stopped: Event, report: Connection) -> None:
             connection.close()
         highest = max(highest, memory(pid))
         time.sleep(0.02)
+    if neighbour is not None:
+        neighbour.stopped.set()
     report.send(
-        {
+        (neighbour.report() if neighbour is not None else {})
+        | {
             "health_ms_median": round(1000 * percentile(seconds, 50), 1) if seconds else None,
             "health_ms_p99": round(1000 * percentile(seconds, 99), 1) if seconds else None,
             "health_ms_most": round(1000 * max(seconds, default=0), 1),
@@ -160,12 +241,15 @@ def memory(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def watching(service: Service, result: dict[str, Any]) -> Iterator[None]:
+def watching(
+    service: Service, result: dict[str, Any], neighbour_headers: dict[str, str] | None = None
+) -> Iterator[None]:
     """Run `watch` inside a `with` block; `result` gets its report at the end."""
     context = multiprocessing.get_context("spawn")
     stopped = context.Event()
     receiver, sender = context.Pipe(duplex=False)
-    watcher = context.Process(target=watch, args=(service.port, service.process.pid, stopped, sender), daemon=True)
+    arguments = (service.port, service.process.pid, stopped, sender, neighbour_headers)
+    watcher = context.Process(target=watch, args=arguments, daemon=True)
     watcher.start()
     try:
         yield
@@ -377,13 +461,91 @@ def run_attack(service: Service, attack: Attack) -> dict[str, Any]:
     return result
 
 
+async def send(service: Service, request: HostileRequest, headers: str) -> list[int | str]:
+    """The statuses of the answers. An unread answer counts as "unread"."""
+
+    async def leave_unread() -> tuple[str, asyncio.StreamWriter | None]:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", service.port, limit=1)
+            writer.write(f"{request.method} {request.path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            return "unread", writer
+        except OSError as error:
+            return type(error).__name__, None
+
+    if request.is_unread:
+        found = [await leave_unread() for _ in range(request.count)]
+        await asyncio.sleep(5)
+        for _, writer in found:
+            if writer is not None:
+                writer.transport.abort()
+        return [status for status, _ in found]
+    ask = partial(service.ask, request.path, request.body, method=request.method, headers=headers)
+    answers = await asyncio.gather(*(ask(content_type=request.content_type) for _ in range(request.count)))
+    return [status for status, _ in answers]
+
+
+async def attack_with(service: Service, row: Row, requests: Sequence[HostileRequest], headers: str) -> dict[str, Any]:
+    answers: Counter[str] = Counter()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(row.seconds):
+            for request in requests:
+                statuses = await send(service, request, headers)
+                answers.update(f"{request.path} {status}" for status in statuses)
+    return {"answers": dict(answers)}
+
+
+async def gauges(service: Service) -> float:
+    """The requests that run and wait, and the bytes that are held, a while after the attack."""
+    names = ("num_requests_running", "num_requests_waiting", "buffered_bytes", "kv_cache_usage_perc")
+    return sum([await service.metric(name) for name in names])
+
+
+def run_row(row: Row, model: str) -> dict[str, Any]:
+    """Attack a service with the requests of a row, beside a neighbour, and compare what it sees with the targets."""
+    with tempfile.TemporaryDirectory() as name:
+        requests = row.make(Path(name))
+        options = [name if option == "DIRECTORY" else option for option in row.options]
+        key = options[options.index("--api-key") + 1] if "--api-key" in options else None
+        headers = f"Authorization: Bearer {key}\r\n" if key else ""
+        grace = ("--shutdown-grace-seconds", str(GRACE_SECONDS))
+        result: dict[str, Any] = {}
+        with serving(model, *options, *grace) as service:
+            asyncio.run(service.ask("/generate", NEIGHBOUR, headers=headers))
+            before = memory(service.process.pid)
+            with watching(service, result, {"Authorization": f"Bearer {key}"} if key else {}):
+                time.sleep(2)
+                result |= asyncio.run(attack_with(service, row, requests, headers))
+                time.sleep(1)
+            time.sleep(30)
+            result["memory_mb_after_30_seconds"] = round(memory(service.process.pid) - before)
+            result["gauges"] = asyncio.run(gauges(service))
+            background = threading.Thread(
+                target=lambda: asyncio.run(attack_with(service, row, requests, headers)), daemon=True
+            )
+            background.start()
+            time.sleep(1)
+            began = time.monotonic()
+            service.process.send_signal(signal.SIGTERM)
+            service.process.wait(PATIENCE_SECONDS)
+            result["sigterm_seconds"] = round(time.monotonic() - began, 1)
+    result["missed"] = {name: result[name] for name, most in TARGETS.items() if (result[name] or 0) > most}
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(ATTACKS), default=list(ATTACKS), help="attacks to run")
+    parser.add_argument(
+        "--only", nargs="+", choices=[*ATTACKS, *ROWS], default=[*ATTACKS, *ROWS], help="attacks to run"
+    )
     parser.add_argument("--model", default="bundled", help="checkpoint of the service")
     arguments = parser.parse_args()
     results = {}
     for name in arguments.only:
+        if name in ROWS:
+            results[name] = run_row(ROWS[name], arguments.model)
+            sys.stdout.write(f"{name}: {results[name]}\n")
+            sys.stdout.flush()
+            continue
         attack, options, max_files = ATTACKS[name]
         with serving(arguments.model, *options, max_files=max_files) as service:
             results[name] = run_attack(service, attack)

@@ -204,6 +204,27 @@ class TestLongTexts:
         assert sum(lengths) <= size + PIECE_CHARACTERS
 
 
+def test_a_text_on_which_an_expression_of_the_tokenizer_gives_up_is_a_400(tmp_path: Path, start: Start) -> None:
+    directory = write_checkpoint(tmp_path / "exponential")
+    path = directory / "tokenizer.json"
+    state = json.loads(path.read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, state["pre_tokenizer"]]}
+    path.write_text(json.dumps(state))
+    service = start(model=str(directory))
+    text = "a" * 50 + "!"
+    for route, body in (
+        ("/generate", {"prompt": text}),
+        ("/tokenize", {"text": text}),
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        response = service.post(route, body)
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "unreadable_text"), route
+        assert "cannot split this text" in response.json()["error"]["message"]
+    assert service.answer("/generate", prompt="the cat", max_tokens=2)["tokens"]
+
+
 class TestResponses:
     def test_many_tokens_are_answered_in_one_list(self, tiny: Running) -> None:
         text = "the cat sat on the log; " * 2000

@@ -268,7 +268,8 @@ def test_the_texts_of_the_longest_tokens_respect_the_bound(name: str) -> None:
         assert len(text.encode()) <= len(ids) * tokenizer.max_bytes_per_token
 
 
-@pytest.mark.parametrize("name", [*EXISTING, *BUILT])
+# Not "words": a vocabulary of words makes one unknown token of a word, however long, and so of each of its pieces.
+@pytest.mark.parametrize("name", [*EXISTING, *(name for name in BUILT if name != "words")])
 def test_a_text_that_is_refused_unread_has_too_many_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With pieces of a few words; in use, they have 65,536 characters, so that far fewer words are cut."""
     monkeypatch.setattr("model.text.tokenizer.PIECE_CHARACTERS", 64)
@@ -290,4 +291,4 @@ def test_a_text_that_is_refused_unread_has_too_many_tokens(name: str, monkeypatc
         assert max_tokens < refusal.value.num_tokens <= len(ids)
 
     check()
-    assert num_refused or name in ("words", "a template without the text")  # their texts have few tokens
+    assert num_refused or name == "a template without the text"
