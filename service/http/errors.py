@@ -132,7 +132,7 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer `ApiError`, `ClientGone`, `LostRank`, `UnreadableText`, and the errors of Starlette's router, such as 404."""
+    """Answer our own exceptions that mean an error of the request, and those of Starlette's router, such as 404."""
 
     @app.exception_handler(ApiError)
     async def _api_error(request: Request, error: ApiError) -> JSONResponse:

@@ -278,6 +278,7 @@ def test_torchrun_gives_a_process_its_place() -> None:
     assert Place.of_environment({"RANK": "3"}) is None
 
 
+@pytest.mark.slow
 def test_one_process_computes_the_whole_network_as_before() -> None:
     model = build(CONFIGS["llama"])
     assert model.share is model.config

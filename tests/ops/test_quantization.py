@@ -135,6 +135,7 @@ def scored_texts(request: pytest.FixtureRequest) -> tuple[list[list[int]], float
     return texts, score_ids(reference.model, texts).perplexity
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "int5", "int4"])
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_quantization_changes_the_perplexity_of_the_bundled_model_little(

@@ -205,6 +205,7 @@ def test_another_number_of_processes_is_refused_with_the_command_to_run(
         find_place(Settings(tensor_parallel=size), ARGUMENTS, environment)
 
 
+@pytest.mark.slow
 def test_one_process_needs_no_torchrun_and_may_have_it() -> None:
     assert find_place(Settings(), [], {}) is None
     assert find_place(Settings(), [], {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}) is None

@@ -96,7 +96,25 @@ def test_a_page_of_another_site_cannot_read_answers(
 ) -> None:
     """Without --cors-origin, a browser refuses the answer to scripts of other origins."""
     other = base.replace("127.0.0.1", "localhost")
-    page.goto(f"{other}/docs")
+    page.goto(f"{other}/health")  # which has no policy of its own
     read = f"fetch('{base}/models').then((answer) => answer.text(), () => 'refused')"
     assert page.evaluate(read) == "refused"
+    findings.clear()
+
+
+@pytest.mark.parametrize(("path", "shown"), [("/docs", ".opblock-summary"), ("/redoc", "[data-section-id]")])
+def test_the_documentation_works_with_its_policy_and_allows_nothing_else(
+    page: "Page", base: str, findings: Findings, path: str, shown: str
+) -> None:
+    answer = page.goto(f"{base}{path}")
+    assert answer is not None
+    policy = answer.headers["content-security-policy"]
+    assert "frame-ancestors 'none'" in policy
+    assert "'unsafe-inline'" not in policy.partition("script-src")[2]
+    page.wait_for_selector(shown)
+    assert all("cdn.redoc.ly" in finding for finding in findings)  # the logo of ReDoc, which the policy blocks
+    findings.clear()
+    page.evaluate("document.head.append(Object.assign(document.createElement('script'), {text: 'window.ran = 1'}))")
+    findings.wait_for(page, "script-src")
+    assert page.evaluate("window.ran") is None
     findings.clear()
