@@ -99,6 +99,8 @@ def test_a_page_of_another_site_cannot_read_answers(
     page.goto(f"{other}/health")  # which has no policy of its own
     read = f"fetch('{base}/models').then((answer) => answer.text(), () => 'refused')"
     assert page.evaluate(read) == "refused"
+    findings.wait_for(page, "CORS")
+    page.wait_for_timeout(200)  # another message follows
     findings.clear()
 
 
