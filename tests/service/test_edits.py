@@ -590,6 +590,23 @@ def test_the_vectors_of_very_many_plans_need_room(start: Start, tiny_directory: 
     wait_until(lambda: service.metric("buffered_bytes") == 0, "nothing is held")
 
 
+@pytest.mark.parametrize("route", ["/logits", "/v1/completions"])
+def test_the_stages_that_all_prompts_change_together_are_limited(
+    tiny: Running, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    monkeypatch.setattr(service_edits, "MAX_PLANNED_STAGES", 30)
+    edits = [edit(stage="blocks.*.resid_post", op="scale", factor=0.5)] * 5
+    num_stages = tiny.checkpoint.model.config.num_layers * 5
+    most = 30 // num_stages
+    prompts = [[1] * size for size in range(1, most + 1)]
+    fields = {"edits": edits} if route == "/logits" else {"edits": edits, "max_tokens": 1}
+    assert tiny.post(route, fields | {"prompt": prompts * 3}).status_code == 200  # each length has one plan
+    response = tiny.post(route, fields | {"prompt": [*prompts, [1] * (most + 1)]})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "edits")
+    assert "30 stages for all prompts together" in error["message"]
+
+
 @pytest.mark.parametrize("headers", [{}, AS_SAFETENSORS], ids=["json", "safetensors"])
 @pytest.mark.parametrize("edits", [[STEER], [edit(stage="blocks.0.[!m]*")] * 64], ids=["one", "many"])
 @pytest.mark.parametrize("fields", [{"detail": "none"}, {"detail": "values"}, {"stages": "embed", "top_k": 0}], ids=str)

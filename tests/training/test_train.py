@@ -132,6 +132,7 @@ def test_dropout_acts_in_training_mode_only() -> None:
     assert not torch.equal(model(ids), plain)
 
 
+@pytest.mark.slow
 def test_weights_are_saved_only_at_a_new_lowest_held_out_loss(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
