@@ -14,6 +14,7 @@ from service.process_metrics import memory_bytes
 
 TRIM_SECONDS = 10.0
 TRIM_BYTES = 64 << 20  # growth of the resident memory since the last trim; a trim takes about 0.1 seconds
+TRIMS = 6  # after such growth: requests that still run at the first one free their memory later
 
 
 def find_trim() -> Callable[[int], int] | None:
@@ -22,15 +23,18 @@ def find_trim() -> Callable[[int], int] | None:
 
 
 async def trim_forever(run: Callable[[Callable[[], int]], Awaitable[int]]) -> None:
-    """Every `TRIM_SECONDS`, trim the arenas if the resident memory has grown by `TRIM_BYTES` since the last trim.
+    """Every `TRIM_SECONDS`, look whether the resident memory has grown by `TRIM_BYTES` since the last trim.
 
-    `run` calls a function on another thread.
+    If so, trim the arenas, and then `TRIMS` times in all. `run` calls a function on another thread.
     """
-    trim, after_last_trim = find_trim(), 0
+    trim, after_last_trim, num_left = find_trim(), 0, 0
     while trim is not None:
         await asyncio.sleep(TRIM_SECONDS)
         _, resident = memory_bytes()
         if resident >= after_last_trim + TRIM_BYTES:
+            num_left = TRIMS
+        if num_left:
             await run(partial(trim, 0))
             _, after_last_trim = memory_bytes()
+            num_left -= 1
         after_last_trim = min(after_last_trim, resident)
