@@ -37,4 +37,5 @@ async def trim_forever(run: Callable[[Callable[[], int]], Awaitable[int]]) -> No
             await run(partial(trim, 0))
             _, after_last_trim = memory_bytes()
             num_left -= 1
-        after_last_trim = min(after_last_trim, resident)
+        else:
+            after_last_trim = min(after_last_trim, resident)

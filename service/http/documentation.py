@@ -1,7 +1,7 @@
 """The pages /docs and /redoc: the schema of the service, shown by Swagger UI and by ReDoc.
 
-Their scripts and styles come from the package fastapi-offline, so the pages load nothing from other servers, and a
-Content-Security-Policy keeps them from it.
+Their scripts and styles come from the package fastapi-offline. A Content-Security-Policy keeps the pages from loading
+anything from other servers.
 """
 
 import base64
@@ -11,7 +11,7 @@ from pathlib import Path
 import fastapi_offline
 from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, Response
 
 from service.http.page_files import HEADERS, PageFiles
 
@@ -25,41 +25,39 @@ POLICY = (
 
 
 def add_documentation(app: FastAPI) -> None:
-    """Add the pages and their files to an application, which has no such pages of its own."""
+    """Add the pages and their files to an application, which has no such pages of its own.
 
-    async def docs(request: Request) -> HTMLResponse:
-        root = request.scope.get("root_path", "")
-        return page(
-            get_swagger_ui_html(
-                openapi_url=f"{root}{app.openapi_url}",
-                title=f"{app.title} - Swagger UI",
-                swagger_js_url=f"{root}{DOCUMENTATION_FILES}/swagger-ui-bundle.js",
-                swagger_css_url=f"{root}{DOCUMENTATION_FILES}/swagger-ui.css",
-                swagger_favicon_url=f"{root}{DOCUMENTATION_FILES}/favicon.png",
-            )
-        )
-
-    async def redoc(request: Request) -> HTMLResponse:
-        root = request.scope.get("root_path", "")
-        return page(
-            get_redoc_html(
-                openapi_url=f"{root}{app.openapi_url}",
-                title=f"{app.title} - ReDoc",
-                redoc_js_url=f"{root}{DOCUMENTATION_FILES}/redoc.standalone.js",
-                redoc_favicon_url=f"{root}{DOCUMENTATION_FILES}/favicon.png",
-                with_google_fonts=False,
-            )
-        )
-
-    app.add_api_route("/docs", docs, include_in_schema=False)
-    app.add_api_route("/redoc", redoc, include_in_schema=False)
+    Their links are relative, so that they also work behind a proxy that puts the service below a path.
+    """
+    files, openapi_url = DOCUMENTATION_FILES.removeprefix("/"), "openapi.json"
+    favicon = f"{files}/favicon.png"
+    docs = get_swagger_ui_html(
+        openapi_url=openapi_url,
+        title=f"{app.title} - Swagger UI",
+        swagger_js_url=f"{files}/swagger-ui-bundle.js",
+        swagger_css_url=f"{files}/swagger-ui.css",
+        swagger_favicon_url=favicon,
+    )
+    redoc = get_redoc_html(
+        openapi_url=openapi_url,
+        title=f"{app.title} - ReDoc",
+        redoc_js_url=f"{files}/redoc.standalone.js",
+        redoc_favicon_url=favicon,
+        with_google_fonts=False,
+    )
+    add_page(app, "/docs", docs)
+    add_page(app, "/redoc", redoc)
     app.mount(DOCUMENTATION_FILES, PageFiles(FILES))
 
 
-def page(response: HTMLResponse) -> HTMLResponse:
-    """The page with the headers of the web page, and a policy that allows its own inline scripts by their hashes."""
-    scripts = [part.partition("</script>")[0] for part in bytes(response.body).decode().split("<script>")[1:]]
+def add_page(app: FastAPI, path: str, page: HTMLResponse) -> None:
+    """Add a page with the headers of the web page, and a policy that allows its own inline scripts by their hashes."""
+    scripts = [part.partition("</script>")[0] for part in bytes(page.body).decode().split("<script>")[1:]]
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     policy = " ".join([POLICY, *(f"'sha256-{each}'" for each in hashes)])
-    response.headers.update(HEADERS | {"Content-Security-Policy": policy})
-    return response
+    headers = HEADERS | {"Content-Security-Policy": policy}
+
+    async def show(request: Request) -> Response:
+        return HTMLResponse(page.body, headers=headers)
+
+    app.add_route(path, show, include_in_schema=False)

@@ -304,13 +304,13 @@ def test_a_stream_with_a_costly_lens_leaves_most_of_the_time_to_others(monkeypat
         ask("plain", prompt(6, seed=2), max_tokens=25),
         traced(model, ask("summaries", prompt(5, seed=3), max_tokens=25), "summaries of all stages"),
     ]
-    monkeypatch.setattr(extra_costs, "LOGIT", 1e-6)
+    monkeypatch.setattr(extra_costs, "LOGIT", 1e-4)  # so that a lens takes as long as very many steps
     engine = new_engine(model)
     for request in requests:
         engine.add(request)
     found = tokens_per_step(engine, 21)
     assert found["plain"] == [1] * 21
-    assert 1 <= sum(found["lens"]) < 10
+    assert 1 <= sum(found["lens"]) <= 2
     alone = run(new_engine(model), requests[0])
     beside = run(new_engine(model), *requests)
     assert_same_bits({key: beside[key] for key in alone}, alone)
