@@ -5,7 +5,6 @@ the proportions are similar.
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -14,13 +13,15 @@ from model.engine.request import Request
 from model.engine.sequence import ExtraCost
 from model.tracing.edits.bound import BoundEdit
 from model.tracing.edits.positions import PositionSet
-from model.tracing.stages import Stage, sizes_of
+from model.tracing.selection import Selection
+from model.tracing.stages import sizes_of
 
 EDITED_STAGE, REPLAYED_EDIT = 20e-6, 0.5e-6  # one edit of one stage in a step, and in a step that is replayed
 TRACED_STAGE, REPLAYED_TRACE, TRACED_KEY_STAGE = 20e-6, 4e-6, 120e-6
 EDITED_KEY_STAGE = 250e-6  # a stage with keys, which fused attention does not compute
 NOISY_STAGE = 250e-6
-EDITED_NUMBER, NOISY_NUMBER, TRACED_NUMBER, KEY_NUMBER = 0.15e-9, 120e-9, 1.2e-9, 8e-9
+EDITED_NUMBER, NOISY_NUMBER, SUMMARIZED_NUMBER, COPIED_NUMBER = 0.8e-9, 120e-9, 0.1e-9, 3.6e-9
+EDITED_KEY, TRACED_KEY = 18e-9, 7e-9  # a number of a stage with keys
 LOGIT = 13e-12  # of each of the `d_model` products that a logit adds
 
 
@@ -51,7 +52,7 @@ class ExtraCosts:
         if trace is not None:
             selection = trace.selection
             positions = None if selection.positions is None else PositionSet(tuple(selection.positions))
-            price = _price_of_trace(selection.stages, config)
+            price = _price_of_trace(selection, config)
             if trace.needs_logits:
                 price = price._replace(position=price.position + logits)
             self._prices.append((positions, price))
@@ -82,7 +83,7 @@ def _price_of_edit(edit: BoundEdit) -> Price:
         seconds = EDITED_STAGE
         if "key" in each.stage.dims:
             seconds += EDITED_KEY_STAGE
-            key += KEY_NUMBER * each.width
+            key += EDITED_KEY * each.width
         if each.noise is not None:
             seconds += NOISY_STAGE
             position += NOISY_NUMBER * each.noise.num_heads * (each.noise.size or 0)
@@ -93,13 +94,13 @@ def _price_of_edit(edit: BoundEdit) -> Price:
     return Price(step, replayed, position, key)
 
 
-def _price_of_trace(stages: Sequence[Stage], config: ModelConfig) -> Price:
-    sizes = sizes_of(config, 1)
+def _price_of_trace(selection: Selection, config: ModelConfig) -> Price:
+    sizes, stages = sizes_of(config, 1), selection.stages
     widths = [math.prod(stage.shape(sizes)) for stage in stages if "key" not in stage.dims]
     key_widths = [math.prod(stage.shape(sizes)) for stage in stages if "key" in stage.dims]
     return Price(
         step=TRACED_STAGE * len(stages) + TRACED_KEY_STAGE * len(key_widths),
         replayed=REPLAYED_TRACE * len(stages),
-        position=TRACED_NUMBER * sum(widths),
-        key=KEY_NUMBER * sum(key_widths),
+        position=(COPIED_NUMBER if selection.detail == "values" else SUMMARIZED_NUMBER) * sum(widths),
+        key=TRACED_KEY * sum(key_widths),
     )
