@@ -1,7 +1,8 @@
 """Requests that are allowed, or nearly, and that once stopped a service: the rows of the second attack campaign.
 
-The bundled model has no chat template, so rows with chats need another model. Each row is sent to a service of its own by `python -m tests.benchmarks.hostile`. Meanwhile another client generates
-greedily, again and again, and `hostile.py` compares what it sees with `TARGETS`.
+Each row is sent to a service of its own by `python -m tests.benchmarks.hostile`. Meanwhile another client generates
+greedily, again and again, and `hostile.py` compares what it sees with `TARGETS`. Rows with chats need a model with a
+chat template, which the bundled one does not have.
 """
 
 import base64
@@ -200,7 +201,7 @@ ROWS: dict[str, Row] = {
     ),
     "6 prompts with 64 edits": Row(prompts_with_edits),
     "6 all stages of 64 choices": Row(traces(trace={"stages": ["*"]})),
-    "6 lens of 64 choices": Row(traces(trace={"stages": ["embed"], "logit_lens": 5})),
+    "6 lens of 64 choices": Row(traces(trace={"stages": ["embed"], "logit_lens": True, "top_k": 5})),
     "7 multiples": Row(multiples),
     "8 many tensors": Row(many_tensors, ("--api-key", "k")),
     "9 an understated npz": Row(understated, FILES),
