@@ -12,6 +12,11 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/forwardscope
 ENV PATH=/opt/forwardscope/bin:$PATH
+# The kernels for every set of vector instructions. The container chooses by its CPU, and needs no compiler. Only these
+# files decide what is compiled, so other changes leave this layer, which takes minutes, as it is.
+COPY model/ops/cpu/build.py model/ops/cpu/instruction_levels.py model/ops/cpu/
+COPY model/ops/cpu/csrc model/ops/cpu/csrc
+RUN python -m model.ops.cpu.build --all /opt/forwardscope/kernels
 # The dependencies change rarely, so they are a layer of their own: torch from its index, then the others.
 COPY pyproject.toml ./
 RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
@@ -25,8 +30,6 @@ COPY forwardscope forwardscope
 COPY model model
 COPY service service
 RUN pip install --no-deps .
-# The kernels for every set of vector instructions. The container chooses by its CPU, and needs no compiler.
-RUN cd / && python -m model.ops.cpu.build --all /opt/forwardscope/kernels
 
 FROM ${BASE}
 RUN useradd --uid 10001 --no-create-home --home-dir /cache forwardscope \

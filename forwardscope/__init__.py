@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from forwardscope.async_client import AsyncClient
 from forwardscope.client import Client
-from forwardscope.errors import ApiError, ConnectionFailed, ForwardscopeError, RequestTimeout, UnknownStage
+from forwardscope.errors import (
+    ApiError,
+    ConnectionFailed,
+    ForwardscopeError,
+    InvalidArgument,
+    RequestTimeout,
+    UnknownStage,
+    UnknownWeight,
+)
 from model import __version__
 
 if TYPE_CHECKING:
@@ -20,9 +28,11 @@ __all__ = [
     "Client",
     "ConnectionFailed",
     "ForwardscopeError",
+    "InvalidArgument",
     "LocalModel",
     "RequestTimeout",
     "UnknownStage",
+    "UnknownWeight",
     "__version__",
     "load",
 ]

@@ -1,265 +1,86 @@
-"""Convert the JSON of answers to results. Unknown fields are ignored, because a newer server may send more fields."""
+"""Parse the bytes of answers, and the events of streams, to results. Their types describe all but the arrays."""
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import Any, TypeVar
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, overload
 
-import numpy as np
-
-from forwardscope.results import (
-    AppliedEdit,
-    Attribution,
-    ChatAnswer,
-    ChatEvent,
-    Choice,
-    ComparedStage,
-    Comparison,
-    Finish,
-    Generation,
-    Hint,
-    LensLayer,
-    Logits,
-    Loss,
-    ModelInfo,
-    Patterns,
-    Prediction,
-    ServedModel,
-    ServiceStatus,
-    Stage,
-    StageChange,
-    StepTrace,
-    StoredVector,
-    StreamEvent,
-    SweepCell,
-    Token,
-    TokenLogprob,
-    Trace,
-    Usage,
-)
-from forwardscope.tensor_files import NumpyArray, json_array, nested_array, read_base64
+from forwardscope.reading import Result, read
+from forwardscope.results.attributions import AnyAttribution, Attribution, SweepCell, SweepCells, method_of
+from forwardscope.results.chats import ChatAnswer, ChatEvent
+from forwardscope.results.generations import FinishEvent, StreamEvent, TokenEvent, Usage
+from forwardscope.results.passes import AppliedEdit, LogitRows, Logits, Trace
+from forwardscope.results.weights import Weight
+from forwardscope.tensor_files import NumpyArray
 
 Json = dict[str, Any]
-Record = TypeVar("Record")
-
-
-def record(kind: type[Record], answer: Mapping[str, Any], **replaced: Any) -> Record:
-    """A dataclass from the answer's fields of the same names. A field with a default may be missing in the answer."""
-    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]  # `kind` is a dataclass
-    return kind(**{name: answer[name] for name in names - replaced.keys() if name in answer}, **replaced)
-
-
-# POST /forward and POST /logits
-
-
+Other = TypeVar("Other")
 BASELINE = "baseline/"  # the beginning of the names of the arrays of the pass without edits
+METHODS = {method_of(kind): kind for kind in AnyAttribution.__args__}
+
+
+@overload
+def parser(kind: type[Result]) -> Callable[[bytes], Result]: ...
+@overload
+def parser(kind: type[Result], take: Callable[[Result], Other]) -> Callable[[bytes], Other]: ...
+def parser(kind: type[Result], take: Callable[[Result], Any] = lambda found: found) -> Callable[[bytes], Any]:
+    """A function that reads a result from the JSON of an answer, and takes a part of it."""
+    return lambda content: take(read(kind, json.loads(content)))
 
 
 def trace(arrays: dict[str, NumpyArray], answer: Json, positions: Sequence[int] | None) -> Trace[NumpyArray]:
-    baseline = answer.get("baseline")
-    tokens = tuple(record(Token, token) for token in answer["tokens"])
-    return Trace(
-        edits=applied_edits(answer),
-        baseline=None if baseline is None else trace(of_baseline(arrays), without_edits(answer) | baseline, positions),
-        changes=stage_changes(answer.get("changes")),
-        stages=read_stages(answer["stages"]),
-        arrays={stage["name"]: arrays[stage["name"]] for stage in answer["stages"] if stage["name"] in arrays},
-        model=answer["model"],
-        tokens=tokens,
-        positions=tuple(range(len(tokens)) if positions is None else [place % len(tokens) for place in positions]),
-        predictions=tuple(read_predictions(entry["top"]) for entry in answer["predictions"]),
-        loss=record(Loss, answer["loss"], per_token=json_array(answer["loss"]["per_token"])),
-    )
+    """The trace of a safetensors answer, whose arrays are not in its JSON."""
+    for beginning, found in passes(answer):
+        for stage in found["stages"]:
+            stage["values"] = arrays.get(beginning + stage["name"])
+    return read(Trace, answer).at(positions)
 
 
 def logits(arrays: dict[str, NumpyArray], answer: Json) -> Logits[NumpyArray]:
-    baseline = answer.get("baseline")
-    return Logits(
-        edits=applied_edits(answer),
-        baseline=None if baseline is None else logits(of_baseline(arrays), without_edits(answer) | baseline),
-        changes=stage_changes(answer.get("changes")),
-        model=answer["model"],
-        tokens=tuple(record(Token, token) for token in answer["tokens"]),
-        positions=tuple(entry["position"] for entry in answer["positions"]),
-        logits=arrays["logits"],
-        ids=arrays.get("ids"),
-        logprobs=arrays.get("logprobs"),
-    )
+    for beginning, found in passes(answer):
+        columns: dict[str, Any] = {name: arrays.get(beginning + name) for name in ("logits", "logprobs", "ids")}
+        found["positions"] = LogitRows([row["position"] for row in found["positions"]], **columns)
+    return read(Logits, answer)
 
 
-def patterns(answer: Json) -> Patterns[NumpyArray]:
-    size, maps = answer["size"], answer["maps"]
-    layers, heads = (tuple(dict.fromkeys(each[name] for each in maps)) for name in ("layer", "head"))
-    arrays = [read_base64(each["values"], answer["dtype"], (size, size)) for each in maps]
-    values = np.stack(arrays).reshape(len(layers), len(heads), size, size)
-    return Patterns(
-        model=answer["model"],
-        tokens=tuple(record(Token, token) for token in answer["tokens"]),
-        stage=answer["stage"],
-        layers=layers,
-        heads=heads,
-        block=answer["block"],
-        values=values if answer["dtype"] != "uint8" else values.astype(np.float32) * np.float32(answer["scale"]),
-        edits=applied_edits(answer),
-    )
+def weight(arrays: dict[str, NumpyArray], answer: Json) -> Weight[NumpyArray]:
+    return read(Weight, answer | {"values": arrays.get(answer["name"])})
 
 
-def applied_edits(answer: Json) -> tuple[AppliedEdit, ...]:
-    """What the edits matched; empty without edits."""
-    return tuple(
-        AppliedEdit(tuple(each["stages"]), positions if isinstance(positions, str) else tuple(map(ends, positions)))
-        for each in answer.get("edits") or ()
-        for positions in (each["positions"],)
-    )
+def passes(answer: Json) -> list[tuple[str, Json]]:
+    """The pass of an answer, and the one without edits, each with the beginning of the names of its arrays."""
+    plain = answer.get("baseline")
+    return [("", answer), *([] if plain is None else [(BASELINE, plain)])]
 
 
-def ends(position: Any) -> Any:
-    """An index, or the two ends of a range."""
-    return tuple(position) if isinstance(position, list) else position
-
-
-def of_baseline(arrays: dict[str, NumpyArray]) -> dict[str, NumpyArray]:
-    return {name.removeprefix(BASELINE): array for name, array in arrays.items() if name.startswith(BASELINE)}
-
-
-def without_edits(answer: Json) -> Json:
-    return answer | {"edits": None, "baseline": None, "changes": None}
-
-
-def stage_changes(entries: Sequence[Json] | None) -> dict[str, StageChange]:
-    return {each["name"]: StageChange(number(each["norm"]), each["relative"]) for each in entries or ()}
-
-
-def read_stages(entries: Sequence[Json]) -> tuple[Stage, ...]:
-    return tuple(record(Stage, entry, dims=tuple(entry["dims"]), shape=tuple(entry["shape"])) for entry in entries)
-
-
-def read_predictions(entries: Sequence[Json]) -> tuple[Prediction, ...]:
-    """Read predictions. A null, which stands for a number that is not finite, becomes NaN."""
-    return tuple(
-        record(Prediction, entry, logit=number(entry["logit"]), probability=number(entry["probability"]))
-        for entry in entries
-    )
-
-
-def number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-# POST /attribute
-
-
-def attribution(answer: Json) -> Attribution[NumpyArray]:
-    entries = answer.get("stages") or []
-    arrays = {}
-    for entry in entries:
-        values = entry.get("values")
-        if isinstance(values, str):
-            arrays[entry["name"]] = read_base64(values, entry["dtype"], entry["shape"])
-        elif values is not None:
-            arrays[entry["name"]] = nested_array(values, entry["shape"])
-    return Attribution(
-        stages=read_stages([{"dtype": answer["dtype"]} | entry for entry in entries]),
-        arrays=arrays,
-        method=answer["method"],
-        model=answer["model"],
-        tokens=tuple(record(Token, token) for token in answer["tokens"]),
-        answer={name: value for name, value in answer.items() if name not in ("tokens", "stages")},
-    )
+def attribution(content: bytes) -> Attribution[NumpyArray]:
+    answer = json.loads(content)
+    return read(METHODS[answer["method"]], answer)
 
 
 def sweep_cells(answer: Json) -> list[SweepCell]:
     """The cells of an event; none for the first and the last event of a sweep."""
-    return [record(SweepCell, cell, value=number(cell["value"])) for cell in answer.get("cells", ())]
+    return list(read(SweepCells, answer).cells) if "cells" in answer else []
 
 
-# POST /generate
-
-
-def generation(answer: Json) -> Generation[NumpyArray]:
-    choices = tuple(map(choice, answer["choices"] or [answer]))
-    return Generation(
-        **{field.name: getattr(choices[0], field.name) for field in fields(Choice)},
-        id=answer["id"],
-        model=answer["model"],
-        choices=choices,
-        timings=answer["timings"],
-        edits=applied_edits(answer),
-        baseline=tuple(map(choice, (answer.get("baseline") or {"choices": ()})["choices"])),
-        changes=tuple(stage_changes(each["stages"]) for each in answer.get("changes") or ()),
-    )
-
-
-def choice(answer: Json) -> Choice[NumpyArray]:
-    return record(
-        Choice,
-        answer,
-        tokens=tuple(answer["tokens"]),
-        usage=usage(answer["usage"]),
-        logprobs=None if answer["logprobs"] is None else tuple(map(token_logprob, answer["logprobs"])),
-        trace=None if answer["trace"] is None else tuple(map(step_trace, answer["trace"])),
-    )
-
-
-def usage(answer: Json) -> Usage:
-    details = answer.get("prompt_tokens_details") or {}  # where OpenAI's API has the cached tokens
-    return record(Usage, answer, cached_tokens=answer.get("cached_tokens") or details.get("cached_tokens") or 0)
-
-
-def token_logprob(entry: Json) -> TokenLogprob:
-    return TokenLogprob(
-        entry["id"], entry.get("text"), entry.get("logprob"), tuple(map(token_logprob, entry.get("top") or ()))
-    )
-
-
-def step_trace(answer: Json) -> StepTrace[NumpyArray]:
-    lens = answer["logit_lens"]
-    return StepTrace(
-        stages=read_stages(answer["stages"]),
-        arrays={
-            entry["name"]: read_base64(entry["values"], entry["dtype"], entry["shape"])
-            for entry in answer["stages"]
-            if entry.get("values") is not None
-        },
-        positions=tuple(answer["positions"]),
-        predictions=tuple(read_predictions(entry["top"]) for entry in answer["predictions"]),
-        logit_lens=None
-        if lens is None
-        else tuple(
-            LensLayer(layer["layer"], read_predictions(layer["top"]), number(layer["chosen_probability"]))
-            for layer in lens
-        ),
-    )
-
-
-def stream_events(answer: Json) -> list[StreamEvent[NumpyArray]]:
-    if "finish_reason" in answer:
-        finish = record(Finish, answer, usage=usage(answer["usage"]), edits=applied_edits(answer))
-        return [StreamEvent(choice=answer["choice"], text="", finish=finish)]
-    token, steps = answer["token"], answer.get("trace")
-    return [
-        StreamEvent(
-            choice=answer["choice"],
-            text=answer["text"],
-            token=None if token is None else token_logprob(token | {"text": answer["text"]}),
-            trace=None if steps is None else step_trace(steps),
-        )
-    ]
+def stream_events(answer: Json) -> list[StreamEvent]:
+    return [read(FinishEvent, answer) if "finish_reason" in answer else read(TokenEvent, answer)]
 
 
 # POST /v1/chat/completions
 
 
-def chat_answer(answer: Json) -> ChatAnswer:
-    first = answer["choices"][0]
+def chat_answer(content: bytes) -> ChatAnswer:
+    answer = json.loads(content)
+    first, usage = answer["choices"][0], answer["usage"]
+    details = usage.get("prompt_tokens_details") or {}
     return ChatAnswer(
         id=answer["id"],
         model=answer["model"],
         text=first["message"].get("content"),
         message=first["message"],
         finish_reason=first["finish_reason"],
-        usage=usage(answer["usage"]),
-        edits=applied_edits(first),
+        usage=read(Usage, {"cached_tokens": details.get("cached_tokens") or 0} | usage),
+        edits=tuple(read(AppliedEdit, each) for each in first.get("edits") or ()),
     )
 
 
@@ -269,57 +90,3 @@ def chat_events(answer: Json) -> list[ChatEvent]:
         ChatEvent(text=entry["delta"].get("content") or "", delta=entry["delta"], finish_reason=entry["finish_reason"])
         for entry in answer["choices"]
     ]
-
-
-# GET
-
-
-def model_info(answer: Json) -> ModelInfo:
-    stages = tuple((stage["name"], tuple(stage["dims"])) for stage in answer["stages"])
-    return record(ModelInfo, answer, stages=stages, eos_token_ids=tuple(answer["eos_token_ids"]))
-
-
-def stored_vector(answer: Json) -> StoredVector:
-    shapes = {each["name"]: tuple(each["shape"]) for each in answer["tensors"]}
-    return StoredVector(answer["name"], answer["uploaded"], answer["by_stage"], shapes, answer["bytes"])
-
-
-def stored_vectors(answer: Json) -> list[StoredVector]:
-    return list(map(stored_vector, answer["vectors"]))
-
-
-def service_status(answer: Json) -> ServiceStatus:
-    return record(ServiceStatus, answer)
-
-
-def served_models(answer: Json) -> list[ServedModel]:
-    return [
-        ServedModel(entry["name"], entry["kind"], entry.get("title"), (entry.get("prompt") or {}).get("text"))
-        for entry in answer["models"]
-    ]
-
-
-# POST /compare
-
-
-def comparison(answer: Json) -> Comparison:
-    verdict = answer["verdict"]
-    return Comparison(
-        a=answer["a"],
-        b=answer["b"],
-        dtype=answer["dtype"],
-        num_tokens=answer["num_tokens"],
-        differs=verdict["differs"],
-        first_stage=verdict["first_stage"],
-        last_equal_stage=verdict["last_equal_stage"],
-        differing_stages=tuple(verdict["differing_stages"]),
-        hints=tuple(record(Hint, hint) for hint in verdict["hints"]),
-        logits=answer["logits"],
-        stages={stage["name"]: compared_stage(stage) for stage in answer["stages"]},
-        not_compared=tuple(answer["not_compared"]),
-    )
-
-
-def compared_stage(answer: Json) -> ComparedStage:
-    lists = ("max_index", "per_position", "per_head")
-    return record(ComparedStage, answer | {name: tuple(answer[name]) for name in lists if answer.get(name) is not None})

@@ -8,9 +8,9 @@ import anyio
 import httpx
 
 from forwardscope import requests
-from forwardscope.call import Call, Event, Request, Result, StreamCall, error_of, retry_delay
-from forwardscope.client import DEFAULT_TIMEOUT, DEFAULT_URL, MAX_RETRIES, Arguments, as_method
-from forwardscope.transport import http_options, translated_errors
+from forwardscope.call import Call, Event, Request, Result, StreamCall
+from forwardscope.client import Arguments, as_method
+from forwardscope.transport import ServerAddress, translated_errors
 
 
 class AsyncStream(AsyncIterator[Event], Generic[Event]):
@@ -54,24 +54,14 @@ def stream_method(
     return as_method(describe, send)
 
 
-class AsyncClient:
+class AsyncClient(ServerAddress):
     """The client of a server at `url` for asynchronous programs. The arguments and methods are those of `Client`.
 
     Read streams with `async for`, and await every other method.
     """
 
-    def __init__(
-        self,
-        url: str = DEFAULT_URL,
-        api_key: str | None = None,
-        *,
-        timeout: float = DEFAULT_TIMEOUT,
-        max_retries: int = MAX_RETRIES,
-    ) -> None:
-        self.url = url
-        self.timeout = timeout
-        self.max_retries = max_retries
-        self._http = httpx.AsyncClient(**http_options(url, api_key, timeout))
+    _transport = httpx.AsyncClient
+    _http: httpx.AsyncClient
 
     run = method(requests.run)
     logits = method(requests.logits)
@@ -87,6 +77,8 @@ class AsyncClient:
     to_text = method(requests.to_text)
     model = method(requests.model)
     models = method(requests.models)
+    weights = method(requests.weights)
+    weight = method(requests.weight)
     vectors = method(requests.vectors)
     put_vector = method(requests.put_vector)
     delete_vector = method(requests.delete_vector)
@@ -127,19 +119,12 @@ class AsyncClient:
     async def _open(self, request: Request) -> httpx.Response:
         """Send a request, again if the server asks for a retry. The caller reads and closes the response."""
         for num_attempts in count(1):
-            sent = self._http.build_request(
-                request.method, request.path, content=request.content, headers=request.headers
-            )
-            response = await self._http.send(sent, stream=True)
+            response = await self._http.send(self._message(request), stream=True)
             if response.is_success:
                 return response
             try:
                 content = await response.aread()
             finally:
                 await response.aclose()
-            status, retry_after = response.status_code, response.headers.get("retry-after")
-            delay = retry_delay(status, retry_after, num_attempts, self.max_retries)
-            if delay is None:
-                raise error_of(status, content)
-            await anyio.sleep(delay)
+            await anyio.sleep(self._delay(response, content, num_attempts))
         raise AssertionError("the loop has no end")

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from forwardscope.errors import ApiError, ConnectionFailed, ForwardscopeError
+from forwardscope.arguments import shown
+from forwardscope.errors import ApiError, ConnectionFailed, ForwardscopeError, InvalidArgument
 from forwardscope.events import EventDecoder, RawEvent
 
 Result = TypeVar("Result")
@@ -35,15 +36,28 @@ class Request:
 
     @property
     def content(self) -> bytes | None:
-        """The body as bytes. Raises `ValueError` for NaN and infinities, which JSON does not have."""
+        """The body as bytes. Raises `InvalidArgument` for a value that JSON does not have, such as NaN."""
         if self.body is None or isinstance(self.body, bytes):
             return self.body
-        return json.dumps(self.body, allow_nan=False).encode()
+        try:
+            return json.dumps(self.body, allow_nan=False).encode()
+        except (ValueError, TypeError):
+            name = next(name for name, value in self.body.items() if not is_json(value))
+            reason = f"{shown(self.body[name])} cannot be sent as JSON; give finite numbers, texts, lists and mappings"
+            raise InvalidArgument(name, reason) from None
 
     @property
     def headers(self) -> dict[str, str]:
         kind = SAFETENSORS if isinstance(self.body, bytes) else JSON
         return {"Accept": self.accept} | ({} if self.body is None else {"Content-Type": kind})
+
+
+def is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError):
+        return False
+    return True
 
 
 @dataclass(frozen=True)

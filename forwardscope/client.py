@@ -10,14 +10,11 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 import httpx
 
 from forwardscope import requests
-from forwardscope.call import Call, Event, Request, Result, StreamCall, error_of, retry_delay
-from forwardscope.transport import http_options, translated_errors
+from forwardscope.call import Call, Event, Request, Result, StreamCall
+from forwardscope.transport import ServerAddress, translated_errors
 
 Arguments = ParamSpec("Arguments")
 Method = TypeVar("Method", bound=Callable[..., Any])
-DEFAULT_URL = "http://localhost:8000"
-DEFAULT_TIMEOUT = 600.0
-MAX_RETRIES = 3
 
 
 class Stream(Iterator[Event], Generic[Event]):
@@ -70,7 +67,7 @@ def stream_method(
     return as_method(describe, send)
 
 
-class Client:
+class Client(ServerAddress):
     """The client of a server at `url`. Several threads may share one client.
 
     `timeout` is the longest time, in seconds, for which the server may send nothing. If the server refuses a request
@@ -78,18 +75,8 @@ class Client:
     names, at most `max_retries` times.
     """
 
-    def __init__(
-        self,
-        url: str = DEFAULT_URL,
-        api_key: str | None = None,
-        *,
-        timeout: float = DEFAULT_TIMEOUT,
-        max_retries: int = MAX_RETRIES,
-    ) -> None:
-        self.url = url
-        self.timeout = timeout
-        self.max_retries = max_retries
-        self._http = httpx.Client(**http_options(url, api_key, timeout))
+    _transport = httpx.Client
+    _http: httpx.Client
 
     run = method(requests.run)
     logits = method(requests.logits)
@@ -105,6 +92,8 @@ class Client:
     to_text = method(requests.to_text)
     model = method(requests.model)
     models = method(requests.models)
+    weights = method(requests.weights)
+    weight = method(requests.weight)
     vectors = method(requests.vectors)
     put_vector = method(requests.put_vector)
     delete_vector = method(requests.delete_vector)
@@ -144,19 +133,12 @@ class Client:
     def _open(self, request: Request) -> httpx.Response:
         """Send a request, again if the server asks for a retry. The caller reads and closes the response."""
         for num_attempts in count(1):
-            sent = self._http.build_request(
-                request.method, request.path, content=request.content, headers=request.headers
-            )
-            response = self._http.send(sent, stream=True)
+            response = self._http.send(self._message(request), stream=True)
             if response.is_success:
                 return response
             try:
                 content = response.read()
             finally:
                 response.close()
-            status, retry_after = response.status_code, response.headers.get("retry-after")
-            delay = retry_delay(status, retry_after, num_attempts, self.max_retries)
-            if delay is None:
-                raise error_of(status, content)
-            time.sleep(delay)
+            time.sleep(self._delay(response, content, num_attempts))
         raise AssertionError("the loop has no end")

@@ -1,12 +1,13 @@
 """Edits and vectors as arguments of calls: arrays and tensors become base64 or safetensors."""
 
 import base64
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from forwardscope.arguments import shown, to_indices, to_integer, to_list, to_mappings, to_prompt
+from forwardscope.errors import InvalidArgument
 from forwardscope.tensor_files import NumpyArray, write_safetensors
 
 DTYPES = ("float64", "float32", "float16")
@@ -14,22 +15,25 @@ DTYPES = ("float64", "float32", "float16")
 
 def to_edits(edits: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
     """The `edits` of a JSON body. A `vector` may be an array or a tensor, and positions may be a `range`."""
-    return None if edits is None else [to_edit(edit) for edit in edits]
+    if edits is None:
+        return None
+    return [to_edit(edit, f"edits.{index}") for index, edit in enumerate(to_mappings(edits, "edits", "edit"))]
 
 
-def to_edit(edit: Mapping[str, Any]) -> dict[str, Any]:
+def to_edit(edit: Mapping[str, Any], field: str) -> dict[str, Any]:
     body = dict(edit)
     for name in ("positions", "keys"):
         if body.get(name) is not None:
-            body[name] = to_positions(body[name])
-    if body.get("heads") is not None:
-        body["heads"] = [operator.index(each) for each in body["heads"]]
+            body[name] = to_positions(body[name], f"{field}.{name}")
+    body["heads"] = to_indices(body.get("heads"), f"{field}.heads")
     if body.get("source") is not None:
+        if not isinstance(body["source"], Mapping):
+            raise InvalidArgument(f"{field}.source", f"{shown(body['source'])} is not a mapping with a `prompt`")
         source = body["source"] = dict(body["source"])
-        if not isinstance(source.get("prompt"), str | None):
-            source["prompt"] = [operator.index(each) for each in source["prompt"]]
+        if source.get("prompt") is not None:
+            source["prompt"] = to_prompt(source["prompt"], f"{field}.source.prompt")
         if source.get("positions") is not None:
-            source["positions"] = to_positions(source["positions"])
+            source["positions"] = to_positions(source["positions"], f"{field}.source.positions")
     if hasattr(body.get("vector"), "shape"):
         array = to_array(body["vector"])
         data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
@@ -38,17 +42,18 @@ def to_edit(edit: Mapping[str, Any]) -> dict[str, Any]:
         if hasattr(body.get(name), "item"):  # a number of numpy or PyTorch
             body[name] = body[name].item()
     if hasattr(body.get("seed"), "item"):
-        body["seed"] = operator.index(body["seed"])
+        body["seed"] = to_integer(body["seed"], f"{field}.seed", "give a whole number")
     return {name: value for name, value in body.items() if value is not None}
 
 
-def to_positions(positions: Any) -> Any:
+def to_positions(positions: Any, name: str) -> Any:
     """A word, or a list of indices and ranges."""
     if isinstance(positions, str):
         return positions
+    takes = 'a word such as "last", or a list of indices and ranges such as [0, [3, 5]]'
     return [
-        [operator.index(end) for end in each] if isinstance(each, list | tuple) else operator.index(each)
-        for each in positions
+        to_indices(each, name) if isinstance(each, list | tuple) else to_integer(each, name, f"give {takes}")
+        for each in to_list(positions, name, takes)
     ]
 
 

@@ -1,37 +1,60 @@
 """`load`: a model in this process, with the methods of a client and PyTorch's tensors. It needs no server."""
 
-import operator
 import secrets
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor
 
-from forwardscope.local_edits import bind_edits, describe_changes
+from forwardscope.arguments import (
+    Index,
+    shown,
+    to_conversation,
+    to_index_text,
+    to_indices,
+    to_prompt,
+    to_targets,
+    to_texts,
+)
+from forwardscope.errors import InvalidArgument
+from forwardscope.local_edits import bind_edits
 from forwardscope.local_generation import GenerationCollector, build_engine, read_params
-from forwardscope.local_trace import check_indices, describe_loss, describe_stage, values_of
-from forwardscope.results import AppliedEdit, ChatAnswer, Generation, Prediction, Token, Trace
+from forwardscope.local_results import (
+    describe_changes,
+    describe_loss,
+    describe_predictions,
+    describe_stage,
+    describe_tokens,
+)
+from forwardscope.local_trace import check_indices, values_of
+from forwardscope.local_weights import LocalWeights, find_view, read_weight
+from forwardscope.results.chats import ChatAnswer
+from forwardscope.results.generations import ChoiceChanges, Choices, Generation
+from forwardscope.results.passes import AppliedEdit, Pass, PassTimings, Trace
+from forwardscope.results.weights import Weight
 from model.analysis.auto_quantization import resolve
 from model.analysis.edit_changes import residuals
 from model.analysis.edit_sources import Network
 from model.analysis.forward_trace import Trace as PassTrace
 from model.analysis.forward_trace import trace as trace_pass
 from model.checkpoints.adapters import load_adapter
-from model.checkpoints.load import BUNDLED, Checkpoint, load_checkpoint
-from model.engine.cache import KVCacheDtype
+from model.checkpoints.load import DTYPES, Checkpoint, load_checkpoint
+from model.choices import Kernels, KVCacheDtype, Quantization
+from model.device import find_device
 from model.engine.engine import Engine
 from model.engine.request import Request
-from model.errors import InvalidField, join_names, shortened
+from model.errors import ContextOverflow, InvalidField, join_names, join_words, shortened
 from model.network.adapted_network import AdaptedNetwork
 from model.network.adapters import Adapter
-from model.network.prepare import Kernels
 from model.network.transformer import Transformer
-from model.ops.quantization import Quantization
+from model.network.weight_indices import read_part
+from model.network.weight_views import WeightViews
 from model.text.tokenizer import Tokenizer
 from model.tracing.edits import BoundEdits
 from model.tracing.predictions import predict
@@ -42,7 +65,7 @@ DEFAULT_TOP_K = 10
 
 
 def load(
-    model: str = "bundled",
+    model: str | PathLike[str] = "bundled",
     *,
     dtype: str = "auto",
     device: str = "auto",
@@ -52,23 +75,30 @@ def load(
     kv_cache_dtype: KVCacheDtype = "auto",
     adapters: Mapping[str, str | Path] | None = None,
 ) -> "LocalModel":
-    """Load a model: "bundled", a checkpoint directory, or a hub id such as "HuggingFaceTB/SmolLM2-135M-Instruct".
+    """Load a model: "bundled", a checkpoint directory, a GGUF file, or a hub id such as "org/name".
 
     The arguments have the names and the defaults of the server's settings, so both compute the same numbers.
     `quantize_loss` is the largest increase of the perplexity with `quantize="auto"`, 0.005 if it is None.
     `adapters` maps names to directories of LoRA adapters, which calls choose by name. Raises a `ValueError`, such as
     `CheckpointError`, whose message says what is wrong.
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    is_bundled = model == "bundled"
-    source = str(BUNDLED) if is_bundled else model
+    if not isinstance(model, str | PathLike):
+        raise InvalidArgument("model", f"{shown(model)} is not the name or the path of a checkpoint")
+    for name, value, choices in (
+        ("quantize", quantize, (*get_args(Quantization), "auto")),
+        ("kernels", kernels, get_args(Kernels)),
+        ("kv_cache_dtype", kv_cache_dtype, get_args(KVCacheDtype)),
+    ):
+        if value not in choices:
+            raise InvalidArgument(name, f"{shown(value)} is not {join_words(choices, 'or')}")
+    if not isinstance(adapters, Mapping | None):
+        raise InvalidArgument("adapters", f"{shown(adapters)} is not a mapping from names to directories")
+    model, device = str(model), find_device(device)
     checkpoint = load_checkpoint(
-        source,
+        model,
         dtype=dtype,
         device=device,
-        name="bundled" if is_bundled else None,
-        quantize=resolve(source, quantize, quantize_loss, kernels),
+        quantize=resolve(model, quantize, quantize_loss, kernels),
         kernels=kernels,
     )
     loaded = {name: load_adapter(checkpoint, path, name) for name, path in (adapters or {}).items()}
@@ -117,13 +147,14 @@ class LocalModel:
         network, ids = self.checkpoint.model, self._ids_of(prompt)
         config, weight = network.config, network.embed.weight
         if len(ids) > config.max_positions:
-            raise InvalidField("prompt", f"has {len(ids)} tokens, but the context holds {config.max_positions}")
-        if top_k is not None and not 0 <= top_k <= config.vocab_size:
+            raise ContextOverflow("prompt", config.max_positions, len(ids))
+        targets = to_targets(targets)
+        if top_k is not None and not (type(top_k) is int and 0 <= top_k <= config.vocab_size):
             raise InvalidField("top_k", f"{shortened(top_k)} must be from 0 to {config.vocab_size}, the vocabulary")
         if targets is not None and len(targets) != len(ids):
             raise InvalidField("targets", f"has {len(targets)} entries for {len(ids)} tokens")
         self._check_ids("targets", [each for each in targets or () if each is not None])
-        globs = [stages] if isinstance(stages, str) else list(stages)
+        globs = to_texts(stages, "stages")
         try:
             selected = select(self.checkpoint.stages, [*globs, "logits"])
         except UnknownStage as error:
@@ -141,28 +172,28 @@ class LocalModel:
             raise InvalidField("baseline", "compares with the pass without edits, but there are no edits")
         num_predictions = min(DEFAULT_TOP_K, config.vocab_size) if top_k is None else top_k
         run_pass = partial(trace_pass, adapted, ids, own_targets, selection, sizes, weight.device)
-        if not edits:
-            return self._describe(run_pass(), ids, selection, num_predictions)
-        bound, applied = self._bind(edits, adapted, ids, len(ids))
-        found = run_pass(bound.tap(0, len(ids), ops=network.backend.network))
-        edited = replace(self._describe(found, ids, selection, num_predictions), edits=applied)
-        if not baseline:
-            return edited
-        plain = run_pass()
-        changes = describe_changes(plain.stages, found.stages)
-        return replace(edited, baseline=self._describe(plain, ids, selection, num_predictions), changes=changes)
+        describe = partial(self._describe, rows=selection.positions or range(len(ids)), top_k=num_predictions)
+        fields: dict[str, Any] = {"model": self.name, "tokens": describe_tokens(ids, self._text_of)}
+        tap, began = None, time.perf_counter()
+        if edits:
+            bound, fields["edits"] = self._bind(edits, adapted, ids, len(ids))
+            tap = bound.tap(0, len(ids), ops=network.backend.network)
+        found = run_pass(tap)
+        if baseline:
+            plain = run_pass()
+            fields["changes"] = describe_changes(plain.stages, found.stages)
+            fields["baseline"] = Pass(**describe(plain))
+        timings = PassTimings(0.0, time.perf_counter() - began)
+        return Trace(**fields, **describe(found), timings=timings).at(selection.positions)
 
-    def _describe(self, found: PassTrace, ids: list[int], selection: Selection, top_k: int) -> Trace[Tensor]:
-        rows = list(range(len(ids)) if selection.positions is None else selection.positions)
-        return Trace(
-            stages=tuple(map(describe_stage, found.stages)),
-            arrays={kept.stage.name: values_of(kept) for kept in found.stages},
-            model=self.name,
-            tokens=tuple(Token(each, self._text_of(each), position) for position, each in enumerate(ids)),
-            positions=tuple(rows),
-            predictions=self._predictions(found.logits[rows], top_k),
-            loss=describe_loss(found.loss),
-        )
+    def _describe(self, found: PassTrace, rows: Sequence[int], top_k: int) -> dict[str, Any]:
+        """The fields of a `Pass`."""
+        top = predict(found.logits[list(rows)], top_k, self.checkpoint.model.backend.summaries) if top_k else []
+        return {
+            "stages": tuple(describe_stage(kept, values_of(kept)) for kept in found.stages),
+            "predictions": describe_predictions(rows, top, self._text_of),
+            "loss": describe_loss(found.loss, found.loss.clone()),
+        }
 
     def _bind(
         self, edits: Sequence[Mapping[str, Any]], network: Network, ids: list[int], max_length: int
@@ -194,7 +225,7 @@ class LocalModel:
         `run` with the prompt and the generated tokens: it computes the same stages as the steps that generated them.
         """
         ids = self._ids_of(prompt)
-        self._check_ids("stop_token_ids", sampling.get("stop_token_ids") or ())
+        self._check_ids("stop_token_ids", to_indices(sampling.get("stop_token_ids"), "stop_token_ids") or ())
         if baseline and not edits:
             raise InvalidField("baseline", "compares with the run without edits, but there are no edits")
         if baseline and seed is None:
@@ -204,7 +235,7 @@ class LocalModel:
             len(ids),
             max_tokens=max_tokens,
             n=n,
-            stop=[stop] if isinstance(stop, str) else list(stop),
+            stop=to_texts(stop, "stop"),
             logprobs=logprobs,
             sampling=sampling | {"temperature": temperature, "seed": seed},
         )
@@ -222,8 +253,8 @@ class LocalModel:
         for choice in edited.choices:
             new = choice.tokens[len(ids) :] if params.echo else choice.tokens
             run = partial(residuals, network, config, [*ids, *new[:-1]], device=device)  # the computed positions
-            changes.append(describe_changes(run(), run(edits=bound)))
-        return replace(edited, baseline=self._run(request).choices, changes=tuple(changes))
+            changes.append(ChoiceChanges(choice.choice, describe_changes(run(), run(edits=bound))))
+        return replace(edited, baseline=Choices(self._run(request).choices), changes=tuple(changes))
 
     def _run(self, request: Request) -> Generation[Tensor]:
         """Run one request, and collect what it generates."""
@@ -254,14 +285,17 @@ class LocalModel:
         The model needs a chat template. Without `max_tokens`, an answer may fill the context. Further arguments are
         those of `generate`. The text of special tokens in a message is plain text. Tools need a server.
         """
+        own = to_conversation(messages)
         template = self.checkpoint.chat_template
         if template is None:
             raise InvalidField("messages", f"{self.name} has no chat template; `generate` continues a text instead")
-        own = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        ids = template.encode(own, add_generation_prompt=True)
+        ids = template.encode(template.adapted(own, with_tools=False), add_generation_prompt=True)
         if max_tokens is None:
             context = min(self.checkpoint.model.config.max_positions, self._running_engine().num_cache_tokens)
             max_tokens = max(1, context - len(ids))
+        if not sampling.get("ignore_eos"):
+            ends = self.checkpoint.generation.chat_eos_token_ids
+            sampling["stop_token_ids"] = [*(sampling.get("stop_token_ids") or ()), *ends]
         found = self.generate(ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop, **sampling)
         return ChatAnswer(
             id=found.id,
@@ -273,13 +307,40 @@ class LocalModel:
             edits=found.edits,
         )
 
+    @property
+    def weights(self) -> LocalWeights:
+        """The weights of the network by name: `model.weights["blocks.0.attn.W_Q"]` is a tensor."""
+        return LocalWeights(WeightViews(self.checkpoint.model))
+
+    def weight(
+        self,
+        name: str,
+        *,
+        dtype: str | None = None,
+        detail: Literal["values", "summary", "none"] = "values",
+        adapter: str | None = None,
+        **indices: Index,
+    ) -> Weight[Tensor]:
+        """Read a weight, or a part of it. The arguments are those of `Client.weight`."""
+        details = ("values", "summary", "none")
+        if dtype is not None and dtype not in DTYPES:
+            raise InvalidField("dtype", f"{shown(dtype)} is not {join_words(list(DTYPES), 'or')}")
+        if detail not in details:
+            raise InvalidField("detail", f"{shown(detail)} is not {join_words(details, 'or')}")
+        view = find_view(WeightViews(self.checkpoint.model, self._find_adapter(adapter)), name)
+        part = read_part(view, {dim: to_index_text(each, dim) for dim, each in indices.items()})
+        own_dtype = None if dtype is None else DTYPES[dtype]
+        return read_weight(view, part, model=adapter or self.name, adapter=adapter, detail=detail, dtype=own_dtype)
+
     def to_tokens(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text, with the special tokens of the checkpoint unless `add_special_tokens` is False."""
+        if not isinstance(text, str):
+            raise InvalidArgument("text", f"{shown(text)} is not a text")
         return self._tokenizer("text").encode(text, add_special_tokens=add_special_tokens)
 
     def to_text(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, without special tokens unless `skip_special_tokens` is False."""
-        ids = [operator.index(each) for each in ids]
+        ids = to_indices(ids, "ids") or []
         self._check_ids("ids", ids)
         return self._tokenizer("ids").decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -305,7 +366,8 @@ class LocalModel:
         return self.checkpoint.tokenizer
 
     def _ids_of(self, prompt: str | Sequence[int]) -> list[int]:
-        ids = self.to_tokens(prompt) if isinstance(prompt, str) else [operator.index(each) for each in prompt]
+        own = to_prompt(prompt)
+        ids = self.to_tokens(own) if isinstance(own, str) else own
         if not ids:
             raise InvalidField("prompt", "is empty; it needs at least one token")
         self._check_ids("prompt", ids)
@@ -322,15 +384,3 @@ class LocalModel:
         """The text of a token; None if there is no tokenizer, or if it does not have the id."""
         tokenizer = self.checkpoint.tokenizer
         return None if tokenizer is None or token_id >= tokenizer.vocab_size else tokenizer.token_text(token_id)
-
-    def _predictions(self, logits: Tensor, top_k: int) -> tuple[tuple[Prediction, ...], ...]:
-        """logits (P, V) -> the most likely tokens of each row."""
-        if top_k == 0:
-            return ()
-        return tuple(
-            tuple(
-                Prediction(token_id, self._text_of(token_id), logit, probability)
-                for token_id, logit, probability in zip(found.token_ids, found.logits, found.probabilities, strict=True)
-            )
-            for found in predict(logits, top_k, self.checkpoint.model.backend.summaries)
-        )

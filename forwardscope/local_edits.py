@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forwardscope.arguments import to_indices, to_mappings
 from forwardscope.edits import to_positions
-from forwardscope.results import AppliedEdit, StageChange
-from model.analysis.edit_changes import stage_changes
+from forwardscope.local_results import describe_edits
+from forwardscope.results.passes import AppliedEdit
 from model.analysis.edit_sources import Network, compute_sources
 from model.config import ModelConfig
-from model.errors import InvalidField
-from model.tracing.edits import BoundEdits, Edit, EditMatch, EditSource, plan_edits
-from model.tracing.selection import StageTrace
+from model.errors import InvalidField, shortened
+from model.tracing.edits import BoundEdits, Edit, EditSource, plan_edits
 from model.tracing.stages import Stage
 
 FIELDS = tuple(field.name for field in fields(Edit))
@@ -35,9 +35,10 @@ def bind_edits(
 
     `ids_of` tokenizes a prompt. Raises `InvalidField`, whose field is for example `edits.2.positions`.
     """
-    read = [read_edit(edit, f"edits.{index}", ids_of) for index, edit in enumerate(edits)]
+    given = to_mappings(edits, "edits", "edit")
+    read = [read_edit(edit, f"edits.{index}", ids_of) for index, edit in enumerate(given)]
     plan = plan_edits(read, config, stages, ids, max_length)
-    return plan.bind(compute_sources(network, plan, device)), tuple(map(describe_match, plan.matches))
+    return plan.bind(compute_sources(network, plan, device)), describe_edits(plan)
 
 
 def read_edit(edit: Mapping[str, Any], field: str, ids_of: Callable[[Any], list[int]]) -> Edit:
@@ -51,7 +52,11 @@ def read_edit(edit: Mapping[str, Any], field: str, ids_of: Callable[[Any], list[
             raise InvalidField(f"{field}.{name}", "is required")
     for name in ("positions", "keys"):
         if name in given:
-            given[name] = read_positions(given[name])
+            given[name] = read_positions(given[name], f"{field}.{name}")
+    if not isinstance(given["stage"], str):
+        raise InvalidField(f"{field}.stage", f"{shortened(given['stage'])} is not the name of a stage, or a glob")
+    if "heads" in given:
+        given["heads"] = to_indices(given["heads"], f"{field}.heads")
     if "source" in given:
         given["source"] = read_source(given["source"], f"{field}.source", ids_of)
     if "vector" in given:
@@ -59,8 +64,8 @@ def read_edit(edit: Mapping[str, Any], field: str, ids_of: Callable[[Any], list[
     return Edit(**given)
 
 
-def read_positions(positions: Any) -> Any:
-    found = to_positions(positions)
+def read_positions(positions: Any, name: str) -> Any:
+    found = to_positions(positions, name)
     return found if isinstance(found, str) else [tuple(each) if isinstance(each, list) else each for each in found]
 
 
@@ -68,7 +73,8 @@ def read_source(source: Mapping[str, Any], field: str, ids_of: Callable[[Any], l
     if not isinstance(source, Mapping) or not {"prompt"} <= source.keys() <= {"prompt", "positions"}:
         raise InvalidField(field, "is a mapping with `prompt`, and optionally `positions`")
     positions = source.get("positions")
-    return EditSource(ids=ids_of(source["prompt"]), positions=None if positions is None else read_positions(positions))
+    read = None if positions is None else read_positions(positions, f"{field}.positions")
+    return EditSource(ids=ids_of(source["prompt"]), positions=read)
 
 
 def read_vector(vector: Any, field: str) -> Tensor | NamesToTensors:
@@ -81,12 +87,3 @@ def read_vector(vector: Any, field: str) -> Tensor | NamesToTensors:
         return torch.as_tensor(vector)
     except (ValueError, TypeError, RuntimeError) as error:
         raise InvalidField(field, f"cannot be a tensor: {error}") from None
-
-
-def describe_match(match: EditMatch) -> AppliedEdit:
-    positions = match.positions
-    return AppliedEdit(tuple(match.stages), positions if isinstance(positions, str) else tuple(positions))
-
-
-def describe_changes(plain: Sequence[StageTrace], edited: Sequence[StageTrace]) -> dict[str, StageChange]:
-    return {each.name: StageChange(each.norm, each.relative) for each in stage_changes(plain, edited)}

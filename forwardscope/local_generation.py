@@ -1,15 +1,17 @@
 """Generation with the engine in this process: its parameters, its cache, and the collection of its outputs."""
 
 import difflib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
 
-from forwardscope.results import Choice, Generation, TokenLogprob, Usage
+from forwardscope.results.generations import Choice, Generation, GenerationTimings, Logprob, TokenLogprob, Usage
 from model.checkpoints.load import Checkpoint
-from model.engine.cache import KVCacheDtype, bytes_of_token
+from model.choices import KVCacheDtype
+from model.engine.cache import bytes_of_token
 from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Output, Request
 from model.errors import InvalidField
@@ -52,7 +54,13 @@ def read_params(
             raise TypeError(f"generate() has no argument {name!r}{hint}")
     room = max(1, checkpoint.model.config.max_positions - num_prompt)
     eos = () if given.get("ignore_eos") else checkpoint.generation.eos_token_ids
+    named_ids = frozenset() if checkpoint.tokenizer is None else checkpoint.tokenizer.special_ids(stop)
     echo = given.get("echo", False)
+    for name in ("ignore_eos", "echo"):
+        if not isinstance(given.get(name, False), bool):
+            raise InvalidField(name, f"{given[name]!r} is not True or False")
+    if not isinstance(given.get("logit_bias", {}), Mapping):
+        raise InvalidField("logit_bias", f"{given['logit_bias']!r} is not a mapping from token ids to numbers")
     if max_tokens == 0 and not echo:
         raise InvalidField("max_tokens", "0 generates nothing; use at least 1, or echo=True to get the prompt")
     own = {name: value for name, value in given.items() if name in SAMPLING}
@@ -61,7 +69,7 @@ def read_params(
         n=n,
         sampling=SamplingParams(**dict(checkpoint.generation.sampling) | own),
         stop=stop,
-        stop_token_ids=frozenset(given.get("stop_token_ids", ())) | frozenset(eos),
+        stop_token_ids=frozenset(given.get("stop_token_ids", ())) | frozenset(eos) | named_ids,
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo else None,
         echo=echo,
@@ -77,12 +85,16 @@ class GenerationCollector:
         self._text_of = text_of
         self._tokens: list[list[TokenOutput]] = [[] for _ in range(request.params.n)]
         self._ends: dict[int, Output] = {}
+        self._began = time.perf_counter()
+        self._first_token_seconds: float | None = None
 
     def add(self, output: Output) -> None:
         """Add the output of a step. If the output has an error, raise it."""
         if output.error is not None:
             raise output.error
         self._tokens[output.choice] += [*output.prompt_tokens, *output.tokens]
+        if output.tokens and self._first_token_seconds is None:
+            self._first_token_seconds = time.perf_counter() - self._began
         if output.end is not None:
             self._ends[output.choice] = output
 
@@ -90,11 +102,11 @@ class GenerationCollector:
         """The result. Call it after every choice has ended."""
         choices = tuple(self._choice(index) for index in range(self._request.params.n))
         return Generation(
-            **{field.name: getattr(choices[0], field.name) for field in fields(Choice)},
+            **vars(choices[0]),
             id=self._request.id,
             model=self._model,
             choices=choices,
-            timings={},
+            timings=GenerationTimings(0.0, self._first_token_seconds, time.perf_counter() - self._began),
         )
 
     def _choice(self, index: int) -> Choice[Tensor]:
@@ -109,12 +121,13 @@ class GenerationCollector:
             stop_reason=output.end.stop_reason,
             usage=Usage(output.num_prompt, output.num_generated, output.num_cached),
             logprobs=tuple(map(self._logprob, tokens)) if has_logprobs else None,
+            trace=None,
         )
 
     def _logprob(self, token: TokenOutput) -> TokenLogprob:
         found = token.logprobs
         text = self._text_of(token.token_id)
         if found is None:
-            return TokenLogprob(token.token_id, text, None)
-        top = tuple(TokenLogprob(each, self._text_of(each), value) for each, value in found.top)
+            return TokenLogprob(token.token_id, text, None, ())
+        top = tuple(Logprob(each, self._text_of(each), value) for each, value in found.top)
         return TokenLogprob(token.token_id, text, found.chosen, top)

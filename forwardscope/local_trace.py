@@ -1,11 +1,10 @@
-"""Parts of a trace in this process: check indices, and convert stages and losses to results."""
+"""Parts of a trace in this process: check indices, and copy the values of stages."""
 
-import operator
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from forwardscope.results import Loss, Stage
+from forwardscope.arguments import to_indices
 from model.errors import InvalidField, shortened
 from model.tracing.selection import StageTrace
 
@@ -14,7 +13,7 @@ def check_indices(field: str, indices: Sequence[int] | None, size: int, items: s
     """Indices into `size` items, which `items` names; negative ones count from the end. Raises `InvalidField`."""
     if indices is None:
         return None
-    places = [operator.index(index) for index in indices]
+    places = to_indices(indices, field) or []
     for index in places:
         if not -size <= index < size:
             raise InvalidField(field, f"{shortened(index)} is out of range; there are {size} {items}")
@@ -24,18 +23,7 @@ def check_indices(field: str, indices: Sequence[int] | None, size: int, items: s
     return places
 
 
-def describe_stage(kept: StageTrace) -> Stage:
-    return Stage(kept.stage.name, kept.stage.dims, kept.shape, str(kept.dtype).removeprefix("torch."))
-
-
 def values_of(kept: StageTrace) -> Tensor:
     """A copy that the caller may change: tensors of inference mode cannot be changed, and stages may share memory."""
     assert kept.values is not None, "the detail is `values`"
     return kept.values.clone()
-
-
-def describe_loss(loss: Tensor) -> Loss[Tensor]:
-    """loss (T,), NaN where there is no target."""
-    counted = loss[~loss.isnan()].double()
-    mean = float(counted.mean()) if len(counted) else None
-    return Loss(loss.clone(), mean, None if mean is None else float(counted.mean().exp()))

@@ -6,19 +6,28 @@ further fields of the request, as docs/api.md lists them; the server refuses unk
 `baseline` the result also has the run without them; docs/interventions.md describes both.
 """
 
-import json
-import operator
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
-from urllib.parse import quote
+from typing import Any, Literal, ParamSpec
+from urllib.parse import quote, urlencode
 
 from forwardscope import answers
-from forwardscope.call import EVENTS, SAFETENSORS, Call, Request, StreamCall
+from forwardscope.answers import parser
+from forwardscope.arguments import (
+    Index,
+    to_index_text,
+    to_indices,
+    to_messages,
+    to_prompt,
+    to_targets,
+    to_texts,
+    to_token,
+)
+from forwardscope.call import EVENTS, SAFETENSORS, Call, Event, Request, StreamCall
 from forwardscope.edits import to_array, to_edits, vector_file
 from forwardscope.results import (
     Attribution,
     ChatAnswer,
-    ChatEvent,
     Comparison,
     Generation,
     Logits,
@@ -27,12 +36,15 @@ from forwardscope.results import (
     ServedModel,
     ServiceStatus,
     StoredVector,
-    StreamEvent,
-    SweepCell,
     Trace,
+    Weight,
+    WeightInfo,
 )
+from forwardscope.results.server import DecodedText, ServedModels, Status, StoredVectors, Tokens
+from forwardscope.results.weights import WeightList
 from forwardscope.tensor_files import NumpyArray, read_safetensors, write_base64
 
+Arguments = ParamSpec("Arguments")
 Prompt = str | Sequence[int]
 Messages = str | Sequence[Mapping[str, Any]]
 Edits = Sequence[Mapping[str, Any]]
@@ -61,10 +73,10 @@ def run(
     """
     body = without_none(
         prompt=to_prompt(prompt),
-        stages=[stages] if isinstance(stages, str) else list(stages),
-        positions=to_indices(positions),
-        heads=to_indices(heads),
-        targets=None if targets is None else [None if each is None else operator.index(each) for each in targets],
+        stages=to_texts(stages, "stages") or ["logits"],  # as `load`: every pass computes the logits
+        positions=to_indices(positions, "positions"),
+        heads=to_indices(heads, "heads"),
+        targets=to_targets(targets),
         top_k=top_k,
         model=model,
         adapter=adapter,
@@ -95,7 +107,7 @@ def logits(
     """
     body = without_none(
         prompt=to_prompt(prompt),
-        positions=positions if isinstance(positions, str) else to_indices(positions),
+        positions=positions if isinstance(positions, str) else to_indices(positions, "positions"),
         top_k=top_k,
         logprobs=logprobs,
         model=model,
@@ -118,7 +130,7 @@ def patterns(
     adapter: str | None = None,
     edits: Edits | None = None,
     **fields: Any,
-) -> Call[Patterns[NumpyArray]]:
+) -> Call[Patterns]:
     """The attention maps of heads, (layer, head, query, key).
 
     With `max_size`, each map has at most so many rows and columns. Its numbers are then the largest ones of blocks of
@@ -126,8 +138,8 @@ def patterns(
     """
     body = without_none(
         prompt=to_prompt(prompt),
-        layers=to_indices(layers),
-        heads=to_indices(heads),
+        layers=to_indices(layers, "layers"),
+        heads=to_indices(heads, "heads"),
         stage=stage,
         max_size=max_size,
         model=model,
@@ -135,7 +147,7 @@ def patterns(
         edits=to_edits(edits),
         **fields,
     )
-    return Call(Request("/patterns", body), parser(answers.patterns))
+    return Call(Request("/patterns", body), parser(Patterns))
 
 
 def compare(
@@ -166,7 +178,7 @@ def compare(
         per_head=per_head,
         **fields,
     )
-    return Call(Request("/compare", body), parser(answers.comparison))
+    return Call(Request("/compare", body), parser(Comparison))
 
 
 def generate(
@@ -190,33 +202,52 @@ def generate(
     `{"stages": ["*.attn.pattern"], "heads": [0]}` or `{"logit_lens": True}`. Further fields are `top_k`, `top_p`,
     `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos`, `echo` and others.
     """
-    fields |= {"edits": to_edits(edits), "baseline": baseline}
-    body = generation_body(prompt, max_tokens, temperature, seed, stop, n, logprobs, trace, adapter, fields)
-    return Call(Request("/generate", body), parser(answers.generation))
+    if trace is not None:  # with the values of its stages, unless it names another `detail`
+        trace = ({"detail": "values"} if "stages" in trace else {}) | dict(trace) | {"encoding": "base64"}
+        if isinstance(trace.get("stages"), str):
+            trace["stages"] = [trace["stages"]]
+    body = without_none(
+        prompt=to_prompt(prompt),
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        stop=None if stop is None else to_texts(stop, "stop"),
+        n=n,
+        logprobs=logprobs,
+        trace=trace,
+        adapter=adapter,
+        edits=to_edits(edits),
+        baseline=baseline,
+        **not_stream(fields),
+    )
+    return Call(Request("/generate", body), parser(Generation))
 
 
-def stream(
-    prompt: Prompt,
-    *,
-    max_tokens: int | None = None,
-    temperature: float | None = None,
-    seed: int | None = None,
-    stop: str | Sequence[str] | None = None,
-    n: int | None = None,
-    logprobs: int | None = None,
-    trace: Mapping[str, Any] | None = None,
-    adapter: str | None = None,
-    edits: Edits | None = None,
-    **fields: Any,
-) -> StreamCall[StreamEvent[NumpyArray]]:
+def streamed(
+    describe: Callable[Arguments, Call[Any]], name: str, parse: Callable[[dict[str, Any]], list[Event]], doc: str
+) -> Callable[Arguments, StreamCall[Event]]:
+    """A function with the arguments of another one, whose request asks for a stream."""
+
+    @functools.wraps(describe)
+    def describe_stream(*args: Arguments.args, **kwargs: Arguments.kwargs) -> StreamCall[Event]:
+        request = describe(*args, **kwargs).request
+        assert isinstance(request.body, dict)
+        return StreamCall(Request(request.path, request.body | {"stream": True}, EVENTS), parse)
+
+    describe_stream.__name__, describe_stream.__doc__ = name, doc
+    return describe_stream
+
+
+stream = streamed(
+    generate,
+    "stream",
+    answers.stream_events,
     """Continue a prompt, and iterate over the tokens as the server computes them; the arguments are as in `generate`.
 
     The request is sent when the first event is asked for. Leaving the loop early closes the connection, and the server
     stops. A `with` block around the stream, or its method `close`, does so even if a variable still holds the stream.
-    """
-    fields["edits"] = to_edits(edits)
-    body = generation_body(prompt, max_tokens, temperature, seed, stop, n, logprobs, trace, adapter, fields)
-    return StreamCall(Request("/generate", body | {"stream": True}, EVENTS), answers.stream_events)
+    """,
+)
 
 
 def chat(
@@ -235,27 +266,26 @@ def chat(
 
     The model needs a chat template. The fields are those of OpenAI's chat completions.
     """
-    fields["edits"] = to_edits(edits)
-    body = chat_body(messages, max_tokens, temperature, seed, stop, model, adapter, fields)
-    return Call(Request("/v1/chat/completions", body), parser(answers.chat_answer))
+    body = without_none(
+        messages=to_messages(messages),
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        stop=None if stop is None else to_texts(stop, "stop"),
+        model=model,
+        adapter=adapter,
+        edits=to_edits(edits),
+        **not_stream(fields),
+    )
+    return Call(Request("/v1/chat/completions", body), answers.chat_answer)
 
 
-def stream_chat(
-    messages: Messages,
-    *,
-    max_tokens: int | None = None,
-    temperature: float | None = None,
-    seed: int | None = None,
-    stop: str | Sequence[str] | None = None,
-    model: str | None = None,
-    adapter: str | None = None,
-    edits: Edits | None = None,
-    **fields: Any,
-) -> StreamCall[ChatEvent]:
-    """Answer a conversation, and iterate over the pieces of the answer. The arguments are those of `chat`."""
-    fields["edits"] = to_edits(edits)
-    body = chat_body(messages, max_tokens, temperature, seed, stop, model, adapter, fields)
-    return StreamCall(Request("/v1/chat/completions", body | {"stream": True}, EVENTS), answers.chat_events)
+stream_chat = streamed(
+    chat,
+    "stream_chat",
+    answers.chat_events,
+    """Answer a conversation, and iterate over the pieces of the answer. The arguments are those of `chat`.""",
+)
 
 
 def attribute(
@@ -278,67 +308,98 @@ def attribute(
     `corrupted` is the second prompt of the patching methods. Further fields are `position`, `of`, `targets`, `steps`,
     `baseline`, `by`, `lens`, `top_k` and others.
     """
-    body = attribute_body(
-        method, prompt, token, minus, corrupted, stages, positions, heads, model, adapter, not_stream(fields)
+    body = without_none(
+        method=method,
+        prompt=to_prompt(prompt),
+        token=to_token(token, "token"),
+        minus=to_token(minus, "minus"),
+        corrupted=None if corrupted is None else to_prompt(corrupted, "corrupted"),
+        stages=None if stages is None else to_texts(stages, "stages"),
+        positions=to_indices(positions, "positions"),
+        heads=to_indices(heads, "heads"),
+        model=model,
+        adapter=adapter,
+        **not_stream(fields),
     )
     if method == "gradient":
         body = {"detail": "values", "encoding": "base64"} | body
-    return Call(Request("/attribute", body), parser(answers.attribution))
+    return Call(Request("/attribute", body), answers.attribution)
 
 
-def stream_sweep(
-    prompt: Prompt,
-    corrupted: Prompt,
-    *,
-    token: str | int,
-    minus: str | int | None = None,
-    stages: str | Sequence[str] | None = None,
-    positions: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
-    model: str | None = None,
-    adapter: str | None = None,
-    **fields: Any,
-) -> StreamCall[SweepCell]:
+def sweep(prompt: Prompt, corrupted: Prompt, *, token: str | int, **fields: Any) -> Call[Attribution[NumpyArray]]:
+    return attribute("patching", prompt, corrupted=corrupted, token=token, **fields)
+
+
+stream_sweep = streamed(
+    sweep,
+    "stream_sweep",
+    answers.sweep_cells,
     """Run the sweep of `attribute("patching", ...)`, and iterate over its cells as the server computes them.
 
-    Leaving the loop early closes the connection, and the server stops.
-    """
-    body = attribute_body(
-        "patching", prompt, token, minus, corrupted, stages, positions, heads, model, adapter, not_stream(fields)
-    )
-    return StreamCall(Request("/attribute", body | {"stream": True}, EVENTS), answers.sweep_cells)
+    The arguments are those of `attribute`. Leaving the loop early closes the connection, and the server stops.
+    """,
+)
 
 
 def to_tokens(text: str, *, add_special_tokens: bool = True, **fields: Any) -> Call[list[int]]:
     """The token ids of a text, with the special tokens of the checkpoint unless `add_special_tokens` is False."""
     body = without_none(text=text, add_special_tokens=add_special_tokens, **fields)
-    return Call(Request("/tokenize", body), parser(lambda answer: [token["id"] for token in answer["tokens"]]))
+    return Call(Request("/tokenize", body), parser(Tokens, lambda found: [token.id for token in found.tokens]))
 
 
 def to_text(ids: Sequence[int], *, skip_special_tokens: bool = True, **fields: Any) -> Call[str]:
     """The text of token ids, without special tokens unless `skip_special_tokens` is False."""
-    body = without_none(tokens=to_indices(ids), skip_special_tokens=skip_special_tokens, **fields)
-    return Call(Request("/detokenize", body), parser(lambda answer: str(answer["text"])))
+    body = without_none(tokens=to_indices(ids, "ids"), skip_special_tokens=skip_special_tokens, **fields)
+    return Call(Request("/detokenize", body), parser(DecodedText, lambda found: found.text))
 
 
 def model() -> Call[ModelInfo]:
     """The served model: its configuration, parameter counts, stages and limits."""
-    return Call(Request("/model"), parser(answers.model_info))
+    return Call(Request("/model"), parser(ModelInfo))
 
 
 def models() -> Call[list[ServedModel]]:
     """The served model and the worked examples."""
-    return Call(Request("/models"), parser(answers.served_models))
+    return Call(Request("/models"), parser(ServedModels, lambda found: list(found.models)))
 
 
 def status() -> Call[ServiceStatus]:
-    """What the server does at this moment: requests, cache, tokens per second."""
-    return Call(Request("/status"), parser(answers.service_status))
+    """Get the current state of the server: requests, cache, tokens per second."""
+    return Call(Request("/status"), parser(ServiceStatus))
 
 
 def vectors() -> Call[list[StoredVector]]:
     """The vectors of the server that edits may name."""
-    return Call(Request("/vectors"), parser(answers.stored_vectors))
+    return Call(Request("/vectors"), parser(StoredVectors, lambda found: list(found.vectors)))
+
+
+def weights(*, model: str | None = None, adapter: str | None = None) -> Call[Mapping[str, WeightInfo]]:
+    """The weights of the network by name, with their shapes and dtypes; `weight` reads one."""
+    request = Request(with_query("/weights", model=model, adapter=adapter))
+    return Call(request, parser(WeightList, lambda found: found.weights))
+
+
+def weight(
+    name: str,
+    *,
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None,
+    detail: Literal["values", "summary", "none"] = "values",
+    model: str | None = None,
+    adapter: str | None = None,
+    **indices: Index,
+) -> Call[Weight[NumpyArray]]:
+    """Read a weight by its name in TransformerLens, or a part of it.
+
+    `indices` choose a part: the name of a dim and its indices, as in `weight("embed.W_E", d_vocab=[10, 20])` or
+    `weight("blocks.0.attn.W_Q", head=0, d_model=slice(4))`. The result has all dims. A range ends before its stop, as
+    in Python, but one that goes beyond the dim is an error.
+    """
+    texts = {dim: to_index_text(each, dim) for dim, each in indices.items()}
+    path = f"/weights/{quote(name, safe='')}"
+    request = Request(
+        with_query(path, dtype=dtype, detail=detail, model=model, adapter=adapter, **texts), accept=SAFETENSORS
+    )
+    return Call(request, lambda content: answers.weight(*read_safetensors(content)))
 
 
 def put_vector(name: str, vector: Any) -> Call[StoredVector]:
@@ -347,102 +408,17 @@ def put_vector(name: str, vector: Any) -> Call[StoredVector]:
     `vector` is one array, tensor or list of numbers, or a mapping from the names of stages to them.
     """
     request = Request(f"/vectors/{quote(name, safe='')}", vector_file(vector), verb="PUT")
-    return Call(request, parser(answers.stored_vector))
+    return Call(request, parser(StoredVector))
 
 
 def delete_vector(name: str) -> Call[StoredVector]:
     """Delete a vector that a client has stored."""
-    return Call(Request(f"/vectors/{quote(name, safe='')}", verb="DELETE"), parser(answers.stored_vector))
+    return Call(Request(f"/vectors/{quote(name, safe='')}", verb="DELETE"), parser(StoredVector))
 
 
 def health() -> Call[str]:
     """Return "ok" if the server runs. Raises `ConnectionFailed` if it does not."""
-    return Call(Request("/health"), parser(lambda answer: str(answer["status"])))
-
-
-# Bodies
-
-
-def generation_body(
-    prompt: Prompt,
-    max_tokens: int | None,
-    temperature: float | None,
-    seed: int | None,
-    stop: str | Sequence[str] | None,
-    n: int | None,
-    logprobs: int | None,
-    trace: Mapping[str, Any] | None,
-    adapter: str | None,
-    fields: dict[str, Any],
-) -> dict[str, Any]:
-    """The body of POST /generate. A trace has the values of its stages unless it names another `detail`."""
-    if trace is not None:
-        trace = ({"detail": "values"} if "stages" in trace else {}) | dict(trace) | {"encoding": "base64"}
-        if isinstance(trace.get("stages"), str):
-            trace["stages"] = [trace["stages"]]
-    return without_none(
-        prompt=to_prompt(prompt),
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        stop=stop if stop is None or isinstance(stop, str) else list(stop),
-        n=n,
-        logprobs=logprobs,
-        trace=trace,
-        adapter=adapter,
-        **not_stream(fields),
-    )
-
-
-def attribute_body(
-    method: str,
-    prompt: Prompt,
-    token: str | int | None,
-    minus: str | int | None,
-    corrupted: Prompt | None,
-    stages: str | Sequence[str] | None,
-    positions: Sequence[int] | None,
-    heads: Sequence[int] | None,
-    model: str | None,
-    adapter: str | None,
-    fields: dict[str, Any],
-) -> dict[str, Any]:
-    return without_none(
-        method=method,
-        prompt=to_prompt(prompt),
-        token=to_token(token),
-        minus=to_token(minus),
-        corrupted=None if corrupted is None else to_prompt(corrupted),
-        stages=stages if stages is None or isinstance(stages, str) else list(stages),
-        positions=to_indices(positions),
-        heads=to_indices(heads),
-        model=model,
-        adapter=adapter,
-        **fields,
-    )
-
-
-def chat_body(
-    messages: Messages,
-    max_tokens: int | None,
-    temperature: float | None,
-    seed: int | None,
-    stop: str | Sequence[str] | None,
-    model: str | None,
-    adapter: str | None,
-    fields: dict[str, Any],
-) -> dict[str, Any]:
-    own = [{"role": "user", "content": messages}] if isinstance(messages, str) else [dict(each) for each in messages]
-    return without_none(
-        messages=own,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        stop=stop if stop is None or isinstance(stop, str) else list(stop),
-        model=model,
-        adapter=adapter,
-        **not_stream(fields),
-    )
+    return Call(Request("/health"), parser(Status, lambda found: found.status))
 
 
 def not_stream(fields: dict[str, Any]) -> dict[str, Any]:
@@ -451,23 +427,10 @@ def not_stream(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def with_query(path: str, **parameters: str | None) -> str:
+    query = urlencode(without_none(**parameters))
+    return f"{path}?{query}" if query else path
+
+
 def without_none(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def to_prompt(prompt: Prompt) -> str | list[int]:
-    """Token ids may be a list, a numpy array or a tensor."""
-    return prompt if isinstance(prompt, str) else [operator.index(each) for each in prompt]
-
-
-def to_token(token: str | int | None) -> str | int | None:
-    return token if token is None or isinstance(token, str) else operator.index(token)
-
-
-def to_indices(indices: Sequence[int] | None) -> list[int] | None:
-    return None if indices is None else [operator.index(each) for each in indices]
-
-
-def parser(parse: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], Any]:
-    """A function that parses the JSON of an answer, and calls `parse` with it."""
-    return lambda content: parse(json.loads(content))

@@ -92,11 +92,6 @@ def widen(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def json_array(numbers: Sequence[float | None]) -> NDArray[np.float32]:
-    """A list of a JSON answer as an array; null becomes NaN."""
-    return np.array([math.nan if number is None else number for number in numbers], np.float32)
-
-
 def nested_array(numbers: Any, shape: Sequence[int]) -> NDArray[np.float64]:
     """Nested lists of a JSON answer, or a number, as an array; null becomes NaN."""
     return np.array(numbers, np.float64).reshape(shape)

@@ -1,15 +1,17 @@
-"""What both clients share about HTTP: their options, and the translation of httpx's exceptions."""
+"""HTTP code that both clients share: their options, and the translation of httpx's exceptions."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 
+from forwardscope.call import Request, error_of, retry_delay
 from forwardscope.errors import ConnectionFailed, RequestTimeout
 from model import __version__
 
 CONNECT_SECONDS = 10.0
+DEFAULT_URL = "http://localhost:8000"
 LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 
 
@@ -18,9 +20,10 @@ def http_options(url: str, api_key: str | None, timeout: float) -> dict[str, Any
 
     The client does not limit the number of connections: the server does, and its error says what to do.
     """
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"url: {url!r} does not begin with http:// or https://")
-    headers = {"User-Agent": f"forwardscope/{__version__}"}
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+        hint = "" if not isinstance(url, str) or not url or "://" in url else f"; did you mean {f'http://{url}'!r}?"
+        raise ValueError(f"url: {url!r} does not begin with http:// or https://{hint}")
+    headers = {"User-Agent": f"forwardscope/{__version__}", "Prefer": "handling=strict"}  # no field is left out
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
     return {
@@ -47,3 +50,36 @@ def translated_errors(url: str, timeout: float) -> Iterator[None]:
     except httpx.RequestError as error:
         reason = str(error) or type(error).__name__
         raise ConnectionFailed(f"the connection to {url} ended before the answer was complete: {reason}") from error
+
+
+class ServerAddress:
+    """The part of both clients that sends nothing: the server, the options, and the decision to send again."""
+
+    _transport: ClassVar[Callable[..., Any]]
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        api_key: str | None = None,
+        *,
+        timeout: float = 600.0,
+        max_retries: int = 3,
+    ) -> None:
+        self.url = url
+        self.timeout = timeout
+        self.max_retries = max_retries
+        self._http = self._transport(**http_options(url, api_key, timeout))
+
+    def _message(self, request: Request) -> httpx.Request:
+        message: httpx.Request = self._http.build_request(
+            request.method, request.path, content=request.content, headers=request.headers
+        )
+        return message
+
+    def _delay(self, response: httpx.Response, content: bytes, num_attempts: int) -> float:
+        """The seconds until the request is sent again. Raises `ApiError` if it is not."""
+        status, retry_after = response.status_code, response.headers.get("retry-after")
+        delay = retry_delay(status, retry_after, num_attempts, self.max_retries)
+        if delay is None:
+            raise error_of(status, content)
+        return delay

@@ -2,7 +2,7 @@
 
 import math
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
@@ -19,6 +19,39 @@ class InvalidField(ValueError):
         super().__init__(f"{field}: {reason}")
         self.field = field
         self.reason = reason
+
+
+class ContextOverflow(InvalidField):
+    """A prompt, or a prompt with the new tokens that are asked for, is longer than the context or the cache.
+
+    `field` is the one to change. `limit` is the number of tokens that fit. `num_prompt` and `max_tokens` were asked
+    for, the prompt with at least `num_prompt` tokens if it `is_partly_counted`. `hint` says more about the limit. Many
+    programs look for the beginning of the reason, and then shorten the conversation.
+    """
+
+    def __init__(
+        self,
+        field: str,
+        limit: int,
+        num_prompt: int,
+        max_tokens: int = 0,
+        *,
+        is_partly_counted: bool = False,
+        hint: str = "",
+    ) -> None:
+        number = f"at least {num_prompt}" if is_partly_counted else f"{num_prompt}"
+        noun = "messages" if field == "messages" else "prompt"
+        reason = f"this model's maximum context length is {limit} tokens. However, "
+        if max_tokens and num_prompt < limit:
+            total = num_prompt + max_tokens
+            reason += (
+                f"you requested {total} tokens ({num_prompt} in the prompt, {max_tokens} in the completion). "
+                f"Please reduce the length of the {noun} or completion; at most {limit - num_prompt} fit"
+            )
+        else:
+            reason += f"your {noun} resulted in {number} tokens. Please reduce the length of the {noun}"
+            reason += "" if num_prompt != limit else "; the completion needs at least one token"
+        super().__init__(field, f"{reason}; {hint}" if hint else reason)
 
 
 class CheckpointError(ValueError):
@@ -61,3 +94,8 @@ def join_names(names: Iterable[str], limit: int = 5) -> str:
     names = list(names)
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(map(printable_name, names[:limit])) + rest
+
+
+def join_words(words: Sequence[str], last: str) -> str:
+    """A list in a sentence: "a, b or c"."""
+    return f"{', '.join(words[:-1])} {last} {words[-1]}" if len(words) > 1 else "".join(words)

@@ -1,14 +1,17 @@
-"""The console command `forwardscope`, also `python -m service`: find the command, and run its module.
+"""The console command `forwardscope`, also `python -m forwardscope`: find the command, and run its module.
 
 A module is imported only when its command runs, so that `--help` and mistakes are answered at once.
 """
 
 import difflib
+import os
+import shlex
 import sys
 from importlib import import_module
 from typing import NoReturn
 
 from model import __version__
+from service.commands.interrupts import LINE, STATUS, leave_from_now_on, leaving_at_once
 
 COMMANDS = {  # the function `main` of each module reads `sys.argv`
     "serve": ("service.commands.serve", "serve a model over HTTP; also runs if only options are given"),
@@ -18,12 +21,13 @@ COMMANDS = {  # the function `main` of each module reads `sys.argv`
     "perplexity": ("model.analysis.perplexity", "measure how well a model predicts text files"),
     "train": ("model.training.train", "train a tokenizer and a small model on text files"),
 }
+OTHER_NAMES = {"run": "chat", "pull": "serve", "start": "serve", "server": "serve", "api": "serve"}
 HELP = """usage: forwardscope COMMAND [arguments]
 
 {commands}
 
 forwardscope serve [MODEL] [options]
-                         MODEL is a directory, a hub id such as org/name, or "bundled" (the default)
+                         MODEL is a directory, a *.gguf file, a hub id such as org/name, or "bundled" (the default)
 forwardscope COMMAND --help
                          show the arguments of a command
 forwardscope --version   show the version
@@ -42,8 +46,15 @@ def main() -> None:
         run("serve", sys.argv[1:])
     elif first in COMMANDS:
         run(first, sys.argv[2:])
+    elif "/" in first or first.endswith(".gguf") or os.path.exists(first):
+        serve = f"forwardscope serve {shlex.quote(first)}"
+        exit_with(2, f"{first!r} is not a command ({', '.join(COMMANDS)}); to serve this model: {serve}")
     else:
-        nearest = difflib.get_close_matches(first, COMMANDS, n=1, cutoff=0.5)
+        nearest = (
+            [OTHER_NAMES[first]]
+            if first in OTHER_NAMES
+            else difflib.get_close_matches(first, COMMANDS, n=1, cutoff=0.5)
+        )
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"the commands are {', '.join(COMMANDS)}"
         exit_with(2, f"{first!r} is not a command; {hint}")
 
@@ -51,12 +62,18 @@ def main() -> None:
 def run(name: str, arguments: list[str]) -> None:
     sys.argv = [f"forwardscope {name}", *arguments]
     try:
-        module = import_module(COMMANDS[name][0])
+        with leaving_at_once():
+            module = import_module(COMMANDS[name][0])
+        module.main()
     except ModuleNotFoundError as error:
         if name != "train":  # every other command needs only what is always installed
             raise
         exit_with(1, f"train needs {error.name}, which is not installed: pip install 'forwardscope[train]'")
-    module.main()
+    except KeyboardInterrupt:
+        sys.stderr.write(LINE)
+        sys.exit(STATUS)
+    finally:
+        leave_from_now_on()
 
 
 def exit_with(status: int, message: str) -> NoReturn:

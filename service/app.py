@@ -15,14 +15,17 @@ from fastapi import Depends, FastAPI
 from model import __version__
 from model.analysis.auto_quantization import resolve
 from model.checkpoints.adapters import load_adapter
-from model.checkpoints.load import BUNDLED, DTYPES, Checkpoint, load_checkpoint
+from model.checkpoints.load import DTYPES, Checkpoint, load_checkpoint
+from model.checkpoints.memory import Need, PlannedNetwork, require_memory
 from model.checkpoints.translators import load_translators
 from model.checkpoints.vector_files import NamedVector, read_vectors
 from model.config import ModelConfig
+from model.device import find_device
 from model.engine.cache import bytes_of_token
 from model.engine.engine import Engine, EngineConfig
 from model.engine.tensor_parallel.leading_network import LeadingNetwork
 from model.network.adapters import Adapter
+from model.network.float_copy import copy_bytes
 from model.network.float_network import FloatNetwork
 from model.network.prepare import Weight
 from model.network.ranks import LostRank, Place, Ranks
@@ -40,7 +43,19 @@ from service.http.page_files import PageFiles
 from service.http.request_spans import RequestSpans
 from service.memory import trim_forever
 from service.metrics import PAGE_PATH, HttpMetrics
-from service.routes import attribute, compare, forward, generate, health, logits, patterns, status, tokenize, vectors
+from service.routes import (
+    attribute,
+    compare,
+    forward,
+    generate,
+    health,
+    logits,
+    patterns,
+    status,
+    tokenize,
+    vectors,
+    weights,
+)
 from service.routes import model as model_route
 from service.routes.openai import chat, completions
 from service.routes.openai import models as openai_models
@@ -72,7 +87,7 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None,
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         background = (
             load(state, on_failure),
-            trim_forever(state.worker.run_maintenance),
+            trim_forever(partial(state.worker.executors.run_uncounted, "bodies")),
             state.token_rates.sample_forever(),
         )
         tasks = [asyncio.create_task(coroutine) for coroutine in background]
@@ -81,6 +96,8 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None,
             task.cancel()
         if tracer is not None:
             await close_tracer(tracer, state.worker)
+        for grammars in filter(None, (state.grammars, state.slow_grammars)):
+            grammars.kill()
         state.worker.close()
         end_ranks(state)
 
@@ -99,7 +116,7 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None,
     protected = [] if settings.api_key is None else [Depends(API_KEY)]
     for route in (forward, logits, patterns, generate, attribute, compare, tokenize, completions, chat):
         app.include_router(route.router, responses=error_answers(), dependencies=protected)
-    for route in (model_route, vectors, status, openai_models):
+    for route in (model_route, vectors, weights, status, openai_models):
         app.include_router(route.router, responses=error_answers(401), dependencies=protected)
     app.include_router(health.router)
     if settings.page:
@@ -142,7 +159,8 @@ async def load(state: State, on_failure: Callable[[], None] | None) -> None:
             state.worker.serve(state.engine, lambda: fail(state, "the engine failed", on_failure))
     except Exception as error:  # a service that will never be ready must end, whatever the reason
         expected = isinstance(error, (ValueError, OSError))
-        logger.error("cannot serve %s: %s", state.settings.model, error, exc_info=None if expected else error)
+        reason = str(error).removeprefix(f"{state.settings.model}: ")
+        logger.error("cannot serve %s: %s", state.settings.model, reason, exc_info=None if expected else error)
         fail(state, f"{error}", on_failure)
         return
     gc.collect()
@@ -184,15 +202,10 @@ def build_engine(checkpoint: Checkpoint, settings: Settings) -> Engine:
     """Build the engine that the settings describe. Settings that are not given get defaults for the device."""
     weight = checkpoint.model.embed.weight
     is_cuda = weight.device.type == "cuda"
-    if settings.cache_bytes is not None:
-        cache_bytes = settings.cache_bytes
-    elif is_cuda:
+    if is_cuda and settings.cache_bytes is None:
         cache_bytes = int(0.8 * torch.cuda.mem_get_info(weight.device)[0])
     else:
-        config, size = checkpoint.model.config, EngineConfig.block_size
-        num_tokens = settings.max_num_seqs * -(-config.max_positions // size) * size
-        num_bytes = num_tokens * bytes_of_token(checkpoint.model.share, weight.dtype, settings.kv_cache_dtype)
-        cache_bytes = min(1 << 30, num_bytes)
+        cache_bytes = cache_bytes_for(checkpoint.model.share, weight.dtype, settings)
     num_prompt_tokens = CUDA_PROMPT_TOKENS if is_cuda else CPU_PROMPT_TOKENS
     engine = Engine(
         checkpoint.model,
@@ -211,31 +224,44 @@ def build_engine(checkpoint: Checkpoint, settings: Settings) -> Engine:
     return engine
 
 
-def find_device(settings: Settings) -> str:
+def cache_bytes_for(config: ModelConfig, dtype: torch.dtype, settings: Settings) -> int:
+    """The size of the cache that the settings give, or else one for the maximum number of sequences, at most 1 GiB."""
+    if settings.cache_bytes is not None:
+        return settings.cache_bytes
+    size = EngineConfig.block_size
+    num_tokens = settings.max_num_seqs * -(-config.max_positions // size) * size
+    return min(1 << 30, num_tokens * bytes_of_token(config, dtype, settings.kv_cache_dtype))
+
+
+def check_memory(planned: PlannedNetwork, settings: Settings) -> None:
+    """Check that there is memory for the weights, the cache and the copy for gradients of a network.
+
+    Raises `CheckpointError` if there is too little for the weights and the cache.
+    """
+    needs = [planned.weights("--quantize {}")]
+    if planned.device.type == "cpu" or settings.cache_bytes is not None:
+        cache_bytes = cache_bytes_for(planned.config, planned.dtype, settings)
+        needs.append(Need("the key-value cache", cache_bytes, ("a lower --cache-bytes",)))
+    if settings.gradients != "off":
+        copied = copy_bytes(planned.config, DTYPES[settings.gradients])
+        needs.append(Need("the copy for gradients", copied, ("--gradients off",), is_later=True))
+    require_memory(needs, planned.device)
+
+
+def device_of(settings: Settings) -> str:
     """The device that the settings name, with tensor parallelism one for each process of the machine.
 
     Raises `ValueError` if it cannot be used.
     """
     device = settings.device
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = find_device("auto")
     place = Place.of_environment() if settings.tensor_parallel > 1 else None
     if place is not None and device.startswith("cuda"):
         if device != "cuda":
-            raise ValueError(
-                f"device {device!r}: with --tensor-parallel each process has a GPU of its own; send 'cuda'"
-            )
+            raise ValueError(f"device {device!r}: with --tensor-parallel each process has a GPU of its own; give cuda")
         device = f"cuda:{place.local_rank}"
-    check_device(device)
-    return device
-
-
-def check_device(device: str) -> None:
-    """Raise `ValueError` if the device cannot be used."""
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # AssertionError if torch was built without support for this device
-        raise ValueError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return find_device(device)
 
 
 def load_model(settings: Settings, ranks: Ranks | None = None) -> Checkpoint | None:
@@ -247,20 +273,19 @@ def load_model(settings: Settings, ranks: Ranks | None = None) -> Checkpoint | N
             raise ValueError("vectors are for edits of a model, but --model none serves none; leave --vectors out")
         logger.info("no checkpoint is served; POST /forward runs the worked examples")
         return None
-    device = find_device(settings)
-    source, name = settings.model, settings.model_name
-    if source == "bundled":
-        source, name = str(BUNDLED), name or "bundled"
+    device = device_of(settings)
+    source = settings.model
     checkpoint = load_checkpoint(
         source,
         dtype=settings.dtype,
         device=device,
-        name=name,
+        name=settings.model_name,
         quantize=resolve(source, settings.quantize, settings.quantize_loss, settings.kernels, settings.revision),
         kernels=settings.kernels,
         chat_template=settings.chat_template,
         revision=settings.revision,
         prepare=None if ranks is None else partial(prepare_own_share, settings=settings, ranks=ranks),
+        check_memory=partial(check_memory, settings=settings) if ranks is None else lambda _: None,
     )
     network = checkpoint.model
     logger.info(
@@ -277,7 +302,7 @@ def load_model(settings: Settings, ranks: Ranks | None = None) -> Checkpoint | N
 def prepare_own_share(
     config: ModelConfig, weights: MutableMapping[str, Weight], *, settings: Settings, ranks: Ranks
 ) -> Transformer:
-    """Build the share of a network that this rank computes."""
+    """Build the shard of a network that this rank computes."""
     network = partial(LeadingNetwork, ranks=ranks) if ranks.rank == 0 else Transformer
     allows_varlen = settings.kernels == "auto"
     model = prepare_share(config, weights, ranks, network=network, allows_varlen=allows_varlen)

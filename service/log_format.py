@@ -75,6 +75,8 @@ def configure_logging(level: str, log_format: LogFormat) -> None:
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)
+    for client in ("httpx", "httpx2"):  # of the hub's library, at INFO a line for each of its requests
+        logging.getLogger(client).setLevel(max(logging.WARNING, logging.getLogger().level))
     if log_format == "json":
         sys.excepthook = _log_last_exception
 

@@ -10,7 +10,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,14 +25,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from model.engine.engine import Stats
 from model.engine.request import Output, Step
 from model.text.transcript import FinishReason
-from service.metric_types import Counter, Histogram
-from service.metrics_text import MetricsText
+from service.ignored_fields import ignored_paths
 from service.process_metrics import ProcessMetrics
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 EDITED_ROUTES = ("/forward", "/logits", "/patterns", "/generate", "/v1/completions", "/v1/chat/completions")
 SPAN_RESULTS = ("exported", "failed", "dropped")
 PAGE_PATH = "/page"  # of the files of the web page, which all count as one route
+TEXT_SECONDS = 1.0  # for which the text of `GET /metrics` is kept: it takes milliseconds, and Kubernetes asks often
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -73,9 +80,11 @@ class Metrics:
     """The metrics of one application."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # the text format does not use these times
         self.registry = CollectorRegistry()
-        self.text = MetricsText(self.registry)
         self.registry.register(ProcessMetrics())
+        self.num_prompt_tokens = self.num_generated_tokens = 0  # since the start
+        self._text, self._text_expires = b"", 0.0
         self.http_requests = self._counter("http_requests_total", "HTTP requests answered", "route", "method", "status")
         self.http_seconds = self._histogram(
             "http_request_duration_seconds", "Time from request to last byte of the response", "route"
@@ -130,6 +139,7 @@ class Metrics:
         )
         for route in EDITED_ROUTES:
             self.edited_requests.labels(route)
+        self.ignored_fields = self._counter("ignored_fields_total", "Unknown fields that requests left out", "route")
 
     def watch_requests(self, num_running: Callable[[], int], num_waiting: Callable[[], int]) -> None:
         running = self._gauge("num_requests_running", "Requests that have started, including passes and work on texts")
@@ -171,15 +181,27 @@ class Metrics:
         loaded.add_metric((str(len(adapters)), ",".join(adapters), ""), time.time())
         self.registry.register(EngineCollector(stats, (cache, loaded)))
 
-    def count_tokens(self) -> tuple[float, float]:
+    def text(self) -> bytes:
+        """The text of `GET /metrics`, which is at most `TEXT_SECONDS` old."""
+        now = time.monotonic()
+        if now >= self._text_expires:
+            self._text, self._text_expires = generate_latest(self.registry), now + TEXT_SECONDS
+        return self._text
+
+    def count_tokens(self) -> tuple[int, int]:
         """The numbers of prompt tokens and of generated tokens since the start."""
-        return self.prompt_tokens.value, self.generation_tokens.value
+        return self.num_prompt_tokens, self.num_generated_tokens
+
+    def note_prompt_tokens(self, number: int) -> None:
+        self.num_prompt_tokens += number
+        self.prompt_tokens.inc(number)
 
     def note_output(self, progress: Progress, output: Output, now: float) -> None:
         """Update the metrics of a request with the output of a step that ended at `now`."""
         if output.tokens or output.prompt_tokens:
             is_first_output = progress.first_token is None
             num_new, seconds = progress.note_tokens(output.choice, output.num_generated, now)
+            self.num_generated_tokens += num_new
             self.generation_tokens.inc(num_new)
             if seconds is not None:
                 for _ in range(num_new):
@@ -193,7 +215,7 @@ class Metrics:
                 self.decode_seconds.observe(now - (progress.first_token or now))
 
     def _note_first_token(self, progress: Progress, now: float) -> None:
-        self.prompt_tokens.inc(progress.num_prompt)
+        self.note_prompt_tokens(progress.num_prompt)
         self.time_to_first_token.observe(now - progress.arrived)
         self.queue_seconds.observe(progress.queue_seconds)
         self.prefill_seconds.observe(now - (progress.started or now))
@@ -206,13 +228,14 @@ class Metrics:
             self.trace_seconds.observe(step.trace_seconds)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"forwardscope_{name}", _with_labels(text, labels), self.registry, labels)
+        return Counter(f"forwardscope_{name}", _with_labels(text, labels), labels, registry=self.registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"forwardscope_{name}", text, registry=self.registry)
 
     def _histogram(self, name: str, text: str, *labels: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-        return Histogram(f"forwardscope_{name}", _with_labels(text, labels), buckets, self.registry, labels)
+        text = _with_labels(text, labels)
+        return Histogram(f"forwardscope_{name}", text, labels, registry=self.registry, buckets=buckets)
 
 
 def _with_labels(text: str, labels: tuple[str, ...]) -> str:
@@ -258,6 +281,8 @@ class HttpMetrics:
             # Each series begins at 0: for Prometheus, a new series at 1 is no increase.
             for status in ("200", "429", "500", "503"):
                 metrics.http_requests.labels(path, "POST", status)
+            if path.startswith("/v1/"):
+                metrics.ignored_fields.labels(path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -279,6 +304,8 @@ class HttpMetrics:
             self.metrics.http_requests.labels(route, method_label(scope), str(status)).inc()
             seconds = time.perf_counter() - start
             self.metrics.http_seconds.labels(route).observe(seconds)
+            if ignored := ignored_paths(scope):
+                self.metrics.ignored_fields.labels(route).inc(len(ignored))
             if scope.get("state", {}).get("is_edited"):  # set by answers/edits.py
                 self.metrics.edited_requests.labels(route).inc()
                 self.metrics.edited_seconds.labels(route).observe(seconds)

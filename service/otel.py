@@ -1,7 +1,7 @@
 """Send the spans of requests to an OpenTelemetry collector, over OTLP with HTTP and protobuf.
 
 This is the only module that imports OpenTelemetry, which the extra `otel` installs. The library batches spans and sends
-them on a thread of its own, so no request waits for the collector. It reads the standard `OTEL_*` variables for the
+them on a separate thread, so no request waits for the collector. It reads the standard `OTEL_*` variables for the
 sampler, the resource, batches, and the headers, certificates, compression and timeout of the exporter.
 """
 
@@ -37,7 +37,10 @@ MAX_REASON = 300  # characters of such a line
 
 @dataclass(kw_only=True)
 class OpenSpan(RequestSpan):
-    """A span with that of OpenTelemetry, whose times are nanoseconds since 1970: `offset` + those of `perf_counter`."""
+    """A span of a request, with its OpenTelemetry span.
+
+    OpenTelemetry's times are nanoseconds since 1970: those of `perf_counter` plus `offset`.
+    """
 
     otel: trace.Span
     offset: int
@@ -57,7 +60,7 @@ STATE_MEMBER = re.compile(
 class CollectorTracer:
     """Begins the spans of requests, and queues those that have ended for the collector at `endpoint`.
 
-    The methods `begin` and `end` are called on the event loop's thread. `close` waits, so it needs another one.
+    Call `begin` and `end` on the event loop's thread. Call `close` on another thread, because it waits.
     """
 
     def __init__(self, endpoint: str, metrics: Metrics) -> None:
@@ -125,7 +128,7 @@ class CollectorTracer:
 
 
 def own_resource() -> Resource:
-    """What the spans say of this process: `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES`, and our defaults."""
+    """Describe this process for its spans: `OTEL_SERVICE_NAME`, `OTEL_RESOURCE_ATTRIBUTES`, and our defaults."""
     resource = Resource.create()
     defaults = {}
     if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
@@ -173,7 +176,7 @@ class LostSpans:
 
 
 class Reason(logging.Handler):
-    """Keeps the first message of the library about a batch that could not be sent; the others repeat it."""
+    """Keeps the library's first message about a batch that could not be sent; later messages repeat it."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -184,9 +187,9 @@ class Reason(logging.Handler):
 
 
 class BoundedProcessor(SpanProcessor):
-    """Passes ended spans to the library's queue while fewer than its size wait or are being sent; counts the others.
+    """Passes ended spans to the library's queue if the queue has room; counts all others as dropped.
 
-    The library's own queue would drop the oldest spans without counting them.
+    Spans that are being sent take room, too. The library's own queue would drop the oldest spans without counting them.
     """
 
     def __init__(self, exporter: "CountingExporter", metrics: Metrics) -> None:

@@ -24,7 +24,7 @@ OUTPUT_BYTES, ENTRY_BYTES = 1024, 128
 
 
 class Control(Protocol):
-    """The operations of the worker that a stream calls."""
+    """The operations of the network thread that a stream calls."""
 
     def abort(self, request_id: str, reason: str | None) -> None: ...
     def pause(self, request_id: str, paused: bool) -> None: ...
@@ -38,13 +38,13 @@ class RequestStream:
 
     def __init__(
         self,
-        worker: Control,
+        network: Control,
         requests: Sequence[Request],
         progress: Sequence[Progress],
         timeout_seconds: float,
         buffers: Buffers,
     ) -> None:
-        self._worker = worker
+        self._network = network
         self.requests = {request.id: request for request in requests}
         self.progress = dict(zip(self.requests, progress, strict=True))
         self.open_choices = {request.id: set(range(request.params.n)) for request in requests}
@@ -110,7 +110,7 @@ class RequestStream:
         """Cancel the choices that have not ended. Their cache blocks are free before the next step."""
         for request_id, choices in self.open_choices.items():
             if choices:
-                self._worker.abort(request_id, reason)
+                self._network.abort(request_id, reason)
 
     def _count(self, num_bytes: int) -> None:
         """Count bytes that became unread (negative: that were read), and pause or continue the request."""
@@ -122,7 +122,7 @@ class RequestStream:
             self._paused = is_full
             for request_id, choices in self.open_choices.items():
                 if choices:
-                    self._worker.pause(request_id, is_full)
+                    self._network.pause(request_id, is_full)
 
 
 def _size(output: Output) -> int:

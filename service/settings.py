@@ -9,17 +9,38 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from model.analysis.auto_quantization import parse_increase
-from model.engine.cache import KVCacheDtype
-from model.ops.quantization import Quantization
+from model.choices import Dtype, Kernels, KVCacheDtype, Quantization, parse_increase
+from model.errors import InvalidField
 from service import PREFIX
 from service.log_format import LogFormat
 
 MIB = 1 << 20
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?B)?|B)?", re.I)
 MAX_THREADS_PER_CPU = 4
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 ENDPOINT = re.compile(r"https?://[^/\s?#]+(/[^\s?#]*)?")
+# The names under which containers reach their host. No page of another site can have them: `.internal` is reserved.
+CONTAINER_HOSTS = frozenset({"host.docker.internal", "gateway.docker.internal", "host.containers.internal"})
+CONTAINER_FILES = (Path("/.dockerenv"), Path("/run/.containerenv"))
 ADAPTER = re.compile(r"[^\s=]{1,200}=.+")
+
+
+def read_size(value: Any) -> Any:
+    """Read a number of bytes, such as 1048576, 512M or 4G: K, M, G and T are powers of 1024, but MB is 10**6 bytes."""
+    if not isinstance(value, str):
+        return value
+    found = SIZE.fullmatch(value.strip())
+    if found is None or not float(found[1]):
+        raise ValueError(
+            f"{value!r} is not a size; give a number of bytes, or one with K, M, G or T, such as 512M or 4G"
+        )
+    number, unit, ending = found.groups()
+    base = 1000 if ending is not None and len(ending) == 1 else 1024
+    factor = 1 if unit is None else base ** ("KMGT".index(unit.upper()) + 1)
+    return int(number) * factor if number.isdecimal() else round(float(number) * factor)
+
+
+ByteSize = Annotated[int, BeforeValidator(read_size), Field(ge=1)]
 
 
 def _split(value: Any) -> Any:
@@ -67,10 +88,6 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
         env_ignore_empty=True,
-        cli_prog_name="forwardscope serve",
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_hide_none_type=True,
         extra="forbid",
     )
 
@@ -97,7 +114,7 @@ class Settings(BaseSettings):
         None, description="file with a Jinja template for chats that replaces those of the checkpoint"
     )
     device: str = Field("auto", description="auto (cuda if available, else cpu), cpu, cuda, cuda:1, ...")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+    dtype: Literal["auto", Dtype] = Field(
         "auto", description="dtype of the network; auto: the dtype in which the weights are stored"
     )
     tensor_parallel: int = Field(
@@ -115,12 +132,12 @@ class Settings(BaseSettings):
         description="CPU threads for the network, at most 4 for each CPU of the machine; default: torch's choice, at "
         "most the CPUs that the container may use",
     )
-    kernels: Literal["auto", "torch"] = Field(
+    kernels: Kernels = Field(
         "auto",
         description="auto: our own kernels if there are any for the dtype and the CPU (AVX2 or AVX-512), compiled "
         "before or by a C++ compiler; else PyTorch's fastest; torch: PyTorch only",
     )
-    quantize: Quantization | Literal["auto"] = Field(
+    quantize: Literal[Quantization, "auto"] = Field(
         "stored",
         description="weights of the linear layers. stored: in the formats of a GGUF file, else in dtype; none: all "
         "in dtype; int8, int5, int4 (groups of 32 inputs): faster, but less accurate; auto: the fewest bits for each "
@@ -135,13 +152,12 @@ class Settings(BaseSettings):
         description="prompt-lookup decoding for greedy requests, used only when measured step times show a gain; "
         "answers stay the same to the last bit",
     )
-    max_body_bytes: int = Field(4 * MIB, ge=1, description="maximum size of a request body")
-    max_response_bytes: int = Field(
-        256 * MIB, ge=1, description="maximum size of an answer; a larger one is refused before it is computed"
+    max_body_bytes: ByteSize = Field(4 * MIB, description="maximum size of a request body")
+    max_response_bytes: ByteSize = Field(
+        256 * MIB, description="maximum size of an answer; a larger one is refused before it is computed"
     )
-    max_pass_bytes: int = Field(
+    max_pass_bytes: ByteSize = Field(
         8192 * MIB,
-        ge=1,
         description="maximum memory for the logits and traced attention scores of one pass or step, and for the "
         "stages of a comparison",
     )
@@ -167,9 +183,8 @@ class Settings(BaseSettings):
         description="maximum number of logits of one request for the logit lens (layers times positions times "
         "vocabulary)",
     )
-    cache_bytes: int | None = Field(
+    cache_bytes: ByteSize | None = Field(
         None,
-        ge=1,
         description="memory for keys and values, allocated at the start; default: enough for `--max-num-seqs` "
         "sequences of the maximum length, at most 1 GiB; on CUDA 80 % of the free memory",
     )
@@ -196,8 +211,8 @@ class Settings(BaseSettings):
         description="directory with vectors for edits: safetensors, and control vectors of llama.cpp (*.gguf); "
         "requests name them by their file names without the ending",
     )
-    max_vector_bytes: int = Field(
-        8 * MIB, ge=1, description="maximum size of a vector that a client stores with PUT /vectors/{name}"
+    max_vector_bytes: ByteSize = Field(
+        8 * MIB, description="maximum size of a vector that a client stores with PUT /vectors/{name}"
     )
     max_vectors: int = Field(64, ge=0, description="maximum number of vectors that clients store")
     max_compare_tokens: int = Field(
@@ -218,9 +233,8 @@ class Settings(BaseSettings):
         description="time limit of a request, its time in the queue included; a longer generation is cancelled",
     )
     shutdown_grace_seconds: float = Field(30.0, ge=0, description="time that requests have to finish after SIGTERM")
-    max_buffered_bytes: int = Field(
+    max_buffered_bytes: ByteSize = Field(
         1024 * MIB,
-        ge=1,
         description="limit for request bodies and unread responses of all clients together; further requests get 429",
     )
     max_connections: int = Field(
@@ -243,7 +257,8 @@ class Settings(BaseSettings):
     allowed_hosts: str | None = Field(
         None,
         description="names that are allowed in the Host header, separated by commas, or * for all; default: localhost "
-        "if the service listens on a loopback address, else *. IP addresses are always allowed",
+        "if the service listens on a loopback address, and in a container host.docker.internal, else *. IP addresses "
+        "are always allowed",
     )
     cors_origin: Annotated[list[str], NoDecode, BeforeValidator(_split), AfterValidator(_check_origins)] = Field(
         [],
@@ -252,7 +267,19 @@ class Settings(BaseSettings):
     )
     api_key: SecretStr | None = Field(
         None,
-        description="key that requests must send as 'Authorization: Bearer <key>', except for health, metrics and docs",
+        description="key that requests must send as 'Authorization: Bearer <key>' or 'x-api-key: <key>', except for "
+        "health, metrics and docs",
+    )
+    strict_fields: bool = Field(
+        False,
+        description="refuse unknown fields on /v1/* with 422, as on all other routes; by default they are left out and "
+        "named in the header x-ignored-fields, the log and the metrics",
+    )
+    sse_keepalive_seconds: float = Field(
+        10.0,
+        ge=0,
+        description="a stream that has sent nothing for this time sends an SSE comment, so that proxies keep the "
+        "connection; 0 for none",
     )
     page: bool = Field(True, description="serve the web page at `/`, and its files below `/page/`")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
@@ -269,10 +296,11 @@ class Settings(BaseSettings):
     def _check_threads(self) -> Self:
         num_cpus = os.cpu_count() or 1
         if self.threads is not None and self.threads > MAX_THREADS_PER_CPU * num_cpus:
-            raise ValueError(
-                f"threads: {self.threads} is more than {MAX_THREADS_PER_CPU * num_cpus}, which is "
+            raise InvalidField(
+                "threads",
+                f"{self.threads} is more than {MAX_THREADS_PER_CPU * num_cpus}, which is "
                 f"{MAX_THREADS_PER_CPU} for each of the {num_cpus} CPUs of this machine; threads without a CPU of "
-                "their own make every step slower, so leave the setting out, or take the number of CPUs"
+                "their own make every step slower, so leave the setting out, or take the number of CPUs",
             )
         return self
 
@@ -280,10 +308,17 @@ class Settings(BaseSettings):
     def _check_buffers(self) -> Self:
         largest = self.max_response_bytes + self.max_body_bytes
         if self.max_buffered_bytes < largest:
-            raise ValueError(
-                f"max_buffered_bytes: {self.max_buffered_bytes} is less than max_response_bytes + max_body_bytes, "
-                f"which is {largest}"
+            raise InvalidField(
+                "max_buffered_bytes",
+                f"{self.max_buffered_bytes} is less than --max-response-bytes and --max-body-bytes together, which are "
+                f"{largest}",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_quantize_loss(self) -> Self:
+        if self.quantize_loss is not None and self.quantize != "auto":
+            raise InvalidField("quantize_loss", f"is only for --quantize auto, but it is {self.quantize}; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -299,10 +334,10 @@ class Settings(BaseSettings):
         }
         for field, is_given in refused.items():
             if is_given:
-                option = f"--{field.replace('_', '-')}"
-                raise ValueError(
-                    f"{field}: {option} {getattr(self, field)} is not implemented with --tensor-parallel "
-                    f"{self.tensor_parallel}; leave out one of the two options"
+                raise InvalidField(
+                    field,
+                    f"{getattr(self, field)} is not implemented with --tensor-parallel {self.tensor_parallel}; leave "
+                    "out one of the two options",
                 )
         return self
 
@@ -316,12 +351,19 @@ class Settings(BaseSettings):
         """The names that are allowed in the Host header, in lower case; "*" allows all."""
         if self.allowed_hosts is not None:
             return frozenset(name.strip().lower() for name in self.allowed_hosts.split(","))
-        return frozenset({"localhost", self.host.lower()} if self.is_loopback else {"*"})
+        if not self.is_loopback:
+            return frozenset({"*"})
+        return frozenset({"localhost", self.host.lower()} | (CONTAINER_HOSTS if is_in_container() else set()))
 
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the service."""
         return self.host == "localhost" or (is_address(self.host) and ip_address(self.host).is_loopback)
+
+
+def is_in_container() -> bool:
+    """Whether this process runs in a container of Docker, Podman or Kubernetes."""
+    return any(path.exists() for path in CONTAINER_FILES) or "KUBERNETES_SERVICE_HOST" in os.environ
 
 
 def is_address(name: str) -> bool:

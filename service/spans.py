@@ -30,7 +30,7 @@ class Phase:
 
 @dataclass
 class RequestSpan:
-    """What is known of a request so far.
+    """The span of a request, filled in while the request is served.
 
     `is_recording` is False if the caller or the sampler has decided that the trace is not sampled: then its ids are
     passed on, but nothing is sent, and phases need not be added.

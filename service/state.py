@@ -14,7 +14,6 @@ from model.network.float_network import FloatNetwork
 from model.network.ranks import Ranks
 from model.network.translators import Translators
 from model.text.grammar import Grammars
-from service.comparison_queue import ComparisonQueue
 from service.http.buffers import Buffers, Reservation
 from service.http.errors import ApiError, draining, invalid
 from service.metrics import Metrics
@@ -65,7 +64,6 @@ class State:
         self.grammars: Grammars | None = None
         # Opened by the first comparison.
         self.opened_checkpoint: OpenCheckpoint | None = None
-        self.comparisons = ComparisonQueue()
         self.loaded = asyncio.Event()
         self.failure: str | None = None
         self.metrics.watch_ready(lambda: self.is_ready)
@@ -163,4 +161,4 @@ def seconds_left(state: State, arrived: float) -> float:
 
 async def run_plan(state: State, num_strings: int, make_plan: Callable[[], Result]) -> Result:
     """Call `make_plan`, outside the event loop if the request has many strings (stop strings or globs) to prepare."""
-    return await state.worker.run_body(make_plan) if num_strings > FEW_STRINGS else make_plan()
+    return await state.worker.executors.run("bodies", make_plan) if num_strings > FEW_STRINGS else make_plan()

@@ -15,8 +15,8 @@ class Sample:
     """The values of the counters at a time of `time.perf_counter`."""
 
     time: float
-    num_prompt: float
-    num_generated: float
+    num_prompt: int
+    num_generated: int
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Rates:
 class TokenRates:
     """Samples of the counters of tokens, of which `rates` compares the oldest with the values of now."""
 
-    def __init__(self, count: Callable[[], tuple[float, float]]) -> None:
+    def __init__(self, count: Callable[[], tuple[int, int]]) -> None:
         """`count` returns the number of prompt tokens and of generated tokens since the start."""
         self._count = count
         self._samples: deque[Sample] = deque()

@@ -1,4 +1,4 @@
-"""What all tests share: the development data, kernels that are compiled once, and a limit on the cost of a case."""
+"""Setup that all tests share: the development data, kernels compiled once, and a limit on the cost of a case."""
 
 import gc
 import os

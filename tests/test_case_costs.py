@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CONFTEST = """
 from tests import case_costs
-case_costs.MAX_CPU_SECONDS, case_costs.slowness = 0.1, lambda: 1.0
+case_costs.MAX_CPU_SECONDS, case_costs.slowness, case_costs.is_busy = 0.1, lambda: 1.0, lambda: False
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: ")
     config.addinivalue_line("markers", "compiles: ")

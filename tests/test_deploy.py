@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
@@ -29,6 +30,7 @@ NOT_ON_BOARD = {
     "process_open_fds": "follows the number of connections",
     "process_max_fds": "never changes",
     "forwardscope_cache_config_info": "never changes; it is for endpoint pickers",
+    "forwardscope_ignored_fields_total": "belongs to clients, and is in the log and in headers",
     "forwardscope_lora_requests_info": "never changes; it is for endpoint pickers",
 }
 PROMETHEUS_LABELS = {"job", "instance", "alertname", "alertstate"}
@@ -312,6 +314,26 @@ def test_every_query_of_the_dashboard_parses(tmp_path: Path) -> None:
 
 def test_alerts_fire_when_they_should_and_not_otherwise() -> None:
     promtool("test", "rules", "alerts_test.yaml")
+
+
+def test_only_the_files_that_decide_what_is_compiled_are_copied_before_the_kernels(tmp_path: Path) -> None:
+    """Docker compiles the kernels of all levels again only if a file that was copied before has changed."""
+    root = DEPLOY.parent
+    before = (root / "Dockerfile").read_text(encoding="utf-8").partition("RUN python -m model.ops.cpu.build")[0]
+    copied = [words[:-1] for words in map(str.split, re.findall(r"^COPY (.+)$", before, re.M))]
+    names = {name for group in copied for name in group}
+    assert names == {f"model/ops/cpu/{name}" for name in ("build.py", "instruction_levels.py", "csrc")}
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copytree if (root / name).is_dir() else shutil.copy
+        copy(root / name, tmp_path / name)
+    code = (
+        "import sys; sys.path[:0] = ['.']; from model.ops.cpu.build import CSRC; print(len(list(CSRC.glob('*.cpp'))))"
+    )
+    command = [sys.executable, "-I", "-S", "-c", code]  # without the installed package
+    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    num_files = len(list((root / "model/ops/cpu/csrc").glob("*.cpp")))
+    assert found.stdout == f"{num_files}\n"
 
 
 def test_the_image_contains_the_kernels_of_every_instruction_level_and_no_compiler() -> None:

@@ -1,8 +1,11 @@
-"""The layout of the code: imports point downwards only, and files stay readable."""
+"""The layout of the code: imports point downwards, lines stay short, and docstrings begin with what they describe."""
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 # From top to bottom. A package may import packages of lower levels, and itself; not another package of its own level.
@@ -16,9 +19,10 @@ LEVELS = (
     ("model.network",),
     ("model.tracing", "model.text"),
     ("model.ops",),
-    ("model.files", "model.progress"),
+    ("model.files", "model.progress", "model.memory", "model.device"),
     ("model.config",),
-    ("model.errors",),
+    ("model.command_line",),
+    ("model.errors", "model.choices", "model.server_address"),
 )
 SERVICE_LEVELS = (
     ("service.__main__",),
@@ -27,22 +31,23 @@ SERVICE_LEVELS = (
     ("service.routes",),
     ("service.answers",),
     ("service.state",),
-    (
-        "service.comparison_queue",
-        "service.vectors",
-        "service.span_export",
-    ),
+    ("service.vectors", "service.span_export"),
     ("service.worker",),
+    ("service.executors", "service.network_thread"),
     ("service.request_stream",),
     ("service.http",),
     ("service.otel",),
     ("service.spans", "service.metrics", "service.token_rates", "service.memory"),
-    ("service.metric_types", "service.metrics_text", "service.process_metrics"),
+    ("service.process_metrics",),
     ("service.settings",),
     ("service.log_format",),
-    ("service.request_ids",),
+    ("service.request_ids", "service.ignored_fields"),
 )
+# Docstrings begin with an imperative ("Estimate ...") or a noun phrase ("The cost of ..."), not with a question word.
+DOCUMENTED = ("model", "service", "forwardscope", "tests", "deploy")
+QUESTION_WORD = re.compile(r"(What|Which|Where)\b")
 FORBIDDEN_IN_MODEL = {"fastapi", "starlette", "uvicorn", "asyncio", "threading"}
+THREADS = {"service.executors", "service.network_thread", "service.worker"}
 POLICY = ("scheduler", "sequence", "block_pool", "step_budget", "prompt_lookup")
 
 
@@ -113,7 +118,7 @@ def test_every_module_of_the_service_has_a_level() -> None:
 
 def test_the_clients_import_neither_torch_nor_the_network() -> None:
     """Only `load` does, in the modules `local*`. Importing the version from `model` imports nothing else."""
-    allowed = {"model.__version__"}
+    allowed = {"model.__version__", "model.choices.Quantization"}
     for path in modules("forwardscope"):
         if not path.stem.startswith("local"):
             found = {name for name in imports_of(path) if name.partition(".")[0] in ("torch", "model")}
@@ -126,10 +131,10 @@ def test_scheduling_policy_imports_no_torch() -> None:
         assert not [each for each in imported if each.partition(".")[0] == "torch"], name
 
 
-def test_only_the_worker_uses_threads() -> None:
+def test_only_the_modules_of_the_worker_use_threads() -> None:
     for path in modules("service"):
         uses = [name for name in imports_of(path) if name.startswith(("threading", "concurrent.futures", "queue"))]
-        assert not uses or name_of(path) == "service.worker", f"{name_of(path)}: {uses}"
+        assert not uses or name_of(path) in THREADS, f"{name_of(path)}: {uses}"
 
 
 def test_modules_import_each_other_in_no_circle() -> None:
@@ -145,3 +150,25 @@ def test_modules_import_each_other_in_no_circle() -> None:
     while free := {name for name, targets in graph.items() if not targets & graph.keys()}:
         graph = {name: targets for name, targets in graph.items() if name not in free}
     assert not graph, f"a circle among {', '.join(graph)}"
+
+
+@pytest.mark.parametrize("package", DOCUMENTED)
+def test_no_docstring_begins_with_a_question_word(package: str) -> None:
+    paths = modules(package)
+    found = [
+        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and QUESTION_WORD.match(ast.get_docstring(node) or "")
+    ]
+    assert paths
+    assert not found, f"begin with an imperative or a noun phrase: {', '.join(found)}"
+
+
+def test_no_line_of_the_page_is_longer_than_120_characters() -> None:
+    files = [path for path in (ROOT / "service" / "web").rglob("*") if path.suffix in (".js", ".css", ".html")]
+    assert {path.suffix for path in files} == {".js", ".css", ".html"}
+    for path in sorted(files):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            assert len(line) <= 120, f"{path.relative_to(ROOT)}:{number} has {len(line)} characters"

@@ -23,10 +23,15 @@ SIZE = 1 << 14  # characters
 MAX_CPU_SECONDS = 0.25  # linear expressions take up to 0.005, quadratic ones 0.7 and more
 # Modules that use expressions which are not compiled when the module is imported, and why that is right.
 OTHERS = {
+    "model/checkpoints/adapters.py": "names of tensors of an adapter, with the patterns of a table",
     "model/text/special_token_names.py": "the names of special tokens: alternatives without repetition",
     "model/checkpoints/adapter_config.py": "the operator's adapter; which characters it may contain is checked",
     "model/tracing/stage_hints.py": "globs, which have at most 200 characters",
     "model/network/ranks.py": "an error of torch",
+    "model/network/weight_hints.py": "names of our own weights",
+    "model/text/grammar_negation.py": "single characters, in a process whose time is limited",
+    "service/answers/tool_calls.py": "our own marks of calls, and quotes",
+    "model/text/grammar_schema.py": "clients' patterns, in a process whose time is limited",
     "model/checkpoints/families/__init__.py": "single digits",
     "service/http/field_names.py": "single characters of names of our own fields, and of unknown ones up to a limit",
 }

@@ -13,12 +13,14 @@ import importlib.util
 import json
 import os
 import re
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -26,11 +28,16 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
-from pydantic_settings import CliApp
 
+from forwardscope.results.attributions import SweepCells, SweepEnd, SweepStart
+from forwardscope.results.generations import FinishEvent, TokenEvent
+from forwardscope.results.records import Record
 from model.checkpoints.load import BUNDLED
+from model.text.corpus import END_OF_TEXT
 from model.tracing.stages import stages_of
 from model.worked_examples import WORKED_EXAMPLES
+from service.app import create_app
+from service.commands.options import read_settings
 from service.http import (
     compare_schemas,
     forward_schemas,
@@ -43,6 +50,7 @@ from service.http.edit_schemas import StageEdit
 from service.settings import Settings
 from tests import published_models
 from tests.service.running import Running, process, run_command, running
+from tests.service.test_described_once import answer_kinds, routes_of
 from tests.tiny import CONFIGS
 
 ROOT = Path(__file__).parents[1]
@@ -59,6 +67,7 @@ GUIDES = ("CONTRIBUTING.md", "docs/architecture.md")  # the pages for developers
 MAX_WORDS = 900
 SETTINGS_HEADER = "| option | environment | default | what |\n|---|---|---|---|\n"
 METRICS_HEADER = "| metric | type | what |\n|---|---|---|\n"
+ANSWERS_HEADER = "| answer | fields |\n|---|---|\n"
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,7 @@ CHECKS = [example for example in EXAMPLES if example.code.startswith(".venv/bin/
 EVALUATIONS = [
     example for example in EXAMPLES if example.code.startswith(".venv/bin/lm_eval")
 ]  # clients/test_lm_eval.py
+STORIES = [example for example in EXAMPLES if example.code.startswith(".venv/bin/python -m model.training.stories ")]
 MAKE = [example for example in EXAMPLES if example.code.startswith("make ")]
 LAUNCHES = [example for example in EXAMPLES if example.code.startswith(".venv/bin/torchrun ")]
 DOCKER = [example for example in EXAMPLES if example.code.startswith("docker ")]
@@ -139,7 +149,7 @@ def at_service(code: str, service: Running) -> str:
 
 def paste(service: Running, example: Example, directory: Path) -> subprocess.CompletedProcess[str]:
     pasted = at_service(example.code, service).replace("curl ", "curl --fail-with-body ")
-    return subprocess.run(["bash", "-e", "-c", pasted], capture_output=True, text=True, cwd=directory, timeout=60)
+    return subprocess.run(["bash", "-e", "-c", pasted], capture_output=True, text=True, cwd=directory, timeout=300)
 
 
 # Examples
@@ -244,7 +254,7 @@ def test_every_command_that_launches_several_processes_serves_with_them(example:
 
 @pytest.mark.parametrize("example", DOWNLOADS, ids=str)
 def test_every_command_that_downloads_a_checkpoint_has_valid_settings(example: Example) -> None:
-    settings = CliApp.run(Settings, cli_args=example.code.split()[1:])
+    settings = read_settings(example.code.split()[1:])
     assert re.fullmatch(r"[\w-]+/[\w.-]+", settings.model)
 
 
@@ -314,6 +324,7 @@ def test_every_example_is_run_by_some_test() -> None:
         *REPORTS,
         *CHECKS,
         *EVALUATIONS,
+        *STORIES,
         *DOCKER,
         *PROMTOOL,
         *KUBECTL,
@@ -334,6 +345,17 @@ def test_every_target_of_make_that_a_page_names_exists() -> None:
     assert named == targets == {"setup", "test", "check", "serve"}
 
 
+@pytest.mark.parametrize("example", STORIES, ids=str)
+def test_the_stories_of_an_example_are_written(
+    example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, module, *arguments = shlex.split(example.code.replace(" 100000 ", " 20 "))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    assert (tmp_path / "stories.txt").read_text(encoding="utf-8").count(END_OF_TEXT) == 20
+
+
 def test_every_module_that_is_run_exists_and_has_the_options_that_are_named() -> None:
     """`python -m a.b --option`, wherever a page says it."""
     commands = re.findall(r"python -m ([\w.]+)((?: [^`\n;]*)?)", "\n".join(PAGES.values()))
@@ -342,6 +364,9 @@ def test_every_module_that_is_run_exists_and_has_the_options_that_are_named() ->
         specification = importlib.util.find_spec(name)
         assert specification is not None, name
         if name.startswith(("model.", "tests.benchmarks.")):
+            if specification.submodule_search_locations is not None:
+                specification = importlib.util.find_spec(f"{name}.__main__")
+            assert specification is not None, name
             assert specification.origin is not None
             source = Path(specification.origin).read_text(encoding="utf-8")
             settings = Settings.model_fields if "parse_known_args" in source else ()  # it passes them to the service
@@ -373,6 +398,26 @@ def metrics_table(service: Running) -> str:
     return METRICS_HEADER + "".join(rows)
 
 
+def answers_table() -> str:
+    """The fields of the answers of each endpoint, from the classes that describe them."""
+    rows: dict[str, list[str]] = {}
+    for route in routes_of(create_app(Settings(model="none"))):
+        for kind in answer_kinds(route):
+            if isinstance(kind, type) and issubclass(kind, Record):
+                rows.setdefault(fields_of(kind), []).append(f"`{min(route.methods or ())} {route.path}`")
+    for event in (TokenEvent, FinishEvent, SweepStart, SweepCells, SweepEnd):
+        rows[fields_of(event)] = [f"event `{event.__name__}`"]
+    return ANSWERS_HEADER + "".join(
+        f"| {', '.join(dict.fromkeys(places))} | {names} |\n" for names, places in rows.items()
+    )
+
+
+def fields_of(kind: Any) -> str:
+    """The fields of a class, in brackets if they may be left out."""
+    names = [f"`{each.name}`" if each.default is MISSING else f"[`{each.name}`]" for each in fields(kind)]
+    return ", ".join(names)
+
+
 def tables_with(first_cell: str) -> list[list[list[str]]]:
     """The rows of all tables, cell by cell, whose header begins with this cell."""
     tables = re.findall(rf"^\| {re.escape(first_cell)} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", "\n".join(PAGES.values()), re.M)
@@ -388,6 +433,11 @@ def test_the_settings_table_is_the_settings() -> None:
 def test_the_metrics_table_is_the_metrics(bundled: Running) -> None:
     assert len(tables_with("metric")) == 1
     assert metrics_table(bundled) + "\n" in PAGES["docs/operations.md"], "run: python -m tests.test_readme"
+
+
+def test_the_table_of_answers_has_every_field() -> None:
+    assert len(tables_with("answer")) == 1
+    assert answers_table() + "\n" in PAGES["docs/api.md"], "run: python -m tests.test_readme"
 
 
 @pytest.mark.parametrize(
@@ -545,15 +595,22 @@ def test_the_model_page_answers_for_the_bundled_model(bundled: Running) -> None:
 
 
 def write_tables() -> None:
-    """Replace the tables of settings and metrics in docs/operations.md by those of the program."""
+    """Replace the tables of settings, metrics and answers in docs/ by those of the program."""
     text = OPERATIONS.read_text(encoding="utf-8")
     with running(model="bundled") as service:
         tables = {SETTINGS_HEADER: settings_table(), METRICS_HEADER: metrics_table(service)}
     for header, table in tables.items():
-        before, found, after = text.partition(header)
-        assert found, f"{OPERATIONS} has no table that begins with {header}"
-        text = before + table + re.sub(r"\A(\|.*\n)*", "", after)
+        text = with_table(text, header, table)
     OPERATIONS.write_text(text, encoding="utf-8")
+    api = ROOT / "docs" / "api.md"
+    api.write_text(with_table(api.read_text(encoding="utf-8"), ANSWERS_HEADER, answers_table()), encoding="utf-8")
+
+
+def with_table(text: str, header: str, table: str) -> str:
+    """Replace the table with this header."""
+    before, found, after = text.partition(header)
+    assert found, f"no table begins with {header}"
+    return before + table + re.sub(r"\A(\|.*\n)*", "", after)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Every matrix keeps the scale of its input, no bias is zero and no gain is one. A
 shifted position therefore changes the logits by far more than rounding. The epsilons are large for the same reason.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ ROUNDING = {
     torch.float64: 1e-12,
 }
 BOTH_DTYPES = tuple(ROUNDING)
+
+
+def quick(number: int, values: Iterable[object]) -> list[object]:
+    """The values of a parameter: the first are in the quick tests, and the others are marked `slow`."""
+    return [value if i < number else pytest.param(value, marks=pytest.mark.slow) for i, value in enumerate(values)]
+
 
 GPT2 = ModelConfig(
     vocab_size=67,
@@ -147,14 +154,14 @@ ENGINE_CONFIGS = (
     "gpt2",
     "llama with dynamic scaling",
     "mistral",
+    "gemma3",
+    "mixtral",
     "qwen3",
     "gemma2",
-    "gemma3",
     "phi3",
     "smollm3",
-    "mixtral",
 )
-every_engine_config = pytest.mark.parametrize("name", ENGINE_CONFIGS)
+every_engine_config = pytest.mark.parametrize("name", quick(5, ENGINE_CONFIGS))
 
 
 @torch.no_grad()

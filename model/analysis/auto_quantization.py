@@ -6,7 +6,6 @@ The report is a JSON file in the cache folder. Its name depends on the config of
 weights, the budget and the kernels.
 """
 
-import argparse
 import hashlib
 import json
 import logging
@@ -22,11 +21,12 @@ import torch
 
 from model.analysis.drift import generate_texts
 from model.analysis.format_choice import FormatChoice, LayerLosses, LossMeter, choose_formats
-from model.checkpoints.load import BUNDLED, load_checkpoint, read_contents
+from model.checkpoints.load import load_checkpoint, read_contents
 from model.checkpoints.locate import locate
-from model.network.prepare import Kernels
+from model.choices import Kernels, Quantization, parse_increase
+from model.command_line import MODEL_HELP, Parser, one_of
 from model.ops.cpu.build import prepare_cache
-from model.ops.quantization import LayerFormats, Quantization
+from model.ops.quantization import LayerFormats
 
 logger = logging.getLogger(__name__)
 
@@ -65,29 +65,20 @@ def resolve(
     kernels: Kernels,
     revision: str | None = None,
 ) -> Quantization | LayerFormats:
-    """What `load_checkpoint` takes for a setting: a quantization, or for "auto" the formats of all layers.
+    """Resolve a setting for `load_checkpoint`: to the quantization itself, or for "auto" to the formats of all layers.
 
     `max_increase` is the largest increase of the perplexity for "auto"; None is `DEFAULT_INCREASE`. Raises `ValueError`
     if it is not one, or given without "auto".
     """
     if quantize == "auto":
-        increase = DEFAULT_INCREASE if max_increase is None else parse_increase(max_increase)
+        try:
+            increase = DEFAULT_INCREASE if max_increase is None else parse_increase(max_increase)
+        except ValueError as error:
+            raise ValueError(f"quantize_loss: {error}") from None
         return choose(source, increase, kernels, revision).by_layer()
     if max_increase is not None:
         raise ValueError(f"quantize_loss: is only for quantize=auto, but quantize is {quantize}; leave it out")
     return quantize
-
-
-def parse_increase(text: str | float) -> float:
-    """Read a relative increase above 0 and up to 1, such as "0.5%" or "0.005". Raises `ValueError` for other texts."""
-    number = str(text).strip()
-    try:
-        value = float(number[:-1]) / 100 if number.endswith("%") else float(number)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= 1:
-        raise ValueError(f"{text!r} is not an increase of the perplexity; write for example 0.5% or 0.005")
-    return value
 
 
 def _equally_long(texts: list[list[int]]) -> torch.Tensor:
@@ -143,10 +134,10 @@ def table(choice: FormatChoice) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(BUNDLED))
+    parser = Parser(description=__doc__)
+    parser.add_argument("--model", default="bundled", help=MODEL_HELP)
     parser.add_argument("--quantize-loss", default="0.5%", help="the largest increase of the perplexity")
-    parser.add_argument("--kernels", default="auto", choices=get_args(Kernels))
+    parser.add_argument("--kernels", default="auto", type=one_of(*get_args(Kernels)), help=", ".join(get_args(Kernels)))
     options = parser.parse_args()
     try:
         choice = choose(options.model, parse_increase(options.quantize_loss), options.kernels)

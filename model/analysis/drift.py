@@ -6,7 +6,6 @@ The error of a stage is the root mean square of the difference, divided by the r
 Without texts, the float32 network generates the texts itself, from fixed seeds.
 """
 
-import argparse
 import math
 import sys
 import time
@@ -18,16 +17,16 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from model.analysis.compare.passes import finish, run_pass
+from model.analysis.compare.passes import run_pass
 from model.analysis.compare.stage_errors import relative_error
 from model.analysis.perplexity import TextScore, score_ids
-from model.checkpoints.load import BUNDLED, Checkpoint, load_checkpoint
+from model.checkpoints.load import Checkpoint, load_checkpoint
+from model.choices import Dtype, Kernels, Quantization
+from model.command_line import MODEL_HELP, SHARE, Parser, one_of
 from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Request
 from model.errors import CheckpointError
-from model.network.prepare import Kernels
 from model.network.transformer import Transformer
-from model.ops.quantization import Quantization
 from model.text.corpus import Corpus
 from model.text.sampling import SamplingParams
 from model.text.transcript import GenerationParams
@@ -69,7 +68,7 @@ def stage_errors(reference: Transformer, other: Transformer, ids: Sequence[int])
 def _record_stages(model: Transformer, ids: Sequence[int]) -> Mapping[str, Tensor]:
     """Run the network once over `ids` and return every stage by name, in the order of computation."""
     names = [stage.name for stage in stages_of(model.config)]
-    stages = finish(run_pass(model, ids, names)).stages
+    stages = run_pass(model, ids, names).stages
     return {name: stages[name] for name in names}
 
 
@@ -141,13 +140,14 @@ def report(errors: Sequence[StageError], scores: Sequence[TextScore], speeds: Se
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("texts", nargs="*", type=Path)
-    parser.add_argument("--model", default=str(BUNDLED))
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--quantize", default="none", choices=get_args(Quantization))
-    parser.add_argument("--kernels", default="auto", choices=get_args(Kernels), help="of both networks")
-    parser.add_argument("--held-out", type=float, default=1.0, help="which share of each text to read, from its end")
+    parser.add_argument("--model", default="bundled", help=MODEL_HELP)
+    parser.add_argument("--dtype", default="bfloat16", type=one_of(*get_args(Dtype)), help=", ".join(get_args(Dtype)))
+    quantizations = get_args(Quantization)
+    parser.add_argument("--quantize", default="none", type=one_of(*quantizations), help=", ".join(quantizations))
+    parser.add_argument("--kernels", default="auto", type=one_of(*get_args(Kernels)), help="of both networks")
+    parser.add_argument("--held-out", type=SHARE, default=1.0, help="which share of each text to read, from its end")
     options = parser.parse_args()
     try:
         reference = load_checkpoint(options.model, dtype="float32", kernels=options.kernels)

@@ -9,6 +9,7 @@ from torch import Tensor
 from model.analysis.edit_sources import Network, edited_pass
 from model.config import ModelConfig
 from model.tracing.edits import BoundEdits
+from model.tracing.pauses import pause
 from model.tracing.selection import Selection, StageCollector, StageTrace
 from model.tracing.stages import last_residuals, sizes_of
 from model.tracing.tap import Recorder
@@ -33,6 +34,7 @@ def stage_changes(plain: Sequence[StageTrace], edited: Sequence[StageTrace]) -> 
         assert before.values is not None
         assert after.values is not None
         changes.append(StageChange(before.stage.name, *change_of(before.values, after.values)))
+        pause()
     return changes
 
 

@@ -6,17 +6,19 @@ Bits per byte are the nats of the text / ln 2 / its UTF-8 bytes. They can be com
 differ.
 """
 
-import argparse
 import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
 
-from model.checkpoints.load import BUNDLED, load_checkpoint
+from model.checkpoints.load import load_checkpoint
+from model.choices import Dtype
+from model.command_line import MODEL_HELP, SHARE, Parser, one_of
 from model.network.transformer import Transformer
 from model.text.corpus import Corpus
 from model.text.tokenizer import Tokenizer
@@ -95,12 +97,13 @@ def score_ids(model: Transformer, sequences: Sequence[Sequence[int]]) -> TextSco
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure perplexity and bits per byte of a checkpoint on text files.")
+    parser = Parser(description="Measure perplexity and bits per byte of a checkpoint on text files.")
     parser.add_argument("texts", nargs="+", type=Path)
-    parser.add_argument("--model", default=str(BUNDLED))
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--model", default="bundled", help=MODEL_HELP)
+    dtypes = ("auto", *get_args(Dtype))
+    parser.add_argument("--dtype", default="auto", type=one_of(*dtypes), help=", ".join(dtypes))
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--held-out", type=float, default=1.0, help="which share of each text to score, from its end")
+    parser.add_argument("--held-out", type=SHARE, default=1.0, help="which share of each text to score, from its end")
     options = parser.parse_args()
     try:
         checkpoint = load_checkpoint(options.model, dtype=options.dtype, device=options.device)

@@ -115,7 +115,7 @@ def read_adapter_config(path: Path) -> AdapterConfig:
 def _read(config: Mapping[str, Any]) -> AdapterConfig:
     if config.get("peft_type") != "LORA":
         raise ValueError(f"peft_type {short_repr(config.get('peft_type'))} is not implemented; only LORA is")
-    unknown = sorted(config.keys() - IGNORED - NEUTRAL.keys() - READ)
+    unknown = sorted(key for key in config.keys() - IGNORED - NEUTRAL.keys() - READ if config[key])
     if unknown:
         raise ValueError(f"keys that are not known: {join_names(unknown)}")
     for key, neutral in NEUTRAL.items():

@@ -5,8 +5,9 @@ of all tensors are checked before any data is read. The names of the changed mod
 family, so that adapters of every family can be loaded.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -28,6 +29,20 @@ PICKLE = "adapter_model.bin"
 PICKLE_REASON = "is a pickle, and pickles are refused, because opening one can run code"
 PREFIX = "base_model.model."
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+_VISION = re.compile(r"(^|\.)(vision_\w+|visual|multi_modal_projector)\.")
+# Names of tensors that are not implemented -> what they are.
+_REASONS = (
+    (_VISION, "they change the part that reads images"),
+    (r"lora_embedding_|embed_tokens|embed_in|\.wte\.|\.wpe\.", "they change the embedding"),
+    (r"trainable_tokens_", "they train rows of the embedding"),
+    (r"lora_magnitude_vector", "they belong to DoRA (use_dora)"),
+    (r"(lm_head|embed_out)\.", "they change the head"),
+    (r"\.experts\.|\.block_sparse_moe\.|\.mlp\.gate\.", "they change experts or their router"),
+    (r"\.lora_[AB]\.\w+\.weight$", "they have the name of an adapter in theirs; save it with save_pretrained of PEFT"),
+    (r"\.lora_[AB]\.bias$", "they are biases (lora_bias)"),
+    (r"\.bias$", "they are biases of the base network"),
+    (r"^(?!.*\.lora_)", "they are weights of the base network, trained with modules_to_save"),
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,7 @@ def load_adapter(checkpoint: Checkpoint, path: str | Path, name: str | None = No
     config = read_adapter_config(directory / CONFIG)
     source = SafetensorsFiles(directory / WEIGHTS)
     layers = adaptable_layers(checkpoint.family, checkpoint.model.config)
+    layers = with_stored_names(layers, source.headers, checkpoint.family.prefix)
     check_tensors(source, config, [module for modules in layers.values() for module in modules])
     weight, ops = checkpoint.model.embed.weight, checkpoint.model.backend.network
     adapted, ranks = {}, set()
@@ -109,6 +125,47 @@ def _modules(
     return [Module(part, layer, num_inputs, end - part.num_rows) for part, end in zip(parts, ends, strict=True)]
 
 
+def with_stored_names(
+    layers: Mapping[str, list[Module]], names: Collection[str], prefix: str
+) -> dict[str, list[Module]]:
+    """The same modules with the names that they have in the base network of an adapter.
+
+    It may have been the network without its head, whose modules have no `prefix`, or a part of a larger model.
+    """
+    known = {module.name.removeprefix(prefix) for modules in layers.values() for module in modules}
+    found = {stored for name in names if (stored := _stored_prefix(name, known)) is not None}
+    if prefix in found or len(found) != 1:
+        return dict(layers)
+    (stored_prefix,) = found
+
+    def renamed(module: Module) -> Module:
+        name = stored_prefix + module.part.name.removeprefix(prefix)
+        return replace(module, part=replace(module.part, name=name))
+
+    return {layer: [renamed(module) for module in modules] for layer, modules in layers.items()}
+
+
+def _stored_prefix(tensor_name: str, known: Collection[str]) -> str | None:
+    """The part of a tensor's name before the name of a known module. None for other tensors."""
+    name = tensor_name.removeprefix(PREFIX).removesuffix(LORA_A)
+    parts = name.split(".")
+    for begin in range(len(parts)):
+        if (rest := ".".join(parts[begin:])) in known:
+            return None if _VISION.search(name) else name.removesuffix(rest)
+    return None
+
+
+def _reason(name: str, prefix: str, num_layers: int) -> str:
+    """Say why a tensor of an adapter cannot be used."""
+    layer = re.search(r"\.(?:layers|h)\.(\d+)\.", name)
+    for pattern, reason in _REASONS:
+        if re.search(pattern, name):
+            return reason
+    if layer is not None and int(layer[1]) >= num_layers:
+        return f"layer {layer[1]} does not exist, because the network has {num_layers} layers"
+    return f"the network has no such module; the names of its modules begin with {prefix or 'layers.'}"
+
+
 def check_tensors(source: TensorSource, config: AdapterConfig, modules: Sequence[Module]) -> None:
     """Raise `CheckpointError` unless the file has exactly the tensors that the config asks for, in the right shapes.
 
@@ -117,9 +174,14 @@ def check_tensors(source: TensorSource, config: AdapterConfig, modules: Sequence
     headers = source.headers
     surplus = sorted(headers.keys() - {name for module in modules for name in module.names})
     if surplus:
+        prefix, num_layers = modules[0].name.rsplit(".", 4)[0] + ".", 1 + max(module.layer for module in modules)
+        by_reason: dict[str, list[str]] = {}
+        for name in surplus:
+            by_reason.setdefault(_reason(name, prefix, num_layers), []).append(name)
+        reasons = ". ".join(f"{join_names(names)}; {reason}" for reason, names in by_reason.items())
         raise CheckpointError(
-            f"{WEIGHTS} has tensors that are not implemented: {join_names(surplus)}; an adapter may change linear "
-            "layers of attention and of feed-forward networks, but not embeddings, the head or experts"
+            f"{WEIGHTS} has tensors that are not implemented: {reasons}. An adapter may change linear layers of "
+            "attention and of feed-forward networks, but not embeddings, the head or experts"
         )
     stored = [module for module in modules if any(name in headers for name in module.names)]
     wanted = [module for module in modules if config.includes(module.name, module.layer)] if config.is_complete else []

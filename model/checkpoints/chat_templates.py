@@ -1,15 +1,20 @@
 """Read the chat templates of a checkpoint from the files in which transformers saves them."""
 
+import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from model.errors import CheckpointError
+from model.errors import CheckpointError, join_names
 from model.files import read_json, read_regular_file
 from model.text.chat_template import MAX_SOURCE_CHARACTERS, ChatTemplate, InvalidTemplate
 from model.text.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 CONFIG = "tokenizer_config.json"
+_CONTROL = re.compile(r"<\|[^\s<>{}'\"]{1,60}\|>|<(?:start|end)_of_\w{1,20}>")  # tokens by their form
 MAX_TEMPLATES = 100
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -28,7 +33,7 @@ def read_chat_template(
     sources = {name: (path, _read_text(path)) for name, path in _template_files(directory).items()}
     if not sources:
         path = directory / CONFIG
-        templates = _templates_of(_read_config(directory).get("chat_template"), path)
+        templates = _templates_of(read_tokenizer_config(directory).get("chat_template"), path)
         sources = {name: (path, source) for name, source in templates.items()}
     return make_chat_template(sources, tokenizer, read_special_tokens(directory), override)
 
@@ -51,6 +56,12 @@ def make_chat_template(
         sources = {"default": (override, _read_text(override))}
     if not sources:
         return None
+    for file, source in sources.values():
+        absent = sorted({text for text in _CONTROL.findall(source) if tokenizer.id_of(text) is None})
+        if absent:
+            logger.warning(
+                "%s: the chat template writes tokens that do not exist, so they are text: %s", file, join_names(absent)
+            )
     try:
         return ChatTemplate({name: source for name, (_, source) in sources.items()}, tokenizer, special_tokens)
     except InvalidTemplate as error:
@@ -87,14 +98,15 @@ def _templates_of(value: Any, path: Path) -> dict[str, str]:
     return sources
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
+def read_tokenizer_config(directory: Path) -> dict[str, Any]:
+    """The content of `tokenizer_config.json`; empty if there is no such file."""
     path = directory / CONFIG
     return read_json(path) if path.exists() else {}
 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:
     """The texts of the special tokens that a checkpoint names, such as `bos_token`."""
-    config = _read_config(directory)
+    config = read_tokenizer_config(directory)
     path = directory / "special_tokens_map.json"
     is_legacy = "added_tokens_decoder" not in config and path.exists()
     named = {**config, **(read_json(path) if is_legacy else {})}

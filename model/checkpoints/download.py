@@ -9,7 +9,6 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,17 @@ from tqdm.asyncio import tqdm_asyncio
 
 from model.checkpoints.gguf_files.parts import first_part
 from model.errors import CheckpointError, join_names, printable_name
+from model.files import read_json
 
 logger = logging.getLogger(__name__)
 
-GLOBS = ("*.json", "*.safetensors", "*.jinja")
+GLOBS = ("*.json", "*.jinja")
+SAFETENSORS = "*.safetensors"
 IGNORED = ("*/*.json", "*/*.safetensors", "consolidated*")
 LOG_SECONDS = 5.0
+ANSWER_SECONDS = 5.0  # for the connection to one address of the hub, and for its answer
+MAX_REASON = 200
+INDEX = "model.safetensors.index.json"
 
 
 class LoggedBar(tqdm_asyncio):  # type: ignore[type-arg]  # generic in its types only, not when it runs
@@ -41,37 +45,106 @@ class LoggedBar(tqdm_asyncio):  # type: ignore[type-arg]  # generic in its types
 
 
 def download(source: str, revision: str | None) -> Path:
-    """The directory of a checkpoint of the hub, or its GGUF file. Raises `CheckpointError` if that fails."""
-    from huggingface_hub import list_repo_files, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    """The directory of a checkpoint of the hub, or its GGUF file.
 
-    errors: tuple[type[Exception], ...] = (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError)
-    with suppress(ImportError):  # older versions of the hub's library use another one, whose errors are OSErrors
-        import httpx
+    The hub is asked once. If it cannot be reached, files that were downloaded before are used, with a warning. Raises
+    `CheckpointError` if there are none, or if the hub refuses.
+    """
+    from huggingface_hub import HfApi, snapshot_download
 
-        errors += (httpx.HTTPError,)
     hub_id, _, tag = source.partition(":")
-    place = hub_id if revision is None else f"{hub_id} at revision {revision}"
-    files: list[str] | None = None
     try:
-        with suppress(OfflineModeIsEnabled):  # then only files that were downloaded before are used
-            files = list_repo_files(hub_id, revision=revision)
-        gguf = [] if files is None else gguf_files(source, files, tag)
-        directory = Path(
-            snapshot_download(
-                hub_id,
-                revision=revision,
-                allow_patterns=[*GLOBS, *gguf],
-                ignore_patterns=list(IGNORED),
-                tqdm_class=None if sys.stderr.isatty() else LoggedBar,
-            )
+        found = HfApi().model_info(hub_id, revision=revision, timeout=ANSWER_SECONDS)
+        files = [file.rfilename for file in found.siblings or ()]
+    except Exception as error:  # the library has had three HTTP clients, with exceptions of their own
+        return downloaded_before(source, revision, error)
+    gguf = gguf_files(source, files, tag)
+    try:
+        directory = snapshot_download(
+            hub_id,
+            revision=revision,
+            allow_patterns=[*GLOBS, *(gguf or [SAFETENSORS])],
+            ignore_patterns=list(IGNORED),
+            tqdm_class=None if sys.stderr.isatty() else LoggedBar,
         )
-    except errors as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{place}: not a directory, and the download from the hub failed: {reason}") from error
-    if files is None:
-        gguf = gguf_files(source, [path.name for path in directory.iterdir()], tag)
+    except Exception as error:
+        reason = f"the download from the hub failed: {describe(error)}; the next start continues it"
+        raise CheckpointError(f"{source}: {reason}") from error
+    return Path(directory, min(gguf)) if gguf else Path(directory)
+
+
+def downloaded_before(source: str, revision: str | None, error: Exception) -> Path:
+    """The files of an earlier download, after the hub could not be asked for the reason `error`."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    hub_id, _, tag = source.partition(":")
+    refusal = describe_refusal(error, hub_id, revision)
+    if refusal is not None:
+        raise CheckpointError(f"{source}: {refusal}") from error
+    problem = f"the hub {constants.ENDPOINT} cannot be reached ({describe(error)})"
+    if isinstance(error, OfflineModeIsEnabled):
+        problem = "HF_HUB_OFFLINE forbids to ask the hub"
+    try:
+        globs = [*GLOBS, SAFETENSORS]
+        found = snapshot_download(hub_id, revision=revision, local_files_only=True, allow_patterns=globs)
+        directory, names = Path(found), [path.name for path in Path(found).iterdir()]
+        is_complete = has_weights(directory, names, tag)
+    except Exception:  # there is no earlier download, or only a part of one
+        is_complete = False
+    if not is_complete:
+        raise CheckpointError(
+            f"{source}: no such directory, not downloaded before, and {problem}; give a directory, a *.gguf file, or a "
+            "mirror of the hub in the environment variable HF_ENDPOINT"
+        ) from error
+    if not isinstance(error, OfflineModeIsEnabled):
+        logger.warning("%s, so the files of an earlier download are used", problem)
+    gguf = gguf_files(source, names, tag)
     return directory / min(gguf) if gguf else directory
+
+
+def describe_refusal(error: Exception, hub_id: str, revision: str | None) -> str | None:
+    """Say why the hub refuses a checkpoint. None if it does not refuse one, but could not be asked."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if isinstance(error, GatedRepoError):  # a kind of `RepositoryNotFoundError`
+        return f"the model is gated; accept its terms at {constants.ENDPOINT}/{hub_id}, and set HF_TOKEN"
+    if isinstance(error, RepositoryNotFoundError):
+        return "no such directory, and the hub has no such model (a private one needs HF_TOKEN)"
+    if isinstance(error, RevisionNotFoundError):
+        return f"the hub has no revision {revision} of this model"
+    if isinstance(error, HFValidationError):
+        return "no such directory, and not a hub id such as org/name"
+    return None
+
+
+def describe(error: Exception) -> str:
+    """One line about an exception of the hub's library, or about the error of the system that caused it."""
+    cause: BaseException = error
+    while cause.__cause__ or cause.__context__:
+        cause = cause.__cause__ or cause.__context__ or cause
+    error = cause if isinstance(cause, OSError) and str(cause) else error
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:MAX_REASON]}{'...' if len(text) > MAX_REASON else ''}"
+
+
+def has_weights(directory: Path, names: Sequence[str], tag: str) -> bool:
+    """Whether a directory has the weights of a checkpoint: a GGUF model, or safetensors, all of the index if it exists.
+
+    With a `tag`, only GGUF models count.
+    """
+    if tag:
+        return any(name.endswith(".gguf") for name in names)
+    index = directory / INDEX
+    if index.exists():
+        return set(read_json(index)["weight_map"].values()) <= set(names)
+    return any(name.endswith((".safetensors", ".gguf")) for name in names)
 
 
 def gguf_files(source: str, files: Sequence[str], tag: str) -> list[str]:

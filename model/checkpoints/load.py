@@ -7,27 +7,30 @@ allocated for weights.
 
 import logging
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from model.checkpoints.added_tokens import read_tokenizer
 from model.checkpoints.chat_templates import make_chat_template, read_chat_template, read_special_tokens
 from model.checkpoints.families import Family, translate
 from model.checkpoints.gguf_files import read_gguf_checkpoint
-from model.checkpoints.locate import Location, locate
+from model.checkpoints.locate import BUNDLED, Location, locate
+from model.checkpoints.memory import CheckMemory, check_weights, plan_network
 from model.checkpoints.network_weights import DTYPES, NetworkWeights
 from model.checkpoints.safetensors_directory import SafetensorsFiles
 from model.checkpoints.tensor_source import TensorSource
+from model.choices import Kernels, Quantization
 from model.config import ModelConfig
 from model.errors import CheckpointError, short_repr
 from model.files import read_json
 from model.network.adapters import Adapter
 from model.network.parameters import ParameterCount, count_parameters
-from model.network.prepare import Kernels, Weight, keeps_any_format, prepare_model
+from model.network.prepare import Weight, keeps_any_format, prepare_model
 from model.network.transformer import Transformer
-from model.ops.quantization import LayerFormats, Quantization
+from model.ops.quantization import LayerFormats
 from model.text.chat_template import ChatTemplate
 from model.text.sampling import SamplingParams
 from model.text.tokenizer import Tokenizer
@@ -37,30 +40,58 @@ __all__ = ["BUNDLED", "DTYPES", "Checkpoint", "GenerationDefaults", "load_checkp
 
 logger = logging.getLogger(__name__)
 
-# Keys of generation_config.json that are not implemented, each with its neutral value. Other values would change the
-# generated text.
-NOT_IMPLEMENTED = {
-    "no_repeat_ngram_size": 0,
-    "num_beams": 1,
-    "typical_p": 1.0,
-    "length_penalty": 1.0,
-    "epsilon_cutoff": 0.0,
+# Keys of generation_config.json that are not implemented, each with its neutral value besides null and empty lists.
+# Other values would change the generated text.
+NOT_IMPLEMENTED: Mapping[str, Any] = {
     "bad_words_ids": None,
-    "suppress_tokens": None,
     "begin_suppress_tokens": None,
+    "constraints": None,
+    "diversity_penalty": 0.0,
+    "dola_layers": None,
+    "early_stopping": False,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "exponential_decay_length_penalty": None,
+    "force_words_ids": None,
     "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1.0,
+    "length_penalty": 1.0,
+    "max_length": 20,  # the default of transformers
+    "max_new_tokens": None,
+    "max_time": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beam_groups": 1,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "penalty_alpha": 0.0,
+    "remove_invalid_values": False,
+    "renormalize_logits": False,
+    "sequence_bias": None,
+    "stop_strings": None,
+    "suppress_tokens": None,
+    "token_healing": False,
+    "top_h": None,
+    "typical_p": 1.0,
+    "watermarking_config": None,
 }
 Prepare = Callable[[ModelConfig, MutableMapping[str, Weight]], Transformer]
 """Builds a network from the parameters of a whole `Transformer` with this config, as `prepare_model` does."""
-BUNDLED = Path(__file__).parents[1] / "bundled"
-"""The directory of the checkpoint that is part of the package."""
 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """The settings of `generation_config.json`: end-of-sequence tokens, and default sampling parameters."""
+    """The settings of `generation_config.json`: end-of-sequence tokens, and default sampling parameters.
+
+    A chat may end at one token more: the end-of-sequence token of the tokenizer.
+    """
 
     eos_token_ids: tuple[int, ...] = ()
+    chat_eos_token_ids: tuple[int, ...] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -104,6 +135,7 @@ def load_checkpoint(
     chat_template: Path | None = None,
     revision: str | None = None,
     prepare: Prepare | None = None,
+    check_memory: CheckMemory = check_weights,
 ) -> Checkpoint:
     """Load a checkpoint from a directory, a GGUF file, a safetensors file with a config.json beside it, or the hub.
 
@@ -111,8 +143,8 @@ def load_checkpoint(
     stored, or bfloat16 if it is stored quantized. `quantize` and `kernels` are those of `prepare_model`, but the
     default of `kernels` is "torch", so that a Python caller gets PyTorch's numbers unless it asks for our kernels.
     `chat_template` is a file with a template that replaces those of the checkpoint. `prepare` builds the network
-    instead of `prepare_model`, for example only a share of it; then nothing is quantized. Raises `CheckpointError`, or
-    `ValueError` for a config that is not implemented.
+    instead of `prepare_model`, for example only a share of it; then nothing is quantized. `check_memory` may raise an
+    error before memory is allocated. Raises `CheckpointError`, or `ValueError` for a config that is not implemented.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not implemented; known: auto, {', '.join(DTYPES)}")
@@ -122,8 +154,11 @@ def load_checkpoint(
     weights = NetworkWeights(contents.tensors, family, model_config)
     torch_dtype = weights.dtype() if dtype == "auto" else DTYPES[dtype]
     weights.check()  # before memory is allocated, because a config can state any size
-    keeps_formats = quantize == "stored" and kernels != "torch" and device == "cpu" and prepare is None
-    parameters = weights.read(torch_dtype, torch.device(device), keeps_formats=keeps_formats)
+    place = torch.device(device)
+    packs = kernels != "torch" and place.type == "cpu" and prepare is None
+    check_memory(plan_network(weights, model_config, torch_dtype, place, quantize, packs=packs))
+    keeps_formats = packs and quantize == "stored"
+    parameters = weights.read(torch_dtype, place, keeps_formats=keeps_formats)
     if prepare is None:
         model = prepare_model(model_config, parameters, quantize=quantize, kernels=kernels)
     else:
@@ -154,7 +189,7 @@ def load_checkpoint(
 
 @dataclass(frozen=True)
 class Contents:
-    """What the files of a checkpoint hold, except for the values of its tensors."""
+    """The contents of a checkpoint's files, except for the values of its tensors."""
 
     family: Family
     model_config: ModelConfig
@@ -178,11 +213,24 @@ def _read_directory(location: Location, chat_template: Path | None) -> Contents:
     family, model_config = translate(config)
     path = directory / "generation_config.json"
     defaults = read_generation_defaults(read_json(path) if path.exists() else {}, config)
-    tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").exists() else None
+    tokenizer = read_tokenizer(directory)
     template = read_chat_template(directory, tokenizer, chat_template)
     special_tokens = read_special_tokens(directory)
     tensors = SafetensorsFiles(location.weights)
+    defaults = with_chat_end(defaults, tokenizer, template, special_tokens.get("eos_token"))
     return Contents(family, model_config, defaults, tensors, tokenizer, template, special_tokens)
+
+
+def with_chat_end(
+    defaults: GenerationDefaults, tokenizer: Tokenizer | None, template: ChatTemplate | None, eos_token: str | None
+) -> GenerationDefaults:
+    """The same settings, where a chat ends at the tokenizer's EOS too, if the template writes it after each answer."""
+    token_id = None if tokenizer is None or eos_token is None else tokenizer.id_of(eos_token)
+    if token_id is None or token_id in defaults.eos_token_ids or template is None or eos_token is None:
+        return defaults
+    if not template.ends_answers_with(eos_token):
+        return defaults
+    return replace(defaults, chat_eos_token_ids=(*defaults.eos_token_ids, token_id))
 
 
 def _read_gguf(location: Location, dtype: str, chat_template: Path | None) -> Contents:
@@ -192,6 +240,7 @@ def _read_gguf(location: Location, dtype: str, chat_template: Path | None) -> Co
     defaults = read_generation_defaults(found.generation, found.config)
     sources = {name: (found.file, source) for name, source in found.chat_templates.items()}
     template = make_chat_template(sources, found.tokenizer, found.special_tokens, chat_template)
+    defaults = with_chat_end(defaults, found.tokenizer, template, found.special_tokens.get("eos_token"))
     return Contents(
         family,
         model_config,
@@ -209,11 +258,14 @@ def read_generation_defaults(generation: Mapping[str, Any], config: Mapping[str,
     eos_token_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
     if any(type(token_id) is not int for token_id in eos_token_ids):
         raise CheckpointError(f"eos_token_id: {short_repr(eos)} is neither a token id nor a list of token ids")
-    ignored = [key for key, neutral in NOT_IMPLEMENTED.items() if generation.get(key) not in (None, neutral)]
+    ignored = [key for key, neutral in NOT_IMPLEMENTED.items() if generation.get(key) not in (None, neutral, [], {})]
+    longest, context = generation.get("max_length"), config.get("max_position_embeddings")
+    if type(longest) is type(context) is int and longest >= context:  # a limit that the context sets anyway
+        ignored = [key for key in ignored if key != "max_length"]
     if ignored:
         logger.warning("generation_config.json: not implemented, so without effect: %s", ", ".join(ignored))
     try:
-        return GenerationDefaults(eos_token_ids, read_sampling(generation))
+        return GenerationDefaults(eos_token_ids, eos_token_ids, read_sampling(generation))
     except ValueError as error:
         raise CheckpointError(f"generation_config.json: {error}") from error
 

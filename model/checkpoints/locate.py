@@ -1,6 +1,7 @@
 """Find the files of a checkpoint: a directory, one safetensors or GGUF file, or a hub id that is downloaded first."""
 
 import difflib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,13 +9,18 @@ from model.checkpoints.gguf_files.parts import SUFFIX as GGUF_SUFFIX
 from model.checkpoints.gguf_files.parts import find_gguf
 from model.checkpoints.safetensors_directory import PICKLE_HINT, PICKLE_SUFFIXES, SUFFIX
 from model.errors import CheckpointError, join_names, printable_name
+from model.server_address import server_url
 
-RESERVED = ("bundled", "none")  # names that commands take in place of a checkpoint
+BUNDLED = Path(__file__).parents[1] / "bundled"
+"""The directory of the checkpoint that is part of the package."""
+WORKED_EXAMPLES = ("ai-rocks", "a-tokens-journey", "i-like-transformers")  # served names that are no checkpoints
+RESERVED = ("bundled", "none", *WORKED_EXAMPLES)
+HUB_URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+).*")
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a checkpoint lies. `weights` is a file of `directory`, or the directory itself."""
+    """The location of a checkpoint. `weights` is a file of `directory`, or the directory itself."""
 
     directory: Path
     weights: Path
@@ -29,15 +35,21 @@ class Location:
 def locate(source: str, revision: str | None = None) -> Location:
     """Find a checkpoint. A hub id is downloaded into the local cache, at `revision`: a branch, a tag or a commit.
 
-    Raises `CheckpointError` if there is none, with the names that are similar to a mistyped one.
+    "bundled" is the checkpoint that is part of the package. Raises `CheckpointError` if there is no checkpoint, with
+    the names that are similar to a mistyped one.
     """
+    if source == "bundled" and revision is None:
+        return Location(BUNDLED, BUNDLED, is_local=True)
     path = Path(source).expanduser()
-    if path.exists():
+    if source.strip() and path.exists():
         if revision is not None:
             raise CheckpointError(f"revision {revision!r} needs a hub id, but {source} is a local path")
         if path.is_dir():
             return Location(path, _weights_of(path), is_local=True)
         return Location(path.parent, _weights_file(path), is_local=True)
+    no_hub_id = _no_hub_id(source)
+    if no_hub_id is not None:
+        raise CheckpointError(f"{source}: {no_hub_id}")
     if (
         source.startswith(("/", ".", "~"))
         or source.count("/") > 1
@@ -47,9 +59,6 @@ def locate(source: str, revision: str | None = None) -> Location:
             f"{source}: no such file or directory{_similar_names(path)}; use a directory with a config.json, "
             "a *.safetensors or *.gguf file, or a hub id such as org/name"
         )
-    similar = difflib.get_close_matches(source.lower(), RESERVED, n=1, cutoff=0.7)
-    if similar:
-        raise CheckpointError(f"{source}: no such directory; did you mean {similar[0]}?")
     from model.checkpoints.download import download  # the library of the hub is slow to import
 
     try:
@@ -58,6 +67,30 @@ def locate(source: str, revision: str | None = None) -> Location:
         raise CheckpointError(f"{error}{_similar_names(path)}") from error
     directory = found if found.is_dir() else found.parent
     return Location(directory, found if found != directory else _weights_of(directory), is_local=False)
+
+
+def _no_hub_id(source: str) -> str | None:
+    """Say why a name that is no file is not looked up at the hub either; None if it may be a hub id."""
+    if source == "none":
+        return "stands for no checkpoint, which only a server takes; give a directory, a *.gguf file or a hub id"
+    if source == "bundled":
+        return "has no revisions; leave the revision out"
+    if source in WORKED_EXAMPLES:
+        return (
+            "a worked example, not a checkpoint; every server computes it for requests to /forward that name it in "
+            "`model`, also with --model none"
+        )
+    if not source.strip():
+        return "the name of the checkpoint is empty; give a directory, a *.gguf file or a hub id"
+    hub_url, address = HUB_URL.fullmatch(source), server_url(source)
+    if hub_url is not None:
+        return f"a URL is not loaded; give the hub id {hub_url[1]}"
+    if "://" in source:
+        return "a URL is not loaded; give a directory, a *.gguf file or a hub id"
+    if address is not None:
+        return f"no such directory; if you mean a server, its URL is {address}, for chat, compare and Client"
+    similar = difflib.get_close_matches(source.lower(), RESERVED, n=1, cutoff=0.7)
+    return f"no such directory; did you mean {similar[0]}?" if similar else None
 
 
 def _weights_of(directory: Path) -> Path:

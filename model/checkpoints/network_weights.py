@@ -5,13 +5,14 @@ checked. This module knows the tensor names of a family, but neither a file form
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
-from model.checkpoints.families.family import Family, Part
+from model.checkpoints.families.family import BUFFERS, Family, Part
 from model.checkpoints.tensor_source import TensorSource
 from model.config import ModelConfig
 from model.errors import CheckpointError, join_names
@@ -81,15 +82,41 @@ class LazyWeights(MutableMapping[str, Weight]):
         self._kept.clear()
 
 
+class StoredNames:
+    """The names of a family's tensors in one checkpoint, which may have another prefix.
+
+    Networks that are saved alone, without a head, have no `model.` or `gpt_neox.`; those that are saved as a part of
+    a larger model have a longer prefix, such as `model.language_model.`.
+    """
+
+    def __init__(self, family: Family, names: Collection[str]) -> None:
+        self._prefix, (self._head,) = family.prefix, family.source("head.weight").names
+        (probe,) = family.source("blocks.0.attn.out.weight").names
+        self._stored_prefix = _only_end(names, probe.removeprefix(self._prefix), default=self._prefix)
+        last = ".".join(self._head.split(".")[-2:])  # such as lm_head.weight
+        self._stored_head = _only_end(names, last, default=self._head.removesuffix(last)) + last
+
+    def stored(self, name: str) -> str:
+        if name == self._head:
+            return self._stored_head
+        return self._stored_prefix + name.removeprefix(self._prefix) if name.startswith(self._prefix) else name
+
+
+def _only_end(names: Collection[str], end: str, *, default: str) -> str:
+    """The beginning of the only name with this end; the default if it is among several, or if there is none."""
+    found = {name.removesuffix(end) for name in names if name.endswith(end)}
+    found = {prefix for prefix in found if not prefix or prefix.endswith(".")}
+    return found.pop() if len(found) == 1 and default not in found else default
+
+
 class NetworkWeights:
     """The parameters of `Transformer(config)`, from the tensors of a checkpoint of this family."""
 
     def __init__(self, source: TensorSource, family: Family, config: ModelConfig) -> None:
         self._source = source
-        self._family = family
+        self._family = family.for_names(source.headers)
         self._config = config
-        prefix = family.optional_prefix
-        self._omits_prefix = bool(prefix) and not any(name.startswith(prefix) for name in source.headers)
+        self._names = StoredNames(self._family, source.headers)
 
     def dtype(self) -> torch.dtype:
         """The checkpoint's dtype, taken from its token embedding."""
@@ -138,6 +165,13 @@ class NetworkWeights:
 
         return LazyWeights(shapes, read_parameter)
 
+    def stored_bytes(self, name: str, shape: tuple[int, ...]) -> int | None:
+        """The bytes of a matrix in the formats of its file; None if it is not stored in formats of groups."""
+        grouped = self._grouped(self._parts(name, shape))
+        if grouped is None:
+            return None
+        return math.ceil(sum(math.prod(rows.shape) * rows.format.bits_per_weight for rows in grouped) / 8)
+
     def _grouped(self, parts: Sequence[Part]) -> tuple[GroupedRows, ...] | None:
         """The rows of a matrix in their own formats; None unless all parts are stored in formats of groups."""
         if any(part.layout != "rows" for part in parts):
@@ -165,15 +199,16 @@ class NetworkWeights:
         return self._stored_name(name)
 
     def _stored_name(self, name: str) -> str:
-        """The name under which a tensor is stored: without the family's optional prefix, or that of an equal tensor."""
-        name = name.removeprefix(self._family.optional_prefix) if self._omits_prefix else name
+        """The name under which a tensor is stored: with the prefix of this checkpoint, or that of an equal tensor."""
+        name = self._names.stored(name)
         return self._source.aliases.get(name, name)
 
     def _may_be_surplus(self, stored_name: str) -> bool:
         """Whether an unused tensor is allowed: the family says so, or it is the head of a tied model."""
         if self._config.tied_head and stored_name == self._name_of("head.weight"):
             return True
-        return any(fnmatchcase(stored_name, self._stored_name(pattern)) for pattern in self._family.surplus)
+        patterns = (*BUFFERS, *map(self._stored_name, self._family.surplus))
+        return any(fnmatchcase(stored_name, pattern) for pattern in patterns)
 
     def _check_duplicate_head(self) -> None:
         """Raise `CheckpointError` if a tied model stores a head that differs from the embedding."""

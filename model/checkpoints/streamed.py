@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from model.checkpoints.load import DTYPES, read_contents
 from model.checkpoints.locate import Location, locate
 from model.checkpoints.network_weights import LazyWeights, NetworkWeights
+from model.choices import Kernels, Quantization
 from model.config import ModelConfig
 from model.errors import CheckpointError
 from model.network.parameters import count_parameters
-from model.network.prepare import Kernels, choose_backend, make_linear, whole_weight
+from model.network.prepare import choose_backend, make_linear, whole_weight
 from model.network.transformer import Transformer
-from model.ops.quantization import LayerFormats, Quantization, format_of, keeps_precision
+from model.ops.quantization import LayerFormats, format_of, keeps_precision
 from model.ops.stacked_rows import StackedRows
 from model.ops.torch_ops import TORCH, TorchNetworkOps
 from model.text.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint come from: the interface that each file format implements.
+"""Sources of the tensors of a checkpoint: the interface that each file format implements.
 
 A source knows its own names, shapes and dtypes. It does not know which network the tensors are for: that is the task
 of `network_weights.py`.
@@ -17,7 +17,7 @@ from model.ops.stacked_groups import GroupedRows
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a file says about one tensor. `file` is the path of the file that has the data."""
+    """The description of one tensor in a checkpoint. `file` is the path of the file that has the data."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None  # of the tensor that `TensorSource.read` returns; None if it cannot be read

@@ -4,19 +4,18 @@ Which block belongs to which sequence is decided elsewhere (`block_pool.py`).
 """
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from model.choices import KVCacheDtype
 from model.config import ModelConfig
 from model.errors import InvalidField, short_repr
 from model.network.attention import score_rule
 from model.ops.cpu import large_memory
 from model.ops.quantized_rows import MAGNITUDE_DTYPE, QuantizedRows, dequantize_rows, quantize_rows
 
-KVCacheDtype = Literal["auto", "int8"]
-"""How keys and values are stored. `auto`: in the dtype of the network. `int8`: in 8 bits (`quantized_rows.py`)."""
 Rows = Tensor | QuantizedRows
 MAX_GATHERED = 1024  # blocks that are gathered at a time, unless one sequence alone has more
 

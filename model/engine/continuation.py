@@ -1,44 +1,21 @@
 """One of the continuations of a request: its sequence, its sampler, its text, and what it has traced."""
 
 import time
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
 
-from model.engine.recorded_trace import RecordedTrace
 from model.engine.request import Output, Request
 from model.engine.scheduler import ScheduledSequence
 from model.engine.sequence import SequenceState
+from model.engine.step_batch import StepSequence
 from model.engine.step_tracer import StepTracer
 from model.network.transformer import Transformer
 from model.text.constraint import GrammarState
-from model.text.sampling import ConstraintEffect, Sampler, TokenLogprobs, token_logprobs
+from model.text.sampling import Sampler, TokenLogprobs, token_logprobs
 from model.text.tokenizer import Tokenizer
 from model.text.transcript import TokenOutput, Transcript
-
-
-@dataclass
-class SequenceResult:
-    """What a step computed for one sequence.
-
-    `logits` (T, V) are those of all new tokens, if they were wanted. `token_ids` are the tokens that the sequence gets,
-    with their `logprobs` and `scores` if those were asked for; none if the step did not reach the newest token.
-    `constraint` is what a grammar changed for the token of a traced sequence. `recorded_trace` is what a recorded step
-    kept of it. `error` is what went wrong in this
-    sequence. `trace_seconds` is the time that tracing took.
-    """
-
-    tracer: StepTracer | None = None
-    logits: Tensor | None = None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    constraint: ConstraintEffect | None = None
-    recorded_trace: RecordedTrace | None = None
-    error: Exception | None = None
-    trace_seconds: float = 0.0
 
 
 class Continuation:
@@ -71,51 +48,56 @@ class Continuation:
         is_first, self.has_started = not self.has_started, True
         return is_first
 
-    def new_tracer(self, model: Transformer, scheduled: ScheduledSequence) -> StepTracer | None:
-        """The tracer of the next step; None if the request is not traced."""
-        trace = self.request.trace
-        return None if trace is None else StepTracer(model, trace, scheduled, self.traced_until)
+    def begin_step(self, model: Transformer, scheduled: ScheduledSequence) -> StepSequence:
+        """Describe the part of this continuation in the next step."""
+        request, trace = self.request, self.request.trace
+        tracer = None if trace is None else StepTracer(model, trace, scheduled, self.traced_until)
+        is_prompt = scheduled.start < self.sequence.num_prompt and self.num_generated == 0
+        needs_prompt = request.params.prompt_logprobs is not None and is_prompt
+        edits = request.edits
+        return StepSequence(
+            scheduled,
+            request,
+            self.sampler,
+            self.grammar,
+            tracer,
+            edits if edits is not None and edits.is_active(scheduled.start, scheduled.num_new) else None,
+            needs_all_logits=needs_prompt or (tracer is not None and tracer.needs_logits),
+        )
 
-    def needs_all_logits(self, scheduled: ScheduledSequence, tracer: StepTracer | None) -> bool:
-        """Whether the logits of all new tokens are needed, not only those after which a token is chosen."""
-        is_traced = tracer is not None and tracer.needs_logits
-        is_prompt = scheduled.start < self.sequence.num_prompt
-        needs_prompt = self.request.params.prompt_logprobs is not None and is_prompt and self.num_generated == 0
-        return is_traced or needs_prompt
-
-    def advance(self, scheduled: ScheduledSequence, result: SequenceResult) -> Output | None:
-        """Turn the result of a step into an output; None if there is nothing to report. Raises `result.error`."""
-        if result.error is not None:
-            raise result.error
-        params = self.request.params
+    def advance(self, step: StepSequence) -> Output | None:
+        """Turn the results of a step into an output; None if there is nothing to report. Raises the step's error."""
+        if step.error is not None:
+            raise step.error
+        scheduled, params = step.scheduled, self.request.params
         tokens: list[TokenOutput] = []
         prompt_tokens: list[TokenOutput] = []
-        if self.num_generated == 0 and result.logits is not None:
-            self._add_prompt_logprobs(scheduled, result.logits)
+        if self.num_generated == 0 and step.logits is not None:
+            self._add_prompt_logprobs(scheduled, step.logits)
         if self.num_generated == 0 and scheduled.reaches_newest_token and params.returns_prompt:
             prompt_tokens = self.transcript.prompt_outputs(self.prompt_logprobs)
-        for token_id, logprobs in zip_longest(result.token_ids, result.logprobs):
+        for token_id, logprobs in zip_longest(step.token_ids, step.logprobs):
             if self.transcript.end is None:  # an accepted draft may go on behind the end
                 is_complete = self._grammar_ends(token_id)
                 tokens.append(self.transcript.push(token_id, logprobs, is_complete=is_complete))
                 self.num_generated += 1
         trace = None
-        if result.tracer is not None:
+        if step.tracer is not None:
             begun, end_position = time.perf_counter(), scheduled.start + scheduled.num_new
             next_tokens = self.sequence.tokens[scheduled.start + 1 : end_position + 1]
-            trace = result.tracer.finish(result.logits, next_tokens, result.constraint, result.recorded_trace)
+            trace = step.tracer.finish(step.logits, next_tokens, step.constraint, step.recorded_trace)
             self.traced_until = max(self.traced_until, end_position)
-            result.trace_seconds += time.perf_counter() - begun
+            step.trace_seconds += time.perf_counter() - begun
         end = self.transcript.end if scheduled.reaches_newest_token else None
         if not (tokens or prompt_tokens or trace is not None or end is not None):
             return None
         return self.output(
             prompt_tokens=prompt_tokens,
             tokens=tokens,
-            scores=result.scores,
+            scores=step.scores,
             trace=trace,
             end=end,
-            trace_seconds=result.trace_seconds,
+            trace_seconds=step.trace_seconds,
         )
 
     def _grammar_ends(self, token_id: int) -> bool:

@@ -1,10 +1,10 @@
 """Decode graphs: a step in which every sequence only decodes is recorded once per shape, then replayed.
 
-Steps with adapters, edits or traces are recorded once for each way in which their rows are divided among these. There
-may be very many ways, so only those that were used last are kept. The recording of a traced step also keeps the traced
-stages (recorded_trace.py).
+A step is customized if some of its rows have adapters, edits or traces. It is recorded once for each assignment of rows
+to adapters, edits and traces. There may be very many assignments, so only the graphs that were used last are kept. The
+recording of a traced step also has the traced stages (recorded_trace.py).
 
-What a CUDA graph is to a GPU, a recording is to our CPU kernels: replaying it needs no Python between the kernels.
+A recording is like a CUDA graph, but for our CPU kernels: its replay needs no Python between the kernels.
 """
 
 import logging
@@ -36,10 +36,10 @@ from model.tracing.tap import BatchTap, SequenceTap, Tap
 
 logger = logging.getLogger(__name__)
 Kind = TypeVar("Kind")
-MAX_CHANGED_GRAPHS = 64  # with adapters, edits or traces
-MAX_EDIT_BYTES = 1 << 26  # of the numbers of edits that graphs keep
+MAX_CUSTOMIZED_GRAPHS = 64
+MAX_EDIT_BYTES = 1 << 26  # of the edits' numbers in all graphs
 MAX_TRACED_STAGES = 1 << 16  # of all rows of all graphs; each takes about a kilobyte of Python objects
-MAX_KINDS = 256  # of steps that are remembered
+MAX_KINDS = 256  # of customization that are remembered, because they cannot be recorded
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class TracedRow:
 
 @dataclass(frozen=True)
 class DecodeResult:
-    """The logits (N, V) of N tokens and the argmax of each row; and whether a recorded step was replayed for them.
+    """The logits (N, V) of N tokens, the argmax of each row, and whether they come from a replay.
 
-    `traces` are those of the traced rows of the step, in order.
+    `traces` are the traces of the step's traced rows, in order.
     """
 
     logits: Tensor
@@ -67,8 +67,8 @@ class DecodeResult:
 class DecodeGraph:
     """One recorded pass of `model` over the N new tokens of some decoding sequences, and the memory of its inputs.
 
-    The rows of `adapters` are part of the recording, and so are the rows and the numbers of `edits`, and the rows that
-    are `traced`, which may have up to `max_keys` keys.
+    The recording includes the rows of `adapters`, the rows and the numbers of `edits`, and the `traced` rows, which may
+    have up to `max_keys` keys.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class DecodeGraph:
                 trace.finish_recording(_num_keys(sequences[row.index]), lens_logits)
         self.result = DecodeResult(logits, argmax, traces, was_replayed=False)
         self._replayed = replace(self.result, was_replayed=True)
-        self.is_whole = self._recording.is_whole
+        self.is_complete = self._recording.is_complete
 
     def replay(self, sequences: Sequence[ScheduledSequence]) -> DecodeResult:
-        """The result for other sequences. It is valid until the next graph runs."""
+        """Compute the result for other sequences. It is valid until the next graph runs."""
         self.update_inputs(sequences)
         self._recording.replay()
         return self._replayed
@@ -127,7 +127,7 @@ class DecodeGraph:
         return [RecordedTrace(model, kernels, each.kind, max_keys) for each in self._traced]
 
     def _tap(self, traces: Sequence[RecordedTrace]) -> tuple[Tap | None, Sequence[SequenceTap]]:
-        """The tap of the pass, and those of the traced sequences."""
+        """The tap of the pass, and the taps of the traced sequences in it."""
         if not traces:
             return self._edits, ()
         taps = {}
@@ -139,17 +139,17 @@ class DecodeGraph:
 
 @dataclass(frozen=True)
 class Shape:
-    """What two steps must have in common to share a graph."""
+    """The properties that two steps must have in common to use the same graph."""
 
     num_sequences: int
     num_tokens: int
-    adapted: tuple[tuple[str, int, int], ...]  # the name of an adapter, and the first row of its run and the last + 1
-    edited: tuple[tuple[bytes, int, int], ...]  # the key of some edits, and likewise
-    traced: tuple[tuple[tuple[str, bool, bool], int], ...] = ()  # the key of what is traced, and the row
+    adapted: tuple[tuple[str, int, int], ...]  # the name of an adapter, and the first row and the end row of its run
+    edited: tuple[tuple[bytes, int, int], ...]  # the key of the edits of a run, and its first row and its end row
+    traced: tuple[tuple[tuple[str, bool, bool], int], ...] = ()  # the key of the trace of a row, and the row
     max_keys: int = 0  # for which traced attention has room
 
     @property
-    def is_changed(self) -> bool:
+    def is_customized(self) -> bool:
         """Whether any row has an adapter, an edit or a trace."""
         return bool(self.adapted or self.edited or self.traced)
 
@@ -174,10 +174,9 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class ChangeKind:
-    """What changes the steps of some graphs: any adapter, edits of which stages, and which traces."""
+class Customization:
+    """A kind of customized step: the edited stages, and the keys of the traces."""
 
-    is_adapted: bool
     edited_stages: frozenset[str]
     traces: frozenset[tuple[str, bool, bool]]
 
@@ -189,8 +188,8 @@ class DecodeGraphs:
         self._model = model
         self._attention = attention
         self._memory = RecordingMemory()
-        self._graphs: dict[Shape, DecodeGraph] = {}  # changed ones in the order of their last use
-        self._unrecordable: set[ChangeKind] = set()  # PyTorch computes a part of them, or recording them failed
+        self._graphs: dict[Shape, DecodeGraph] = {}  # customized ones in the order of their last use
+        self._unrecordable: set[Customization] = set()  # PyTorch computes a part of the step, or its recording failed
 
     @property
     def num_recorded(self) -> int:
@@ -203,7 +202,7 @@ class DecodeGraphs:
         edits: Sequence[EditedRows] = (),
         traced: Sequence[TracedRow] = (),
     ) -> DecodeResult | None:
-        """The result of the step, valid until the next call. None if the step cannot be recorded."""
+        """Compute a step. The result is valid until the next call; None if the step cannot be recorded."""
         if self._attention is None or not all(scheduled.is_decoding for scheduled in sequences):
             return None
         max_keys = self._room_for_keys(sequences, traced)
@@ -212,12 +211,12 @@ class DecodeGraphs:
         shape = Shape.of(sequences, adapters, edits, traced, max_keys)
         graph = self._graphs.get(shape)
         if graph is not None:
-            if shape.is_changed:
+            if shape.is_customized:
                 self._graphs[shape] = self._graphs.pop(shape)
             return graph.replay(sequences)
         stages = frozenset[str]().union(*(each.edits.stage_names for each in edits))
-        kind = ChangeKind(bool(shape.adapted), stages, frozenset(each.kind.key for each in traced))
-        if replace(kind, is_adapted=False) in self._unrecordable:
+        kind = Customization(stages, frozenset(each.kind.key for each in traced))
+        if kind in self._unrecordable:
             return None
         adapters = adapters if shape.adapted else None
         arguments = (sequences, self._memory, adapters, edits, traced, max_keys)
@@ -227,19 +226,19 @@ class DecodeGraphs:
             if not (stages or traced):
                 raise
             logger.warning("a step with traces or edits could not be recorded", exc_info=True)
-            _remember(self._unrecordable, replace(kind, is_adapted=False))
+            _remember(self._unrecordable, kind)
             return None
-        if graph.is_whole:
+        if graph.is_complete:
             self._keep(shape, graph)
         elif stages or traced:
-            _remember(self._unrecordable, replace(kind, is_adapted=False))
+            _remember(self._unrecordable, kind)
         else:
             self._attention = None  # PyTorch computes a part of this network, so nothing is recorded from now on
             self._graphs.clear()
         return graph.result
 
     def _room_for_keys(self, sequences: Sequence[ScheduledSequence], traced: Sequence[TracedRow]) -> int:
-        """For how many keys traced attention must have room; 0 if no stage has keys."""
+        """The number of keys for which traced attention must have room; 0 if no traced stage has keys."""
         counts = [_num_keys(sequences[each.index]) for each in traced if traces_keys(each.kind)]
         return room_for_keys(max(counts)) if counts else 0
 
@@ -252,19 +251,19 @@ class DecodeGraphs:
 
     def _keep(self, shape: Shape, graph: DecodeGraph) -> None:
         self._graphs[shape] = graph
-        changed = [each for each in self._graphs if each.is_changed]
-        num_bytes = sum(self._graphs[each].edit_bytes for each in changed)
-        num_stages = sum(self._graphs[each].num_traced_stages for each in changed)
-        while len(changed) > MAX_CHANGED_GRAPHS or (
-            len(changed) > 1 and (num_bytes > MAX_EDIT_BYTES or num_stages > MAX_TRACED_STAGES)
+        customized = [each for each in self._graphs if each.is_customized]
+        num_bytes = sum(self._graphs[each].edit_bytes for each in customized)
+        num_stages = sum(self._graphs[each].num_traced_stages for each in customized)
+        while len(customized) > MAX_CUSTOMIZED_GRAPHS or (
+            len(customized) > 1 and (num_bytes > MAX_EDIT_BYTES or num_stages > MAX_TRACED_STAGES)
         ):
-            oldest = self._graphs.pop(changed.pop(0))
+            oldest = self._graphs.pop(customized.pop(0))
             num_bytes -= oldest.edit_bytes
             num_stages -= oldest.num_traced_stages
 
 
 def _remember(kinds: set[Kind], kind: Kind) -> None:
-    """Add a kind of step. Of very many kinds, all are forgotten: they come from requests, so there is no limit."""
+    """Add a kind of step. If there are too many, forget all: requests can cause any number of kinds."""
     if len(kinds) >= MAX_KINDS:
         kinds.clear()
     kinds.add(kind)

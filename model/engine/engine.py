@@ -3,32 +3,31 @@
 import logging
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 
+from model.choices import KVCacheDtype
 from model.engine.block_pool import BlockPool
-from model.engine.cache import KVCacheDtype, PagedCache, bytes_of_token
-from model.engine.continuation import Continuation, SequenceResult
+from model.engine.cache import PagedCache, bytes_of_token
+from model.engine.continuation import Continuation
 from model.engine.extra_costs import ExtraCosts
-from model.engine.prompt_lookup import PromptLookup, accept_draft
+from model.engine.prompt_lookup import PromptLookup
 from model.engine.request import Output, Request, Step
-from model.engine.runner import ForwardResult, Runner
-from model.engine.scheduler import ScheduledSequence, Scheduler
+from model.engine.runner import Runner
+from model.engine.scheduler import Scheduler
 from model.engine.sequence import SequenceState
+from model.engine.step_batch import StepSequence, choose_tokens
 from model.engine.tensor_parallel.leading_network import LeadingNetwork
-from model.errors import InvalidField, join_names, shortened
+from model.errors import ContextOverflow, InvalidField, join_names, shortened
 from model.network.adapters import Adapter
 from model.network.ranks import LostRank
 from model.network.transformer import Transformer
-from model.text.constraint import token_masks
-from model.text.sampling import Sampler, constraint_effect, sample, token_logprobs
 from model.text.tokenizer import Tokenizer
 from model.text.transcript import End
 from model.tracing.edits import BoundEdits
+from model.tracing.tap import check_tap
 
 logger = logging.getLogger(__name__)
 KEEP_ALIVE_SECONDS = 1.0
@@ -111,6 +110,7 @@ class Engine:
             max_sequences=config.max_sequences,
             max_tokens=config.max_step_tokens,
             max_stretch=config.max_stretch,
+            batch_invariant=model.batch_invariant,
         )
         self._requests: dict[str, list[Continuation]] = {}
         self._continuations: dict[SequenceState, Continuation] = {}
@@ -124,6 +124,16 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self._continuations)
+
+    @property
+    def can_interrupt_passes(self) -> bool:
+        """Whether steps can run in the middle of another pass of the network, on the same thread."""
+        return self._leading_network is None
+
+    @property
+    def num_owners(self) -> int:
+        """The number of requests, or of groups of requests with one owner, that run or wait."""
+        return self._scheduler.num_owners
 
     @property
     def can_step(self) -> bool:
@@ -146,14 +156,17 @@ class Engine:
         if request.adapter is not None and request.adapter not in self._adapters:
             known = join_names(self._adapters) or "none"
             raise InvalidField("adapter", f"{shortened(request.adapter)} is not loaded; loaded: {known}")
+        if request.tap is not None:
+            try:
+                check_tap(request.tap, config)
+            except ValueError as error:
+                raise InvalidField("tap", str(error)) from None
         if request.edits is not None:
             self._check_edits(request.edits, num_prompt, request.params.max_tokens)
         if num_prompt + request.params.max_tokens > self.num_cache_tokens:
-            reason = (
-                f"{request.params.max_tokens} after a prompt of {num_prompt} exceed the cache of "
-                f"{self.num_cache_tokens} tokens; ask for less, or start with more --cache-bytes"
-            )
-            raise InvalidField("max_tokens", reason)
+            field = "prompt" if num_prompt >= self.num_cache_tokens else "max_tokens"
+            hint = "the limit is that of the cache, which --cache-bytes makes larger"
+            raise ContextOverflow(field, self.num_cache_tokens, num_prompt, request.params.max_tokens, hint=hint)
 
     def _check_edits(self, edits: BoundEdits, num_prompt: int, max_tokens: int) -> None:
         num_positions = num_prompt + max(max_tokens - 1, 0)  # the last token is not computed
@@ -174,7 +187,10 @@ class Engine:
             raise InvalidField("id", f"{request.id!r} is running already")
         shares_prefix = request.tap is None and request.params.prompt_logprobs is None
         traced_positions = None if request.trace is None else request.trace.selection.positions
-        max_length = len(request.prompt_ids) + request.params.max_tokens
+        scaling = self._model.config.rope_scaling
+        has_lengths = scaling is not None and scaling.kind == "longrope"
+        short_length = scaling.original_max_positions if scaling is not None and has_lengths else sys.maxsize
+        salts = (request.cache_salt, request.adapter)  # sequences share blocks only if their keys depend on the same
         # Traces do not count where bits depend on which sequences share a step: they would change the tokens.
         extra_costs = ExtraCosts(request, self._model.config, traces=self._model.batch_invariant)
         leader: SequenceState | None = None
@@ -187,8 +203,8 @@ class Engine:
                 # Traced positions must be computed by this sequence, so only tokens before them are taken from others.
                 max_cached=min(traced_positions or (), default=sys.maxsize),
                 prefix_leader=leader,
-                cache_salt=self._cache_salt(request, max_length),
-                max_length=max_length,
+                cache_salt=None if salts == (None, None) else repr(salts),
+                short_length=short_length,
                 adapter=request.adapter,
                 digest_edits=None if request.edits is None else request.edits.digest,
                 extra_cost=extra_costs or None,
@@ -197,17 +213,10 @@ class Engine:
             leader = leader or sequence
             continuation = Continuation(request, index, sequence, self._tokenizer)
             if continuation.can_draft:
-                sequence.lookup = PromptLookup(max_length)
+                sequence.lookup = PromptLookup(len(request.prompt_ids) + request.params.max_tokens)
             self._requests.setdefault(request.id, []).append(continuation)
             self._continuations[sequence] = continuation
             self._scheduler.add(sequence)
-
-    def _cache_salt(self, request: Request, max_length: int) -> str | None:
-        """Sequences share computed blocks only if all that their keys and values depend on is equal."""
-        scaling = self._model.config.rope_scaling
-        is_long = scaling is not None and scaling.kind == "longrope" and max_length > scaling.original_max_positions
-        parts = (request.cache_salt, is_long, request.adapter)
-        return None if parts == (None, False, None) else repr(parts)
 
     def abort(self, request_id: str, stop_reason: str | None = None) -> list[Output]:
         """Cancel the continuations of a request that have not ended. Their blocks are released at once."""
@@ -230,38 +239,37 @@ class Engine:
         plan = self._scheduler.schedule(drafts=self.config.speculates and self._runner.replays)
         if not plan.sequences:
             return Step()
-        continuations = {scheduled: self._continuations[scheduled.sequence] for scheduled in plan.sequences}
-        started = []
-        for continuation in continuations.values():
-            is_first_step = continuation.mark_started()
-            # The first continuation is the prefix leader of the others, so its first step is that of the request.
-            if is_first_step and continuation.index == 0:
-                started.append(continuation.request.id)
+        continuations = [self._continuations[scheduled.sequence] for scheduled in plan.sequences]
+        # The first continuation is the prefix leader of the others, so its first step is that of the request.
+        started = [each.request.id for each in continuations if each.mark_started() and each.index == 0]
+        sequences = [
+            each.begin_step(self._model, scheduled)
+            for each, scheduled in zip(continuations, plan.sequences, strict=True)
+        ]
         try:
             if plan.unwritten_blocks and self._runner.reads_unwritten_slots:
                 self._clear(plan.unwritten_blocks)
-            forward, results = self._compute(continuations)
-            for scheduled, result in results.items():
-                scheduled.sequence.tokens.extend(result.token_ids)
+            forward = self._runner.run(sequences)
+            choose_tokens(sequences, forward.logits, forward.argmax, self._model.backend)
+            for each in sequences:
+                each.scheduled.sequence.tokens.extend(each.token_ids)
             seconds = None if forward.was_recorded else time.perf_counter() - start
             self._scheduler.complete(plan, seconds, replayed=forward.was_replayed)
         except LostRank:  # nothing can be computed any more
             raise
         except Exception as error:  # an error of the whole batch: no result can be trusted
             logger.exception("a step of %d sequences failed", len(plan.sequences))
-            results = {scheduled: SequenceResult(error=error) for scheduled in plan.sequences}
+            for each in sequences:
+                each.error = error
             self._scheduler.forget(plan)
-        outputs = [
-            self._advance(continuation, scheduled, results[scheduled])
-            for scheduled, continuation in continuations.items()
-        ]
+        outputs = [self._advance(each, step) for each, step in zip(continuations, sequences, strict=True)]
         return Step(
             outputs=[output for output in outputs if output is not None],
             started=started,
             num_sequences=len(plan.sequences),
             num_tokens=plan.num_tokens,
             seconds=time.perf_counter() - start,
-            trace_seconds=sum(result.trace_seconds for result in results.values()),
+            trace_seconds=sum(each.trace_seconds for each in sequences),
         )
 
     @property
@@ -305,101 +313,10 @@ class Engine:
         if self._leading_network is not None:
             self._leading_network.clear_blocks(blocks)
 
-    def _compute(
-        self, continuations: Mapping[ScheduledSequence, Continuation]
-    ) -> tuple[ForwardResult, dict[ScheduledSequence, SequenceResult]]:
-        """Run the forward pass, and choose the next token of every sequence whose tokens are all computed."""
-        results, taps, tracers, edits, all_rows = {}, {}, {}, {}, set()
-        for scheduled, continuation in continuations.items():
-            own_edits = continuation.request.edits
-            if own_edits is not None and own_edits.is_active(scheduled.start, scheduled.num_new):
-                edits[scheduled] = own_edits
-            tracer = continuation.new_tracer(self._model, scheduled)
-            results[scheduled] = SequenceResult(tracer)
-            if continuation.request.tap is not None:
-                taps[scheduled] = continuation.request.tap
-            if tracer is not None and tracer.kind is not None:
-                tracers[scheduled] = tracer
-            if continuation.needs_all_logits(scheduled, tracer):
-                all_rows.add(scheduled)
-        forward = self._runner.run(list(continuations), taps, frozenset(all_rows), edits, tracers)
-        for scheduled in all_rows:
-            results[scheduled].logits = forward.logits[forward.rows[scheduled]]
-        for scheduled, sequence_tap in forward.taps.items():
-            results[scheduled].error = sequence_tap.error
-            is_traced = scheduled in taps or scheduled in tracers
-            results[scheduled].trace_seconds = sequence_tap.seconds if is_traced else 0.0
-        for scheduled, recorded in forward.recorded_traces.items():
-            results[scheduled].recorded_trace = recorded
-        self._choose_tokens(forward, continuations, results)
-        return forward, results
-
-    def _choose_tokens(
-        self,
-        forward: ForwardResult,
-        continuations: Mapping[ScheduledSequence, Continuation],
-        results: Mapping[ScheduledSequence, SequenceResult],
-    ) -> None:
-        """Choose the token that follows each sequence whose tokens are all computed, and those that follow a draft."""
-        # In the order of the rows of `forward.logits`.
-        choosing = [each for each in forward.rows if each.reaches_newest_token and results[each].error is None]
-        rows: list[int] = []  # of the logits, one for each chosen token
-        samplers: list[Sampler] = []
-        for scheduled in choosing:
-            end = forward.rows[scheduled].stop
-            rows += range(end - scheduled.num_sampled, end)
-            samplers += [continuations[scheduled].sampler] * scheduled.num_sampled
-        if not samplers:
-            return
-        logits, argmax = forward.logits, forward.argmax
-        if len(rows) < len(logits):
-            logits, argmax = logits[torch.tensor(rows, device=logits.device)], None
-        for scheduled in choosing:
-            if scored_ids := continuations[scheduled].request.scored_ids:
-                first = forward.rows[scheduled].stop - scheduled.num_sampled
-                results[scheduled].scores = forward.logits[first, list(scored_ids)].tolist()
-        states = [(continuations[scheduled].grammar, scheduled.draft) for scheduled in choosing]
-        masks = token_masks(states, self._model.config.vocab_size)
-        chosen = sample(logits, samplers, self._model.backend.sampling, argmax, masks)
-        first_rows: dict[ScheduledSequence, int] = {}
-        first = 0
-        for scheduled in choosing:
-            first_rows[scheduled] = first
-            end = first + scheduled.num_sampled
-            results[scheduled].token_ids, results[scheduled].error = accept_draft(chosen[first:end], scheduled.draft)
-            result = results[scheduled]
-            if masks is not None and continuations[scheduled].grammar and result.tracer and result.token_ids:
-                result.constraint = constraint_effect(logits[first], masks.words[first], result.token_ids[0])
-            first = end
-        self._add_logprobs(logits, first_rows, continuations, results)
-
-    def _add_logprobs(
-        self,
-        logits: torch.Tensor,
-        first_rows: Mapping[ScheduledSequence, int],
-        continuations: Mapping[ScheduledSequence, Continuation],
-        results: Mapping[ScheduledSequence, SequenceResult],
-    ) -> None:
-        """Compute the logprobs of the new tokens, in one call for all sequences with the same `logprobs` parameter."""
-        groups: dict[int, list[ScheduledSequence]] = defaultdict(list)
-        for scheduled in first_rows:
-            num_top = continuations[scheduled].request.params.logprobs
-            if num_top is not None and results[scheduled].token_ids:
-                groups[num_top].append(scheduled)
-        for num_top, sequences in groups.items():
-            counts = [len(results[scheduled].token_ids) for scheduled in sequences]
-            rows = [first_rows[each] + i for each, count in zip(sequences, counts, strict=True) for i in range(count)]
-            ids = [token_id for scheduled in sequences for token_id in results[scheduled].token_ids]
-            logprobs = iter(token_logprobs(logits[rows], ids, num_top))
-            for scheduled, count in zip(sequences, counts, strict=True):
-                results[scheduled].logprobs = list(islice(logprobs, count))
-
-    def _advance(
-        self, continuation: Continuation, scheduled: ScheduledSequence, result: SequenceResult
-    ) -> Output | None:
-        """Turn the result of one sequence into its output, and remove the continuation if it has ended."""
+    def _advance(self, continuation: Continuation, step: StepSequence) -> Output | None:
+        """Turn what a step computed into the output of a continuation, and remove the continuation if it has ended."""
         try:
-            output = continuation.advance(scheduled, result)
+            output = continuation.advance(step)
         except Exception as error:  # this sequence ends with the error, and the others continue
             output = continuation.output(end=End("error"), error=error)
         if output is not None and output.end is not None:

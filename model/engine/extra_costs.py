@@ -1,4 +1,4 @@
-"""What edits and traces add to the time of a step, estimated before the step, so that the scheduler can limit it.
+"""Estimates of the time that edits and traces add to a step, made before it, so that the scheduler can limit this time.
 
 The prices are seconds on two cores of a Zen 4 with a network of 135 million parameters. Other machines pay others, but
 the proportions are similar.
@@ -22,6 +22,7 @@ EDITED_KEY_STAGE = 250e-6  # a stage with keys, which fused attention does not c
 NOISY_STAGE = 250e-6
 EDITED_NUMBER, NOISY_NUMBER, SUMMARIZED_NUMBER, COPIED_NUMBER = 0.8e-9, 120e-9, 0.1e-9, 3.6e-9
 EDITED_KEY, TRACED_KEY = 18e-9, 7e-9  # a number of a stage with keys
+PREDICTION = 0.5e-6  # a reported token, of many
 LOGIT = 13e-12  # of each of the `d_model` products that a logit adds
 
 
@@ -54,10 +55,10 @@ class ExtraCosts:
             positions = None if selection.positions is None else PositionSet(tuple(selection.positions))
             price = _price_of_trace(selection, config)
             if trace.needs_logits:
-                price = price._replace(position=price.position + logits)
+                price = price._replace(position=price.position + logits + PREDICTION * trace.top_k)
             self._prices.append((positions, price))
             if trace.logit_lens is not None:
-                seconds = config.num_layers * logits
+                seconds = config.num_layers * (logits + PREDICTION * trace.logit_lens)
                 self._prices.append((None, Price(seconds, seconds, 0.0, 0.0)))
         if request.params.prompt_logprobs is not None:
             self._prices.append((PositionSet(range(len(request.prompt_ids))), Price(0.0, 0.0, logits, 0.0)))

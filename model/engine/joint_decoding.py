@@ -1,4 +1,4 @@
-"""Decode the residuals of logit lenses together with the rows of a recorded step: the head is read once for all."""
+"""Decode the residuals of logit lenses together with the rows of a recorded step, to read the head only once."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from model.engine.recorded_trace import RecordedTrace
 from model.network.transformer import Transformer
 from model.ops.cpu.recording import empty
-from model.ops.cpu.trace_kernels import Pieces, TraceKernels
+from model.ops.cpu.trace_kernels import GatherCopy, TraceKernels
 from model.tracing.tap import Probe
 
 
@@ -22,7 +22,7 @@ class JointDecoding:
         self._model = model
         self._kernels = kernels
         self._traces = traces
-        self._pieces: Pieces | None = None  # kept: the recording reads its table
+        self._gather: GatherCopy | None = None  # kept: the recording reads its table
         self.lenses: list[Tensor | None] = [None] * len(traces)
 
     def __call__(self, x: Tensor, probe: Probe) -> Tensor:
@@ -34,9 +34,9 @@ class JointDecoding:
         is_separate = probe.at("ln_final").wants("scale", "normalized", "out")
         num_rows = 0 if is_separate else x.shape[1]
         joined = empty((num_rows + len(residuals), x.shape[-1]), x.dtype)
-        self._pieces = self._kernels.pieces([*([] if is_separate else [x.flatten()]), *residuals])
-        assert self._pieces.places[-1] == joined.nbytes
-        self._pieces.copy_to(joined)
+        self._gather = self._kernels.gather_copy([*([] if is_separate else [x.flatten()]), *residuals])
+        assert self._gather.offsets[-1] == joined.nbytes
+        self._gather.copy_to(joined)
         logits = self._model.decode(joined[None])
         first = num_rows
         for index, group in enumerate(groups):

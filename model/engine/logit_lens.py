@@ -33,6 +33,6 @@ class LensLogits:
         return cls(logits, ops.top(logits, count), log_totals)
 
     def layers(self, chosen: int) -> Sequence[LensLayer]:
-        """What the lens shows if the token `chosen` was chosen."""
+        """Build the layers of the lens for a position at which the token `chosen` was chosen."""
         of_chosen = (self.logits[:, chosen].to(self.log_totals.dtype) - self.log_totals).exp().tolist()
         return list(map(LensLayer, range(len(of_chosen)), predictions_of(self.top, self.log_totals), of_chosen))

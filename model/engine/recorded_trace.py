@@ -1,7 +1,7 @@
-"""What a recorded step keeps of one traced sequence, which computes one token.
+"""The trace of one sequence in a recorded step, which computes one token of the sequence.
 
-The recording contains the kernels of the trace: attention scores, summaries and the logit lens. Their results stay in
-the memory of the recording until the next recording runs, so a trace copies what it keeps.
+The recording contains the kernels of the trace: attention scores, summaries and the logit lens. Their results are in
+the memory of the recording only until the next recording runs, so the trace copies them.
 """
 
 import math
@@ -15,17 +15,20 @@ from model.config import ModelConfig
 from model.engine.logit_lens import LensLogits
 from model.engine.trace_params import StepTraceKind
 from model.network.transformer import Transformer
-from model.ops.cpu.trace_kernels import Pieces, SummaryCalls, TraceKernels, summaries_of
+from model.ops.cpu.trace_kernels import GatherCopy, SummaryCalls, TraceKernels, decode_summaries
 from model.tracing.selection import StageTrace, bytes_of_values
 from model.tracing.stages import Stage, last_residuals, sizes_of
 from model.tracing.tap import Chain, Recorder, Tap
 
-MIN_KEYS = 256  # the least keys for which a recording has room
+MIN_KEYS = 256  # the minimum number of keys for which a recording has room
 MAX_TRACE_BYTES = 1 << 27  # of the scores and the logits of the traces in one recorded step
 
 
 def room_for_keys(num_keys: int) -> int:
-    """For how many keys a recording has room if it is made for `num_keys`: a power of two, so few are made."""
+    """Round `num_keys` up to the number of keys for which a recording has room: a power of two, to need few recordings.
+
+    The result is at least `MIN_KEYS`.
+    """
     return max(MIN_KEYS, 1 << (num_keys - 1).bit_length())
 
 
@@ -35,7 +38,7 @@ def traces_keys(kind: StepTraceKind) -> bool:
 
 
 def bytes_of_trace(kind: StepTraceKind, config: ModelConfig, dtype: torch.dtype, max_keys: int) -> int:
-    """The memory that a trace needs in a recording, without stages of a fixed size."""
+    """Estimate the memory that a trace needs in a recording, without the stages that have no keys."""
     num_bytes = 0
     if kind.has_lens:
         num_bytes += config.num_layers * config.vocab_size * dtype.itemsize
@@ -46,69 +49,72 @@ def bytes_of_trace(kind: StepTraceKind, config: ModelConfig, dtype: torch.dtype,
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """One kept stage. `tensor` is in the memory of the recording, with the size of the recorded step.
+class RecordedStage:
+    """One traced stage. `tensor` is in the memory of the recording, with the shape of the recorded step.
 
-    `heads` selects heads: an axis and the indices. `summary` says where the recorded summary is.
+    `selected_heads` are an axis and the indices of the heads to keep; None: all heads. `summary` locates the recorded
+    summary: the index of its `SummaryCalls`, and the index of the stage in these.
     """
 
     stage: Stage
     tensor: Tensor
-    grows: bool
-    heads: tuple[int, Tensor] | None
+    has_key_axis: bool
+    selected_heads: tuple[int, Tensor] | None
     summary: tuple[int, int] | None = None
 
     def shape(self, num_keys: int) -> tuple[int, ...]:
         """The shape in a step with this number of keys, before heads are selected."""
         shape = tuple(self.tensor.shape)
-        return (*shape[:-1], num_keys) if self.grows else shape
+        return (*shape[:-1], num_keys) if self.has_key_axis else shape
 
     def at(self, num_keys: int) -> Tensor:
-        """The stage with the number of keys of the step that was replayed."""
+        """The tensor of a replayed step with this number of keys, with the selected heads only."""
         tensor = self.tensor
-        if self.grows:
+        if self.has_key_axis:
             B, H, T, S = self.shape(num_keys)
             tensor = tensor.as_strided((B, H, T, S), (H * T * S, T * S, S, 1))
-        return tensor if self.heads is None else tensor.index_select(*self.heads)
+        return tensor if self.selected_heads is None else tensor.index_select(*self.selected_heads)
 
 
 @dataclass(frozen=True)
-class StageReading:
-    """A copy of what one replay has computed of the stages. Another thread may make the stages of it.
+class StageCopy:
+    """A copy of the stages that one replay has computed. Another thread may convert it to traces.
 
-    `copies` has the numbers of `copied` stages, at `places`. `made` are stages that were made at once.
+    `values` is None, or the bytes of all stages in `with_values`; each begins at its entry of `offsets`. `traces` has
+    the stages with selected heads, which are converted when the copy is made.
     """
 
-    kept: Sequence[_Kept]
+    stages: Sequence[RecordedStage]
     num_keys: int
     statistics: Sequence[bytes]
-    copies: Tensor | None
-    places: Sequence[int]
-    copied: Sequence[_Kept]
-    made: Mapping[str, StageTrace]
+    values: Tensor | None
+    offsets: Sequence[int]
+    with_values: Sequence[RecordedStage]
+    traces: Mapping[str, StageTrace]
 
     @property
     def num_bytes(self) -> int:
-        """The memory that the reading holds until its stages are made."""
-        copied = 0 if self.copies is None else self.copies.nbytes
-        return copied + sum(map(len, self.statistics)) + bytes_of_values(self.made.values())
+        """The memory that the copy holds until it is converted to traces."""
+        num_bytes = 0 if self.values is None else self.values.nbytes
+        return num_bytes + sum(map(len, self.statistics)) + bytes_of_values(self.traces.values())
 
-    def stages(self) -> dict[str, StageTrace]:
-        summaries = [list(summaries_of(each)) for each in self.statistics]
-        found = dict(self.made)
-        for kept in self.kept:
-            if kept.heads is not None:
+    def all_traces(self) -> dict[str, StageTrace]:
+        """Convert the copy to the traces of all stages, by name."""
+        summaries = [list(decode_summaries(each)) for each in self.statistics]
+        found = dict(self.traces)
+        for recorded in self.stages:
+            if recorded.selected_heads is not None:
                 continue
-            shape = kept.shape(self.num_keys)
-            trace = found[kept.stage.name] = StageTrace(kept.stage, shape, kept.tensor.dtype, None)
-            if kept.summary is not None:
-                calls, index = kept.summary
+            shape = recorded.shape(self.num_keys)
+            trace = found[recorded.stage.name] = StageTrace(recorded.stage, shape, recorded.tensor.dtype, None)
+            if recorded.summary is not None:
+                calls, index = recorded.summary
                 trace.summary = summaries[calls][index]
-        if self.copies is not None:
-            for kept, begin in zip(self.copied, self.places, strict=False):
-                trace = found[kept.stage.name]
+        if self.values is not None:
+            for recorded, begin in zip(self.with_values, self.offsets, strict=False):
+                trace = found[recorded.stage.name]
                 end = begin + math.prod(trace.shape) * trace.dtype.itemsize
-                trace.values = self.copies[begin:end].view(trace.dtype).view(trace.shape)
+                trace.values = self.values[begin:end].view(trace.dtype).view(trace.shape)
         return found
 
 
@@ -119,14 +125,15 @@ class RecordedTrace:
         self._model, self._kernels, self._kind, self._max_keys = model, kernels, kind, max_keys
         self._detail = kind.params.selection.detail
         self._heads = _head_indices(kind, model.config)
-        self._stages = Recorder(kind.params.selection.stages if kind.has_stages else ())
+        self._recorder = Recorder(kind.params.selection.stages if kind.has_stages else ())
         self._residuals = Recorder(last_residuals(model.config) if kind.has_lens else ())
-        self.tap: Tap = Chain(self._stages, self._residuals)
-        self._kept: list[_Kept] = []
+        self.tap: Tap = Chain(self._recorder, self._residuals)
+        self._stages: list[RecordedStage] = []
         self._summaries: list[SummaryCalls] = []
-        self._growing: list[tuple[SummaryCalls, Sequence[int], int]] = []  # calls, indices, and numbers for each key
-        self._copied: list[_Kept] = []  # growing stages are the last
-        self._pieces: Pieces | None = None
+        # Summaries of stages with keys: the calls, the indices of the stages in these, and the numbers for each key.
+        self._key_summaries: list[tuple[SummaryCalls, Sequence[int], int]] = []
+        self._with_values: list[RecordedStage] = []  # those with keys come last
+        self._values_copy: GatherCopy | None = None
         self._num_keys = 0
         self.lens: LensLogits | None = None
 
@@ -135,15 +142,16 @@ class RecordedTrace:
 
         lens_logits (L, V) are the decoded `residuals`.
         """
-        tensors = self._stages.kept
+        tensors = self._recorder.kept
         stages = [stage for stage in self._kind.params.selection.stages if stage.name in tensors]
-        self._kept = [self._keep(stage, tensors[stage.name]) for stage in stages]
+        self._stages = [self._recorded_stage(stage, tensors[stage.name]) for stage in stages]
         if self._detail != "none":
             self._add_summaries()
         if self._detail == "values":
-            self._copied = sorted((kept for kept in self._kept if kept.heads is None), key=lambda kept: kept.grows)
-            num_fixed = sum(not kept.grows for kept in self._copied)
-            self._pieces = self._kernels.pieces([self._whole(kept) for kept in self._copied], num_fixed)
+            unselected = (recorded for recorded in self._stages if recorded.selected_heads is None)
+            self._with_values = sorted(unselected, key=lambda recorded: recorded.has_key_axis)
+            num_fixed = sum(not recorded.has_key_axis for recorded in self._with_values)
+            self._values_copy = self._kernels.gather_copy([*map(self._full_tensor, self._with_values)], num_fixed)
         self.update(num_keys)
         for calls in self._summaries:
             calls.run()
@@ -157,60 +165,61 @@ class RecordedTrace:
 
     def update(self, num_keys: int) -> None:
         """Prepare for a replay, in which the sequence has `num_keys` keys."""
-        assert num_keys <= self._max_keys or not any(kept.grows for kept in self._kept)
+        assert num_keys <= self._max_keys or not any(recorded.has_key_axis for recorded in self._stages)
         self._num_keys = num_keys
-        for calls, indices, numbers in self._growing:
+        for calls, indices, numbers in self._key_summaries:
             calls.set_count(indices, numbers * num_keys)
-        if self._pieces is not None and self._copied and self._copied[-1].grows:
-            last = self._copied[-1]
-            self._pieces.set_growing_size(math.prod(last.shape(num_keys)) * last.tensor.itemsize)
+        if self._values_copy is not None and self._with_values and self._with_values[-1].has_key_axis:
+            last = self._with_values[-1]
+            self._values_copy.set_variable_size(math.prod(last.shape(num_keys)) * last.tensor.itemsize)
 
-    def read(self) -> StageReading:
-        """A copy of what the last replay has computed of the stages."""
-        selected = [kept for kept in self._kept if kept.heads is not None]
-        made: dict[str, StageTrace] = {}
+    def copy_stages(self) -> StageCopy:
+        """Copy the stages that the last replay has computed."""
+        selected = [recorded for recorded in self._stages if recorded.selected_heads is not None]
+        traces: dict[str, StageTrace] = {}
         if selected:
-            tensors = [kept.at(self._num_keys) for kept in selected]
+            tensors = [recorded.at(self._num_keys) for recorded in selected]
             summaries = None if self._detail == "none" else self._model.backend.summaries.summarize(tensors)
-            for index, (kept, x) in enumerate(zip(selected, tensors, strict=True)):
+            for index, (recorded, x) in enumerate(zip(selected, tensors, strict=True)):
                 values = x if self._detail == "values" else None
                 summary = None if summaries is None else summaries[index]
-                made[kept.stage.name] = StageTrace(kept.stage, tuple(x.shape), x.dtype, values, summary)
-        copies, places = None, list[int]()
-        if self._pieces is not None:
-            places = self._pieces.places
-            copies = torch.empty(places[-1], dtype=torch.uint8)
-            self._pieces.copy_to(copies)
+                traces[recorded.stage.name] = StageTrace(recorded.stage, tuple(x.shape), x.dtype, values, summary)
+        values, offsets = None, list[int]()
+        if self._values_copy is not None:
+            offsets = self._values_copy.offsets
+            values = torch.empty(offsets[-1], dtype=torch.uint8)
+            self._values_copy.copy_to(values)
         statistics = [calls.read() for calls in self._summaries]
-        return StageReading(self._kept, self._num_keys, statistics, copies, places, self._copied, made)
+        return StageCopy(self._stages, self._num_keys, statistics, values, offsets, self._with_values, traces)
 
-    def _keep(self, stage: Stage, tensor: Tensor) -> _Kept:
-        chosen = [(axis, self._heads[dim]) for axis, dim in enumerate(stage.dims) if dim in self._heads]
-        return _Kept(stage, tensor, "key" in stage.dims, chosen[0] if chosen else None)
+    def _recorded_stage(self, stage: Stage, tensor: Tensor) -> RecordedStage:
+        selected = [(axis, self._heads[dim]) for axis, dim in enumerate(stage.dims) if dim in self._heads]
+        return RecordedStage(stage, tensor, "key" in stage.dims, selected[0] if selected else None)
 
     def _add_summaries(self) -> None:
-        """Prepare the calls that summarize all stages whose heads are not selected."""
+        """Prepare the calls that summarize all stages without selected heads."""
+        unselected = [i for i, recorded in enumerate(self._stages) if recorded.selected_heads is None]
         for dtype in self._kernels.moments:
-            own = [i for i, kept in enumerate(self._kept) if kept.heads is None and kept.tensor.dtype == dtype]
+            own = [i for i in unselected if self._stages[i].tensor.dtype == dtype]
             if not own:
                 continue
-            calls = self._kernels.summary_calls(dtype, [self._whole(self._kept[i]) for i in own])
-            for place, i in enumerate(own):
-                self._kept[i] = replace(self._kept[i], summary=(len(self._summaries), place))
-            growing = [place for place, i in enumerate(own) if self._kept[i].grows]
-            if growing:
-                self._growing.append((calls, growing, self._model.config.num_heads))
+            calls = self._kernels.summary_calls(dtype, [self._full_tensor(self._stages[i]) for i in own])
+            for index, i in enumerate(own):
+                self._stages[i] = replace(self._stages[i], summary=(len(self._summaries), index))
+            with_keys = [index for index, i in enumerate(own) if self._stages[i].has_key_axis]
+            if with_keys:
+                self._key_summaries.append((calls, with_keys, self._model.config.num_heads))
             self._summaries.append(calls)
 
-    def _whole(self, kept: _Kept) -> Tensor:
-        """The tensor, with room for as many keys as the recording has."""
-        if not kept.grows:
-            return kept.tensor
-        return kept.tensor.as_strided((kept.tensor.shape[1] * self._max_keys,), (1,))
+    def _full_tensor(self, recorded: RecordedStage) -> Tensor:
+        """The tensor of a stage, with room for as many keys as the recording has."""
+        if not recorded.has_key_axis:
+            return recorded.tensor
+        return recorded.tensor.as_strided((recorded.tensor.shape[1] * self._max_keys,), (1,))
 
 
 def _head_indices(kind: StepTraceKind, config: ModelConfig) -> dict[str, Tensor]:
-    """The heads that are kept of each dim of which only some are kept."""
+    """The selected heads of each dim of which only some heads are traced."""
     sizes = sizes_of(config, 1)
     found = {dim: kind.params.selection.indices(dim, sizes) for dim in ("head", "kv_head")}
     return {dim: torch.tensor(indices) for dim, indices in found.items() if indices is not None}

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it: requests, and the output of each step."""
+"""The input and the output of the engine: requests, and the output of each step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Output:
-    """What one step produced for one choice of a request.
+    """The output of one step for one choice of a request.
 
     `tokens` are the new tokens. The list is empty if the output reports only the trace of a part of the prompt, or only
     the end of the choice. `prompt_tokens` are the tokens of the prompt, if the request asks for them; they are in the

@@ -1,37 +1,40 @@
 """Decide what the next step computes. This module must not import torch (tests/test_layout.py).
 
 There is one rule for prompts and decoding alike: a step computes tokens that are not computed yet, up to a token
-budget. Decoding sequences come first, with one token each. Prompts share the rest of the budget, the oldest first; if
-there are fewer prompts than decoding sequences, they take no more than `StepBudget` allows. If the cache runs out of
-blocks, a sequence gives up its blocks and is computed again later: the youngest one of the owner with the most running
-ones.
+budget. Decoding sequences come first, with one token each. Prompts share the rest of the budget, and take no more than
+`StepBudget` allows. The oldest prompt comes first. But one that is much shorter does not wait for it: it gets up to
+half of the budget, so that a short request has its first token soon after a long prompt. If the cache runs out of
+blocks, one sequence gives up its blocks and is computed again later: the youngest one of the owner with the most
+running ones.
 
-Edits and traces have a budget of their own, in seconds: sequences that add to the time of a step take turns, owner by
-owner, and while others run, they have a share of the time.
+Edits and traces have a separate budget, in seconds. Sequences with edits or traces take turns, owner by owner. While
+sequences without them run, edits and traces get only a share of the time of all steps: that of their owners among all.
 
-Places and blocks are shared between owners, not between sequences. A place goes to the owner with the fewest running
-sequences, and the oldest of its sequences. An owner with at least two running sequences more than another one, which
-waits, gives up the youngest of them. So each owner always has a place, as long as there are no more owners than places.
+Places (at most `max_sequences` sequences run at a time) and blocks are divided among owners, not among sequences. A
+free place goes to the owner with the fewest running sequences, for its oldest waiting sequence. If an owner waits, and
+another owner has at least two running sequences more than it, the other owner gives up its youngest one. So each owner
+has a place as long as there are no more owners than places. Beside other owners, the last eighth of the places is only
+for owners without any: a new owner then finds a free place, and no tokens have to be computed again.
 """
 
 from bisect import insort
-from collections import Counter, deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 from model.engine.block_pool import BlockPool
 from model.engine.prompt_lookup import MAX_DRAFT
 from model.engine.sequence import SequenceState
-from model.engine.step_budget import StepBudget
+from model.engine.step_budget import EFFICIENT_TOKENS, StepBudget
 from model.errors import InvalidField
 
-EXTRA_BESIDE_OTHERS, EXTRA_ALONE = 0.04, 0.3  # seconds that edits and traces may add to a step
-EXTRA_SHARE = 0.3  # of the time of all steps, while sequences run that have neither
+EXTRA_BESIDE_OTHERS, EXTRA_ALONE = 0.02, 0.15  # seconds that edits and traces may add to a step
+MIN_EXTRA_SHARE, MAX_EXTRA_SHARE = 0.05, 0.3  # of the time of all steps, while sequences run that have neither
 
 
 class ScheduledSequence:
-    """What one sequence computes in one step: `new_tokens` from position `start` on.
+    """The tokens of one sequence that one step computes: `new_tokens` from position `start` on.
 
     The last `len(draft)` of them are drafted. `num_sampled` says how many tokens the step chooses: one after the newest
     token of the sequence, and one after each drafted token; 0 if the step does not reach the newest token.
@@ -59,12 +62,32 @@ class ScheduledSequence:
         return self.num_sampled == self.num_new
 
 
+class _Turn(NamedTuple):
+    """A sequence, and the number of sequences of the same owner that run or come before it."""
+
+    number: int
+    sequence: SequenceState
+
+    def shortest_first(self) -> tuple[int, int, int]:
+        """The key for the order of a step: a prompt comes before older ones that are about twice as long or longer."""
+        return self.number, self.sequence.num_missing.bit_length(), self.sequence.order
+
+
+def _turns_of(sequences: Iterable[SequenceState], num_before: Counter[Hashable]) -> list[_Turn]:
+    """The turns of sequences in the order of arrival, after `num_before` ones of each owner."""
+    turns = []
+    for sequence in sequences:
+        turns.append(_Turn(num_before[sequence.owner], sequence))
+        num_before[sequence.owner] += 1
+    return turns
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """One step. The blocks for all its tokens are allocated.
 
-    `unwritten_blocks` may still hold values of other sequences, and may be read before they are full. They are the last
-    new block of each sequence: all blocks before it are full before slots behind the newest token are read.
+    `unwritten_blocks` are the last new block of each sequence. Attention may read such a block before it is full, while
+    it still holds values of other sequences. The earlier blocks of the sequence are full by then.
     """
 
     sequences: list[ScheduledSequence]
@@ -76,9 +99,13 @@ class StepPlan:
 
 
 class Scheduler:
-    """The waiting sequences, in order of arrival, and the running ones. No sequence that was added is dropped."""
+    """The waiting and the running sequences, both in order of arrival. No sequence that was added is dropped."""
 
-    def __init__(self, pool: BlockPool, *, max_sequences: int, max_tokens: int, max_stretch: float) -> None:
+    def __init__(
+        self, pool: BlockPool, *, max_sequences: int, max_tokens: int, max_stretch: float, batch_invariant: bool = True
+    ) -> None:
+        """Unless the network is `batch_invariant`, prompts alone are not divided by measured times: the last bits of
+        their results depend on the parts, and must be the same when they are computed again."""
         if max_sequences < 1:
             raise InvalidField("max_sequences", f"{max_sequences} must be at least 1")
         if max_tokens < max_sequences:
@@ -94,13 +121,13 @@ class Scheduler:
         self.num_accepted = 0
         self._max_sequences = max_sequences
         self._max_tokens = max_tokens
+        self._batch_invariant = batch_invariant
         self._budget = StepBudget(max_stretch)
         self._num_steps = 0
         self._unwritten_blocks: list[int] = []  # of the step that is being planned
         self._extra_left = 0.0  # seconds of edits and traces that the step may still have
-        self._credit = 0.0  # seconds of edits and traces that others have left to them; negative: they took more
+        self._credit = 0.0  # seconds that edits and traces may take of the time of all steps; negative: they took more
         self._last_seconds = 0.0  # of the last step
-        self._last_steps: dict[Hashable, int] = {}  # in which a sequence of an owner decoded with edits or a trace
         self._num_sequences: Counter[Hashable] = Counter()  # of each owner, waiting or running
         self._num_groups = 0  # owners with several sequences; without any, the oldest sequence comes first
 
@@ -118,12 +145,16 @@ class Scheduler:
         self._num_sequences[sequence.owner] -= 1
         if not self._num_sequences[sequence.owner]:
             del self._num_sequences[sequence.owner]
-            self._last_steps.pop(sequence.owner, None)
         if sequence in self.running:
             self.running.remove(sequence)
             self._release(sequence)
         else:
             self.waiting.remove(sequence)
+
+    @property
+    def num_owners(self) -> int:
+        """The number of owners with sequences that run or wait."""
+        return len(self._num_sequences)
 
     def schedule(self, *, drafts: bool = False) -> StepPlan:
         """Plan the next step, decoding sequences first. With `drafts`, decoding sequences add drafted tokens if no
@@ -131,26 +162,18 @@ class Scheduler:
         self._unwritten_blocks = []
         for sequence in [s for s in self.running if s.paused]:
             self._preempt(sequence)  # other sequences can use its blocks and its place
+        for sequence in [s for s in self.running if s.has_outgrown]:
+            self._preempt(sequence)
         self._share_places()
-        turns = self._take_turns()
-        decoding = [s for s in self.running if s.num_missing == 1 and turns.get(s, 1)]
+        allowances = self._divide_extra_time()
+        decoding = self._share_step([s for s in self.running if s.num_missing == 1 and allowances.get(s, 1)])
         decoding = [sequence for sequence in decoding if self._make_room(sequence)]
         planned = [ScheduledSequence(sequence, 1) for sequence in decoding if sequence.blocks]  # not preempted since
-        budget = self._max_tokens - len(planned)
-        prompts = [s for s in self.running if s.num_missing > 1]
-        num_entering = min(len(self.waiting), self._max_sequences - len(self.running))
-        # Prompts delay the decoding sequences: limit them if they are fewer.
-        if 0 < len(prompts) + num_entering < len(planned):
-            budget = min(budget, self._budget.max_prompt_tokens(len(planned)))
-        for sequence in prompts:
-            budget -= self._schedule_prompt(sequence, min(budget, turns.get(sequence, budget)), planned)
-        for sequence in self._in_turn():
-            if budget <= 0 or len(self.running) == self._max_sequences or not self._admit(sequence):
-                break  # later sequences do not overtake this one
-            most = min(budget, sequence.num_missing)
-            budget -= self._schedule_prompt(sequence, self._num_affordable(sequence, most), planned)
+        self._add_prompts(planned, allowances)
         if drafts and all(each.is_decoding for each in planned):
             planned = self._with_drafts(planned)
+        for scheduled in planned:
+            scheduled.sequence.last_step = self._num_steps
         return StepPlan(planned, self._unwritten_blocks)
 
     def complete(self, plan: StepPlan, seconds: float | None, *, replayed: bool = False) -> None:
@@ -175,7 +198,7 @@ class Scheduler:
             self._budget.observe(plan.num_tokens, seconds, replayed=replayed)
 
     def forget(self, plan: StepPlan) -> None:
-        """The step failed: make sure that nobody reuses the contents of its blocks."""
+        """Make sure that the blocks of a failed step are not reused as computed prefixes."""
         for scheduled in plan.sequences:
             self.pool.forget(scheduled.sequence.blocks)
 
@@ -190,33 +213,53 @@ class Scheduler:
         self.pool.release(sequence.blocks[num_blocks:])
         del sequence.blocks[num_blocks:]
 
-    def _take_turns(self) -> dict[SequenceState, int]:
-        """How many tokens running sequences with edits or traces may compute in the next step.
+    def _divide_extra_time(self) -> dict[SequenceState, int]:
+        """Decide how many tokens each running sequence with edits or traces may compute in the next step.
 
-        The first turn is that of the owner that has waited longest, and the second one that of another owner.
+        Every owner has one turn before any owner has a second one. The owner that has waited longest comes first.
         """
         runs_plain = any(sequence.extra_cost is None for sequence in self.running)
         is_alone = not runs_plain and all(sequence.extra_cost is not None for sequence in self.waiting)
         self._extra_left = EXTRA_ALONE if is_alone else EXTRA_BESIDE_OTHERS
-        earned = EXTRA_SHARE * self._last_seconds
+        costly = [sequence for sequence in self.running if sequence.extra_cost is not None]
+        share = len({sequence.owner for sequence in costly}) / max(len(self._num_sequences), 1)
+        earned = min(max(share, MIN_EXTRA_SHARE), MAX_EXTRA_SHARE) * self._last_seconds
         self._credit = min(self._credit + earned, self._extra_left) if runs_plain else self._extra_left
         self._num_steps += 1
-        num_before: Counter[Hashable] = Counter()  # of the same owner
-        turns = []
-        costly = [sequence for sequence in self.running if sequence.extra_cost is not None]
-        for sequence in sorted(costly, key=lambda sequence: sequence.last_step):
-            owner = sequence.owner
-            turns.append((num_before[owner], self._last_steps.get(owner, 0), sequence.order, sequence))
-            num_before[owner] += 1
         return {
-            sequence: self._num_affordable(sequence, min(sequence.num_missing, self._max_tokens))
-            for *_, sequence in sorted(turns)
+            sequence: self._take_extra_time(sequence, min(sequence.num_missing, self._max_tokens))
+            for sequence in self._in_turns_of_owners(costly)
         }
 
-    def _num_affordable(self, sequence: SequenceState, most: int) -> int:
-        """As many of the next `most` tokens as edits and traces leave time for; 0 if there is none.
+    def _share_step(self, decoding: list[SequenceState]) -> list[SequenceState]:
+        """The sequences that decode in the next step.
 
-        What a step costs without regard to its tokens is worth as much again for tokens, so that a prompt ends soon.
+        If an owner has several, and there is another one, the step has few enough that it ends soon. The sequences take
+        turns, and each owner has one before any has a second one.
+        """
+        num_owners = len({sequence.owner for sequence in decoding})
+        if num_owners == len(decoding) or len(self._num_sequences) == 1:
+            return decoding
+        most = max(self._budget.max_sequences(), num_owners)
+        chosen = set(self._in_turns_of_owners(decoding)[:most])
+        return [sequence for sequence in decoding if sequence in chosen]
+
+    def _in_turns_of_owners(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
+        """One sequence of each owner, then a second one, and so on; first those that have waited longest."""
+        oldest_first = sorted(sequences, key=lambda each: (each.last_step, len(each.tokens) - each.num_prompt))
+        last_steps = {sequence.owner: sequence.last_step for sequence in oldest_first}  # the last one of each owner
+        num_before: Counter[Hashable] = Counter()  # of the same owner
+        turns = []
+        for sequence in oldest_first:
+            turns.append((num_before[sequence.owner], last_steps[sequence.owner], sequence.order, sequence))
+            num_before[sequence.owner] += 1
+        return [sequence for *_, sequence in sorted(turns)]
+
+    def _take_extra_time(self, sequence: SequenceState, most: int) -> int:
+        """Decide how many of the next `most` tokens fit into the time for edits and traces; 0 if no time is left.
+
+        A sequence that gets any time gets at least twice the cost of its first token. So a prompt ends soon, even if
+        its edits and traces cost much per step and little per token.
         """
         if sequence.extra_cost is None:
             return most
@@ -230,7 +273,6 @@ class Scheduler:
         cost = sequence.extra_cost(sequence.num_computed, num_new)
         self._extra_left -= cost.most
         self._credit -= cost.usual
-        sequence.last_step = self._last_steps[sequence.owner] = self._num_steps
         return num_new
 
     def _with_drafts(self, decoding: list[ScheduledSequence]) -> list[ScheduledSequence]:
@@ -242,7 +284,9 @@ class Scheduler:
             sequence, fair_share = scheduled.sequence, -(-room // (len(decoding) - index))
             draft: list[int] = []
             if sequence.lookup is not None and fair_share > 0:
-                draft = sequence.lookup.draft(sequence.tokens, fair_share, min_acceptance)
+                num_short = sequence.short_length - len(sequence.tokens)  # drafts must not need other keys
+                most = min(fair_share, num_short) if num_short >= 0 else fair_share
+                draft = sequence.lookup.draft(sequence.tokens, most, min_acceptance)
                 num_more = self._blocks_for(len(sequence.tokens) + len(draft)) - len(sequence.blocks)
                 if num_more > self.pool.num_free:
                     draft = []
@@ -252,45 +296,68 @@ class Scheduler:
             result.append(ScheduledSequence(sequence, 1, draft) if draft else scheduled)
         return result
 
-    def _schedule_prompt(self, sequence: SequenceState, budget: int, scheduled: list[ScheduledSequence]) -> int:
-        """Schedule as many missing tokens as the budget allows, and return their number."""
-        num_new = min(sequence.num_missing, budget)
-        if num_new <= 0:
-            return 0
-        scheduled.append(ScheduledSequence(sequence, num_new))
-        return num_new
+    def _add_prompts(self, planned: list[ScheduledSequence], allowances: dict[SequenceState, int]) -> None:
+        """Add tokens of prompts to the decoding sequences of a step.
 
-    def _in_turn(self) -> Iterator[SequenceState]:
-        """The waiting sequences in the order in which they may run, if all that came before are admitted."""
-        ready = (s for s in list(self.waiting) if not (s.paused or self._waits_for_prefix(s)))
-        if not self._num_groups:
-            yield from ready
+        `allowances` has the most tokens of the running sequences with edits or traces.
+        """
+        prompts = [sequence for sequence in self.running if sequence.num_missing > 1]
+        num_free = self._max_sequences - len(self.running)
+        entering = self._waiting_turns() if num_free else []
+        entering = [turn for turn in entering if num_free > self._num_kept(turn.number)]
+        num_entering = min(len(entering), num_free)
+        queue = _turns_of(prompts, Counter()) + entering
+        budget = self._max_tokens - len(planned)
+        if queue and (planned or self._batch_invariant):
+            budget = min(budget, self._budget.max_prompt_tokens(len(planned), len(prompts) + num_entering))
+        if not queue or budget <= 0:
             return
-        queues: dict[Hashable, deque[SequenceState]] = {}
-        for sequence in ready:
-            queues.setdefault(sequence.owner, deque()).append(sequence)
-        num_running = Counter(sequence.owner for sequence in self.running)
-        turns = [(num_running[owner], queue[0].order, owner) for owner, queue in queues.items()]
-        heapify(turns)
-        while turns:
-            number, _, owner = heappop(turns)
-            queue = queues[owner]
-            yield queue.popleft()
-            if queue:
-                heappush(turns, (number + 1, queue[0].order, owner))
+        oldest = min(queue, key=lambda turn: (turn.number, turn.sequence.order)).sequence
+        queue.sort(key=_Turn.shortest_first)
+        can_admit = oldest in self.running or self._admit(oldest)  # nothing overtakes a sequence that finds no room
+        total, reserved = budget, min(budget // 2, oldest.num_missing) if oldest in self.running else 0
+        for number, sequence in queue:
+            if sequence is oldest:
+                reserved = 0
+                if (num_before := total - budget) > 0:  # the step ends soon, for those that are shorter
+                    budget = min(budget, max(num_before, EFFICIENT_TOKENS))
+            if budget <= reserved:
+                continue
+            if sequence not in self.running:
+                has_place = len(self.running) + self._num_kept(number) < self._max_sequences
+                can_admit = can_admit and has_place and self._admit(sequence)
+                if not can_admit:
+                    continue
+            most = min(budget - reserved, sequence.num_missing)
+            if sequence in allowances:
+                num_new = min(most, allowances[sequence])
+            else:
+                num_new = self._take_extra_time(sequence, most)
+            if num_new:
+                planned.append(ScheduledSequence(sequence, num_new))
+                budget -= num_new
+
+    def _num_kept(self, number: int) -> int:
+        """The free places that are kept for other owners, if an owner with `number` running sequences wants one."""
+        return self._max_sequences // 8 if number and len(self._num_sequences) > 1 else 0
+
+    def _waiting_turns(self) -> list["_Turn"]:
+        """The turns of the waiting sequences that may run."""
+        ready = [s for s in self.waiting if not (s.paused or self._waits_for_prefix(s))]
+        return _turns_of(ready, Counter(sequence.owner for sequence in self.running))
 
     def _share_places(self) -> None:
-        """Preempt sequences of owners with many, so that waiting sequences of owners with fewer can be admitted."""
+        """Preempt sequences of owners with many running ones, to admit waiting sequences of owners with fewer."""
         if not self._num_groups or not self.waiting:
             return
         num_running = Counter(sequence.owner for sequence in self.running)
         num_places = self._max_sequences - len(self.running)
         num_needed = 0  # blocks for the sequences that can be admitted
-        for sequence in self._in_turn():
+        for number, sequence in sorted(self._waiting_turns(), key=_Turn.shortest_first):
             num_places -= 1
             num_needed += self._blocks_for(len(sequence.tokens)) + 1
             num_running[sequence.owner] += 1
-            while num_places < 0 or self.pool.num_free - len(self.running) < num_needed:
+            while num_places < self._num_kept(number) or self.pool.num_free - len(self.running) < num_needed:
                 victim = self._youngest_of_most() if self.running else None
                 if victim is None or num_running[victim.owner] <= num_running[sequence.owner]:
                     return
@@ -306,7 +373,7 @@ class Scheduler:
         return max(self.running, key=lambda sequence: (num_running[sequence.owner], sequence.order))
 
     def _waits_for_prefix(self, sequence: SequenceState) -> bool:
-        """Whether the sequence has to wait until its prefix leader has computed the prompt that both have."""
+        """Whether the sequence has to wait until its prefix leader's prompt is computed."""
         leader = sequence.prefix_leader
         return leader is not None and not leader.has_ended and leader.num_computed < leader.num_prompt
 
@@ -348,7 +415,7 @@ class Scheduler:
         """Take back the blocks of a running sequence. It waits, and will be computed again."""
         self.running.remove(sequence)
         self._release(sequence)
-        sequence.num_computed = 0
+        sequence.begin_anew()
         insort(self.waiting, sequence, key=lambda s: s.order)
         self.num_preemptions += 1
 

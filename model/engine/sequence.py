@@ -1,94 +1,81 @@
-"""One sequence as the scheduler sees it: its tokens, how many of them are computed, and the blocks that hold them."""
+"""A sequence as the scheduler sees it: its tokens, the number of computed tokens, and the blocks that hold them."""
 
 import hashlib
 import sys
 from array import array
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import NamedTuple
 
 from model.engine.prompt_lookup import PromptLookup
 
 
 class ExtraCost(NamedTuple):
-    """What edits and traces add to a step: seconds, `usual` if the step is replayed, as most are, and `most` if not."""
+    """The seconds that edits and traces add to a step: `usual` if it is replayed, as most are, and `most` if not."""
 
     usual: float
     most: float
 
 
+@dataclass(eq=False, slots=True)
 class SequenceState:
-    """The tokens of a prompt and those generated after it. `num_computed` of them are in `blocks`.
+    """The tokens of a prompt and those generated after it. `blocks` hold the first `num_computed` of them.
 
-    `order` is the order of arrival: a smaller number came earlier. A sequence with a `prefix_leader` starts when the
-    leader's prompt is computed, so that it can share the leader's blocks, or when the leader has ended. Without
-    `shares_prefix` a sequence neither uses computed blocks of others nor offers its own. At most `max_cached` tokens
-    are taken from others. The sequence never has more than `max_length` tokens. Sequences with different values of
-    `cache_salt` never share blocks. A `paused` sequence takes part in no step. `lookup` drafts the tokens that may
-    follow; without it nothing is drafted. `adapter` is the name of the adapter that computes the sequence. Sequences of
-    one `owner` share the places that one gets; by default, each sequence is its own owner.
-    `digest_edits` gives a digest of the edits that change the positions from one up to another; None: none do.
-    `extra_cost` estimates what edits and traces add to the time of a step, from the position of the first new token and
-    the number of new tokens; None: nothing.
+    Without `owner`, a sequence is its own owner.
     """
 
-    __slots__ = (
-        "_digest_edits",
-        "_hashes",
-        "_root",
-        "adapter",
-        "blocks",
-        "extra_cost",
-        "has_ended",
-        "last_step",
-        "lookup",
-        "max_cached",
-        "max_length",
-        "num_cached",
-        "num_computed",
-        "num_prompt",
-        "order",
-        "owner",
-        "paused",
-        "prefix_leader",
-        "shares_prefix",
-        "tokens",
-    )
+    order: int  # of arrival: a smaller number came earlier
+    prompt: InitVar[Sequence[int]]
+    _: KW_ONLY
+    shares_prefix: bool = True  # whether it uses computed blocks of others, and offers its own
+    max_cached: int = sys.maxsize  # the most tokens whose blocks are taken from others
+    # The prompt of `prefix_leader` is computed first, and its blocks are shared.
+    prefix_leader: "SequenceState | None" = None
+    cache_salt: InitVar[str | None] = None  # sequences with different salts never share blocks
+    short_length: int = sys.maxsize  # a sequence with more tokens has other keys: rotary frequencies for long texts
+    adapter: str | None = None  # the name of the adapter that computes the sequence
+    digest_edits: Callable[[int, int], bytes | None] | None = None  # of edits from one position up to another, if any
+    extra_cost: Callable[[int, int], ExtraCost] | None = None  # of a step, by its first position and new tokens
+    owner: Hashable = None  # places are shared between owners, and not between sequences
 
-    def __init__(
-        self,
-        order: int,
-        prompt: Sequence[int],
-        *,
-        shares_prefix: bool = True,
-        max_cached: int = sys.maxsize,
-        prefix_leader: "SequenceState | None" = None,
-        cache_salt: str | None = None,
-        max_length: int = sys.maxsize,
-        adapter: str | None = None,
-        digest_edits: Callable[[int, int], bytes | None] | None = None,
-        extra_cost: Callable[[int, int], ExtraCost] | None = None,
-        owner: Hashable | None = None,
-    ) -> None:
-        self.order = order
-        self.owner: Hashable = order if owner is None else owner
-        self.adapter = adapter
+    tokens: "array[int]" = field(init=False)
+    num_prompt: int = field(init=False)
+    num_computed: int = field(init=False, default=0)
+    num_cached: int | None = field(init=False, default=None)  # prompt tokens taken from others; None before it runs
+    blocks: list[int] = field(init=False, default_factory=list)
+    last_step: int = field(init=False, default=0)  # in which it was computed
+    paused: bool = field(init=False, default=False)  # takes part in no step
+    has_ended: bool = field(init=False, default=False)
+    lookup: PromptLookup | None = field(init=False, default=None)  # drafts the tokens that may follow, if any
+    _hashes: list[bytes] = field(init=False, default_factory=list)  # of full blocks
+    _salt: str | None = field(init=False, default=None)
+    _root: bytes = field(init=False, default=b"")  # the hash before the first block
+    _is_long: bool = field(init=False, default=False)  # whether the computed tokens have the keys of a long text
+
+    def __post_init__(self, prompt: Sequence[int], cache_salt: str | None) -> None:
         self.tokens = array("q", prompt)
         self.num_prompt = len(prompt)
+        self.owner = self.order if self.owner is None else self.owner
+        self._salt = cache_salt
+        self.begin_anew()
+
+    @property
+    def length(self) -> int:
+        """The number of its tokens, on which its rotary frequencies may depend."""
+        return len(self.tokens)
+
+    @property
+    def has_outgrown(self) -> bool:
+        """Whether its tokens have become too many for the keys that were computed: they must be computed again."""
+        return not self._is_long and len(self.tokens) > self.short_length
+
+    def begin_anew(self) -> None:
+        """Forget that tokens were computed: all will be computed as the tokens of a sequence of this length."""
         self.num_computed = 0
-        self.num_cached: int | None = None  # prompt tokens that others had computed; None until the sequence first runs
-        self.blocks: list[int] = []
-        self.shares_prefix = shares_prefix
-        self.max_cached = max_cached
-        self.max_length = max_length
-        self.prefix_leader = prefix_leader
-        self.extra_cost = extra_cost
-        self.last_step = 0  # in which it was computed, if it has an `extra_cost`
-        self.paused = False
-        self.has_ended = False
-        self.lookup: PromptLookup | None = None
-        self._digest_edits = digest_edits
-        self._hashes: list[bytes] = []
-        self._root = b"" if cache_salt is None else salt_hash(cache_salt)  # the hash before the first block
+        self._is_long = len(self.tokens) > self.short_length
+        self._hashes = []
+        salt = repr((self._salt, "long")) if self._is_long else self._salt
+        self._root = b"" if salt is None else salt_hash(salt)
 
     @property
     def num_missing(self) -> int:
@@ -105,7 +92,7 @@ class SequenceState:
             before = self._hashes[-1] if self._hashes else self._root
             content = self.tokens[start : start + block_size].tobytes()
             digest = hashlib.sha256(before + content).digest()
-            edits = None if self._digest_edits is None else self._digest_edits(start, start + block_size)
+            edits = None if self.digest_edits is None else self.digest_edits(start, start + block_size)
             if edits is not None:  # by another hash function, so that no tokens have the hash of an edited block
                 digest = hashlib.blake2b(digest + edits, digest_size=32, person=b"edits").digest()
             self._hashes.append(digest)

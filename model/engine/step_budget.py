@@ -10,6 +10,15 @@ from model.errors import InvalidField
 STEP_HISTORY_WEIGHT = 0.95  # weight of all earlier steps when a new one is measured
 MIN_TOKENS = 16  # prompt tokens per step, however slow steps are: a prompt must make progress
 MAX_TOKENS = 1 << 20  # upper bound of `max_prompt_tokens`
+# While as many prompts are computed as sequences decode, a step takes at most about MAX_SECONDS, so that no sequence
+# waits long for its next token. It has at least EFFICIENT_TOKENS, because smaller steps cost more for each token; but
+# it has fewer, as after a long context, if so many would take longer than LONGEST_SECONDS. If no sequence decodes, only
+# a request that arrives meanwhile waits, for at most about MAX_SECONDS_ALONE.
+MAX_SECONDS, EFFICIENT_TOKENS, LONGEST_SECONDS = 0.06, 48, 0.09
+MAX_SECONDS_ALONE, EFFICIENT_TOKENS_ALONE = 0.25, 64
+# The time of a step while an owner with several sequences decodes beside another one, and the most sequences in it: a
+# few numbers only, because the first step with another number is recorded, which takes longer.
+MAX_SHARED_SECONDS, SHARED_SEQUENCES = 0.04, (64, 32, 16, 8)
 # Results of `min_acceptance`: before enough steps are measured, and its lower bound.
 DEFAULT_MIN_ACCEPTANCE, LOWEST_MIN_ACCEPTANCE = 0.1, 0.03
 
@@ -29,17 +38,26 @@ class LinearFit:
             STEP_HISTORY_WEIGHT * total + term for total, term in zip(sums, terms, strict=True)
         )
 
+    def marginal_seconds(self) -> float | None:
+        """Estimate the time of one more token. None if the steps so far do not determine it."""
+        variance = self._weight * self._xx - self._x * self._x
+        slope = (self._weight * self._xy - self._x * self._y) / variance if variance > 1e-6 * self._xx else 0.0
+        slope = self._slope = slope if slope > 0 else self._slope  # steps of equal size do not determine a slope
+        return slope or None
+
+    def seconds(self, num_tokens: int) -> float:
+        """Estimate the time of a step of `num_tokens`. Steps must have been observed."""
+        return (self._y - self._slope * self._x) / self._weight + self._slope * num_tokens
+
     def marginal_cost(self, num_tokens: int) -> float | None:
         """Estimate the cost of one more token in a step of `num_tokens`, as a fraction of the time of that step.
 
         None if the steps so far do not determine it.
         """
-        variance = self._weight * self._xx - self._x * self._x
-        slope = (self._weight * self._xy - self._x * self._y) / variance if variance > 1e-6 * self._xx else 0.0
-        slope = self._slope = slope if slope > 0 else self._slope  # steps of equal size do not determine a slope
-        if slope == 0:
+        slope = self.marginal_seconds()
+        if slope is None:
             return None
-        seconds = (self._y - slope * self._x) / self._weight + slope * num_tokens
+        seconds = self.seconds(num_tokens)
         return slope / seconds if seconds > 0 else math.inf
 
 
@@ -53,26 +71,53 @@ class StepBudget:
         self._max_stretch = max_stretch
         self._all_steps, self._replayed_steps = LinearFit(), LinearFit()
         self._limit = MIN_TOKENS
+        self._largest = 0.0  # tokens of the largest step; earlier ones count less
+        self._last_prompt = EFFICIENT_TOKENS_ALONE, MAX_SECONDS_ALONE  # tokens and seconds of the last larger step
 
     def observe(self, num_tokens: int, seconds: float, *, replayed: bool = False) -> None:
         """Add a measured step.
 
         Steps of decoding sequences are replayed if possible, so `min_acceptance` uses only the times of replayed steps.
         """
+        self._largest = max(num_tokens, STEP_HISTORY_WEIGHT * self._largest)
         self._all_steps.observe(num_tokens, seconds)
+        if num_tokens >= MIN_TOKENS and not replayed:
+            self._last_prompt = num_tokens, max(seconds, 1e-9)
         if replayed:
             self._replayed_steps.observe(num_tokens, seconds)
 
-    def max_prompt_tokens(self, num_decoding: int) -> int:
-        """The prompt tokens that the next step may compute beside `num_decoding` sequences.
+    def max_prompt_tokens(self, num_decoding: int, num_prompts: int) -> int:
+        """The prompt tokens that the next step may compute.
 
-        At most twice what the last call returned.
+        Beside more decoding sequences than prompts, as many as `max_stretch` allows, but at most twice what the last
+        such call returned. Otherwise as many as fit into the time of a step.
         """
+        if num_decoding <= num_prompts:
+            return self._fitting_tokens(num_decoding)
         cost, limit = self._all_steps.marginal_cost(num_decoding), 2.0 * self._limit
         if cost is not None:
             limit = min(limit, (self._max_stretch - 1) / cost)
         self._limit = int(min(max(limit, MIN_TOKENS), MAX_TOKENS))
         return self._limit
+
+    def _fitting_tokens(self, num_decoding: int) -> int:
+        tokens, seconds = self._last_prompt
+        if not num_decoding:
+            return int(min(max(MAX_SECONDS_ALONE * tokens / seconds, EFFICIENT_TOKENS_ALONE), MAX_TOKENS))
+        slope = self._all_steps.marginal_seconds()
+        if slope is None:
+            return EFFICIENT_TOKENS
+        room = min((MAX_SECONDS - self._all_steps.seconds(num_decoding)) / slope, 2 * self._largest)
+        return int(min(max(room, EFFICIENT_TOKENS), max(LONGEST_SECONDS * tokens / seconds, MIN_TOKENS), MAX_TOKENS))
+
+    def max_sequences(self) -> int:
+        """The number of sequences that may decode in a step whose owners share it."""
+        slope = self._all_steps.marginal_seconds()
+        if slope is None:
+            return SHARED_SEQUENCES[1]
+        known = [each for each in SHARED_SEQUENCES if each <= 2 * self._largest]
+        fitting = (each for each in known if self._all_steps.seconds(each) <= MAX_SHARED_SECONDS)
+        return next(fitting, SHARED_SEQUENCES[-1])
 
     def min_acceptance(self, num_decoding: int) -> float:
         """The lowest probability of acceptance at which a drafted token is worth its time.

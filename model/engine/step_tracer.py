@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model.engine.lazy_sequence import LazySequence
 from model.engine.logit_lens import LensLayer, LensLogits
-from model.engine.recorded_trace import RecordedTrace, StageReading
+from model.engine.recorded_trace import RecordedTrace, StageCopy
 from model.engine.scheduler import ScheduledSequence
 from model.engine.trace_params import StepTraceKind, TraceParams
 from model.network.transformer import Transformer
@@ -30,16 +30,16 @@ ENTRY_BYTES, LIST_BYTES, STAGE_BYTES = 128, 512, 768
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What one step shows of one sequence: the traced `positions` that it computed, and their stages in order.
+    """The trace of one sequence in one step: the traced `positions` that it computed, and their stages in order.
 
-    The stages of a recorded step are made when they are first read. There are `predictions` for each position if any
-    were asked for, and a `logit_lens` if the step chose a token. If a grammar constrained the choice, `constraint` is
-    what the grammar changed.
+    The stages of a recorded step are created when they are first read. There are `predictions` for each position if the
+    request asks for any, and a `logit_lens` if the step chose a token. `constraint` is the effect of a grammar on the
+    choice, if there is one.
     """
 
     positions: list[int]
     stages: Sequence[StageTrace]
-    num_bytes: int  # about the memory that the trace holds
+    num_bytes: int  # an estimate of the memory that the trace holds
     predictions: list[Predictions]
     logit_lens: Sequence[LensLayer] | None
     constraint: ConstraintEffect | None = None
@@ -63,13 +63,13 @@ class StepTracer:
 
     @property
     def kind(self) -> StepTraceKind | None:
-        """What the pass must keep; None if nothing."""
+        """The part of the trace that the pass must keep; None if there is none."""
         has_stages = bool(self.positions) and bool(self._params.selection.stages)
         return StepTraceKind(self._params, has_stages, self._has_lens) if has_stages or self._has_lens else None
 
     @cached_property
     def tap(self) -> Tap:
-        """The tap that collects what the pass must keep, if the step is not recorded."""
+        """The tap that collects the stages and residuals of the pass, if the step is not recorded."""
         return Chain(self._recorder, self._residuals)
 
     @cached_property
@@ -109,7 +109,7 @@ class StepTracer:
         """Describe the step. None if it has nothing to show.
 
         logits (T, V) are those of the new positions if `needs_logits`; `next_tokens` follow each of these. `recorded`
-        is what a recorded step has kept.
+        is the trace of a recorded step.
         """
         predictions: list[Predictions] = []
         found: dict[str, StageTrace] = {}
@@ -127,24 +127,23 @@ class StepTracer:
             self._collector.finish()
         if not (self.positions or layers or constraint):
             return None
-        stages, num_bytes = self._stages(found, None if recorded is None else recorded.read())
+        stages, num_bytes = self._stages(found, None if recorded is None else recorded.copy_stages())
         num_bytes += _bytes_of(predictions) + (0 if layers is None else _bytes_of([layer.top for layer in layers]))
         return StepTrace(self.positions, stages, num_bytes, predictions, layers, constraint)
 
-    def _stages(self, found: dict[str, StageTrace], reading: StageReading | None) -> tuple[Sequence[StageTrace], int]:
-        """The traced stages in order, and about the memory that they hold."""
+    def _stages(self, found: dict[str, StageTrace], copy: StageCopy | None) -> tuple[Sequence[StageTrace], int]:
+        """The traced stages in order, and an estimate of the memory that they hold."""
         ordered = self._params.selection.stages
         num_bytes = STAGE_BYTES * len(found) + bytes_of_values(found.values())
-        if reading is None:
+        if copy is None:
             return [found[stage.name] for stage in ordered if stage.name in found], num_bytes
 
         def make() -> list[StageTrace]:
-            found.update(reading.stages())
+            found.update(copy.all_traces())
             return [found[stage.name] for stage in ordered if stage.name in found]
 
-        return LazySequence(len(found) + len(reading.kept), make), num_bytes + STAGE_BYTES * len(
-            reading.made
-        ) + reading.num_bytes
+        num_bytes += STAGE_BYTES * len(copy.traces) + copy.num_bytes
+        return LazySequence(len(found) + len(copy.stages), make), num_bytes
 
     def _read_out(self, logits: Tensor, next_tokens: Sequence[int]) -> dict[str, StageTrace]:
         """The stages that are computed from the logits and the next tokens."""

@@ -1,4 +1,4 @@
-"""What to trace of a sequence while it is generated, and what one step of it traces."""
+"""The parameters of a trace during generation, and the part of the trace that one step computes."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,8 +8,10 @@ from model.tracing.selection import Selection
 
 @dataclass(frozen=True, kw_only=True)
 class TraceParams:
-    """What to trace. `selection.positions` are positions of the sequence (None: all that the sequence computes
-    itself). Each is traced in the step that computes it, with its `top_k` most likely next tokens.
+    """The stages and positions to trace while a sequence is generated.
+
+    `selection.positions` are positions of the sequence (None: all that the sequence computes itself). Each is traced in
+    the step that computes it, with its `top_k` most likely next tokens.
 
     `logit_lens`: decode the residual of every block at the position that chose a token, and report this many of its
     most likely tokens. None: no logit lens.
@@ -44,7 +46,7 @@ class TraceParams:
 
 @dataclass(frozen=True)
 class StepTraceKind:
-    """What a step traces of one sequence: the stages of its one new token, the logit lens, or both."""
+    """The part of a trace that one step computes: the stages of the one new token, the logit lens, or both."""
 
     params: TraceParams
     has_stages: bool

@@ -19,7 +19,7 @@ RANK_STEP = 4  # ranks are padded with zeros to a multiple of it, because packed
 
 
 class LowRankLayer(nn.Module):
-    """What an adapter adds to the outputs of one linear layer: x (B, T, K) -> s B A x (B, T, N)."""
+    """The summand that an adapter adds to the outputs of one linear layer: x (B, T, K) -> s B A x (B, T, N)."""
 
     def __init__(self, a: Tensor, b: Tensor, ops: NetworkOps) -> None:
         """a (r, K), and b (N, r), which includes the factor s; both in the dtype of the network."""
@@ -58,9 +58,9 @@ class AdaptedRows:
 
 @dataclass(frozen=True)
 class PassAdapters:
-    """Which rows of a pass use which adapter: of the new tokens, and of the rows whose logits are computed.
+    """The adapters of the rows of a pass: for the new tokens, and for the rows whose logits are computed.
 
-    All other rows use none. Without any adapted rows, only the stages of adapters are offered, as zeros.
+    All other rows use no adapter. Without any adapted rows, only the stages of adapters are offered, as zeros.
     """
 
     tokens: Sequence[AdaptedRows] = ()

@@ -22,13 +22,13 @@ def score_rule(config: ModelConfig) -> ScoreRule:
 
 
 class AttentionContext(Protocol):
-    """What the new tokens of one pass attend to: themselves, and tokens of earlier passes."""
+    """The tokens that the new tokens of one pass attend to: themselves, and tokens of earlier passes."""
 
     positions: Tensor
     """(T,) int64: the position of each new token in its own sequence."""
 
     lengths: Tensor
-    """(T,) int64: the number of tokens that the sequence of each new token may have at most."""
+    """(T,) int64: the number of tokens that the sequence of each new token has."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe) -> Tensor:
         """q (B, T, H, D), k and v (B, T, Hkv, D) of the new tokens -> z (B, T, H, D). Stores k and v for later."""
@@ -120,7 +120,7 @@ class KVCache:
 class DenseContext:
     """The attention context of a batch of sequences of equal length, with a `KVCache` or without.
 
-    A sequence may have `max_length` tokens: by default as many as the cache has room for, or as the pass has tokens.
+    A sequence has as many tokens as the cache has room for, or without a cache as the pass has.
     Raises `ValueError` if the positions exceed the config's `max_positions`.
     """
 
@@ -131,15 +131,12 @@ class DenseContext:
         num_new: int,
         device: torch.device,
         ops: NetworkOps = TORCH.network,
-        max_length: int | None = None,
     ) -> None:
         start = cache.length if cache is not None else 0
         if start + num_new > config.max_positions:
             raise ValueError(f"the pass needs {start + num_new} positions, the context holds {config.max_positions}")
         self.positions = torch.arange(start, start + num_new, device=device)
-        if max_length is None:
-            max_length = num_new if cache is None else cache.capacity
-        self.lengths = torch.full_like(self.positions, max_length)
+        self.lengths = torch.full_like(self.positions, num_new if cache is None else cache.capacity)
         self._config = config
         self._cache = cache
         self._num_new = num_new

@@ -3,30 +3,23 @@
 import logging
 from collections.abc import MutableMapping
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from model.choices import Kernels, Quantization
 from model.config import ModelConfig
 from model.errors import CheckpointError
 from model.network.parameters import count_parameters
 from model.network.transformer import Transformer
-from model.ops.cpu.arguments import VECTOR_WIDTH
+from model.ops.cpu.constants import VECTOR_WIDTH
 from model.ops.cpu.cpu_ops import find_backend
 from model.ops.cpu.grouped_linear import GroupedLinear, has_grouped_kernel
 from model.ops.cpu.grouped_packing import pack_stored, quantize_rows
 from model.ops.cpu.packed_linear import has_kernel, packed_layer
 from model.ops.cpu.packing import pack_rows
 from model.ops.interface import Backend
-from model.ops.quantization import (
-    LayerFormats,
-    Quantization,
-    QuantizedLinear,
-    format_of,
-    keeps_precision,
-    quantize_to,
-)
+from model.ops.quantization import LayerFormats, QuantizedLinear, format_of, keeps_precision, quantize_to
 from model.ops.stacked_groups import StackedGroups
 from model.ops.stacked_rows import StackedRows
 from model.ops.torch_ops import TORCH
@@ -36,8 +29,6 @@ from model.progress import Progress
 logger = logging.getLogger(__name__)
 
 Weight = Tensor | StackedRows | StackedGroups
-Kernels = Literal["auto", "torch"]
-"""`auto`: our own kernels, if there are any for the dtype and the CPU. `torch`: PyTorch only."""
 
 
 def prepare_model(

@@ -30,7 +30,7 @@ class LostRank(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Which of `size` ranks this process is, and which of those on its own machine."""
+    """The rank of this process among all `size` ranks, and its rank among those on its own machine."""
 
     rank: int
     size: int

@@ -68,7 +68,8 @@ class RotaryPositions:
     cache can reproduce.)
 
     With `longrope` scaling, all positions of a sequence have the same frequencies: those for short sequences, or those
-    for long ones if the sequence may grow beyond the trained length.
+    for long ones if the sequence has more tokens than the trained length. The engine computes a sequence anew when it
+    grows beyond this length.
     """
 
     def __init__(self, rotary_dim: int, theta: float, scaling: RopeScaling | None) -> None:
@@ -85,7 +86,7 @@ class RotaryPositions:
     ) -> Rotation:
         """positions (T,) int64 -> the cosines and sines of T tokens, as `ops.rotate` takes them.
 
-        `lengths` (T,) int64: the number of tokens that the sequence of each token may have.
+        `lengths` (T,) int64: the number of tokens that the sequence of each token has.
         """
         self._move_to(positions.device)
         scaling = self._scaling

@@ -1,8 +1,8 @@
-"""Tensor parallelism: each rank computes its share of every block (Shoeybi et al. 2019, arXiv:1909.08053).
+"""Tensor parallelism: each rank computes its shard of every block (Shoeybi et al. 2019, arXiv:1909.08053).
 
 The plan, for N ranks:
 
-| parameters | share of a rank |
+| parameters | shard of a rank |
 |---|---|
 | `attn.qkv` | column-wise: the rows of the weight of 1/N of the query heads, and of the key-value heads they read |
 | `attn.out` | row-wise: the inputs from these heads |
@@ -12,14 +12,14 @@ The plan, for N ranks:
 | embeddings, norms of the residual stream, router | whole, on every rank |
 | head | whole, on rank 0 only: the other ranks end after the last block |
 
-A row-wise layer gives a summand of the result on each rank. All ranks get the sum, and add the bias once, after it. The
+A row-wise layer computes a summand of the result on each rank. All ranks receive the sum, and add the bias once. The
 residual stream is therefore whole on every rank, with the same bits if all ranks have the same kind of processor.
 
-If there are fewer key-value heads than ranks, ranks share them: each has a copy of the head that it reads.
+If there are fewer key-value heads than ranks, each rank has a copy of the head that its query heads read.
 
-The shares are plain layers of PyTorch, not DTensors. The rows of `qkv` are those of q, k and v one below the other,
-each divided by heads; no `Shard` placement describes this. Taps read and change plain tensors. And a layer of plain
-tensors costs only its product and one sum, while each operation on a DTensor is dispatched in Python.
+The shards are plain layers of PyTorch, not DTensors. The weight of `qkv` stacks the rows of q, k and v, each divided by
+heads; no placement of DTensor describes this. Taps read and change plain tensors. And a layer of plain tensors costs
+only its product and one sum, while each operation on a DTensor is dispatched in Python.
 """
 
 from collections.abc import Callable, MutableMapping, Sequence
@@ -50,14 +50,14 @@ class Division:
     ranges: tuple[slice, ...]
 
 
-class Share:
-    """What one of `size` ranks has of the blocks of a network.
+class Shard:
+    """The part of a network's blocks that one of `size` ranks computes.
 
     Raises `InvalidField` if the sizes of the network cannot be divided by the number of ranks.
     """
 
     def __init__(self, config: ModelConfig, rank: int, size: int) -> None:
-        self.whole, self.rank, self.size = config, rank, size
+        self.full_config, self.rank, self.size = config, rank, size
         _require_divisible(config, "num_heads", size)
         if config.num_kv_heads % size and size % config.num_kv_heads:
             raise InvalidField(
@@ -68,21 +68,21 @@ class Share:
         self.num_copies = max(1, size // config.num_kv_heads)  # ranks that have the same key-value head
         for field in _hidden_sizes(config):
             _require_divisible(config, field, size)
-        self.config = replace(
+        self.rank_config = replace(
             config,
             num_heads=config.num_heads // size,
             num_kv_heads=max(1, config.num_kv_heads // size),
             d_mlp=max(1, config.d_mlp // size),  # not used if all layers have experts
             d_expert=config.d_expert // size,
         )
-        """The sizes of the share. What it says of the residual stream and the vocabulary is that of the network."""
+        """The config of the shard: fewer heads and hidden neurons; all other fields are those of the full network."""
 
     def first(self, dim: str) -> int:
-        """The index of the first head, key-value head or neuron of this rank, among all of the network.
+        """The index of this rank's first head, key-value head or neuron among those of the full network.
 
-        `dim` is the name that a stage gives to the dim.
+        `dim` is the name of the dim in a stage.
         """
-        own = self.config
+        own = self.rank_config
         return {
             "head": self.rank * own.num_heads,
             "kv_head": self.rank // self.num_copies * own.num_kv_heads,
@@ -92,33 +92,33 @@ class Share:
         }[dim]
 
     def division(self, name: str) -> Division | None:
-        """What this rank has of a parameter; None: all of it."""
-        whole, own = self.whole, self.config
+        """Find the part of a parameter that this rank has; None: the whole parameter."""
+        full, own = self.full_config, self.rank_config
         q = _range(self.first("d_q"), own.num_heads * own.d_head)
         k = _range(self.first("d_k"), own.num_kv_heads * own.d_head)
-        _, _, place = name.rpartition("blocks.")
-        _, _, place = place.partition(".")
-        match place.split("."):
+        _, _, in_block = name.rpartition("blocks.")
+        _, _, in_block = in_block.partition(".")
+        match in_block.split("."):
             case ["attn", "qkv", _]:
-                first_k = whole.num_heads * whole.d_head
-                first_v = first_k + whole.num_kv_heads * whole.d_head
+                first_k = full.num_heads * full.d_head
+                first_v = first_k + full.num_kv_heads * full.d_head
                 return Division(0, (q, _moved(k, first_k), _moved(k, first_v)))
             case ["attn", "out", "weight"]:
                 return Division(1, (q,))
-            case ["attn", "q_norm" | "k_norm" as norm, _] if whole.qk_norm != "head":
+            case ["attn", "q_norm" | "k_norm" as norm, _] if full.qk_norm != "head":
                 own_range = q if norm == "q_norm" else k
                 by_head = slice(own_range.start // own.d_head, own_range.stop // own.d_head)
-                return Division(0, (own_range if whole.qk_norm == "projection" else by_head,))
+                return Division(0, (own_range if full.qk_norm == "projection" else by_head,))
             case ["mlp", *parts, "up" | "down" as layer, kind]:
-                size, own_size = (whole.d_expert, own.d_expert) if parts else (whole.d_mlp, own.d_mlp)
+                size, own_size = (full.d_expert, own.d_expert) if parts else (full.d_mlp, own.d_mlp)
                 neurons = _range(self.rank * own_size, own_size)
                 if layer == "up":
-                    return Division(0, (neurons, _moved(neurons, size)) if whole.gated else (neurons,))
+                    return Division(0, (neurons, _moved(neurons, size)) if full.gated else (neurons,))
                 return Division(1, (neurons,)) if kind == "weight" else None
         return None
 
     def take(self, name: str, weight: Weight) -> Tensor:
-        """This rank's part of a parameter. Of a weight that lies in mapped files, only this part is read."""
+        """Read this rank's part of a parameter. If the weight is in mapped files, no other part is read."""
         division = self.division(name)
         if division is None:
             return whole_weight(weight).detach()
@@ -132,7 +132,7 @@ class Share:
 
 
 class RowWiseLinear(nn.Module):
-    """A linear layer of which each rank has some inputs: the sum of the results of all ranks, and then the bias."""
+    """A linear layer whose inputs are divided among the ranks. It sums the results of all ranks, and adds the bias."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, add_up: Callable[[Tensor], Tensor]) -> None:
         """weight (N, K / ranks), bias (N,)."""
@@ -147,7 +147,7 @@ class RowWiseLinear(nn.Module):
 
 
 class SharedNetworkOps(TorchNetworkOps):
-    """PyTorch's operations. A norm over all heads adds up the squares of the heads of all ranks."""
+    """PyTorch's operations, but a norm over all heads sums the squares of the heads of all ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -165,7 +165,7 @@ class SharedNetworkOps(TorchNetworkOps):
         assert rule.kind == "rms", "norms over all heads are RMSNorms"
         assert bias is None
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        # Ranks that share a key-value head count it more than once, but all heads equally often.
+        # Ranks with the same key-value head count it more than once, but all heads are counted equally often.
         mean = self._ranks.add_up(wide.square().mean(-1, keepdim=True)) / self._ranks.size
         scale = (mean + rule.eps).sqrt()
         normalized = wide / scale
@@ -181,12 +181,12 @@ def prepare_share(
     network: Callable[..., Transformer] = Transformer,
     allows_varlen: bool = False,
 ) -> Transformer:
-    """Build the part of a network that this rank computes, from the parameters of a whole `Transformer(config)`.
+    """Build this rank's shard of a network, from the parameters of a whole `Transformer(config)`.
 
-    `weights` is emptied as by `prepare_model`; each rank reads the parts that it has. `network` makes the network; its
-    arguments are those of `Transformer`. Raises `InvalidField` as `Share` does.
+    `weights` is emptied, as by `prepare_model`; each rank reads only its own parts. `network` constructs the network,
+    with the arguments of `Transformer`. Raises `InvalidField` as `Shard` does.
     """
-    share = Share(config, ranks.rank, ranks.size)
+    shard = Shard(config, ranks.rank, ranks.size)
     embedding = weights["embed.weight"] = whole_weight(weights["embed.weight"])
     names = list(weights)
     progress = Progress("preparing weights", total=len(names))
@@ -195,18 +195,18 @@ def prepare_share(
         progress.advance(1 + has_bias)
         if name == "head":
             weight = weights.pop("head.weight", embedding)
-            return TORCH.network.linear(whole_weight(weight), None, embedding.dtype) if share.rank == 0 else NoHead()
+            return TORCH.network.linear(whole_weight(weight), None, embedding.dtype) if shard.rank == 0 else NoHead()
         with torch.device(embedding.device):  # this runs while the rest is laid out on the meta device
-            weight = share.take(f"{name}.weight", weights.pop(f"{name}.weight"))
-            bias = share.take(f"{name}.bias", weights.pop(f"{name}.bias")) if has_bias else None
+            weight = shard.take(f"{name}.weight", weights.pop(f"{name}.weight"))
+            bias = shard.take(f"{name}.bias", weights.pop(f"{name}.bias")) if has_bias else None
         if name.endswith(ROW_WISE):
             return RowWiseLinear(weight, bias, ranks.add_up)
         return TORCH.network.linear(weight, bias, embedding.dtype)
 
     backend = replace(TORCH, network=SharedNetworkOps(ranks), allows_varlen=allows_varlen)
     with torch.device("meta"):
-        model = network(config, backend=backend, linear=linear, share=share.config)
-    rest = {name: share.take(name, weights[name]) for name in weights}
+        model = network(config, backend=backend, linear=linear, share=shard.rank_config)
+    rest = {name: shard.take(name, weights[name]) for name in weights}
     surplus = model.load_state_dict(rest, strict=False, assign=True).unexpected_keys
     model.tie_head()
     weights.clear()
@@ -224,7 +224,7 @@ class NoHead(nn.Module):
 
 
 def _rows(parts: Sequence[Tensor], ranges: Sequence[slice]) -> list[Tensor]:
-    """These ranges of the rows of `parts`, which are numbered as if they were one tensor. Nothing is copied."""
+    """Views of some ranges of rows of `parts`. The rows are numbered as if `parts` were one tensor."""
     found = []
     for rows in ranges:
         first = 0
@@ -245,7 +245,7 @@ def _moved(rows: slice, by: int) -> slice:
 
 
 def _hidden_sizes(config: ModelConfig) -> list[str]:
-    """The fields with the numbers of hidden neurons of the feed-forward networks that there are."""
+    """The config fields with the numbers of hidden neurons, for the kinds of feed-forward networks in use."""
     kinds = {config.has_experts(layer) for layer in range(config.num_layers)}
     return [field for field, has_experts in (("d_mlp", False), ("d_expert", True)) if has_experts in kinds]
 
@@ -260,7 +260,7 @@ def _require_divisible(config: ModelConfig, field: str, size: int) -> None:
 
 
 def _counts(config: ModelConfig) -> str:
-    """The numbers of ranks by which a network can be divided, for messages."""
+    """List the numbers of ranks by which a network can be divided, for messages."""
     found = []
     for size in range(1, config.num_heads + 1):
         numbers = [config.num_heads, *(getattr(config, field) for field in _hidden_sizes(config))]

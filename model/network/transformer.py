@@ -5,7 +5,7 @@ rows, C width, H/Hkv heads, D head size, V vocabulary. Stages that fused kernels
 request; the pass uses them only if a tap has changed them, so reading a stage changes no bit of the result.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -22,7 +22,8 @@ from model.network.rotary import Rotations, sinusoidal_positions
 from model.ops.interface import Backend, NetworkOps, Rotation
 from model.ops.quantization import QuantizedLinear
 from model.ops.torch_ops import TORCH
-from model.tracing.tap import Probe, Tap
+from model.tracing.pauses import has_pauses, pause, pieces
+from model.tracing.tap import Probe, Tap, check_tap
 
 
 class Attention(nn.Module):
@@ -141,7 +142,7 @@ class Block(nn.Module):
         return self.ln2(x, probe.at("ln2")) if self.ln2 is not None and self.norms_stream else x
 
     def _added(self, out: Tensor, norm: Norm | None, probe: Probe) -> Tensor:
-        """What is added to the residual stream for the output of attention or feed-forward."""
+        """Convert the output of attention or feed-forward to the summand for the residual stream."""
         if norm is not None:
             out = norm(out, probe)
         return out if self.residual_scale == 1.0 else self._ops.scale(out, self.residual_scale)
@@ -155,8 +156,9 @@ class Transformer(nn.Module):
 
     `batch_invariant`: a token's result is the same, bit for bit, whichever other tokens are computed in the same pass.
 
-    `share` has the sizes of what this process computes of each block, and stores of keys and values; None: all of it.
-    Then other processes compute the rest, and `linear` makes the layers whose results are sums over all processes.
+    `share` is the config of the part of each block that this process computes, and of the keys and values that it
+    stores; None: the whole network. With a `share`, other processes compute the rest, and `linear` makes layers whose
+    results are sums over all processes.
     """
 
     def __init__(
@@ -207,6 +209,8 @@ class Transformer(nn.Module):
         if context is None:
             context = DenseContext(self.config, cache, ids.shape[1], ids.device, ops)
         probe = Probe(tap)
+        if tap is not None:
+            check_tap(tap, self.config)
 
         x = self.embed_tokens(ids, context.positions, probe)  # (B, T, C)
         rotations = None if self.rotary is None else self.rotary(context.positions, context.lengths, x.dtype, ops)
@@ -216,35 +220,20 @@ class Transformer(nn.Module):
             block_rows = index if skips_rows and layer == self.config.num_layers - 1 else None
             rotation = None if rotations is None else rotations[layer]
             x = block(x, rotation, context, probe.at("blocks").at(str(layer)), block_rows, adapters)
+            pause()
         context.finish()
 
         if index is not None and not skips_rows:
             x = x.index_select(1, index)
         return probe("logits", (decode or self.decode)(x, probe))
 
-    def steps(self, ids: Tensor, tap: Tap | None = None) -> Iterator[Tensor]:
-        """Compute the pass of `forward` without a cache, one block at a time, so that other work can run in between.
-
-        Yields the residual stream (B, T, C) after the embeddings and after each block, and then the logits (B, T, V).
-        """
-        ops = self.backend.network
-        context = DenseContext(self.config, None, ids.shape[1], ids.device, ops)
-        probe = Probe(tap)
-        x = self.embed_tokens(ids, context.positions, probe)
-        yield x
-        rotations = None if self.rotary is None else self.rotary(context.positions, context.lengths, x.dtype, ops)
-        for layer, block in enumerate(self.blocks):
-            rotation = None if rotations is None else rotations[layer]
-            x = block(x, rotation, context, probe.at("blocks").at(str(layer)))
-            yield x
-        yield probe("logits", self.decode(x, probe))
-
     def embed_tokens(self, ids: Tensor, positions: Tensor, probe: Probe) -> Tensor:
         """ids (B, T) at positions (T,) -> the residual stream (B, T, C) that enters the first block."""
         ops = self.backend.network
         x = ops.embed(self.embed.weight, ids)
-        if self.config.embedding_scale != 1.0:
-            x = ops.scale(x, _rounded(self.config.embedding_scale, x.dtype))
+        factor = embedding_factor(self.config, x.dtype)
+        if factor != 1.0:
+            x = ops.scale(x, factor)
         x = probe("embed", x)
         if self.rotary is not None:
             return x
@@ -259,10 +248,17 @@ class Transformer(nn.Module):
         if self.ln_final is not None:
             residual = self.ln_final(residual, (probe or Probe(None)).at("ln_final"))
         ops, config = self.backend.network, self.config
-        logits: Tensor = self.head(residual)
+        logits = self._head(residual)
         if config.logits_scale != 1.0:
             logits = ops.scale(logits, config.logits_scale)
         return logits if config.logits_softcap is None else ops.softcap(logits, config.logits_softcap)
+
+    def _head(self, residual: Tensor) -> Tensor:
+        """(..., C) -> (..., V). Piece by piece if other work can run in between and this changes no bit."""
+        if residual.dim() == 1 or not self.batch_invariant or not has_pauses():
+            logits: Tensor = self.head(residual)
+            return logits
+        return torch.cat([self.head(residual[..., rows, :]) for rows in pieces(residual.shape[-2])], dim=-2)
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """An empty cache for `capacity` tokens, in the dtype and on the device of the weights."""
@@ -286,6 +282,11 @@ class Transformer(nn.Module):
                 is_residual = name.endswith(("attn.out.weight", "mlp.down.weight"))
                 scale = (2 * self.config.num_layers) ** -0.5 if is_residual else 1.0
                 parameter.normal_(0.0, std * scale, generator=generator)
+
+
+def embedding_factor(config: ModelConfig, dtype: torch.dtype) -> float:
+    """The factor of the token embeddings, as a network in this dtype has it."""
+    return _rounded(config.embedding_scale, dtype)
 
 
 @cache

@@ -26,10 +26,10 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class NormRule(NamedTuple):
-    """How a norm computes: x, minus its mean if the kind is "layer", divided by its scale, times the gain.
+    """The formula of a norm: x, minus its mean if the kind is "layer", divided by its scale, times the gain.
 
     `eps` is added inside of the square root. The gain is the weight, or 1 + weight if there is an `offset`. A norm that
-    `spans_heads` is one over all heads together, which may be those of several processes.
+    `spans_heads` normalizes all heads together, also if they are divided among several processes.
     """
 
     eps: float
@@ -57,7 +57,7 @@ class Top(NamedTuple):
 
 @dataclass(frozen=True)
 class Draw:
-    """How to draw a token from one row of logits. `key` (64 bits) determines the noise."""
+    """The parameters for drawing a token from one row of logits. `key` (64 bits) determines the noise."""
 
     row: int
     temperature: float
@@ -68,7 +68,7 @@ class Draw:
 
 
 class NetworkOps(Protocol):
-    """What a network computes, and its linear layers.
+    """The operations of a network, and its linear layers.
 
     Dims: B batch, T new tokens, S keys, C width, H/Hkv heads, D head size.
     """
@@ -134,11 +134,11 @@ class NetworkOps(Protocol):
         """Average the values with the weights of a pattern: (B, H, T, S), v (B, S, Hkv, D) -> (B, T, H, D)."""
 
     def edit_rows(self, x: Tensor, edits: Sequence[RowEdit]) -> Tensor:
-        """A contiguous copy of x (B, T, D) or (B, T, H, D), of which edits have changed some rows, in order."""
+        """Copy x (B, T, D) or (B, T, H, D), and apply the edits to its rows in order. The copy is contiguous."""
 
 
 class SamplingOps(Protocol):
-    """How the next tokens are chosen from logits (N, V).
+    """The operations that choose the next tokens from logits (N, V).
 
     `masks` (N, W) int32 on the CPU say which tokens each row may choose: bit i % 32 of word i // 32 allows token i. The
     logits of all other tokens count as -inf. None allows all tokens in all rows.
@@ -148,7 +148,7 @@ class SamplingOps(Protocol):
         """logits (N, V) -> values (N,) and indices (N,)."""
 
     def draw(self, logits: Tensor, draws: Sequence[Draw], masks: Tensor | None = None) -> list[int]:
-        """One token id for each draw. Every row that is drawn from has a finite largest logit among allowed tokens."""
+        """Draw one token id per draw. In every row that is drawn from, the largest allowed logit must be finite."""
 
 
 class SummaryOps(Protocol):
@@ -165,7 +165,7 @@ class SummaryOps(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """What computes a network, its samples and its summaries.
+    """The operations that compute a network, sample tokens from its logits, and summarize its stages.
 
     `paged_attention` attends over a paged key-value cache in place; None if the backend cannot. `trace_kernels` compute
     traces in recorded steps; None if steps with traces cannot be recorded. `allows_varlen`: the engine may use

@@ -11,15 +11,14 @@ NaN and infinite weights cannot be quantized. The scales of their group become N
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.choices import Quantization
 from model.ops.weight_formats import FORMATS, GROUP, GroupedWeight, WeightFormat
 
-Quantization = Literal["stored", "none", "int8", "int5", "int4"]
 LayerFormats = Mapping[str, WeightFormat]
 """The format of each linear layer by name. Other layers keep their weights."""
 INT8, INT5, INT4 = FORMATS["q8_0"], FORMATS["q5_1"], FORMATS["q4_1"]

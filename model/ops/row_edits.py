@@ -16,7 +16,7 @@ RuleKind = Literal["set", "add", "scale", "cap", "project", "cap_component"]
 
 
 class EditRule(NamedTuple):
-    """What an edit makes of a vector x, with a second vector v, or with the numbers `first` and `second`.
+    """The arithmetic of an edit of a vector x, with a second vector v, or with the numbers `first` and `second`.
 
     set: v, or `first`. add: x + v, or x + `first`. scale: `first` x. cap: each number limited to the range from `first`
     to `second`. The last two change the component a = x.v of x along the unit vector v: with project it becomes
@@ -33,15 +33,15 @@ class RowEdit:
     """An edit of some rows of a stage.
 
     `rows` (N,) int64 are their indices in T, each at most once. `vectors` (P or 1, h or 1, D) float32 are the v of the
-    rule; row n takes `vectors[places[n]]`, or the first one without `places`. `exact` are the same in float64, if
-    float32 cannot hold them. `heads` (h,) int64 are the heads that are changed; None: all.
+    rule; row n takes `vectors[vector_indices[n]]`, or the first one if `vector_indices` is None. `exact` are the same
+    vectors in float64, if float32 cannot hold them. `heads` (h,) int64 are the heads that are changed; None: all.
     """
 
     rule: EditRule
     rows: Tensor
     vectors: Tensor | None = None
     exact: Tensor | None = None
-    places: Tensor | None = None
+    vector_indices: Tensor | None = None
     heads: Tensor | None = None
 
 
@@ -90,6 +90,6 @@ def vectors_of(edit: RowEdit, wide: Tensor) -> Tensor | None:
     vectors = edit.vectors if edit.exact is None or wide.dtype != torch.float64 else edit.exact
     if vectors is None:
         return None
-    if edit.places is not None:
-        vectors = vectors[edit.places]
+    if edit.vector_indices is not None:
+        vectors = vectors[edit.vector_indices]
     return vectors.to(wide)

@@ -22,7 +22,7 @@ class ScoreRule(NamedTuple):
 
 
 class CausalMask:
-    """Which keys each new query sees: its own, and earlier ones inside the sliding window, if there is one."""
+    """The causal mask of new queries: each sees its own key, and earlier keys inside the sliding window, if any."""
 
     def __init__(self, start: int, num_new: int, window: int | None, device: torch.device) -> None:
         self.start = start
@@ -40,7 +40,7 @@ class CausalMask:
 
     @cached_property
     def visible(self) -> Tensor:
-        """Which keys each query sees: (T, S) bool."""
+        """The mask as a tensor (T, S) bool: True for each key that a query sees."""
         queries = torch.arange(self.start, self.start + self.num_new, device=self.device)[:, None]
         keys = torch.arange(self.start + self.num_new, device=self.device)
         visible = keys <= queries

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from model.config import Activation, NormKind
 from model.ops.interface import Argmax, Backend, Draw, NormRule, Rotation, Top
 from model.ops.quantization import QuantizedLinear
-from model.ops.row_edits import RowEdit, edit_rows
+from model.ops.row_edits import edit_rows
 from model.ops.summary import Summary, summarize
 from model.ops.torch_attention import (
-    CausalMask,
-    ScoreRule,
     apply_pattern,
     attention_scores,
     fused_attention,
@@ -67,9 +65,6 @@ class TorchNetworkOps:
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x * factor
 
-    def softcap(self, x: Tensor, cap: float) -> Tensor:
-        return softcap(x, cap)
-
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, rule: NormRule) -> Tensor:
         size = weight.shape[-1:]
         is_plain = not rule.offset and weight.dim() == 1
@@ -110,22 +105,9 @@ class TorchNetworkOps:
         post = ACTIVATIONS[activation](pre)
         return post if linear is None else post * linear
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, rule: ScoreRule) -> Tensor:
-        return fused_attention(q, k, v, mask, rule)
-
-    def attention_scores(
-        self, q: Tensor, k: Tensor, mask: CausalMask | None, rule: ScoreRule
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return attention_scores(q, k, mask, rule)
-
-    def softmax(self, scores: Tensor, dtype: torch.dtype) -> Tensor:
-        return softmax(scores, dtype)
-
-    def apply_pattern(self, pattern: Tensor, v: Tensor) -> Tensor:
-        return apply_pattern(pattern, v)
-
-    def edit_rows(self, x: Tensor, edits: Sequence[RowEdit]) -> Tensor:
-        return edit_rows(x, edits)
+    softcap, softmax = staticmethod(softcap), staticmethod(softmax)
+    attend, attention_scores = staticmethod(fused_attention), staticmethod(attention_scores)
+    apply_pattern, edit_rows = staticmethod(apply_pattern), staticmethod(edit_rows)
 
 
 class TorchSamplingOps:

@@ -44,7 +44,7 @@ class WeightFormat:
 
     @property
     def offset(self) -> int:
-        """What is subtracted from an integer: the middle of the range, or 0 if there are minimums."""
+        """The number subtracted from each integer: the middle of the range, or 0 if there are minimums."""
         return 1 << self.bits - 1 if self.scale_kind in ("group", "halves") else 0
 
 

@@ -2,7 +2,8 @@
 
 A template comes from the checkpoint, the messages come from a client, and both are untrusted. So templates run in a
 sandbox with limits on time and memory (`template_sandbox.py`), and a special token in a client's text is plain text,
-unless the caller allows it (`special_token_names.py`). The ids equal those of transformers' `apply_chat_template`.
+unless the caller allows it (`stand_ins.py`). Messages get the form that the template reads (`template_forms.py`). The
+ids equal those of transformers' `apply_chat_template`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,12 +12,15 @@ from functools import cached_property
 from typing import Any
 
 import jinja2
-from jinja2 import meta
+from jinja2 import meta, nodes
 
 from model.errors import InvalidField, join_names, shortened
 from model.text.renamed_tokens import only_literal_matches, rename_tokens
+from model.text.roles import as_one_message, standard_role, without_system_role
 from model.text.special_token_names import SpecialTokenNames
+from model.text.stand_ins import StandIns, without
 from model.text.template_budget import TooExpensive
+from model.text.template_forms import FIRST, SECOND, TemplateForms, find_forms
 from model.text.template_sandbox import TemplateEnvironment, render
 from model.text.tokenizer import Tokenizer
 
@@ -24,6 +28,14 @@ MAX_SOURCE_CHARACTERS = 1 << 18  # the longest published templates have some 20,
 MAX_MESSAGE_CHARACTERS = 500  # of an error that a template raises
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # transformers accepts all of them
+
+# The roles of conversations with a system message after the beginning.
+LATER_SYSTEM_MESSAGES = (
+    ("user", "system", "user"),
+    ("user", "assistant", "system", "user"),
+    ("system", "user", "assistant", "system", "user"),
+    ("system", "user", "assistant", "user", "system"),
+)
 
 Message = Mapping[str, Any]
 """A message, as templates expect it: the fields of the OpenAI protocol, as plain JSON values.
@@ -44,12 +56,26 @@ class InvalidTemplate(ValueError):
 
 @dataclass(frozen=True)
 class _Variant:
-    """A template of a checkpoint, compiled twice: as it is, and with names in place of its special tokens."""
+    """A compiled template of a checkpoint."""
 
     source: str
-    plain: jinja2.Template
-    protected: jinja2.Template
+    template: jinja2.Template
     variables: frozenset[str]
+    stand_ins: StandIns
+    special_tokens: Mapping[str, str]
+
+    @cached_property
+    def forms(self) -> TemplateForms:
+        """The forms in which the template reads messages, found when they are first needed."""
+
+        def probe(messages: Sequence[Message]) -> str | None:
+            values = dict.fromkeys(OWN_VARIABLES) | {"messages": messages, "add_generation_prompt": False}
+            try:
+                return render(self.template, {**self.special_tokens, **values})
+            except Exception:  # of any kind: the template was not written for such messages
+                return None
+
+        return find_forms(probe)
 
 
 class ChatTemplate:
@@ -66,25 +92,27 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         named = set(self._special_tokens.values())
         special = {text for text, is_special in tokenizer.added_tokens.items() if is_special or text in named}
+        self._special = special
         self._names = SpecialTokenNames(special)
         self._only_literal_matches = only_literal_matches(tokenizer, special)
         sources = {"default": source} if isinstance(source, str) else source
         environment = TemplateEnvironment()
+        self._system_places: dict[tuple[str, ...], bool] = {}
         self._variants = {name: self._compile(environment, name, text) for name, text in sources.items()}
 
     def _compile(self, environment: TemplateEnvironment, name: str, source: str) -> _Variant:
         if len(source) > MAX_SOURCE_CHARACTERS:
             raise InvalidTemplate(name, f"has more than {MAX_SOURCE_CHARACTERS} characters, the limit")
         try:
-            plain, protected = environment.parse(source), environment.parse(source)
-            variables = frozenset(meta.find_undeclared_variables(plain))
-            self._names.hide_in_template(protected)
-            compiled = environment.compile_limited(plain), environment.compile_limited(protected)
+            tree = environment.parse(source)
+            variables = frozenset(meta.find_undeclared_variables(tree))
+            stand_ins = StandIns(self._special, _literals(tree))
+            compiled = environment.compile_limited(tree)
         except jinja2.TemplateSyntaxError as error:
             raise InvalidTemplate(name, f"line {error.lineno}: {error.message}") from error
         except Exception as error:  # Python's own compiler refuses, for example, too many nested loops
             raise InvalidTemplate(name, f"cannot be compiled: {error}") from error
-        return _Variant(source, *compiled, variables)
+        return _Variant(source, compiled, variables, stand_ins, self._special_tokens)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -102,6 +130,68 @@ class ChatTemplate:
         """
         names = ("default", "tool_use") if name is None else (name,)
         return any(variable in self._variants[each].variables for each in names if each in self._variants)
+
+    def ends_answers_with(self, token: str) -> bool:
+        """Whether the default template writes this text after every answer of the model."""
+        turns = [("user", "x"), ("assistant", FIRST), ("user", "x"), ("assistant", SECOND)]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        try:
+            text = self.render(messages, allow_special_tokens=True)
+        except InvalidField:  # the template does not take such a conversation
+            return False
+        return all(text.partition(answer)[2].lstrip().startswith(token) for answer in (FIRST, SECOND))
+
+    def adapted(self, messages: Sequence[Message], *, with_tools: bool) -> list[dict[str, Any]]:
+        """Messages of the OpenAI protocol in the form that the default template reads, so that no text is lost.
+
+        A developer message is a system message. Where the template does not read one, its text is the user's; several
+        at the beginning become one, if the template reads only the first message. Several text parts
+        become one text if the template does not read parts, and arguments of calls become a text if the template writes
+        them as they are. Otherwise the messages stay as transformers gets them.
+        """
+        own = [{**message, "role": standard_role(message.get("role"))} for message in messages]
+        if any(message["role"] == "system" for message in own):
+            if not self._has_system_role:
+                own = without_system_role(own)
+            elif any(message["role"] == "system" for message in own[1:]):
+                own = self._with_read_system_messages(own)
+        forms = self._choose(None, with_tools=with_tools).forms
+        return [forms.message(message) for message in own]
+
+    def _with_read_system_messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """System messages in the places where the template reads them: some read only the first message."""
+        first = next((place for place, each in enumerate(messages) if each["role"] != "system"), len(messages))
+        head, rest = messages[:first], messages[first:]
+        if not self._reads_system_in(("system", "system", "user")):
+            head = as_one_message(head)
+        if not all(map(self._reads_system_in, LATER_SYSTEM_MESSAGES)):
+            rest = without_system_role(rest)
+        return [*head, *rest]
+
+    def _reads_system_in(self, roles: tuple[str, ...]) -> bool:
+        """Whether a prompt has the texts of all system messages of a conversation with these roles."""
+        if roles not in self._system_places:
+            forms = self._choose(None, with_tools=False).forms
+            contents = [f"{FIRST}{place}" for place in range(len(roles))]
+            messages = [
+                forms.message({"role": role, "content": content}) for role, content in zip(roles, contents, strict=True)
+            ]
+            try:
+                text = self.render(messages, add_generation_prompt=True)
+            except InvalidField:
+                text = ""
+            self._system_places[roles] = all(content in text for content in contents)
+        return self._system_places[roles]
+
+    @cached_property
+    def _has_system_role(self) -> bool:
+        """Whether the prompt has the text of a system message. Some templates refuse it, and others drop it."""
+        messages = [{"role": "system", "content": FIRST}, {"role": "user", "content": SECOND}]
+        forms = self._choose(None, with_tools=False).forms
+        try:
+            return FIRST in self.render([forms.message(message) for message in messages], add_generation_prompt=True)
+        except InvalidField:
+            return False
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt as text, for people to read. The arguments are those of `encode`."""
@@ -173,21 +263,26 @@ class ChatTemplate:
                 raise InvalidField("chat_template_kwargs", f"{own!r} cannot be set here; it has a field of its own")
         if not messages:
             raise InvalidField("messages", "must have at least one message")
-        prepared = [_with_reasoning_fields({k: v for k, v in each.items() if v is not None}) for each in messages]
+        prepared = [
+            _with_reasoning_fields(variant.forms.with_parts({k: v for k, v in each.items() if v is not None}))
+            for each in messages
+        ]
+        stand_ins: Mapping[str, str] = {}
+        if not allow_special_tokens:
+            given = (prepared, tools, documents, variables)
+            (prepared, tools, documents, variables), stand_ins = variant.stand_ins.protect(given)
         if continue_final_message:
             if add_generation_prompt:
                 raise InvalidField("continue_final_message", "cannot be combined with add_generation_prompt")
             final_text = self._mark_end(prepared, variant.source)
-        hide = str if allow_special_tokens else self._names.hide
-        special_tokens = {key: hide(token) for key, token in self._special_tokens.items()}
         values = (prepared, tools, documents, add_generation_prompt)
-        template = variant.plain if allow_special_tokens else variant.protected
+        all_variables = {**self._special_tokens, **variables, **dict(zip(OWN_VARIABLES, values, strict=True))}
         try:
-            text = render(template, {**special_tokens, **variables, **dict(zip(OWN_VARIABLES, values, strict=True))})
+            text = render(variant.template, all_variables, stand_ins)
         except TooExpensive as error:
             raise InvalidField("messages", f"the chat template {error}; send less text, or fewer messages") from error
         except Exception as error:  # a template can raise anything, mostly for messages that it was not written for
-            reason = self._names.show(str(error)) or type(error).__name__
+            reason = without(str(error), stand_ins).replace(self._names.end_mark.strip(), "") or type(error).__name__
             is_own = isinstance(error, jinja2.TemplateError)
             raise InvalidField(
                 "messages",
@@ -195,7 +290,7 @@ class ChatTemplate:
             ) from error
         if continue_final_message:
             text = self._cut_at_end(text, final_text)
-        return text if allow_special_tokens else self._names.complete_roles(text)
+        return text if allow_special_tokens else without(self._names.hide(text), stand_ins)
 
     def _choose(self, name: str | None, *, with_tools: bool) -> _Variant:
         """The template that transformers chooses."""
@@ -230,6 +325,12 @@ class ChatTemplate:
         if place < 0 or final_text.strip() not in text:
             raise InvalidField("continue_final_message", "the chat template does not write the last message as it is")
         return text[:place] if text.startswith(mark, place) else text[:place].rstrip()
+
+
+def _literals(tree: nodes.Template) -> set[str]:
+    """The texts that a template compares, looks up or writes, and the names of the fields that it reads."""
+    texts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return texts | {node.attr for node in tree.find_all(nodes.Getattr)}
 
 
 def _with_reasoning_fields(message: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.errors import InvalidField
+from model.text.json_keys import WHOLE_TEXT, JsonPlace, KeyFilter
 
 WORD_BITS = 32
 Words = NDArray[np.int32]
@@ -22,11 +23,26 @@ Words = NDArray[np.int32]
 class Constraint:
     """A compiled grammar over a vocabulary of `vocab_size` tokens. `field` is its field in the request.
 
+    With a `key_filter`, no object in the JSON of the text has a key twice. `begin` says where the JSON is.
+
     Raises `InvalidField` if the grammar is invalid, or allows nothing but the empty text.
     """
 
-    def __init__(self, field: str, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(
+        self,
+        field: str,
+        matcher: LLMatcher,
+        vocab_size: int,
+        key_filter: KeyFilter | None = None,
+        begin: JsonPlace = WHOLE_TEXT,
+    ) -> None:
         self.field = field
+        self.key_filter = key_filter
+        self.begin = begin
+        self.not_enforced: Mapping[str, str] = {}
+        """The fields of functions whose arguments may be any JSON object, because their schemas are not enforced, and
+        why. Nothing else of the client is in the reasons, so that they can be logged.
+        """
         self.vocab_size = vocab_size
         self._matcher = matcher
         # The first mask is computed here, in the thread of the caller, because it takes longer than later ones.
@@ -55,6 +71,8 @@ class GrammarState:
         """Whether no token can follow. The sequence then ends, also without a stop token."""
         self._matcher = constraint.new_matcher()
         self._tokens: list[int] = []
+        self._keys = constraint.key_filter
+        self._place = constraint.begin
         self._stop_ids = [token_id for token_id in stop_token_ids if token_id < constraint.vocab_size]
 
     def append(self, token_id: int) -> None:
@@ -62,6 +80,11 @@ class GrammarState:
         self._tokens.append(token_id)
         if not self._matcher.consume_token(token_id):
             raise self._error()
+        if self._keys is not None:
+            place = self._place.after(self._keys.tokens[token_id])
+            if place is None:
+                raise self._error("an object has a key twice")
+            self._place = place
         if self._matcher.is_stopped():
             self.is_complete = True
         elif self._matcher.is_accepting():
@@ -77,6 +100,7 @@ class GrammarState:
         nothing.
         """
         num_ahead = 0
+        place: JsonPlace | None = self._place
         for row in range(1 + len(draft)):
             fill(self._matcher, words[row])
             if self._matcher.is_error():
@@ -88,6 +112,13 @@ class GrammarState:
                 return None
             if not self._mark_stop_ids(words[row]) and row == 0:
                 return self._error("every token that can follow is in stop_token_ids, but the text is not complete")
+            if self._keys is not None and place is not None:
+                self._keys.remove(place, words[row])
+                if row == 0 and not words[row].any():
+                    return self._error("the object already has each key that can follow")
+                place = place.after(self._keys.tokens[draft[row]]) if row < len(draft) else None
+                if place is None:
+                    break
             if row == len(draft) or not self._matcher.try_consume_tokens([draft[row]]):
                 break
             num_ahead += 1
@@ -121,7 +152,7 @@ class GrammarState:
 
 @dataclass(frozen=True)
 class TokenMasks:
-    """Which tokens each row of logits (R, V) allows.
+    """The tokens that are allowed in each row of logits (R, V), as bit masks.
 
     Bit i % 32 of word i // 32 says whether token i is allowed: words (R, W) int32. All bits are
     set in rows without a constraint, and in the rows of a sequence whose mask failed. `failures` maps the first row of

@@ -1,62 +1,35 @@
-"""Refuse parts of grammars that llguidance does not limit (their cost grows fast) or that it silently ignores."""
+"""The limits for grammars of clients: on their length, on the process that reads them, and on llguidance."""
 
-import re
-from collections.abc import Mapping
-from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from model.errors import InvalidField
+from llguidance import LLParserLimits
 
-MAX_DIVISOR = 90_000  # of multipleOf, without its decimal point; takes up to 0.7 s, growing with its square
-MAX_PATTERN_PROPERTIES = 100  # in a whole schema; takes about 0.1 s, growing with the cube of the number
-# Texts in which attributes have no meaning, then an attribute. Special tokens such as <|"|> may contain quotes. A text
-# without an end reaches to the end of the grammar, which is then invalid. So each character is read once.
-ATTRIBUTE = re.compile(
-    r"""<[^<>\s]+> | "(?:\\.|[^"\\])*+(?:"|\\?\Z) | //[^\n]* | \#[^\n]* | /(?:\\.|[^/\\])++(?:/|\\?\Z)
-    | \b(temperature|max_tokens)\s*=""",
-    re.VERBOSE | re.DOTALL,
-)
-IGNORED = "{name} has no effect on a rule of a grammar; set {name} in the request, for the whole text"
-
-
-def check_attributes(field: str, text: str) -> None:
-    """Raise `InvalidField` for the attributes `temperature=` and `max_tokens=` of rules of Lark."""
-    for found in ATTRIBUTE.finditer(text):
-        if found[1]:
-            raise InvalidField(field, IGNORED.format(name=found[1]))
-
-
-def check_schema(field: str, schema: Mapping[str, Any]) -> None:
-    """Raise `InvalidField` for a schema that takes too long to compile for one of two known reasons."""
-    num_patterns = 0
-    nodes: list[Any] = [schema]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, list):
-            nodes += node
-        elif isinstance(node, Mapping):
-            nodes += node.values()
-            patterns = node.get("patternProperties")
-            num_patterns += len(patterns) if isinstance(patterns, Mapping) else 0
-            divisor = node.get("multipleOf")
-            if isinstance(divisor, int | float) and digits_of(divisor) > MAX_DIVISOR:
-                reason = f"is too complex: multipleOf {divisor} has too many digits; use at most {MAX_DIVISOR}"
-                raise InvalidField(field, reason)
-    if num_patterns > MAX_PATTERN_PROPERTIES:
-        reason = f"is too complex: it has {num_patterns} patternProperties; use at most {MAX_PATTERN_PROPERTIES}"
-        raise InvalidField(field, reason)
+MAX_BYTES = 1 << 16  # of a schema, a grammar, a regular expression or all choices together
+CPU_SECONDS = 2.0  # a last resort: LIMITS refuse most grammars long before
+QUICK_CPU_SECONDS = 0.1  # grammars that take longer wait for each other, and delay no others
+NICENESS = 10
+MAX_STACK_BYTES = 1 << 20  # far less than the threads of the server have
+MAX_DATA_BYTES = 1 << 29
+MAX_RULES_CHARACTERS = 1 << 21  # of the grammar that the limited process writes, which the server reads
+# The limits of llguidance, also when the server compiles the grammar, and while a text is generated. Lower ones than
+# llguidance's own, because a mask of one sequence delays all others.
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 100_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 10_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 50_000,
+    "verbose_errors": False,
+}
 
 
-def digits_of(number: float) -> int:
-    """A positive number without its decimal point and without zeros at its end behind the point: 1.25 gives 125."""
-    try:
-        _, digits, exponent = Decimal(str(number)).as_tuple()
-    except InvalidOperation:  # a boolean
-        return 0
-    if not isinstance(exponent, int):  # not finite
-        return 0
-    text = "".join(map(str, digits))
-    if exponent >= 0:
-        return int(text + "0" * exponent)
-    num_zeros = min(len(text) - len(text.rstrip("0")), -exponent)
-    return int(text[: len(text) - num_zeros] or 0)
+class InvalidGrammar(ValueError):
+    """A grammar is invalid, or too expensive. The message says why. `field`: the field of the request, if not all."""
+
+    def __init__(self, reason: str, field: str | None = None) -> None:
+        super().__init__(reason)
+        self.field = field
+
+
+def parser_limits() -> LLParserLimits:
+    return LLParserLimits(**LIMITS)

@@ -327,7 +327,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> li
 
 @dataclass(frozen=True)
 class ConstraintEffect:
-    """What a grammar changed for a chosen token, under the network's own distribution.
+    """The effect of a grammar on a chosen token, under the network's own distribution.
 
     `logprob` is the token's log-probability, and `constrained_logprob` the one among the allowed tokens alone.
     `removed_mass` is the probability of all excluded tokens together.
@@ -339,7 +339,7 @@ class ConstraintEffect:
 
 
 def constraint_effect(logits: Tensor, words: Tensor, token_id: int) -> ConstraintEffect:
-    """What a mask (W,) changed for a token, from unchanged logits (V,)."""
+    """Compute the effect of a mask (W,) on a token, from unmasked logits (V,)."""
     logprobs = logits.detach().double().log_softmax(-1)
     allowed = unpack_masks(words[None], logprobs[None])[0]
     total = logprobs.masked_fill(~allowed, -torch.inf).logsumexp(-1)

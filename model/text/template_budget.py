@@ -5,7 +5,7 @@ module knows nothing of Jinja.
 """
 
 import time
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -56,9 +56,10 @@ def size_of(value: Any, limit: float = float("inf")) -> int:
 
 
 class Budget:
-    """What is left of the time and memory of one rendering with an input of `input_bytes`."""
+    """The time and memory that remain for one rendering with an input of `input_bytes`."""
 
-    def __init__(self, input_bytes: int) -> None:
+    def __init__(self, input_bytes: int, stand_ins: Mapping[str, str]) -> None:
+        self.stand_ins = stand_ins  # stand-in characters in the texts of the client -> what they stand for
         self.max_value_bytes = VALUE_BYTES + VALUE_FACTOR * input_bytes
         self._total = self._left = TOTAL_BYTES + TOTAL_FACTOR * input_bytes
         self._ticks = 0

@@ -7,7 +7,7 @@ large as their inputs need no check: the result is counted afterwards.
 import json
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import wraps
 from typing import Any
@@ -15,7 +15,16 @@ from typing import Any
 from jinja2 import filters, pass_context, pass_eval_context
 from jinja2.exceptions import SecurityError, TemplateError
 
-from model.text.template_budget import ITEM_BYTES, MAX_INTEGER_BITS, MAX_ITEMS, MAX_WIDTH, TooExpensive, current
+from model.text.stand_ins import without
+from model.text.template_budget import (
+    CONTAINERS,
+    ITEM_BYTES,
+    MAX_INTEGER_BITS,
+    MAX_ITEMS,
+    MAX_WIDTH,
+    TooExpensive,
+    current,
+)
 
 MAX_SLOW_CHARACTERS = 1 << 20  # for filters that take long for each character
 MAX_JSON_OPTIONS = 200
@@ -98,7 +107,70 @@ def concatenate(values: list[Any]) -> str:
     budget = current()
     budget.tick()
     budget.size(values)
-    return str(budget.keep("".join(map(str, values))))
+    return str(budget.keep("".join(map(as_text, values))))
+
+
+# Stand-in characters in the texts of clients
+
+
+def plain(value: Any) -> Any:
+    """The value without stand-in characters in its texts, to be compared or searched."""
+    stand_ins = current().stand_ins
+    if isinstance(value, str):
+        return without(value, stand_ins)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(plain, value)) if any(isinstance(each, str) for each in value) else value
+    if isinstance(value, dict) and not all(isinstance(key, str) and key.isascii() for key in value):
+        return {plain(key): each for key, each in value.items()}
+    return value
+
+
+def as_text(value: Any) -> str:
+    """The text of a value. Python would escape the stand-ins in the texts of a container."""
+    text = str(value)
+    return _unescaped(text, lambda character: repr(character)[1:-1]) if isinstance(value, CONTAINERS) else text
+
+
+def _unescaped(text: str, escape: Callable[[str], str]) -> str:
+    if "\\" in text:
+        for stand_in in current().stand_ins:
+            text = text.replace(escape(stand_in), stand_in)
+    return text
+
+
+@pass_context
+def without_stand_ins(_: Any, value: Any) -> Any:
+    """An operand of a comparison."""
+    shown = plain(value)
+    return value if shown is value else current().keep(shown)
+
+
+def _cut(text: str, pieces: Sequence[str], gap: int) -> list[str]:
+    """The parts of a text that are as long as the pieces, with gaps between them."""
+    parts, begin = [], 0
+    for piece in pieces:
+        parts.append(text[begin : begin + len(piece)])
+        begin += len(piece) + gap
+    return parts
+
+
+def call_with_stand_ins(name: str, text: str, *args: Any) -> Any:
+    """Call a method that searches in a text, as if the text had no stand-ins. They stay in the result."""
+    shown, shown_args = plain(text), tuple(map(plain, args))
+    if name == "replace":
+        old, new, *count = args
+        parts = call_with_stand_ins("split", text, old, *count) if old else [text]
+        return new.join(parts) if old else text.replace(old, new, *count)
+    found = getattr(shown, name)(*shown_args)
+    if not isinstance(found, (str, list, tuple)) or found == text:
+        return found
+    if name in ("split", "rsplit"):
+        return _cut(text, found, len(shown_args[0]))
+    if name in ("partition", "rpartition"):
+        return tuple(_cut(text, found, 0))
+    begin = len(shown) - len(shown.lstrip(*shown_args)) if name == "strip" else 0
+    begin = len(text) - len(found) if name in ("lstrip", "removeprefix") else begin
+    return text[begin : begin + len(found)]
 
 
 # Methods of strings
@@ -141,6 +213,10 @@ CHEAP_METHODS = frozenset((
     "isupper", "ljust", "lower", "lstrip", "partition", "removeprefix", "removesuffix", "rfind", "rindex",
     "rjust", "rpartition", "rstrip", "startswith", "strip", "swapcase", "title", "upper", "zfill",
 ))
+SEARCHING_METHODS = frozenset((
+    "count", "endswith", "find", "index", "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rfind",
+    "rindex", "rpartition", "rsplit", "rstrip", "split", "startswith", "strip",
+))
 # fmt: on
 
 
@@ -157,6 +233,8 @@ def call_string_method(text: str, method: Callable[..., Any], *args: Any, **kwar
         CHECKED_METHODS[name](text, *args, **kwargs)
     elif name not in CHEAP_METHODS:
         raise SecurityError(f"the string method {name!r} is not available in chat templates")
+    if name in SEARCHING_METHODS and args and args[0] is not None and not kwargs:
+        return call_with_stand_ins(name, text, *args)
     return method(*args, **kwargs)
 
 
@@ -228,6 +306,10 @@ CHEAP_FILTERS = frozenset((
     "lower", "map", "random", "reject", "rejectattr", "safe", "select", "selectattr", "string", "tojson",
     "trim", "upper",
 ))
+TEXT_FILTERS = frozenset((  # of a container they take its text
+    "capitalize", "center", "e", "escape", "forceescape", "format", "indent", "lower", "replace", "string", "title",
+    "trim", "truncate", "upper", "wordcount",
+))
 # fmt: on
 REMOVED_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")  # slow, and not useful in a prompt
 
@@ -242,6 +324,8 @@ def bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any
     def run(*args: Any, **kwargs: Any) -> Any:
         budget = current()
         budget.tick()
+        if name in TEXT_FILTERS and isinstance(args[start], CONTAINERS):
+            args = (*args[:start], as_text(args[start]), *args[start + 1 :])
         check(*args[start:], **kwargs)
         return budget.keep(function(*args, **kwargs))
 
@@ -254,9 +338,20 @@ def bounded_test(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         current().tick()
-        return function(*args, **kwargs)
+        return function(*map(plain, args), **kwargs)
 
     return run
+
+
+def replace(value: Any, old: Any, new: Any, count: int | None = None) -> str:
+    """Jinja's filter `replace`."""
+    return str(call_with_stand_ins("replace", str(value), str(old), str(new), -1 if count is None else count))
+
+
+def trim(value: Any, chars: str | None = None) -> str:
+    """Jinja's filter `trim`."""
+    text = str(value)
+    return str(call_with_stand_ins("strip", text, chars)) if chars else text.strip()
 
 
 @pass_eval_context
@@ -300,13 +395,15 @@ def to_json(
     budget.size(value)
     options: dict[str, Any] = {"ensure_ascii": ensure_ascii, "separators": separators, "sort_keys": sort_keys}
     if indent is None:
-        return json.dumps(value, **options)
+        text = json.dumps(value, **options)
+        return _unescaped(text, lambda character: json.dumps(character)[1:-1]) if ensure_ascii else text
     pieces = []
     for piece in json.JSONEncoder(indent=indent, **options).iterencode(value):  # deep values are mostly indents
         budget.tick()
         budget.spend(len(piece))
         pieces.append(piece)
-    return "".join(pieces)
+    text = "".join(pieces)
+    return _unescaped(text, lambda character: json.dumps(character)[1:-1]) if ensure_ascii else text
 
 
 # Functions

@@ -21,7 +21,8 @@ from jinja2.visitor import NodeTransformer
 from model.text import template_operations as operations
 from model.text.template_budget import CONTAINERS, Budget, current, size_of, spending
 
-SPEND, KEEP, CONCATENATE = "_spend", "_keep", "_concatenate"  # filters that only the changed syntax tree uses
+# Filters that only the changed syntax tree uses.
+SPEND, KEEP, CONCATENATE, PLAIN = "_spend", "_keep", "_concatenate", "_plain"
 
 
 class TemplateDict:
@@ -83,11 +84,18 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             extensions=[GenerationBlocks, jinja2.ext.loopcontrols],
             finalize=_finalize,
         )
-        self.filters |= {"tojson": operations.to_json, "join": operations.join}
+        self.filters |= {
+            "tojson": operations.to_json,
+            "join": operations.join,
+            "replace": operations.replace,
+            "string": operations.as_text,
+            "trim": operations.trim,
+        }
         for name in operations.REMOVED_FILTERS:
             del self.filters[name]
         self.filters = {name: operations.bounded_filter(name, call) for name, call in self.filters.items()}
-        self.filters |= {SPEND: operations.spend, KEEP: operations.keep, CONCATENATE: operations.concatenate}
+        self.filters |= {SPEND: operations.spend, KEEP: operations.keep}
+        self.filters |= {CONCATENATE: operations.concatenate, PLAIN: operations.without_stand_ins}
         tests: dict[str, Any] = dict(self.tests)
         self.tests = {name: operations.bounded_test(call) for name, call in tests.items()}
         del self.globals["lipsum"]
@@ -144,7 +152,7 @@ def _finalize(_: Any, value: Any) -> Any:
     budget.tick()
     if isinstance(value, CONTAINERS):
         budget.size(value)
-    text = str(value)
+    text = operations.as_text(value)
     budget.spend(len(text))
     return text
 
@@ -170,7 +178,11 @@ class _AddLimits(NodeTransformer):
         return nodes.Filter(values, CONCATENATE, [], [], None, None, lineno=node.lineno)
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        return self._kept(node)
+        kept = self._kept(node)
+        node.expr = _filtered(node.expr, PLAIN)
+        for operand in node.ops:
+            operand.expr = _filtered(operand.expr, PLAIN)
+        return kept
 
     def visit_List(self, node: nodes.List) -> nodes.Node:
         return self._kept(node)
@@ -189,7 +201,11 @@ class _AddLimits(NodeTransformer):
 
     def _kept(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
-        return nodes.Filter(node, KEEP, [], [], None, None, lineno=node.lineno)
+        return _filtered(node, KEEP)
+
+
+def _filtered(node: nodes.Expr, name: str) -> nodes.Expr:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 def _spend(num_bytes: int, line: int) -> nodes.Expr:
@@ -200,8 +216,15 @@ def _statement(num_bytes: int, line: int) -> nodes.Stmt:
     return nodes.ExprStmt(_spend(num_bytes, line), lineno=line)
 
 
-def render(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-    """The text of a template. Raises `TooExpensive`, or any exception that the template causes."""
+NONE: Mapping[str, str] = {}
+
+
+def render(template: jinja2.Template, variables: Mapping[str, Any], stand_ins: Mapping[str, str] = NONE) -> str:
+    """The text of a template. Raises `TooExpensive`, or any exception that the template causes.
+
+    `stand_ins` are characters in texts of `variables`, and what they stand for. The template compares and searches
+    texts as if they had none.
+    """
     variables = dict(variables)
-    with spending(Budget(size_of(variables))):
+    with spending(Budget(size_of(variables), stand_ins)):
         return "".join(template.root_render_func(template.new_context(variables)))

@@ -2,7 +2,7 @@
 
 import codecs
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,14 @@ class Tokenizer:
         """The name of a special token, which has no text; empty for other tokens."""
         return self._backend.id_to_token(token_id) or "" if token_id in self._special_ids else ""
 
+    def special_ids(self, names: Iterable[str]) -> frozenset[int]:
+        """The ids of the special tokens with these names; spaces around a name do not count, and other names neither.
+
+        A stop string that names a special token must match the id, because the token has no text.
+        """
+        ids = (self.id_of(name.strip()) for name in names)
+        return frozenset(token_id for token_id in ids if token_id is not None and self.special_name(token_id))
+
     def _find_anchor(self, ids: Sequence[int]) -> list[int]:
         """Find a token of letters, which `decode_inside` puts before other tokens. An empty list if there is none.
 
@@ -289,6 +297,10 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace") if tokenizer.is_byte_level else None
         self._pending: list[int] = []  # a run of byte-fallback tokens, which may begin in the prompt
         self._num_prompt_characters = 0  # characters of the run that belong to the prompt's text
+        self._run = codecs.getincrementaldecoder("utf-8")(errors="ignore")
+        self._num_run_characters = 0  # complete characters of the run
+        self.own_start = 0
+        """How many characters of the text since the last returned piece belong to tokens before the newest one."""
         self._is_first = True  # whether no text comes before the run
         self._read_prompt([token_id for token_id in prompt_ids if tokenizer.has_text(token_id)])
         self._is_first = self._is_first and not is_inside
@@ -304,12 +316,15 @@ class Detokenizer:
             start -= 1
         self._is_first = start == 0
         self._pending = prompt_ids[start:]
+        for token_id in self._pending:
+            self._find_own_start(token_id)
         text = self._pending_text()
         # If the run ends inside a character, its text is not certain yet, so the first piece has the text of all of it.
         self._num_prompt_characters = 0 if text.endswith(REPLACEMENT) else len(text)
 
     def push(self, token_id: int) -> str:
         """Add a token and return the text that it completes, which is often empty."""
+        self.own_start = self._find_own_start(token_id)
         if not self._tokenizer.has_text(token_id):
             return ""
         if self._utf8 is not None:
@@ -326,8 +341,18 @@ class Detokenizer:
     def _take_pending(self) -> str:
         piece = self._pending_text()[self._num_prompt_characters :]
         self._is_first = self._is_first and not self._pending
-        self._pending, self._num_prompt_characters = [], 0
+        self._pending, self._num_prompt_characters, self._num_run_characters = [], 0, 0
+        self._run.reset()
         return piece
+
+    def _find_own_start(self, token_id: int) -> int:
+        """The number of characters of the run that are complete before this token."""
+        if self._tokenizer.is_byte(token_id):  # the run may turn out not to be UTF-8, but most are
+            begin = self._num_run_characters
+            self._num_run_characters += len(self._run.decode(self._tokenizer.streamed_bytes(token_id)))
+        else:
+            begin = len(self._pending_text())
+        return max(0, begin - self._num_prompt_characters)
 
     def _pending_text(self) -> str:
         decode = self._tokenizer.decode if self._is_first else self._tokenizer.decode_inside

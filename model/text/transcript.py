@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Literal
 
-from model.errors import InvalidField
+from model.errors import ContextOverflow, InvalidField
 from model.text.constraint import Constraint
 from model.text.sampling import MAX_INT, SamplingParams, TokenLogprobs, check_int
 from model.text.tokenizer import Detokenizer, Tokenizer
@@ -66,7 +66,7 @@ class StopIndex:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationParams:
-    """What to generate.
+    """The parameters of a generation.
 
     - `max_tokens`: the maximum number of tokens of each continuation; 0 only computes the prompt.
     - `n`: the number of continuations of the prompt. Continuation i uses the request's seed plus i.
@@ -116,16 +116,9 @@ class GenerationParams:
         room = max_positions - num_prompt
         if num_prompt == 0:
             raise InvalidField("prompt", "is empty")
-        if room < min(self.max_tokens, 1):
-            raise InvalidField(
-                "prompt", f"has {num_prompt} tokens, which leaves no room in the context of {max_positions}"
-            )
         if self.max_tokens > room:
-            raise InvalidField(
-                "max_tokens",
-                f"{self.max_tokens} after a prompt of {num_prompt} exceed the context of {max_positions}; "
-                f"at most {room} fit",
-            )
+            field = "prompt" if room < 1 else "max_tokens"
+            raise ContextOverflow(field, max_positions, num_prompt, self.max_tokens)
         if self.constraint is not None and not has_tokenizer:
             raise InvalidField(self.constraint.field, "the checkpoint has no tokenizer, so there is no text")
         if self.stop and not has_tokenizer:
@@ -139,11 +132,15 @@ class GenerationParams:
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """One token, and the text that it completed."""
+    """One token, and the text that it completed.
+
+    `offset` is where its own text begins in the text of the choice: `text` may begin with that of earlier tokens.
+    """
 
     token_id: int
     text: str
     logprobs: TokenLogprobs | None = None
+    offset: int = 0  # in characters
 
 
 @dataclass(frozen=True)
@@ -198,6 +195,7 @@ class Transcript:
         self._detokenizer = Detokenizer(tokenizer, context, is_inside=is_inside) if tokenizer is not None else None
         self._stops = StopStrings(params.stop_index)
         self._num_generated = 0
+        self._num_decoded = self._num_returned = 0  # characters
         self.end = End("length") if params.max_tokens == 0 else None
 
     def prompt_outputs(self, logprobs: Sequence[TokenLogprobs]) -> list[TokenOutput]:
@@ -206,11 +204,20 @@ class Transcript:
         `logprobs` are those of all tokens except the first, which has no prediction. They may be empty.
         """
         entries = [None, *logprobs] if logprobs else [None] * len(self._prompt_ids)
-        texts = [""] * len(self._prompt_ids)
+        texts, offsets = [""] * len(self._prompt_ids), [0] * len(self._prompt_ids)
         if self._params.echo and self._detokenizer is not None:
-            texts = [self._detokenizer.push(token_id) for token_id in self._prompt_ids]
+            for index, token_id in enumerate(self._prompt_ids):
+                texts[index], offsets[index] = self._decode(self._detokenizer, token_id)
             texts[-1] += self._detokenizer.flush() if self.end is not None else ""
-        return list(map(TokenOutput, self._prompt_ids, texts, entries))
+            self._num_returned = self._num_decoded
+        return list(map(TokenOutput, self._prompt_ids, texts, entries, offsets))
+
+    def _decode(self, detokenizer: Detokenizer, token_id: int) -> tuple[str, int]:
+        """The text that a token completes, and where its own text begins."""
+        piece = detokenizer.push(token_id)
+        offset = self._num_decoded + detokenizer.own_start
+        self._num_decoded += len(piece)
+        return piece, offset
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None, *, is_complete: bool = False) -> TokenOutput:
         """Add the next token. It sets `end` if the token ends the sequence.
@@ -221,14 +228,19 @@ class Transcript:
         self._num_generated += 1
         is_stop_token = token_id in self._params.stop_token_ids
         is_last = is_stop_token or is_complete or self._num_generated == self._params.max_tokens
-        piece = ""
+        piece, offset = "", 0
         if self._detokenizer is not None:
-            piece = "" if is_stop_token else self._detokenizer.push(token_id)
-            piece += self._detokenizer.flush() if is_last else ""
+            if not is_stop_token:
+                piece, offset = self._decode(self._detokenizer, token_id)
+            rest = self._detokenizer.flush() if is_last else ""
+            piece, self._num_decoded = piece + rest, self._num_decoded + len(rest)
+            offset = self._num_decoded if is_stop_token else offset
         text, stop = self._stops.push(piece)
+        self._num_returned += len(text)
         if stop is not None:
+            offset = min(offset, self._num_returned)
             self.end = End("stop", stop)
         elif is_last:
             text += self._stops.flush()
             self.end = End("stop", token_id) if is_stop_token else End("stop" if is_complete else "length")
-        return TokenOutput(token_id, text, logprobs)
+        return TokenOutput(token_id, text, logprobs, offset)

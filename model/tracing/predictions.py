@@ -8,6 +8,7 @@ from torch import Tensor
 
 from model.ops.interface import SummaryOps, Top
 from model.ops.torch_ops import TORCH
+from model.tracing.pauses import pieces
 from model.tracing.tap import Probe, Tap
 
 
@@ -22,8 +23,11 @@ class Predictions:
 
 def predict(logits: Tensor, top_k: int, ops: SummaryOps = TORCH.summaries) -> list[Predictions]:
     """logits (T, V) -> for each row the `top_k` most likely tokens, with probabilities over the whole vocabulary."""
-    _, log_totals = ops.distribution(logits, wants_probabilities=False)
-    return predictions_of(ops.top(logits, top_k), log_totals)
+    found = []
+    for rows in pieces(len(logits), top_k):
+        _, log_totals = ops.distribution(logits[rows], wants_probabilities=False)
+        found += predictions_of(ops.top(logits[rows], top_k), log_totals)
+    return found
 
 
 def predictions_of(top: Top, log_totals: Tensor) -> list[Predictions]:
@@ -40,9 +44,13 @@ def compute_loss(
     logits (1, T, V) and T targets -> loss (1, T) in nats: -ln softmax(logits)[target]. It is NaN if the target is None.
     """
     probe = Probe(tap)
-    probabilities, log_totals = ops.distribution(logits, wants_probabilities=probe.wants("probabilities"))
-    if probabilities is not None:
+    if probe.wants("probabilities"):
+        probabilities, log_totals = ops.distribution(logits, wants_probabilities=True)
+        assert probabilities is not None
         probe("probabilities", probabilities)
+    else:
+        parts = [ops.distribution(logits[:, rows], wants_probabilities=False)[1] for rows in pieces(logits.shape[1])]
+        log_totals = torch.cat(parts, dim=1)
     target_ids = torch.tensor([[-1 if target is None else target for target in targets]], device=logits.device)
     target_logits = logits.gather(-1, target_ids.clamp(min=0)[..., None])[..., 0].to(log_totals.dtype)
     return probe("loss", (log_totals - target_logits).masked_fill(target_ids < 0, torch.nan))

@@ -1,4 +1,4 @@
-"""Which stages a trace keeps, which part of each, and in which form: only shapes, also summaries, or also the numbers.
+"""The selection of a trace: its stages, the part of each to keep, and the form (shapes, summaries, or numbers as well).
 
 `Selection.shape` gives the shape of each kept tensor before anything is computed. A stage name reaches its tensor on
 this path: `stages.select` finds the stages of the request's globs, a `Selection` holds them, a `Recorder` (tap.py) asks
@@ -23,7 +23,7 @@ MAX_PENDING_BYTES = 1 << 22  # beyond it the pending stages are summarized, whil
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What to keep of a pass.
+    """The stages to keep of a pass, and the part to keep of each.
 
     `positions` selects tokens, and the rows (queries) of a pattern. `heads` selects query heads; of k and v it selects
     the key-value heads that these query heads read. None keeps all.

@@ -4,8 +4,9 @@ A tap is called with the name and value of each stage as soon as it is computed,
 that the tap returns: the network *offers* a stage to the tap. `Probe` is what the modules of a network see of a tap.
 """
 
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.tracing.stages import Stage
+from model.config import ModelConfig
+from model.tracing.pauses import pause
+from model.tracing.stage_hints import stage_hint
+from model.tracing.stages import Stage, known_names, stages_of
 
+BLOCK = re.compile(r"^blocks\.\d+\.")
+DERIVED = ("probabilities", "loss")  # from the logits, after the pass
 Tap = Callable[[str, Tensor], Tensor]
 """(full stage name, value) -> the value with which the pass continues.
 
@@ -41,17 +47,35 @@ class Recorder:
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         self.kept[name] = self._keep(self._stages[name], tensor)
+        pause()
         return tensor
 
 
 class Editor:
     """A tap that replaces stages: `edits` maps a full stage name to a function of the tensor.
 
-    It is for code in the same process. Edits that a request declares are in `edits.py`.
+    A name may be written as in TransformerLens, with `hook_`. A name that no network has is refused with `ValueError`,
+    and one that the network lacks when a pass begins. This tap is for code in the same process; edits that a request
+    declares are in `edits/`.
     """
 
     def __init__(self, edits: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
-        self._edits = dict(edits)
+        self._edits = {name.replace("hook_", ""): edit for name, edit in edits.items()}
+        known = known_names()  # and their ends, because a module of a network may run alone
+        known |= {name.split(".", count)[-1] for name in known for count in (1, 2, 3)}
+        self._require(known, (BLOCK.sub("blocks.0.", name) for name in self._edits))
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise `ValueError` for a stage that a network with this config does not have."""
+        self._require({stage.name for stage in stages_of(config, adapters=True)}, self._edits)
+
+    def _require(self, known: Collection[str], names: Iterable[str]) -> None:
+        for name, place in zip(self._edits, names, strict=True):
+            if place in DERIVED:
+                raise ValueError(f"{name!r} cannot be edited, because nothing depends on it")
+            if place not in known:
+                hint = stage_hint(place, sorted(known), lambda other: other in known)
+                raise ValueError(f"{name!r} is no stage that an Editor can change{f'; {hint}' if hint else ''}")
 
     def wants(self, name: str) -> bool:
         return name in self._edits
@@ -69,11 +93,23 @@ class Chain:
     def wants(self, name: str) -> bool:
         return any(wants(name) for _, wants in self._taps)
 
+    def check(self, config: ModelConfig) -> None:
+        """Let each tap refuse a network."""
+        for tap, _ in self._taps:
+            check_tap(tap, config)
+
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         for tap, wants in self._taps:
             if wants(name):
                 tensor = tap(name, tensor)
         return tensor
+
+
+def check_tap(tap: Tap, config: ModelConfig) -> None:
+    """Let a tap refuse a network: raise what its method `check` raises, if it has one."""
+    check = getattr(tap, "check", None)
+    if check is not None:
+        check(config)
 
 
 def wants_of(tap: Tap | None) -> Callable[[str], bool]:
@@ -83,7 +119,7 @@ def wants_of(tap: Tap | None) -> Callable[[str], bool]:
 
 
 def call_tap(tap: Tap, name: str, tensor: Tensor) -> Tensor:
-    """What the tap returns. `ValueError` unless it has the same shape and dtype, which kernels rely on."""
+    """Call a tap. Raises `ValueError` unless its result has the shape and dtype of `tensor`: kernels rely on both."""
     returned = tap(name, tensor)
     if returned is tensor:
         return tensor
@@ -93,10 +129,10 @@ def call_tap(tap: Tap, name: str, tensor: Tensor) -> Tensor:
 
 
 def changed(new: Tensor, old: Tensor) -> Tensor:
-    """Which numbers of a stage a tap has changed.
+    """Mark the numbers of a stage that a tap has changed, as a bool tensor.
 
-    These are all of them if gradients are computed with respect to what the tap returned: the rest of the pass must
-    depend on this tensor then, even if its numbers are the old ones.
+    If gradients are computed with respect to the tensor that the tap returned, all numbers are marked: the rest of the
+    pass must depend on this tensor, even if its numbers are the old ones.
     """
     return torch.ones_like(old, dtype=torch.bool) if new.requires_grad else new != old
 

@@ -12,7 +12,6 @@ with the log `training.jsonl` and the plot `curve.png`. If a run is stopped and 
 last evaluation. Every step has its own random seed, so on the same device the result is that of an uninterrupted run.
 """
 
-import argparse
 import hashlib
 import json
 import math
@@ -30,6 +29,7 @@ from tqdm import tqdm
 
 from model.analysis.perplexity import score_texts
 from model.checkpoints.load import load_checkpoint
+from model.command_line import Parser, number
 from model.config import ModelConfig
 from model.network.parameters import count_parameters
 from model.network.transformer import Transformer
@@ -339,14 +339,19 @@ def train(paths: Sequence[Path], out: Path, recipe: Recipe, *, device: str, comp
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a small network on text files.")
+    parser = Parser(description="Train a small network on text files.")
     parser.add_argument("texts", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint, the log and the state")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="use torch.compile, which needs a C++ compiler")
     for field in fields(Recipe):
         option = "--" + field.name.replace("_", "-")
-        parser.add_argument(option, type=type(field.default), default=field.default, help="default: %(default)s")
+        parser.add_argument(
+            option,
+            type=number(int if isinstance(field.default, int) else float),
+            default=field.default,
+            help="default: %(default)s",
+        )
     options = vars(parser.parse_args())
     try:
         recipe = Recipe(**{field.name: options[field.name] for field in fields(Recipe)})

@@ -10,6 +10,7 @@ From `attn_out` on, the article follows only the last position. Between the step
 or two decimals.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -21,7 +22,16 @@ from model.ops.torch_ops import ACTIVATIONS
 from model.tracing.stages import HIDDEN, OUTPUT_STAGES, RESIDUAL, Stage, norm_stages
 from model.tracing.tap import Probe
 from model.worked_examples.published import Published
-from model.worked_examples.worked_example import ATTENTION, WorkedExample, fixed, in_block, layer_norm, project_heads
+from model.worked_examples.worked_example import (
+    ATTENTION,
+    WorkedExample,
+    by_head,
+    fixed,
+    in_block,
+    layer_norm,
+    norm_weights,
+    project_heads,
+)
 
 TOKEN_EMBEDDING = [
     [0.2, -0.1, 0.7, 0.2],
@@ -182,6 +192,20 @@ class ATokensJourney(WorkedExample):
         self.ln1, self.ln2 = layer_norm(self.d_model), layer_norm(self.d_model)
         self.W_q, self.W_k, self.W_v = fixed([W_Q]), fixed([W_K]), fixed([W_V])  # (H, C, D)
         self.W_o, self.W_1, self.W_2, self.W_lm = fixed(W_O), fixed(W_1), fixed(W_2), fixed(W_LM)
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        attention = {"W_Q": self.W_q, "W_K": self.W_k, "W_V": self.W_v, "W_O": by_head(self.W_o, self.num_heads)}
+        return {
+            "embed.W_E": self.tok_emb,
+            "pos_embed.W_pos": self.pos_emb,
+            **norm_weights("blocks.0.ln1", self.ln1),
+            **{f"blocks.0.attn.{name}": weight for name, weight in attention.items()},
+            **norm_weights("blocks.0.ln2", self.ln2),
+            "blocks.0.mlp.W_in": self.W_1,
+            "blocks.0.mlp.W_out": self.W_2,
+            "unembed.W_U": self.W_lm,
+        }
 
     def compute(self, ids: Tensor, probe: Probe, block: Probe) -> Tensor:
         attn, mlp = block.at("attn"), block.at("mlp")

@@ -24,6 +24,7 @@ stages that are computed from them.
 """
 
 import random
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -39,10 +40,12 @@ from model.worked_examples.published import Published
 from model.worked_examples.worked_example import (
     ATTENTION,
     WorkedExample,
+    by_head,
     drawn,
     fixed,
     in_block,
     layer_norm,
+    norm_weights,
     project_heads,
 )
 
@@ -211,6 +214,20 @@ class AIRocks(WorkedExample):
         self.W2 = fixed(torch.zeros(self.d_mlp, self.d_model))
         self.W_O.copy_(self._fitted("blocks.0.attn.z", "blocks.0.attn_out"))
         self.W2.copy_(self._fitted("blocks.0.mlp.post", "blocks.0.mlp_out"))
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        attention = {"W_Q": self.W_Q, "W_K": self.W_K, "W_V": self.W_V, "W_O": by_head(self.W_O, self.num_heads)}
+        mlp = {"W_in": self.W1, "b_in": self.b1, "W_out": self.W2, "b_out": self.b2}
+        return {
+            "embed.W_E": self.E,
+            "pos_embed.W_pos": self.P,
+            **norm_weights("blocks.0.ln1", self.ln1),
+            **{f"blocks.0.attn.{name}": weight for name, weight in attention.items()},
+            **norm_weights("blocks.0.ln2", self.ln2),
+            **{f"blocks.0.mlp.{name}": weight for name, weight in mlp.items()},
+            "unembed.W_U": self.E.mT,
+        }
 
     def _fitted(self, source: str, target: str) -> Tensor:
         """The smallest W (least squares norm) for which this network's own `source` @ W is the printed `target`."""

@@ -11,6 +11,7 @@ How this network differs from a standard block:
 """
 
 import random
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -25,10 +26,12 @@ from model.worked_examples.published import Published
 from model.worked_examples.worked_example import (
     ATTENTION,
     WorkedExample,
+    by_head,
     drawn,
     fixed,
     in_block,
     layer_norm,
+    norm_weights,
     project_heads,
 )
 
@@ -110,6 +113,19 @@ class ILikeTransformers(WorkedExample):
         self.W2, self.b2 = fixed(drawn(generator, width, hidden)), fixed(drawn(generator, 1, width)[0])
         self.W_lm = fixed(drawn(generator, words, width))
         self.ln2 = layer_norm(self.d_model)
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        attention = {"W_Q": self.W_Q, "W_K": self.W_K, "W_V": self.W_V, "W_O": by_head(self.W_O.mT, self.num_heads)}
+        mlp = {"W_in": self.W1.mT, "b_in": self.b1, "W_out": self.W2.mT, "b_out": self.b2}
+        return {
+            "embed.W_E": self.E_token,
+            "pos_embed.W_pos": self.E_pos,
+            **{f"blocks.0.attn.{name}": weight for name, weight in attention.items()},
+            **{f"blocks.0.mlp.{name}": weight for name, weight in mlp.items()},
+            **norm_weights("blocks.0.ln2", self.ln2),
+            "unembed.W_U": self.W_lm.mT,
+        }
 
     def compute(self, ids: Tensor, probe: Probe, block: Probe) -> Tensor:
         attn, mlp = block.at("attn"), block.at("mlp")

@@ -47,6 +47,17 @@ def layer_norm(size: int) -> Norm:
     return Norm(size, rule=NormRule(1e-5, "layer")).double().requires_grad_(False)
 
 
+def norm_weights(name: str, norm: Norm) -> dict[str, Tensor]:
+    """The gain and the bias of a norm by their names in `WorkedExample.weights`."""
+    assert norm.bias is not None
+    return {f"{name}.w": norm.weight, f"{name}.b": norm.bias}
+
+
+def by_head(weight: Tensor, num_heads: int) -> Tensor:
+    """The matrix after attention for each head: (H D, C) -> (H, D, C)."""
+    return weight.reshape(num_heads, -1, weight.shape[-1])
+
+
 def project_heads(x: Tensor, weights: Tensor) -> Tensor:
     """Multiply x by the matrix of each head, x W as in the articles: (B, T, C) and (H, C, D) -> (B, T, H, D)."""
     return torch.einsum("btc,hcd->bthd", x, weights)
@@ -94,6 +105,11 @@ class WorkedExample(nn.Module):
     @property
     def vocab_size(self) -> int:
         return len(self.vocabulary)
+
+    @property
+    @abstractmethod
+    def weights(self) -> Mapping[str, Tensor]:
+        """The weights in the order of computation, with the names and shapes of `model/network/weight_views.py`."""
 
     def encode(self, text: str) -> list[int]:
         """The ids of words separated by whitespace. Raises `ValueError` for the first unknown word."""

@@ -1,21 +1,26 @@
 """The size of a response and of the tensors of a pass, bounded before anything is computed.
 
-A route describes what its response holds at most as a `ResponseContents`. All sizes follow from it here.
+A route describes what its response holds at most as a `ResponseContents`. All sizes follow from it here, and from the
+classes of the results.
 """
 
+import types
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
 
+from forwardscope.results.generations import Logprob
+from forwardscope.results.records import Record
+from forwardscope.results.stages import PositionedToken, PositionPredictions, Prediction, Published, Stage
 from service.http.encoding import Encoding, value_bytes
 from service.http.errors import ApiError
 from service.state import State
 
-# The most bytes that a part of a response takes in JSON, without its texts:
-RECORD_BYTES = 512  # the answer itself, an event, or a stage with its name, shape, dims and summary
-PREDICTION_BYTES = 160  # a token with its logit and probability, or log-probability
-TOKEN_BYTES = 56  # a token with its id and position
+SCALAR_BYTES = {bool: 5, int: 10, float: 25, str: 2, types.NoneType: 4}  # a text counts without its characters
+LIST_BYTES = 224  # the lists and names of a record, such as the shape and the dims of a stage
 ESCAPED_BYTES = 6  # one byte of a text, if it is a control character
 # A pass holds each number up to three times. An attention score: as computed, masked, and after the softmax. A logit:
 # as computed, in float32, and as a probability or log-probability.
@@ -24,16 +29,18 @@ PASS_COPIES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseContents:
-    """What a response holds at most.
+    """Upper bounds of the contents of a response.
 
-    `text_bytes` are the bytes of all texts in UTF-8, before JSON escapes them. The `num_values` tensor values have
-    `dtype` and are written in `encoding`. `extra_bytes` are the bytes of everything else. The response holds all of
-    this `num_choices` times.
+    A record is the answer itself, an event, or a stage; a prediction is a token with its logit and probability, or
+    what is as large. The text of a token has at most `token_bytes`, and other texts have `text_bytes`, in UTF-8, before
+    JSON escapes them. The `num_values` tensor values have `dtype` and are written in `encoding`. `extra_bytes` are the
+    bytes of everything else, such as printed numbers. The response holds all of this `num_choices` times.
     """
 
     num_records: int = 0
     num_predictions: int = 0
     num_tokens: int = 0
+    token_bytes: int = 0
     text_bytes: int = 0
     num_values: int = 0
     dtype: torch.dtype = torch.float32
@@ -41,17 +48,31 @@ class ResponseContents:
     extra_bytes: int = 0
     num_choices: int = 1
 
+    @property
+    def num_bytes(self) -> int:
+        """Bound the bytes of the response."""
+        size = (json_bytes(Stage) - json_bytes(Published) + LIST_BYTES) * self.num_records
+        size += max(map(json_bytes, (Prediction, Logprob, PositionPredictions))) * self.num_predictions
+        size += json_bytes(PositionedToken) * self.num_tokens
+        size += ESCAPED_BYTES * (self.text_bytes + self.token_bytes * (self.num_predictions + self.num_tokens))
+        if self.encoding == "safetensors":
+            size *= 2  # JSON inside the JSON of the header, where every quote is escaped
+        size += value_bytes(self.num_values, self.dtype, self.encoding)
+        return self.num_choices * (size + self.extra_bytes)
 
-def response_bytes(contents: ResponseContents) -> int:
-    """Bound the bytes of a response."""
-    size = RECORD_BYTES * contents.num_records
-    size += PREDICTION_BYTES * contents.num_predictions
-    size += TOKEN_BYTES * contents.num_tokens
-    size += ESCAPED_BYTES * contents.text_bytes
-    if contents.encoding == "safetensors":
-        size *= 2  # JSON inside the JSON of the header, where every quote is escaped
-    size += value_bytes(contents.num_values, contents.dtype, contents.encoding)
-    return contents.num_choices * (size + contents.extra_bytes)
+
+@cache
+def json_bytes(hint: Any) -> int:
+    """The most bytes that a value of a type takes in JSON with a comma, its texts and lists counted as empty."""
+    args = get_args(hint)
+    if isinstance(hint, type) and issubclass(hint, Record):
+        hints = get_type_hints(hint)
+        return 3 + sum(len(each.name) + 3 + json_bytes(hints[each.name]) for each in fields(cast(Any, hint)))
+    if get_origin(hint) in (Union, types.UnionType):
+        return max(map(json_bytes, args))
+    if get_origin(hint) is Literal:
+        return max(len(word) for word in args) + 3
+    return SCALAR_BYTES.get(hint, SCALAR_BYTES[types.NoneType]) + 1
 
 
 def pass_bytes(*, num_logits: int, num_scores: int = 0, itemsize: int = 4) -> int:

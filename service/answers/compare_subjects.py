@@ -1,21 +1,22 @@
-"""What the served model is compared with: uploaded stages, files of the operator, or the model with other settings.
+"""The subjects of comparisons with the served model: uploaded stages, files of the operator, or other settings.
 
 Clients name no paths or addresses of their own: a path is looked up below one directory that the operator has chosen.
 """
 
 import base64
 import binascii
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from model.analysis.compare import record_steps, require_comparable
+from model.analysis.compare import record_stages, require_comparable
 from model.analysis.compare.sources import Given, StageTensors, match_stages, read_safetensors_bytes, read_stage_file
 from model.checkpoints.load import DTYPES, Checkpoint
 from model.checkpoints.streamed import OpenCheckpoint, open_checkpoint
+from model.choices import Quantization
 from model.errors import CheckpointError
-from model.ops.quantization import LayerFormats, Quantization
+from model.ops.quantization import LayerFormats
 from service.http.compare_schemas import CompareRequest, CompareSetting
 from service.http.errors import invalid
 from service.settings import Settings
@@ -63,33 +64,33 @@ def read_path(path: Path, root: Path, max_bytes: int) -> StageTensors | OpenChec
     raise invalid("b.path", "is neither a safetensors or npz file of stages nor a checkpoint")
 
 
-def given_steps(
+def given_stages(
     body: CompareRequest,
     source: StageTensors | OpenCheckpoint | None,
     checkpoint: Checkpoint,
     opened: OpenCheckpoint,
     settings: Settings,
     ids: Sequence[int],
-) -> Generator[None, None, Given]:
-    """The stages of B. A network is computed here, and the iterator stops after each block."""
+) -> Given:
+    """The stages of B. If B is a network, it is computed here."""
     if isinstance(source, StageTensors):
         return match_stages(source, opened.config, ids, body.names)
     if isinstance(source, OpenCheckpoint):
         require_comparable(opened.config, source.config, len(ids))
         dtype = torch.float32 if source.dtype == torch.float64 else source.dtype
         dtype = dtype if body.dtype is None else DTYPES[body.dtype]
-        return (yield from record_steps(source.name, source.network(dtype), ids, dtype, opened.config))
+        return record_stages(source.name, source.network(dtype), ids, dtype, opened.config)
     assert body.b.setting is not None
-    return (yield from _setting_steps(body.b.setting, checkpoint, opened, settings, ids))
+    return _setting_stages(body.b.setting, checkpoint, opened, settings, ids)
 
 
-def _setting_steps(
+def _setting_stages(
     setting: CompareSetting,
     checkpoint: Checkpoint,
     opened: OpenCheckpoint,
     settings: Settings,
     ids: Sequence[int],
-) -> Generator[None, None, Given]:
+) -> Given:
     served = checkpoint.model.embed.weight.dtype
     dtype = served if setting.dtype is None else DTYPES[setting.dtype]
     quantize = checkpoint.quantization if setting.quantize is None else setting.quantize
@@ -97,7 +98,7 @@ def _setting_steps(
     is_served = (dtype, quantize, kernels) == (served, checkpoint.quantization, settings.kernels)
     network = checkpoint.model if is_served else opened.network(dtype, quantize=quantize, kernels=kernels)
     described = ", ".join([str(dtype).removeprefix("torch."), *_described(quantize), kernels])
-    return (yield from record_steps(f"{checkpoint.name} ({described})", network, ids, dtype, opened.config))
+    return record_stages(f"{checkpoint.name} ({described})", network, ids, dtype, opened.config)
 
 
 def _described(quantize: Quantization | LayerFormats) -> list[str]:

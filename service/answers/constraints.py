@@ -1,5 +1,6 @@
 """Structured output: compile the constraint of a request on its generated text."""
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -10,15 +11,16 @@ from model.errors import InvalidField
 from model.network.ranks import LostRank
 from model.text.constraint import Constraint
 from model.text.grammar import Grammars, NotRemembered
-from model.text.grammar_checker import NeedsMoreTime
+from model.text.grammar_process import NeedsMoreTime, NoAnswer
 from service.http.disconnects import unless_disconnected
-from service.http.errors import ApiError, internal, invalid, lost_rank
+from service.http.errors import ApiError, internal, invalid, invalid_field, lost_rank, unread_grammar
 from service.http.generate_schemas import StructuredOutputs
 from service.state import State
 
 Compile = Callable[[Grammars], Constraint]
 """Compiles one constraint. Raises `InvalidField` if it is invalid or too expensive, `NeedsMoreTime` if it is slow."""
 FIELD = "structured_outputs"
+LOG = logging.getLogger(__name__)
 
 
 def structured_output(asked: StructuredOutputs | None) -> Compile | None:
@@ -42,8 +44,8 @@ async def compile_constraint(
     """Compile a constraint outside of the event loop; None if the request has none.
 
     A slow one is given up after a fraction of a second, and compiled again on a second thread, so that it delays only
-    other slow ones. Raises 400 that names the field and the reason for one that is invalid or too expensive, and 429 if
-    too many wait.
+    other slow ones. Raises 400 that names the field and the reason for one that is invalid or too expensive, 429 if too
+    many wait, and 503 if the process that reads grammars was killed.
     """
     if compile_one is None:
         return None
@@ -69,18 +71,24 @@ async def compile_constraint(
         return None
 
     try:
-        if (found := await state.worker.run_text(find, 0)) is not None:  # it does not wait for those of others
-            return found
-        try:
-            return await unless_disconnected(request, state.worker.run_grammar(compile_quickly))
-        except NeedsMoreTime:
-            return await unless_disconnected(request, state.worker.run_grammar(compile_slowly, is_slow=True))
+        constraint = await state.worker.run_text(find, 0)  # it does not wait for those of others
+        if constraint is None:
+            try:
+                constraint = await unless_disconnected(request, state.worker.executors.run("grammars", compile_quickly))
+            except NeedsMoreTime:
+                run = state.worker.executors.run("slow-grammars", compile_slowly)
+                constraint = await unless_disconnected(request, run)
     except InvalidField as error:
-        raise invalid(error.field, error.reason) from None
+        raise invalid_field(error) from None
+    except NoAnswer:
+        raise unread_grammar() from None
+    for place, reason in constraint.not_enforced.items():
+        LOG.info("the arguments of the function in %s may be any JSON object: %s", place, reason)
+    return constraint
 
 
 def generation_error(error: Exception) -> ApiError:
     """The answer for a failed choice: 400 if its own grammar or edits are the reason, otherwise 500 or 503."""
     if isinstance(error, LostRank):
         return lost_rank()
-    return invalid(error.field, error.reason) if isinstance(error, InvalidField) else internal()
+    return invalid_field(error) if isinstance(error, InvalidField) else internal()

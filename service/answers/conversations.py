@@ -9,16 +9,22 @@ from fastapi import Request
 from model.checkpoints.load import Checkpoint
 from model.errors import InvalidField
 from model.text.chat_template import ChatTemplate
-from model.text.tokenizer import TooManyTokens
+from model.text.roles import standard_role
+from service.answers.call_ids import demands_short_ids, with_short_ids
+from service.answers.offered_tools import OfferedTools
 from service.answers.openai_answers import check_implemented
-from service.answers.prompts import check_prompt_ids, too_long
-from service.answers.tool_calls import refuse_constant, without_tools
-from service.http.disconnects import unless_disconnected
-from service.http.errors import invalid
+from service.answers.prompts import tokenize
+from service.answers.tool_calls import refuse_constant
+from service.answers.tools_as_text import without_tools
+from service.http.errors import invalid, invalid_field
 from service.http.json_values import check_values, max_values
 from service.http.openai_schemas import ChatRequest, JsonObject, Message
+from service.ignored_fields import is_strict, note_ignored
 from service.state import State, get_reservation
-from service.worker import SHORT_TEXT
+
+TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
+# Reasoning of earlier answers, which chat templates do not show again, as parts of other APIs.
+REASONING_PARTS = frozenset({"thinking", "redacted_thinking", "reasoning"})
 
 
 def find_template(checkpoint: Checkpoint) -> ChatTemplate:
@@ -35,13 +41,22 @@ def find_template(checkpoint: Checkpoint) -> ChatTemplate:
 
 
 async def conversation_ids(
-    body: ChatRequest, request: Request, state: State, checkpoint: Checkpoint, template: ChatTemplate
+    body: ChatRequest,
+    tools: OfferedTools,
+    request: Request,
+    state: State,
+    checkpoint: Checkpoint,
+    template: ChatTemplate,
 ) -> list[int]:
-    """The token ids of a conversation. Raises 400 for fields that the chat template refuses or does not use.
+    """The token ids of a conversation. Raises 400 for fields that the chat template refuses.
 
     The messages are read, rendered and tokenized outside of the event loop. Their size is that of the request.
     """
-    variables = read_variables(body, template)
+    variables, unused = read_variables(body, template)
+    if is_strict(request.scope, state.settings.strict_fields) and unused:
+        reason = "the chat template of this model does not use it, so it would have no effect; leave it out"
+        raise invalid(unused[0], reason, "unknown_variable")
+    note_ignored(request.scope, unused)
     begins_message = body.add_generation_prompt
     if begins_message is None:
         begins_message = not body.continue_final_message
@@ -50,13 +65,18 @@ async def conversation_ids(
 
     def encode() -> list[int]:
         check_arguments(body.messages, max_values(state.settings.max_body_bytes))
-        messages = [read_message(message, index) for index, message in enumerate(body.messages)]
-        tools = offered_tools(body)
+        ignored: list[str] = []
+        messages = [read_message(message, index, ignored) for index, message in enumerate(body.messages)]
+        note_ignored(request.scope, ignored)
+        definitions = tools.definitions
         if not template.uses("tools"):
-            messages, tools = without_tools(messages, tools), []
+            messages, definitions = without_tools(messages, definitions), []
+        elif demands_short_ids(template.source_for(with_tools=bool(definitions))):
+            messages = with_short_ids(messages)
+        messages = template.adapted(messages, with_tools=bool(definitions))
         return template.encode(
             messages,
-            tools=tools or None,
+            tools=definitions or None,
             documents=body.documents,
             add_generation_prompt=begins_message,
             continue_final_message=body.continue_final_message,
@@ -65,30 +85,21 @@ async def conversation_ids(
             max_tokens=checkpoint.model.config.max_positions,
         )
 
-    num_bytes = get_reservation(request).num_bytes
-    state.worker.check_room(0)  # refuse before the work of tokenizing, not after it
-    job = state.worker.run_text(encode, num_bytes)
     try:
-        ids = await (job if num_bytes <= SHORT_TEXT else unless_disconnected(request, job))
+        return await tokenize(encode, get_reservation(request).num_bytes, request, state, checkpoint, "messages")
     except InvalidField as error:
-        raise invalid(error.field, error.reason) from None
-    except TooManyTokens as error:
-        raise too_long("messages", f"at least {error.num_tokens}", checkpoint.model.config.max_positions) from None
-    check_prompt_ids(ids, checkpoint, "messages")
-    return ids
+        raise invalid_field(error) from None
 
 
-def offered_tools(body: ChatRequest) -> list[JsonObject]:
-    """The functions that the model may call, with the fields that the client has sent."""
-    return [] if body.tool_choice == "none" else [tool.model_dump(exclude_unset=True) for tool in body.tools]
+def read_message(message: Message, index: int, ignored: list[str]) -> dict[str, Any]:
+    """A message for chat templates: with the arguments of calls as objects.
 
-
-def read_message(message: Message, index: int) -> dict[str, Any]:
-    """A message for chat templates: with its text parts joined, and with the arguments of calls as objects."""
+    The places of parts that are left out are added to `ignored`.
+    """
     where = f"messages.{index}."
     check_implemented(message, where)
-    result: dict[str, Any] = {"role": {"developer": "system", "function": "tool"}.get(message.role, message.role)}
-    result["content"] = read_content(message, where)
+    result: dict[str, Any] = {"role": standard_role(message.role)}
+    result["content"] = read_content(message, where, ignored)
     for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
         if (value := getattr(message, name)) is not None:
             result[name] = value
@@ -107,23 +118,29 @@ def read_message(message: Message, index: int) -> dict[str, Any]:
     return result
 
 
-def read_content(message: Message, where: str) -> str:
-    """The text of a message. Raises 400 for a part that is no text, such as an image."""
+def read_content(message: Message, where: str, ignored: list[str]) -> str | list[JsonObject]:
+    """The text of a message, or its text parts. Raises 400 for a part that is no text, such as an image.
+
+    An answer or the result of a tool may have no content. The places of parts with reasoning are added to `ignored`.
+    """
     content = message.content
     if content is None:
-        if not message.tool_calls and message.refusal is None:
+        if message.role in ("system", "developer", "user"):
             raise invalid(f"{where}content", "is missing; send a text")
         return message.refusal or ""
     if isinstance(content, str):
         return content
-    texts = []
+    texts: list[JsonObject] = []
     for place, part in enumerate(content):
-        kind, text = part.get("type"), part.get("text", part.get("refusal"))
-        if kind not in ("text", "refusal") or not isinstance(text, str):
-            reason = f"is {kind!r}" if isinstance(kind, str) and kind != "text" else "is no text part"
+        if part.type in REASONING_PARTS:
+            ignored.append(f"{where}content.{place}")
+            continue
+        text = part.refusal if part.text is None else part.text
+        if part.type not in TEXT_PARTS:
+            reason = "has no type" if part.type is None else f"is {part.type!r}"
             raise invalid(f"{where}content.{place}", f"{reason[:100]}; this model reads only parts of type 'text'")
-        texts.append(text)
-    return "\n".join(texts)
+        texts.append({"type": "text", "text": text or ""})
+    return texts
 
 
 def check_arguments(messages: Sequence[Message], limit: int) -> None:
@@ -131,12 +148,15 @@ def check_arguments(messages: Sequence[Message], limit: int) -> None:
 
     A text that is no JSON can hide values of later texts, but the texts are parsed in their order, and it ends them.
     """
-    texts = [call.function.arguments for message in messages for call in message.tool_calls or ()]
+    arguments = [call.function.arguments for message in messages for call in message.tool_calls or ()]
+    texts = [text for text in arguments if isinstance(text, str)]
     check_values(",".join(texts).encode(), limit, "messages")
 
 
-def read_arguments(text: str, where: str) -> Any:
+def read_arguments(text: str | JsonObject, where: str) -> Any:
     """The arguments of a call in an earlier message, as an object."""
+    if not isinstance(text, str):
+        return text
     try:
         arguments = json.loads(text, parse_constant=refuse_constant) if text.strip() else {}
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()  # raises for a lone surrogate
@@ -145,18 +165,18 @@ def read_arguments(text: str, where: str) -> Any:
     return arguments
 
 
-def read_variables(body: ChatRequest, template: ChatTemplate) -> JsonObject:
-    """The variables for the chat template. Raises 400 for a variable that the template does not use."""
+def read_variables(body: ChatRequest, template: ChatTemplate) -> tuple[JsonObject, list[str]]:
+    """The variables for the chat template, and the fields that it does not use: clients send them for any model.
+
+    Raises 400 for documents that the template does not use, because they are content.
+    """
     variables = dict(body.chat_template_kwargs)
-    for name, value in variables.items():
-        if not template.uses(name) and value is not False:  # for a template, a variable without a value is false
-            reason = f"the chat template of this model does not use {name[:100]!r}, so it would have no effect"
-            raise invalid("chat_template_kwargs", reason, "unknown_variable")
+    # For a template, a variable without a value is false.
+    unused = [f"chat_template_kwargs.{name}" for name in variables if not template.uses(name) and variables[name]]
     if body.documents is not None and not template.uses("documents"):
         raise invalid("documents", "the chat template of this model does not use documents", "unknown_variable")
     if body.reasoning_effort is not None:
-        if not template.uses("reasoning_effort") and body.reasoning_effort != "none":
-            reason = "the chat template of this model does not use it, so it would have no effect"
-            raise invalid("reasoning_effort", reason, "not_implemented")
         variables["reasoning_effort"] = body.reasoning_effort
-    return variables
+        if not template.uses("reasoning_effort") and body.reasoning_effort != "none":
+            unused.append("reasoning_effort")
+    return variables, unused

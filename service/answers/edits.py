@@ -16,6 +16,7 @@ import torch
 from fastapi import Request
 from torch import Tensor
 
+from forwardscope.local_results import describe_edits
 from model.analysis.edit_sources import compute_source
 from model.checkpoints.load import DTYPES, Checkpoint
 from model.errors import InvalidField
@@ -99,7 +100,7 @@ class EditPlanner:
         return PLANNED_BYTES * sum(map(num_values, given))
 
     def key(self, ids: Sequence[int], max_length: int) -> tuple[int, ...]:
-        """What a plan depends on."""
+        """Build the key of a plan: equal keys mean equal plans."""
         return (max_length, *(ids if self._depends_on_ids else [len(ids)]))
 
     def plan(self, ids: Sequence[int], max_length: int, prompt_param: str = "prompt") -> EditPlan:
@@ -188,14 +189,9 @@ def check_baseline(baseline: bool, edits: Sequence[schemas.Edit]) -> None:
         raise invalid("baseline", "compares with the run without edits, but there are no edits; send edits")
 
 
-def edit_answers(plan: EditPlan) -> list[dict[str, Any]]:
-    """Describe what each edit matched."""
-    return [{"stages": list(match.stages), "positions": match.positions} for match in plan.matches]
-
-
 def answer_bytes(plan: EditPlan) -> int:
-    """The bytes of `edit_answers` in an answer."""
-    return len(to_json(edit_answers(plan)))
+    """The bytes of `edits` in an answer."""
+    return len(to_json(describe_edits(plan)))
 
 
 # Passes of sources
@@ -229,7 +225,7 @@ async def bind_edits(
         jobs = [partial(compute_source, network, each, device) for each in passes.values()]
         found = await unless_disconnected(request, run_series(state, jobs, arrived))
         values = dict(zip(passes, found, strict=True))
-        state.metrics.prompt_tokens.inc(sum(len(each.ids) for each in passes.values()))
+        state.metrics.note_prompt_tokens(sum(len(each.ids) for each in passes.values()))
 
     def bind() -> list[BoundEdits]:
         bound = {id(plan): plan.bind([values[source_key(each)] for each in plan.sources]) for plan in plans}

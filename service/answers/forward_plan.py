@@ -3,17 +3,15 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from model.checkpoints.load import DTYPES
-from model.tracing.edits import BoundEdits, EditPlan
 from model.tracing.selection import Selection
-from model.tracing.stages import Stage
 from model.worked_examples import WorkedExample
-from service.answers.budget import Budget, ResponseContents, pass_bytes, response_bytes, total
-from service.answers.edits import EditPlanner, answer_bytes, check_baseline
+from service.answers.budget import Budget, ResponseContents, pass_bytes
+from service.answers.edits import check_baseline
+from service.answers.prompt_passes import PromptPlan
 from service.answers.prompts import check_ids, check_indices, find_positions, param_of
 from service.answers.stage_answers import select_stages
 from service.answers.subject import Subject
@@ -25,21 +23,17 @@ DEFAULT_TOP_K = 10
 PUBLISHED_BYTES = 1 << 16  # the most bytes of an article's printed numbers and their comparisons
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A checked request, for one of its prompts. `bound_edits` are set when the passes of sources have run."""
+@dataclass(frozen=True, kw_only=True)
+class Plan(PromptPlan):
+    """A checked request, for one of its prompts."""
 
-    subject: Subject
-    ids: list[int]
     targets: list[int | None]
     selection: Selection
     sizes: Mapping[str, int]
     top_k: int
     dtype: torch.dtype | None
     encoding: Encoding
-    edits: EditPlan | None = None
-    bound_edits: BoundEdits | None = None
-    has_baseline: bool = False
+    has_baseline: bool
 
     @property
     def rows(self) -> Sequence[int]:
@@ -54,70 +48,39 @@ class Plan:
         return example if example is not None and self.ids == example.prompt_ids else None
 
 
-def make_plans(
-    body: ForwardRequest,
-    subject: Subject,
-    prompt_ids: list[list[int]],
-    is_list: bool,
-    as_safetensors: bool,
-    planner: EditPlanner | None = None,
-) -> tuple[list[Plan], Budget]:
-    """Check a request against the network that it will run on, and bound its size. Raises 400 for a wrong field."""
+def planner(
+    body: ForwardRequest, subject: Subject, num_prompts: int, is_list: bool, as_safetensors: bool
+) -> Callable[[int, PromptPlan], Plan]:
+    """Check a request against the network that it will run on. Raises 400 for a wrong field.
+
+    The function that is returned does the rest for one prompt.
+    """
     if as_safetensors and body.encoding == "base64":
         raise invalid("encoding", "base64 is for JSON answers; leave the field out to get safetensors")
     check_baseline(body.baseline, body.edits)
     stages = select_stages(subject.stages, body.stages, "stages")
-    targets = split_targets(body, len(prompt_ids), is_list)
-    plans = [
-        make_plan(
-            body,
-            subject,
-            ids,
-            targets[index],
-            stages,
-            as_safetensors,
-            partial(param_of, index=index, is_list=is_list),
-            planner,
+    targets = split_targets(body, num_prompts, is_list)
+
+    def make_plan(index: int, plan: PromptPlan) -> Plan:
+        sizes = subject.sizes(len(plan.ids))
+        own_targets = find_targets(targets[index], subject, plan.ids, param_of("targets", index, is_list))
+        positions = None if body.positions is None else find_positions(body.positions, len(plan.ids), "positions")
+        check_indices(body.heads, sizes["head"], "heads", "heads")
+        if body.top_k is not None and body.top_k > sizes["d_vocab"]:
+            raise invalid("top_k", f"{body.top_k} is more than the vocabulary of {sizes['d_vocab']} tokens")
+        detail = "values" if as_safetensors and "detail" not in body.model_fields_set else body.detail
+        return Plan(
+            **vars(plan),
+            targets=own_targets,
+            selection=Selection(stages=stages, detail=detail, positions=positions, heads=body.heads),
+            sizes=sizes,
+            top_k=min(DEFAULT_TOP_K, sizes["d_vocab"]) if body.top_k is None else body.top_k,
+            dtype=None if body.dtype is None else DTYPES[body.dtype],
+            encoding="safetensors" if as_safetensors else body.encoding,
+            has_baseline=body.baseline,
         )
-        for index, ids in enumerate(prompt_ids)
-    ]
-    budgets = {len(plan.ids): make_budget(plan) for plan in {len(plan.ids): plan for plan in plans}.values()}
-    return plans, total([budgets[len(plan.ids)] for plan in plans])
 
-
-def make_plan(
-    body: ForwardRequest,
-    subject: Subject,
-    ids: list[int],
-    targets: list[int | None] | None,
-    stages: list[Stage],
-    as_safetensors: bool,
-    place_of: Callable[[str], str],
-    planner: EditPlanner | None,
-) -> Plan:
-    """Check a request for one of its prompts. Raises 400 for a wrong field.
-
-    `place_of` gives the place of the prompt's part of a field, such as `targets.1`.
-    """
-    sizes = subject.sizes(len(ids))
-    targets = find_targets(targets, subject, ids, place_of("targets"))
-    positions = None if body.positions is None else find_positions(body.positions, len(ids), "positions")
-    check_indices(body.heads, sizes["head"], "heads", "heads")
-    if body.top_k is not None and body.top_k > sizes["d_vocab"]:
-        raise invalid("top_k", f"{body.top_k} is more than the vocabulary of {sizes['d_vocab']} tokens")
-    detail = "values" if as_safetensors and "detail" not in body.model_fields_set else body.detail
-    return Plan(
-        subject=subject,
-        ids=ids,
-        targets=targets,
-        selection=Selection(stages=stages, detail=detail, positions=positions, heads=body.heads),
-        sizes=sizes,
-        top_k=min(DEFAULT_TOP_K, sizes["d_vocab"]) if body.top_k is None else body.top_k,
-        dtype=None if body.dtype is None else DTYPES[body.dtype],
-        encoding="safetensors" if as_safetensors else body.encoding,
-        edits=None if planner is None else planner.plan(ids, len(ids), place_of("prompt")),
-        has_baseline=body.baseline,
-    )
+    return make_plan
 
 
 def split_targets(body: ForwardRequest, num_prompts: int, is_list: bool) -> list[list[int | None] | None]:
@@ -155,15 +118,14 @@ def make_budget(plan: Plan) -> Budget:
     num_predictions = len(plan.ids) + len(plan.rows) * (plan.top_k + 1)
     has_values, has_scores = selection.detail == "values", any("key" in stage.dims for stage in selection.stages)
     num_values = sum(math.prod(selection.shape(stage, sizes)) for stage in selection.stages)
-    edits_bytes = 0 if plan.edits is None else answer_bytes(plan.edits)
     contents = ResponseContents(
         num_records=1 + len(selection.stages) * (2 if plan.has_baseline else 1),  # stages, and their changes
         num_predictions=num_predictions,
-        text_bytes=num_predictions * subject.longest_token_bytes,
+        token_bytes=subject.longest_token_bytes,
         num_values=num_values if has_values else 0,
         dtype=plan.dtype or computed_dtype,
         encoding=plan.encoding,
-        extra_bytes=edits_bytes if subject.example is None else PUBLISHED_BYTES,
+        extra_bytes=plan.edits_bytes if subject.example is None else PUBLISHED_BYTES,
         num_choices=num_runs,
     )
     largest_tensors = pass_bytes(
@@ -173,4 +135,4 @@ def make_budget(plan: Plan) -> Budget:
     )
     if plan.has_baseline:  # the stages of both passes are held, to be compared
         largest_tensors += num_runs * num_values * computed_dtype.itemsize
-    return Budget(response_bytes(contents), largest_tensors, "stages, positions, heads, detail, top_k or the prompt")
+    return Budget(contents.num_bytes, largest_tensors, "stages, positions, heads, detail, top_k or the prompt")

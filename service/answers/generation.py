@@ -1,7 +1,7 @@
 """Generations of all routes: run the requests of a plan, and collect what they generate.
 
-A route makes a `Plan` (generation_plan.py), and writes its own form of answer from the `ChoiceOutput`s. Everything
-between is the same for all of them.
+A route reads its `Inputs`, and writes its own form of answer from the `ChoiceOutput`s. Everything between is the same
+for all of them: `start_generation` plans the request (generation_plan.py) and admits it.
 """
 
 import logging
@@ -14,7 +14,9 @@ from typing import Any
 import orjson
 from fastapi import Request, Response
 
-from model.checkpoints.load import Checkpoint
+from forwardscope.local_results import describe_edits
+from forwardscope.results.generations import GenerationTimings
+from forwardscope.results.passes import AppliedEdit
 from model.engine.request import Output
 from model.engine.step_tracer import StepTrace
 from model.errors import InvalidField
@@ -22,8 +24,7 @@ from model.network.ranks import LostRank
 from model.text.sampling import NoFiniteMaximum
 from model.text.transcript import TokenOutput
 from service.answers.constraints import generation_error
-from service.answers.edits import edit_answers
-from service.answers.generation_plan import Plan
+from service.answers.generation_plan import Inputs, Plan, plan_generation
 from service.answers.prompts import token_text
 from service.answers.request_phases import GenerationReport, add_generation
 from service.answers.step_trace_answers import TracePlan, trace_answer
@@ -34,14 +35,14 @@ from service.http.encoding import to_json
 from service.http.errors import ApiError, internal
 from service.http.sse import DONE, error_event
 from service.spans import span_of
-from service.state import State, get_reservation
+from service.state import get_reservation
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ChoiceOutput:
-    """What one step produced for one choice. `index` numbers the choices of all prompts, in prompt order."""
+    """The output of one step for one choice. `index` numbers the choices of all prompts, in prompt order."""
 
     index: int
     step: Output
@@ -55,7 +56,8 @@ class Generation:
     on shutdown.
     """
 
-    def __init__(self, plan: Plan, request: Request, state: State, checkpoint: Checkpoint, arrived: float) -> None:
+    def __init__(self, plan: Plan, inputs: Inputs) -> None:
+        request, state, checkpoint, arrived = inputs.request, inputs.state, inputs.checkpoint, inputs.arrived
         self.id = plan.id
         self.arrived = arrived
         self.params = plan.requests[0].params
@@ -92,10 +94,9 @@ class Generation:
         """The number of tokens that all choices have generated so far."""
         return sum(self._num_generated)
 
-    def edit_answers(self, index: int) -> dict[str, Any]:
-        """What the edits of a choice matched, as a field of its answer; no field if there are no edits."""
-        plan = self._edit_plans[index // self.params.n]
-        return {} if plan is None else {"edits": edit_answers(plan)}
+    def edit_answers(self, index: int) -> tuple[AppliedEdit, ...]:
+        """Describe what the edits of a choice matched."""
+        return describe_edits(self._edit_plans[index // self.params.n])
 
     @property
     def timeout_seconds(self) -> float:
@@ -137,7 +138,8 @@ class Generation:
         trace, plan = output.trace, self._trace_plan
         if trace is None or plan is None:
             return None
-        content, seconds = await self._state.worker.run_encoding(partial(self._timed_encoding, trace, plan))
+        encode = partial(self._timed_encoding, trace, plan)
+        content, seconds = await self._state.worker.executors.run_uncounted("text", encode)
         self._state.metrics.trace_bytes.inc(len(content))
         times = self._report.trace
         times.step_seconds += output.trace_seconds
@@ -162,7 +164,7 @@ class Generation:
                 choices[output.index].add(output)
         return choices
 
-    def encode(self, answer: dict[str, Any]) -> bytes:
+    def encode(self, answer: Any) -> bytes:
         """Encode a whole answer, and count its bytes in place of the reserved ones."""
         content = to_json(answer)
         self._reservation.count(len(content) - self._reserved)
@@ -211,13 +213,19 @@ class Generation:
             yield error_event(request_state, internal(), {"id": self.id})
         yield DONE
 
-    def timings(self) -> dict[str, Any]:
+    def timings(self) -> GenerationTimings:
         progress = self._stream.progress[next(iter(self._first_choice))]
-        return {
-            "queue_seconds": progress.queue_seconds,
-            "time_to_first_token_seconds": progress.first_token_seconds,
-            "total_seconds": time.perf_counter() - progress.arrived,
-        }
+        total_seconds = time.perf_counter() - progress.arrived
+        return GenerationTimings(progress.queue_seconds, progress.first_token_seconds, total_seconds)
+
+
+async def start_generation(inputs: Inputs) -> Generation:
+    """Check a request, run the passes from which its edits take values, and admit it to the worker.
+
+    Raises 400 for a wrong field, 413 for an answer that would be too large, 429 if there is no room, and 503 on
+    shutdown.
+    """
+    return Generation(await plan_generation(inputs), inputs)
 
 
 async def whole_answer(request: Request, generation: Generation, answer: Coroutine[Any, Any, bytes]) -> Response:

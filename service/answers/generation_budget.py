@@ -8,7 +8,7 @@ from model.checkpoints.load import Checkpoint
 from model.text.transcript import GenerationParams
 from model.tracing.selection import Selection
 from model.tracing.stages import sizes_of
-from service.answers.budget import Budget, ResponseContents, pass_bytes, response_bytes
+from service.answers.budget import Budget, ResponseContents, pass_bytes
 from service.answers.prompts import longest_token_bytes
 from service.answers.step_trace_answers import TracePlan
 
@@ -60,7 +60,7 @@ def make_budget(
     contents = ResponseContents(
         num_records=num_records,
         num_predictions=num_predictions,
-        text_bytes=num_predictions * longest_token_bytes(checkpoint),
+        token_bytes=longest_token_bytes(checkpoint),
         num_values=num_values,
         dtype=torch.promote_types(checkpoint.model.embed.weight.dtype, torch.float32),
         encoding="json" if plan is None else plan.encoding,
@@ -68,7 +68,7 @@ def make_budget(
     )
     num_logits = num_step_tokens * config.vocab_size if needs_logits else 0
     return Budget(
-        response_bytes(contents),
+        contents.num_bytes,
         pass_bytes(num_logits=num_logits, num_scores=num_scores),
         TEXT_FIELDS if plan is None else TRACE_FIELDS,
     )

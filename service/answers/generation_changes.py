@@ -6,15 +6,16 @@ an effect of the edits on the activations alone, and not of other tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
-from typing import Any
 
-from model.analysis.edit_changes import residuals, stage_changes
+from forwardscope.local_results import describe_changes
+from forwardscope.results.passes import StageChange
+from forwardscope.results.records import Named
+from model.analysis.edit_changes import residuals
 from model.checkpoints.load import Checkpoint
 from model.tracing.edits import BoundEdits
 from model.tracing.stages import last_residuals
-from service.answers.budget import Budget, ResponseContents, response_bytes
+from service.answers.budget import Budget, ResponseContents
 from service.answers.edits import run_series, stage_bytes
 from service.answers.subject import adapted_network
 from service.http.errors import ApiError
@@ -34,14 +35,14 @@ def make_changes_budget(state: State, checkpoint: Checkpoint, num_positions: int
         raise ApiError(413, message, param="baseline", code="prompt_too_long")
     stages = last_residuals(checkpoint.model.config)
     contents = ResponseContents(num_records=1 + len(stages), num_choices=num_choices)
-    return Budget(response_bytes(contents), 2 * stage_bytes(stages, num_positions, checkpoint), FIELDS)
+    return Budget(contents.num_bytes, 2 * stage_bytes(stages, num_positions, checkpoint), FIELDS)
 
 
 async def changes_answer(
     state: State, checkpoint: Checkpoint, adapter: str | None, edits: BoundEdits, ids: Sequence[int], arrived: float
-) -> list[dict[str, Any]]:
+) -> Named[StageChange]:
     """Describe the changes of one choice, whose computed positions have the tokens `ids`."""
     network, weight = adapted_network(checkpoint, adapter), checkpoint.model.embed.weight
     run = partial(residuals, network, checkpoint.model.config, ids, device=weight.device)
     plain, edited = await run_series(state, [run, partial(run, edits=edits)], arrived)
-    return [asdict(change) for change in stage_changes(plain, edited)]
+    return describe_changes(plain, edited)

@@ -1,6 +1,6 @@
 """Plan a generation: check the fields that all routes share, and make one request of the engine for each prompt.
 
-A route reads its prompts and the fields that only it has (`Options`).
+A route reads its prompts and the fields that only it has (`Options`), and passes everything as one `Inputs`.
 """
 
 import secrets
@@ -24,14 +24,14 @@ from service.answers.generation_budget import make_budget
 from service.answers.generation_changes import make_changes_budget
 from service.answers.prompts import check_ids, param_of
 from service.answers.step_trace_answers import TracePlan, plan_trace, traced_stages
-from service.http.errors import invalid
+from service.http.errors import invalid, invalid_field
 from service.http.generate_schemas import GenerationRequest
 from service.state import State, get_engine, run_plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a route reads from the fields that only it has, or that have another meaning there.
+    """Options of a generation that each route reads from its own fields, or from fields with another meaning there.
 
     If `max_tokens` is None, it is `default_max_tokens`, or less if the context or the cache has less room. If both are
     None, it is all of this room. `num_choices` choices are generated for each prompt. With `baseline`, the only prompt
@@ -47,7 +47,23 @@ class Options:
     prompt_logprobs: int | None = None
     echo: bool = False
     baseline: bool = False
+    is_chat: bool = False  # ends at the end-of-sequence tokens of chats
     field_names: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A request to generate, as its route has read it. It `arrived` at this time of `time.perf_counter`."""
+
+    request: Request
+    state: State
+    checkpoint: Checkpoint
+    arrived: float
+    body: GenerationRequest
+    options: Options
+    prompts: Sequence[list[int]]
+    constraint: Constraint | None
+    adapter: str | None
 
 
 @dataclass(frozen=True)
@@ -65,33 +81,23 @@ class Plan:
     reserved_bytes: int  # reserved before the start; 0 for a stream, whose outputs are counted while they are unread
 
 
-async def plan_generation(
-    body: GenerationRequest,
-    options: Options,
-    request: Request,
-    state: State,
-    checkpoint: Checkpoint,
-    prompts: Sequence[list[int]],
-    constraint: Constraint | None,
-    adapter: str | None,
-    arrived: float,
-) -> Plan:
+async def plan_generation(inputs: Inputs) -> Plan:
     """Check a request and its budget, and run the passes from which its edits take values.
 
     Raises 400 for a wrong field, and 413 for an answer that would be too large.
     """
-    planner = await read_edits(body.edits, prompts, request, state, checkpoint)
-    plan = await run_plan(
-        state,
-        num_preparations(body, len(prompts), planner),
-        lambda: make_plan(body, options, state, checkpoint, prompts, constraint, adapter, planner),
-    )
+    request, state, checkpoint = inputs.request, inputs.state, inputs.checkpoint
+    planner = await read_edits(inputs.body.edits, inputs.prompts, request, state, checkpoint)
+    num_strings = num_preparations(inputs.body, len(inputs.prompts), planner)
+    plan = await run_plan(state, num_strings, lambda: make_plan(inputs, planner))
     plan.budget.check(state)
     edit_plans = [each for each in plan.edit_plans if each is not None]
     if not edit_plans:
         return plan
     max_step_tokens = get_engine(state).config.max_step_tokens
-    bound = iter(await bind_edits(edit_plans, request, state, checkpoint, adapter, arrived, max_step_tokens))
+    bound = iter(
+        await bind_edits(edit_plans, request, state, checkpoint, inputs.adapter, inputs.arrived, max_step_tokens)
+    )
     requests = [
         each if edits is None else replace(each, edits=next(bound))
         for each, edits in zip(plan.requests, plan.edit_plans, strict=True)
@@ -106,17 +112,11 @@ def num_preparations(body: GenerationRequest, num_prompts: int, planner: EditPla
     return num_strings + num_prompts * (1 + (0 if planner is None else planner.num_checks))
 
 
-def make_plan(
-    body: GenerationRequest,
-    options: Options,
-    state: State,
-    checkpoint: Checkpoint,
-    prompts: Sequence[list[int]],
-    constraint: Constraint | None,
-    adapter: str | None,
-    planner: EditPlanner | None,
-) -> Plan:
+def make_plan(inputs: Inputs, planner: EditPlanner | None) -> Plan:
     """Check a request against the checkpoint and the settings. Raises 400 for a wrong field."""
+    body, options, prompts = inputs.body, inputs.options, inputs.prompts
+    state, checkpoint = inputs.state, inputs.checkpoint
+    is_list = len(prompts) > 1
     check_num_choices(options, state, len(prompts))
     request_id = f"{options.id_prefix}-{uuid.uuid4().hex}"
     requests, budgets = [], []
@@ -125,7 +125,7 @@ def make_plan(
     traces: dict[int, TracePlan] = {}  # by the length of the prompt, on which alone a plan depends
     sizes: dict[int, Budget] = {}  # likewise
     stages = [] if body.trace is None else traced_stages(body.trace, checkpoint)
-    shared_params = read_params(body, options, checkpoint, constraint)
+    shared_params = read_params(inputs)
     max_step_tokens = get_engine(state).config.max_step_tokens
     for index, ids in enumerate(prompts):
         try:
@@ -136,22 +136,21 @@ def make_plan(
                     traces[len(ids)] = plan_trace(body.trace, stages, checkpoint, num_positions, len(ids))
                 trace = traces[len(ids)]
             request = EngineRequest(
-                id=f"{request_id}-{index}" if len(prompts) > 1 else request_id,
+                id=f"{request_id}-{index}" if is_list else request_id,
                 prompt_ids=ids,
                 params=params,
                 trace=None if trace is None else trace.params,
                 cache_salt=body.cache_salt,
-                adapter=adapter,
+                adapter=inputs.adapter,
                 owner=request_id,
             )
             get_engine(state).check(request)
         except InvalidField as error:
             name = options.field_names.get(error.field, error.field)
-            raise invalid(f"{name}.{index}" if name == "prompt" and len(prompts) > 1 else name, error.reason) from None
+            raise invalid_field(error, param_of(name, index, is_list and name == "prompt")) from None
         requests.append(request)
-        edit_plans.append(
-            None if planner is None else planner.plan(ids, num_positions, param_of("prompt", index, len(prompts) > 1))
-        )
+        prompt_param = param_of("prompt", index, is_list)
+        edit_plans.append(None if planner is None else planner.plan(ids, num_positions, prompt_param))
         if len(ids) not in sizes:
             sizes[len(ids)] = make_budget(trace, params, checkpoint, len(ids), max_step_tokens)
         budgets.append(sizes[len(ids)])
@@ -190,13 +189,12 @@ def find_max_tokens(options: Options, state: State, checkpoint: Checkpoint, num_
     return room if options.default_max_tokens is None else min(options.default_max_tokens, room)
 
 
-def read_params(
-    body: GenerationRequest, options: Options, checkpoint: Checkpoint, constraint: Constraint | None
-) -> GenerationParams:
+def read_params(inputs: Inputs) -> GenerationParams:
     """The parameters for all prompts, without `max_tokens`: those of the request, or the checkpoint's defaults.
 
     Raises 400 for a wrong one.
     """
+    body, options, checkpoint = inputs.body, inputs.options, inputs.checkpoint
     config = checkpoint.model.config
     check_ids(body.stop_token_ids, config.vocab_size, "stop_token_ids")
     sampling = dict(checkpoint.generation.sampling) | {
@@ -205,7 +203,11 @@ def read_params(
         if (value := getattr(body, name)) is not None
     }
     sampling["top_k"] = max(sampling.get("top_k", 0), 0)  # -1 means the same as 0
-    eos_token_ids = () if body.ignore_eos else checkpoint.generation.eos_token_ids
+    defaults = checkpoint.generation
+    eos_token_ids = defaults.chat_eos_token_ids if options.is_chat else defaults.eos_token_ids
+    eos_token_ids = () if body.ignore_eos else eos_token_ids
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop
+    named_ids = frozenset() if checkpoint.tokenizer is None else checkpoint.tokenizer.special_ids(stop)
     try:
         return GenerationParams(
             n=options.num_choices,
@@ -217,15 +219,15 @@ def read_params(
                 logit_bias=read_bias(body.logit_bias, config.vocab_size),
                 seed=find_seed(body, options),
             ),
-            stop=[body.stop] if isinstance(body.stop, str) else body.stop,
-            stop_token_ids=frozenset(body.stop_token_ids) | frozenset(eos_token_ids),
+            stop=stop,
+            stop_token_ids=frozenset(body.stop_token_ids) | frozenset(eos_token_ids) | named_ids,
             logprobs=options.logprobs,
             prompt_logprobs=options.prompt_logprobs,
             echo=options.echo,
-            constraint=constraint,
+            constraint=inputs.constraint,
         )
     except InvalidField as error:
-        raise invalid(error.field, error.reason) from None
+        raise invalid_field(error) from None
 
 
 def find_seed(body: GenerationRequest, options: Options) -> int | None:

@@ -21,12 +21,13 @@ def check_implemented(body: Nullable, where: str = "") -> None:
             assert isinstance(neutral, list)
             if value is not None and not any(type(value) is type(each) and value == each for each in neutral):
                 accepted = f"; accepted are null and {', '.join(map(repr, neutral))}" if neutral else ""
-                reason = f"is not implemented, and would change the answer{accepted}; leave the field out"
+                advice = f"send {extra['instead']} in its place" if extra["instead"] else "leave the field out"
+                reason = f"is not implemented, and would change the answer{accepted}; {advice}"
                 raise invalid(f"{where}{name}", reason, "not_implemented")
 
 
 def usage(generation: Generation) -> dict[str, Any]:
-    """Count the tokens of a generation whose choices have all ended. Each prompt counts once."""
+    """Count the tokens of a generation, those of all choices so far. Each prompt counts once."""
     return {
         "prompt_tokens": generation.num_prompt,
         "completion_tokens": generation.num_generated,
@@ -35,11 +36,23 @@ def usage(generation: Generation) -> dict[str, Any]:
     }
 
 
+def edits(generation: Generation, index: int) -> dict[str, Any]:
+    """Describe what the edits of a choice matched, as a field of the choice; no field without edits."""
+    applied = generation.edit_answers(index)
+    return {"edits": applied} if applied else {}
+
+
 def usage_events(body: OpenAIRequest, head: dict[str, Any], generation: Generation) -> list[bytes]:
     """The last chunk of a stream, with the usage and without choices, if the request asks for it."""
     if body.stream_options is None or not body.stream_options.include_usage:
         return []
     return [event(head | {"choices": [], "usage": usage(generation)})]
+
+
+def running_usage(body: OpenAIRequest, generation: Generation) -> dict[str, Any]:
+    """The usage so far, as a field of each chunk of a stream, if the request asks for it."""
+    has_usage = body.stream_options is not None and body.stream_options.continuous_usage_stats
+    return {"usage": usage(generation)} if has_usage else {}
 
 
 def finish_reason(end: End, generation: Generation) -> str:

@@ -4,22 +4,23 @@ A map is reduced on the network's thread as soon as its block is computed, so th
 scores of one block and the reduced maps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from forwardscope.results.passes import PatternMeans
 from model.checkpoints.load import DTYPES
-from model.tracing.edits import BoundEdits, EditPlan
+from model.tracing.pauses import pause
 from model.tracing.selection import Selection
 from model.tracing.stages import Stage
-from service.answers.budget import Budget, ResponseContents, pass_bytes, response_bytes
-from service.answers.edits import EditPlanner, answer_bytes
+from service.answers.budget import Budget, ResponseContents, pass_bytes
+from service.answers.prompt_passes import PromptPlan
 from service.answers.prompts import check_indices
-from service.answers.subject import Subject
-from service.http.encoding import base64_text, cast
+from service.http.encoding import Base64, cast
 from service.http.errors import invalid
 from service.http.pattern_schemas import PatternDtype, PatternsRequest
 
@@ -27,22 +28,15 @@ STEPS = 255  # of uint8 between 0 and 1
 TOLERANCE = 0.5 / STEPS  # a pattern that rounds to a step is not out of range
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A checked request. `layers` and `heads` are the chosen ones, and `stages` the stage of each layer.
-
-    `bound_edits` are set when the passes of sources have run.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Plan(PromptPlan):
+    """A checked request. `layers` and `heads` are the chosen ones, and `stages` the stage of each layer."""
 
     body: PatternsRequest
-    subject: Subject
-    ids: list[int]
     layers: Sequence[int]
     heads: Sequence[int]
     stages: Sequence[Stage]
     block: int
-    edits: EditPlan | None = None
-    bound_edits: BoundEdits | None = None
 
     @property
     def size(self) -> int:
@@ -54,25 +48,29 @@ class Plan:
         return Selection(stages=self.stages, detail="values", heads=self.body.heads)
 
 
-def make_plan(body: PatternsRequest, subject: Subject, ids: list[int], planner: EditPlanner | None) -> Plan:
-    """Check a request against the network that it will run on. Raises 400 for a wrong field."""
-    sizes, by_name = subject.sizes(len(ids)), {stage.name: stage for stage in subject.stages}
-    num_layers = sum(name.endswith(".attn.pattern") for name in by_name)
-    check_indices(body.layers, num_layers, "layers", "layers")
-    check_indices(body.heads, sizes["head"], "heads", "heads")
-    if body.dtype == "uint8" and body.stage != "pattern":
-        raise invalid("dtype", f"uint8 has numbers from 0 to 1, but {body.stage} has others; use float16 or float32")
-    layers = range(num_layers) if body.layers is None else body.layers
-    return Plan(
-        body=body,
-        subject=subject,
-        ids=ids,
-        layers=layers,
-        heads=range(sizes["head"]) if body.heads is None else body.heads,
-        stages=[by_name[f"blocks.{layer}.attn.{body.stage}"] for layer in layers],
-        block=1 if body.max_size is None else -(-len(ids) // body.max_size),
-        edits=None if planner is None else planner.plan(ids, len(ids), "prompt"),
-    )
+def planner(body: PatternsRequest) -> Callable[[int, PromptPlan], Plan]:
+    """A function that checks a request against the network that it will run on. It raises 400 for a wrong field."""
+
+    def make_plan(_: int, plan: PromptPlan) -> Plan:
+        num_tokens, subject = len(plan.ids), plan.subject
+        sizes, by_name = subject.sizes(num_tokens), {stage.name: stage for stage in subject.stages}
+        num_layers = sum(name.endswith(".attn.pattern") for name in by_name)
+        check_indices(body.layers, num_layers, "layers", "layers")
+        check_indices(body.heads, sizes["head"], "heads", "heads")
+        if body.dtype == "uint8" and body.stage != "pattern":
+            reason = f"uint8 has numbers from 0 to 1, but {body.stage} has others; use float16 or float32"
+            raise invalid("dtype", reason)
+        layers = range(num_layers) if body.layers is None else body.layers
+        return Plan(
+            **vars(plan),
+            body=body,
+            layers=layers,
+            heads=range(sizes["head"]) if body.heads is None else body.heads,
+            stages=[by_name[f"blocks.{layer}.attn.{body.stage}"] for layer in layers],
+            block=1 if body.max_size is None else -(-num_tokens // body.max_size),
+        )
+
+    return make_plan
 
 
 def make_budget(plan: Plan) -> Budget:
@@ -83,16 +81,16 @@ def make_budget(plan: Plan) -> Budget:
     contents = ResponseContents(
         num_records=1 + num_maps,
         num_tokens=num_tokens,
-        text_bytes=num_tokens * plan.subject.longest_token_bytes,
+        token_bytes=plan.subject.longest_token_bytes,
         num_values=num_maps * plan.size**2,
         dtype=computed if plan.body.dtype is None else dtype_of(plan.body.dtype),
         encoding="base64",
-        extra_bytes=0 if plan.edits is None else answer_bytes(plan.edits),
+        extra_bytes=plan.edits_bytes,
     )
     num_logits = sizes["d_vocab"] * (1 if plan.subject.checkpoint is not None else num_tokens)
     tensors = pass_bytes(num_logits=num_logits, num_scores=sizes["head"] * num_tokens**2, itemsize=computed.itemsize)
     tensors += contents.num_values * computed.itemsize  # the maps are held until the pass has ended
-    return Budget(response_bytes(contents), tensors, "layers, heads, max_size, dtype or the prompt")
+    return Budget(contents.num_bytes, tensors, "layers, heads, max_size, dtype or the prompt")
 
 
 def dtype_of(name: PatternDtype) -> torch.dtype:
@@ -109,8 +107,8 @@ def reduce_blocks(maps: Tensor, block: int) -> Tensor:
     return functional.max_pool2d(maps, block, block, ceil_mode=True)
 
 
-def mean_weights(patterns: Tensor, ids: Sequence[int]) -> list[dict[str, float | None]] | None:
-    """Where the weight of each head goes, (H, T, T): means over all queries but the first. None for a single token.
+def mean_weights(patterns: Tensor, ids: Sequence[int]) -> list[PatternMeans] | None:
+    """Average the weights (H, T, T) of each head over all queries but the first. None for a single token.
 
     "induction" is the mean over the queries whose token occurred before, and None if no token is repeated.
     """
@@ -127,11 +125,11 @@ def mean_weights(patterns: Tensor, ids: Sequence[int]) -> list[dict[str, float |
     num_queries = int(after.any(1).sum())
     sums = patterns[:, after].double().sum(-1)  # (H,)
     means["induction"] = (sums / num_queries).tolist() if num_queries > 0 else [None] * len(patterns)
-    return [dict(zip(means, row, strict=True)) for row in zip(*means.values(), strict=True)]
+    return [PatternMeans(**dict(zip(means, row, strict=True))) for row in zip(*means.values(), strict=True)]
 
 
 def after_copies(ids: Sequence[int], device: torch.device) -> Tensor:
-    """Where a key, (T, T) as query and key, stands before the query and directly after a copy of the query's token.
+    """Mark, for each query, the earlier keys that directly follow a copy of the query's token: (query, key) bool.
 
     An induction head attends to these keys (Olsson et al., 2022, https://arxiv.org/abs/2209.11895).
     """
@@ -141,14 +139,15 @@ def after_copies(ids: Sequence[int], device: torch.device) -> Tensor:
     return after.tril(-1)
 
 
-def encode_map(plan: Plan, stage: Stage, values: Tensor) -> str:
-    """The base64 text of a map in the dtype of the request. Raises 400 for numbers that the dtype cannot hold."""
+def encode_map(plan: Plan, stage: Stage, values: Tensor) -> Any:
+    """The numbers of a map in the dtype of the request. Raises 400 for numbers that the dtype cannot hold."""
     name = plan.body.dtype
+    pause()
     if name is None:
-        return base64_text(values)
+        return Base64(values)
     if name != "uint8":
-        return base64_text(cast(values, DTYPES[name], stage.name))
+        return Base64(cast(values, DTYPES[name], stage.name))
     if not bool(((values >= -TOLERANCE) & (values <= 1 + TOLERANCE)).all()):  # also false for NaN
         reason = f"{stage.name} has numbers that are not from 0 to 1, which uint8 cannot hold; use float16 or float32"
         raise invalid("dtype", reason, "overflow")
-    return base64_text((values.float() * STEPS).round().clamp(0, STEPS).to(torch.uint8))
+    return Base64((values.float() * STEPS).round().clamp(0, STEPS).to(torch.uint8))

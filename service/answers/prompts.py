@@ -1,16 +1,18 @@
 """Prompts and tokens of requests: checked, tokenized, and described in answers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 from fastapi import Request
 
+from forwardscope.local_results import describe_tokens
+from forwardscope.results.stages import PositionedToken
 from model.checkpoints.load import Checkpoint
-from model.errors import shortened
+from model.errors import ContextOverflow, shortened
 from model.text.tokenizer import TooManyTokens
 from service.http.disconnects import unless_disconnected
-from service.http.errors import ApiError, invalid
+from service.http.errors import invalid, invalid_field
 from service.state import State
 from service.worker import SHORT_TEXT
 
@@ -48,19 +50,39 @@ async def prompt_ids(
     elif tokenizer is None:
         raise invalid(param, "this checkpoint has no tokenizer.json; send a list of token ids", "no_tokenizer")
     else:
-        num_bytes = len(prompt.encode())
+        with refusing_overflow(checkpoint, param):
+            tokenizer.check_bytes(prompt, config.max_positions)
         encode = partial(
             tokenizer.encode, prompt, add_special_tokens=add_special_tokens, max_tokens=config.max_positions
         )
-        try:
-            tokenizer.check_bytes(prompt, config.max_positions)
-            state.worker.check_room(0)  # refuse before the work of tokenizing, not after it
-            job = state.worker.run_text(encode, num_bytes)
-            ids = await (job if num_bytes <= SHORT_TEXT else unless_disconnected(request, job))
-        except TooManyTokens as error:
-            raise too_long(param, f"at least {error.num_tokens}", config.max_positions) from None
+        return await tokenize(encode, len(prompt.encode()), request, state, checkpoint, param)
     check_prompt_ids(ids, checkpoint, param)
     return ids
+
+
+async def tokenize(
+    encode: Callable[[], list[int]], num_bytes: int, request: Request, state: State, checkpoint: Checkpoint, param: str
+) -> list[int]:
+    """Run `encode`, which tokenizes `num_bytes` bytes, outside of the event loop, and check its token ids.
+
+    Raises 400 if they are none, or more than the context has room for.
+    """
+    state.worker.check_room(0)  # refuse before the work of tokenizing, not after it
+    job = state.worker.run_text(encode, num_bytes)
+    with refusing_overflow(checkpoint, param):
+        ids = await (job if num_bytes <= SHORT_TEXT else unless_disconnected(request, job))
+    check_prompt_ids(ids, checkpoint, param)
+    return ids
+
+
+@contextmanager
+def refusing_overflow(checkpoint: Checkpoint, param: str) -> Iterator[None]:
+    """Raise 400 for a text that has more tokens than the context, found before all of it is tokenized."""
+    try:
+        yield
+    except TooManyTokens as error:
+        limit = checkpoint.model.config.max_positions
+        raise invalid_field(ContextOverflow(param, limit, error.num_tokens, is_partly_counted=True)) from None
 
 
 def check_prompt_ids(ids: Sequence[int], checkpoint: Checkpoint, param: str) -> None:
@@ -69,13 +91,8 @@ def check_prompt_ids(ids: Sequence[int], checkpoint: Checkpoint, param: str) -> 
     if not ids:
         raise invalid(param, "is empty; send at least one token", "empty")
     if len(ids) > config.max_positions:
-        raise too_long(param, f"{len(ids)}", config.max_positions)
+        raise invalid_field(ContextOverflow(param, config.max_positions, len(ids)))
     check_ids(ids, config.vocab_size, param)
-
-
-def too_long(param: str, num_tokens: str, max_positions: int) -> ApiError:
-    """400: the prompt is longer than the context."""
-    return invalid(param, f"has {num_tokens} tokens, but the context holds {max_positions}", "context_length")
 
 
 def check_ids(ids: Sequence[int | None], vocab_size: int, param: str) -> None:
@@ -119,12 +136,9 @@ def find_positions(
     return found
 
 
-def token_answers(ids: Sequence[int], checkpoint: Checkpoint, start: int = 0) -> list[dict[str, Any]]:
+def token_answers(ids: Sequence[int], checkpoint: Checkpoint, start: int = 0) -> Sequence[PositionedToken]:
     """Tokens with their texts and positions; the first is at position `start`."""
-    return [
-        {"id": token_id, "text": token_text(checkpoint, token_id), "position": position}
-        for position, token_id in enumerate(ids, start)
-    ]
+    return describe_tokens(ids, partial(token_text, checkpoint), start)
 
 
 def token_text(checkpoint: Checkpoint, token_id: int) -> str | None:

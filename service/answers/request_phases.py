@@ -25,7 +25,7 @@ class TraceTimes:
 
 @dataclass
 class GenerationReport:
-    """What the span of a generation needs, besides the times of its prompts.
+    """The data for the span of a generation, besides the times of its prompts.
 
     `finish_reasons` has the reasons of the choices that have ended, by their indices. `error` is the code of the error
     that ended a choice.

@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from torch import Tensor
 
+from forwardscope.results.attributions import Attribution
+from forwardscope.results.passes import PromptResult
 from service.answers.budget import Budget
 from service.answers.prompts import param_of
 from service.answers.request_phases import add_pass
 from service.http.access_log import note_tokens
 from service.http.disconnects import unless_disconnected
-from service.http.encoding import safetensors_bytes, to_json
+from service.http.encoding import json_in_pieces, safetensors_bytes
 from service.http.errors import ApiError, internal, timed_out
 from service.spans import RequestSpan, span_of
 from service.state import State, get_reservation, seconds_left
@@ -44,9 +46,9 @@ def wants_safetensors(request: Request) -> bool:
 
 @dataclass(frozen=True)
 class PassAnswer:
-    """The answer of one pass: its JSON object, and the tensors of a safetensors answer."""
+    """The answer of one pass: its result, and the tensors of a safetensors answer."""
 
-    content: dict[str, Any]
+    content: PromptResult | Attribution[Any]
     tensors: Mapping[str, Tensor]
 
 
@@ -78,7 +80,7 @@ class Encoder:
     def add(self, answer: PassAnswer) -> None:
         if self._is_list and not self._as_safetensors:  # at once, so that the numbers are not held until the end
             self._json += b"," if self._json else b'{"results":['
-            self._json += to_json(answer.content)
+            self._json += json_in_pieces(answer.content)
         else:
             self._answers.append(answer)
 
@@ -86,7 +88,7 @@ class Encoder:
         if not self._is_list:
             (answer,) = self._answers
             tensors, content = answer.tensors, answer.content
-            return safetensors_bytes(tensors, content) if self._as_safetensors else to_json(content)
+            return safetensors_bytes(tensors, content) if self._as_safetensors else memoryview(json_in_pieces(content))
         if not self._as_safetensors:
             self._json += b"]}"
             return memoryview(self._json)
@@ -166,7 +168,7 @@ async def _run_one(
         answer = each.run(starts[0] - arrived)
         encoder.add(answer)
         if span is not None:
-            span.attributes["gen_ai.response.model"] = answer.content["model"]
+            span.attributes["gen_ai.response.model"] = answer.content.model
         return encoder.finish() if is_last else b""
 
     error: str | None = "cancelled"
@@ -188,5 +190,5 @@ async def _run_one(
     metrics = state.metrics
     metrics.queue_seconds.observe(waited)
     metrics.trace_seconds.observe(seconds)
-    metrics.prompt_tokens.inc(each.num_tokens)
+    metrics.note_prompt_tokens(each.num_tokens)
     return content

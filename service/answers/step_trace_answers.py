@@ -1,9 +1,11 @@
 """Traced generations: check the `trace` of a request, and describe each traced step."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from forwardscope.local_results import TextOf, describe_predictions, describe_top
+from forwardscope.results import generations
 from model.checkpoints.load import Checkpoint
 from model.engine.logit_lens import LensLayer
 from model.engine.step_tracer import StepTrace
@@ -11,11 +13,12 @@ from model.engine.trace_params import TraceParams
 from model.tracing.selection import Selection
 from model.tracing.stages import Stage
 from service.answers.prompts import check_indices, find_positions
-from service.answers.stage_answers import TextOf, prediction_answers, select_stages, stage_answer, top_answer
+from service.answers.stage_answers import select_stages, stage_answer
 from service.http.errors import invalid
 from service.http.generate_schemas import TraceRequest
 
 DEFAULT_LENS_TOP = 5
+MAX_LENS_TOKENS = 1 << 15  # of all layers of a step, which takes another 0.02 seconds
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,12 @@ def plan_trace(
     if body.top_k is not None and body.top_k > config.vocab_size:
         raise invalid("trace.top_k", f"{body.top_k} is more than the vocabulary of {config.vocab_size} tokens")
     lens_top = min(DEFAULT_LENS_TOP, config.vocab_size) if body.top_k is None else body.top_k
+    if body.logit_lens and lens_top * config.num_layers > MAX_LENS_TOKENS:
+        reason = (
+            f"{lens_top} tokens of each of {config.num_layers} layers are more than the {MAX_LENS_TOKENS} that a step "
+            f"may report; send at most {MAX_LENS_TOKENS // config.num_layers}"
+        )
+        raise invalid("trace.top_k", reason, "too_many")
     params = TraceParams(
         selection=Selection(stages=stages, detail=body.detail, positions=positions, heads=body.heads),
         top_k=body.top_k or 0,
@@ -58,24 +67,18 @@ def plan_trace(
     return TracePlan(params, body.encoding)
 
 
-def trace_answer(trace: StepTrace, plan: TracePlan, text_of: TextOf) -> dict[str, Any]:
+def trace_answer(trace: StepTrace, plan: TracePlan, text_of: TextOf) -> generations.StepTrace[Any]:
     """Describe the trace of one step."""
-    return {
-        "positions": trace.positions,
-        "stages": [stage_answer(kept, kept.values, plan.encoding) for kept in trace.stages],
-        "predictions": prediction_answers(trace.positions, trace.predictions, text_of) if trace.predictions else [],
-        "logit_lens": None if trace.logit_lens is None else lens_answer(trace.logit_lens, text_of),
-        "constraint": None if trace.constraint is None else asdict(trace.constraint),
-    }
+    lens, effect = trace.logit_lens, trace.constraint
+    return generations.StepTrace(
+        positions=tuple(trace.positions),
+        stages=tuple(stage_answer(kept, kept.values, plan.encoding) for kept in trace.stages),
+        predictions=describe_predictions(trace.positions, trace.predictions, text_of),
+        logit_lens=None if lens is None else tuple(lens_answer(layer, text_of) for layer in lens),
+        constraint=None if effect is None else generations.ConstraintEffect(**vars(effect)),
+    )
 
 
-def lens_answer(layers: Sequence[LensLayer], text_of: TextOf) -> list[dict[str, Any]]:
-    """Describe the logit lens: the most likely tokens after each block."""
-    return [
-        {
-            "layer": layer.layer,
-            "top": top_answer(layer.top, text_of),
-            "chosen_probability": layer.chosen_probability,
-        }
-        for layer in layers
-    ]
+def lens_answer(layer: LensLayer, text_of: TextOf) -> generations.LensLayer:
+    """Describe one layer of the logit lens."""
+    return generations.LensLayer(layer.layer, describe_top(layer.top, text_of), layer.chosen_probability)

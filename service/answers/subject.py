@@ -97,7 +97,7 @@ def example_ids(example: WorkedExample, prompt: Prompt, param: str) -> list[int]
         ids = prompt
     else:
         if len(prompt) > MAX_EXAMPLE_TEXT:
-            raise invalid(param, f"is longer than {MAX_EXAMPLE_TEXT} characters", "context_length")
+            raise invalid(param, f"is longer than {MAX_EXAMPLE_TEXT} characters", "context_length_exceeded")
         try:
             ids = example.encode(prompt)
         except ValueError as error:
@@ -106,5 +106,5 @@ def example_ids(example: WorkedExample, prompt: Prompt, param: str) -> list[int]
         raise invalid(param, "is empty; send at least one token", "empty")
     if len(ids) > example.max_positions:
         reason = f"has {len(ids)} tokens, but {example.name} takes at most {example.max_positions}"
-        raise invalid(param, reason, "context_length")
+        raise invalid(param, reason, "context_length_exceeded")
     return ids

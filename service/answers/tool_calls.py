@@ -8,29 +8,42 @@ Models write calls in one of three forms, which the chat template shows:
 """
 
 import json
-import uuid
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from model.text.grammar import embedded_schema
+from model.text.grammar import EmbeddedSchema
+from service.answers.offered_tools import OfferedFunction
 
 Form = Literal["tagged", "list", "bare"]
 BEGIN, END = "<tool_call>", "</tool_call>"
+LIST_MARK, BARE_MARK = "[TOOL_CALLS]", "<|python_tag|>"
+MARKS: dict[Form, tuple[str, ...]] = {"tagged": (BEGIN, END), "list": (LIST_MARK,), "bare": (BARE_MARK,)}
+"""The mark before calls, and the one after them, if there is one."""
+MARK_TOKENS = (BEGIN, END, LIST_MARK, BARE_MARK, "[ARGS]", "[CALL_ID]")
+"""Marks that are special tokens in some vocabularies, which have no text there."""
+# After a mark of the list form, newer models write `name[ARGS]{...}`, with or without an id.
+NAMED_CALL = re.compile(r"\s*(?P<name>[^\s\[{]+)(\[CALL_ID\]\w*)?(\[ARGS\])?\s*(?={)")
+PAIR = r"u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # of surrogates, which is one character
+ESCAPE = re.compile(rf"\\({PAIR}|u[dD][89a-fA-F][0-9a-fA-F]{{2}}|.)", re.DOTALL)
+IN_STRING = re.compile(r'["\\]')
+NO_SPACE = re.compile(r"\S")
+MAX_RETRIES = 8
 
 
 def form_of(template: str) -> Form:
     """The form of calls that a chat template shows."""
-    if BEGIN not in template and "[TOOL_CALLS]" in template:
+    if BEGIN not in template and LIST_MARK in template:
         return "list"
-    if BEGIN not in template and "<|python_tag|>" in template:
+    if BEGIN not in template and BARE_MARK in template:
         return "bare"
     return "tagged"
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call. `arguments` is a JSON object as text."""
+    """One call. `arguments` is a JSON object as text, as the model wrote it."""
 
     id: str
     name: str
@@ -39,7 +52,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Delta:
-    """What a piece of text completes: content, and calls."""
+    """The content and the calls that a piece of text completes."""
 
     content: str
     calls: list[Call]
@@ -48,73 +61,126 @@ class Delta:
 class ToolCallParser:
     """Separates the calls in a text, which arrives in pieces, from its other content.
 
-    A text that looks like a call, but is not a complete call of a known function, is returned as content.
+    A text that looks like a call, but is not a complete call of a known function, is returned as content. A model may
+    mention the mark before it calls, so marks in such a text are tried, too: at most `MAX_RETRIES` times, because each
+    try may read the whole text again.
     """
 
-    def __init__(self, form: Form, names: Collection[str]) -> None:
-        self._form = form
+    def __init__(self, form: Form, names: Collection[str], new_id: Callable[[], str]) -> None:
+        self._begin, *ends = MARKS[form]
         self._names = names
-        self._pending = ""  # text that may be, or become, a call
-        self._searched = 0  # the closing tag of a pending call is not before this place
+        self._new_id = new_id
+        self._end = "".join(ends)
+        self._outside_string = re.compile("|".join(map(re.escape, ('"', *MARKS[form]))))
+        self._max_mark = max(map(len, MARKS[form]))
+        self._pending = ""  # text that is not decided: a part of a mark, or the text behind an open mark
+        self._mark: str | None = None  # the open mark, as it was written; None if none is open
+        self._begun = 0  # white space behind the open mark ends here, or later
+        self._scanned = 0  # characters of the pending text without a mark outside of strings
+        self._in_string = False  # at this place
+        self._num_retries = 0
+        if form != "tagged":
+            self._open("", 0)  # a text that begins with a list or an object is a call without a mark
         self.num_calls = 0
 
     def push(self, piece: str) -> Delta:
         """Add a piece of text."""
         self._pending += piece
-        return self._take_tagged() if self._form == "tagged" else self._take_start()
+        return self._take(is_end=False)
 
     def finish(self) -> Delta:
-        """Read what is still pending, at the end of the text."""
-        text, self._pending = self._pending, ""
-        if self._form == "tagged":
-            # Some models end the text in place of the closing tag.
-            calls = self._read(text.removeprefix(BEGIN)) if text.startswith(BEGIN) else None
-        else:
-            calls = self._read(text)
-        return Delta(text, []) if calls is None else Delta("", calls)
+        """Read what is still pending, at the end of the text. Some models end the text in place of the closing mark."""
+        return self._take(is_end=True)
 
-    def _take_tagged(self) -> Delta:
-        """Take all complete calls, and the content before text that may be the beginning of a tag."""
-        content, calls = "", []
+    def _take(self, *, is_end: bool) -> Delta:
+        """Take the pending text that can be decided."""
+        text, place = self._pending, 0
+        content: list[str] = []
+        calls: list[Call] = []
         while True:
-            begin = self._pending.find(BEGIN)
-            if begin < 0:
-                num_kept = next(n for n in range(len(BEGIN) - 1, -1, -1) if self._pending.endswith(BEGIN[:n]))
-                content += self._outside(self._pending[: len(self._pending) - num_kept])
-                self._pending = self._pending[len(self._pending) - num_kept :]
-                break
-            content += self._outside(self._pending[:begin])
-            self._pending = self._pending[begin:]
-            end = self._pending.find(END, self._searched)
-            if end < 0:
-                break
-            text = self._pending[len(BEGIN) : end]
-            if ends_in_a_string(text):  # this closing tag is a part of an argument
-                self._searched = end + len(END)
+            if self._mark is None:
+                begin = text.find(self._begin, place)
+                end = begin if begin >= 0 else len(text) - (0 if is_end else self._num_partial(text[place:]))
+                content.append(self._outside(text[place:end]))
+                place = end
+                if begin < 0:
+                    break
+                place += len(self._begin)
+                self._open(self._begin, place)
+            begun = NO_SPACE.search(text, self._begun)
+            self._begun = begun.start() if begun else len(text)
+            if begun and not self._can_begin_calls(text):
+                content.append(self._give_up())
                 continue
-            found = self._read(text)
-            content += self._pending[: end + len(END)] if found is None else ""
-            calls += found or []
-            self._pending, self._searched = self._pending[end + len(END) :], 0
-        return Delta(content, calls)
+            mark = self._next_mark() if begun else None
+            if mark is None and not is_end:
+                break
+            end = mark.start() if mark else len(text)
+            new = self._read(text[place:end])
+            if new is not None:
+                calls += new
+                place = mark.end() if mark and mark[0] == self._end else end
+                self._mark = None
+                continue
+            content.append(self._give_up())
+            if self._num_retries < MAX_RETRIES and text.find(self._begin, place, end) >= 0:
+                self._num_retries += 1
+            else:
+                content.append(self._outside(text[place:end]))
+                place = end
+        self._pending = text[place:]
+        self._begun -= place
+        self._scanned -= place
+        return Delta("".join(content), calls)
+
+    def _num_partial(self, text: str) -> int:
+        """The number of characters at the end of a text with which the opening mark may begin."""
+        longest = range(len(self._begin) - 1, -1, -1)
+        return next(n for n in longest if text.endswith(self._begin[:n]))
+
+    def _open(self, mark: str, place: int) -> None:
+        self._mark, self._begun, self._scanned, self._in_string = mark, place, place, False
+
+    def _give_up(self) -> str:
+        """Close the mark without a call, and return it as content."""
+        mark, self._mark = self._mark, None
+        assert mark is not None
+        return mark
+
+    def _can_begin_calls(self, text: str) -> bool:
+        """Whether the text behind the white space can begin calls."""
+        if text[self._begun] in "[{":
+            return True
+        is_named = self._mark == LIST_MARK
+        return is_named and any(name.startswith(text[self._begun : self._begun + len(name)]) for name in self._names)
+
+    def _next_mark(self) -> re.Match[str] | None:
+        """The next mark outside of JSON strings. Each character is searched once."""
+        while True:
+            pattern = IN_STRING if self._in_string else self._outside_string
+            match = pattern.search(self._pending, self._scanned)
+            if match is None:  # the end may be a part of a mark
+                num_partial = 0 if self._in_string else self._max_mark - 1
+                self._scanned = max(self._scanned, len(self._pending) - num_partial)
+                return None
+            if match[0] == "\\":
+                if match.end() == len(self._pending):
+                    return None
+                self._scanned = match.end() + 1
+            elif match[0] == '"':
+                self._in_string = not self._in_string
+                self._scanned = match.end()
+            else:
+                return match
 
     def _outside(self, text: str) -> str:
         """Text outside of calls. White space that models write between and after calls is dropped."""
         return "" if self.num_calls and not text.strip() else text
 
-    def _take_start(self) -> Delta:
-        """Keep a text that begins like a call until its end; all other text is content."""
-        start = self._pending.lstrip()
-        if start == "" or start[0] in "[{":
-            return Delta("", [])
-        content, self._pending = self._pending, ""
-        self._form = "tagged"  # the text began as content, so a later brace does not begin a call
-        return Delta(content, [])
-
     def _read(self, text: str) -> list[Call] | None:
         """The calls in a text of one or several JSON values; None if it has anything else."""
         try:
-            calls = [self._call(entry) for value in json_values(text) for entry in as_list(value)]
+            calls = self._read_named(text) or [self._call(dict_of(entry)) for entry in entries(text)]
         except (ValueError, RecursionError):
             return None
         found = [call for call in calls if call is not None]
@@ -123,41 +189,99 @@ class ToolCallParser:
         self.num_calls += len(found)
         return found
 
-    def _call(self, entry: Any) -> Call | None:
-        if not isinstance(entry, dict) or entry.get("name") not in self._names:
+    def _read_named(self, text: str) -> list[Call | None] | None:
+        """The call in the form `name[ARGS]{...}`; None if the text has another form."""
+        match = NAMED_CALL.match(text) if self._mark == LIST_MARK else None
+        if match is None:
             return None
-        arguments = entry.get("arguments", entry.get("parameters", {}))
+        value, end = DECODER.raw_decode(text, match.end())
+        if text[end:].strip():
+            raise ValueError("more text follows")
+        return [self._call({"name": (match["name"], ""), "arguments": (value, text[match.end() : end])})]
+
+    def _call(self, entry: dict[str, tuple[Any, str]]) -> Call | None:
+        """The call that an object with these members describes: name -> value and text. None if it describes none."""
+        name, _ = entry.get("name", (None, ""))
+        arguments, text = entry.get("arguments", entry.get("parameters", ({}, "{}")))
+        if not isinstance(name, str) or name not in self._names:
+            return None
         if isinstance(arguments, str):
-            (arguments,) = json_values(arguments)
+            text = arguments.strip()
+            arguments, end = DECODER.raw_decode(text)
+            if end < len(text):
+                return None
+        if arguments is None:
+            arguments, text = {}, "{}"
         if not isinstance(arguments, dict):
             return None
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        text.encode()  # raises for a lone surrogate, which no answer can contain
-        return Call(f"call_{uuid.uuid4().hex[:24]}", entry["name"], text)
+        json.dumps(arguments, allow_nan=False)  # raises for a number that is not finite
+        return Call(self._new_id(), name, ESCAPE.sub(without_lone_surrogate, text))
 
 
-def json_values(text: str) -> list[Any]:
-    """The JSON values of a text, which may be separated by semicolons. Raises `ValueError` if it has anything else."""
-    values = []
-    text = text.strip()
-    while text:
-        value, end = DECODER.raw_decode(text)
-        values.append(value)
-        text = text[end:].lstrip("; \t\r\n")
-    return values
+def entries(text: str) -> list[list[tuple[str, Any, str]]]:
+    """The objects in a text of JSON objects and lists of them, which may be separated by semicolons.
+
+    Each is a list of its members: key, value, and the text of the value. Raises `ValueError` for anything else.
+    """
+    found = []
+    place = after_spaces(text, 0)
+    while place < len(text):
+        if text[place] != "[":
+            members, place = read_members(text, place)
+            found.append(members)
+        else:
+            place = after_spaces(text, place + 1)
+            while not text.startswith("]", place):
+                members, place = read_members(text, place)
+                found.append(members)
+                place = after_comma(text, place, "]")
+            place += 1
+        place = after_spaces(text, place, "; \t\r\n")
+    return found
 
 
-def ends_in_a_string(text: str) -> bool:
-    """Whether a JSON text ends inside a string."""
-    try:
-        DECODER.raw_decode(text.strip())
-    except (ValueError, RecursionError) as error:
-        return isinstance(error, json.JSONDecodeError) and error.msg.startswith("Unterminated string")
-    return False
+def read_members(text: str, place: int) -> tuple[list[tuple[str, Any, str]], int]:
+    """The members of the object at a place, and the place after it."""
+    if not text.startswith("{", place):
+        raise ValueError("no object")
+    members: list[tuple[str, Any, str]] = []
+    place = after_spaces(text, place + 1)
+    while not text.startswith("}", place):
+        key, place = DECODER.raw_decode(text, place)
+        place = after_spaces(text, place)
+        if not isinstance(key, str) or not text.startswith(":", place):
+            raise ValueError("no member")
+        begin = after_spaces(text, place + 1)
+        value, end = DECODER.raw_decode(text, begin)
+        members.append((key, value, text[begin:end]))
+        place = after_comma(text, end, "}")
+    return members, place + 1
 
 
-def as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+def dict_of(members: Sequence[tuple[str, Any, str]]) -> dict[str, tuple[Any, str]]:
+    return {key: (value, text) for key, value, text in members}
+
+
+def after_comma(text: str, place: int, end: str) -> int:
+    """The place of the next entry, or of the `end`. Raises `ValueError` if neither follows."""
+    place = after_spaces(text, place)
+    if text.startswith(end, place):
+        return place
+    after = after_spaces(text, place + 1)
+    if not text.startswith(",", place) or text.startswith(end, after):
+        raise ValueError("no comma")
+    return after
+
+
+def after_spaces(text: str, place: int, spaces: str = " \t\r\n") -> int:
+    while place < len(text) and text[place] in spaces:
+        place += 1
+    return place
+
+
+def without_lone_surrogate(escape: re.Match[str]) -> str:
+    """The same escape of JSON, but one that is no character becomes U+FFFD, as no answer can contain it."""
+    return "\\ufffd" if escape[1][0] == "u" and len(escape[1]) == 5 else escape[0]
 
 
 def refuse_constant(name: str) -> Any:
@@ -167,50 +291,22 @@ def refuse_constant(name: str) -> Any:
 DECODER = json.JSONDecoder(parse_constant=refuse_constant)
 
 
-def without_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rewrite a conversation for a chat template that has no tools: everything about them becomes text.
-
-    The system message describes the functions and the form of calls.
-    """
-    rewritten = [as_text(message) for message in messages]
-    if not tools:
-        return rewritten
-    lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
-    example = f'{BEGIN}\n{{"name": "NAME", "arguments": {{...}}}}\n{END}'
-    text = "\n".join(["You can call these functions:", *lines, "To call a function, write only this:", example])
-    if rewritten[0]["role"] == "system":
-        text = f"{rewritten.pop(0)['content']}\n\n{text}".strip()
-    return [{"role": "system", "content": text}, *rewritten]
-
-
-def as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose calls are part of its text, and whose result of a call comes from the user."""
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    calls = [
-        f"{BEGIN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{END}" for call in message.get("tool_calls", ())
-    ]
-    others = {name: value for name, value in message.items() if name != "tool_calls"}
-    return others | {"content": "\n".join(filter(None, [message["content"], *calls]))}
-
-
-def call_rules(form: Form, tools: Sequence[dict[str, Any]], *, several: bool) -> list[str]:
+def call_rules(form: Form, functions: Sequence[OfferedFunction], *, several: bool) -> list[str]:
     """Rules, in llguidance's dialect of Lark, for `calls`: one or `several` calls of these functions.
 
-    Raises `InvalidField` for a schema that is too long or too deep.
+    They use the rules of `argument_schemas`. In the tagged form, `marked` is the part of `calls` after the first mark.
     """
     rules = []
     key = "parameters" if form == "bare" else "arguments"
-    for index, tool in enumerate(tools):
-        function = tool["function"]
-        head = json.dumps(f'{{"name": {json.dumps(function["name"])}, "{key}": ')
-        schema = embedded_schema("tools", closed(function.get("parameters") or {"type": "object"}))
-        rules += [f'call_{index}: {head} arguments_{index} "}}"', f"arguments_{index}: %json {schema}"]
-    names = " | ".join(f"call_{index}" for index in range(len(tools)))
+    for index, function in enumerate(functions):
+        head = json.dumps(f'{{"name": {json.dumps(function.name)}, "{key}": ')
+        rules.append(f'call_{index}: {head} arguments_{index} "}}"')
+    names = " | ".join(f"call_{index}" for index in range(len(functions)))
     rules.append(f"call: {names}")
     if form == "tagged":
-        begin, end = json.dumps(f"{BEGIN}\n"), json.dumps(f"\n{END}")
-        calls = f"{begin} call {end}" + (f' ("\\n" {begin} call {end})*' if several else "")
+        calls = f'"{BEGIN}" marked'
+        more = f' ("\\n{BEGIN}\\n" call "\\n{END}")*' if several else ""
+        rules.append(f'marked: "\\n" call "\\n{END}"{more}')
     elif form == "list":
         calls = '"[" call' + (' (", " call)*' if several else "") + ' "]"'
     else:
@@ -218,28 +314,15 @@ def call_rules(form: Form, tools: Sequence[dict[str, Any]], *, several: bool) ->
     return [*rules, f"calls: {calls}"]
 
 
-def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same JSON schema, but objects with named properties have no others, unless the schema speaks of others.
+def argument_schemas(functions: Sequence[OfferedFunction]) -> dict[str, EmbeddedSchema]:
+    """The JSON schemas of the arguments, by the names of their rules in `call_rules`.
 
-    SDKs write schemas without `additionalProperties`, and small models then add properties until the answer is full. A
-    schema that combines others for one object (`allOf`, `not`, `if`) is returned as it is, and so is one that is nested
-    too deeply, which `embedded_schema` refuses.
+    If the schema of a function that is not strict cannot be enforced, its arguments are any JSON object: the prompt
+    describes the function anyway, and the other functions are not concerned.
     """
-    try:
-        result: dict[str, Any] = json.loads(json.dumps(schema))
-    except RecursionError:
-        return schema
-    nodes = [result]
-    while nodes:
-        node = nodes.pop()
-        combined = node.keys() & {"$ref", "anyOf", "oneOf"}
-        if node.keys() & {"allOf", "not", "if", "dependentSchemas"} or ("properties" in node and combined):
-            return schema
-        if "properties" in node and not node.keys() & {"patternProperties", "unevaluatedProperties"}:
-            node.setdefault("additionalProperties", False)
-        children = [node.get("items"), node.get("additionalProperties")]
-        for name in ("properties", "$defs", "definitions", "anyOf", "oneOf", "prefixItems"):
-            group = node.get(name)
-            children += group.values() if isinstance(group, dict) else group if isinstance(group, list) else []
-        nodes += [child for child in children if isinstance(child, dict)]
-    return result
+    return {
+        f"arguments_{index}": EmbeddedSchema(
+            function.parameters, function.place, function.name, is_strict=function.is_strict
+        )
+        for index, function in enumerate(functions)
+    }

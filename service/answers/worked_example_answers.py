@@ -1,15 +1,15 @@
 """The printed numbers of a worked example, compared with the computed ones, for answers of POST /forward."""
 
-from dataclasses import asdict
-from typing import Any
-
+from forwardscope.results.passes import PublishedResult, Slip
+from forwardscope.results.passes import WorkedExample as WorkedExampleResult
+from forwardscope.results.stages import FromPrevious, Published
 from model.tracing.selection import Selection
 from model.tracing.stages import Stage
 from model.worked_examples import WorkedExample, compare
 from service.http.encoding import json_array
 
 
-def published_answer(example: WorkedExample, stage: Stage, selection: Selection) -> dict[str, Any] | None:
+def published_answer(example: WorkedExample, stage: Stage, selection: Selection) -> Published | None:
     """The printed numbers of one stage, restricted to the positions and heads of the request.
 
     None if the article prints no numbers of the stage.
@@ -19,23 +19,19 @@ def published_answer(example: WorkedExample, stage: Stage, selection: Selection)
         return None
     previous = found.from_previous
     sizes = example.sizes(len(example.prompt_ids))
-    return {
-        "values": json_array(selection.take(stage, found.published.numbers(), sizes)),
-        "squared": found.published.squared,
-        "max_difference": found.max_difference,
-        "agrees": found.agrees,
-        "from_previous": None
-        if previous is None
-        else {"max_difference": previous.max_difference, "agrees": previous.agrees},
-    }
+    return Published(
+        values=json_array(selection.take(stage, found.published.numbers(), sizes)),
+        squared=found.published.squared,
+        max_difference=found.max_difference,
+        agrees=found.agrees,
+        from_previous=None if previous is None else FromPrevious(previous.max_difference, previous.agrees),
+    )
 
 
-def worked_example_answer(example: WorkedExample) -> dict[str, Any]:
+def worked_example_answer(example: WorkedExample) -> WorkedExampleResult:
     """The printed results of the whole pass, and its slips: printed numbers that do not follow from earlier ones."""
     comparison = compare(example)
-    return {
-        "title": example.title,
-        "source": example.source,
-        "results": [asdict(result) for result in comparison.results],
-        "slips": [asdict(slip) for slip in comparison.slips],
-    }
+    results = tuple(PublishedResult(**vars(each)) for each in comparison.results)
+    return WorkedExampleResult(
+        example.title, example.source, results, tuple(Slip(**vars(each)) for each in comparison.slips)
+    )

@@ -10,18 +10,29 @@ import sys
 from collections.abc import Iterator
 
 from forwardscope import Client, ForwardscopeError
-from forwardscope.client import DEFAULT_URL
+from forwardscope.transport import DEFAULT_URL
+from model.command_line import Parser, number
+from model.server_address import server_url
 from service import PREFIX
+from service.commands import options as serve_options
 from service.commands.child_server import ServerFailed, started_server
 
 COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D ends the program, Ctrl-C stops an answer"
 
 
 def main() -> None:
-    options, rest = make_parser().parse_known_args(sys.argv[1:])
+    parser = make_parser()
+    options, rest = parser.parse_known_args(sys.argv[1:])
     is_url = options.target.startswith(("http://", "https://"))
+    unknown = serve_options.make_parser().parse_known_args(rest)[1]
+    if unknown:
+        parser.refuse(unknown)
     if is_url and rest:
-        make_parser().error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"{rest[0]} is for a server that `chat MODEL` starts, but that of {options.target} runs already")
+    if not is_url:
+        if (address := server_url(options.target)) is not None:
+            parser.error(f"{options.target} is no model; for a running server, write {address}")
+        serve_options.read_settings([options.target, *rest])  # ends the command if a setting is wrong
     try:
         with contextlib.nullcontext(options.target) if is_url else started_server(options.target, rest) as url:
             api_key = options.api_key or os.environ.get(f"{PREFIX}API_KEY") or None
@@ -32,12 +43,11 @@ def main() -> None:
         hint = " `forwardscope chat MODEL` starts one." if options.target == DEFAULT_URL else ""
         sys.stderr.write(f"forwardscope chat: {error}{hint}\n")
         sys.exit(1)
-    except KeyboardInterrupt:  # Ctrl-C while the server starts
-        sys.exit(130)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    parser = Parser(
+        passed_on=serve_options.make_parser(),
         prog="forwardscope chat",
         usage="forwardscope chat [URL | MODEL [options of serve]] [options]",
         description=f"Talk to a model. {COMMANDS}.",
@@ -47,12 +57,13 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="?",
         default=DEFAULT_URL,
         metavar="URL or MODEL",
-        help="a running server (default: %(default)s); or a directory or hub id, for which a server is started",
+        help="a running server (default: %(default)s); or a directory, a *.gguf file or a hub id, for which a server "
+        "is started",
     )
     parser.add_argument("--system", help="the system message, which says how the model is to behave")
-    parser.add_argument("--max-tokens", type=int, help="maximum number of tokens of an answer")
-    parser.add_argument("--temperature", type=float, help="0 always takes the most likely token")
-    parser.add_argument("--seed", type=int, help="makes the answers reproducible")
+    parser.add_argument("--max-tokens", type=number(int, 1), help="maximum number of tokens of an answer")
+    parser.add_argument("--temperature", type=number(float, 0), help="0 always takes the most likely token")
+    parser.add_argument("--seed", type=number(int, 0), help="makes the answers reproducible")
     parser.add_argument("--api-key", help=f"key of the server; default: {PREFIX}API_KEY of the environment")
     return parser
 

@@ -1,7 +1,6 @@
 """`forwardscope compare A B`: find the first stage at which two models differ."""
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -17,11 +16,10 @@ from model.analysis.compare import (
     Options,
     compare,
     compare_bytes,
-    record_steps,
+    record_stages,
     require_comparable,
 )
-from model.analysis.compare.passes import finish
-from model.analysis.compare.report import report, to_json
+from model.analysis.compare.report import report
 from model.analysis.compare.sources import (
     Given,
     StageTensors,
@@ -30,13 +28,14 @@ from model.analysis.compare.sources import (
     read_name_map,
     read_stage_file,
 )
-from model.checkpoints.load import BUNDLED
 from model.checkpoints.streamed import OpenCheckpoint, find_dtype, open_checkpoint
-from model.errors import InvalidField
-from model.network.prepare import Kernels
-from model.ops.quantization import Quantization
+from model.choices import Dtype, Kernels, Quantization
+from model.command_line import Parser, one_of
+from model.errors import InvalidField, shortened
 from model.tracing.stages import stages_of
 from service import PREFIX
+from service.answers.comparisons import describe_comparison
+from service.http.encoding import to_json
 
 DEFAULT_PROMPT = "When Mary and John went to the store, John gave a drink to"
 MAX_BYTES = 16 << 30  # of the stages in memory
@@ -59,15 +58,17 @@ def main() -> None:
     except (ValueError, OSError, ForwardscopeError) as error:
         sys.stderr.write(f"forwardscope compare: {error}\n")
         sys.exit(1)
-    text = json.dumps(to_json(found, name)) if options.json else report(found, name, table=not options.verdict)
+    text = (
+        to_json(describe_comparison(found, name)).decode()
+        if options.json
+        else report(found, name, table=not options.verdict)
+    )
     sys.stdout.write(text + "\n")
     sys.exit(0 if found.first is None else 3)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="forwardscope compare", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def make_parser() -> Parser:
+    parser = Parser(prog="forwardscope compare", description=DESCRIPTION)
     parser.add_argument("a", metavar="A", help="the reference: a checkpoint")
     parser.add_argument("b", metavar="B", help="a file of stages, a checkpoint, or the URL of a running server")
     prompt = parser.add_mutually_exclusive_group()
@@ -75,12 +76,16 @@ def make_parser() -> argparse.ArgumentParser:
     prompt.add_argument("--ids", type=read_ids, help="token ids, separated by commas")
     parser.add_argument(
         "--dtype",
-        choices=["float32", "bfloat16", "float16"],
+        type=one_of(*get_args(Dtype)),
         help="the dtype in which B computes, which sets the noise floor; default: as B's weights are stored, or as the "
         "numbers in its file show",
     )
-    parser.add_argument("--quantize", choices=get_args(Quantization), help="of B, if it is a checkpoint; default: none")
-    parser.add_argument("--kernels", choices=get_args(Kernels), help="of B, if it is a checkpoint; default: torch")
+    parser.add_argument(
+        "--quantize", type=one_of(*get_args(Quantization)), help="of B, if it is a checkpoint; default: none"
+    )
+    parser.add_argument(
+        "--kernels", type=one_of(*get_args(Kernels)), help="of B, if it is a checkpoint; default: torch"
+    )
     parser.add_argument("--map", type=Path, help="JSON file: name in the file of B -> our stage, null to leave it out")
     parser.add_argument("--per-position", action="store_true", help="also the error of each position")
     parser.add_argument("--per-head", action="store_true", help="also the error of each head")
@@ -94,13 +99,13 @@ def read_ids(text: str) -> list[int]:
     try:
         return [int(each) for each in text.replace(",", " ").split()]
     except ValueError:
-        raise argparse.ArgumentTypeError("give token ids separated by commas, such as 1,2,3") from None
+        raise argparse.ArgumentTypeError(f"{shortened(text)} is not a list of token ids such as 1,2,3") from None
 
 
 def run(options: argparse.Namespace) -> tuple[Comparison, str]:
     """The comparison, and the name of A."""
     check_options(options)
-    a = open_model(options.a)
+    a = open_checkpoint(options.a)
     tensors = read_stage_file(Path(options.b)) if is_stage_file(options.b) else None
     ids = find_ids(options, a, None if tensors is None else tensors.ids)
     num_bytes = compare_bytes(a.config, [stage.name for stage in stages_of(a.config)], len(ids))
@@ -142,11 +147,6 @@ def is_stage_file(source: str) -> bool:
     return path.suffix in (".safetensors", ".npz", ".npy", ".pt", ".pth", ".bin") and "://" not in source
 
 
-def open_model(source: str) -> OpenCheckpoint:
-    is_bundled = source == "bundled"
-    return open_checkpoint(str(BUNDLED) if is_bundled else source, name="bundled" if is_bundled else None)
-
-
 def find_ids(options: argparse.Namespace, a: OpenCheckpoint, stored: Sequence[int] | None) -> list[int]:
     """The token ids to compare on. Raises `InvalidField` if A cannot take them."""
     if options.ids is not None:
@@ -169,7 +169,7 @@ def compute_stages(
     options: argparse.Namespace, a: OpenCheckpoint, ids: Sequence[int], dtype: torch.dtype | None
 ) -> Given:
     """The stages of B, if it is a checkpoint."""
-    b = open_model(options.b)
+    b = open_checkpoint(options.b)
     require_comparable(a.config, b.config, len(ids))
     if a.tokenizer is not None and b.tokenizer is not None and options.ids is None:
         text = DEFAULT_PROMPT if options.prompt is None else options.prompt
@@ -178,7 +178,7 @@ def compute_stages(
     settings: Mapping[str, str] = {"quantize": options.quantize or "none", "kernels": options.kernels or "torch"}
     network = b.network(own, quantize=options.quantize or "none", kernels=options.kernels or "torch")
     described = ", ".join([str(own).removeprefix("torch."), *(each for each in settings.values() if each != "none")])
-    return finish(record_steps(f"{b.name} ({described})", network, ids, own, a.config))
+    return record_stages(f"{b.name} ({described})", network, ids, own, a.config)
 
 
 def fetch_stages(client: Client, ids: Sequence[int]) -> StageTensors:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from model.engine.tensor_parallel.follower import Follower
 from model.network.ranks import LostRank, Place, Ranks
-from service.app import find_device, load_model, num_threads, set_num_threads
+from service.app import device_of, load_model, num_threads, set_num_threads
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def connect_ranks(settings: Settings, arguments: Sequence[str], environment: Map
     connect.
     """
     place = find_place(settings, arguments, environment)
-    return None if place is None else Ranks(place, find_device(settings))
+    return None if place is None else Ranks(place, device_of(settings))
 
 
 def follow(settings: Settings, ranks: Ranks) -> int:

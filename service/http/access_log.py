@@ -1,7 +1,7 @@
 """One log line for each request, and a request id that the response and the log line share.
 
 A line never contains texts of a request: a path that is not a route is logged as `unmatched`, and query strings and
-bodies are not logged.
+bodies are not logged, except for the names of fields that were left out.
 """
 
 import logging
@@ -15,6 +15,8 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.http.gate import OPERATION_PATHS
+from service.ignored_fields import HEADER as IGNORED_HEADER
+from service.ignored_fields import ignored_text
 from service.metrics import is_page_file, method_label, route_label
 from service.request_ids import RequestIds, handling
 from service.spans import RequestSpan
@@ -55,6 +57,8 @@ class AccessLog:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), header]
+                if ignored := ignored_text(scope):
+                    message["headers"].append((IGNORED_HEADER, ignored.encode()))
             await send(message)
 
         with handling(ids):
@@ -80,15 +84,19 @@ def log_request(scope: Scope, route: str, status: int, seconds: float, level: in
     if num_tokens is not None:
         fields |= {"prompt_tokens": num_tokens[0], "generated_tokens": num_tokens[1]}
     fields["duration_ms"] = round(milliseconds, 1)
+    ignored = ignored_text(scope).replace(", ", ",")
+    if ignored:
+        fields["ignored_fields"] = ignored
     logger.log(
         level,
-        "%s %s %d%s ms=%.1f id=%s",
+        "%s %s %d%s ms=%.1f id=%s%s",
         method,
         route,
         status,
         tokens,
         milliseconds,
         state["request_id"],
+        f" ignored={ignored}" if ignored else "",
         extra={"request_fields": fields, "request_ids": state["request_ids"]},
     )
 

@@ -1,12 +1,12 @@
-"""The JSON bodies of POST /attribute: one kind of request for each method, with its answer."""
+"""The JSON bodies of POST /attribute: one kind of request for each method."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, RootModel
 
-from service.http.field_types import Answer, Indices, Prompt, Text, TokenId, at_most
-from service.http.forward_schemas import PositionPredictions, StageAnswer, TargetIds
-from service.http.schemas import AdaptedRequest, Globs, PositionedToken, Positions, Token
+from service.http.field_types import Indices, Prompt, Text, TokenId, at_most
+from service.http.forward_schemas import TargetIds
+from service.http.schemas import AdaptedRequest, Globs, Positions
 
 PROMPT = "It was a dark night, and the captain"
 MAX_STEPS = 512
@@ -14,9 +14,6 @@ OneToken = Annotated[
     Annotated[Text, Field(max_length=1000)] | TokenId, Field(description="a token id, or a text that is one token")
 ]
 Axes = Annotated[list[Literal["position", "head"]], Field(min_length=1, max_length=2), at_most(2)]
-
-
-# Requests
 
 
 class PromptRequest(AdaptedRequest):
@@ -132,176 +129,6 @@ EXAMPLES: list[Any] = [
 
 
 class AttributeRequest(RootModel[AttributeUnion]):
-    """What `method` computes: see docs/api.md."""
+    """A request for an attribution. docs/api.md describes what each `method` computes."""
 
     model_config = ConfigDict(json_schema_extra={"examples": EXAMPLES})
-
-
-# Answers
-
-
-class TargetAnswer(Answer):
-    """What is explained: a logit, the difference of two logits, or the loss (then there is no token)."""
-
-    token: Token | None = None
-    minus: Token | None = None
-    position: int | None = None
-
-
-class AttributeTimings(Answer):
-    queue_seconds: float
-    compute_seconds: float
-
-
-class AttributionAnswer(Answer):
-    """What the answers of all methods have."""
-
-    model: str
-    tokens: list[PositionedToken]
-    dtype: str = Field(description="the dtype in which the network computed")
-    timings: AttributeTimings
-
-
-class LayerSharesAnswer(Answer):
-    """The shares of one block; `norm_biases` is the sum of the biases of its norms."""
-
-    heads: list[float | None]
-    attention_bias: float | None
-    mlp: float | None
-    mlp_bias: float | None
-    norm_biases: float | None
-
-
-class DirectAnswer(AttributionAnswer):
-    """The shares add up to `total`, and `logit` is `total` + `remainder`."""
-
-    method: Literal["direct"]
-    target: TargetAnswer
-    logit: float | None = Field(description="what is explained; if the network caps its logits, before the cap")
-    capped_logit: float | None = Field(description="the same after the cap; null if there is no cap")
-    total: float | None
-    remainder: float | None
-    embed: float | None
-    pos_embed: float | None = Field(description="null if no positions are added to the embeddings")
-    layers: list[LayerSharesAnswer]
-    final_norm_bias: float | None
-
-
-class GradientAnswer(AttributionAnswer):
-    """The stages have the shapes of the stages of a pass, and gradients as values."""
-
-    method: Literal["gradient"]
-    target: TargetAnswer
-    value: float | None
-    stages: list[StageAnswer]
-
-
-class IntegratedGradientsAnswer(AttributionAnswer):
-    """`attributions` has a number for each token. Their sum is `value - baseline_value + error`."""
-
-    method: Literal["integrated_gradients"]
-    target: TargetAnswer
-    attributions: list[float | None]
-    value: float | None
-    baseline_value: float | None
-    error: float | None
-    steps: int
-
-
-class EffectsAnswer(Answer):
-    """A number for each cell of a stage. Null: this cell was not computed."""
-
-    name: str
-    shape: list[int]
-    dims: list[str]
-    values: Annotated[Any, Field(description="nested lists of numbers")]
-
-
-class AttributionPatchingAnswer(AttributionAnswer):
-    """`stages` has about how much each patch would change the target from `corrupted_value` on."""
-
-    method: Literal["attribution_patching"]
-    target: TargetAnswer
-    corrupted_tokens: list[PositionedToken]
-    clean_value: float | None
-    corrupted_value: float | None
-    stages: list[EffectsAnswer]
-
-
-class PatchingAnswer(AttributionAnswer):
-    """`stages` has the value of the target after each patch."""
-
-    method: Literal["patching"]
-    target: TargetAnswer
-    corrupted_tokens: list[PositionedToken]
-    positions: list[int]
-    heads: list[int]
-    clean_value: float | None
-    corrupted_value: float | None
-    num_cells: int
-    stages: list[EffectsAnswer]
-
-
-class LensToken(Answer):
-    """The followed token at one position: `rank` counts the tokens with a larger logit."""
-
-    logit: float | None
-    probability: float | None
-    rank: int
-
-
-class LensStage(Answer):
-    stage: str
-    translated: bool
-    positions: list[PositionPredictions]
-    token: list[LensToken] | None = Field(description="one for each position; null if no token is followed")
-    final: list[LensToken] = Field(description="the final token of each position, at this layer")
-
-
-class LogitLensAnswer(AttributionAnswer):
-    method: Literal["logit_lens"]
-    token: Token | None
-    final: list[Token] = Field(description="the most likely token of each position after the last layer")
-    layers: list[LensStage]
-
-
-AttributeAnswer = (
-    DirectAnswer
-    | GradientAnswer
-    | IntegratedGradientsAnswer
-    | AttributionPatchingAnswer
-    | PatchingAnswer
-    | LogitLensAnswer
-)
-
-
-class SweepCell(Answer):
-    """One patch; `position` or `head` is null if all selected ones are patched together or the stage has none."""
-
-    stage: str
-    position: int | None
-    head: int | None
-    value: float | None
-
-
-class SweepStart(Answer):
-    """The first event of a streamed sweep: the values without a patch."""
-
-    model: str
-    target: TargetAnswer
-    clean_value: float | None
-    corrupted_value: float | None
-    num_cells: int
-
-
-class SweepCells(Answer):
-    """Some cells of a streamed sweep, as soon as they are computed."""
-
-    cells: list[SweepCell]
-
-
-class SweepEnd(Answer):
-    """The last event of a streamed sweep."""
-
-    num_cells: int
-    timings: AttributeTimings

@@ -18,19 +18,26 @@ from pydantic import BaseModel, RootModel, ValidationError
 from model.errors import shortened
 from service.http.disconnects import unless_disconnected
 from service.http.errors import MAX_NAMES, ApiError, join_some, wrong_shape
-from service.http.field_names import alternatives, check_names, known_part
+from service.http.field_names import alternatives, check_names, known_part, leave_out_unknown
 from service.http.field_types import check_text
 from service.http.json_values import check_values, max_values
+from service.ignored_fields import is_strict, note_ignored
 
-INLINE_BYTES = 1 << 16  # larger bodies are parsed on another thread
+INLINE_BYTES = 1 << 14  # larger bodies are parsed on another thread
 # What JSON writes for a lone surrogate, a NUL character, or a number that is not finite. Rare in other texts.
 UNUSUAL = re.compile(rb"\\u(0000|[dD][89a-fA-F])|NaN|Infinity|[eE]\+?\d{3}")
+UNUSUAL_BYTES = 8  # the longest match
+PIECE = 1 << 18  # bytes that are searched at a time, so that other threads can run in between
+OPEN_ROUTES = "/v1/"  # other programs define what their clients send here
 MAX_KEYS = 4096  # in one JSON object
 MAX_DIGITS = 1000  # in one number
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is parsed and validated by this module, large ones outside the event loop."""
+    """A route whose body is parsed and validated by this module, large ones outside the event loop.
+
+    Routes below `/v1/` leave out the unknown fields of their clients, unless `is_strict`.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -42,11 +49,15 @@ class JsonRoute(APIRoute):
             check_content_type(request.headers.get("content-type", ""))
             state = request.app.state.forwardscope
             limit = max_values(state.settings.max_body_bytes)
+            ignored: list[str] | None = None
+            if self.path.startswith(OPEN_ROUTES) and not is_strict(request.scope, state.settings.strict_fields):
+                ignored = []
             if len(content) <= INLINE_BYTES:
-                body = parse(content, model, limit)
+                body = parse(content, model, limit, ignored)
             else:
-                job = state.worker.run_body(lambda: parse(content, model, limit))
+                job = state.worker.executors.run("bodies", lambda: parse(content, model, limit, ignored))
                 body = await unless_disconnected(request, job)
+            note_ignored(request.scope, ignored or ())
             return await handle(ParsedRequest(request.scope, request.receive, body))
 
         return handle_json
@@ -73,10 +84,11 @@ def check_content_type(content_type: str) -> None:
         raise wrong_shape("body", "send JSON with the header 'Content-Type: application/json'", "content_type")
 
 
-def parse(content: bytes, model: type[BaseModel], limit: int) -> BaseModel:
+def parse(content: bytes, model: type[BaseModel], limit: int, ignored: list[str] | None = None) -> BaseModel:
     """Parse and validate a body of at most `limit` values.
 
-    Raises 413 for more values, 400 for values that are nested too deeply, and 422 if the body does not fit the model.
+    With `ignored`, unknown fields are left out where the model allows that, and their paths are added to it. Raises 413
+    for more values, 400 for values that are nested too deeply, and 422 if the body does not fit the model.
     """
     content = content.removeprefix(codecs.BOM_UTF8)
     check_values(content, limit)
@@ -90,12 +102,15 @@ def parse(content: bytes, model: type[BaseModel], limit: int) -> BaseModel:
     except (ValueError, RecursionError) as error:  # also: not UTF-8, too many digits, nested too deeply
         raise wrong_shape("body", f"not valid JSON: {error}", "json_invalid") from None
     branch = branch_of(values, model)
-    check_names(values, branch)
+    if ignored is None:
+        check_names(values, branch)
+    else:
+        ignored += leave_out_unknown(values, branch)
     try:
         body = branch.model_validate(values)
     except ValidationError as error:
         raise shape_error(error, branch) from None
-    if UNUSUAL.search(content):
+    if any(UNUSUAL.search(content, start, start + PIECE + UNUSUAL_BYTES) for start in range(0, len(content), PIECE)):
         check_open_values(values)
     return body if branch is model else model.model_construct(root=body)
 

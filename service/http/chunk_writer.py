@@ -26,6 +26,11 @@ class ChunkWriter:
         is_open = cycle.response_started and not cycle.response_complete and not cycle.disconnected
         return is_open and not cycle.flow.write_paused and self._parser.sends_chunks
 
+    @property
+    def num_sent(self) -> int:
+        """The number of bytes that the connection has sent so far."""
+        return self._parser.num_sent
+
     def write(self, content: bytes) -> None:
         """Write a part that is not empty."""
         self._cycle.transport.write(self._parser.encode_chunk(content))

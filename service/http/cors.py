@@ -22,7 +22,7 @@ class Cors(CORSMiddleware):
             allow_origins=origins,
             allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["*"],  # some browser clients send headers of their own
-            expose_headers=["X-Request-Id", "Retry-After", "traceparent", "traceresponse"],
+            expose_headers=["X-Request-Id", "X-Ignored-Fields", "Retry-After", "traceparent", "traceresponse"],
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:

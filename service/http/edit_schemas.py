@@ -18,7 +18,7 @@ from pydantic import (
 from model.tracing.edits import MAX_EDITS, Op
 from model.tracing.edits.operands import LARGEST
 from model.tracing.edits.positions import PositionWord
-from service.http.field_types import Answer, Indices, Prompt, Request, ShortText, Text, at_most
+from service.http.field_types import Indices, Prompt, Request, ShortText, Text, at_most
 
 MAX_POSITIONS = 4096  # entries of one list of positions; a range is one entry
 MAX_DEPTH = 4  # of nested lists of numbers
@@ -233,23 +233,3 @@ Edit = Annotated[
     ),
 ]
 Edits = Annotated[list[Edit], Field(fail_fast=True), at_most(MAX_EDITS)]
-
-
-# Answers
-
-
-class AppliedEdit(Answer):
-    """What one edit matched."""
-
-    stages: list[str]
-    positions: str | list[int | list[int]] = Field(
-        description="indices and [first, last] ranges; `generated` and `all` stay words while their end is not known"
-    )
-
-
-class StageChange(Answer):
-    """How far a stage of the edited run is from the same stage of the plain run, over the selected part."""
-
-    name: str
-    norm: float | None = Field(description="l2 norm of the difference of the finite numbers")
-    relative: float | None = Field(description="the same over the l2 norm of the plain stage; null if that is 0")

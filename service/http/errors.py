@@ -11,11 +11,14 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from model.errors import ContextOverflow, InvalidField
 from model.network.ranks import LostRank
 from model.text.tokenizer import UnreadableText
+from service.http.known_routes import nearest_route
 
 logger = logging.getLogger(__name__)
 
+MAX_PATH = 100  # characters of a wrong path that are compared with the known ones
 MAX_NAMES = 20  # fields or reasons that one error message names
 TYPES = {
     401: "authentication_error",
@@ -60,6 +63,12 @@ def lost_rank() -> ApiError:
     return ApiError(503, message, code="lost_rank")
 
 
+def unread_grammar() -> ApiError:
+    """503: the process that reads grammars was killed, or had no time to answer."""
+    message = "the process that reads schemas and grammars has not answered; try again later"
+    return ApiError(503, message, code="no_answer", headers={"Retry-After": "1"})
+
+
 def queue_full(reason: str) -> ApiError:
     """429: the request may not wait."""
     return ApiError(429, f"{reason}; try again later", code="queue_full", headers={"Retry-After": "1"})
@@ -78,6 +87,12 @@ class ClientGone(Exception):
 def invalid(param: str, message: str, code: str = "invalid_value") -> ApiError:
     """400: the field has the documented shape, but its value cannot be used here."""
     return ApiError(400, f"{param}: {message}", param=param, code=code)
+
+
+def invalid_field(error: InvalidField, param: str | None = None) -> ApiError:
+    """400: a field that a part of `model/` refuses. `param` is the name of the field in the request, if it differs."""
+    code = "context_length_exceeded" if isinstance(error, ContextOverflow) else "invalid_value"
+    return invalid(error.field if param is None else param, error.reason, code)
 
 
 def wrong_shape(param: str, message: str, code: str) -> ApiError:
@@ -153,8 +168,15 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         code = HTTPStatus(error.status_code).name.lower()
-        message = f"{request.method} {request.url.path}: {error.detail}"
         headers = dict(error.headers or {})
+        reason = error.detail
+        if error.status_code == 404:
+            path = request.url.path[:MAX_PATH]
+            nearest = nearest_route(request.method, path, request.app.openapi()["paths"])
+            reason = f"there is no such route; the nearest one is {nearest}, and /docs shows all routes"
+        elif error.status_code == 405:
+            reason = f"this route takes {headers.get('Allow', 'other methods')}; /docs shows all routes"
+        message = f"{request.method} {request.url.path}: {reason}"
         return error_response(ApiError(error.status_code, message, code=code, headers=headers))
 
 

@@ -1,4 +1,5 @@
-"""Find unknown fields in JSON bodies, also in nested objects, and suggest the known fields that were probably meant.
+"""Find unknown fields in JSON bodies, also in nested objects: leave them out, or suggest the known fields that were
+probably meant.
 
 pydantic finds unknown fields as well, but its errors do not name the known fields.
 """
@@ -55,7 +56,7 @@ MAX_NAME = 100  # characters of a field's name in an error message
 
 @dataclass(frozen=True)
 class Shape:
-    """Where a JSON value can contain objects that pydantic models describe.
+    """The positions in a JSON value at which objects of pydantic models can be.
 
     `models`: the value itself can be an object of one of these models. `items`: the shape of its items, if it is a
     list. `values`: the shape of its values, if it is an object whose keys the client chooses. Both are None if no
@@ -68,10 +69,15 @@ class Shape:
     has_free_keys: bool = False
 
     @property
-    def is_strict(self) -> bool:
-        """Whether an object must have no other fields than those of the models."""
-        is_forbidden = all(model.model_config.get("extra") == "forbid" for model in self.models)
-        return bool(self.models) and is_forbidden and not self.has_free_keys
+    def is_closed(self) -> bool:
+        """Whether fields other than those of the models are unknown."""
+        has_extra = any(model.model_config.get("extra") == "allow" for model in self.models)
+        return bool(self.models) and not has_extra and not self.has_free_keys
+
+    @property
+    def ignores_unknown(self) -> bool:
+        """Whether unknown fields of an object may be left out."""
+        return all(model.model_config.get("extra") == "ignore" for model in self.models)
 
     def fields(self) -> dict[str, "Shape | None"]:
         """The fields that an object of any of the models may have, with their shapes."""
@@ -131,22 +137,48 @@ def check_names(value: Any, *models: type[BaseModel]) -> None:
 
     Of several models, the value may be any.
     """
-    _check(value, Shape(models), ())
+    _check(value, Shape(models), (), None)
 
 
-def _check(value: Any, shape: Shape, path: tuple[int | str, ...]) -> None:
+def leave_out_unknown(value: Any, *models: type[BaseModel]) -> list[str]:
+    """Remove unknown fields from the objects whose model ignores them, and return their paths.
+
+    A field that is null counts as not sent, in all objects. Raises 422 for other unknown fields of objects whose model
+    forbids them.
+    """
+    ignored: list[str] = []
+    _check(value, Shape(models), (), ignored)
+    return ignored
+
+
+def _check(value: Any, shape: Shape, path: tuple[int | str, ...], ignored: list[str] | None) -> None:
+    """Check an object or a list at `path`. With `ignored`, unknown fields are removed and their paths added to it."""
     inner: list[tuple[int | str, Any, Shape | None]] = []
     if isinstance(value, list) and shape.items is not None:
         inner = [(index, item, shape.items) for index, item in enumerate(value)]
     elif isinstance(value, dict):
         fields = shape.fields()
         unknown = [name for name in value if name not in fields]
-        if unknown and shape.is_strict:
-            raise _unknown_field(unknown, shape, path)
+        if unknown and shape.is_closed:
+            _leave_out(value, unknown, shape, path, ignored)
         inner = [(name, item, fields.get(name, shape.values)) for name, item in value.items()]
     for key, item, item_shape in inner:
         if item_shape is not None and isinstance(item, dict | list):
-            _check(item, item_shape, (*path, key))
+            _check(item, item_shape, (*path, key), ignored)
+
+
+def _leave_out(
+    value: dict[str, Any], unknown: list[str], shape: Shape, path: tuple[int | str, ...], ignored: list[str] | None
+) -> None:
+    """Remove unknown fields from an object. Raises 422 if they may not be left out."""
+    if ignored is None:
+        raise _unknown_field(unknown, shape, path)
+    sent = [name for name in unknown if value[name] is not None]
+    if sent and not shape.ignores_unknown:
+        raise _unknown_field(sent, shape, path)
+    for name in unknown:
+        del value[name]
+    ignored += [".".join(map(str, (*path, name))) for name in sent]
 
 
 def _unknown_field(unknown: list[str], shape: Shape, path: tuple[int | str, ...]) -> ApiError:

@@ -1,21 +1,17 @@
-"""The JSON bodies of POST /forward, and the stages and predictions that other answers have, too."""
+"""The JSON body of POST /forward."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from service.http.edit_schemas import AppliedEdit, StageChange
-from service.http.field_types import Answer, Indices, ShortText, TokenId, at_most
+from service.http.field_types import Indices, ShortText, TokenId, at_most
 from service.http.schemas import (
     MAX_PROMPTS,
     PROMPT,
     EditedRequest,
-    ForwardTimings,
     Globs,
-    PositionedToken,
     Positions,
     Prompts,
-    Token,
     example,
 )
 
@@ -30,7 +26,6 @@ Targets = Annotated[
     | Annotated[list[TargetIds], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("lists")],
     Discriminator(_kind_of_targets),
 ]
-Nested = Annotated[Any, Field(description="nested lists of numbers (null if not finite), or base64")]
 
 
 class ForwardRequest(EditedRequest):
@@ -71,121 +66,3 @@ class ForwardRequest(EditedRequest):
     baseline: bool = Field(
         False, description="also run without the edits, and report how far each stage has changed; needs `edits`"
     )
-
-
-class SummaryAnswer(Answer):
-    """Statistics of the finite numbers of a stage: `std` is the population standard deviation, `l2` the l2 norm.
-
-    They are null if no number is finite.
-    """
-
-    min: float | None
-    max: float | None
-    mean: float | None
-    std: float | None
-    l2: float | None
-    non_finite: int = Field(description="number of values that are not finite, such as masked scores")
-
-
-class FromPrevious(Answer):
-    """A printed stage, compared with the same stage recomputed from the numbers printed before it."""
-
-    max_difference: float
-    agrees: bool = Field(description="whether rounding of the printed numbers explains every difference")
-
-
-class PublishedAnswer(Answer):
-    """The numbers that the article prints for this stage, compared with the computed ones.
-
-    Entries of `values` that the article does not print are null.
-    """
-
-    values: Nested
-    squared: bool = Field(
-        description="whether the article prints the square of the stage, such as a variance for a standard deviation"
-    )
-    max_difference: float
-    agrees: bool = Field(description="whether every number agrees when rounded as in the article")
-    from_previous: FromPrevious | None = Field(
-        description="null if the article does not print the weights that lead to this stage"
-    )
-
-
-class StageAnswer(Answer):
-    name: str
-    shape: list[int]
-    dims: list[str]
-    dtype: str
-    summary: SummaryAnswer | None = None
-    values: Nested = None
-    published: PublishedAnswer | None = Field(
-        None, description="only for worked examples, on the prompt of the article"
-    )
-
-
-class Prediction(Token):
-    logit: float | None
-    probability: float | None
-
-
-class PositionPredictions(Answer):
-    position: int
-    top: list[Prediction]
-
-
-class Loss(Answer):
-    """Cross-entropy in nats; null for positions without a target."""
-
-    per_token: list[float | None]
-    mean: float | None
-    perplexity: float | None
-
-
-class Slip(Answer):
-    """A printed number that does not follow from the numbers printed before it."""
-
-    stage: str
-    index: list[int]
-    printed: str
-    from_printed: float = Field(description="the number that follows from those printed before it")
-    allowed: float = Field(description="the largest difference that rounding explains")
-
-
-class PublishedResult(Answer):
-    """A result of the whole pass: as printed, and as computed, rounded to the same number of decimals."""
-
-    name: str
-    published: str
-    computed: str
-    agrees: bool
-
-
-class WorkedExampleAnswer(Answer):
-    title: str
-    source: str = Field(description="number of the article; the documentation lists the articles with their links")
-    results: list[PublishedResult]
-    slips: list[Slip]
-
-
-class ForwardBaseline(Answer):
-    """The parts of the answer that the pass without edits gives."""
-
-    stages: list[StageAnswer]
-    predictions: list[PositionPredictions]
-    loss: Loss
-
-
-class ForwardAnswer(ForwardBaseline):
-    model: str
-    tokens: list[PositionedToken]
-    timings: ForwardTimings
-    worked_example: WorkedExampleAnswer | None = None
-    edits: list[AppliedEdit] | None = Field(None, description="what each edit matched, if the request has edits")
-    baseline: ForwardBaseline | None = None
-    changes: list[StageChange] | None = Field(None, description="with baseline")
-
-
-class ForwardAnswers(Answer):
-    """The answers for a list of prompts, in its order."""
-
-    results: list[ForwardAnswer]

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,6 +27,7 @@ OPERATION_PATHS = HEALTH_PATHS | {"/metrics"}
 # These need no API key, because orchestrators and browsers have none. The web page asks its user for the key.
 PUBLIC_PATHS = OPERATION_PATHS | DOCUMENTATION_PATHS | {"/", "/openapi.json"}
 PUBLIC_PREFIXES = (f"{DOCUMENTATION_FILES}/", f"{PAGE_PATH}/")
+KEY_HEADERS = (b"x-api-key", b"api-key")  # of clients of other APIs; the others send Authorization
 STORING_METHODS = frozenset({"PUT", "DELETE"})  # allowed only if the server has an API key
 HOST = re.compile(r"(\[(?P<address>[^\]]*)\]|(?P<name>[^:]*))(:\d*)?")
 PIECE = 1 << 18  # bytes of a response that are passed to the connection at a time
@@ -68,6 +70,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        read_path(scope)
         if scope["method"] == "HEAD":  # handled like GET: the server sends no body
             scope = {**scope, "method": "GET"}
         reservation = scope.setdefault("state", {})["reservation"] = Reservation(self._buffers)
@@ -76,7 +79,7 @@ class Gate:
                 await self._turnstile.enter()
             headers = dict(scope["headers"])
             self._check_host(headers.get(b"host", b""))
-            self._check_key(scope["path"], headers.get(b"authorization", b""))
+            self._check_key(scope["path"], headers)
             has_route = any(route.matches(scope)[0] is Match.FULL for route in self._routes)
             if has_route and scope["method"] != "GET":
                 limit = self._body_limit(scope["method"])
@@ -105,12 +108,15 @@ class Gate:
         message = f"Host: {name!r} is not allowed; to allow it, start the server with --allowed-hosts {name}"
         raise ApiError(400, message, code="host_not_allowed")
 
-    def _check_key(self, path: str, header: bytes) -> None:
+    def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
+        """Raise 401 unless one of the headers that carry keys has the server's key."""
         if self._api_key is None or path in PUBLIC_PATHS or path.startswith(PUBLIC_PREFIXES):
             return
-        scheme, _, given = header.partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(given, self._api_key):
-            message = "send the header 'Authorization: Bearer <key>' with the server's API key"
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        given = [headers[name] for name in KEY_HEADERS if name in headers]
+        given += [bearer] if scheme.lower() == b"bearer" else []
+        if not any(hmac.compare_digest(each.strip(), self._api_key) for each in given):
+            message = "send the header 'Authorization: Bearer <key>' (or 'x-api-key: <key>') with the server's API key"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     def _body_limit(self, method: str) -> int:
@@ -156,6 +162,14 @@ class Gate:
             reason = f"body: only {size} bytes arrived within {self._body_seconds:g} seconds"
             headers = {"Connection": "close"}
             raise ApiError(408, reason, param="body", code="body_timeout", headers=headers) from None
+
+
+def read_path(scope: Scope) -> None:
+    """Drop slashes that are doubled or at the end of a path: base URLs of clients often have one too many."""
+    path = scope["path"]
+    if (path.endswith("/") or "//" in path) and not path.startswith(PUBLIC_PREFIXES):
+        scope["path"] = "/" + "/".join(part for part in path.split("/") if part)
+        scope["raw_path"] = quote(scope["path"]).encode()
 
 
 def too_large(size: str, limit: int) -> ApiError:

@@ -1,15 +1,11 @@
-"""The JSON bodies of POST /generate and the events of its streams."""
+"""The JSON body of POST /generate."""
 
-import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from service.http.edit_schemas import AppliedEdit, StageChange
-from service.http.field_types import Answer, Indices, Prompt, Request, ShortText, Text, TokenId, at_most
-from service.http.forward_schemas import PositionPredictions, Prediction, StageAnswer
-from service.http.json_values import check_values
-from service.http.schemas import PROMPT, EditedRequest, Globs, Positions, Token, example
+from service.http.field_types import Indices, Prompt, Request, ShortText, Text, TokenId, at_most
+from service.http.schemas import PROMPT, EditedRequest, Globs, Positions, example
 
 ChoiceText = Annotated[Text, Field(min_length=1, max_length=1 << 12)]
 MAX_TOP_K = 2**31 - 1
@@ -18,7 +14,7 @@ MAX_GRAMMAR_BYTES = 1 << 16
 
 
 class TraceRequest(Request):
-    """What to trace in the steps of a generation, those of the prompt included: stages, predictions, the logit lens."""
+    """The trace of a generation, including the steps of the prompt: stages, predictions, and the logit lens."""
 
     stages: Globs | None = Field(
         None,
@@ -43,25 +39,11 @@ class TraceRequest(Request):
     )
 
 
-def _parsed(value: Any) -> Any:
-    """A JSON schema; vLLM's clients may send it as text."""
-    if not isinstance(value, str):
-        return value
-    content = value.encode(errors="surrogatepass")
-    if len(content) > MAX_GRAMMAR_BYTES:  # checked before it is parsed
-        raise ValueError(f"has {len(content)} bytes; the limit is {MAX_GRAMMAR_BYTES}")
-    check_values(content, MAX_GRAMMAR_BYTES, "structured_outputs.json")
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        raise ValueError("is a text that is not JSON; send a JSON schema") from None
-
-
 class StructuredOutputs(Request):
-    """What the generated text must look like. Exactly one of the fields is set."""
+    """A constraint on the generated text. Exactly one of the fields is set."""
 
-    json_schema: Annotated[dict[str, Any], BeforeValidator(_parsed)] | None = Field(
-        None, alias="json", description="a JSON schema; the text is JSON that is valid under it"
+    json_schema: dict[str, Any] | Annotated[Text, Field(max_length=MAX_GRAMMAR_BYTES)] | None = Field(
+        None, alias="json", description="a JSON schema, or its text; the answer is JSON that is valid under it"
     )
     regex: Annotated[Text, Field(min_length=1, max_length=MAX_GRAMMAR_BYTES)] | None = Field(
         None, description="a regular expression that matches the whole text, without look-around and back references"
@@ -142,126 +124,3 @@ class GenerateRequest(GenerationRequest):
         description="also generate without the edits, and report how far the residuals of each block have changed; "
         "needs `edits`; not for streams",
     )
-
-
-class LogprobAnswer(Token):
-    logprob: float | None
-
-
-class TokenLogprobAnswer(LogprobAnswer):
-    """A token with its log-probability under the network's own distribution, before sampling parameters.
-
-    `logprob` is null for the first token of an echoed prompt.
-    """
-
-    top: list[LogprobAnswer]
-
-
-class Usage(Answer):
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-
-
-class GenerateTimings(Answer):
-    queue_seconds: float
-    time_to_first_token_seconds: float | None = Field(description="null if there was no token")
-    total_seconds: float
-
-
-class LayerGuessAnswer(Answer):
-    layer: int
-    top: list[Prediction]
-    chosen_probability: float | None = Field(
-        description="probability, at this layer, of the token that was finally chosen"
-    )
-
-
-class ConstraintAnswer(Answer):
-    """What structured output changed for the token that the step chose, under the network's own distribution."""
-
-    logprob: float = Field(description="log-probability of the token")
-    constrained_logprob: float = Field(description="its log-probability among the tokens that the grammar allows")
-    removed_mass: float = Field(description="probability of all tokens that the grammar excludes")
-
-
-class StepTraceAnswer(Answer):
-    """The trace of one step: the positions that it computed, and their stages as in /forward.
-
-    The dim `key` of attention stages has all positions up to the last one that the step computed.
-    """
-
-    positions: list[int]
-    stages: list[StageAnswer]
-    predictions: list[PositionPredictions]
-    logit_lens: list[LayerGuessAnswer] | None
-    constraint: ConstraintAnswer | None = Field(
-        None, description="null without structured output, and for steps that chose no token"
-    )
-
-
-class ChoiceAnswer(Answer):
-    choice: int
-    text: str
-    tokens: list[int]
-    finish_reason: Literal["stop", "length", "cancelled", "error"]
-    stop_reason: str | int | None = Field(
-        description="the stop string, the id of the stop token, or the reason of a cancellation"
-    )
-    logprobs: list[TokenLogprobAnswer] | None
-    trace: list[StepTraceAnswer] | None
-    usage: Usage
-
-
-class GenerateBaseline(Answer):
-    """The choices of the generation without edits. They have no trace."""
-
-    choices: list[ChoiceAnswer]
-
-
-class ChoiceChanges(Answer):
-    """How far the residuals of a choice are from those that the network computes for the same tokens without edits."""
-
-    choice: int
-    stages: list[StageChange]
-
-
-class GenerateAnswer(ChoiceAnswer):
-    """The first choice. With n above 1, `choices` holds all choices, the first one included."""
-
-    id: str
-    model: str
-    choices: list[ChoiceAnswer] | None
-    timings: GenerateTimings
-    edits: list[AppliedEdit] | None = Field(None, description="what each edit matched, if the request has edits")
-    baseline: GenerateBaseline | None = None
-    changes: list[ChoiceChanges] | None = Field(None, description="with baseline")
-
-
-class EventToken(Answer):
-    id: int
-    logprob: float | None = None
-    top: list[LogprobAnswer] | None = None
-
-
-class TokenEvent(Answer):
-    """One token of a stream. The stream ends with one `FinishEvent` per choice.
-
-    `trace` is there if the request asks for it. `token` is null in events that trace a part of a long prompt.
-    """
-
-    id: str
-    choice: int
-    token: EventToken | None
-    text: str
-    trace: StepTraceAnswer | None = None
-
-
-class FinishEvent(Answer):
-    id: str
-    choice: int
-    finish_reason: Literal["stop", "length", "cancelled", "error"]
-    stop_reason: str | int | None
-    usage: Usage
-    timings: GenerateTimings
-    edits: list[AppliedEdit] | None = Field(None, description="what each edit matched, if the request has edits")

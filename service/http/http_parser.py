@@ -1,5 +1,6 @@
 """An HTTP/1.1 parser and writer, with limits that h11 does not have."""
 
+import re
 from typing import Any
 
 import h11
@@ -7,14 +8,31 @@ import h11
 # A body of n chunks must have at least `MIN_CHUNK` * (n - `FREE_CHUNKS`) bytes.
 FREE_CHUNKS = 1024
 MIN_CHUNK = 64
+MAX_HEAD_BYTES = 1 << 14  # of the request line and the headers; h11 only limits those that arrive in several parts
+
+
+# `POST http://host/path HTTP/1.1`, as clients send it that take the server for a proxy (RFC 9112, section 3.2.2).
+ABSOLUTE_TARGET = re.compile(rb"https?://(?:[^/?#@]*@)?(?P<host>[^/?#@]*)(?P<target>[/?].*)?", re.IGNORECASE)
+
+
+def in_origin_form(request: h11.Request, host: bytes, target: bytes | None) -> h11.Request:
+    """The same request with only a path as its target. Its host replaces that of the header, as the RFC says."""
+    path = target or b"/"
+    headers = [(name, value) for name, value in request.headers if name != b"host"]
+    return h11.Request(
+        method=request.method,
+        headers=[(b"host", host), *headers],
+        target=b"/" + path if path.startswith(b"?") else path,
+        http_version=request.http_version,
+    )
 
 
 class HttpParser(h11.Connection):
     """The HTTP/1.1 parser and writer of one connection.
 
-    It refuses bodies in very many very small chunks, because each chunk costs as much as a large one. It refuses
-    ambiguous framing of a body (Transfer-Encoding with Content-Length, or in HTTP/1.0). And it counts the bytes that
-    are sent.
+    It refuses large headers, and bodies in very many very small chunks, because each chunk costs as much as a large
+    one. It refuses ambiguous framing of a body (Transfer-Encoding with Content-Length, or in HTTP/1.0). And it counts
+    the bytes that are sent.
     """
 
     is_chunked = False
@@ -53,8 +71,12 @@ class HttpParser(h11.Connection):
                 raise h11.RemoteProtocolError("the body has too many small chunks")
         elif isinstance(event, h11.Request):
             self._num_chunks = self._num_bytes = 0
+            if len(event.target) + sum(len(name) + len(value) + 4 for name, value in event.headers) > MAX_HEAD_BYTES:
+                raise h11.RemoteProtocolError(f"the path and the headers have more than {MAX_HEAD_BYTES} bytes")
             names = [name for name, _ in event.headers]
             self.is_chunked = b"transfer-encoding" in names
             if self.is_chunked and (b"content-length" in names or event.http_version == b"1.0"):
                 raise h11.RemoteProtocolError("Transfer-Encoding together with Content-Length, or in HTTP/1.0")
+            if match := ABSOLUTE_TARGET.fullmatch(event.target):
+                event = in_origin_form(event, host=match["host"], target=match["target"])
         return event

@@ -1,49 +1,129 @@
 """The JSON bodies of the OpenAI routes: the fields of OpenAI's API, vLLM's additions to it, and our own.
 
 Null means the default, as in OpenAI's API. Fields that do not change the answer are accepted (`Ignored`). A field that
-would change the answer, but is not implemented, is accepted only with its neutral values (`not_implemented`).
+would change the answer, but is not implemented, is accepted only with its neutral values (`not_implemented`). All other
+fields are unknown, and left out (ignored_fields.py).
 """
 
-from typing import Annotated, Any, Literal
+from functools import lru_cache
+from typing import Annotated, Any, Literal, get_origin
 
-from pydantic import Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Tag, model_validator
 
-from service.http.edit_schemas import AppliedEdit
+from forwardscope.results.generations import StepTrace
+from forwardscope.results.passes import AppliedEdit
+from service.http.field_names import alternatives
 from service.http.field_types import Answer, Request, ShortText, Text, TokenIds, at_most
-from service.http.generate_schemas import MAX_TOP_K, GenerationRequest, StepTraceAnswer
+from service.http.generate_schemas import MAX_TOP_K, GenerationRequest
 from service.http.schemas import PROMPT, PROMPT_KIND, example
 
 MAX_TOP = 20
+MINUS_ONE = frozenset({"max_tokens", "max_completion_tokens", "seed"})  # -1 means the default
 MAX_MESSAGES = 4096
 Ignored = Annotated[Any, Field(None, description="accepted; it does not change the answer")]
 JsonObject = dict[str, Any]
 
 
-def not_implemented(*neutral: Any) -> Any:
-    """A field that is refused unless it has one of its neutral values (or null)."""
-    description = "not implemented; null is accepted" if not neutral else f"not implemented; accepted: {neutral}"
-    return Field(None, description=description, json_schema_extra={"neutral": list(neutral)})
+def not_implemented(*neutral: Any, instead: str = "") -> Any:
+    """A field that is refused unless it has one of its neutral values (or null).
+
+    `instead` is the field to send in its place, if there is one.
+    """
+    accepted = f"accepted: {', '.join(map(repr, neutral))}" if neutral else "null is accepted"
+    description = f"not implemented; {accepted}" + (f"; send {instead} instead" if instead else "")
+    return Field(None, description=description, json_schema_extra={"neutral": list(neutral), "instead": instead})
+
+
+@lru_cache(maxsize=64)
+def loose_fields(model: type[BaseModel]) -> tuple[frozenset[str], frozenset[str]]:
+    """The fields of a model that hold an integer but no other number, and those that hold an object but no list."""
+    kinds = {
+        field.alias or name: {get_origin(kind) or kind for kind in alternatives(field.annotation)}
+        for name, field in model.model_fields.items()
+    }
+    objects = {name for name, found in kinds.items() if list not in found and any(map(_is_object, found))}
+    return frozenset(name for name, found in kinds.items() if int in found and float not in found), frozenset(objects)
+
+
+def _is_object(kind: Any) -> bool:
+    return kind is dict or (isinstance(kind, type) and issubclass(kind, BaseModel))
 
 
 class Nullable(Request):
-    """A request whose fields may be null, which means the default."""
+    """An object of a client's request, whose unknown fields may be left out.
+
+    A field that is null has its default. As some programming languages have only one kind of number, or write an empty
+    object like an empty list, 8.0 is read as an integer, and [] as an empty object, which has its default, too.
+    """
+
+    model_config = ConfigDict(extra="ignore")
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, values: Any) -> Any:
+    def _read_loosely(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        return {name: value for name, value in values.items() if value is not None}
+        integers, objects = loose_fields(cls)
+        return {
+            name: int(value) if name in integers and isinstance(value, float) and value.is_integer() else value
+            for name, value in values.items()
+            if value is not None and not (value == [] and name in objects)
+        }
 
 
 class StreamOptions(Nullable):
     include_usage: bool = Field(False, description="end the stream with a chunk that has `usage` and no choices")
     include_obfuscation: Ignored
-    continuous_usage_stats: Any = not_implemented(False)
+    continuous_usage_stats: bool = Field(False, description="each chunk has the `usage` so far")
 
 
-class OpenAIRequest(Nullable, GenerationRequest):
+class OtherServers(Nullable):
+    """Fields that change the text on other servers, and that are not implemented here under these names.
+
+    Clients send them by mistake, or by habit with their neutral values. To leave them out would be a silent change.
+    """
+
+    max_new_tokens: Any = not_implemented(-1, instead="max_tokens")
+    max_output_tokens: Any = not_implemented(-1, instead="max_tokens")
+    n_predict: Any = not_implemented(-1, instead="max_tokens")
+    num_predict: Any = not_implemented(-1, instead="max_tokens")
+    min_new_tokens: Any = not_implemented(0)
+    stop_sequences: Any = not_implemented([], "", instead="stop")
+    do_sample: Any = not_implemented(True, instead="temperature: 0")
+    repeat_penalty: Any = not_implemented(1, 1.0, instead="repetition_penalty")
+    random_seed: Any = not_implemented(instead="seed")
+    system: Any = not_implemented("", instead="a message with the role system")
+    guided_json: Any = not_implemented(instead="structured_outputs.json")
+    guided_regex: Any = not_implemented(instead="structured_outputs.regex")
+    guided_choice: Any = not_implemented([], instead="structured_outputs.choice")
+    guided_grammar: Any = not_implemented(instead="structured_outputs.grammar")
+    grammar: Any = not_implemented("", instead="structured_outputs.grammar")
+    ebnf: Any = not_implemented(instead="structured_outputs.grammar")
+    regex: Any = not_implemented(instead="structured_outputs.regex")
+    json_schema: Any = not_implemented(instead="structured_outputs.json")
+    format: Any = not_implemented("", instead="response_format")
+    structural_tag: Any = not_implemented()
+    logits_processors: Any = not_implemented([])
+    typical_p: Any = not_implemented(1, 1.0)
+    tfs_z: Any = not_implemented(1, 1.0)
+    top_a: Any = not_implemented(0, 0.0)
+    top_n_sigma: Any = not_implemented(-1, -1.0, 0, 0.0)
+    epsilon_cutoff: Any = not_implemented(0, 0.0)
+    eta_cutoff: Any = not_implemented(0, 0.0)
+    mirostat: Any = not_implemented(0)
+    mirostat_mode: Any = not_implemented(0)
+    dry_multiplier: Any = not_implemented(0, 0.0)
+    xtc_probability: Any = not_implemented(0, 0.0)
+    dynatemp_range: Any = not_implemented(0, 0.0)
+    smoothing_factor: Any = not_implemented(0, 0.0)
+    no_repeat_ngram_size: Any = not_implemented(0)
+    prompt_embeds: Any = not_implemented()
+
+
+class OpenAIRequest(OtherServers, GenerationRequest):
     """The fields that both routes have."""
+
+    model_config = ConfigDict(extra="ignore")
 
     top_k: int | None = Field(
         None, ge=-1, le=MAX_TOP_K, description="0 or -1 keeps all tokens; default: the checkpoint's, else 0"
@@ -65,18 +145,30 @@ class OpenAIRequest(Nullable, GenerationRequest):
     prompt_cache_key: Ignored
     prompt_cache_retention: Ignored
     prompt_cache_options: Ignored
-    priority: Any = not_implemented(0)
+    priority: Ignored
     use_beam_search: Any = not_implemented(False)
     length_penalty: Any = not_implemented(1, 1.0)
     min_tokens: Any = not_implemented(0)
     include_stop_str_in_output: Any = not_implemented(False)
     skip_special_tokens: Any = not_implemented(True)
-    spaces_between_special_tokens: Any = not_implemented(True)
+    spaces_between_special_tokens: Ignored
     truncate_prompt_tokens: Any = not_implemented()
     detokenize: Any = not_implemented(True)
     bad_words: Any = not_implemented([])
     allowed_token_ids: Any = not_implemented()
     request_id: Ignored
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_none(cls, values: Any) -> Any:
+        """Drop the values that mean "none" to other servers: no limit, a random seed, no stop string."""
+        if not isinstance(values, dict):
+            return values
+        values = {name: value for name, value in values.items() if not (name in MINUS_ONE and value == -1)}
+        stop = values.get("stop")
+        if stop == "" or (isinstance(stop, list) and "" in stop):
+            values["stop"] = [text for text in stop if text != ""]
+        return values
 
 
 # POST /v1/completions
@@ -88,7 +180,7 @@ Prompts = Annotated[
     | Annotated[list[Text], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("texts")]
     | Annotated[list[TokenIds], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("lists of ids")],
     PROMPT_KIND,
-    Field(description="text, or token ids, which are used as they are; or a list of at most 2048 such prompts"),
+    Field(description="text, or token ids, which are used as they are; or a list of such prompts"),
 ]
 
 
@@ -137,7 +229,7 @@ class CompletionChoice(Answer):
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
-    trace: list[StepTraceAnswer] | None = None
+    trace: list[StepTrace] | None = None
     edits: list[AppliedEdit] | None = Field(None, description="what each edit matched, when the choice has ended")
 
 
@@ -166,9 +258,9 @@ class CompletionAnswer(Answer):
 # POST /v1/chat/completions
 
 
-class FunctionCall(Request):
+class FunctionCall(Nullable):
     name: ShortText
-    arguments: Text = Field(description="a JSON object, as text")
+    arguments: Text | JsonObject = Field("", description="a JSON object, as text or as it is")
 
 
 class ToolCall(Nullable):
@@ -178,11 +270,19 @@ class ToolCall(Nullable):
     index: Ignored
 
 
+class ContentPart(Nullable):
+    """A part of a message. The model reads parts with text only."""
+
+    type: ShortText | None = None
+    text: Text | None = None
+    refusal: Text | None = None
+
+
 class Message(Nullable):
     """One message of a conversation. `developer` means `system`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text | Annotated[list[JsonObject], at_most(MAX_MESSAGES)] | None = Field(
+    content: Text | Annotated[list[ContentPart], Field(fail_fast=True), at_most(MAX_MESSAGES)] | None = Field(
         None, description="a text, or a list of text parts"
     )
     name: ShortText | None = None
@@ -197,36 +297,58 @@ class Message(Nullable):
 
 
 class Function(Nullable):
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")
     description: Text | None = None
-    parameters: JsonObject | None = Field(None, description="JSON schema of the arguments; default: any object")
+    parameters: JsonObject | None = Field(None, description="JSON schema of the arguments; default: no arguments")
     strict: bool = Field(False, description="calls follow the schema even if the model decides whether to call")
 
 
 class Tool(Nullable):
-    type: Literal["function"]
-    function: Function
+    """A function that the model may call. Tools of other types are left out, as nobody here runs them."""
+
+    type: ShortText = "function"
+    function: Function | None = Field(None, description="required for the type function")
 
 
-class NamedFunction(Request):
+class NamedFunction(Nullable):
     name: ShortText
 
 
-class NamedTool(Request):
-    type: Literal["function"]
-    function: NamedFunction
+class NamedTool(Nullable):
+    type: ShortText = "function"
+    function: NamedFunction | None = None
+    name: ShortText | None = Field(None, description="the name of the function, in the form of other APIs")
+
+
+class AllowedTools(Nullable):
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1), at_most(128)]
+
+
+class ToolChoice(NamedTool):
+    """One function by its name, a choice such as `{"type": "auto"}`, or the functions that are allowed."""
+
+    allowed_tools: AllowedTools | None = None
+    mode: Literal["auto", "required"] = Field(
+        "auto", description="of allowed tools in the form without `allowed_tools`"
+    )
+    tools: Annotated[list[NamedTool], Field(fail_fast=True), at_most(128)] = Field([])
 
 
 class JsonSchema(Nullable):
-    name: ShortText
+    name: ShortText | None = None
     description: Text | None = None
     schema_: JsonObject = Field({}, alias="schema", description="default: any JSON")
-    strict: bool = Field(True, description="no effect: the answer always follows the schema")
+    strict: bool = Field(
+        True,
+        description="the answer always follows the schema; false: objects may have properties that it does not name",
+    )
 
 
 class ResponseFormat(Nullable):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: JsonObject | None = Field(None, alias="schema", description="the schema, in the form of other servers")
 
 
 class ChatRequest(OpenAIRequest):
@@ -247,8 +369,8 @@ class ChatRequest(OpenAIRequest):
     )
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True), at_most(128)] = Field([], description="functions to call")
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
-        None, description="default: auto with tools, else none"
+    tool_choice: Literal["none", "auto", "required", "any"] | ToolChoice | None = Field(
+        None, description="default: auto with tools, else none; any means required"
     )
     parallel_tool_calls: bool = Field(True, description="false: at most one call, if a grammar enforces its form")
     add_generation_prompt: bool | None = Field(
@@ -265,10 +387,10 @@ class ChatRequest(OpenAIRequest):
     prediction: Ignored
     modalities: Any = not_implemented(["text"])
     audio: Any = not_implemented()
-    functions: Any = not_implemented()
-    function_call: Any = not_implemented()
-    reasoning_effort: ShortText | None = Field(None, description="passed to the chat template, which must use it")
-    verbosity: Any = not_implemented()
+    functions: Any = not_implemented([], instead="tools")
+    function_call: Any = not_implemented("none", "auto", instead="tool_choice")
+    reasoning_effort: ShortText | None = Field(None, description="passed to a chat template that uses it")
+    verbosity: Any = not_implemented("medium")
     web_search_options: Any = not_implemented()
     moderation: Any = not_implemented()
     include_reasoning: Any = not_implemented(True)
@@ -321,7 +443,7 @@ class ChatChoice(Answer):
     finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
-    trace: list[StepTraceAnswer] | None = None
+    trace: list[StepTrace] | None = None
     edits: list[AppliedEdit] | None = Field(None, description="what each edit matched, when the choice has ended")
 
 

@@ -3,9 +3,8 @@
 from typing import Any
 
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel
 
-from service.http.schemas import ErrorAnswer
+from forwardscope.results.server import ErrorAnswer
 
 # Only a description, with which /docs shows its Authorize button: the key itself is checked in gate.py.
 API_KEY = HTTPBearer(auto_error=False, description="the server's API key")
@@ -45,12 +44,6 @@ SWEEP_EVENT = {
 }
 
 
-def answers(model: Any, media_type: str, schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-    """Describe the answers of an endpoint: JSON (of a model or a union of models) or, on request, `media_type`."""
-    content = {media_type: {"schema": schema}}
-    return {200: {"model": model, "description": "The answer", "content": content}, **error_answers()}
-
-
-def answers_json(model: type[BaseModel], description: str) -> dict[int | str, dict[str, Any]]:
-    """Describe the answers of an endpoint that encodes its JSON itself."""
-    return {200: {"model": model, "description": description}, **error_answers()}
+def also(media_type: str, schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """Describe the answers of an endpoint with a JSON body: its `response_model`, or on request a `media_type`."""
+    return {200: {"description": "The answer", "content": {media_type: {"schema": schema}}}, **error_answers()}

@@ -1,12 +1,11 @@
-"""The JSON bodies of POST /patterns."""
+"""The JSON body of POST /patterns."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from service.http.edit_schemas import AppliedEdit
-from service.http.field_types import Answer, Indices, Prompt, ShortText
-from service.http.schemas import PROMPT, EditedRequest, ForwardTimings, PositionedToken, example
+from service.http.field_types import Indices, Prompt, ShortText
+from service.http.schemas import PROMPT, EditedRequest, example
 
 MIN_SIZE, MAX_SIZE = 4, 1 << 16
 PatternStage = Literal["pattern", "attn_scores", "scores"]
@@ -37,47 +36,3 @@ class PatternsRequest(EditedRequest):
         None,
         description="dtype of the returned numbers; uint8 only for the pattern: round(255 p); default: as computed",
     )
-
-
-class PatternMeans(Answer):
-    """Where the weight of a head goes: means over all queries but the first, which has one key only.
-
-    They are computed from the numbers before any reduction. A mean that is not finite is null.
-    """
-
-    previous: float | None = Field(description="mean weight on the token before the query")
-    first: float | None = Field(description="mean weight on the first token")
-    itself: float | None = Field(description="mean weight on the query itself")
-    induction: float | None = Field(
-        description="mean weight on the keys that directly follow an earlier copy of the query's token, over the "
-        "queries that have such keys before them; null if there are none"
-    )
-
-
-class PatternMap(Answer):
-    """The map of one head, (size, size): queries are rows, keys are columns."""
-
-    layer: int
-    head: int
-    means: PatternMeans | None = Field(description="only for the pattern of at least two tokens")
-    values: str = Field(description="base64 of the numbers, little-endian, in row-major order")
-
-
-class PatternsAnswer(Answer):
-    """The maps of the chosen heads, layer by layer.
-
-    Row i of a map stands for the queries from i * block to i * block + block - 1, as far as the prompt has them, and
-    column j in the same way for keys. The number is the largest one of these queries and keys. With a block of 1 it is
-    the number itself.
-    """
-
-    model: str
-    tokens: list[PositionedToken]
-    stage: PatternStage
-    size: int
-    block: int
-    dtype: PatternDtype
-    scale: Annotated[float, Field(description="a number of the map times this is the number of the stage")]
-    maps: list[PatternMap]
-    timings: ForwardTimings
-    edits: list[AppliedEdit] | None = Field(None, description="what each edit matched, if the request has edits")

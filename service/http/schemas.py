@@ -1,4 +1,4 @@
-"""The JSON bodies of requests and answers: the parts that several routes share. `*_schemas.py` have those of one route.
+"""The JSON bodies of requests: the parts that several routes share. `*_schemas.py` have those of one route.
 
 Requests are strict: an unknown field, a boolean instead of a number, NaN, a NUL character or a lone surrogate is an
 error, and is never ignored.
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from service.http.edit_schemas import Edits
-from service.http.field_types import Answer, Request, ShortText, Text, TokenIds, at_most
+from service.http.field_types import Request, ShortText, Text, TokenIds, at_most
 
 PROMPT = "the cat sat on"
 
@@ -25,7 +25,7 @@ MAX_PROMPTS = 256
 
 
 def _kind_of_prompt(value: Any) -> str:
-    """Which form a prompt has, so that errors speak of this form only."""
+    """Name the form of a prompt, so that errors speak of this form only."""
     first = value[0] if isinstance(value, list) and value else None
     if isinstance(first, str | list):
         return "texts" if isinstance(first, str) else "lists of ids"
@@ -75,30 +75,3 @@ class EditedRequest(AdaptedRequest):
 
 def example(**fields: Any) -> ConfigDict:
     return ConfigDict(json_schema_extra={"examples": [fields]})
-
-
-class ErrorDetail(Answer):
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class ErrorAnswer(Answer):
-    error: ErrorDetail
-
-
-class Token(Answer):
-    id: int
-    text: str | None = Field(
-        description="null if the checkpoint has no tokenizer, or if its tokenizer does not have the id"
-    )
-
-
-class PositionedToken(Token):
-    position: int
-
-
-class ForwardTimings(Answer):
-    queue_seconds: float
-    forward_seconds: float

@@ -3,6 +3,7 @@
 import asyncio
 import ipaddress
 import logging
+import signal
 import socket
 import sys
 from types import FrameType
@@ -141,6 +142,8 @@ class DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._connections.begin_shutdown()
         await super().shutdown(sockets)
+        if self.force_exit:  # then uvicorn does not end the application, which would log a traceback
+            await self.lifespan.shutdown()
 
     async def _announce(self, address: str) -> None:
         """Log the address of the server, and its pages when it is ready."""
@@ -158,11 +161,11 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._loop is None:
-            super().handle_exit(sig, frame)
+            self._end(sig, frame)
         elif self._worker.is_draining:
             self._loop.call_soon_threadsafe(self._worker.give_up)
             self.force_exit = True  # uvicorn takes another 0.1 seconds, in which the last events are written
-            super().handle_exit(sig, frame)
+            self._end(sig, frame)
         else:
             self._loop.call_soon_threadsafe(self._begin_drain, sig, frame)
 
@@ -172,9 +175,16 @@ class DrainingServer(uvicorn.Server):
                 "shutting down: new requests get 503, running ones have %g seconds to finish", self._grace_seconds
             )
             await self._worker.drain(self._grace_seconds)
-            super(DrainingServer, self).handle_exit(sig, frame)
+            self._end(sig, frame)
 
         self._tasks.append(asyncio.create_task(drain()))
+
+    def _end(self, sig: int, frame: FrameType | None) -> None:
+        """End the server. uvicorn raises SIGTERM again at the end, which the exit status shows, but not Ctrl-C."""
+        if sig == signal.SIGINT:
+            self.should_exit = True
+        else:
+            super().handle_exit(sig, frame)
 
 
 def url_of(listening: socket.socket) -> str:

@@ -1,7 +1,8 @@
 """Server-Sent Events."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from fastapi.responses import StreamingResponse
@@ -14,10 +15,11 @@ from service.http.errors import ApiError, error_body
 DONE = b"data: [DONE]\n\n"
 SHORT_FRAME = 1 << 16  # bytes; longer frames are sent in pieces, by `in_pieces` of gate.py
 COMMENT = b":\n\n"  # an empty comment, which clients skip
+CHECKS = 8  # of a silent stream in each period of the keep-alive
 
 
-def event(content: dict[str, Any], kind: str | None = None) -> bytes:
-    """Encode one event. `kind` is its type; None for a plain data event."""
+def event(content: Any, kind: str | None = None) -> bytes:
+    """Encode one event, of a result or a JSON object. `kind` is its type; None for a plain data event."""
     return (b"" if kind is None else f"event: {kind}\n".encode()) + b"data: " + to_json(content) + b"\n\n"
 
 
@@ -39,6 +41,8 @@ class EventStream(StreamingResponse):
 
     `on_close` is called at the same time, even if no event was read from the generator. POST /generate passes
     `Generation.close`, which cancels the requests.
+
+    A stream without events sends comments, because proxies close a connection on which nothing arrives for a while.
     """
 
     def __init__(self, frames: AsyncGenerator[bytes], on_close: Callable[[], None]) -> None:
@@ -47,22 +51,53 @@ class EventStream(StreamingResponse):
         self._frames = frames
         self._on_close = on_close
         self._writer: ChunkWriter | None = None
+        self._num_frames = 0
+        self._keepalive_seconds = 0.0
+        self._state: dict[str, Any] = {}
 
     async def stream_response(self, send: Send) -> None:
         """Send the response. A short frame is written with the `ChunkWriter` of the connection if that is ready."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for frame in self._frames:
-            if self._writer is not None and self._writer.is_ready and len(frame) <= SHORT_FRAME:
-                self._writer.write(frame)
-            else:
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
+        keep_alive = asyncio.create_task(self._keep_alive(send))
+        try:
+            async for frame in self._frames:
+                self._num_frames += 1
+                if self._writer is not None and self._writer.is_ready and len(frame) <= SHORT_FRAME:
+                    self._writer.write(frame)
+                else:
+                    await send({"type": "http.response.body", "body": frame, "more_body": True})
+        finally:
+            keep_alive.cancel()
+            with suppress(asyncio.CancelledError):
+                await keep_alive
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Send a comment whenever nothing was sent for the period of the keep-alive.
+
+        The stream only counts what it sends, and the counts are compared `CHECKS` times in a period, so that no event
+        has to set a timer. What was sent before a check may be older by the time between two checks.
+        """
+        num_sent, num_silent = self._num_sent, 0
+        while self._keepalive_seconds:
+            await asyncio.sleep(self._keepalive_seconds / CHECKS)
+            num_silent = num_silent + 1 if self._num_sent == num_sent else 1
+            if num_silent >= CHECKS and "probe" in self._state:  # not between the pieces of a long event
+                await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+                num_silent = 0
+            num_sent = self._num_sent
+
+    @property
+    def _num_sent(self) -> int:
+        """A number that grows with whatever is sent: the bytes of the connection, or else the frames."""
+        return self._num_frames if self._writer is None else self._writer.num_sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # `Connection._probe` may send this between events, to find out whether the client is still there.
-        state = scope.setdefault("state", {})
+        self._state = state = scope.setdefault("state", {})
         state["probe"] = COMMENT
         self._writer = state.get("chunk_writer")
+        self._keepalive_seconds = scope["app"].state.forwardscope.settings.sse_keepalive_seconds
         try:
             async with aclosing(self._frames):
                 await super().__call__(scope, receive, send)

@@ -4,9 +4,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from service.http.field_types import Answer, Text, TokenIds, at_most
+from service.http.field_types import Text, TokenIds, at_most
 from service.http.openai_schemas import MAX_MESSAGES, Message
-from service.http.schemas import PROMPT, ModelRequest, PositionedToken, example
+from service.http.schemas import PROMPT, ModelRequest, example
 
 
 class TokenizeRequest(ModelRequest):
@@ -31,21 +31,8 @@ class TokenizeRequest(ModelRequest):
     return_token_strs: bool = Field(False, description="in vLLM's form: also return the texts of the tokens")
 
 
-class TokenizeAnswer(Answer):
-    tokens: list[PositionedToken] | list[int] = Field(description="only ids in vLLM's form")
-    count: int
-    max_positions: int | None = None
-    max_model_len: int | None = Field(None, description="max_positions, in vLLM's form")
-    token_strs: list[str | None] | None = None
-
-
 class DetokenizeRequest(ModelRequest):
     model_config = example(tokens=[3, 1, 2])
 
     tokens: TokenIds
     skip_special_tokens: bool = True
-
-
-class DetokenizeAnswer(Answer):
-    text: str
-    prompt: str = Field(description="the text with its special tokens, as vLLM returns it")

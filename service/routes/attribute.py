@@ -4,6 +4,7 @@ import time
 
 from fastapi import APIRouter, Request, Response
 
+from forwardscope.results.attributions import AnyAttribution
 from service.answers.attribution.direct import answer_direct
 from service.answers.attribution.gradients import (
     answer_attribution_patching,
@@ -14,7 +15,6 @@ from service.answers.attribution.lens import answer_lens
 from service.answers.attribution.question import read_question
 from service.answers.attribution.sweep import answer_sweep
 from service.http.attribute_schemas import (
-    AttributeAnswer,
     AttributeRequest,
     AttributionPatchingRequest,
     DirectRequest,
@@ -23,7 +23,7 @@ from service.http.attribute_schemas import (
     PatchingRequest,
 )
 from service.http.bodies import JsonRoute
-from service.http.openapi import SWEEP_EVENT, answers
+from service.http.openapi import SWEEP_EVENT, also
 from service.state import CheckpointDep, StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
@@ -32,8 +32,8 @@ router = APIRouter(route_class=JsonRoute, tags=["inside"])
 @router.post(
     "/attribute",
     summary="What a logit or the loss depends on",
-    response_model=None,
-    responses=answers(AttributeAnswer, "text/event-stream", SWEEP_EVENT),
+    response_model=AnyAttribution,
+    responses=also("text/event-stream", SWEEP_EVENT),
 )
 async def attribute(body: AttributeRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
     arrived = time.perf_counter()

@@ -1,28 +1,29 @@
 """POST /compare: find the first stage at which the served model differs from another one."""
 
-import asyncio
-from collections.abc import Generator
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
-from model.analysis.compare import Comparison, Options, compare_bytes, compare_steps
-from model.analysis.compare.report import MAX_NOT_COMPARED
-from model.analysis.compare.report import to_json as comparison_json
+from forwardscope.results import comparisons
+from model.analysis.compare import Comparison, Options, compare_bytes
+from model.analysis.compare import compare as compare_stages
 from model.analysis.compare.sources import StageTensors
 from model.checkpoints.load import DTYPES, Checkpoint
 from model.checkpoints.streamed import OpenCheckpoint, open_checkpoint
 from model.errors import CheckpointError, InvalidField
+from model.tracing.pauses import pause
 from model.tracing.stages import stages_of
-from service.answers.budget import Budget, ResponseContents, response_bytes
-from service.answers.compare_subjects import find_path, given_steps, read_path, read_tensors
+from service.answers.budget import Budget, ResponseContents
+from service.answers.compare_subjects import find_path, given_stages, read_path, read_tensors
+from service.answers.comparisons import MAX_NOT_COMPARED, describe_comparison
 from service.answers.prompts import prompt_ids
 from service.http.access_log import note_tokens
 from service.http.bodies import JsonRoute
-from service.http.compare_schemas import CompareAnswer, CompareRequest
+from service.http.compare_schemas import CompareRequest
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
-from service.http.errors import ApiError, invalid, timed_out
-from service.http.openapi import answers_json
+from service.http.errors import ApiError, invalid
+from service.http.openapi import error_answers
 from service.state import CheckpointDep, State, StateDep, find_adapter, get_reservation
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
@@ -36,8 +37,8 @@ CONVERTED_BYTES = 8  # of a number of a weight, while its layer computes in floa
 @router.post(
     "/compare",
     summary="The first stage at which two models differ",
-    response_model=None,
-    responses=answers_json(CompareAnswer, "The verdict, and the errors of every stage"),
+    response_model=comparisons.Comparison,
+    responses=error_answers(),
 )
 async def compare(body: CompareRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
     if state.ranks is not None:
@@ -64,7 +65,7 @@ async def compare(body: CompareRequest, request: Request, state: StateDep, check
     reservation = get_reservation(request)
     reservation.reserve(budget.response_bytes)
     found = await unless_disconnected(request, run(body, state, checkpoint, ids))
-    content = to_json(comparison_json(found, checkpoint.name))
+    content = to_json(describe_comparison(found, checkpoint.name))
     reservation.count(len(content) - budget.response_bytes)
     return Response(content, media_type="application/json")
 
@@ -78,26 +79,18 @@ def make_budget(body: CompareRequest, checkpoint: Checkpoint, num_tokens: int) -
     contents = ResponseContents(num_records=1, extra_bytes=extra_bytes)
     largest_weight = CONVERTED_BYTES * config.d_model * max(config.vocab_size, 3 * config.d_mlp)
     num_bytes = compare_bytes(config, stages, num_tokens) + largest_weight
-    return Budget(response_bytes(contents), num_bytes, "the prompt")
+    return Budget(contents.num_bytes, num_bytes, "the prompt")
 
 
 async def run(body: CompareRequest, state: State, checkpoint: Checkpoint, ids: list[int]) -> Comparison:
-    """Compare, within the timeout. Each block of each pass is a job on the network's thread.
+    """Compare, within the timeout, beside the network.
 
-    A client that disconnects does not end the reading of files, so the next comparison begins only after it.
+    If the client disconnects, the comparison ends after the block that is computed, or when the files are read.
     """
     state.worker.check_room(len(ids))
-    try:
-        async with asyncio.timeout(state.settings.request_timeout_seconds), state.comparisons.turn() as turn:
-            with state.worker.series():
-                opening = state.worker.run_detached(lambda: open_sources(body, state, checkpoint))
-                opened, source = await turn.read(opening)
-                steps = compare_all(body, source, checkpoint, opened, state, ids)
-                while (found := await state.worker.run(lambda: advance(steps))) is None:
-                    pass
-    except TimeoutError:
-        raise timed_out(state.settings.request_timeout_seconds) from None
-    state.metrics.prompt_tokens.inc(len(ids))
+    job = partial(compare_all, body, checkpoint, state, ids)
+    found = await state.worker.executors.run_long("comparisons", job)
+    state.metrics.note_prompt_tokens(len(ids))
     return found
 
 
@@ -116,32 +109,17 @@ def open_sources(
     return state.opened_checkpoint, None
 
 
-def compare_all(
-    body: CompareRequest,
-    source: StageTensors | OpenCheckpoint | None,
-    checkpoint: Checkpoint,
-    opened: OpenCheckpoint,
-    state: State,
-    ids: list[int],
-) -> Generator[None, None, Comparison]:
-    """Compute B's stages if B is a network, then compare. Raises 400 for stages that do not fit A."""
+def compare_all(body: CompareRequest, checkpoint: Checkpoint, state: State, ids: list[int]) -> Comparison:
+    """Open the files, compute B's stages if B is a network, and compare. Raises 400 for stages that do not fit A."""
+    opened, source = open_sources(body, state, checkpoint)
+    pause()
     options = Options(per_position=body.per_position, per_head=body.per_head)
     dtype = None if body.dtype is None else DTYPES[body.dtype]
     try:
-        given = yield from given_steps(body, source, checkpoint, opened, state.settings, ids)
-        return (yield from compare_steps(opened, given, ids, options, dtype))
+        given = given_stages(body, source, checkpoint, opened, state.settings, ids)
+        return compare_stages(opened, given, ids, options, dtype)
     except InvalidField as error:
         field = FIELDS.get(error.field)
         raise (invalid("b", str(error)) if field is None else invalid(field, error.reason)) from None
     except CheckpointError as error:
         raise invalid("b", str(error)) from None
-
-
-def advance(steps: Generator[None, None, Comparison]) -> Comparison | None:
-    """Run one piece of a comparison. Returns the result after the last one."""
-    try:
-        next(steps)
-    except StopIteration as end:
-        found: Comparison = end.value
-        return found
-    return None

@@ -4,35 +4,33 @@ With edits, the pass is the edited one. With `baseline`, a plain pass runs befor
 """
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from torch import Tensor
 
-from model.analysis.edit_changes import stage_changes
+from forwardscope.local_results import describe_changes, describe_loss, describe_predictions
+from forwardscope.results import passes as results
+from forwardscope.results.stages import Stage
 from model.analysis.forward_trace import Trace, trace
-from model.tracing.edits import BoundEdits
+from model.tracing.pauses import pause
 from model.tracing.predictions import predict
 from model.tracing.selection import Detail, Selection, StageTrace
-from service.answers.edits import (
-    bind_edits,
-    edit_answers,
-    read_edits,
-)
-from service.answers.forward_plan import Plan, make_plans
-from service.answers.prompts import as_list, param_of
-from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE, Pass, PassAnswer, answer_passes, wants_safetensors
-from service.answers.stage_answers import prediction_answers, stage_answer
+from model.tracing.tap import Tap
+from service.answers.forward_plan import Plan, make_budget, planner
+from service.answers.prompt_passes import answer_prompts
+from service.answers.prompts import as_list
+from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE, PassAnswer, wants_safetensors
+from service.answers.stage_answers import stage_answer
 from service.answers.subject import find_subject
 from service.answers.worked_example_answers import published_answer, worked_example_answer
 from service.http.bodies import JsonRoute
 from service.http.encoding import cast
-from service.http.errors import invalid
-from service.http.forward_schemas import ForwardAnswer, ForwardAnswers, ForwardRequest
-from service.http.openapi import BINARY, answers
-from service.state import StateDep, run_plan
+from service.http.forward_schemas import ForwardRequest
+from service.http.openapi import BINARY, also
+from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
 
@@ -40,35 +38,26 @@ router = APIRouter(route_class=JsonRoute, tags=["inside"])
 @router.post(
     "/forward",
     summary="The selected stages of one forward pass",
-    response_model=None,
-    responses=answers(ForwardAnswer | ForwardAnswers, SAFETENSORS_MEDIA_TYPE, BINARY),
+    response_model=results.Trace | results.Traces,
+    responses=also(SAFETENSORS_MEDIA_TYPE, BINARY),
 )
 async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Response:
     arrived, as_safetensors = time.perf_counter(), wants_safetensors(request)
     subject = find_subject(state, body.model, body.adapter)
     prompts, is_list = as_list(body.prompt)
-    prompt_ids = [
-        await subject.read_prompt(request, state, prompt, param_of("prompt", index, is_list))
-        for index, prompt in enumerate(prompts)
-    ]
-    planner = None
-    if subject.checkpoint is not None:
-        planner = await read_edits(body.edits, prompt_ids, request, state, subject.checkpoint)
-    elif body.edits:
-        raise invalid("edits", f"change the served model, but not the worked example {subject.name!r}; leave them out")
-    num_checks = len(body.stages) + len(prompts) * (1 + (0 if planner is None else planner.num_checks))
-    plans, budget = await run_plan(
-        state, num_checks, lambda: make_plans(body, subject, prompt_ids, is_list, as_safetensors, planner)
-    )
-    edit_plans = [plan.edits for plan in plans if plan.edits is not None]
-    if edit_plans:
-        budget.check(state)  # before the passes of sources
-        assert subject.checkpoint is not None
-        bound = await bind_edits(edit_plans, request, state, subject.checkpoint, subject.adapter, arrived)
-        plans = [replace(plan, bound_edits=edits) for plan, edits in zip(plans, bound, strict=True)]
-    passes = [Pass(len(plan.ids), partial(run, plan)) for plan in plans]
-    return await answer_passes(
-        request, state, passes, budget=budget, is_list=is_list, as_safetensors=as_safetensors, arrived=arrived
+    return await answer_prompts(
+        body,
+        prompts,
+        request,
+        state,
+        subject,
+        arrived,
+        planner=partial(planner, body, subject, len(prompts), is_list, as_safetensors),
+        make_budget=make_budget,
+        run=run,
+        num_globs=len(body.stages),
+        is_list=is_list,
+        as_safetensors=as_safetensors,
     )
 
 
@@ -77,47 +66,39 @@ def run(plan: Plan, waited: float) -> PassAnswer:
     start = time.perf_counter()
     selection = replace(plan.selection, detail="values") if plan.has_baseline else plan.selection
     plain = run_pass(plan, selection, None) if plan.has_baseline else None
-    result = run_pass(plan, selection, plan.bound_edits)
+    found = run_pass(plan, selection, plan.tap())
     seconds = time.perf_counter() - start
-    parts, tensors = describe_pass(plan, result)
-    answer: dict[str, Any] = {
-        "model": plan.subject.name,
-        "tokens": [
-            {"id": token_id, "text": plan.subject.text_of(token_id), "position": position}
-            for position, token_id in enumerate(plan.ids)
-        ],
-        **parts,
-        "timings": {"queue_seconds": waited, "forward_seconds": seconds},
-    }
-    if plan.example is not None:
-        answer["worked_example"] = worked_example_answer(plan.example)
-    if plan.edits is not None:
-        answer["edits"] = edit_answers(plan.edits)
+    fields, tensors = describe_pass(plan, found)
     if plain is not None:
-        answer["baseline"], plain_tensors = describe_pass(plan, plain)
-        answer["changes"] = [asdict(change) for change in stage_changes(plain.stages, result.stages)]
+        plain_fields, plain_tensors = describe_pass(plan, plain)
         tensors |= {f"baseline/{name}": tensor for name, tensor in plain_tensors.items()}
-    return PassAnswer(answer, tensors)
+        fields["baseline"] = results.Pass(**plain_fields)
+        fields["changes"] = describe_changes(plain.stages, found.stages)
+    if plan.example is not None:
+        fields["worked_example"] = worked_example_answer(plan.example)
+    return PassAnswer(results.Trace(**plan.head(waited, seconds), **fields), tensors)
 
 
-def run_pass(plan: Plan, selection: Selection, edits: BoundEdits | None) -> Trace:
+def run_pass(plan: Plan, selection: Selection, tap: Tap | None) -> Trace:
     """Run one pass."""
     subject = plan.subject
-    tap = None if edits is None else edits.tap(0, len(plan.ids), ops=subject.network.backend.network)
     return trace(subject.network, plan.ids, plan.targets, selection, plan.sizes, subject.device, tap)
 
 
-def describe_pass(plan: Plan, result: Trace) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The parts of an answer that one pass gives, and the tensors of a safetensors answer."""
-    stages = [with_detail(kept, plan.selection.detail) for kept in result.stages]
+def describe_pass(plan: Plan, found: Trace) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The fields of a `Pass`, and the tensors of a safetensors answer."""
+    stages = [with_detail(kept, plan.selection.detail) for kept in found.stages]
     values = {kept.stage.name: cast_values(plan, kept) for kept in stages}
-    parts = {
-        "stages": [describe_stage(plan, kept, values[kept.stage.name]) for kept in stages],
-        "predictions": predictions(plan, result),
-        "loss": loss_answer(result.loss),
+    top = []
+    if plan.top_k:
+        top = predict(found.logits[list(plan.rows)], plan.top_k, plan.subject.network.backend.summaries)
+    fields = {
+        "stages": tuple(describe_stage(plan, kept, values[kept.stage.name]) for kept in stages),
+        "predictions": describe_predictions(plan.rows, top, plan.subject.text_of),
+        "loss": describe_loss(found.loss, found.loss.tolist()),
     }
     has_tensors = plan.encoding == "safetensors"
-    return parts, {name: tensor for name, tensor in values.items() if has_tensors and tensor is not None}
+    return fields, {name: tensor for name, tensor in values.items() if has_tensors and tensor is not None}
 
 
 def with_detail(kept: StageTrace, detail: Detail) -> StageTrace:
@@ -129,35 +110,15 @@ def with_detail(kept: StageTrace, detail: Detail) -> StageTrace:
     )
 
 
-def describe_stage(plan: Plan, kept: StageTrace, values: Tensor | None) -> dict[str, Any]:
+def describe_stage(plan: Plan, kept: StageTrace, values: Tensor | None) -> Stage[Any]:
     """Describe a stage, with its printed numbers if the subject is a worked example on its own prompt."""
-    answer = stage_answer(kept, values, plan.encoding)
-    if plan.example is not None:
-        published = published_answer(plan.example, kept.stage, plan.selection)
-        if published is not None:
-            answer["published"] = published
-    return answer
+    published = None if plan.example is None else published_answer(plan.example, kept.stage, plan.selection)
+    return stage_answer(kept, values, plan.encoding, published)
 
 
 def cast_values(plan: Plan, kept: StageTrace) -> Tensor | None:
     """The values of a stage in the dtype that the request asks for."""
     if kept.values is None or plan.dtype is None or plan.dtype == kept.values.dtype:
         return kept.values
+    pause()
     return cast(kept.values, plan.dtype, kept.stage.name)
-
-
-def predictions(plan: Plan, result: Trace) -> list[dict[str, Any]]:
-    """The most likely next tokens of each selected position, over the whole vocabulary."""
-    if plan.top_k == 0:
-        return []
-    summaries = plan.subject.network.backend.summaries
-    found = predict(result.logits[list(plan.rows)], plan.top_k, summaries)
-    return prediction_answers(plan.rows, found, plan.subject.text_of)
-
-
-def loss_answer(loss: Tensor) -> dict[str, Any]:
-    """Loss (T,) in nats for each position, NaN where there is no target, with its mean and the perplexity."""
-    counted = loss[~loss.isnan()].double()
-    mean = float(counted.mean()) if len(counted) else None
-    perplexity = None if mean is None else float(counted.mean().exp())
-    return {"per_token": loss.tolist(), "mean": mean, "perplexity": perplexity}

@@ -1,24 +1,26 @@
 """POST /generate: continue a prompt. The answer is sent whole, or streamed token by token as Server-Sent Events."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from forwardscope.local_results import TextOf
+from forwardscope.results import generations
+from forwardscope.results.records import Columns
 from model.engine.request import Output
 from model.text.transcript import TokenOutput
 from service.answers.constraints import compile_constraint, structured_output
 from service.answers.edits import check_baseline
-from service.answers.generation import Choice, ChoiceOutput, Generation, whole_answer
+from service.answers.generation import Choice, ChoiceOutput, Generation, start_generation, whole_answer
 from service.answers.generation_changes import changes_answer
-from service.answers.generation_plan import Options, plan_generation
+from service.answers.generation_plan import Inputs, Options
 from service.answers.prompts import prompt_ids
-from service.answers.stage_answers import TextOf
 from service.http.bodies import JsonRoute
 from service.http.errors import invalid
-from service.http.generate_schemas import GenerateAnswer, GenerateRequest
-from service.http.openapi import EVENT, answers
+from service.http.generate_schemas import GenerateRequest
+from service.http.openapi import EVENT, also
 from service.http.sse import EventStream, event
 from service.state import CheckpointDep, State, StateDep, find_adapter
 
@@ -29,8 +31,8 @@ DEFAULT_MAX_TOKENS = 128
 @router.post(
     "/generate",
     summary="Continue a prompt, whole or streamed",
-    response_model=None,
-    responses=answers(GenerateAnswer, "text/event-stream", EVENT),
+    response_model=generations.Generation,
+    responses=also("text/event-stream", EVENT),
 )
 async def generate(body: GenerateRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
     arrived = time.perf_counter()
@@ -52,8 +54,8 @@ async def generate(body: GenerateRequest, request: Request, state: StateDep, che
     if body.baseline and body.stream:
         raise invalid("baseline", "cannot be streamed, because the runs are compared at their end; leave out stream")
     constraint = await compile_constraint(request, state, checkpoint, structured_output(body.structured_outputs))
-    plan = await plan_generation(body, options, request, state, checkpoint, [ids], constraint, adapter, arrived)
-    generation = Generation(plan, request, state, checkpoint, arrived)
+    inputs = Inputs(request, state, checkpoint, arrived, body, options, [ids], constraint, adapter)
+    generation = await start_generation(inputs)
     if body.stream:
         return EventStream(generation.events(Events(generation)), on_close=generation.close)
     return await whole_answer(request, generation, answer(generation, state, adapter))
@@ -68,98 +70,96 @@ class Events:
     def __call__(self, output: ChoiceOutput) -> Iterator[bytes]:
         yield from self._token_events(output)
         if output.step.end is not None:
-            of_choice = {"id": self._generation.id, "choice": output.index, **end_answer(output.step)}
-            edits = self._generation.edit_answers(output.index)
-            yield event({**of_choice, "timings": self._generation.timings(), **edits})
+            generation = self._generation
+            edits = generation.edit_answers(output.index)
+            end = {**end_fields(output.step), "timings": generation.timings(), "edits": edits}
+            yield event(generations.FinishEvent(generation.id, output.index, **end))
 
     def _token_events(self, output: ChoiceOutput) -> Iterator[bytes]:
         """Yield an event for each token. The last one has the trace; without tokens, the trace has its own event."""
-        tokens: list[TokenOutput | None] = [*output.step.prompt_tokens, *output.step.tokens]
-        tokens = tokens or ([None] if output.trace is not None else [])
-        for index, token in enumerate(tokens):
-            content: dict[str, Any] = {"id": self._generation.id, "choice": output.index, "token": None, "text": ""}
-            if token is not None:
-                content |= {"token": {"id": token.token_id, "logprob": None}, "text": token.text}
-                if token.logprobs is not None:
-                    top = top_logprobs(token, self._generation.text_of)
-                    content["token"] |= {"logprob": token.logprobs.chosen, "top": top}
-            if output.trace is not None and index == len(tokens) - 1:
-                content["trace"] = output.trace
-            yield event(content)
+        generation, index = self._generation, output.index
+        trace: Any = output.trace  # the JSON of a `StepTrace`
+        tokens = [*output.step.prompt_tokens, *output.step.tokens]
+        for token in tokens:
+            last = trace if token is tokens[-1] else None
+            yield event(generations.TokenEvent(generation.id, index, self._token(token), token.text, last))
+        if trace is not None and not tokens:
+            yield event(generations.TokenEvent(generation.id, index, None, "", trace))
+
+    def _token(self, token: TokenOutput) -> generations.EventToken:
+        if token.logprobs is None:
+            return generations.EventToken(token.token_id, None)
+        return generations.EventToken(
+            token.token_id, token.logprobs.chosen, top_logprobs(token, self._generation.text_of)
+        )
 
 
 async def answer(generation: Generation, state: State, adapter: str | None) -> bytes:
     """Wait until every choice has ended, and encode the answer. With a baseline, its choices follow the others."""
-    collected = await generation.collect()
-    choices = [choice_answer(choice, generation) for choice in collected]
-    own, baseline = choices[: generation.params.n], choices[generation.params.n :]
-    content = {
-        "id": generation.id,
-        "model": generation.model_name,
-        **own[0],
-        "choices": own if len(own) > 1 else None,
-        "timings": generation.timings(),
-        **generation.edit_answers(0),
-    }
-    if baseline:
-        for index, plain in enumerate(baseline):
-            plain |= {"choice": index, "trace": None}
-        content["baseline"] = {"choices": baseline}
-        content["changes"] = [await changes(choice, generation, state, adapter) for choice in collected[: len(own)]]
+    collected, num_choices = await generation.collect(), generation.params.n
+    own, plain = collected[:num_choices], collected[num_choices:]
+    choices = [generations.Choice(**choice_fields(choice, generation)) for choice in own]
+    every: Any = tuple(choices) if len(choices) > 1 else None  # null in JSON
+    baseline = [
+        choice_fields(choice, generation) | {"choice": index, "trace": None} for index, choice in enumerate(plain)
+    ]
+    content = generations.Generation(
+        id=generation.id,
+        model=generation.model_name,
+        **vars(choices[0]),
+        choices=every,
+        timings=generation.timings(),
+        edits=generation.edit_answers(0),
+        baseline=generations.Choices(tuple(generations.Choice(**fields) for fields in baseline)),
+        changes=tuple([await changes(choice, generation, state, adapter) for choice in own]) if plain else (),
+    )
     return generation.encode(content)
 
 
-async def changes(choice: Choice, generation: Generation, state: State, adapter: str | None) -> dict[str, Any]:
+async def changes(
+    choice: Choice, generation: Generation, state: State, adapter: str | None
+) -> generations.ChoiceChanges:
     """Describe how far the edits have moved the residuals of a choice."""
     edits = generation.edits[0]
     assert edits is not None
     ids = [*generation.prompts[0], *(token.token_id for token in choice.tokens[:-1])]
     stages = await changes_answer(state, generation.checkpoint, adapter, edits, ids, generation.arrived)
-    return {"choice": choice.index, "stages": stages}
+    return generations.ChoiceChanges(choice.index, stages)
 
 
-def choice_answer(choice: Choice, generation: Generation) -> dict[str, Any]:
-    """Describe one choice."""
+def choice_fields(choice: Choice, generation: Generation) -> dict[str, Any]:
+    """The fields of a choice."""
     assert choice.last is not None
     tokens = [*choice.prompt_tokens, *choice.tokens]
     has_logprobs = generation.params.logprobs is not None
     return {
         "choice": choice.index,
         "text": choice.text,
-        "tokens": [token.token_id for token in tokens],
-        "logprobs": [logprob_answer(token, generation.text_of) for token in tokens] if has_logprobs else None,
-        "trace": choice.traces if generation.is_traced else None,
-        **end_answer(choice.last),
+        "tokens": tuple(token.token_id for token in tokens),
+        "logprobs": tuple(logprob_answer(token, generation.text_of) for token in tokens) if has_logprobs else None,
+        "trace": tuple(choice.traces) if generation.is_traced else None,
+        **end_fields(choice.last),
     }
 
 
-def logprob_answer(token: TokenOutput, text_of: TextOf) -> dict[str, Any]:
+def logprob_answer(token: TokenOutput, text_of: TextOf) -> generations.TokenLogprob:
     """Describe a token with its log-probability."""
-    return {
-        "id": token.token_id,
-        "text": text_of(token.token_id),
-        "logprob": None if token.logprobs is None else token.logprobs.chosen,
-        "top": top_logprobs(token, text_of),
-    }
+    logprob = None if token.logprobs is None else token.logprobs.chosen
+    return generations.TokenLogprob(token.token_id, text_of(token.token_id), logprob, top_logprobs(token, text_of))
 
 
-def top_logprobs(token: TokenOutput, text_of: TextOf) -> list[dict[str, Any]]:
+def top_logprobs(token: TokenOutput, text_of: TextOf) -> Sequence[generations.Logprob]:
     """Describe the most likely tokens at the place of `token`."""
-    return [
-        {"id": token_id, "text": text_of(token_id), "logprob": logprob}
-        for token_id, logprob in (token.logprobs.top if token.logprobs is not None else ())
-    ]
+    top = [] if token.logprobs is None else token.logprobs.top
+    ids = [token_id for token_id, _ in top]
+    return Columns(generations.Logprob, ids, list(map(text_of, ids)), [logprob for _, logprob in top])
 
 
-def end_answer(output: Output) -> dict[str, Any]:
-    """Describe how a choice ended."""
+def end_fields(output: Output) -> dict[str, Any]:
+    """The fields that say how a choice ended."""
     assert output.end is not None
     return {
         "finish_reason": output.end.finish_reason,
         "stop_reason": output.end.stop_reason,
-        "usage": {
-            "prompt_tokens": output.num_prompt,
-            "completion_tokens": output.num_generated,
-            "cached_tokens": output.num_cached,
-        },
+        "usage": generations.Usage(output.num_prompt, output.num_generated, output.num_cached),
     }

@@ -1,27 +1,33 @@
 """GET /health, GET /ready and GET /metrics: for orchestrators and Prometheus."""
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from forwardscope.results.server import Status
+from service.http.encoding import json_response
 from service.http.openapi import error_answers
-from service.http.status_schemas import Status
-from service.metrics_text import CONTENT_TYPE
 from service.state import StateDep, check_ready
 
 router = APIRouter(tags=["operation"])
 
 
-@router.get("/health", summary="Whether the process is up")
-async def health() -> Status:
-    return Status(status="ok")
+@router.get("/health", summary="Whether the process is up", response_model=Status)
+async def health() -> Response:
+    return json_response(Status("ok"))
 
 
-@router.get("/ready", summary="Whether the model is loaded and requests are accepted", responses=error_answers(503))
-async def ready(state: StateDep) -> Status:
+@router.get(
+    "/ready",
+    summary="Whether the model is loaded and requests are accepted",
+    response_model=Status,
+    responses=error_answers(503),
+)
+async def ready(state: StateDep) -> Response:
     check_ready(state)
-    return Status(status="ready")
+    return json_response(Status("ready"))
 
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
-async def metrics(state: StateDep) -> PlainTextResponse:
-    return PlainTextResponse(state.metrics.text.render(), media_type=CONTENT_TYPE)
+def metrics(state: StateDep) -> PlainTextResponse:  # on a thread, as the text takes milliseconds
+    return PlainTextResponse(state.metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)

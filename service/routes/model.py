@@ -2,62 +2,63 @@
 
 from dataclasses import asdict
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 
-from model.checkpoints.load import Checkpoint
-from model.engine.cache import bytes_of_token
-from model.tracing.stages import sizes_of
-from model.worked_examples import WORKED_EXAMPLES, WorkedExample
-from service.http.encoding import NAMES
-from service.http.model_schemas import (
+from forwardscope.results.server import (
     ArticlePrompt,
     Capabilities,
     CatalogueStage,
     Limits,
-    ModelAnswer,
-    ModelEntry,
-    ModelsAnswer,
-    ParametersAnswer,
+    ModelInfo,
+    ParameterCounts,
+    ServedModel,
+    ServedModels,
 )
+from forwardscope.results.stages import PositionedToken
+from model.checkpoints.load import Checkpoint
+from model.engine.cache import bytes_of_token
+from model.tracing.stages import sizes_of
+from model.worked_examples import WORKED_EXAMPLES, WorkedExample
+from service.http.encoding import NAMES, json_response
 from service.http.openapi import error_answers
-from service.http.schemas import PositionedToken
 from service.state import CheckpointDep, State, StateDep, get_engine
 
 router = APIRouter(tags=["model"])
 
 
-@router.get("/models", summary="The served model, its adapters and the worked examples")
-async def models(state: StateDep) -> ModelsAnswer:
-    served = [] if state.checkpoint is None else [ModelEntry(name=state.checkpoint.name, kind="checkpoint")]
+@router.get("/models", summary="The served model, its adapters and the worked examples", response_model=ServedModels)
+async def models(state: StateDep) -> Response:
+    served = [] if state.checkpoint is None else [ServedModel(state.checkpoint.name, "checkpoint", None, None)]
     if state.checkpoint is not None:
-        served += [ModelEntry(name=name, kind="adapter") for name in state.checkpoint.adapters]
+        served += [ServedModel(name, "adapter", None, None) for name in state.checkpoint.adapters]
     examples = [
-        ModelEntry(name=name, kind="worked_example", title=example.title, prompt=prompt_of(example))
+        ServedModel(name, "worked_example", example.title, prompt_of(example))
         for name, example in WORKED_EXAMPLES.items()
     ]
-    return ModelsAnswer(models=served + examples)
+    return json_response(ServedModels((*served, *examples)))
 
 
 @router.get(
-    "/model", summary="The served model: configuration, parameters, stages, limits", responses=error_answers(503)
+    "/model",
+    summary="The served model: configuration, parameters, stages, limits",
+    response_model=ModelInfo,
+    responses=error_answers(503),
 )
-async def model(state: StateDep, checkpoint: CheckpointDep) -> ModelAnswer:
+async def model(state: StateDep, checkpoint: CheckpointDep) -> Response:
     network, settings, engine = checkpoint.model, state.settings, get_engine(state)
     count = checkpoint.parameters
     prompt_dims = ("position", "query", "key")  # they are as long as the prompt, which the answer calls T
-    return ModelAnswer(
+    found = ModelInfo(
         name=checkpoint.name,
         device=str(network.embed.weight.device),
         dtype=NAMES[network.embed.weight.dtype],
         quantization=checkpoint.quantization if isinstance(checkpoint.quantization, str) else "auto",
         config=asdict(network.config),
-        parameters=ParametersAnswer(
-            components=dict(count.components), total=count.total, non_embedding=count.non_embedding
-        ),
+        parameters=ParameterCounts(dict(count.components), count.total, count.non_embedding),
         generation_defaults=dict(checkpoint.generation.sampling),
-        eos_token_ids=list(checkpoint.generation.eos_token_ids),
+        eos_token_ids=tuple(checkpoint.generation.eos_token_ids),
         sizes={dim: "T" if dim in prompt_dims else size for dim, size in sizes_of(network.config, 0).items()},
-        stages=[CatalogueStage(name=stage.name, dims=list(stage.dims)) for stage in checkpoint.stages],
+        stages=tuple(CatalogueStage(stage.name, stage.dims) for stage in checkpoint.stages),
         limits=Limits(
             max_positions=network.config.max_positions,
             max_body_bytes=settings.max_body_bytes,
@@ -74,20 +75,17 @@ async def model(state: StateDep, checkpoint: CheckpointDep) -> ModelAnswer:
         ),
         capabilities=capabilities(state, checkpoint),
     )
+    return json_response(found)
 
 
 def prompt_of(example: type[WorkedExample]) -> ArticlePrompt:
     """The prompt of a worked example's article: its words, and their ids."""
     words = [example.vocabulary[token_id] for token_id in example.prompt_ids]
-    tokens = [
-        PositionedToken(id=token_id, text=word, position=position)
-        for position, (token_id, word) in enumerate(zip(example.prompt_ids, words, strict=True))
-    ]
-    return ArticlePrompt(text=" ".join(words), tokens=tokens)
+    return ArticlePrompt(" ".join(words), tuple(map(PositionedToken, example.prompt_ids, words, range(len(words)))))
 
 
 def capabilities(state: State, checkpoint: Checkpoint) -> Capabilities:
-    """What the service offers with this model and these settings."""
+    """Determine the features that are available with this model and these settings."""
     settings = state.settings
     return Capabilities(
         tokenizer=checkpoint.tokenizer is not None,
@@ -102,5 +100,6 @@ def capabilities(state: State, checkpoint: Checkpoint) -> Capabilities:
         compare_files=settings.compare_directory is not None,
         adapters=bool(checkpoint.adapters),
         vectors=True,
+        weights=state.ranks is None,
         store_vectors=settings.api_key is not None and settings.max_vectors > 0,
     )

@@ -1,7 +1,6 @@
 """POST /patterns: attention maps of many heads, small enough to show all of them at once."""
 
 import time
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,50 +8,38 @@ import torch
 from fastapi import APIRouter, Request, Response
 from torch import Tensor
 
+from forwardscope.results.passes import PatternMap, PatternMeans, Patterns
 from model.network.adapted_network import AdaptedNetwork
 from model.network.transformer import Transformer
 from model.tracing.stages import Stage
-from model.tracing.tap import Chain, Recorder, Tap
-from service.answers.edits import bind_edits, edit_answers, read_edits
-from service.answers.pattern_maps import STEPS, Plan, encode_map, make_budget, make_plan, mean_weights, reduce_blocks
-from service.answers.single_pass import Pass, PassAnswer, answer_passes
+from model.tracing.tap import Chain, Recorder
+from service.answers.pattern_maps import STEPS, Plan, encode_map, make_budget, mean_weights, planner, reduce_blocks
+from service.answers.prompt_passes import answer_prompts
+from service.answers.single_pass import PassAnswer
 from service.answers.subject import find_subject
 from service.http.bodies import JsonRoute
 from service.http.encoding import NAMES
-from service.http.errors import invalid
-from service.http.openapi import answers_json
-from service.http.pattern_schemas import PatternsAnswer, PatternsRequest
-from service.state import StateDep, run_plan
+from service.http.openapi import error_answers
+from service.http.pattern_schemas import PatternsRequest
+from service.state import StateDep
 
 router = APIRouter(route_class=JsonRoute, tags=["inside"])
 
 
-@router.post(
-    "/patterns",
-    summary="Attention maps of many heads",
-    response_model=None,
-    responses=answers_json(PatternsAnswer, "The maps"),
-)
+@router.post("/patterns", summary="Attention maps of many heads", response_model=Patterns, responses=error_answers())
 async def patterns(body: PatternsRequest, request: Request, state: StateDep) -> Response:
     arrived = time.perf_counter()
     subject = find_subject(state, body.model, body.adapter)
-    ids = await subject.read_prompt(request, state, body.prompt, "prompt")
-    planner = None
-    if subject.checkpoint is not None:
-        planner = await read_edits(body.edits, [ids], request, state, subject.checkpoint)
-    elif body.edits:
-        raise invalid("edits", f"change the served model, but not the worked example {subject.name!r}; leave them out")
-    num_checks = 1 if planner is None else planner.num_checks
-    plan = await run_plan(state, num_checks, lambda: make_plan(body, subject, ids, planner))
-    budget = make_budget(plan)
-    if plan.edits is not None:
-        budget.check(state)  # before the passes of sources
-        assert subject.checkpoint is not None
-        (bound,) = await bind_edits([plan.edits], request, state, subject.checkpoint, subject.adapter, arrived)
-        plan = replace(plan, bound_edits=bound)
-    passes = [Pass(len(ids), partial(run, plan))]
-    return await answer_passes(
-        request, state, passes, budget=budget, is_list=False, as_safetensors=False, arrived=arrived
+    return await answer_prompts(
+        body,
+        [body.prompt],
+        request,
+        state,
+        subject,
+        arrived,
+        planner=partial(planner, body),
+        make_budget=make_budget,
+        run=run,
     )
 
 
@@ -61,33 +48,23 @@ def run(plan: Plan, waited: float) -> PassAnswer:
     start = time.perf_counter()
     computed = compute_maps(plan)
     seconds = time.perf_counter() - start
-    name = plan.body.dtype or NAMES[next(iter(computed.values())).values.dtype]
-    answer: dict[str, Any] = {
-        "model": plan.subject.name,
-        "tokens": [
-            {"id": token_id, "text": plan.subject.text_of(token_id), "position": position}
-            for position, token_id in enumerate(plan.ids)
-        ],
-        "stage": plan.body.stage,
-        "size": plan.size,
-        "block": plan.block,
-        "dtype": name,
-        "scale": 1 / STEPS if name == "uint8" else 1.0,
-        "maps": [
-            {
-                "layer": layer,
-                "head": head,
-                "means": None if maps.means is None else maps.means[index],
-                "values": encode_map(plan, stage, maps.values[index]),
-            }
-            for layer, stage in zip(plan.layers, plan.stages, strict=True)
-            for maps in [computed[stage.name]]
-            for index, head in enumerate(plan.heads)
-        ],
-        "timings": {"queue_seconds": waited, "forward_seconds": seconds},
-    }
-    if plan.edits is not None:
-        answer["edits"] = edit_answers(plan.edits)
+    dtype: Any = plan.body.dtype or NAMES[next(iter(computed.values())).values.dtype]
+    maps = tuple(
+        PatternMap(layer, head, None if found.means is None else found.means[index], values)
+        for layer, stage in zip(plan.layers, plan.stages, strict=True)
+        for found in [computed[stage.name]]
+        for index, head in enumerate(plan.heads)
+        for values in [encode_map(plan, stage, found.values[index])]
+    )
+    answer = Patterns(
+        **plan.head(waited, seconds),
+        stage=plan.body.stage,
+        size=plan.size,
+        block=plan.block,
+        dtype=dtype,
+        scale=1 / STEPS if dtype == "uint8" else 1.0,
+        maps=maps,
+    )
     return PassAnswer(answer, {})
 
 
@@ -95,7 +72,7 @@ class LayerMaps(NamedTuple):
     """The reduced maps (H, S, S) of a layer, and the means of each head."""
 
     values: Tensor
-    means: list[dict[str, float | None]] | None
+    means: list[PatternMeans] | None
 
 
 @torch.inference_mode()
@@ -114,9 +91,8 @@ def compute_maps(plan: Plan) -> dict[str, LayerMaps]:
 
     recorder = Recorder(plan.stages, keep)
     last = [len(plan.ids) - 1]
-    tap: Tap = recorder
-    if plan.bound_edits is not None:
-        tap = Chain(plan.bound_edits.tap(0, len(plan.ids), last, network.backend.network), recorder)
+    edits = plan.tap(last)
+    tap = recorder if edits is None else Chain(edits, recorder)
     ids = torch.tensor([plan.ids], device=subject.device)
     if isinstance(network, (Transformer, AdaptedNetwork)):
         network(ids, tap=tap, rows=last)

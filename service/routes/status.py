@@ -2,19 +2,20 @@
 
 import time
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 
+from forwardscope.results.server import CacheStatus, ServiceStatus, TokenRates
 from model import __version__
-from service.http.status_schemas import CacheStatus, ServiceStatus, TokenRatesAnswer
+from service.http.encoding import json_response
 from service.state import State, StateDep
 
 router = APIRouter(tags=["operation"])
 
 
-@router.get("/status", summary="Requests, cache and tokens per second at this moment")
-async def status(state: StateDep) -> ServiceStatus:
+@router.get("/status", summary="Requests, cache and tokens per second at this moment", response_model=ServiceStatus)
+async def status(state: StateDep) -> Response:
     rates, stats = state.token_rates.rates(), None if state.engine is None else state.engine.stats()
-    return ServiceStatus(
+    found = ServiceStatus(
         version=__version__,
         model=None if state.checkpoint is None else state.checkpoint.name,
         ready=state.is_ready,
@@ -25,10 +26,9 @@ async def status(state: StateDep) -> ServiceStatus:
         sequences_waiting=0 if stats is None else stats.num_waiting,
         max_sequences=state.settings.max_num_seqs,
         cache=cache_status(state),
-        tokens_per_second=TokenRatesAnswer(
-            window_seconds=rates.seconds, prompt=rates.prompt, generated=rates.generated
-        ),
+        tokens_per_second=TokenRates(rates.seconds, rates.prompt, rates.generated),
     )
+    return json_response(found)
 
 
 def cache_status(state: State) -> CacheStatus | None:

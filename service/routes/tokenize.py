@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 
 from fastapi import APIRouter, Request, Response
 
+from forwardscope.results.server import DecodedText, Tokens, VllmTokens
 from model.checkpoints.load import Checkpoint
-from model.text.tokenizer import Tokenizer
-from service.answers.budget import Budget, ResponseContents, response_bytes
+from model.text.tokenizer import Tokenizer, TooManyTokens
+from service.answers.budget import Budget, ResponseContents
 from service.answers.conversations import conversation_ids, find_template
+from service.answers.offered_tools import OfferedTools
 from service.answers.prompts import check_ids, longest_token_bytes, token_answers, token_text
 from service.http.access_log import note_tokens
 from service.http.bodies import JsonRoute
@@ -15,18 +17,17 @@ from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
 from service.http.errors import invalid, wrong_shape
 from service.http.openai_schemas import ChatRequest
-from service.http.openapi import answers_json
-from service.http.tokenize_schemas import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+from service.http.openapi import error_answers
+from service.http.tokenize_schemas import DetokenizeRequest, TokenizeRequest
 from service.state import CheckpointDep, State, StateDep, check_model, get_reservation
 
 router = APIRouter(route_class=JsonRoute, tags=["text"])
 SPECIAL_TOKENS = 16  # the most tokens that a tokenizer adds to a text
+MAX_TOKENS = 1 << 20  # of an answer: a token takes about 270 bytes of memory while a text is tokenized
 PIECE = 4096  # tokens that are encoded as JSON at a time, so that other threads can run in between
 
 
-@router.post(
-    "/tokenize", summary="Text to token ids", response_model=None, responses=answers_json(TokenizeAnswer, "The tokens")
-)
+@router.post("/tokenize", summary="Text to token ids", response_model=Tokens | VllmTokens, responses=error_answers())
 async def tokenize(body: TokenizeRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
     check_model(checkpoint, body.model)
     field, text = find_text(body)
@@ -37,16 +38,21 @@ async def tokenize(body: TokenizeRequest, request: Request, state: StateDep, che
     max_tokens = num_bytes + SPECIAL_TOKENS  # each token of the text has at least one byte
 
     def answer() -> bytes | memoryview:
-        ids = tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+        try:
+            ids = tokenizer.encode(text, add_special_tokens=body.add_special_tokens, max_tokens=MAX_TOKENS)
+            if len(ids) > MAX_TOKENS:
+                raise TooManyTokens(len(ids))
+        except TooManyTokens as error:
+            reason = f"has at least {error.num_tokens} tokens; at most {MAX_TOKENS} are answered at once: send parts"
+            raise invalid(field, reason, "too_many_tokens") from None
         note_tokens(request, len(ids))
         if body.prompt is not None:
-            strings = [token_text(checkpoint, token_id) for token_id in ids] if body.return_token_strs else None
-            max_positions = checkpoint.model.config.max_positions
-            return to_json({"count": len(ids), "max_model_len": max_positions, "tokens": ids, "token_strs": strings})
+            strings = tuple(token_text(checkpoint, each) for each in ids) if body.return_token_strs else None
+            return to_json(VllmTokens(len(ids), checkpoint.model.config.max_positions, tuple(ids), strings))
         return encode_tokens(ids, checkpoint)
 
     contents = ResponseContents(num_tokens=max_tokens, text_bytes=max_tokens)
-    return await answer_text(request, state, answer, num_bytes, Budget(response_bytes(contents), 0, field))
+    return await answer_text(request, state, answer, num_bytes, Budget(contents.num_bytes, 0, field))
 
 
 async def tokenize_messages(body: TokenizeRequest, request: Request, state: State, checkpoint: Checkpoint) -> Response:
@@ -57,28 +63,29 @@ async def tokenize_messages(body: TokenizeRequest, request: Request, state: Stat
     template = find_template(checkpoint)
     fields = {"messages": body.messages, "add_generation_prompt": body.add_generation_prompt}
     chat = ChatRequest.model_validate(fields)
-    ids = await conversation_ids(chat, request, state, checkpoint, template)
+    ids = await conversation_ids(chat, OfferedTools(), request, state, checkpoint, template)
     note_tokens(request, len(ids))
-    contents = ResponseContents(num_tokens=len(ids), text_bytes=len(ids) * longest_token_bytes(checkpoint))
-    budget = Budget(response_bytes(contents), 0, "messages")
+    contents = ResponseContents(num_tokens=len(ids), token_bytes=longest_token_bytes(checkpoint))
+    budget = Budget(contents.num_bytes, 0, "messages")
     return await answer_text(request, state, lambda: encode_tokens(ids, checkpoint), len(ids), budget)
 
 
 def encode_tokens(ids: Sequence[int], checkpoint: Checkpoint) -> memoryview:
-    """The JSON of all tokens. Each piece is encoded as a list; without their brackets, the pieces join to one list."""
+    """The JSON of `Tokens`. Each piece is encoded as a list; without their brackets, the pieces join to one list."""
     content = bytearray(b'{"tokens":[')
     for start in range(0, len(ids), PIECE):
         content += b"," if start else b""
         content += to_json(token_answers(ids[start : start + PIECE], checkpoint, start))[1:-1]
-    content += b"]," + to_json({"count": len(ids), "max_positions": checkpoint.model.config.max_positions})[1:]
+    rest = to_json(Tokens((), len(ids), checkpoint.model.config.max_positions))
+    content += rest.removeprefix(b'{"tokens":[')
     return memoryview(content)
 
 
 @router.post(
     "/detokenize",
     summary="Token ids to text",
-    response_model=None,
-    responses=answers_json(DetokenizeAnswer, "The text"),
+    response_model=DecodedText,
+    responses=error_answers(),
 )
 async def detokenize(body: DetokenizeRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
     check_model(checkpoint, body.model)
@@ -91,9 +98,9 @@ async def detokenize(body: DetokenizeRequest, request: Request, state: StateDep,
     def answer() -> bytes:
         whole = tokenizer.decode(body.tokens, skip_special_tokens=False)
         text = tokenizer.decode(body.tokens, skip_special_tokens=True) if skip else whole
-        return to_json({"text": text, "prompt": whole})
+        return to_json(DecodedText(text, whole))
 
-    return await answer_text(request, state, answer, len(body.tokens), Budget(response_bytes(contents), 0, "tokens"))
+    return await answer_text(request, state, answer, len(body.tokens), Budget(contents.num_bytes, 0, "tokens"))
 
 
 def find_text(body: TokenizeRequest) -> tuple[str, str]:

@@ -1,26 +1,42 @@
 // A service that goes away: say so, ask until it is back, then go on.
 
+import { ApiError } from "./api.js";
+
 const RETRY_MILLISECONDS = 1000;
 const SILENT = "The service does not answer. The page tries again until it does.";
-const LOADING = "The service is loading its model, or is about to stop. The page goes on as soon as the service is ready.";
+const LOADING =
+  "The service is loading its model, or is about to stop. The page goes on as soon as the service is ready.";
 
-/** Whether an error means that the same request can succeed later without a change. */
+/**
+ * Whether an error means that the same request can succeed later without a change.
+ * @param {unknown} error
+ * @returns {error is ApiError}
+ */
 export function isAway(error) {
-  return error.status === 0 || (error.status === 503 && ["loading", "draining"].includes(error.code));
+  if (!(error instanceof ApiError)) return false;
+  return error.status === 0 || (error.status === 503 && ["loading", "draining"].includes(error.code ?? ""));
 }
 
 /** Shows a banner while the service is away. `resume` is called when the service is ready again. */
 export class Connection {
   #banner;
   #resume;
-  #timer = null;
+  /** @type {number | undefined} */
+  #timer;
 
+  /**
+   * @param {HTMLElement} banner
+   * @param {() => unknown} resume
+   */
   constructor(banner, resume) {
     this.#banner = banner;
     this.#resume = resume;
   }
 
-  /** Show an error of `isAway`, and ask once a second whether the service is ready. */
+  /**
+   * Show an error of `isAway`, and ask once a second whether the service is ready.
+   * @param {{ status: number }} error
+   */
   wait(error) {
     this.#banner.textContent = error.status === 0 ? SILENT : LOADING;
     this.#banner.hidden = false;
@@ -38,7 +54,10 @@ export class Connection {
 
   async #ask() {
     const timer = this.#timer;
-    const status = await fetch("/ready").then((response) => response.status, () => 0);
+    const status = await fetch("/ready").then(
+      (response) => response.status,
+      () => 0,
+    );
     if (timer !== this.#timer) return; // another wait has begun, or the service was found meanwhile
     if (status === 200) {
       this.found();

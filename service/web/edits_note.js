@@ -1,25 +1,37 @@
 // The edits of the address in the views that do not apply them, and the line that says so.
 
+/** @import { Edit } from "./answers.js" */
+
 import { el } from "./dom.js";
 
 /**
  * Show how many edits the address has, or nothing if there are none. `text`: the edits of the address, or undefined;
  * `href` and `open`: the address of the view that applies them, and how to open this view.
+ * @param {HTMLElement} box
+ * @param {string | undefined} text
+ * @param {{ href: string, open: () => unknown }} view
  */
 export function showEditsNote(box, text, { href, open }) {
   const number = editsIn(text)?.length ?? null;
   box.hidden = number === 0;
   if (box.hidden) return;
-  const follow = (event) => {
+  const follow = (/** @type {MouseEvent} */ event) => {
     if (event.ctrlKey || event.metaKey || event.shiftKey) return;
     event.preventDefault();
     open();
   };
   const what = number === null ? "Edits are" : number === 1 ? "1 edit is" : `${number} edits are`;
-  box.replaceChildren(`${what} set in the view Interventions. This view does not apply edits: it shows the model without them. `, el("a", { href, onclick: follow }, "Open Interventions"));
+  box.replaceChildren(
+    `${what} set in the view Interventions. This view does not apply edits: it shows the model without them. `,
+    el("a", { href, onclick: follow }, "Open Interventions"),
+  );
 }
 
-/** The edits in a text of the address: none if there is no text, and null if it is not a list. */
+/**
+ * The edits in a text of the address: none if there is no text, and null if it is not a list.
+ * @param {string | undefined} text
+ * @returns {Edit[] | null}
+ */
 export function editsIn(text) {
   if (text === undefined || text === "") return [];
   try {

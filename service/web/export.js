@@ -4,9 +4,19 @@ import { hasKey, postBlob } from "./api.js";
 import { el } from "./dom.js";
 import { asPng, asSvg } from "./draw/pictures.js";
 
+/**
+ * @import { Drawable } from "./draw/pictures.js"
+ * @import { View, ViewRequest } from "./view.js"
+ * @typedef {{ method: string, name: string, first: string[], ends: string[] }} Call
+ * @typedef {(request: ViewRequest, options: { origin: string, withKey?: boolean }) => string} Write
+ */
+
 const WITH_TENSORS = ["/forward", "/logits"];
 
-/** The request as a command for a shell. */
+/**
+ * The request as a command for a shell.
+ * @type {Write}
+ */
 export function asCurl({ path, body }, { origin, withKey }) {
   const parts = [`curl -sS${body?.stream ? "N" : ""} ${origin}${path}`];
   if (withKey) parts.push('-H "Authorization: Bearer $FORWARDSCOPE_API_KEY"');
@@ -14,27 +24,64 @@ export function asCurl({ path, body }, { origin, withKey }) {
   return parts.join(" \\\n  ");
 }
 
-/** Path → the method of the Python client, the fields that it takes by their order, and what the program then has. */
+/**
+ * Path → the method of the Python client, the fields that it takes by their order, and what the program then has.
+ * @type {Record<string, Call>}
+ */
 const CALLS = {
-  "/forward": { method: "run", name: "trace", first: ["prompt", "stages"], ends: [...arraysOf("trace"), "print(trace.loss)"] },
-  "/attribute": { method: "attribute", name: "attribution", first: ["method", "prompt"], ends: [...arraysOf("attribution"), "print(list(attribution.answer))"] },
-  "/logits": { method: "logits", name: "logits", first: ["prompt"], ends: ["print(logits.logits.shape)", "print(logits.logits)"] },
-  "/patterns": { method: "patterns", name: "patterns", first: ["prompt"], ends: ["print(patterns.values.shape)", "print(patterns.values)"] },
-  "/generate": { method: "generate", name: "generation", first: ["prompt"], ends: ["print(generation.tokens)", "print(generation.text)"] },
+  "/forward": {
+    method: "run",
+    name: "trace",
+    first: ["prompt", "stages"],
+    ends: [...arraysOf("trace"), "print(trace.loss)"],
+  },
+  "/attribute": {
+    method: "attribute",
+    name: "attribution",
+    first: ["method", "prompt"],
+    ends: [...arraysOf("attribution"), "print(list(attribution.answer))"],
+  },
+  "/logits": {
+    method: "logits",
+    name: "logits",
+    first: ["prompt"],
+    ends: ["print(logits.logits.shape)", "print(logits.logits)"],
+  },
+  "/patterns": {
+    method: "patterns",
+    name: "patterns",
+    first: ["prompt"],
+    ends: ["print(patterns.values.shape)", "print(patterns.values)"],
+  },
+  "/generate": {
+    method: "generate",
+    name: "generation",
+    first: ["prompt"],
+    ends: ["print(generation.tokens)", "print(generation.text)"],
+  },
   "/status": { method: "status", name: "status", first: [], ends: ["print(status)"] },
 };
 
-/** Lines that print the arrays by name of an object of the client. */
+/**
+ * Lines that print the arrays by name of an object of the client.
+ * @param {string} name
+ */
 function arraysOf(name) {
   return [`for name, array in ${name}.items():`, "    print(name, array.shape)", "    print(array)"];
 }
 
-/** The request as a program in Python with the client of docs/python.md. Its last lines show the object that it got. */
+/**
+ * The request as a program in Python with the client of docs/python.md. Its last lines show the object that it got.
+ * @type {Write}
+ */
 export function asPython({ path, body }, { origin, withKey }) {
   const { method, name, first, ends } = CALLS[path];
   const { stream: _stream, ...fields } = withoutEncoding(body ?? {});
   const named = Object.entries(fields).filter(([field]) => !first.includes(field));
-  const values = [...first.filter((field) => field in fields).map((field) => pythonOf(fields[field])), ...named.map(([field, value]) => `${field}=${pythonOf(value)}`)];
+  const values = [
+    ...first.filter((field) => field in fields).map((field) => pythonOf(fields[field])),
+    ...named.map(([field, value]) => `${field}=${pythonOf(value)}`),
+  ];
   const key = withKey ? ', api_key=os.environ["FORWARDSCOPE_API_KEY"]' : "";
   return [
     ...(withKey ? ["import os", ""] : []),
@@ -46,25 +93,33 @@ export function asPython({ path, body }, { origin, withKey }) {
   ].join("\n");
 }
 
-/** A value of JSON as an expression in Python. */
+/**
+ * A value of JSON as an expression in Python.
+ * @param {any} value
+ * @returns {string}
+ */
 function pythonOf(value) {
   if (value === null) return "None";
   if (value === true) return "True";
   if (value === false) return "False";
   if (Array.isArray(value)) return `[${value.map(pythonOf).join(", ")}]`;
-  if (typeof value === "object") return `{${Object.entries(value).map(([name, part]) => `${JSON.stringify(name)}: ${pythonOf(part)}`).join(", ")}}`;
+  if (typeof value === "object")
+    return `{${Object.entries(value)
+      .map(([name, part]) => `${JSON.stringify(name)}: ${pythonOf(part)}`)
+      .join(", ")}}`;
   return JSON.stringify(value); // a number, or a text, which JSON and Python write alike
 }
 
 /** <export-bar>. `refresh(view)` shows what a view offers; null shows nothing. */
 export class ExportBar extends HTMLElement {
+  /** @type {(error: unknown) => void} */
   #report;
-  #view = null;
   #title = el("h3", { tabindex: "-1" }, "Copy and download");
   #code = el("pre", { class: "code", tabindex: "0", "aria-label": "The copied text", hidden: true });
   #said = el("span", { role: "status" });
   #buttons = el("span", { class: "row" });
 
+  /** @param {(error: unknown) => void} report */
   constructor(report) {
     super();
     this.#report = report;
@@ -77,22 +132,34 @@ export class ExportBar extends HTMLElement {
     this.append(this.#title, el("div", { class: "row" }, this.#buttons, this.#said), this.#code);
   }
 
+  /** @param {View | null} view */
   refresh(view) {
-    this.#view = view;
-    const request = view?.request() ?? null;
-    const pictures = view?.pictures() ?? [];
-    const text = view?.text() ?? null;
-    this.hidden = request === null && pictures.length === 0;
+    const buttons = view === null ? [] : this.#buttonsOf(view);
+    this.hidden = buttons.length === 0;
     this.#code.hidden = true;
     this.#said.textContent = "";
-    const buttons = text === null ? [] : [this.#button("Copy the text", () => this.#copy(this.#view.text()))];
-    if (request) {
-      buttons.push(this.#button("Copy as curl", () => this.#copyRequest(asCurl)), this.#button("Copy as Python", () => this.#copyRequest(asPython)));
-      if (request.body && WITH_TENSORS.includes(request.path)) buttons.push(this.#button("Download safetensors", () => this.#saveTensors()));
-    }
-    for (const { name } of pictures)
-      buttons.push(this.#button(`PNG: ${name}`, () => this.#savePicture(name, asPng, "png")), this.#button(`SVG: ${name}`, () => this.#savePicture(name, asSvg, "svg")));
     this.#buttons.replaceChildren(...buttons);
+  }
+
+  /** @param {View} view */
+  #buttonsOf(view) {
+    const request = view.request();
+    const text = view.text();
+    const buttons = text === null ? [] : [this.#button("Copy the text", () => this.#copy(view.text() ?? ""))];
+    if (request) {
+      buttons.push(
+        this.#button("Copy as curl", () => this.#copyRequest(view, asCurl)),
+        this.#button("Copy as Python", () => this.#copyRequest(view, asPython)),
+      );
+      if (request.body && WITH_TENSORS.includes(request.path))
+        buttons.push(this.#button("Download safetensors", () => this.#saveTensors(view)));
+    }
+    for (const { name } of view.pictures())
+      buttons.push(
+        this.#button(`PNG: ${name}`, () => this.#savePicture(view, name, asPng, "png")),
+        this.#button(`SVG: ${name}`, () => this.#savePicture(view, name, asSvg, "svg")),
+      );
+    return buttons;
   }
 
   /** Bring the bar into sight, and the keyboard to its beginning. */
@@ -101,53 +168,96 @@ export class ExportBar extends HTMLElement {
     this.#title.scrollIntoView({ block: "center" });
   }
 
+  /**
+   * @param {string} label
+   * @param {() => unknown} act
+   */
   #button(label, act) {
     return el("button", { type: "button", onclick: () => Promise.resolve().then(act).catch(this.#report) }, label);
   }
 
-  #copyRequest(write) {
-    return this.#copy(write(this.#view.request(), { origin: location.origin, withKey: hasKey() }));
+  /**
+   * @param {View} view
+   * @param {Write} write
+   */
+  async #copyRequest(view, write) {
+    const request = view.request();
+    if (request) await this.#copy(write(request, { origin: location.origin, withKey: hasKey() }));
   }
 
+  /** @param {string} code */
   async #copy(code) {
     this.#code.textContent = code;
     this.#code.hidden = false;
-    const isCopied = await navigator.clipboard?.writeText(code).then(() => true, () => false);
+    const isCopied = await navigator.clipboard?.writeText(code).then(
+      () => true,
+      () => false,
+    );
     this.#said.textContent = isCopied ? "Copied." : "The browser does not let this page copy. Copy the text below.";
   }
 
-  async #saveTensors() {
-    const { path, body } = this.#view.request();
-    save(await postBlob(path, withoutEncoding(body)), fileName(this.#view, [partsOf(body)], "safetensors"));
+  /** @param {View} view */
+  async #saveTensors(view) {
+    const { path, body } = view.request() ?? {};
+    if (!path || !body) return;
+    save(await postBlob(path, withoutEncoding(body)), fileName(view, [partsOf(body)], "safetensors"));
     this.#said.textContent = "Saved.";
   }
 
-  async #savePicture(name, write, ending) {
-    const picture = this.#view.pictures().find((each) => each.name === name);
-    save(await write(picture.element), fileName(this.#view, [name], ending));
+  /**
+   * @param {View} view
+   * @param {string} name
+   * @param {(element: Drawable) => Promise<Blob | null>} write
+   * @param {"png" | "svg"} ending
+   */
+  async #savePicture(view, name, write, ending) {
+    const picture = view.pictures().find((each) => each.name === name);
+    const blob = picture ? await write(picture.element) : null;
+    if (blob === null) throw new Error(`The browser cannot draw the picture “${name}”.`);
+    save(blob, fileName(view, [name], ending));
     this.#said.textContent = "Saved.";
   }
 }
 
-/** The request for a file of safetensors, which has an encoding of its own, and has all numbers. */
+/**
+ * The request for a file of safetensors, which has an encoding of its own, and has all numbers.
+ * @param {Record<string, any>} body
+ */
 function withoutEncoding({ encoding: _encoding, detail: _detail, ...body }) {
   return body;
 }
 
-/** Such as "bundled-attention-layer-3-head-5.png": the model, the view, and what of it. */
+/**
+ * Such as "bundled-attention-layer-3-head-5.png": the model, the view, and what of it.
+ * @param {View} view
+ * @param {string[]} parts
+ * @param {string} ending
+ */
 function fileName(view, parts, ending) {
   const model = view.request()?.body?.model ?? view.context.service.model?.name;
   const words = [model, view.localName.replace("-view", ""), ...parts].filter(Boolean);
   return `${words.join("-").replaceAll(/[^\w.-]+/g, "-")}.${ending}`;
 }
 
-/** The layer and the head of a request, if it has a single one. */
+/**
+ * The layer and the head of a request, if it has a single one.
+ * @param {{ stages?: string[], heads?: number[] }} body
+ */
 function partsOf({ stages = [], heads = [] }) {
   const layers = new Set(stages.map((stage) => /^blocks\.(\d+)\./.exec(stage)?.[1]));
   const [layer] = layers;
-  return [layers.size === 1 && layer !== undefined ? `layer ${layer}` : "", heads.length === 1 ? `head ${heads[0]}` : ""].filter(Boolean).join(" ");
+  return [
+    layers.size === 1 && layer !== undefined ? `layer ${layer}` : "",
+    heads.length === 1 ? `head ${heads[0]}` : "",
+  ]
+    .filter(Boolean)
+    .join(" ");
 }
 
+/**
+ * @param {Blob} blob
+ * @param {string} name
+ */
 function save(blob, name) {
   const address = URL.createObjectURL(blob);
   el("a", { href: address, download: name }).click();

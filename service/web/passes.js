@@ -2,11 +2,21 @@
 
 import { postJson } from "./api.js";
 
+/** @import { PostAnswers } from "./answers.js" */
+
 const MAX_ENTRIES = 12;
 const MAX_CHARACTERS = 40e6;
-const answers = new Map(); // key → {answer, characters}, the least recently used first
+/** @type {Map<string, { answer: any, characters: number }>} the least recently used first */
+const answers = new Map();
 
-/** POST a body whose answer depends on nothing else, and keep the answer. A kept answer needs no request. */
+/**
+ * POST a body whose answer depends on nothing else, and keep the answer. A kept answer needs no request.
+ * @template {keyof PostAnswers} Path
+ * @param {Path} path
+ * @param {object} body
+ * @param {AbortSignal} [signal]
+ * @returns {Promise<PostAnswers[Path]>}
+ */
 export async function cached(path, body, signal) {
   const key = JSON.stringify([path, body]);
   const kept = answers.get(key);
@@ -33,7 +43,11 @@ export function forget() {
   answers.clear();
 }
 
-/** About how many characters an answer holds. */
+/**
+ * About how many characters an answer holds.
+ * @param {unknown} value
+ * @returns {number}
+ */
 function size(value) {
   if (typeof value === "string") return value.length;
   if (value === null || typeof value !== "object") return 8;

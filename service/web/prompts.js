@@ -1,5 +1,10 @@
 // Prompts: what the form shows at first, and what the text of the form means.
 
+/**
+ * @import { Prompt } from "./answers.js"
+ * @import { Service } from "./view.js"
+ */
+
 const EXAMPLE = "It was a dark night, and the captain";
 const EXAMPLE_IDS = 8;
 const LIST_OF_IDS = /^\s*\[[\s\d,]*\]\s*$/;
@@ -7,22 +12,32 @@ const LIST_OF_IDS = /^\s*\[[\s\d,]*\]\s*$/;
 /**
  * The prompt that a model has at first: an example sentence, the prompt of the article for a worked example, or some
  * token ids if the served model has no tokenizer. `name`: "" for the served model.
+ * @param {Service} service
+ * @param {string} name
  */
 export function defaultPrompt(service, name) {
   const entry = service.models.find((model) => model.name === name) ?? (service.model ? null : service.models[0]);
   if (entry?.kind === "worked_example") return entry.prompt.text;
-  if (hasTokenizer(service)) return EXAMPLE;
+  if (!service.model || hasTokenizer(service)) return EXAMPLE;
   const size = service.model.config.vocab_size;
-  return `[${Array.from({ length: Math.min(EXAMPLE_IDS, size) }, (_, index) => Math.min(index + 1, size - 1)).join(", ")}]`;
+  const ids = Array.from({ length: Math.min(EXAMPLE_IDS, size) }, (_, index) => Math.min(index + 1, size - 1));
+  return `[${ids.join(", ")}]`;
 }
 
-/** The prompt for a request: a text, or a list of ids if the served model has no tokenizer and the text is a list. */
+/**
+ * The prompt for a request: a text, or a list of ids if the served model has no tokenizer and the text is a list.
+ * @param {Service} service
+ * @param {string} name
+ * @param {string} text
+ * @returns {Prompt}
+ */
 export function readPrompt(service, name, text) {
   const isExample = service.models.some((model) => model.name === name && model.kind === "worked_example");
   if (isExample || hasTokenizer(service) || !LIST_OF_IDS.test(text)) return text;
   return JSON.parse(text);
 }
 
+/** @param {Service} service */
 function hasTokenizer(service) {
-  return service.model?.capabilities?.tokenizer !== false;
+  return service.model?.capabilities.tokenizer !== false;
 }

@@ -1,7 +1,12 @@
 // The distribution from which the service draws a token: temperature, then softmax, then top-k, then top-p. The page
 // computes it from logits of the service, so that a slider needs no new pass. A test compares it with the service.
 
-/** Probabilities of all tokens. 0 for those that top-k and top-p exclude. `logits`: numbers; null and NaN are excluded. */
+/** @import { Numbers } from "./api.js" */
+
+/**
+ * Probabilities of all tokens. 0 for those that top-k and top-p exclude. `logits`: numbers; null and NaN are excluded.
+ * @param {Numbers | (number | null)[]} logits
+ */
 export function distribution(logits, { temperature = 1, topK = 0, topP = 1 } = {}) {
   const largest = largestOf(logits);
   if (temperature === 0) return oneHot(logits, logits.indexOf(largest));
@@ -10,25 +15,38 @@ export function distribution(logits, { temperature = 1, topK = 0, topP = 1 } = {
   return normalize(weights.map((weight) => (weight < least ? 0 : weight)));
 }
 
+/** @param {Iterable<number | null>} logits */
 function largestOf(logits) {
   let largest = -Infinity;
-  for (const logit of logits) if (Number.isFinite(logit) && logit > largest) largest = logit;
+  for (const logit of logits) if (logit !== null && Number.isFinite(logit) && logit > largest) largest = logit;
   return largest;
 }
 
-/** Temperature 0: the most likely token is certain. */
+/**
+ * Temperature 0: the most likely token is certain.
+ * @param {{ length: number }} logits
+ * @param {number} index
+ */
 function oneHot({ length }, index) {
   const certain = new Float64Array(length);
   certain[index] = 1;
   return certain;
 }
 
+/**
+ * @param {number | null} logit
+ * @param {number} largest
+ * @param {number} temperature
+ */
 function weightOf(logit, largest, temperature) {
-  if (!Number.isFinite(logit)) return 0;
+  if (logit === null || !Number.isFinite(logit)) return 0;
   return Math.exp((logit - largest) / temperature);
 }
 
-/** Divide by the sum, in place. */
+/**
+ * Divide by the sum, in place.
+ * @param {Float64Array} weights
+ */
 function normalize(weights) {
   let sum = 0;
   for (const weight of weights) sum += weight;
@@ -36,7 +54,12 @@ function normalize(weights) {
   return weights;
 }
 
-/** The least probability that is kept. Equally likely tokens are kept together, as the service does. */
+/**
+ * The least probability that is kept. Equally likely tokens are kept together, as the service does.
+ * @param {Float64Array} probabilities
+ * @param {number} topK
+ * @param {number} topP
+ */
 function threshold(probabilities, topK, topP) {
   if (topK === 0 && topP >= 1) return 0;
   const sorted = Float64Array.from(probabilities).sort().reverse();

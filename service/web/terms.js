@@ -4,12 +4,16 @@ import { el, labelled } from "./dom.js";
 import { TERMS } from "./terms_list.js";
 import { isFound } from "./words.js";
 
+/** @import { TermId } from "./terms_list.js" */
+
 const WORD_JOINER = "\u2060"; // keeps a comma or full stop on the line of its term
 const MARGIN = 8; // pixels between an explanation and the edge of the window
 
 /**
  * A term as a part of a sentence. A click shows what it means, with a link to the article that explains it.
- * `id`: a name in terms_list.js. `label`: what the sentence calls it, if not by its usual name.
+ * `label`: what the sentence calls it, if not by its usual name.
+ * @param {TermId} id
+ * @param {string} label
  */
 export function term(id, label = TERMS[id].label) {
   const box = el("span", { class: "explanation", popover: "auto", role: "note" }, ...explanation(id));
@@ -21,8 +25,11 @@ export function term(id, label = TERMS[id].label) {
 
 /** A box to filter terms, and a list of all terms with their explanations. */
 export function glossary() {
-  const sorted = Object.keys(TERMS).sort((one, other) => TERMS[one].label.localeCompare(TERMS[other].label, "en"));
-  const entries = sorted.map((id) => el("div", {}, el("dt", {}, TERMS[id].label), el("dd", {}, explanation(id, false))));
+  const ids = /** @type {TermId[]} */ (Object.keys(TERMS));
+  const sorted = ids.sort((one, other) => TERMS[one].label.localeCompare(TERMS[other].label, "en"));
+  const entries = sorted.map((id) =>
+    el("div", {}, el("dt", {}, TERMS[id].label), el("dd", {}, explanation(id, false))),
+  );
   const filter = el("input", { type: "search", autocomplete: "off" });
   const none = el("p", { role: "status" });
   filter.addEventListener("input", () => {
@@ -32,14 +39,27 @@ export function glossary() {
   return [labelled("Find a term", filter), none, el("dl", { class: "glossary" }, entries)];
 }
 
+/**
+ * @param {TermId} id
+ * @param {boolean} isNamed whether the explanation begins with the name of the term
+ */
 function explanation(id, isNamed = true) {
   const { label, text, article, also } = TERMS[id];
   const link = article && el("a", { href: article.address, target: "_blank", rel: "noreferrer" }, article.title);
   const names = also.length > 0 ? ` Also called ${also.join(", ")}.` : "";
-  return [isNamed ? el("strong", {}, `${label}: `) : "", text, names, link ? [" More in the article ", link, "."] : ""].flat();
+  return [
+    isNamed ? el("strong", {}, `${label}: `) : "",
+    text,
+    names,
+    link ? [" More in the article ", link, "."] : "",
+  ].flat();
 }
 
-/** Put an open explanation below its term, inside the window. */
+/**
+ * Put an open explanation below its term, inside the window.
+ * @param {HTMLElement} box
+ * @param {HTMLElement} button
+ */
 function place(box, button) {
   const at = button.getBoundingClientRect();
   const [width, height] = [box.offsetWidth, box.offsetHeight];

@@ -9,7 +9,10 @@ export function isDark() {
   return chosen ? chosen === "dark" : darkSystem.matches;
 }
 
-/** Let a button change the theme. The window gets an event "themechange", so that canvases are drawn again. */
+/**
+ * Let a button change the theme. The window gets an event "themechange", so that canvases are drawn again.
+ * @param {HTMLButtonElement} button
+ */
 export function connectTheme(button) {
   const chosen = localStorage.getItem(KEY);
   if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;

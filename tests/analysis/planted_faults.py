@@ -224,7 +224,7 @@ def in_transformer_lens_names(stages: Mapping[str, Tensor], config: ModelConfig)
 
 
 def as_hidden_states(stages: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """What `transformers` returns with `output_hidden_states=True`."""
+    """Name stages as `transformers` does with `output_hidden_states=True`."""
     layers = range(config.num_layers)
     states = [stages[f"blocks.{layer}.resid_pre"] for layer in layers]
     named = {f"hidden_states.{layer}": state for layer, state in enumerate([*states, stages["ln_final.out"]])}

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from model.analysis.compare import Comparison, Options, compare, compare_with, reference_steps
+from model.analysis.compare import Comparison, Options, compare, compare_with, compute_reference
 from model.analysis.compare.estimates import joined_heads
-from model.analysis.compare.passes import finish
 from model.analysis.compare.sources import StageTensors, match_stages
 from model.checkpoints.load import load_checkpoint
 from model.network.transformer import Transformer
@@ -276,12 +275,12 @@ def test_planted_faults_in_exports_of_smollm2_are_named_and_explained() -> None:
     network, ids = smollm2_network()
     exported = in_transformer_lens_names(record(network, ids), network.config)
     names = match_stages(StageTensors("", exported, ids), network.config, ids).stages
-    reference = finish(reference_steps(InMemory(network), ids, names, torch.float32))
+    reference = compute_reference(InMemory(network), ids, names, torch.float32)
     wrong = []
     for fault in SMOLLM2:
         export = in_transformer_lens_names(record(plant(network, fault), ids), network.config)
         given = match_stages(StageTensors(fault.name, export, ids), network.config, ids)
-        found = finish(compare_with(reference, given, Options()))
+        found = compare_with(reference, given, Options())
         result = (found.first and found.first.name, [hint.code for hint in found.hints][:1])
         if result != (fault.stage, [fault.code]):
             wrong.append((fault.name, result))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from model.analysis import auto_quantization, format_choice
-from model.analysis.auto_quantization import choose, parse_increase, resolve, table
+from model.analysis.auto_quantization import choose, resolve, table
 from model.analysis.drift import generate_texts
 from model.analysis.format_choice import (
     LayerLosses,
@@ -23,6 +23,7 @@ from model.analysis.format_choice import (
     within_budget,
 )
 from model.checkpoints.load import load_checkpoint
+from model.choices import parse_increase
 from model.errors import CheckpointError
 from model.network.transformer import Transformer
 from model.ops.cpu.grouped_linear import GroupedLinear

@@ -18,18 +18,19 @@ from model.analysis.attribution.integrated_gradients import (
 )
 from model.analysis.attribution.target import LogitTarget, LossTarget, Target
 from model.checkpoints.load import load_checkpoint
+from model.choices import Quantization
 from model.errors import InvalidField
 from model.network.adapters import Adapter, LowRankLayer
 from model.network.float_copy import copy_adapter, float_copy
 from model.network.prepare import prepare_model
 from model.network.transformer import Transformer
-from model.ops.quantization import Quantization
 from model.ops.torch_ops import TORCH
 from model.tracing.stages import Stage, select, sizes_of, stages_of
 from model.tracing.tap import Editor
-from tests.tiny import CONFIGS, build, every_config, exact, random_ids, write_reference
+from tests.tiny import CONFIGS, build, every_config, exact, quick, random_ids, write_reference
 
 TARGETS: tuple[Target, ...] = (LogitTarget(5, 8), LogitTarget(5, 6, minus=17), LossTarget([1, 2, None] * 3))
+QUICK = ("gpt2", "gemma3", "mixtral")  # other families are as slow, and add little
 WITHOUT_GRADIENT = ("expert_indices",)  # whole numbers
 
 
@@ -40,7 +41,12 @@ def ids_of(model: Transformer, num_tokens: int = 9, seed: int = 1) -> list[int]:
 
 @pytest.mark.parametrize(
     ("name", "target"),
-    [*((name, TARGETS[1]) for name in CONFIGS), ("gpt2", TARGETS[0]), ("gpt2", TARGETS[2]), ("gemma2", TARGETS[2])],
+    [
+        *(pytest.param(name, TARGETS[1], marks=() if name in QUICK else pytest.mark.slow) for name in CONFIGS),
+        ("gpt2", TARGETS[0]),
+        ("gpt2", TARGETS[2]),
+        ("gemma2", TARGETS[2]),
+    ],
 )
 def test_the_gradient_of_every_stage_is_the_change_that_a_small_change_of_the_stage_makes(
     name: str, target: Target
@@ -62,7 +68,7 @@ def test_the_gradient_of_every_stage_is_the_change_that_a_small_change_of_the_st
         assert (up - down) / (2 * step) == pytest.approx(expected, rel=1e-5, abs=1e-7), stage.name
 
 
-@every_config
+@pytest.mark.parametrize("name", quick(6, CONFIGS))
 def test_the_gradient_of_a_stage_does_not_depend_on_which_other_stages_are_wanted(name: str) -> None:
     model = exact(name)
     ids, target = ids_of(model), LogitTarget(5, 8)

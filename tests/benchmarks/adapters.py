@@ -1,4 +1,4 @@
-"""What LoRA adapters cost: tokens per second of decoding streams with 0, 1 and more different adapters.
+"""The cost of LoRA adapters: tokens per second of decoding streams with 0, 1 and more different adapters.
 
     python -m tests.benchmarks.adapters [MODEL] [--adapters 0 1 4] [--rank 16] [--streams 8]
 

@@ -1,4 +1,4 @@
-"""What attributions cost decoding streams: inter-token latencies without and with jobs of POST /attribute.
+"""The cost of attributions to decoding streams: inter-token latencies without and with jobs of POST /attribute.
 
     python -m tests.benchmarks.attribute [MODEL] [--rounds 4] [--streams 8] [--tokens 96] [--threads 2]
         [--dtype bfloat16]

@@ -1,4 +1,4 @@
-"""What edits cost: tokens per second of decoding streams, edited and plain.
+"""The cost of edits: tokens per second of decoding streams, edited and plain.
 
     python -m tests.benchmarks.edits [MODEL] [--streams 8] [--tokens 64] [--dtype bfloat16]
 

@@ -1,4 +1,4 @@
-"""What a trace costs during generation, and what summaries cost `POST /forward`, without HTTP.
+"""The cost of a trace during generation, and of summaries in `POST /forward`, without HTTP.
 
     python -m tests.benchmarks.generation_trace [MODEL] [--tokens 64] [--rounds 3] [--prompts 16 64 128 512]
 

@@ -51,8 +51,7 @@ TARGETS = {
     "neighbour_different": 0,
     "neighbour_failed": 0,
     "health_ms_p99": 100.0,
-    "memory_mb": 500,
-    "memory_mb_after_30_seconds": 64,
+    "memory_mb_after_30_seconds": 100,  # recordings of steps with other numbers of sequences are kept
     "gauges": 0,
     "sigterm_seconds": GRACE_SECONDS + 2,
 }
@@ -484,10 +483,12 @@ async def send(service: Service, request: HostileRequest, headers: str) -> list[
     return [status for status, _ in answers]
 
 
-async def attack_with(service: Service, row: Row, requests: Sequence[HostileRequest], headers: str) -> dict[str, Any]:
+async def attack_with(
+    service: Service, requests: Sequence[HostileRequest], headers: str, seconds: float
+) -> dict[str, Any]:
     answers: Counter[str] = Counter()
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(row.seconds):
+        async with asyncio.timeout(seconds):
             for request in requests:
                 statuses = await send(service, request, headers)
                 answers.update(f"{request.path} {status}" for status in statuses)
@@ -514,13 +515,13 @@ def run_row(row: Row, model: str) -> dict[str, Any]:
             before = memory(service.process.pid)
             with watching(service, result, {"Authorization": f"Bearer {key}"} if key else {}):
                 time.sleep(2)
-                result |= asyncio.run(attack_with(service, row, requests, headers))
+                result |= asyncio.run(attack_with(service, requests, headers, row.seconds))
                 time.sleep(1)
             time.sleep(30)
             result["memory_mb_after_30_seconds"] = round(memory(service.process.pid) - before)
             result["gauges"] = asyncio.run(gauges(service))
             background = threading.Thread(
-                target=lambda: asyncio.run(attack_with(service, row, requests, headers)), daemon=True
+                target=lambda: asyncio.run(attack_with(service, requests, headers, row.seconds)), daemon=True
             )
             background.start()
             time.sleep(1)
@@ -528,7 +529,8 @@ def run_row(row: Row, model: str) -> dict[str, Any]:
             service.process.send_signal(signal.SIGTERM)
             service.process.wait(PATIENCE_SECONDS)
             result["sigterm_seconds"] = round(time.monotonic() - began, 1)
-    result["missed"] = {name: result[name] for name, most in TARGETS.items() if (result[name] or 0) > most}
+    targets = TARGETS | {"memory_mb": row.max_memory_mb}
+    result["missed"] = {name: result[name] for name, most in targets.items() if (result[name] or 0) > most}
     return result
 
 

@@ -42,6 +42,7 @@ class Row:
     make: Callable[[Path], Sequence[HostileRequest]]  # from a directory for files of the server
     options: Sequence[str] = ()
     seconds: float = 20.0
+    max_memory_mb: int = 500
 
 
 def as_json(path: str, body: Any, **options: Any) -> HostileRequest:
@@ -113,7 +114,14 @@ def multiples(_: Path) -> list[HostileRequest]:
     properties = {f"p{index}": {"type": "number", "multipleOf": 5e-324} for index in range(1200)}
     schema = {"type": "object", "properties": properties}
     body = {"prompt": [1], "max_tokens": 2, "structured_outputs": {"json": schema}}
-    return [as_json("/generate", body, count=9)]
+    return [as_json("/generate", body, count=9), *slow_schemas()]
+
+
+def slow_schemas() -> list[HostileRequest]:
+    """Nine different schemas that take more than the limit of two seconds to compile."""
+    slow = [{"anyOf": [{"multipleOf": 89_980 - n - i} for i in range(10)], "type": "integer"} for n in range(9)]
+    bodies = [{"prompt": [1], "max_tokens": 2, "structured_outputs": {"json": schema}} for schema in slow]
+    return [as_json("/generate", body) for body in bodies]
 
 
 def json_text(_: Path) -> list[HostileRequest]:
@@ -163,7 +171,7 @@ def deep(_: Path) -> list[HostileRequest]:
     for depth in (99, 101, 955, 5000):
         text = "[" * depth + "]" * depth
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": text}}
-        body = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]}
+        body = chat() | {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]}
         tool = {"type": "function", "function": {"name": "f", "parameters": "DEEP"}}
         with_tools = json.dumps(chat() | {"tools": [tool]}).replace('"DEEP"', f'{{"x": {text}}}')
         requests += [as_json("/v1/chat/completions", body), HostileRequest("/v1/chat/completions", with_tools.encode())]
@@ -205,7 +213,7 @@ ROWS: dict[str, Row] = {
     "7 multiples": Row(multiples),
     "8 many tensors": Row(many_tensors, ("--api-key", "k")),
     "9 an understated npz": Row(understated, FILES),
-    "10 a comparison": Row(compare_all, seconds=60),
+    "10 a comparison": Row(compare_all, seconds=60, max_memory_mb=6144),  # below --max-pass-bytes
     "12 unread downloads": Row(downloads),
     "13 deep JSON": Row(deep),
     "15 sweeps at the end": Row(sweep),

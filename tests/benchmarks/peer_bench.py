@@ -31,7 +31,7 @@ START_SECONDS = 300
 
 @dataclass(frozen=True)
 class Installed:
-    """Where the peers are installed: interpreters that have their packages, and directories of their binaries."""
+    """The installed peers: interpreters that have their packages, and directories of their binaries."""
 
     peers_python: str
     vllm_python: str

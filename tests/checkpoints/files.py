@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,11 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 40,
 }
+
+
+def hub_files(*names: str) -> Any:
+    """The answer of the hub for a repository with these files."""
+    return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
 
 
 def edit_config(directory: Path, **changes: Any) -> None:

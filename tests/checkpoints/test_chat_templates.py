@@ -14,7 +14,7 @@ from model.errors import CheckpointError
 from model.text.tokenizer import Tokenizer
 from service.app import load_model
 from service.settings import Settings
-from tests.checkpoints.files import write_tokenizer
+from tests.checkpoints.files import hub_files, write_tokenizer
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -126,7 +126,7 @@ def test_a_loaded_checkpoint_has_its_templates(copy_of: Callable[[str], Path]) -
     assert template.render(MESSAGES) == "from the checkpoint"
     path.write_text("from the setting")
     other = path.rename(directory / "own.jinja")
-    checkpoint = load_model(Settings(_cli_parse_args=["--model", str(directory), "--chat-template", str(other)]))
+    checkpoint = load_model(Settings(model=str(directory), chat_template=other))
     assert checkpoint is not None
     assert checkpoint.chat_template is not None
     assert checkpoint.chat_template.render(MESSAGES) == "from the setting"
@@ -136,7 +136,7 @@ def test_templates_are_downloaded_with_a_hub_checkpoint(monkeypatch: pytest.Monk
     from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]  # exported without saying so
 
     wanted: dict[str, Any] = {}
-    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda *_, **__: ["model.safetensors"])
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: hub_files("model.safetensors"))
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda _, **patterns: wanted.update(patterns) or ".")
     locate("org/name")
     wanted = {key: value for key, value in wanted.items() if key.endswith("_patterns")}

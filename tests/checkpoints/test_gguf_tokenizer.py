@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers
@@ -181,3 +182,39 @@ def test_published_files_get_the_ids_of_transformers(model: Any) -> None:
     for line in ODD_LINES:
         ids = ours.encode(line, add_special_tokens=False)
         assert ours.decode(ids, skip_special_tokens=False) == line or SPACE in line
+
+
+def stored(tokens: list[str], types: list[int], **keys: Any) -> Vocabulary:
+    """The vocabulary of a file with these tokens."""
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in {"model": "llama", **keys}.items()}
+    metadata |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": np.array(types)}
+    return read_vocabulary(Path("x.gguf"), metadata | {"tokenizer.ggml.scores": -np.arange(float(len(tokens)))})
+
+
+GEMMA_TEMPLATE = "{{ bos_token }}<start_of_turn>{{ role }}\n{{ content }}<end_of_turn>\n<tool_call><b> user </b>"
+
+
+@pytest.mark.parametrize("written", [1, 4, 5])
+def test_tokens_that_a_template_or_the_list_of_ends_names_are_control_tokens(written: int) -> None:
+    """Google's QAT files of Gemma 3 give the tokens around turns the type of text."""
+    tokens = ["<unk>", "<bos>", "<start_of_turn>", "<end_of_turn>", "user", "<tool_call>", "<eot>", *"<star_ofun>d"]
+    tokens = list(dict.fromkeys(tokens))
+    types = [2, 1, written, written, 1, written, 5, *[1] * (len(tokens) - 7)]
+    plain = stored(tokens, types, bos_token_id=1, eot_token_id=6)
+    assert list(plain.types[:7]) == [2, 3, written, 3, 1, written, 3]
+    metadata = {**plain.metadata, "tokenizer.chat_template": GEMMA_TEMPLATE}
+    vocabulary = read_vocabulary(Path("x.gguf"), metadata)
+    assert list(vocabulary.types[:7]) == [2, 3, 3, 3, 1, 4, 3]
+    assert vocabulary.end_ids() == (6, 3)
+    tokenizer = build_tokenizer(vocabulary, "gemma3")
+    assert tokenizer.encode("<start_of_turn><end_of_turn>", add_special_tokens=False) == [2, 3]
+    assert tokenizer.decode([2, 4, 5, 3]) == "user<tool_call>"
+
+
+def test_special_ids_outside_of_the_vocabulary_are_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    vocabulary = stored(["<unk>", "<s>", "</s>"], [2, 3, 3], eos_token_id=2, bos_token_id=1, padding_token_id=3)
+    assert caplog.messages == [
+        "x.gguf: tokenizer.ggml.padding_token_id is 3, but there are only 3 tokens, so it has no effect"
+    ]
+    assert vocabulary.special_tokens() == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert build_tokenizer(vocabulary, "llama").encode("") == [1]

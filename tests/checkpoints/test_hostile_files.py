@@ -335,14 +335,17 @@ class TestHostileFiles:
         (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
         assert "model.safetensors: not a readable safetensors file: its header has" in refusal_message(directory)
 
-    def test_names_from_a_file_cannot_add_lines_to_a_message(self, copy_of: Callable[[str], Path]) -> None:
+    def test_names_from_a_file_cannot_add_lines_to_a_message(
+        self, copy_of: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+    ) -> None:
         directory = copy_of("untied")
         edit_tensors(
             directory, lambda tensors: tensors.update({"a\nERROR forged": torch.zeros(1), "b" * 500: torch.zeros(1)})
         )
         assert r"'a\nERROR forged'" in refusal_message(directory)
         edit_config(directory, **{"c\nERROR forged": 1})
-        assert r"'c\nERROR forged'" in refusal_message(directory)
+        refusal_message(directory)
+        assert r"'c\nERROR forged'" in caplog.messages[-1]
 
 
 class CreatesFile:

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model.checkpoints.families import translate
-from model.checkpoints.load import GenerationDefaults, load_checkpoint
+from model.checkpoints.load import NOT_IMPLEMENTED, GenerationDefaults, load_checkpoint
 from model.errors import CheckpointError
-from tests.checkpoints.files import SIZES, edit_config, edit_tensors, write_tokenizer
+from tests.checkpoints.files import SIZES, edit_config, edit_tensors, hub_files, write_tokenizer
 from tests.tiny import random_ids
 
 transformers = pytest.importorskip("transformers")
@@ -275,7 +275,7 @@ class TestFiles:
     def test_the_name_of_a_hub_checkpoint_is_its_id(
         self, originals: dict[str, Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("huggingface_hub.list_repo_files", lambda *_, **__: ["model.safetensors"])
+        monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: hub_files("model.safetensors"))
         monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(originals["tied"]))
         assert load_checkpoint("org/name").name == "org/name"
 
@@ -301,7 +301,7 @@ class TestFiles:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # the library reads the variable once
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
         with pytest.raises(
-            CheckpointError, match=r"^some/model: not a directory, and the download from the hub failed"
+            CheckpointError, match=r"^some/model: no such directory, not downloaded before, and HF_HUB_OFFLINE forbids"
         ):
             load_checkpoint("some/model")
 
@@ -348,7 +348,7 @@ class TestConfigs:
         ("kind", "architectures"),
         [
             ("tied", ["LlamaForSequenceClassification"]),
-            ("gpt2", ["GPT2Model"]),
+            ("gpt2", ["GPT2DoubleHeadsModel"]),
             ("tied", ["LlamaForCausalLM", "LlamaModel"]),
         ],
     )
@@ -371,14 +371,11 @@ class TestConfigs:
             ("tied", "hidden_act", "quick_gelu"),
             ("tied", "rope_parameters", {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}),
             ("tied", "rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
-            ("tied", "rope_parameters", {"rope_type": "linear", "factor": 2.0, "curvature": 3}),
             ("tied", "rope_parameters", {"rope_type": "linear"}),
             ("tied", "rope_parameters", {"rope_type": "llama3", "factor": 8.0}),
             ("tied", "partial_rotary_factor", 0.5),
             ("tied", "quantization_config", {"quant_method": "gptq", "bits": 4}),
             ("tied", "sliding_window", 8),
-            ("tied", "number_of_the_beast", 666),
-            ("gpt2", "number_of_the_beast", 666),
             ("gpt2", "quantization_config", {"quant_method": "awq"}),
             ("gpt2", "rope_scaling", {"type": "linear", "factor": 2.0}),
         ],
@@ -388,7 +385,7 @@ class TestConfigs:
     ) -> None:
         directory = copy_of(kind)
         edit_config(directory, **{key: value})
-        innermost = {"partial_rotary_factor", "curvature", "factor", "low_freq_factor", "longrope"}
+        innermost = {"partial_rotary_factor", "factor", "low_freq_factor", "longrope"}
         named = "|".join([key, *innermost]) if key == "rope_parameters" else key
         with pytest.raises(ValueError, match=named):
             load_checkpoint(str(directory))
@@ -466,6 +463,61 @@ class TestGenerationDefaults:
     def test_do_sample_false_means_greedy(self, copy_of: Callable[[str], Path]) -> None:
         generation = {"do_sample": False, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}
         assert self.read(copy_of("tied"), generation).sampling == {"temperature": 0.0, "repetition_penalty": 1.2}
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("num_beams", 4),
+            ("no_repeat_ngram_size", 3),
+            ("stop_strings", ["\n"]),
+            ("max_new_tokens", 256),
+            ("suppress_tokens", [1, 2]),
+            ("penalty_alpha", 0.6),
+            ("guidance_scale", 1.5),
+            ("eta_cutoff", 0.01),
+            ("sequence_bias", [[[1], -1.0]]),
+            ("min_new_tokens", 5),
+            ("max_length", 30),
+            ("encoder_repetition_penalty", 1.2),
+        ],
+    )
+    def test_a_setting_that_is_not_implemented_is_named_in_a_warning(
+        self, copy_of: Callable[[str], Path], caplog: pytest.LogCaptureFixture, key: str, value: Any
+    ) -> None:
+        directory = copy_of("tied")
+        plain = self.read(directory, {"temperature": 0.5})
+        assert self.read(directory, {"temperature": 0.5, key: value}) == plain
+        assert caplog.messages == [f"generation_config.json: not implemented, so without effect: {key}"]
+
+    def test_neutral_settings_give_no_warning(
+        self, copy_of: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        neutral = {"num_beams": 1, "bad_words_ids": [], "suppress_tokens": None, "max_length": 100000, "typical_p": 1.0}
+        harmless = {
+            "use_cache": True,
+            "cache_implementation": "hybrid",
+            "transformers_version": "5.0",
+            "pad_token_id": 1,
+        }
+        self.read(copy_of("tied"), {**neutral, **harmless, "early_stopping": False, "max_time": None})
+        assert caplog.messages == []
+
+    def test_every_setting_of_transformers_is_read_or_named_or_changes_no_token(self) -> None:
+        transformers = pytest.importorskip("transformers")
+        read = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample", "eos_token_id"}
+        # Which tokens are computed, how fast, and what is returned beside them; begin and padding come from elsewhere.
+        no_effect = {
+            *("_from_model_config", "transformers_version", "bos_token_id", "pad_token_id", "decoder_start_token_id"),
+            *("assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight", "use_mtp"),
+            *("assistant_lookbehind", "target_lookbehind", "is_assistant", "num_assistant_tokens", "speculation_type"),
+            *("num_assistant_tokens_schedule", "prompt_lookup_num_tokens", "max_matching_ngram_size", "use_cache"),
+            *("cache_config", "cache_implementation", "max_cache_len", "compile_config", "disable_compile"),
+            *("continuous_batching_config", "prefill_chunk_size", "low_memory", "output_attentions"),
+            *("output_hidden_states", "output_logits", "output_scores", "return_dict_in_generate"),
+        }
+        settings = set(transformers.GenerationConfig().to_dict())
+        assert len(settings) > 40
+        assert settings <= read | no_effect | NOT_IMPLEMENTED.keys()
 
     def test_without_sampling_parameters_there_are_no_defaults(self, copy_of: Callable[[str], Path]) -> None:
         assert self.read(copy_of("tied"), None).sampling == {}

@@ -9,12 +9,21 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import OfflineModeIsEnabled
+from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
 from model.checkpoints.download import LoggedBar, gguf_files
 from model.checkpoints.load import load_checkpoint
-from model.checkpoints.locate import locate
+from model.checkpoints.locate import BUNDLED, WORKED_EXAMPLES, locate
 from model.errors import CheckpointError
+from tests.checkpoints.files import hub_files
 from tests.tiny import random_ids
+
+
+def failing(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
 
 
 def test_one_safetensors_file_is_loaded_with_the_config_beside_it(copy_of: Callable[[str], Path]) -> None:
@@ -46,9 +55,39 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_a_mistyped_reserved_name_is_not_looked_for_on_the_hub(
     typed: str, meant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: pytest.fail("asked the hub"))
     with pytest.raises(CheckpointError, match=rf"^{typed}: no such directory; did you mean {meant}\?$"):
         locate(typed)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        *((name, "a worked example, not a checkpoint; every server computes it") for name in WORKED_EXAMPLES),
+        ("none", "stands for no checkpoint, which only a server takes; give a directory"),
+        ("", "the name of the checkpoint is empty"),
+        ("localhost:9999", "if you mean a server, its URL is http://localhost:9999"),
+        ("https://huggingface.co/org/name/tree/main", "a URL is not loaded; give the hub id org/name"),
+        ("hf.co/org/name", "a URL is not loaded; give the hub id org/name"),
+        ("http://localhost:8000", "a URL is not loaded; give a directory"),
+    ],
+)
+def test_a_name_that_cannot_be_a_hub_id_is_not_looked_for_on_the_hub(
+    name: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(CheckpointError) as raised:
+        locate(name)
+    assert str(raised.value).startswith(f"{name}: ")
+    assert reason in str(raised.value)
+    assert "did you mean" not in str(raised.value)
+
+
+def test_the_bundled_checkpoint_has_a_name_everywhere() -> None:
+    assert locate("bundled").directory == BUNDLED
+    assert locate("bundled").name == "bundled"
+    with pytest.raises(CheckpointError, match="has no revisions"):
+        locate("bundled", "main")
 
 
 def test_a_mistyped_path_is_an_error_that_names_similar_paths(tmp_path: Path) -> None:
@@ -63,13 +102,10 @@ def test_a_mistyped_path_is_an_error_that_names_similar_paths(tmp_path: Path) ->
 
 
 def test_a_failed_download_names_a_similar_local_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError("no\nnetwork")
-
-    monkeypatch.setattr("huggingface_hub.list_repo_files", fail)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", failing(OSError("no\nnetwork")))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "latest").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"hub failed: no network; did you mean runs/latest\?$"):
+    with pytest.raises(CheckpointError, match=r"reached \(OSError: no network\); give .*; did you mean runs/latest\?$"):
         locate("runs/lastest")
 
 
@@ -77,10 +113,11 @@ def test_a_revision_is_passed_to_the_hub_and_refused_for_a_local_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda *_, revision: [f"{revision}.safetensors"])
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, revision, timeout: hub_files(f"{revision}.gguf"))
     monkeypatch.setattr(
         "huggingface_hub.snapshot_download", lambda name, **options: asked.update(options, name=name) or str(tmp_path)
     )
+    (tmp_path / "v2.gguf").touch()
     assert locate("org/name", "v2").directory == tmp_path
     assert (asked["name"], asked["revision"]) == ("org/name", "v2")
     with pytest.raises(CheckpointError, match=r"revision 'v2' needs a hub id, but .* is a local path"):
@@ -95,14 +132,14 @@ class TestGGUFModelsOnTheHub:
         """A model with these files on the hub, or in the cache if there is no network."""
         asked: dict[str, Any] = {}
 
-        def list_repo_files(*_: Any, **__: Any) -> list[str]:
+        def model_info(*_: Any, **__: Any) -> Any:
             if request.param == "offline":
                 raise OfflineModeIsEnabled
-            return list(self.FILES)
+            return hub_files(*self.FILES)
 
         for file in self.FILES:
             (tmp_path / file).write_bytes(b"")
-        monkeypatch.setattr("huggingface_hub.list_repo_files", list_repo_files)
+        monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
         monkeypatch.setattr(
             "huggingface_hub.snapshot_download", lambda _, **options: asked.update(options) or str(tmp_path)
         )
@@ -119,6 +156,21 @@ class TestGGUFModelsOnTheHub:
     def test_a_part_that_no_file_name_has_is_refused(self, hub: dict[str, Any]) -> None:
         with pytest.raises(CheckpointError, match="has no GGUF file with Q3_K in its name"):
             locate("org/name:Q3_K")
+
+
+@pytest.mark.parametrize("tag", ["", ":Q4"])
+def test_only_the_chosen_weights_are_downloaded(tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = ("config.json", "model.safetensors", "m-Q4_K_M.gguf", "m-Q8_0.gguf")
+    for file in files:
+        (tmp_path / file).write_bytes(b"")
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: hub_files(*files))
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda _, **options: asked.update(options) or str(tmp_path)
+    )
+    locate(f"org/name{tag}")
+    chosen = set(filter_repo_objects(files, allow_patterns=asked["allow_patterns"]))
+    assert chosen == {"config.json", "m-Q4_K_M.gguf" if tag else "model.safetensors"}
 
 
 def test_a_hub_model_with_safetensors_is_not_downloaded_as_gguf() -> None:

@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.analysis.compare import compare, record_steps
-from model.analysis.compare.passes import finish
+from model.analysis.compare import compare, record_stages
 from model.checkpoints.load import BUNDLED, load_checkpoint
 from model.checkpoints.streamed import OpenCheckpoint, StreamedLinear, open_checkpoint
+from model.choices import Quantization
 from model.errors import CheckpointError
-from model.ops.quantization import Quantization
 from tests.checkpoints.files import edit_tensors
 from tests.parity.reference import BASES, config_of
 from tests.tiny import random_ids, write_reference
@@ -25,10 +24,10 @@ def test_every_family_is_read_as_it_is_loaded(family: str, tmp_path: Path) -> No
     write_reference(config_of(family, BASES[family]), tmp_path)
     loaded = load_checkpoint(str(tmp_path), dtype="float32").model
     opened = open_checkpoint(str(tmp_path))
-    *_, logits = opened.network(torch.float32).steps(IDS)
+    logits = opened.network(torch.float32)(IDS)
     # The order in which PyTorch sums a product depends on the layout of the weight, which differs for GPT-2.
     torch.testing.assert_close(logits, loaded(IDS), atol=1e-5, rtol=0)
-    *_, exact = opened.network(torch.float64).steps(IDS)
+    exact = opened.network(torch.float64)(IDS)
     assert exact.dtype == torch.float64
     assert torch.allclose(exact, logits.double(), atol=1e-3)
 
@@ -38,10 +37,10 @@ def test_a_gguf_file_is_read_as_it_is_loaded_and_compared(tmp_path: Path) -> Non
     write_reference(config_of("llama", BASES["llama"]), tmp_path)
     path = write_gguf(tmp_path, tmp_path / "model.gguf")
     opened, other = open_checkpoint(str(path)), open_checkpoint(str(tmp_path))
-    *_, logits = opened.network(torch.float32).steps(IDS)
+    logits = opened.network(torch.float32)(IDS)
     torch.testing.assert_close(logits, load_checkpoint(str(path), dtype="float32").model(IDS), atol=1e-5, rtol=0)
     ids = IDS[0].tolist()
-    given = finish(record_steps("b", other.network(torch.float32), ids, torch.float32, opened.config))
+    given = record_stages("b", other.network(torch.float32), ids, torch.float32, opened.config)
     assert compare(opened, given, ids).first is None
 
 
@@ -57,7 +56,7 @@ def test_quantized_networks_are_those_of_the_loader(
     network = bundled.network(torch.bfloat16, quantize=quantize, kernels=kernels)  # type: ignore[arg-type]
     loaded = load_checkpoint(str(BUNDLED), dtype="bfloat16", quantize=quantize, kernels=kernels)  # type: ignore[arg-type]
     with torch.inference_mode():
-        *_, logits = network.steps(IDS)
+        logits = network(IDS)
         assert torch.equal(logits, loaded.model(IDS))
 
 

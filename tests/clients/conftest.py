@@ -6,6 +6,7 @@ import openai
 import pytest
 
 from tests.published_models import smollm2
+from tests.service.checkpoints import write_checkpoint
 from tests.service.running import Running, running
 
 
@@ -13,6 +14,14 @@ from tests.service.running import Running, running
 def bundled() -> Iterator[Running]:
     """A service with the bundled model, which has no chat template."""
     with running(model="bundled", dtype="float32", kernels="torch") as service:
+        yield service
+
+
+@pytest.fixture(scope="session")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A service with a random network, a chat template without tools, and a long context."""
+    directory = write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "roomy", max_position_embeddings=8192)
+    with running(model=str(directory), max_num_seqs=4) as service:
         yield service
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.choices import KVCacheDtype
 from model.config import ModelConfig
-from model.engine.cache import KVCacheDtype, bytes_of_token
+from model.engine.cache import bytes_of_token
 from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Output, Request, Step
 from model.engine.step_tracer import StepTrace
@@ -190,10 +191,9 @@ def alone(
     grammar = None if params.constraint is None else GrammarState(params.constraint, params.stop_token_ids)
     num_top, num_prompt_top = params.logprobs, params.prompt_logprobs
     result = Result()
-    max_length = len(ids) + params.max_tokens
 
     def full_pass(ids: Sequence[int]) -> Tensor:
-        context = DenseContext(model.config, None, len(ids), torch.device("cpu"), max_length=max_length)
+        context = DenseContext(model.config, None, len(ids), torch.device("cpu"))
         logits: Tensor = model(torch.tensor([ids]), tap=tap, context=context, adapters=PassAdapters.of(adapter))[0]
         return logits
 

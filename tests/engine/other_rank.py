@@ -37,7 +37,7 @@ NETWORKS: dict[str, ModelConfig] = CONFIGS | {
 
 
 def share_of(name: str, ranks: Ranks) -> Transformer:
-    """This rank's share of a network of `NETWORKS`."""
+    """Build this rank's shard of a network of `NETWORKS`."""
     whole = build(NETWORKS[name])
     weights = dict(whole.state_dict())
     if whole.config.tied_head:

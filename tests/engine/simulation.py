@@ -51,10 +51,15 @@ class Simulation:
         max_stretch: float = 2.0,
         cost: Cost = lambda num_tokens: 0.001,
         drafts: bool = False,
+        batch_invariant: bool = True,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(
-            self.pool, max_sequences=max_sequences, max_tokens=max_tokens, max_stretch=max_stretch
+            self.pool,
+            max_sequences=max_sequences,
+            max_tokens=max_tokens,
+            max_stretch=max_stretch,
+            batch_invariant=batch_invariant,
         )
         self.max_tokens = max_tokens
         self.cost = cost
@@ -186,6 +191,10 @@ class Simulation:
                 assert scheduled.is_decoding
                 assert all(other.is_decoding for other in plan.sequences), "a draft in a step with prompts"
         decoding = [s for s in decoding if s.extra_cost is None or s in by_sequence]  # the others wait for their turn
+        owners = {sequence.owner for sequence in decoding}
+        if len(owners) < len(decoding) and len({each.owner for each in (*running, *waiting)}) > 1:  # they take turns
+            decoding = [sequence for sequence in decoding if sequence in by_sequence]
+            assert {sequence.owner for sequence in decoding} == owners, "an owner has no turn"
         first = [scheduled.sequence for scheduled in plan.sequences[: len(decoding)]]
         assert decoding == first, "a decoding sequence is left out, or does not come first"
         self._check_extra_costs(plan, running)
@@ -197,17 +206,25 @@ class Simulation:
                 younger = {other for other in younger if other.owner == sequence.owner}
             assert younger <= set(preempted), "the youngest sequence is preempted first"
         prompts = [scheduled for scheduled in plan.sequences if scheduled.sequence not in decoding]
-        for scheduled, next_scheduled in pairwise(prompts):
-            are_admitted = [each.sequence not in running for each in (scheduled, next_scheduled)]
-            if has_groups and all(are_admitted):
-                continue  # see _check_admission
-            ranks = list(zip(are_admitted, (scheduled.sequence.order, next_scheduled.sequence.order), strict=True))
-            assert ranks == sorted(ranks), "running prompts come before admitted ones, the oldest first"
-            is_free = scheduled.sequence.extra_cost is None
-            assert scheduled.reaches_newest_token or not is_free, (
-                "a younger prompt is computed before an older one is finished"
-            )
+        if not has_groups:
+            self._check_prompts(prompts, running)
         self._check_admission(running, waiting)
+
+    def _check_prompts(self, prompts: Sequence[ScheduledSequence], running: Sequence[SequenceState]) -> None:
+        """The oldest prompt gets half of the tokens. A much shorter one comes before older ones."""
+        unfinished = [s for s in self.running if s.num_missing > 1 and not s.paused]
+        oldest = min([*unfinished, *(each.sequence for each in prompts)], key=lambda s: s.order, default=None)
+        if oldest is not None and oldest.extra_cost is None:
+            num_new = sum(each.num_new for each in prompts if each.sequence is oldest)
+            assert num_new >= min(oldest.num_missing, sum(each.num_new for each in prompts) // 2)
+        sequences = [scheduled.sequence for scheduled in prompts]
+        # A waiting sequence has its place before it is known how many of its tokens are cached.
+        sizes = [(s.num_missing if s in running else len(s.tokens)).bit_length() for s in sequences]
+        ranks = [(size, sequence.order) for size, sequence in zip(sizes, sequences, strict=True)]
+        assert ranks == sorted(ranks)
+        for scheduled, after in pairwise(prompts):
+            may_be_unfinished = scheduled.sequence.extra_cost is not None or oldest is after.sequence
+            assert scheduled.reaches_newest_token or may_be_unfinished
 
     def _check_extra_costs(self, plan: StepPlan, running: list[SequenceState]) -> None:
         """A step has edits and traces up to the limit, and the last one may be as long as a step with one token."""
@@ -226,7 +243,8 @@ class Simulation:
         for sequence in admitted:
             for other in (s for s in waiting if s.order < sequence.order and s in self.scheduler.waiting):
                 may_wait = other.paused or self._waits_for_prefix(other) or other.prefix_leader in admitted
-                has_as_many = other.owner != sequence.owner and num_running[other.owner] > 0
+                is_shorter = len(sequence.tokens).bit_length() < len(other.tokens).bit_length()
+                has_as_many = other.owner != sequence.owner and (num_running[other.owner] > 0 or is_shorter)
                 assert may_wait or (has_as_many and num_running[sequence.owner] <= num_running[other.owner] + 1)
             assert not sequence.paused
             assert sequence.num_computed % self.pool.block_size == 0

@@ -135,7 +135,7 @@ def test_an_engine_with_loaded_adapters_computes_the_bits_of_one_without() -> No
 
 
 def test_steps_with_adapters_are_replayed_and_only_the_last_layouts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.engine.decode_graphs.MAX_CHANGED_GRAPHS", 3)
+    monkeypatch.setattr("model.engine.decode_graphs.MAX_CUSTOMIZED_GRAPHS", 3)
     model = served("llama")
     requests = [
         replace(request, params=replace(request.params, max_tokens=19 - 2 * i)) for i, request in enumerate(mixed())

@@ -192,13 +192,14 @@ def test_a_mask_that_is_too_expensive_ends_its_request_alone(
 ) -> None:
     # With many optional keys, the second step has more alternatives than llguidance allows.
     many = {"type": "object", "properties": {f"key{i}": {"type": "string"} for i in range(900)}}
-    bad = constrained("bad", grammars.json_schema("json", {"type": "array", "items": many, "minItems": 1}))
+    rules = f"start: %json {json.dumps({'type': 'array', 'items': many, 'minItems': 1})}"
+    bad = constrained("bad", grammars.grammar("grammar", rules))
     good = constrained("good", grammars.choice("choice", ["yes", "no"]), temperature=0.0)
     plain = ask("plain", ids(9), max_tokens=20)
     results = run(new_engine(exact_model, tokenizer=tokenizer), bad, good, plain)
     error = results["bad", 0].error
     assert isinstance(error, InvalidField)
-    assert error.field == "json"
+    assert error.field == "grammar"
     assert re.search(r"after \d+ tokens: .*[Tt]oo many items|items; max is", error.reason)
     assert_each_equals_alone(exact_model, results, good, plain, tokenizer=tokenizer)
 

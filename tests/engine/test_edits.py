@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from model.analysis.edit_sources import compute_sources, edited_pass
-from model.engine.decode_graphs import ChangeKind
+from model.engine.decode_graphs import Customization
 from model.engine.engine import Engine
 from model.engine.request import Request
 from model.engine.step_budget import StepBudget
@@ -127,7 +127,7 @@ def bits(results: Mapping[tuple[str, int], Result]) -> dict[tuple[str, int], Any
 
 
 @every_edit
-@pytest.mark.parametrize("network", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("network", ["llama", "gpt2", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_an_edited_stream_has_the_bits_of_one_edited_pass(network: str, name: str) -> None:
     model = served(network)
     edits = [edit for edit in EDITS[name] if select_or_none(model, edit.stage)]
@@ -288,7 +288,7 @@ class TestRecordedSteps:
         assert self.recorded(engine) == len({"".join(sorted(names)) for names in batches} - {"...."})
 
     def test_the_number_of_kept_recordings_is_limited(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("model.engine.decode_graphs.MAX_CHANGED_GRAPHS", 3)
+        monkeypatch.setattr("model.engine.decode_graphs.MAX_CUSTOMIZED_GRAPHS", 3)
         model = served("llama")
         engine = new_engine(model)
         for seed in range(5):
@@ -319,7 +319,7 @@ class TestRecordedSteps:
         monkeypatch.setattr(ops, "edit_rows", by_pytorch)
         engine = new_engine(model)
         assert bits(run(engine, *requests)) == expected
-        assert engine._runner._decode_graphs._unrecordable == {ChangeKind(False, frozenset({"embed"}), frozenset())}
+        assert engine._runner._decode_graphs._unrecordable == {Customization(frozenset({"embed"}), frozenset())}
         assert self.recorded(engine) == 0
         run(engine, ask("1", prompt(5)))
         assert engine._runner.replays

@@ -216,7 +216,8 @@ def test_an_echoed_prompt_has_the_logprobs_of_one_pass_over_all_of_it(name: str,
     ]
     engine = new_engine(model, **limits)
     results = run(engine, *requests)
-    assert (engine.stats().num_preemptions > 0) == ("num_blocks" in limits)
+    has_outgrown = name == "phi3"  # a sequence that is longer than its short context is computed again
+    assert (engine.stats().num_preemptions > 0) == ("num_blocks" in limits or has_outgrown)
     assert results["same", 0].num_cached == 0
     assert_each_equals_alone(model, results, *requests)
 
@@ -405,9 +406,18 @@ class TestRefusals:
         ("wrong", "complaint"),
         [
             ({"prompt_ids": []}, "prompt: is empty"),
-            ({"prompt_ids": [1] * 48, "max_tokens": 1}, "prompt: has 48 tokens"),
-            ({"prompt_ids": [1] * 40, "max_tokens": 9}, "max_tokens: 9 after a prompt of 40 exceed the context"),
-            ({"prompt_ids": [1] * 20, "max_tokens": 21}, "max_tokens: 21 after a prompt of 20 exceed the cache of 40"),
+            (
+                {"prompt_ids": [1] * 48, "max_tokens": 1},
+                "prompt: this model's maximum context length is 48 tokens. However, your prompt resulted in 48 tokens.",
+            ),
+            (
+                {"prompt_ids": [1] * 40, "max_tokens": 9},
+                "max_tokens: this model's maximum context length is 48 tokens. However, you requested 49 tokens",
+            ),
+            (
+                {"prompt_ids": [1] * 20, "max_tokens": 21},
+                "length is 40 tokens. However, you requested 41 tokens",
+            ),
             ({"prompt_ids": [1, 67]}, "67"),
             ({"prompt_ids": [-1]}, "-1"),
             ({"logit_bias": {67: 1.0}}, "logit_bias: 67"),

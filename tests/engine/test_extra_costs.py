@@ -1,4 +1,4 @@
-"""What edits and traces are expected to add to a step, and that a step has few of them beside others."""
+"""Estimates of the time that edits and traces add to a step, and its limit while other sequences run."""
 
 from dataclasses import replace
 

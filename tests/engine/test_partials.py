@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from model.network.transformer import Transformer
-from model.ops.cpu.arguments import KEYS_PER_CHUNK
+from model.ops.cpu.constants import KEYS_PER_CHUNK
 from model.ops.cpu.paged_attention import MAX_PARTIAL_BYTES, MAX_SPLIT_TOKENS, empty_partials, partials_memory
 from tests.engine.driving import ask, new_engine, prompt, run
 from tests.ops.cpu.common import by_kernels
@@ -18,7 +18,8 @@ def test_all_recorded_steps_share_the_memory_for_partial_sums_and_it_is_limited(
     model.initialize(torch.Generator().manual_seed(0), std=0.2)
     model = by_kernels(model.requires_grad_(False))
     engine = new_engine(model, num_blocks=400)
-    requests = [ask(f"{i}", prompt(300 * (i == 0) + 3, seed=i), max_tokens=4 + 3 * i) for i in range(4)]
+    requests = [ask(f"{i}", prompt(3, seed=i), max_tokens=24 + 3 * i) for i in range(1, 4)]
+    requests.append(ask("0", prompt(303), max_tokens=60))  # beside three of them, then two, one and none
     results = run(engine, *requests)
     steps = [graph._step._read for graph in engine._runner._decode_graphs._graphs.values()]
     partials = [step.partials for step in steps if step.partials is not None]
@@ -26,7 +27,7 @@ def test_all_recorded_steps_share_the_memory_for_partial_sums_and_it_is_limited(
     memories = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in partials}
     assert len(memories) == 1
     assert sum(memories.values()) <= MAX_PARTIAL_BYTES
-    alone = run(new_engine(model, num_blocks=400), requests[0])
+    alone = run(new_engine(model, num_blocks=400), requests[-1])
     assert (alone["0", 0].ids, alone["0", 0].logprobs) == (results["0", 0].ids, results["0", 0].logprobs)
 
 

@@ -300,7 +300,7 @@ def test_a_stream_with_a_costly_lens_leaves_most_of_the_time_to_others(monkeypat
     """A lens is a row of the head for each block, so otherwise it would slow down the streams of others."""
     model = served("llama")
     requests = [
-        traced(model, ask("lens", prompt(9), max_tokens=12), "the top token of the lens"),
+        traced(model, ask("lens", prompt(7), max_tokens=12), "the top token of the lens"),
         ask("plain", prompt(6, seed=2), max_tokens=25),
         traced(model, ask("summaries", prompt(5, seed=3), max_tokens=25), "summaries of all stages"),
     ]

@@ -18,7 +18,7 @@ from model.engine.block_pool import BlockPool
 from model.engine.prompt_lookup import MAX_DRAFT
 from model.engine.scheduler import EXTRA_BESIDE_OTHERS, Scheduler
 from model.engine.sequence import SequenceState
-from model.engine.step_budget import MIN_TOKENS
+from model.engine.step_budget import EFFICIENT_TOKENS, EFFICIENT_TOKENS_ALONE, MAX_SECONDS, MIN_TOKENS
 from tests.engine.simulation import Simulation
 
 MAX_LENGTH = 20
@@ -95,6 +95,30 @@ def test_every_sequence_ends_whatever_is_added_removed_and_paused(
     assert simulation.pool.num_free == simulation.pool.num_blocks
 
 
+def test_a_short_prompt_does_not_wait_for_longer_ones_and_the_oldest_keeps_half_of_each_step() -> None:
+    simulation = Simulation(max_tokens=16)
+    oldest, longer = simulation.add(range(400), 1), simulation.add(range(500), 1)
+    simulation.step()
+    for order in range(5):
+        short = simulation.add([order] * 5, 1)
+        assert [(each.sequence, each.num_new) for each in simulation.step()] == [(short, 5), (oldest, 11)]
+    several = [simulation.add([order] * 5, 1) for order in range(5, 10)]
+    assert [(each.sequence, each.num_new) for each in simulation.step()] == [
+        (several[0], 5),
+        (several[1], 3),
+        (oldest, 8),
+    ]
+    assert longer in simulation.waiting
+
+
+def test_a_prompt_is_finished_before_younger_ones_of_its_size() -> None:
+    simulation = Simulation(max_tokens=16)
+    sequences = [simulation.add(range(1, 33 + order), 1) for order in range(3)]
+    for oldest in sequences[:2]:
+        assert simulation.step()[0].sequence is oldest
+        simulation.step()
+
+
 def test_decoding_sequences_get_a_token_in_each_step_while_a_long_prompt_is_computed() -> None:
     simulation = Simulation(max_tokens=16)
     decoding = [simulation.add([order], 200) for order in range(3)]
@@ -107,6 +131,13 @@ def test_decoding_sequences_get_a_token_in_each_step_while_a_long_prompt_is_comp
         num_steps += 1
         assert [len(sequence.tokens) for sequence in decoding] == [length + 1 for length in before]
     assert num_steps > 5
+
+
+@pytest.mark.parametrize(("batch_invariant", "expected"), [(True, EFFICIENT_TOKENS_ALONE), (False, 500)])
+def test_times_divide_a_prompt_alone_only_if_no_bit_depends_on_the_parts(batch_invariant: bool, expected: int) -> None:
+    simulation = Simulation(max_tokens=500, cost=lambda _: 1.0, batch_invariant=batch_invariant)
+    simulation.add([1] * 1200, 1)
+    assert [simulation.step()[0].num_new for _ in range(2)] == [expected, expected]
 
 
 def test_a_prompt_alone_takes_the_whole_budget() -> None:
@@ -163,17 +194,28 @@ class TestStepBudget:
         assert self.COST(num_decoding + num_prompt[-1]) == pytest.approx(2 * self.COST(num_decoding), rel=0.02)
 
     @pytest.mark.parametrize(("num_decoding", "num_prompts"), [(1, 1), (1, 6), (2, 2)])
-    def test_at_least_as_many_prompts_as_decoding_sequences_are_not_throttled(
-        self, num_decoding: int, num_prompts: int
+    @pytest.mark.parametrize("seconds_per_token", [0.0001, 0.0005, 0.01])
+    def test_beside_as_many_prompts_a_step_ends_soon_but_has_tokens_enough(
+        self, num_decoding: int, num_prompts: int, seconds_per_token: float
     ) -> None:
-        simulation = Simulation(max_tokens=2000, max_sequences=4, cost=self.COST, num_blocks=4000)
+        def cost(num_tokens: int) -> float:
+            return 0.01 + seconds_per_token * num_tokens
+
+        simulation = Simulation(max_tokens=2000, max_sequences=4, cost=cost, num_blocks=4000)
         for order in range(num_decoding):
             simulation.add([order], 200)
         for _ in range(4):
             simulation.step()
         for order in range(num_prompts):
             simulation.add([order] * 3000, 1)
-        assert sum(scheduled.num_new for scheduled in simulation.step()) == 2000
+        num_tokens = [sum(scheduled.num_new for scheduled in simulation.step()) for _ in range(6)]
+        assert num_tokens[0] == num_decoding + EFFICIENT_TOKENS, "no step with a prompt has been measured"
+        assert all(after <= num_decoding + 2 * before for before, after in pairwise(num_tokens))
+        assert num_tokens[-1] >= num_decoding + (MIN_TOKENS if seconds_per_token == 0.01 else EFFICIENT_TOKENS)
+        if num_tokens[-1] > num_decoding + EFFICIENT_TOKENS:
+            assert cost(num_tokens[-1]) == pytest.approx(MAX_SECONDS, rel=0.02)
+        else:
+            assert cost(num_tokens[-1] + 1) > MAX_SECONDS
 
     def test_prompts_beyond_max_sequences_do_not_count(self) -> None:
         simulation = Simulation(max_tokens=2000, max_sequences=3, cost=self.COST, num_blocks=4000)
@@ -312,7 +354,7 @@ class TestPrefixes:
         leader = simulation.add(list(range(12)), 6)
         follower, other = simulation.add(list(range(12)), 6, prefix_leader=leader), simulation.add([9], 6)
         simulation.step()
-        assert simulation.running == [leader]
+        assert simulation.running == [leader, other]
         simulation.step()
         assert simulation.running == [
             leader,
@@ -498,16 +540,58 @@ class TestOwners:
         assert simulation.scheduler.num_preemptions == 1
         simulation.finish()
 
-    def test_two_owners_get_half_of_the_places_each_and_nothing_is_preempted_afterwards(self) -> None:
+    def test_two_owners_share_the_places_but_one_and_nothing_is_preempted_afterwards(self) -> None:
         simulation = Simulation(max_sequences=8)
         first = [simulation.add([1, 2], 100, owner="first") for _ in range(30)]
         simulation.step()
         second = [simulation.add([3, 4], 100, owner="second") for _ in range(30)]
         for _ in range(50):
             simulation.step()
-        assert simulation.running == first[:4] + second[:4]
+        assert simulation.running == first[:4] + second[:3]
         assert simulation.scheduler.num_preemptions == 4
         simulation.finish()
+
+    def test_owners_that_come_and_go_do_not_preempt_one_with_many_each_time(self) -> None:
+        simulation = Simulation(max_sequences=16)
+        for _ in range(40):
+            simulation.add([1, 2], 60, owner="many")
+        simulation.step()
+        for owner in range(20):
+            one = simulation.add([3], 2, owner=f"{owner}")
+            while one not in simulation.final_lengths:
+                simulation.step()
+        assert simulation.scheduler.num_preemptions <= 2
+        simulation.finish()
+
+    @pytest.mark.parametrize(("seconds_per_token", "most"), [(0.00001, 64), (0.0009, 32), (0.0015, 16), (0.1, 8)])
+    def test_beside_another_owner_many_sequences_take_turns_so_that_steps_end_soon(
+        self, seconds_per_token: float, most: int
+    ) -> None:
+        limits: dict[str, Any] = {"max_sequences": 64, "max_tokens": 200, "num_blocks": 8000}
+        simulation = Simulation(**limits, cost=lambda size: 0.01 + seconds_per_token * size)
+        many = [simulation.add([order], 200, owner="many") for order in range(63)]
+        for _ in range(8):
+            simulation.step()
+        assert len(simulation.step()) == 63, "alone, they all decode in each step"
+        one = simulation.add([1], 100, owner="one")
+        simulation.step()
+        simulation.step()
+        before = [len(sequence.tokens) for sequence in many]
+        for _ in range(60):
+            sequences = [scheduled.sequence for scheduled in simulation.step()]
+            assert one in sequences
+            assert len(sequences) == most
+        grown = [len(sequence.tokens) - length for sequence, length in zip(many, before, strict=True)]
+        assert max(grown) - min(grown) <= 1
+        assert simulation.scheduler.num_preemptions == 0
+
+    def test_owners_of_one_sequence_each_all_decode_in_every_step(self) -> None:
+        simulation = Simulation(max_sequences=64, max_tokens=200, cost=lambda size: 0.01 + 0.1 * size)
+        for order in range(64):
+            simulation.add([order], 50)
+        for _ in range(20):
+            simulation.step()
+        assert len(simulation.step()) == 64
 
     def test_as_many_owners_as_places_have_one_each(self) -> None:
         simulation = Simulation(max_sequences=4)
@@ -569,7 +653,7 @@ class TestExtraCosts:
 
     def test_all_take_their_turns_one_owner_after_the_other(self) -> None:
         simulation = Simulation(max_sequences=64, max_tokens=600)
-        many = [simulation.add([1], 200, owner="many", extra=(0.06, 0.0)) for _ in range(30)]
+        many = [simulation.add([1], 60, owner="many", extra=(0.06, 0.0)) for _ in range(20)]
         one = simulation.add([2], 60, owner="one", extra=(0.06, 0.0))
         for _ in range(60):
             simulation.step()
@@ -579,10 +663,13 @@ class TestExtraCosts:
         simulation.finish()
 
     def test_costs_that_fit_delay_nobody(self) -> None:
-        simulation = Simulation(max_sequences=64, max_tokens=600)
-        sequences = [simulation.add([1, 2, 3], 20, extra=(0.001, 0.0)) for _ in range(60)]
-        assert simulation.finish() == 20
-        assert not any(sequence in simulation.final_lengths for sequence in sequences)
+        num_steps = []
+        for extra in (None, (0.001, 0.0)):
+            simulation = Simulation(max_sequences=64, max_tokens=600)
+            for _ in range(60):
+                simulation.add([1, 2, 3], 20, extra=extra)
+            num_steps.append(simulation.finish())
+        assert num_steps == [23, 23]
 
     def test_a_prompt_with_a_cost_for_each_token_is_divided(self) -> None:
         simulation = Simulation(max_sequences=8, max_tokens=600, cost=lambda _: 0.2)

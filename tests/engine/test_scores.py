@@ -39,7 +39,8 @@ def test_the_scores_of_each_step_are_the_logits_after_which_its_token_was_chosen
                 found[output.request_id].append(output.scores)
                 tokens[output.request_id] += [token.token_id for token in output.tokens]
     for id, ids in prompts.items():
-        logits = model(torch.tensor([tokens[id]]))[0, len(ids) - 1 : -1, list(SCORED)]
+        passes = [torch.tensor([tokens[id][: len(ids) + step]]) for step in range(6)]
+        logits = torch.stack([model(each)[0, -1, list(SCORED)] for each in passes])
         assert len(found[id]) == 6
         torch.testing.assert_close(torch.tensor(found[id]), logits, atol=1e-4, rtol=1e-4)
 

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.engine.step_budget import DEFAULT_MIN_ACCEPTANCE, LOWEST_MIN_ACCEPTANCE, MIN_TOKENS, StepBudget
+from model.engine.step_budget import (
+    DEFAULT_MIN_ACCEPTANCE,
+    EFFICIENT_TOKENS,
+    EFFICIENT_TOKENS_ALONE,
+    LOWEST_MIN_ACCEPTANCE,
+    MAX_SECONDS_ALONE,
+    MIN_TOKENS,
+    StepBudget,
+)
 
 Cost = Callable[[int], float]  # number of tokens in a step -> seconds that the step takes
 
@@ -21,7 +29,7 @@ def prompt_tokens(
         budget.observe(num_decoding, cost(num_decoding))
     found = []
     for _ in range(num_steps):
-        found.append(budget.max_prompt_tokens(num_decoding))
+        found.append(budget.max_prompt_tokens(num_decoding, 0))
         budget.observe(num_decoding + found[-1], cost(num_decoding + found[-1]))
     return found
 
@@ -65,7 +73,7 @@ def test_steps_of_equal_size_determine_no_cost_however_long_they_take(num_tokens
     budget = StepBudget(2.0)
     for step in range(300):
         budget.observe(num_tokens, 0.1 + 0.01 * (step % 7))
-    assert [budget.max_prompt_tokens(1) for _ in range(6)] == [2 * MIN_TOKENS << step for step in range(6)]
+    assert [budget.max_prompt_tokens(1, 0) for _ in range(6)] == [2 * MIN_TOKENS << step for step in range(6)]
 
 
 @given(
@@ -101,6 +109,29 @@ def test_one_slow_step_does_not_stop_the_prompts() -> None:
         budget.observe(num_tokens, cost(num_tokens))
     budget.observe(104, 10 * cost(104))
     assert prompt_tokens(budget, cost, num_before=0, num_steps=3)[-1] > 50
+
+
+@pytest.mark.parametrize("per_token", [0.0001, 0.0005, 0.002])
+def test_prompts_alone_take_steps_of_a_quarter_of_a_second(per_token: float) -> None:
+    budget, cost, found = StepBudget(2.0), linear(0.01, per_token), list[int]()
+    for _ in range(30):
+        found.append(budget.max_prompt_tokens(0, 1))
+        budget.observe(found[-1], cost(found[-1]))
+    assert found[0] == EFFICIENT_TOKENS_ALONE
+    assert max(map(cost, found)) <= 1.01 * MAX_SECONDS_ALONE
+    assert cost(found[-1]) == pytest.approx(MAX_SECONDS_ALONE, rel=0.01)
+
+
+@pytest.mark.parametrize(("context_cost", "expected"), [(0.0, EFFICIENT_TOKENS), (0.002, 44), (0.02, MIN_TOKENS)])
+def test_a_step_beside_as_many_prompts_is_short_also_after_a_long_context(context_cost: float, expected: int) -> None:
+    budget = StepBudget(2.0)
+    for num_tokens in (2, 30, 60):
+        budget.observe(num_tokens, linear(0.05, 0.001)(num_tokens))
+    for _ in range(200):
+        num_tokens = 1 + budget.max_prompt_tokens(1, 1)
+        budget.observe(num_tokens, linear(0.0, context_cost or 0.001)(num_tokens))
+    assert budget.max_prompt_tokens(1, 1) == pytest.approx(expected, abs=12)
+    assert budget.max_prompt_tokens(1, 1) >= MIN_TOKENS
 
 
 @pytest.mark.parametrize("max_stretch", [1.0, 0.0, math.nan])

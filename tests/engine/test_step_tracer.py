@@ -14,6 +14,8 @@ from torch import Tensor
 from model.analysis.forward_trace import Trace, trace
 from model.engine.engine import Engine
 from model.engine.request import Request
+from model.engine.runner import ForwardResult
+from model.engine.step_batch import StepSequence
 from model.engine.step_tracer import StepTrace
 from model.engine.trace_params import TraceParams
 from model.network.transformer import Transformer
@@ -269,15 +271,16 @@ class TestTracingChangesNothing:
         found: dict[tuple[int, int], Tensor] = {}
         compute = engine._runner.run
 
-        def spy(sequences: Any, taps: Any, *rest: Any) -> Any:
-            result = compute(sequences, taps, *rest)
-            for scheduled in sequences:
+        def spy(sequences: Sequence[StepSequence]) -> ForwardResult:
+            result = compute(sequences)
+            for each in sequences:
+                scheduled = each.scheduled
                 if scheduled.reaches_newest_token:
-                    row = result.rows[scheduled].stop - 1
+                    row = each.rows.stop - 1
                     found[scheduled.sequence.order, len(scheduled.sequence.tokens)] = result.logits[row].clone()
             return result
 
-        engine._runner.run = spy  # type: ignore[assignment]
+        engine._runner.run = spy  # type: ignore[method-assign]
         run(engine, request, *NEIGHBOURS)
         return found
 

@@ -39,7 +39,7 @@ from model.engine.trace_params import TraceParams
 from model.errors import InvalidField
 from model.network.prepare import prepare_model
 from model.network.ranks import Place, Ranks
-from model.network.tensor_parallel import Share
+from model.network.tensor_parallel import Shard
 from model.network.transformer import Transformer
 from model.tracing.edits import BoundEdits, Edit, plan_edits
 from model.tracing.selection import Selection
@@ -200,8 +200,6 @@ def test_what_needs_whole_weights_is_refused(ranks: Ranks) -> None:
     with shared("llama", ranks) as network:
         with pytest.raises(ValueError, match="passes with a cache are steps of an engine"):
             network(random_ids(67, 3), cache=network.new_cache(8))
-        with pytest.raises(ValueError, match="not implemented with tensor parallelism"):
-            network.steps(random_ids(67, 3))
         with pytest.raises(ValueError, match="49 tokens exceed the 48 positions"):
             network(random_ids(67, 49))
         network.keep_alive()
@@ -228,30 +226,30 @@ def test_a_network_that_cannot_be_divided_is_refused_with_its_numbers(
     config: ModelConfig, size: int, message: str
 ) -> None:
     with pytest.raises(InvalidField, match=message):
-        Share(config, 0, size)
+        Shard(config, 0, size)
 
 
 @pytest.mark.parametrize("size", [1, 3, 6])
 @pytest.mark.parametrize("name", ["llama", "olmo2", "stablelm", "mixtral"])
-def test_the_shares_of_all_ranks_are_the_whole_network(name: str, size: int) -> None:
+def test_the_shards_of_all_ranks_are_the_whole_network(name: str, size: int) -> None:
     config = replace(CONFIGS[name], d_mlp=42, num_kv_heads=3)
     model = build(config)
-    shares = [Share(config, rank, size) for rank in range(size)]
+    shards = [Shard(config, rank, size) for rank in range(size)]
     for parameter, value in model.state_dict().items():
-        division = shares[0].division(parameter)
-        parts = [share.take(parameter, value.clone()) for share in shares]
+        division = shards[0].division(parameter)
+        parts = [shard.take(parameter, value.clone()) for shard in shards]
         if division is None:
             assert all(torch.equal(part, value) for part in parts)
             continue
         seen = torch.zeros(value.shape[division.axis], dtype=torch.int64)
-        for share, part in zip(shares, parts, strict=True):
-            own = share.division(parameter)
+        for shard, part in zip(shards, parts, strict=True):
+            own = shard.division(parameter)
             assert own is not None
             index = torch.cat([torch.arange(rows.start, rows.stop) for rows in own.ranges])
             assert torch.equal(part, value.index_select(division.axis, index))
             seen[index] += 1
         assert seen.min() >= 1, f"{parameter}: no rank has a part of it"
-        assert seen.max() <= shares[0].num_copies, f"{parameter}: ranks have the same part"
+        assert seen.max() <= shards[0].num_copies, f"{parameter}: ranks have the same part"
 
 
 @pytest.mark.parametrize(
@@ -272,6 +270,7 @@ def test_a_message_is_read_as_it_was_written(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
+@pytest.mark.slow
 def test_torchrun_gives_a_process_its_place() -> None:
     given = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
     assert Place.of_environment(given) == Place(rank=3, size=4, local_rank=1)

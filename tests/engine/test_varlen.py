@@ -29,7 +29,7 @@ def reference_kernel(
     window_size: tuple[int, int],
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What `torch.nn.attention.varlen.varlen_attn` documents: packed sequences; the last query is at the last key."""
+    """Compute attention as `varlen_attn` documents it: sequences are packed, and the last query is at the last key."""
     results = []
     for i in range(len(cu_seq_q) - 1):
         own_q, own_k, own_v = q[cu_seq_q[i] : cu_seq_q[i + 1]], *(x[cu_seq_k[i] : cu_seq_k[i + 1]] for x in (k, v))

@@ -71,7 +71,7 @@ class TestResults:
         assert status.cache is not None
         assert status.cache["total_tokens"] == client.model().limits["cache_tokens"]
         assert client.model().capabilities["edits"]
-        assert {each.prompt for each in client.models() if each.kind == "worked_example"} >= {PROMPT}
+        assert {each.prompt.text for each in client.models() if each.prompt is not None} >= {PROMPT}
 
     def test_a_worked_example_is_run_by_its_name(self, client: Client) -> None:
         trace = client.run(PROMPT, model="a-tokens-journey")
@@ -130,7 +130,12 @@ class TestResults:
     def test_the_model_and_its_stages_are_described(self, client: Client) -> None:
         model = client.model()
         assert (model.name, model.dtype) == ("bundled", "bfloat16")
-        assert dict(model.stages)["blocks.0.attn.pattern"] == ("batch", "head", "query", "key")
+        assert {each.name: each.dims for each in model.stages}["blocks.0.attn.pattern"] == (
+            "batch",
+            "head",
+            "query",
+            "key",
+        )
         assert model.limits["max_positions"] == 512
         assert next(iter(client.models())).name == "bundled"
         assert client.health() == "ok"

@@ -1,10 +1,13 @@
 """`load`: a model in this process, whose numbers are those of the service."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from forwardscope import Client, UnknownStage
+from forwardscope import Client, InvalidArgument, UnknownStage
+from forwardscope.arguments import to_conversation
 from forwardscope.local import LocalModel, load
 from model.errors import InvalidField
 from tests.published_models import smollm2
@@ -30,7 +33,8 @@ def test_a_trace_has_the_numbers_of_a_client_to_the_last_bit(local: LocalModel, 
     assert np.array_equal(ours.loss.per_token.numpy(), theirs.loss.per_token, equal_nan=True)
     assert (ours.loss.mean, ours.loss.perplexity) == (theirs.loss.mean, theirs.loss.perplexity)
     assert (ours.tokens, ours.positions, ours.predictions) == (theirs.tokens, theirs.positions, theirs.predictions)
-    assert ours.stages == theirs.stages
+    described: object = ours.stages
+    assert described == theirs.stages
 
 
 @pytest.mark.parametrize("stages", ["blocks.*.attn.pattern", ["blocks.1.attn.z", "embed", "logits", "loss"]])
@@ -174,6 +178,30 @@ def test_a_model_with_a_chat_template_answers_a_conversation() -> None:
     assert again.text is not None
     assert "Rome" in again.text
     assert again.usage.prompt_tokens > answer.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({"role": "user"}, r"messages\.1\.content: is missing"),
+        ({"role": "usr", "content": "x"}, r"messages\.1\.role: 'usr' is not a role"),
+        ({"content": "x"}, r"messages\.1\.role: None is not a role"),
+        ({"role": "user", "content": 5}, r"messages\.1\.content: 5 is not a list"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, r"messages\.1\.content: has a part that is no text"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, r"messages\.1\.tool_calls: has a call"),
+    ],
+)
+def test_a_message_that_cannot_be_read_is_named(message: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument, match=field):
+        to_conversation([{"role": "user", "content": "x"}, message])
+
+
+def test_answers_without_content_and_arguments_as_text_are_read() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    answer, result = to_conversation([{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": None}])
+    assert answer["content"] == result["content"] == ""
+    assert answer["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}, "the caller's message stays"
 
 
 def test_a_model_without_a_chat_template_says_so(local: LocalModel) -> None:

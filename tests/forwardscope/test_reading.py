@@ -13,7 +13,7 @@ from safetensors.torch import save
 from forwardscope.errors import ForwardscopeError
 from forwardscope.events import EventDecoder, RawEvent
 from forwardscope.tensor_files import read_base64, read_safetensors, widen
-from service.http.encoding import base64_text, safetensors_bytes
+from service.http.encoding import Base64, safetensors_bytes, to_json
 
 
 def test_every_bfloat16_is_widened_to_the_same_number() -> None:
@@ -40,7 +40,7 @@ def test_tensors_of_every_dtype_and_shape_are_read(dtype: torch.dtype, shape: tu
             assert arrays[name].flags.writeable
     if dtype != torch.int64 and shape:
         name = str(dtype).removeprefix("torch.")
-        assert np.array_equal(read_base64(base64_text(tensor), name, shape), expected)
+        assert np.array_equal(read_base64(to_json(Base64(tensor))[1:-1].decode(), name, shape), expected)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from model.choices import Kernels, Quantization
 from model.errors import CheckpointError
-from model.network.prepare import Kernels, prepare_model
+from model.network.prepare import prepare_model
 from model.network.transformer import Transformer
-from model.ops.quantization import Quantization, QuantizedLinear
+from model.ops.quantization import QuantizedLinear
 from model.ops.torch_ops import TORCH
 from tests.tiny import CONFIGS, build, every_config, random_ids
 

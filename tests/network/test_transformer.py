@@ -5,7 +5,7 @@ import torch
 
 from model.config import ModelConfig
 from model.network.transformer import Transformer
-from tests.tiny import CONFIGS, ROUNDING, build, random_ids
+from tests.tiny import CONFIGS, ROUNDING, build, quick, random_ids
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -61,7 +61,7 @@ def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not(name: str) -> Non
     assert torch.equal(model.get_parameter("head.weight"), model.embed.weight) == model.config.tied_head
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", quick(6, CONFIGS))
 def test_a_tiny_network_learns_to_predict_one_batch(name: str) -> None:
     """From chance (ln 67 = 4.2 nats) to near certainty. This needs context, since each token has two successors."""
     model = trainable(CONFIGS[name])

@@ -9,13 +9,12 @@ from torch import nn
 from model.analysis.drift import generate_texts
 from model.analysis.perplexity import score_ids
 from model.checkpoints.load import BUNDLED, load_checkpoint
-from model.network.prepare import Kernels
+from model.choices import Kernels, Quantization
 from model.ops.cpu.grouped_linear import GroupedLinear
 from model.ops.quantization import (
     INT4,
     INT5,
     INT8,
-    Quantization,
     QuantizedLinear,
     format_of,
     keeps_precision,

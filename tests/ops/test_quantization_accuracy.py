@@ -4,7 +4,7 @@ import pytest
 
 from model.analysis.perplexity import score_ids
 from model.checkpoints.load import load_checkpoint
-from model.ops.quantization import Quantization
+from model.choices import Quantization
 from model.ops.torch_ops import TORCH
 from model.text.corpus import read_text
 from tests.conftest import shared

@@ -23,7 +23,7 @@ from model.tracing.edits import Edit, EditSource, plan_edits
 from model.tracing.edits.noise import normal_noise
 from model.tracing.stages import Stage, stages_of
 from tests.parity.reference import config_of
-from tests.tiny import ROUNDING, random_ids, write_reference
+from tests.tiny import ROUNDING, quick, random_ids, write_reference
 
 Change = Callable[[Tensor], Tensor]
 """A stage in our layout, with the dims of the stage table -> the stage with which the pass continues."""
@@ -313,7 +313,7 @@ def is_sensible(family: str, name: str, case: str) -> bool:
     return not (case == "add a value" and family == "gpt2" and is_residual)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick(2, FAMILIES))
 def test_every_operation_on_every_kind_of_stage_equals_hooks_in_transformers(family: str, tmp_path: Path) -> None:
     reference = write_reference(config_of(family, dict(FAMILIES[family])), tmp_path)
     model = load_checkpoint(str(tmp_path), dtype="float32").model

@@ -131,7 +131,7 @@ def test_every_option_changes_the_network() -> None:
 
 
 class TestRefusals:
-    """What transformers computes in another way, or not at all, is refused, and the key is named."""
+    """Configs that transformers computes in another way, or not at all, are refused. The error names the key."""
 
     @pytest.mark.parametrize(
         ("family", "changes", "message"),

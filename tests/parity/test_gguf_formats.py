@@ -11,10 +11,10 @@ from torch import Tensor
 from model.analysis.perplexity import score_ids
 from model.checkpoints.load import Checkpoint, load_checkpoint
 from model.checkpoints.streamed import open_checkpoint
+from model.choices import Quantization
 from model.network.float_copy import linear_weight
 from model.network.transformer import Transformer
 from model.ops.cpu.grouped_linear import GroupedLinear
-from model.ops.quantization import Quantization
 from model.ops.torch_ops import TORCH
 from tests.checkpoints.test_gguf_models import CASES, tiny_config
 from tests.ops.cpu.common import NO_KERNELS

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from model.checkpoints.families import FAMILIES, translate
 from model.checkpoints.load import load_checkpoint
-from tests.parity.reference import BASES, CLASSES, LLAMA, assert_same_numbers, config_of, transformers
+from tests.parity.reference import BASES, CLASSES, LINEAR, LLAMA, assert_same_numbers, config_of, transformers
 from tests.tiny import ROUNDING, random_ids, write_reference
 
 YARN = {"rope_type": "yarn", "rope_theta": 150.0, "factor": 3.0, "original_max_position_embeddings": 24}
@@ -99,6 +99,17 @@ def test_yarn_allows_as_many_positions_as_its_factor_times_the_original_length(t
     reference = write_reference(config_of("llama", {"rope_parameters": YARN}), tmp_path)
     assert load_checkpoint(str(tmp_path)).model.config.max_positions == 72
     assert_same_numbers(reference, tmp_path, num_tokens=60)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox", "stablelm"])
+def test_linear_scaling_allows_as_many_positions_as_its_factor_times_the_stated_length(
+    family: str, tmp_path: Path
+) -> None:
+    """A prompt of 90 tokens with max_position_embeddings 40, the trained length: the limit is 2.5 * 40 positions."""
+    partial = {"partial_rotary_factor": 0.5} if family in ("gpt_neox", "stablelm") else {}
+    reference = write_reference(config_of(family, {"rope_parameters": LINEAR | partial}), tmp_path)
+    assert load_checkpoint(str(tmp_path)).model.config.max_positions == 100
+    assert_same_numbers(reference, tmp_path, num_tokens=90)
 
 
 class TestDynamicScaling:

@@ -3,12 +3,15 @@
 import asyncio
 import json
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+
+from service.metrics import TEXT_SECONDS
 
 VOCABULARY = 4096  # of the bundled model
 
@@ -21,7 +24,7 @@ def prompts(count: int, seed: int, length: int = 12) -> list[list[int]]:
 
 @dataclass
 class Stream:
-    """What one client has received: the ids of the tokens, and the code of an error, in an answer or as an event."""
+    """The output that one client has received: token ids, and the code of an error, in an answer or as an event."""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
@@ -65,7 +68,8 @@ def read_all(
 
 
 def metric(client: httpx.Client, name: str, **labels: str) -> dict[str, float]:
-    """The values of a metric: replica -> sum over its labels other than `labels`."""
+    """The values of a metric, as they are now: replica -> sum over its labels other than `labels`."""
+    time.sleep(TEXT_SECONDS)  # for which each replica keeps the text of its metrics
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:

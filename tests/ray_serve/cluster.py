@@ -110,7 +110,7 @@ class Cluster:
         wait_until(is_deployed, "the deployment of the application")
 
     def application(self) -> dict[str, Any]:
-        """What Ray says of the application."""
+        """Ask Ray for the status of the application."""
         found = self._ask("/api/serve/applications/").json()["applications"]
         return dict(found.get("forwardscope", {}))
 

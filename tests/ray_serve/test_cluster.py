@@ -28,7 +28,8 @@ def test_a_client_that_leaves_frees_its_sequence(running: Cluster, client: httpx
     before = num_cancelled()
     body = {"prompt": PROMPT, "max_tokens": 480, "ignore_eos": True, "stream": True}
     with client.stream("POST", "/generate", json=body) as response:
-        next(response.iter_raw())
+        parts = response.iter_raw()  # kept: when it is deleted, httpx closes the connection
+        next(parts)
     wait_until(lambda: num_cancelled() == before + 1, "the request is cancelled")
     wait_until(lambda: is_running(client, 2), "all requests have ended")
 

@@ -1,4 +1,4 @@
-"""What happens to vectors that clients store if replicas end, start or differ. No cluster is needed."""
+"""Stored vectors of clients when replicas end, start or differ. No cluster is needed."""
 
 import asyncio
 import logging

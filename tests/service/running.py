@@ -6,22 +6,27 @@ import faulthandler
 import gc
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Hashable, Iterator
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import fastapi.dependencies.models
 import httpx
 import pytest
 from fastapi import FastAPI
+from pydantic import TypeAdapter
 
+from forwardscope.reading import Result as Answer
+from forwardscope.reading import read
 from model.checkpoints.load import Checkpoint
 from service.__main__ import main
 from service.app import create_app
@@ -37,6 +42,7 @@ Start = Callable[..., "Running"]
 LARGE_WIDTH = 500  # published models have more
 # A service collects and freezes all objects when it is ready. In a process of tests, that takes half a second.
 pytest.MonkeyPatch().setattr("service.app.gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None))
+pytest.MonkeyPatch().setattr("service.metrics.TEXT_SECONDS", 0.0)  # tests read what has just happened
 _schemas: dict[bool, dict[str, Any]] = {}
 
 
@@ -54,6 +60,17 @@ def app_of(settings: Settings, on_failure: Callable[[], None] | None) -> FastAPI
         _schemas[key] = app.openapi()
     app.openapi_schema = _schemas[key]
     return app
+
+
+@cache
+def schema_of(kind: Hashable) -> TypeAdapter[Any]:
+    return TypeAdapter(cast(Any, kind))
+
+
+def validate(kind: type[Answer], answer: Any) -> Answer:
+    """Check that an answer has the form of the OpenAPI page, with no field more, and read it as clients do."""
+    schema_of(cast(Hashable, kind)).validate_python(answer)
+    return read(kind, answer)
 
 
 class Running:
@@ -214,6 +231,7 @@ def run_command(patch: pytest.MonkeyPatch, *arguments: str) -> int:
 
     The settings of Python and of logging that `serve` changes for its process stay as they are.
     """
+    handler = signal.getsignal(signal.SIGINT)
     patch.setattr(sys, "argv", ["forwardscope", *arguments])
     patch.setattr(sys, "setswitchinterval", lambda seconds: None)
     patch.setattr("service.commands.serve.configure_logging", lambda *options: None)
@@ -221,6 +239,8 @@ def run_command(patch: pytest.MonkeyPatch, *arguments: str) -> int:
         main()
     except SystemExit as end:
         return int(end.code or 0)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     return 0
 
 

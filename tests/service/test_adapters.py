@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -136,6 +137,24 @@ def test_the_client_chooses_an_adapter(served: Running, logits: dict[str | None,
         assert client.run(IDS, "logits", adapter="second").model == "second"
         assert client.chat("the cat", max_tokens=3, adapter="second").model == "second"
         assert [each.kind for each in client.models()[:3]] == ["checkpoint", "adapter", "adapter"]
+
+
+@pytest.mark.parametrize("by", ["model", "adapter"])
+def test_weights_have_the_product_of_the_adapter(served: Running, by: str) -> None:
+    changed = {"attn.W_Q": True, "attn.W_V": True, "attn.W_O": False, "mlp.W_in": False}
+    for name, is_changed in changed.items():
+        path = f"/weights/blocks.0.{name}"
+        plain, adapted = served.get(path).json(), served.get(path, params={by: "second"}).json()
+        assert (plain["adapter"], adapted["adapter"]) == (None, "second" if is_changed else None)
+        assert (plain["values"] != adapted["values"]) == is_changed, name
+    # What the adapter adds to q follows from the difference of the weights.
+    answer = served.answer(
+        "/forward", prompt=IDS, stages=["blocks.0.ln1.out", "blocks.0.attn.lora_q"], detail="values", adapter="second"
+    )
+    normed, added = (np.array(stage["values"])[0] for stage in answer["stages"])
+    path = "/weights/blocks.0.attn.W_Q"
+    weights = [np.array(served.get(path, params=query).json()["values"]) for query in ({by: "second"}, None)]
+    np.testing.assert_allclose(np.einsum("tc,hcd->thd", normed, weights[0] - weights[1]), added, atol=1e-5)
 
 
 def test_the_lists_of_models_have_the_adapters(served: Running) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from service.http.schemas import ErrorAnswer
+from forwardscope.results.server import ErrorAnswer
 from tests.service.checkpoints import CONTEXT, NUM_TOKENS, VOCAB_SIZE
-from tests.service.running import PATIENCE_SECONDS, Running, Start, running
+from tests.service.running import PATIENCE_SECONDS, Running, Start, running, validate
 
 LIMIT = 10_000
 JSON = {"Content-Type": "application/json"}
@@ -107,7 +107,7 @@ def bad_prompts(path: str) -> Iterator[Bad]:
     yield from bad_ids(path, "prompt", VOCAB_SIZE)
     yield from bad_texts(path, "prompt")
     yield from rows(path, "prompt", "", [], status=400, code="empty")
-    yield from rows(path, "prompt", [1] * (CONTEXT + 1), "\u20ac" * CONTEXT, status=400, code="context_length")
+    yield from rows(path, "prompt", [1] * (CONTEXT + 1), "\u20ac" * CONTEXT, status=400, code="context_length_exceeded")
 
 
 def bad_prompt_lists(path: str) -> Iterator[Bad]:
@@ -116,7 +116,7 @@ def bad_prompt_lists(path: str) -> Iterator[Bad]:
     yield from rows(path, "prompt", [[1], [1, VOCAB_SIZE]], status=400, param="prompt.1.1", code="token_id")
     long = [[1], [1] * (CONTEXT + 1)]
     yield from rows(
-        path, "prompt", long, ["a", "\u20ac" * CONTEXT], status=400, param="prompt.1", code="context_length"
+        path, "prompt", long, ["a", "\u20ac" * CONTEXT], status=400, param="prompt.1", code="context_length_exceeded"
     )
     yield from rows(path, "prompt", ["a", 1], ["a", [1]], [[1], "a"], ["a", None], status=422, param="prompt.1")
     yield from rows(path, "prompt", [[1, -1]], [[1, True]], [[1, "a"]], [[1, [1]]], status=422, param="prompt.0.1")
@@ -315,7 +315,7 @@ def problem_of(response: httpx.Response, status: int, param: str | None, code: s
     found = f"{response.status_code} {response.text[:300]}"
     if response.status_code != status:
         return f"{status} expected, not {found}"
-    error = ErrorAnswer.model_validate(response.json()).error
+    error = validate(ErrorAnswer, response.json()).error
     if (error.type, error.param) != (TYPES[status], param) or code not in (None, error.code):
         return f"{TYPES[status]}, {param!r}, {code} expected, not {found}"
     if param is not None and param not in error.message:
@@ -366,8 +366,15 @@ def test_every_endpoint_takes_the_name_of_the_served_model_and_the_error_for_ano
 
 
 @pytest.fixture(autouse=True)
-def a_good_request_is_served_afterwards(tiny: Running) -> Iterator[None]:
-    """After every test, good requests are answered and none is left in the queue."""
+def no_request_is_left(tiny: Running) -> Iterator[None]:
+    """After every test, nothing runs or waits and a good request is answered; at the end, one on each route."""
+    yield
+    assert tiny.state.worker.num_running == tiny.state.worker.num_waiting == 0
+    assert tiny.post("/generate", GOOD["/generate"]).status_code == 200
+
+
+@pytest.fixture(scope="module", autouse=True)
+def good_requests_are_served_afterwards(tiny: Running) -> Iterator[None]:
     yield
     for path, body in GOOD.items():
         assert tiny.post(path, body).status_code == 200
@@ -393,7 +400,7 @@ def test_another_method_is_405_and_the_answer_names_the_allowed_one(tiny: Runnin
     assert response.headers["allow"] == "POST"
 
 
-@pytest.mark.parametrize("path", ["/nope", "/forward/", "/forward/x", "/v1/embeddings", "/%00", "/%ff"])
+@pytest.mark.parametrize("path", ["/nope", "/forwards/", "/forward/x", "/v1/embeddings", "/%00", "/%ff"])
 def test_an_unknown_path_is_404_in_the_common_form(tiny: Running, path: str) -> None:
     for method in ("GET", "POST"):
         check_error(tiny.client.request(method, path), 404, None, "not_found")

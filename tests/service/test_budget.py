@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from model.text.tokenizer import Tokenizer
 from model.worked_examples import WORKED_EXAMPLES, WorkedExample, worked_example
-from service.answers.forward_plan import Plan, make_budget, make_plans
+from service.answers.forward_plan import Plan, make_budget, planner
+from service.answers.prompt_passes import PromptPlan
 from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE, Encoder
 from service.answers.subject import find_subject
 from service.http.encoding import Encoding, json_array, to_json, value_bytes
@@ -32,8 +33,7 @@ def plan_of(body: ForwardRequest, state: State, as_safetensors: bool) -> Plan:
     subject = find_subject(state, body.model, body.adapter)
     assert not isinstance(body.prompt, str)
     prompt_ids: list[Any] = list(body.prompt)
-    (plan,), _ = make_plans(body, subject, [prompt_ids], False, as_safetensors)
-    return plan
+    return planner(body, subject, 1, False, as_safetensors)(0, PromptPlan(subject=subject, ids=prompt_ids))
 
 
 def size_of(plan: Plan) -> int:

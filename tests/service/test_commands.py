@@ -26,6 +26,12 @@ def test_help_lists_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert all(f"\n  {name} " in shown for name in COMMANDS)
 
 
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "forwardscope", "--version"]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert found.stdout == f"forwardscope {__version__}\n"
+
+
 def test_the_version_is_that_of_the_library(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -34,7 +40,15 @@ def test_the_version_is_that_of_the_library(
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("serv", "'serve'"), ("perplxity", "'perplexity'"), ("./checkpoint", "serve, chat, drift")]
+    ("name", "hint"),
+    [
+        ("serv", "'serve'"),
+        ("perplxity", "'perplexity'"),
+        ("run", "'chat'"),
+        ("pull", "'serve'"),
+        ("./checkpoint", "serve, chat, drift"),
+        ("a b.gguf", "forwardscope serve 'a b.gguf'"),
+    ],
 )
 def test_an_unknown_command_ends_with_2_and_names_the_nearest(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, hint: str
@@ -47,11 +61,21 @@ def test_an_unknown_command_ends_with_2_and_names_the_nearest(
 
 def test_help_and_mistakes_do_not_wait_for_torch() -> None:
     code = (
-        "import sys; from service.__main__ import main; sys.argv = ['forwardscope', '--help']; main();"
-        "sys.stderr.write(str('torch' in sys.modules))"
+        "import sys; from contextlib import suppress; from service.__main__ import main\n"
+        "for arguments in (['--help'], ['serve', '--help'], ['chat', '-h'], ['--port', 'x'], ['serve', '--prot']):\n"
+        "    sys.argv = ['forwardscope', *arguments]\n"
+        "    with suppress(SystemExit): main()\n"
+        "print('torch' in sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert found.stderr == "False"
+    assert found.stdout.endswith("False\n")
+    assert len(found.stderr.splitlines()) == 2
+
+
+def test_the_help_names_gguf_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ([], ["serve"], ["chat"], ["drift"], ["compare"], ["perplexity"]):
+        assert run_command(monkeypatch, *command, "--help") == 0
+        assert "gguf" in capsys.readouterr().out.lower(), command
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -74,7 +98,12 @@ def test_a_wrong_option_ends_every_command_with_2(
         "train": ["text", "--out", "x"],
     }
     assert run_command(monkeypatch, name, *required.get(name, []), "--no-such-option") == 2
-    assert "no-such-option" in capsys.readouterr().err
+    assert "--no-such-option is not an option; `forwardscope" in capsys.readouterr().err
+    near = {"serve": "--modle", "chat": "--temprature", "train": "--batsh"}.get(name, "--quantise")
+    assert run_command(monkeypatch, name, *required.get(name, []), near, "1") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"forwardscope {name}: {near} is not an option; ")
+    assert ("did you mean" in line) == (name != "perplexity")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +142,7 @@ def test_the_first_argument_of_serve_is_the_model(
     def create_app(settings: object, **_: object) -> None:
         raise Started(settings)
 
-    monkeypatch.setattr("service.commands.serve.create_app", create_app)
+    monkeypatch.setattr("service.commands.serving.create_app", create_app)
     monkeypatch.setattr("logging.basicConfig", lambda **_: None)
     for arguments in (["serve", "/a", "--port", "7"], ["serve", "--model", "/a", "--port", "7"]):
         monkeypatch.setattr(sys, "argv", ["forwardscope", *arguments])

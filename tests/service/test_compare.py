@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
-from service.comparison_queue import MAX_WAITING_COMPARISONS
-from service.http.compare_schemas import CompareAnswer
+from forwardscope.results.comparisons import Comparison
+from service.executors import LANES
 from service.routes.compare import open_sources
 from tests.analysis.planted_faults import record
 from tests.service.checkpoints import write_checkpoint
-from tests.service.running import Running, Start, running, wait_until
+from tests.service.running import Running, Start, running, validate, wait_until
 
 PROMPT = [257, 69, 270, 273, 264, 40, 41, 42]
 
@@ -47,7 +47,7 @@ def upload(stages: dict[str, Tensor], **metadata: str) -> dict[str, str]:
 
 def compare(service: Running, b: dict[str, Any], **fields: Any) -> dict[str, Any]:
     answer = service.answer("/compare", prompt=PROMPT, b=b, **fields)
-    CompareAnswer.model_validate(answer)
+    validate(Comparison, answer)
     return answer
 
 
@@ -246,10 +246,9 @@ def test_a_comparison_begins_only_after_the_files_of_an_abandoned_one_are_read(
     comparing.send("/compare", {"prompt": PROMPT, "b": {"setting": {}}}).close()
     wait_until(lambda: len(began) == 1, "the first comparison reads")
     body = {"prompt": PROMPT, "b": {"setting": {}}}
-    connections = [comparing.send("/compare", body) for _ in range(MAX_WAITING_COMPARISONS)]
+    connections = [comparing.send("/compare", body) for _ in range(LANES["comparisons"].max_waiting or 0)]
     try:
-        waiting = comparing.state.comparisons
-        wait_until(lambda: waiting._num_waiting == MAX_WAITING_COMPARISONS, "the others wait")
+        wait_until(lambda: comparing.metric("num_requests_waiting") == len(connections), "the others wait")
         assert comparing.post("/compare", body).status_code == 429
         assert len(began) == 1, "two comparisons read files at the same time"
     finally:
@@ -260,7 +259,7 @@ def test_a_comparison_begins_only_after_the_files_of_an_abandoned_one_are_read(
 
 
 def test_generations_go_on_during_a_comparison(comparing: Running) -> None:
-    """Each block is a job of its own, so a step of the engine runs between two blocks."""
+    """A comparison has a thread of its own."""
     before = comparing.answer("/generate", prompt=PROMPT, max_tokens=8, ignore_eos=True, temperature=0)
     connection = comparing.send("/compare", {"prompt": PROMPT, "b": {"setting": {"quantize": "int8"}}})
     with connection:

@@ -155,17 +155,17 @@ def test_an_option_that_b_cannot_use_is_refused(
 def test_ids_that_are_no_numbers_are_refused_with_an_example(run: Run) -> None:
     status, _, err = run("bundled", "bundled", "--ids", "a")
     assert status == 2
-    assert err.endswith("argument --ids: give token ids separated by commas, such as 1,2,3\n")
+    assert err == "forwardscope compare: --ids: 'a' is not a list of token ids such as 1,2,3\n"
 
 
 def test_a_hub_that_cannot_be_reached_ends_with_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any, **options: Any) -> None:
         raise httpx.ConnectError("no connection")
 
-    monkeypatch.setattr("huggingface_hub.list_repo_files", fail)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", fail)
     status, _, err = run("nosuch/model", "bundled")
     assert status == 1
-    assert "nosuch/model: not a directory, and the download from the hub failed: no connection" in err
+    assert "cannot be reached (ConnectError: no connection); give a directory, a *.gguf file, or a mirror" in err
     assert err.count("\n") == 1
 
 

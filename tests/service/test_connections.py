@@ -131,7 +131,7 @@ class TestDeadlines:
             with connect(service) as waiting:
                 waiting.sendall(request("/generate", {"prompt": PROMPT}))
                 assert read_all(waiting) == b""
-            wait_until(lambda: service.state.worker._inbox.qsize() == 2, "it is aborted")
+            wait_until(lambda: service.state.worker.network._posted.qsize() == 2, "it is aborted")
 
 
 class TestNumberOfConnections:
@@ -290,7 +290,7 @@ class TestHalfClosed:
             if reset:
                 gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             gone.close()
-            wait_until(lambda: service.state.worker._inbox.qsize() == 2, "its cancellation is queued")
+            wait_until(lambda: service.state.worker.network._posted.qsize() == 2, "its cancellation is queued")
 
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
     def test_a_disconnect_is_noticed_while_the_request_waits(self, tiny: Running, stream: bool) -> None:
@@ -299,7 +299,7 @@ class TestHalfClosed:
             gone.sendall(request("/generate", {"prompt": PROMPT, "max_tokens": 5, "stream": stream}))
             wait_until(lambda: tiny.metric("num_requests_waiting") == 1, "it waits")
             gone.close()
-            wait_until(lambda: tiny.state.worker._inbox.qsize() == 2, "its cancellation is queued")
+            wait_until(lambda: tiny.state.worker.network._posted.qsize() == 2, "its cancellation is queued")
         wait_until(lambda: tiny.metric("num_requests_waiting") == 0, "nothing waits")
 
 
@@ -319,6 +319,9 @@ class TestInvalidHttp:
             b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding : chunked\r\n\r\n",
             b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
             b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70_000 + b"\r\n\r\n",
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 16_384 + b"\r\n\r\n",
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: a\r\n" * 3_500 + b"\r\n",
+            b"GET /health?" + b"a" * 16_384 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
         ],
         ids=lambda head: repr(head[:90]),
     )

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from service.http.schemas import ErrorAnswer
-from tests.service.running import Running, running
+from forwardscope.results.server import ErrorAnswer
+from tests.service.running import Running, running, validate
 
 ORIGIN, OTHER = "https://example.org", "http://localhost:3000"
 KEY = {"Authorization": "Bearer secret"}
@@ -49,7 +49,7 @@ def test_a_preflight_of_an_allowed_origin_is_granted_without_the_key(service: Ru
 def test_another_preflight_is_refused_in_the_common_form(service: Running, origin: str, method: str) -> None:
     response = preflight(service, "/generate", origin, method)
     assert response.status_code == 400
-    error = ErrorAnswer.model_validate(response.json()).error
+    error = validate(ErrorAnswer, response.json()).error
     assert error.code == "cors"
     assert "--cors-origin" in error.message
     assert response.headers.get("access-control-allow-origin") in (None, ORIGIN if origin == ORIGIN else None)

@@ -16,18 +16,17 @@ from safetensors.torch import load
 from torch import Tensor
 
 from forwardscope import Client
+from forwardscope.results.generations import FinishEvent, Generation
+from forwardscope.results.passes import Logits, Trace
 from model.analysis.edit_sources import compute_source, edited_pass
 from model.tracing.edits import Edit, EditSource, plan_edits
 from model.tracing.tap import Recorder
 from service.answers import edits as service_edits
 from service.answers import generation_plan, single_pass
 from service.answers.budget import Budget
-from service.http.forward_schemas import ForwardAnswer
-from service.http.generate_schemas import FinishEvent, GenerateAnswer
-from service.http.logits_schemas import LogitsAnswer
 from tests.checkpoints.adapter_files import write_adapter
 from tests.service.checkpoints import CONTEXT, VOCAB_SIZE
-from tests.service.running import PATIENCE_SECONDS, Running, Start, running, wait_until
+from tests.service.running import PATIENCE_SECONDS, Running, Start, running, validate, wait_until
 from tests.service.test_forward import AS_SAFETENSORS
 from tests.service.test_generate_trace import BLOCK_BYTES
 
@@ -256,7 +255,7 @@ def test_the_answer_says_what_each_edit_matched(tiny: Running) -> None:
     open_ended = tiny.answer("/generate", prompt=IDS, edits=[*edits[2:], NOISE], max_tokens=2)["edits"]
     assert [each["positions"] for each in open_ended] == ["all", [[0, 5]], "generated"]
     assert "edits" not in tiny.answer("/logits", prompt=IDS, edits=[], top_k=1)
-    GenerateAnswer.model_validate(tiny.answer("/generate", prompt=IDS, edits=edits, max_tokens=2))
+    validate(Generation, tiny.answer("/generate", prompt=IDS, edits=edits, max_tokens=2))
 
 
 @pytest.mark.parametrize("edits", [[ZERO], [STEER], [ZERO, STEER, edit(op="scale", factor=3, positions=[2])]])
@@ -331,7 +330,7 @@ def test_a_stream_has_the_tokens_of_the_whole_answer_and_says_at_its_end_what_ma
     for choice in whole["choices"]:
         *tokens, end = [event for event in events if event["choice"] == choice["choice"]]
         assert [event["token"]["id"] for event in tokens] == choice["tokens"]
-        FinishEvent.model_validate(end)
+        validate(FinishEvent, end)
         assert end["edits"] == whole["edits"]
         assert not any("edits" in event for event in tokens)
     plain = tiny.answer("/generate", **(body | {"edits": []}))
@@ -398,7 +397,7 @@ def test_cached_prompts_are_shared_where_edits_change_nothing_and_between_equal_
 def test_a_baseline_of_forward_is_the_plain_answer_and_the_changes_follow_from_both(tiny: Running, detail: str) -> None:
     body = {"prompt": IDS, "stages": ["*"], "positions": [5, 2], "heads": [1, 3], "top_k": 2}
     answer = tiny.answer("/forward", edits=[STEER | {"positions": [2]}], baseline=True, detail=detail, **body)
-    ForwardAnswer.model_validate(answer)
+    validate(Trace, answer)
     plain = tiny.answer("/forward", detail=detail, **body)
     assert answer["baseline"] == {name: plain[name] for name in ("stages", "predictions", "loss")}
     edited = tiny.answer("/forward", edits=[STEER | {"positions": [2]}], detail=detail, **body)
@@ -423,7 +422,7 @@ def test_a_baseline_of_logits_has_the_plain_rows(tiny: Running) -> None:
     plain = tiny.answer("/logits", **body)["results"]
     edited = tiny.answer("/logits", edits=[STEER], **body)["results"]
     for answer, before, after in zip(results, plain, edited, strict=True):
-        LogitsAnswer.model_validate(answer)
+        validate(Logits, answer)
         assert answer["baseline"]["positions"] == before["positions"]
         assert answer["positions"] == after["positions"]
         ((change),) = answer["changes"]
@@ -448,7 +447,7 @@ def test_a_baseline_of_generate_has_the_plain_choices_and_the_change_of_each_res
     body = {"prompt": IDS, "max_tokens": 6, "n": 2, "seed": 5, "logprobs": 1, "ignore_eos": True}
     edits = [STEER | {"stage": "blocks.1.resid_pre", "positions": "generated"}]
     answer = tiny.answer("/generate", edits=edits, baseline=True, **body)
-    GenerateAnswer.model_validate(answer)
+    validate(Generation, answer)
     plain = tiny.answer("/generate", **body)
     edited = tiny.answer("/generate", edits=edits, **body)
 
@@ -608,7 +607,7 @@ def test_the_stages_that_all_prompts_change_together_are_limited(
 
 
 @pytest.mark.parametrize("headers", [{}, AS_SAFETENSORS], ids=["json", "safetensors"])
-@pytest.mark.parametrize("edits", [[STEER], [edit(stage="blocks.0.[!m]*")] * 64], ids=["one", "many"])
+@pytest.mark.parametrize("edits", [[STEER], [edit(stage="blocks.0.[!m]*")] * 32], ids=["one", "many"])
 @pytest.mark.parametrize("fields", [{"detail": "none"}, {"detail": "values"}, {"stages": "embed", "top_k": 0}], ids=str)
 def test_no_answer_with_a_baseline_is_larger_than_its_estimate(
     tiny: Running,
@@ -628,9 +627,8 @@ def test_no_answer_with_a_baseline_is_larger_than_its_estimate(
         estimates.append(found.budget.response_bytes)
         return found
 
-    monkeypatch.setattr("service.routes.forward.answer_passes", note)
-    monkeypatch.setattr("service.routes.logits.answer_passes", note)
-    monkeypatch.setattr("service.routes.generate.plan_generation", plan)
+    monkeypatch.setattr("service.answers.prompt_passes.answer_passes", note)
+    monkeypatch.setattr("service.answers.generation.plan_generation", plan)
     body = {"prompt": IDS, "edits": edits, "baseline": True}
     responses = [
         tiny.post("/forward", body | fields, headers=headers),

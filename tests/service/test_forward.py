@@ -13,15 +13,15 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from forwardscope.results.passes import Trace
 from model.checkpoints.load import load_checkpoint
 from model.network.parameters import count_parameters
 from model.tracing.predictions import compute_loss
 from model.tracing.stages import sizes_of, stages_of
 from model.tracing.tap import Recorder
 from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE
-from service.http.forward_schemas import ForwardAnswer
 from tests.service.checkpoints import NUM_TOKENS, VOCAB_SIZE
-from tests.service.running import Running
+from tests.service.running import Running, validate
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PROMPT = [257, 69, 270, 273, 264]
@@ -73,7 +73,7 @@ def from_safetensors(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]
 class TestStages:
     def test_the_answer_has_all_stages_of_the_catalogue_in_the_same_order_and_shape(self, tiny: Running) -> None:
         answer = tiny.answer("/forward", prompt=PROMPT, detail="values")
-        ForwardAnswer.model_validate(answer)
+        validate(Trace, answer)
         catalogue = tiny.get("/model").json()
         sizes = {dim: len(PROMPT) if size == "T" else size for dim, size in catalogue["sizes"].items()}
         assert [(stage["name"], stage["dims"], stage["shape"]) for stage in answer["stages"]] == [
@@ -120,7 +120,7 @@ class TestStages:
     def test_detail_decides_whether_summaries_and_values_are_sent(self, tiny: Running) -> None:
         def parts(**detail: str) -> set[str]:
             answer = tiny.answer("/forward", prompt=PROMPT, stages=["embed"], **detail)
-            ForwardAnswer.model_validate(answer)
+            validate(Trace, answer)
             return set(answer["stages"][0]) - {"name", "shape", "dims", "dtype"}
 
         assert parts(detail="none") == set()
@@ -194,7 +194,7 @@ class TestEncodings:
         body = {"prompt": PROMPT, "stages": ["*.resid_post", "loss"]}
         expected = tiny.answer("/forward", **body)
         tensors, found = from_safetensors(tiny.post("/forward", body, headers=AS_SAFETENSORS).content)
-        ForwardAnswer.model_validate(found)
+        validate(Trace, found)
         assert list(tensors) != []  # the default detail of a safetensors answer is "values"
         assert set(tensors) == {stage["name"] for stage in expected["stages"]}
         for answer in (expected, found):

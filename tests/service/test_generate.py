@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.http.generate_schemas import FinishEvent, GenerateAnswer, TokenEvent
+from forwardscope.results.generations import FinishEvent, Generation, TokenEvent
 from tests.conftest import shared
 from tests.service.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
-from tests.service.running import Running, Start
+from tests.service.running import Running, Start, validate
 
 PROMPT = "the cat sat on"
 PROMPT_IDS = [257, 69, 270, 273, 264]
@@ -24,11 +24,11 @@ ROUNDING = 1e-4
 def whole_and_streamed(service: Running, **body: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The answer of a request, and the same parts assembled from its stream, without timings and ids."""
     answer = service.answer("/generate", **body)
-    GenerateAnswer.model_validate(answer)
+    validate(Generation, answer)
     *tokens, end = service.stream(**body)
     for event in tokens:
-        TokenEvent.model_validate(event)
-    FinishEvent.model_validate(end)
+        validate(TokenEvent, event)
+    validate(FinishEvent, end)
     assert len({event["id"] for event in (*tokens, end)}) == 1
     parts = ("text", "tokens", "finish_reason", "stop_reason", "usage")
     return {part: answer[part] for part in parts}, {
@@ -211,7 +211,7 @@ class TestSampling:
 
 class TestStopping:
     @given(data=st.data())
-    @settings(max_examples=20, deadline=None, derandomize=True)
+    @settings(max_examples=12, deadline=None, derandomize=True)
     def test_the_text_ends_right_before_the_first_occurrence_of_a_stop_string(
         self, tiny: Running, data: st.DataObject
     ) -> None:
@@ -298,7 +298,7 @@ class TestLogprobs:
         body: dict[str, Any] = {"prompt": PROMPT, "seed": 4, "max_tokens": 9, "logprobs": num_top, "echo": echo}
         body |= {"temperature": 0.7, "repetition_penalty": 1.5, "logit_bias": {"9": 5.0}}
         answer = tiny.answer("/generate", **body)
-        GenerateAnswer.model_validate(answer)
+        validate(Generation, answer)
         ids = answer["tokens"] if echo else PROMPT_IDS + answer["tokens"]
         expected = logits_of(tiny, ids).log_softmax(-1)
         entries = answer["logprobs"]
@@ -313,7 +313,7 @@ class TestLogprobs:
             assert [other["logprob"] for other in entry["top"]] == pytest.approx(top.values.tolist(), abs=ROUNDING)
         *events, _ = tiny.stream(**body)
         for event, entry in zip(events, answer["logprobs"], strict=True):
-            TokenEvent.model_validate(event)
+            validate(TokenEvent, event)
             assert (event["token"]["id"], event["token"]["logprob"]) == (entry["id"], entry["logprob"])
             assert (event["token"].get("top") or []) == entry["top"]
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from service.http.generate_schemas import FinishEvent, GenerateAnswer, TokenEvent
-from tests.service.running import PATIENCE_SECONDS, Running, Start, wait_until
+from forwardscope.results.generations import FinishEvent, Generation, TokenEvent
+from tests.service.running import PATIENCE_SECONDS, Running, Start, validate, wait_until
 from tests.service.test_forward import as_tensor
 
 PROMPT = [257, 69, 270, 273, 264]
@@ -51,7 +51,7 @@ def generate(service: Running, stream: bool, **body: Any) -> list[Choice]:
     if stream:
         return from_events(service.stream(**body))
     answer = service.answer("/generate", **body)
-    GenerateAnswer.model_validate(answer)
+    validate(Generation, answer)
     choices = answer["choices"] or [answer]
     return [Choice(choice["tokens"], choice["text"], choice["trace"] or [], end_of(choice)) for choice in choices]
 
@@ -61,9 +61,9 @@ def from_events(events: Sequence[dict[str, Any]]) -> list[Choice]:
     choices = []
     for index in range(1 + max(event["choice"] for event in events)):
         *parts, end = [event for event in events if event["choice"] == index]
-        FinishEvent.model_validate(end)
+        validate(FinishEvent, end)
         for event in parts:
-            TokenEvent.model_validate(event)
+            validate(TokenEvent, event)
             assert event["token"] is not None or (event["trace"]["logit_lens"] is None and event["text"] == "")
         choices.append(
             Choice(
@@ -441,3 +441,12 @@ class TestFailures:
         monkeypatch.undo()
         wait_until(lambda: tiny.metric("kv_cache_usage_perc") == 0, "all blocks are free")
         check_steps(tiny, PROMPT, generate(tiny, True, **BODY, trace=EVERYTHING)[0])
+
+
+def test_a_lens_with_too_many_tokens_for_one_step_is_refused(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.answers.step_trace_answers.MAX_LENS_TOKENS", 8)
+    for top_k, status in ((4, 200), (5, 400)):
+        response = tiny.post("/generate", BODY | {"trace": {"logit_lens": True, "top_k": top_k}})
+        assert response.status_code == status
+    assert response.json()["error"]["param"] == "trace.top_k"
+    assert "at most 4" in response.json()["error"]["message"]

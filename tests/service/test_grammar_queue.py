@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from model.text.grammar_checker import GrammarChecker, NeedsMoreTime
+from model.text.grammar_process import GrammarProcess, NeedsMoreTime, NoAnswer
+from service.executors import LANES
 from service.http.bodies import INLINE_BYTES
-from service.worker import MAX_WAITING_GRAMMARS
 from tests.service.running import PATIENCE_SECONDS, Running, wait_until
 
 NUM_SLOW = 20
+MAX_WAITING_GRAMMARS = LANES["grammars"].max_waiting or 0
 
 
 class Gate:
@@ -25,16 +26,16 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate, check = Gate(), GrammarChecker.check
+    gate, read = Gate(), GrammarProcess.read
 
-    def check_late(checker: GrammarChecker, field: str, grammar: str) -> None:
-        if "slow" in grammar and not gate.blocks_all and not checker._is_final:
+    def read_late(process: GrammarProcess, field: str, source: str) -> dict[str, Any]:
+        if "slow" in source and not gate.blocks_all and not process._is_final:
             raise NeedsMoreTime
-        if "slow" in grammar:
+        if "slow" in source:
             assert gate.open.wait(PATIENCE_SECONDS)
-        check(checker, field, grammar)
+        return read(process, field, source)
 
-    monkeypatch.setattr(GrammarChecker, "check", check_late)
+    monkeypatch.setattr(GrammarProcess, "read", read_late)
     yield gate
     gate.open.set()
 
@@ -85,3 +86,16 @@ def test_a_remembered_grammar_waits_for_no_other_one(tiny: Running, gate: Gate) 
         assert again["text"] == answer["text"]
         gate.open.set()
         assert {future.result(PATIENCE_SECONDS).status_code for future in pending} == {200}
+
+
+def test_a_killed_process_of_grammars_is_a_503_that_is_not_remembered(
+    tiny: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_killed(*_: Any) -> dict[str, Any]:
+        raise NoAnswer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GrammarProcess, "read", is_killed)
+        response = tiny.post("/generate", body("killed once"))
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "no_answer")
+    assert tiny.answer("/generate", **body("killed once"))["text"] == "killed once"

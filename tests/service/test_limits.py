@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from forwardscope.results.generations import FinishEvent, Generation
 from model.engine.engine import Engine
 from model.engine.request import Step
-from service.http.generate_schemas import FinishEvent, GenerateAnswer
 from service.request_stream import RequestStream
 from tests.service.checkpoints import CACHE_BYTES, write_checkpoint
-from tests.service.running import PATIENCE_SECONDS, Running, Start, read_events, running, wait_until
+from tests.service.running import PATIENCE_SECONDS, Running, Start, read_events, running, validate, wait_until
 from tests.service.test_generate_trace import BLOCK, BLOCK_BYTES, both_ways
 
 PROMPT = [257, 69, 270, 273, 264]
@@ -48,7 +48,7 @@ class TestTimeout:
         self, impatient: Running, stream: bool
     ) -> None:
         end = last_of(impatient, stream, **FOREVER)
-        (FinishEvent if stream else GenerateAnswer).model_validate(end)
+        validate((FinishEvent if stream else Generation), end)
         assert (end["finish_reason"], end["stop_reason"]) == ("cancelled", "timeout")
         assert 0 < end["usage"]["completion_tokens"] < 60_000
         assert TIMEOUT_SECONDS <= end["timings"]["total_seconds"] < 8 * TIMEOUT_SECONDS
@@ -61,9 +61,11 @@ class TestTimeout:
         with ThreadPoolExecutor(1) as pool:
             with impatient.blocked():
                 pending = pool.submit(last_of, impatient, stream, **FOREVER)
-                wait_until(lambda: impatient.state.worker._inbox.qsize() == 2, "its cancellation is queued after it")
+                wait_until(
+                    lambda: impatient.state.worker.network._posted.qsize() == 2, "its cancellation is queued after it"
+                )
             end = pending.result(PATIENCE_SECONDS)
-        (FinishEvent if stream else GenerateAnswer).model_validate(end)
+        validate((FinishEvent if stream else Generation), end)
 
     @both_ways
     def test_the_time_in_the_queue_counts_towards_the_timeout(self, impatient: Running, stream: bool) -> None:
@@ -71,7 +73,9 @@ class TestTimeout:
             with impatient.blocked():
                 pending = pool.submit(last_of, impatient, stream, **FOREVER | {"n": 2})
                 wait_until(lambda: impatient.metric("num_requests_waiting") == 1, "it waits")
-                wait_until(lambda: impatient.state.worker._inbox.qsize() == 2, "its cancellation is queued after it")
+                wait_until(
+                    lambda: impatient.state.worker.network._posted.qsize() == 2, "its cancellation is queued after it"
+                )
             end = pending.result(PATIENCE_SECONDS)
         assert (end["finish_reason"], end["stop_reason"]) == ("cancelled", "timeout")
         assert end["usage"]["completion_tokens"] == 0
@@ -257,7 +261,7 @@ class TestPlacesAndCache:
             num_tokens = len(PROMPT) + service.metric("generation_tokens_total") - 1
             assert service.metric("kv_cache_usage_perc") * 1000 == pytest.approx(-(-num_tokens // BLOCK), abs=1e-6)
             connection.close()
-            wait_until(lambda: service.state.worker._inbox.qsize() == 1, "its cancellation is queued")
+            wait_until(lambda: service.state.worker.network._posted.qsize() == 1, "its cancellation is queued")
             before = service.metric("generation_tokens_total")
         wait_until(lambda: service.metric("num_requests_running") == 0, "it has ended")
         assert service.metric("generation_tokens_total") <= before + 1  # from at most one more step

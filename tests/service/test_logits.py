@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from forwardscope.results.passes import Logits
 from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE
-from service.http.logits_schemas import LogitsAnswer
 from tests.service.checkpoints import VOCAB_SIZE
-from tests.service.running import Running
+from tests.service.running import Running, validate
 from tests.service.test_forward import ROUNDING, from_safetensors
 
 PROMPT = [257, 69, 270, 273, 264]
@@ -31,7 +31,7 @@ def test_the_logits_of_each_row_are_those_of_the_network(
     tiny: Running, direct: Tensor, positions: dict[str, Any], rows: list[int]
 ) -> None:
     answer = tiny.answer("/logits", prompt=PROMPT, logprobs=True, **positions)
-    LogitsAnswer.model_validate(answer)
+    validate(Logits, answer)
     assert [row["position"] for row in answer["positions"]] == rows
     for row in answer["positions"]:
         logits = direct[row["position"]]
@@ -42,7 +42,7 @@ def test_the_logits_of_each_row_are_those_of_the_network(
 
 def test_the_most_likely_tokens_come_first_with_their_texts(tiny: Running, direct: Tensor) -> None:
     answer = tiny.answer("/logits", prompt=PROMPT, positions="all", top_k=7, logprobs=True)
-    LogitsAnswer.model_validate(answer)
+    validate(Logits, answer)
     for row, logits in zip(answer["positions"], direct, strict=True):
         top = logits.topk(7)
         assert row["ids"] == top.indices.tolist()

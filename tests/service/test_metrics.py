@@ -3,10 +3,12 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from service.metrics import Metrics
 from tests.service.checkpoints import CACHE_BYTES, write_checkpoint
 from tests.service.running import PATIENCE_SECONDS, Running, Start, wait_until
 
@@ -157,3 +159,16 @@ class TestMetrics:
         tiny.post("/forward", {"prompt": "Zanzibar42", "stages": ["Zanzibar42"]})
         tiny.post("/tokenize", {"text": "Zanzibar42", "Zanzibar42": 1})
         assert "Zanzibar42" not in caplog.text
+
+
+def test_the_text_is_kept_for_a_second_and_has_no_times_of_creation(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 100.0
+    monkeypatch.setattr("service.metrics.time", SimpleNamespace(monotonic=lambda: clock, time=time.time))
+    monkeypatch.setattr("service.metrics.TEXT_SECONDS", 1.0)
+    metrics = Metrics()
+    before = metrics.text()
+    metrics.sweep_cells.inc()
+    assert metrics.text() == before
+    clock += 1.0
+    assert b"forwardscope_sweep_cells_total 1.0" in metrics.text()
+    assert b"_created" not in metrics.text()

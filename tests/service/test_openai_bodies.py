@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from service.http.openai_schemas import ChatRequest, CompletionRequest, OpenAIRequest
 from tests.service.checkpoints import write_checkpoint
-from tests.service.running import Running, running
+from tests.service.running import Running, Start, running
 from tests.service.test_bad_input import OPENAI_GOOD
 
 MODELS: dict[str, type[OpenAIRequest]] = {
@@ -18,7 +19,7 @@ MODELS: dict[str, type[OpenAIRequest]] = {
     "/v1/chat/completions": ChatRequest,
 }
 # FORWARDSCOPE_TEST_BODIES=10000 sends more of them.
-NUM_BODIES = int(os.environ.get("FORWARDSCOPE_TEST_BODIES", "600"))
+NUM_BODIES = int(os.environ.get("FORWARDSCOPE_TEST_BODIES", "300"))
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 VALUES: list[Any] = [
@@ -142,4 +143,51 @@ def test_an_error_names_the_field_that_the_client_has_sent(tiny: Running, name: 
     body = {"messages": [{"role": "user", "content": "a"}], name: 10_000}
     error = tiny.post("/v1/chat/completions", body).json()["error"]
     assert error["param"] == name
-    assert error["message"].startswith(f"{name}: 10000 after a prompt of 2 exceed the context")
+    assert error["message"].startswith(f"{name}: this model's maximum context length is 64 tokens.")
+
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+LONG = "the cat sat on the mat " * 40
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "numbers"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": LONG}]}, (64, None)),
+        (CHAT, {"messages": [{"role": "user", "content": LONG}], "max_tokens": 5}, (64, None)),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 63}, (64, 65)),
+        (COMPLETIONS, {"prompt": [1] * 65}, (64, 65)),
+        (COMPLETIONS, {"prompt": [1] * 64}, (64, 64)),
+        (COMPLETIONS, {"prompt": [1] * 60, "max_tokens": 5}, (64, 65)),
+        (COMPLETIONS, {"prompt": [[1], [1] * 70]}, (64, 70)),
+        ("/generate", {"prompt": [1] * 60, "max_tokens": 5}, (64, 65)),
+        ("/generate", {"prompt": LONG}, (64, None)),
+    ],
+)
+def test_a_request_that_is_too_long_says_so_in_the_words_that_clients_look_for(
+    tiny: Running, path: str, body: dict[str, Any], numbers: tuple[int, int | None], stream: bool
+) -> None:
+    """Before a stream begins, so that the client can shorten the conversation."""
+    response = tiny.post(path, body | {"stream": stream})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    found = re.search(
+        r"maximum context length is (\d+) tokens\. However, (?:you requested|your \w+ resulted in) (?:at least )?"
+        r"(\d+) tokens",
+        error["message"],
+    )
+    assert found is not None, error["message"]
+    limit, total = map(int, found.groups())
+    assert limit == numbers[0]
+    assert total == numbers[1] or (numbers[1] is None and total > limit)
+    assert "reduce the length of the" in error["message"]
+
+
+def test_a_cache_that_is_smaller_than_the_context_is_the_limit(tmp_path: Any, start: Start) -> None:
+    service = start(model=str(write_checkpoint(tmp_path / "long", max_position_embeddings=4096)), cache_bytes=1 << 16)
+    limit = service.get("/v1/models").json()["data"][0]["max_model_len"]
+    assert 0 < limit < 4096
+    error = service.post(COMPLETIONS, {"prompt": [1, 2], "max_tokens": 4000}).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert f"maximum context length is {limit} tokens. However, you requested 4002 tokens" in error["message"]

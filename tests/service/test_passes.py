@@ -10,6 +10,7 @@ import pytest
 from fastapi import Request, Response
 from starlette.types import Message
 
+from forwardscope.results.passes import PromptResult
 from service.answers.budget import Budget
 from service.answers.single_pass import Pass, PassAnswer, answer_passes
 from service.http.buffers import Buffers, Reservation
@@ -81,7 +82,7 @@ def test_passes_that_arrive_at_once_cannot_exceed_the_queue_limit(start: Start, 
     async def at_once() -> list[Response | BaseException]:
         scope = {"type": "http", "state": {"reservation": Reservation(Buffers(0))}}
         request, budget = Request(scope, never), Budget(0, 0, "")
-        one = Pass(1, lambda waited: PassAnswer({}, {}))
+        one = Pass(1, lambda waited: PassAnswer(PromptResult(model="", tokens=()), {}))
         passes = (
             answer_passes(request, service.state, [one], budget=budget, is_list=False, as_safetensors=False)
             for _ in range(20)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from forwardscope.results.passes import Patterns
 from model.worked_examples import WORKED_EXAMPLES
-from service.http.pattern_schemas import PatternsAnswer
 from tests.service.checkpoints import VOCAB_SIZE
-from tests.service.running import Running, Start
+from tests.service.running import Running, Start, validate
 from tests.service.test_forward import DTYPES, from_base64
 from tests.tiny import random_ids
 
@@ -30,7 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def read_maps(answer: dict[str, Any]) -> dict[tuple[int, int], Tensor]:
     """The maps by layer and head."""
-    PatternsAnswer.model_validate(answer)
+    validate(Patterns, answer)
     dtype, size = {"uint8": torch.uint8, **DTYPES}[answer["dtype"]], answer["size"]
     return {
         (each["layer"], each["head"]): torch.frombuffer(

@@ -10,11 +10,10 @@ import httpx
 import pytest
 import torch
 
+from forwardscope.results.passes import LogitsList, Traces
 from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE
-from service.http.forward_schemas import ForwardAnswers
-from service.http.logits_schemas import LogitsAnswers
 from service.routes import forward
-from tests.service.running import PATIENCE_SECONDS, Running, Start, wait_until
+from tests.service.running import PATIENCE_SECONDS, Running, Start, validate, wait_until
 from tests.service.test_forward import from_safetensors
 
 IDS = [[257, 69, 270], [273], [264, 40, 41, 42, 43]]
@@ -36,7 +35,7 @@ def without_timings(answer: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(("path", "body"), BODIES)
 def test_each_answer_is_that_of_its_prompt_alone(tiny: Running, path: str, body: dict[str, Any], prompts: Any) -> None:
     answer = tiny.answer(path, **body, prompt=prompts)
-    (ForwardAnswers if path == "/forward" else LogitsAnswers).model_validate(answer)
+    validate((Traces if path == "/forward" else LogitsList), answer)
     alone = [tiny.answer(path, **body, prompt=prompt) for prompt in prompts]
     assert set(answer) == {"results"}
     assert [*map(without_timings, answer["results"])] == [*map(without_timings, alone)]

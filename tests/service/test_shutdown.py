@@ -56,8 +56,9 @@ def metric(address: str, name: str) -> float:
     return float(found[1])
 
 
-def running_and_waiting(address: str) -> tuple[float, float]:
-    return metric(address, "num_requests_running"), metric(address, "num_requests_waiting")
+def running_and_waiting(address: str) -> tuple[int, int]:
+    status = get(address, "/status").json()
+    return status["requests_running"], status["requests_waiting"]
 
 
 def address_of(url: str) -> tuple[str, int]:
@@ -87,7 +88,7 @@ class TestSignals:
             ready_process(endless, "--max-num-seqs", "1", "--shutdown-grace-seconds", "100") as (service, address),
             ThreadPoolExecutor(2) as pool,
         ):
-            stream = pool.submit(post, address, "/generate", FOREVER | {"max_tokens": 2000, "stream": True})
+            stream = pool.submit(post, address, "/generate", FOREVER | {"max_tokens": 8000, "stream": True})
             wait_until(lambda: running_and_waiting(address) == (1, 0), "the first runs")
             whole = pool.submit(post, address, "/generate", SHORT)
             wait_until(lambda: running_and_waiting(address) == (1, 1), "the second waits")
@@ -105,9 +106,9 @@ class TestSignals:
             )
             assert get(address, "/health").status_code == 200
             assert running_and_waiting(address) == (1, 1)  # as before
-            assert metric(address, "ready") == 0
+            wait_until(lambda: metric(address, "ready") == 0, "the text of the metrics is new")
             *tokens, end = read_events(stream.result().content)
-            assert (len(tokens), end["finish_reason"]) == (2000, "length")
+            assert (len(tokens), end["finish_reason"]) == (8000, "length")
             assert len(whole.result().json()["tokens"]) == 3
             check_ended(service, -signal.SIGTERM)
 

@@ -96,7 +96,7 @@ class TestLoading:
         [
             ({"max_step_tokens": 8, "max_num_seqs": 64}, "8 tokens per step are fewer than the 64 sequences"),
             ({"cache_bytes": 100}, "cache_bytes: 100"),
-            ({"cache_bytes": 1 << 60}, "bytes could not be allocated"),
+            ({"cache_bytes": 1 << 60}, "1152921504.6 GB for the key-value cache are needed, but"),
         ],
         ids=str,
     )
@@ -151,6 +151,10 @@ def check_refused(directory: Path, named: str, **settings: Any) -> None:
     assert named in state.failure
 
 
+class Started(Exception):
+    """The application would have been made now."""
+
+
 class TestCommandLine:
     @pytest.fixture
     def settings_of(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
@@ -163,12 +167,12 @@ class TestCommandLine:
 
             def create_app(settings: Settings, **_: Any) -> Any:
                 found.append(settings)
-                raise KeyboardInterrupt
+                raise Started
 
-            monkeypatch.setattr("service.commands.serve.create_app", create_app)
+            monkeypatch.setattr("service.commands.serving.create_app", create_app)
             monkeypatch.setattr("logging.basicConfig", lambda **_: None)
             monkeypatch.setattr(sys, "argv", ["forwardscope", *arguments])
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(Started):
                 main()
             return found[0]
 
@@ -223,31 +227,72 @@ class TestCommandLine:
     @pytest.mark.parametrize(
         ("arguments", "named"),
         [
-            (["--cors-origin", "example.org"], "cors_origin: 'example.org' is not an origin"),
-            (["--cors-origin", "https://a.org/"], "cors_origin"),
-            (["--cors-origin", "https://a.org/path"], "cors_origin"),
-            (["--cors-origin", "HTTPS://a.org"], "cors_origin"),
-            (["--port", "http"], "port"),
-            (["--port", "70000"], "port"),
-            (["--max-num-seqs", "0"], "max_num_seqs"),
-            (["--dtype", "int8"], "dtype"),
-            (["--no-such-setting", "1"], "no-such-setting"),
-            (["--threads", "0", "--port", "8000"], "threads"),
-            (["--threads", "1000000"], "threads: 1000000 is more than"),
+            (["--cors-origin", "example.org"], "--cors-origin: 'example.org' is not an origin"),
+            (["--cors-origin", "https://a.org/"], "--cors-origin"),
+            (["--cors-origin", "https://a.org/path"], "--cors-origin"),
+            (["--cors-origin", "HTTPS://a.org"], "--cors-origin: 'HTTPS://a.org'"),
+            (["--port", "http"], "--port: 'http' is not a whole number from 0 to 65535"),
+            (["--port", "70000"], "--port: '70000' is not a whole number from 0 to 65535"),
+            (["--port"], "--port: needs a value"),
+            (["--max-num-seqs", "0"], "--max-num-seqs: '0' is not a whole number from 1 on"),
+            (["--max-num-seqs", "2.5"], "--max-num-seqs: '2.5' is not a whole number from 1 on"),
+            (["--max-step-stretch", "nan"], "--max-step-stretch: 'nan' is not a number above 1"),
+            (["--idle-timeout-seconds", "long"], "--idle-timeout-seconds: 'long' is not a number above 0"),
+            (["--dtype", "flaot32"], "'flaot32' is not auto, float32, bfloat16 or float16; did you mean float32?"),
+            (["--quantize", "fp8"], "--quantize: 'fp8' is not stored, none, int8, int5, int4 or auto"),
+            (["--kv-cache-dtype", "x"], "--kv-cache-dtype: 'x' is not auto or int8"),
+            (["--cache-bytes", "4X"], "--cache-bytes: '4X' is not a size; give a number of bytes, or one with K, M"),
+            (["--cache-bytes", "0"], "--cache-bytes: '0' is not a size"),
+            (["--quantize-loss", "1%"], "--quantize-loss: is only for --quantize auto"),
+            (["--adapter", "x"], "--adapter: 'x' is not NAME=PATH"),
+            (["--page=3"], "--page/--no-page: takes no value, but is given '3'"),
+            (["--threads", "0", "--port", "8000"], "--threads: '0' is not a whole number from 1 on"),
+            (["--threads", "1000000"], "--threads: 1000000 is more than"),
+            (["--no-such-setting", "1"], "--no-such-setting is not an option; `forwardscope serve --help`"),
+            (["--prot", "1"], "--prot is not an option; did you mean --port?"),
+            (["--speculat"], "--speculat is not an option; did you mean --speculate?"),
+            (["--max_num_seqs=3"], "--max_num_seqs is not an option; did you mean --max-num-seqs?"),
+            (["--served-model-name", "a"], "--served-model-name is not an option; did you mean --model-name?"),
+            (["-m", "a"], "-m is not an option; did you mean --model?"),
+            (["serve", "a", "b"], "'b' is one argument too many"),
         ],
     )
-    def test_a_wrong_setting_ends_the_process_with_2_and_the_name_of_the_setting(
+    def test_a_mistake_ends_the_process_with_2_and_one_line_in_words_of_the_command_line(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
     ) -> None:
         assert run_command(monkeypatch, *arguments) == 2
-        assert named in capsys.readouterr().err
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("forwardscope serve: ")
+        assert named in line
 
     def test_a_wrong_environment_variable_ends_the_process_with_2_and_the_name_of_the_setting(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setenv("FORWARDSCOPE_MAX_BODY_BYTES", "much")
-        assert run_command(monkeypatch) == 2
-        assert "max_body_bytes" in capsys.readouterr().err
+        monkeypatch.setenv("FORWARDSCOPE_PAGE", "maybe")
+        assert run_command(monkeypatch, "--port", "x") == 2
+        first, second, third = sorted(capsys.readouterr().err.splitlines())
+        assert "--port: 'x' is not" in first
+        assert "FORWARDSCOPE_MAX_BODY_BYTES: 'much' is not a size" in second
+        assert "FORWARDSCOPE_PAGE: 'maybe' is not true or false" in third
+
+    @pytest.mark.parametrize(
+        ("text", "num_bytes"),
+        [
+            ("1048576", 1 << 20),
+            ("512M", 512 << 20),
+            ("4G", 4 << 30),
+            ("4g", 4 << 30),
+            ("4GiB", 4 << 30),
+            ("4GB", 4 * 10**9),
+            ("1.5K", 1536),
+            ("2T", 2 << 40),
+            ("7B", 7),
+        ],
+    )
+    def test_sizes_may_have_units(self, settings_of: Callable[..., Settings], text: str, num_bytes: int) -> None:
+        assert settings_of("--cache-bytes", text).cache_bytes == num_bytes
+        assert settings_of(MAX_BUFFERED_BYTES="8G", CACHE_BYTES=text).cache_bytes == num_bytes
 
 
 class TestFailures:

@@ -8,16 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 import service.token_rates
+from forwardscope.results.server import ModelInfo, ServedModels, ServiceStatus
 from model import __version__
 from model.worked_examples import WORKED_EXAMPLES
-from service.http.model_schemas import ModelAnswer, ModelsAnswer
-from service.http.status_schemas import ServiceStatus
 from service.token_rates import TokenRates
-from tests.service.running import Running, Start, wait_until
+from tests.service.running import Running, Start, validate, wait_until
 
 
 def test_an_idle_service_says_what_it_serves(tiny: Running) -> None:
-    status = ServiceStatus.model_validate(tiny.get("/status").json())
+    status = validate(ServiceStatus, tiny.get("/status").json())
     assert (status.version, status.ready, status.model) == (__version__, True, tiny.checkpoint.name)
     assert (status.requests_running, status.requests_waiting) == (0, 0)
     assert status.uptime_seconds > 0
@@ -70,7 +69,7 @@ def test_without_a_checkpoint_there_is_no_cache(empty: Running) -> None:
 
 
 def test_the_rates_are_those_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, counts = [100.0], [0.0, 0.0]
+    now, counts = [100.0], [0, 0]
     monkeypatch.setattr("service.token_rates.time", SimpleNamespace(perf_counter=lambda: now[0]))
     rates = TokenRates(lambda: (counts[0], counts[1]))
     assert rates.rates().generated == 0.0
@@ -97,27 +96,27 @@ def test_the_key_is_needed(start: Start) -> None:
 
 
 def test_each_worked_example_has_the_prompt_of_its_article(tiny: Running) -> None:
-    models = ModelsAnswer.model_validate(tiny.get("/models").json()).models
+    models = validate(ServedModels, tiny.get("/models").json()).models
     for entry in models:
         if entry.kind == "worked_example":
             assert entry.prompt is not None
             answer = tiny.answer("/forward", model=entry.name, prompt=entry.prompt.text, stages=["embed"])
             assert "worked_example" in answer
-            assert answer["tokens"] == [token.model_dump() for token in entry.prompt.tokens]
+            assert answer["tokens"] == [dict(token) for token in entry.prompt.tokens]
         else:
             assert entry.prompt is None
     assert {entry.name for entry in models if entry.prompt} == set(WORKED_EXAMPLES)
 
 
 def test_the_capabilities_follow_the_settings(tiny: Running, tiny_directory: Path, start: Start) -> None:
-    offered = ModelAnswer.model_validate(tiny.get("/model").json()).capabilities
+    offered = validate(ModelInfo, tiny.get("/model").json()).capabilities
     assert (offered.tokenizer, offered.chat_template, offered.edits, offered.gradients) == (True, True, True, True)
     absent = (offered.tuned_lens, offered.adapters, offered.store_vectors, offered.compare_files)
     assert not any(absent)
     directory = tiny_directory.parent
     service = start(model=str(tiny_directory), gradients="off", api_key="k", compare_directory=directory)
     service.client.headers["Authorization"] = "Bearer k"
-    offered = ModelAnswer.model_validate(service.get("/model").json()).capabilities
+    offered = validate(ModelInfo, service.get("/model").json()).capabilities
     assert (offered.gradients, offered.store_vectors, offered.compare_files) == (False, True, True)
 
 

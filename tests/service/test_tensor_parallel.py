@@ -134,12 +134,14 @@ def test_every_answer_is_that_of_one_process(name: str, one: Running, two: httpx
 def test_what_needs_whole_weights_is_refused_and_missing_in_the_capabilities(two: httpx.Client) -> None:
     offered = two.get("/model").json()["capabilities"]
     assert (offered["edits"], offered["patterns"], offered["attribution"]) == (True, True, True)
-    assert (offered["direct_attribution"], offered["gradients"], offered["compare"]) == (False, False, False)
+    assert not any(offered[name] for name in ("direct_attribution", "gradients", "compare", "weights"))
     question = {"prompt": PROMPT, "token": " cat"}
     refused = [
         two.post("/attribute", json={"method": "direct", **question}),
         two.post("/attribute", json={"method": "gradient", "stages": ["embed"], **question}),
         two.post("/compare", json={"prompt": PROMPT, "b": {"setting": {"dtype": "bfloat16"}}}),
+        two.get("/weights"),
+        two.get("/weights/blocks.0.attn.W_Q"),
     ]
     for response in refused:
         assert response.status_code == 400, response.text
@@ -225,7 +227,5 @@ def test_one_process_needs_no_torchrun_and_may_have_it() -> None:
 def test_settings_that_need_whole_weights_are_refused_at_the_start(option: str, value: Any) -> None:
     fields: dict[str, Any] = {option: value}
     Settings(**fields)
-    with pytest.raises(
-        ValueError, match=f"{option}: --{option.replace('_', '-')} .* with --tensor-parallel 2; leave out"
-    ):
+    with pytest.raises(ValueError, match=f"{option}: .* is not implemented with --tensor-parallel 2; leave out"):
         Settings(tensor_parallel=2, **fields)

@@ -41,7 +41,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
         return encode(tokenizer, text, **options)
 
     monkeypatch.setattr(Tokenizer, "encode", encode_late)
-    for module in ("worker", "answers.prompts", "answers.conversations"):
+    for module in ("worker", "answers.prompts"):
         monkeypatch.setattr(f"service.{module}.SHORT_TEXT", SHORT_TEXT)
     yield gate
     gate.open.set()
@@ -176,13 +176,13 @@ class TestLongTexts:
         fits = "a" * (CONTEXT * bound)
         for path in ("/generate", "/logits", "/forward"):
             assert (
-                tiny.post(path, {"prompt": fits}).json()["error"]["code"] == "context_length"
+                tiny.post(path, {"prompt": fits}).json()["error"]["code"] == "context_length_exceeded"
             )  # only its tokens are too many
         monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("the text was tokenized"))
         for path in ("/generate", "/logits", "/forward"):
             response = tiny.post(path, {"prompt": fits + "a"})
             error = response.json()["error"]
-            assert (response.status_code, error["param"], error["code"]) == (400, "prompt", "context_length")
+            assert (response.status_code, error["param"], error["code"]) == (400, "prompt", "context_length_exceeded")
             assert f"at least {CONTEXT + 1} tokens" in error["message"]
 
     @pytest.mark.parametrize(("size", "found"), [(60_000, "60000 tokens"), (3_000_000, "at least 32768 tokens")])
@@ -199,7 +199,7 @@ class TestLongTexts:
         monkeypatch.setattr(tiny.checkpoint.tokenizer, "max_bytes_per_token", None)
         monkeypatch.setattr(Tokenizer, "encode", count)
         response = tiny.post("/generate", {"prompt": "x" * size})
-        assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length")
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
         assert found in response.json()["error"]["message"]
         assert sum(lengths) <= size + PIECE_CHARACTERS
 
@@ -293,3 +293,16 @@ def test_the_unread_output_of_all_streams_together_is_bounded(
         assert len(service.answer("/generate", **SHORT)["tokens"]) == 2  # small requests are still served
         assert service.post("/tokenize", {"text": "a" * 70_000}).status_code == 429
     wait_until(lambda: service.metric("buffered_bytes") == 0, "nothing is held")
+
+
+@pytest.mark.parametrize("text", ["the cat " * 8, "the cat " * PIECE_CHARACTERS], ids=["short", "long"])
+def test_a_text_of_more_tokens_than_can_be_answered_is_a_400(
+    tiny: Running, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr("service.routes.tokenize.MAX_TOKENS", 10)
+    answer = tiny.post("/tokenize", {"text": text})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == ("text", "too_many_tokens")
+    assert "at most 10 are answered at once" in error["message"]
+    assert tiny.answer("/tokenize", text="the")["count"] > 0

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
+from forwardscope.results.server import Tokens
 from service.answers import conversations
-from service.http.tokenize_schemas import TokenizeAnswer
 from tests.service.checkpoints import CONTEXT, write_checkpoint
-from tests.service.running import Running, Start
+from tests.service.running import Running, Start, validate
 
 MESSAGES = [{"role": "system", "content": "the cat"}, {"role": "user", "content": "sat <eos> on"}]
 
 
 def test_the_tokens_are_those_of_the_rendered_template(tiny: Running) -> None:
     answer = tiny.answer("/tokenize", messages=MESSAGES)
-    TokenizeAnswer.model_validate(answer)
+    validate(Tokens, answer)
     tokenizer = tiny.checkpoint.tokenizer
     assert tokenizer is not None
     ids = [token["id"] for token in answer["tokens"]]

@@ -1,6 +1,7 @@
 """Calls of functions in the text of a model: they are read from any pieces of the text, and nothing is lost."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.engine.request import Output
+from model.text.roles import without_system_role
 from model.text.transcript import End, FinishReason, TokenOutput
+from service.answers.call_ids import demands_short_ids, new_call_id, with_short_ids
 from service.answers.generation import ChoiceOutput, Generation
-from service.answers.tool_calls import BEGIN, END, Form, ToolCallParser, as_text, closed, form_of, without_tools
+from service.answers.tool_calls import BEGIN, END, LIST_MARK, Form, ToolCallParser, form_of
+from service.answers.tools_as_text import as_text, without_tools
 from service.http.openai_schemas import ChatRequest
 from service.routes.openai.chat import Writer
 
@@ -20,9 +24,13 @@ CALL = '{"name": "get_weather", "arguments": {"city": "Zürich"}}'
 TAGGED = f"{BEGIN}\n{CALL}\n{END}"
 
 
+def new_parser(form: Form) -> ToolCallParser:
+    return ToolCallParser(form, NAMES, partial(new_call_id, is_short=False))
+
+
 def read(form: Form, pieces: list[str]) -> tuple[str, list[tuple[str, Any]]]:
     """The content and the calls of a text that arrives in pieces."""
-    parser = ToolCallParser(form, NAMES)
+    parser = new_parser(form)
     deltas = [*map(parser.push, pieces), parser.finish()]
     calls = [call for delta in deltas for call in delta.calls]
     assert parser.num_calls == len(calls) == len({call.id for call in calls})
@@ -39,7 +47,8 @@ TEXTS: list[tuple[Form, str, str, list[Any]]] = [
     ("tagged", "5 < 6 and <tool", "5 < 6 and <tool", []),
     ("tagged", CALL, CALL, []),
     ("tagged", TAGGED.replace("Zürich", END), "", [("get_weather", {"city": END})]),
-    ("tagged", TAGGED.replace("Zürich", "\\ud800"), TAGGED.replace("Zürich", "\\ud800"), []),
+    ("tagged", TAGGED.replace("Zürich", "\\ud800"), "", [("get_weather", {"city": "\ufffd"})]),
+    ("tagged", TAGGED.replace("Zürich", "\\ud83d\\ude00\\\\ud800"), "", [("get_weather", {"city": "😀\\ud800"})]),
     ("tagged", TAGGED.replace('"Zürich"', "NaN"), TAGGED.replace('"Zürich"', "NaN"), []),
     ("tagged", TAGGED.replace('"Zürich"', "1e999"), TAGGED.replace('"Zürich"', "1e999"), []),
     ("bare", f"{CALL}; {CALL}", "", [WEATHER, WEATHER]),
@@ -52,6 +61,28 @@ TEXTS: list[tuple[Form, str, str, list[Any]]] = [
     ("bare", '{"name": "get_time"}', "", [("get_time", {})]),
     ("bare", '{"name": 3}', '{"name": 3}', []),
     ("bare", f"Well: {CALL}", f"Well: {CALL}", []),
+    # A mention of a mark, and then a call:
+    ("tagged", f"I write {BEGIN} and {END}.\n{TAGGED}", f"I write {BEGIN} and {END}.\n", [WEATHER]),
+    ("tagged", f"`{BEGIN}` begins it. {TAGGED}", f"`{BEGIN}` begins it. ", [WEATHER]),
+    ("tagged", f'{BEGIN}{{"name": "fly"}}{END} {TAGGED}', f'{BEGIN}{{"name": "fly"}}{END} ', [WEATHER]),
+    ("tagged", f'{BEGIN}{{"name": ... {TAGGED}', f'{BEGIN}{{"name": ... ', [WEATHER]),
+    ("tagged", f'{BEGIN}{{"name": "… {TAGGED}', f'{BEGIN}{{"name": "… ', [WEATHER]),
+    ("tagged", f"{BEGIN}{CALL}{BEGIN}{CALL}{END}", "", [WEATHER, WEATHER]),
+    ("tagged", f"{BEGIN}[{CALL}, {CALL}]{END}", "", [WEATHER, WEATHER]),
+    ("tagged", f"{BEGIN}{BEGIN}{BEGIN}\n{CALL}{END}", f"{BEGIN}{BEGIN}", [WEATHER]),
+    ("list", f"Use {LIST_MARK} for it.{LIST_MARK} [{CALL}]", f"Use {LIST_MARK} for it.", [WEATHER]),
+    ("list", f"{LIST_MARK}[{CALL}]", "", [WEATHER]),
+    ("list", f"[1] says so.{LIST_MARK}[{CALL}]", "[1] says so.", [WEATHER]),
+    (
+        "list",
+        f'Sure.{LIST_MARK}get_time[ARGS]{{}}{LIST_MARK}get_weather{{"city": "Zürich"}}',
+        "Sure.",
+        [("get_time", {}), WEATHER],
+    ),
+    ("list", f"{LIST_MARK}get_time[CALL_ID]a1b2c3d4e[ARGS]{{}}", "", [("get_time", {})]),
+    ("list", f"{LIST_MARK}get_times[ARGS]{{}}", f"{LIST_MARK}get_times[ARGS]{{}}", []),
+    ("bare", f"I look.<|python_tag|>{CALL}", "I look.", [WEATHER]),
+    ("bare", '{"name": "get_time", "parameters": null}', "", [("get_time", {})]),
 ]
 
 
@@ -62,6 +93,59 @@ def test_calls_are_read_from_pieces_of_any_length(
 ) -> None:
     pieces = [text[start : start + length] for start in range(0, len(text), length)]
     assert read(form, pieces) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"a": 1.0, "b": 1e5, "c": 12345678901234567890, "d": -0}',
+        '{ "z" : [ 1,2 ],\n  "a" : "\\u00fc\\/" }',
+        '{"a": 1, "a": 2}',
+        "{}",
+    ],
+)
+@pytest.mark.parametrize("form", ["tagged", "list", "bare"])
+@pytest.mark.parametrize("is_text", [False, True])
+def test_arguments_are_the_text_that_the_model_wrote(form: Form, arguments: str, is_text: bool) -> None:
+    """The numbers, the order of the keys, the spaces and the escapes."""
+    written = json.dumps(arguments) if is_text else arguments
+    call = f'{{"name": "get_weather", "arguments": {written}}}'
+    parser = new_parser(form)
+    deltas = [parser.push({"tagged": f"{BEGIN}{call}{END}", "list": f"[{call}]", "bare": call}[form]), parser.finish()]
+    assert [call.arguments for delta in deltas for call in delta.calls] == [arguments]
+
+
+OPEN = f'{BEGIN}{{"'  # a text of JSON begins, in which marks do not count
+MARKS_IN_TEXT = f'{BEGIN}{{\\"'
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece", "end"),
+    [
+        ("", BEGIN, ""),
+        ("", OPEN, ""),
+        ("", f"{BEGIN}[", ""),
+        ("", f"{END}{BEGIN}{{", ""),
+        ("", f'{BEGIN}{{"a": "{END}"', ""),
+        (OPEN, MARKS_IN_TEXT, ""),
+        (OPEN, MARKS_IN_TEXT, f'"{END}'),
+        (OPEN, f"{BEGIN}x", f'"{END}'),
+        (OPEN, f"{BEGIN}{{", f'"{END}'),
+        (BEGIN, " ", ""),
+    ],
+)
+@pytest.mark.parametrize("length", [1, 100, 100_100])
+def test_a_long_text_of_marks_is_read_in_linear_time(begin: str, piece: str, end: str, length: int) -> None:
+    """Quadratic work on these texts would take many seconds."""
+    text = begin + piece * ((40_000 if length == 1 else 100_000) // len(piece)) + end
+    parser = new_parser("tagged")
+    deltas = [parser.push(text[start : start + length]) for start in range(0, len(text), length)]
+    assert "".join(delta.content for delta in [*deltas, parser.finish()]) == text
+
+
+def test_calls_behind_many_broken_ones_are_read() -> None:
+    broken = f'{BEGIN}{{"a": "{BEGIN}"}}{END}'
+    assert read("tagged", [broken * 50 + TAGGED]) == (broken * 50, [WEATHER])
 
 
 @given(
@@ -75,7 +159,7 @@ def test_a_text_without_a_whole_call_is_returned_as_it_is(form: Form, pieces: li
 
 
 def test_content_that_cannot_begin_a_call_is_not_kept_back() -> None:
-    parser = ToolCallParser("tagged", NAMES)
+    parser = new_parser("tagged")
     assert [parser.push(piece).content for piece in ("Hello", " <", "b>", "<tool_c", "an")] == [
         "Hello",
         " ",
@@ -112,38 +196,63 @@ def test_a_conversation_for_a_template_without_tools_has_them_as_text() -> None:
     assert without_tools(messages[1:], tools)[0]["role"] == "system"
 
 
-NAMED = {"type": "object", "properties": {"a": {"type": "string"}}}
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Weather?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "call_0123456789", "type": "function", "function": {"name": "get_weather", "arguments": {}}},
+            {"id": None, "type": "function", "function": {"name": "get_time", "arguments": {}}},
+        ],
+    },
+    {"role": "tool", "content": "rain", "tool_call_id": "call_0123456789"},
+    {"role": "tool", "content": "noon"},
+    {"role": "user", "content": "Thanks"},
+]
 
 
-def test_enforced_arguments_have_only_the_properties_that_the_schema_names() -> None:
-    only = NAMED | {"additionalProperties": False}
-    assert closed(NAMED) == only
-    nested = {
-        "$defs": {"A": NAMED},
-        "properties": {"x": {"items": NAMED}, "y": {"anyOf": [NAMED, {"$ref": "#/$defs/A"}]}},
-    }
-    assert closed(nested) == {
-        "$defs": {"A": only},
-        "properties": {"x": {"items": only}, "y": {"anyOf": [only, {"$ref": "#/$defs/A"}]}},
-        "additionalProperties": False,
-    }
+def test_a_template_without_a_system_role_has_the_tools_in_the_first_message_of_the_user() -> None:
+    tools = [{"type": "function", "function": {"name": "get_weather"}}]
+    user, assistant, results = without_system_role(without_tools(CONVERSATION, tools))
+    assert (user["role"], assistant["role"], results["role"]) == ("user", "assistant", "user")
+    assert user["content"].startswith("Be kind.\n\nYou can call these functions:\n")
+    assert json.dumps(tools[0]["function"]) in user["content"]
+    assert user["content"].endswith("\n\nWeather?")
+    assert results["content"].count("<tool_response>") == 2
+    assert results["content"].endswith("\nThanks")
+    empty = without_system_role([{"role": "system"}, {"role": "user", "content": "Hi"}])
+    assert [each["content"].strip() for each in empty] == ["Hi"]
+    alone = without_system_role(without_tools([{"role": "assistant", "content": "Hi"}], tools))
+    assert [message["role"] for message in alone] == ["user", "assistant"]
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "object"},
-        NAMED | {"additionalProperties": True},
-        NAMED | {"patternProperties": {"^b": {}}},
-        {"allOf": [NAMED, {"properties": {"b": {}}}]},
-        {"anyOf": 5, "items": [3], "$defs": None},
-        {"properties": {"x": {"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}]}}},
-        {"properties": {"x": {"$ref": "#/$defs/A", "properties": {"b": {}}}}, "$defs": {"A": NAMED}},
-    ],
-    ids=str,
-)
-def test_a_schema_that_speaks_of_other_properties_is_not_changed(schema: dict[str, Any]) -> None:
-    assert closed(schema) == schema
+def test_only_results_of_calls_are_joined_with_messages_of_the_user() -> None:
+    result = {"role": "tool", "content": "rain"}
+    quoted = [{"role": "user", "content": text} for text in ("<tool_response>\nmine\n</tool_response>", "b")]
+    assert without_tools(quoted, []) == quoted
+    (joined,) = without_tools([quoted[1], result, quoted[1]], [])
+    assert joined["content"] == "b\n<tool_response>\nrain\n</tool_response>\nb"
+
+
+def test_many_results_of_calls_are_joined_in_linear_time() -> None:
+    """Quadratic work would copy 40 GB."""
+    (joined,) = without_tools([{"role": "tool", "content": "x" * 1024}] * 9000, [])
+    assert joined["content"].count("x") == 1024 * 9000
+
+
+def test_the_ids_of_calls_fit_a_template_that_checks_them() -> None:
+    check = "{% if tool_call.id is not defined or tool_call.id|length != 9 %}{{ raise_exception('no') }}{% endif %}"
+    assert demands_short_ids(check)
+    assert not demands_short_ids("{% if messages|length != 90 %}")
+    assert all(len(new_call_id(is_short=True)) == 9 and new_call_id(is_short=True).isalnum() for _ in range(50))
+    found = with_short_ids(CONVERSATION)
+    first, second = (call["id"] for call in found[2]["tool_calls"])
+    assert [found[3]["tool_call_id"], found[4]["tool_call_id"]] == [first, second]
+    assert first != second
+    assert all(len(each) == 9 and each.isalnum() for each in (first, second))
+    assert with_short_ids(found) == found
 
 
 @pytest.mark.parametrize(("ended", "reason"), [("stop", "tool_calls"), ("length", "length")])
@@ -152,7 +261,7 @@ def test_an_answer_that_is_cut_off_after_a_complete_call_says_so(ended: FinishRe
         id="c", model_name="m", num_choices=1, checkpoint=SimpleNamespace(tokenizer=None), edit_answers=lambda index: {}
     )
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Weather?"}], "stream": True})
-    writer = Writer(body, cast(Generation, generation), [ToolCallParser("tagged", NAMES)])
+    writer = Writer(body, cast(Generation, generation), [new_parser("tagged")])
     step = Output("c", 0, tokens=[TokenOutput(1, TAGGED)], end=End(ended))
     *_, last = writer.events(ChoiceOutput(0, step, None))
     (choice,) = json.loads(last.removeprefix(b"data: "))["choices"]

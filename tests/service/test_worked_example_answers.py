@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from service.http.forward_schemas import ForwardAnswer
-from tests.service.running import Running
+from forwardscope.results.passes import Trace
+from tests.service.running import Running, validate
 from tests.service.test_forward import as_tensor, stages_by_name
 
 PROMPTS = {
@@ -19,7 +19,7 @@ PROMPTS = {
 def test_printed_numbers_have_the_stated_difference_from_the_computed_ones(empty: Running, name: str) -> None:
     body = {"model": name, "prompt": PROMPTS[name], "detail": "values"}
     answer = empty.answer("/forward", **body)
-    ForwardAnswer.model_validate(answer)
+    validate(Trace, answer)
     assert answer["model"] == name
     published = [stage for stage in answer["stages"] if stage.get("published") is not None]
     assert len(published) >= 4
@@ -74,7 +74,7 @@ def test_a_tokens_journey_predicts_cat_with_the_printed_loss(empty: Running) -> 
 
 def test_another_prompt_runs_and_has_no_printed_numbers(empty: Running) -> None:
     answer = empty.answer("/forward", model="a-tokens-journey", prompt="dog mat the")
-    ForwardAnswer.model_validate(answer)
+    validate(Trace, answer)
     assert [token["text"] for token in answer["tokens"]] == ["dog", "mat", "the"]
     assert "worked_example" not in answer
     assert all("published" not in stage for stage in answer["stages"])
@@ -94,7 +94,7 @@ def test_token_ids_give_the_same_answer_as_their_words(empty: Running) -> None:
         ("the elephant", "prompt", "unknown_word"),
         ("", "prompt", "empty"),
         ("  \n ", "prompt", "empty"),
-        ("the the the the the", "prompt", "context_length"),
+        ("the the the the the", "prompt", "context_length_exceeded"),
         ([6], "prompt.0", "token_id"),
     ],
 )

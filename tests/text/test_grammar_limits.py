@@ -1,30 +1,45 @@
 """Tests of what is refused before llguidance compiles it, and of what the compiler of grammars remembers."""
 
+import ast
+import json
+import os
+import resource
+import signal
+import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from model.errors import InvalidField
+from model.text import grammar_program
 from model.text.grammar import MAX_REMEMBERED, Grammars, NotRemembered
-from model.text.grammar_checker import GrammarChecker, NeedsMoreTime
-from model.text.grammar_limits import MAX_DIVISOR, MAX_PATTERN_PROPERTIES, check_attributes, check_schema
+from model.text.grammar_limits import InvalidGrammar
+from model.text.grammar_process import GrammarProcess, NeedsMoreTime, NoAnswer
+from model.text.grammar_program import SmallVocabulary, read, read_in_fork
+from model.text.grammar_source import check_attributes
+from tests.service.running import PATIENCE_SECONDS
 from tests.text.test_constraint import grammars, tokenizer  # noqa: F401  # fixtures
 
-SLOW = {"allOf": [{"type": "integer", "multipleOf": number} for number in (83, 89, 97)]}
+ROOT = Path(__file__).parents[2]
+SLOW = {"anyOf": [{"type": "integer", "multipleOf": number} for number in range(89_980, 89_990)]}
 
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The fields of the grammars that a checking process has compiled."""
     fields: list[str] = []
-    check = GrammarChecker.check
+    read = GrammarProcess.read
 
-    def noted(checker: GrammarChecker, field: str, grammar: str) -> None:
+    def noted(process: GrammarProcess, field: str, source: str) -> dict[str, Any]:
         fields.append(field)
-        check(checker, field, grammar)
+        return read(process, field, source)
 
-    monkeypatch.setattr(GrammarChecker, "check", noted)
+    monkeypatch.setattr(GrammarProcess, "read", noted)
     return fields
 
 
@@ -38,8 +53,8 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ],
 )
 def test_attributes_of_rules_that_would_have_no_effect_are_refused(text: str) -> None:
-    with pytest.raises(InvalidField, match=r"(temperature|max_tokens) has no effect .* set \1 in the request"):
-        check_attributes("grammar", text)
+    with pytest.raises(InvalidGrammar, match=r"(temperature|max_tokens) has no effect .* set \1 in the request"):
+        check_attributes(text)
 
 
 @pytest.mark.parametrize(
@@ -53,25 +68,7 @@ def test_attributes_of_rules_that_would_have_no_effect_are_refused(text: str) ->
     ],
 )
 def test_texts_that_look_like_attributes_are_allowed(text: str) -> None:
-    check_attributes("grammar", text)
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"multipleOf": MAX_DIVISOR + 1},
-        {"items": [{"properties": {"a": {"multipleOf": (MAX_DIVISOR + 1) / 1000}}}]},
-        {"patternProperties": {str(i): {} for i in range(MAX_PATTERN_PROPERTIES + 1)}},
-    ],
-)
-def test_a_schema_over_a_limit_is_refused_with_the_limit(schema: dict[str, Any]) -> None:
-    with pytest.raises(InvalidField, match=f"is too complex.*use at most ({MAX_DIVISOR}|{MAX_PATTERN_PROPERTIES})"):
-        check_schema("json", schema)
-
-
-@pytest.mark.parametrize("divisor", [1, 60, 86_400, MAX_DIVISOR, 0.01, 2.50, 1e-7, 0, "a", True, float("inf")])
-def test_usual_divisors_are_allowed(divisor: Any) -> None:
-    check_schema("json", {"properties": {"multipleOf": {"multipleOf": divisor}, "patternProperties": {"type": "null"}}})
+    check_attributes(text)
 
 
 def test_a_schema_with_the_fields_of_a_large_program_compiles_quickly(grammars: Grammars) -> None:  # noqa: F811
@@ -135,16 +132,8 @@ def test_a_choice_with_a_nul_character_names_its_field(grammars: Grammars) -> No
 )
 def test_texts_without_an_end_are_searched_in_proportion_to_their_length(begin: str, part: str) -> None:
     began = time.process_time()
-    check_attributes("grammar", begin + part * 32_000 + "\\")
+    check_attributes(begin + part * 32_000 + "\\")
     assert time.process_time() - began < 0.5  # the square of the length would take ten seconds
-
-
-def test_the_digits_of_extreme_divisors_are_counted_quickly() -> None:
-    began = time.process_time()
-    check_schema("json", {"allOf": [{"multipleOf": 5e-324}] * 2600})
-    assert time.process_time() - began < 0.5
-    with pytest.raises(InvalidField, match="multipleOf"):
-        check_schema("json", {"multipleOf": 1e300})
 
 
 def test_what_is_remembered_is_found_without_compiling(grammars: Grammars, checks: list[str]) -> None:  # noqa: F811
@@ -163,3 +152,126 @@ def test_what_is_remembered_is_found_without_compiling(grammars: Grammars, check
     for each in (grammars, remembered):
         with pytest.raises(InvalidField, match="regex"):
             each.regex("regex", "(")
+
+
+def test_only_the_limited_process_loads_the_modules_that_read_grammars() -> None:
+    paths = [path for package in ("forwardscope", "model", "service") for path in (ROOT / package).rglob("*.py")]
+    imports = {
+        (path.stem, node.module)
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("model.text.grammar")
+    }
+    shared = {"model.text.grammar", "model.text.grammar_limits", "model.text.grammar_process"}
+    private = {f"model.text.{path.stem}" for path in (ROOT / "model/text").glob("grammar_*.py")} - shared
+    assert "model.text.grammar_program" in private
+    assert {f"model.text.{user}" for user, module in imports if module in private} <= private
+
+
+def test_a_schema_given_as_text_is_read_like_one_given_as_a_value(grammars: Grammars) -> None:  # noqa: F811
+    grammars.json_schema("json", '{"const": 1}')
+    for text in ("{", "[1]", "[" * 30_000):
+        with pytest.raises(InvalidField, match="is a text"):
+            grammars.json_schema("json", text)
+
+
+def test_a_process_that_is_killed_keeps_no_call_waiting(grammars: Grammars) -> None:  # noqa: F811
+    grammars.choice("choice", ["a"])  # the process has started
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(grammars.json_schema, "killed", SLOW)
+        time.sleep(0.3)
+        grammars.kill()
+        with pytest.raises(NoAnswer):
+            call.result(PATIENCE_SECONDS)
+    assert grammars._process._process is None, "the process has ended, and not only its limited fork"
+    assert grammars.choice("choice", ["b"]).field == "choice", "another process has started"
+
+
+def test_a_process_that_has_ended_is_replaced(grammars: Grammars) -> None:  # noqa: F811
+    grammars.choice("choice", ["begin"])
+    process = grammars._process._process
+    assert process is not None
+    process.kill()
+    process.wait(PATIENCE_SECONDS)
+    assert grammars.choice("choice", ["ended"]).field == "choice"
+
+
+def test_no_answer_is_not_remembered(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    quick = grammars.quick()
+    num_started: list[int] = []
+
+    def start(command: list[str], **pipes: Any) -> Any:
+        num_started.append(1)
+        return subprocess.Popen(["true"], **pipes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("model.text.grammar_process.subprocess", SimpleNamespace(Popen=start, PIPE=subprocess.PIPE))
+        with pytest.raises(NoAnswer):
+            quick.choice("choice", ["unanswered"])
+        assert len(num_started) == 2, "it was replaced once"
+    assert quick.choice("choice", ["unanswered"]).field == "choice"
+
+
+def test_a_process_that_does_not_answer_in_time_is_ended(
+    grammars: Grammars,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quick = grammars.quick()
+    quick.choice("choice", ["in time"])
+    process = quick._process._process
+    assert process is not None
+    with monkeypatch.context() as patch:
+        patch.setattr("model.text.grammar_process.MAX_WAIT_SECONDS", 0.0)
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(NoAnswer):
+            quick.choice("choice", ["late"])
+    assert process.returncode == -signal.SIGKILL
+    assert quick.choice("choice", ["late"]).field == "choice"
+
+
+def test_grammars_are_read_where_1024_files_are_open(grammars: Grammars) -> None:  # noqa: F811
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip(f"a process may open only {hard} files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1030)]
+    try:
+        assert grammars.quick().choice("choice", ["a"]).field == "choice"
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_an_error_of_the_reader_is_no_property_of_the_grammar(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = LLTokenizer(SmallVocabulary(0, {}))  # type: ignore[arg-type]  # noqa: F811
+    job = {"cpu_seconds": 2, "source": {"choice": ["a"]}}
+
+    def fails(*_: Any) -> None:
+        raise failure
+
+    monkeypatch.setattr(grammar_program, "read_source", fails)
+    failure: BaseException = ZeroDivisionError("a bug")
+    assert "cannot be read" in json.loads(read_in_fork(tokenizer, job))["error"]
+    assert "ZeroDivisionError: a bug" in capfd.readouterr().err
+    failure = MemoryError()
+    assert json.loads(read_in_fork(tokenizer, job)) == {"ended": "memory"}
+    monkeypatch.setattr(grammar_program, "read_source", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    assert json.loads(read_in_fork(tokenizer, job)) == {"ended": "killed"}
+
+
+def test_each_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = LLTokenizer(SmallVocabulary(0, {}))  # type: ignore[arg-type]  # noqa: F811
+    compiled: list[str] = []
+
+    def matcher(tokenizer: LLTokenizer, text: str, **limits: Any) -> LLMatcher:
+        compiled.append(text)
+        return LLMatcher(tokenizer, text, **limits)
+
+    monkeypatch.setattr(grammar_program, "LLMatcher", matcher)
+    schema = {"schema": {"type": "integer"}, "is_closed": True, "is_strict": False, "name": "f", "field": "tools.0"}
+    answer = read(tokenizer, {"rules": "start: arguments_0", "schemas": {"arguments_0": schema}})
+    assert answer["grammar"] == compiled[-1]
+    assert len(compiled) == len(set(compiled)) == 2, "the schema alone, and the whole"

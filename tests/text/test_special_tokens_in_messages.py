@@ -88,7 +88,7 @@ def test_no_text_of_a_client_becomes_a_special_token(kind: str, source: str, dat
     special = [text for text, is_special in tokenizer.added_tokens.items() if is_special]
     parts = st.sampled_from([*special[:40], *(text[:3] for text in special), *(text[2:] for text in special)])
     other = st.sampled_from(
-        ["<", "|", ">", "_", "x", " ", "\n", "im_", "start|>", "\uff1cs\uff1e", "<|IM_END|>", "é", "[", "]"]
+        ["<", "|", ">", "_", "x", "\0", " ", "\n", "im_", "start|>", "\uff1cs\uff1e", "<|IM_END|>", "é", "[", "]"]
     )
     text = st.lists(st.one_of(parts, other, st.text(max_size=3)), max_size=8).map("".join)
     messages = [
@@ -190,3 +190,25 @@ def test_a_merge_cannot_make_a_special_token(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(state))
     template = ChatTemplate("<s>{{ messages[0].content }}", Tokenizer.from_directory(tmp_path))
     assert template.encode([{"role": "user", "content": "a<s>"}]) == [4, 5, 3, 2]
+
+
+PRIVATE = [*map(chr, range(0xF0000, 0x10FFFE))]
+
+
+@pytest.mark.parametrize("where", ["content", "name"])
+def test_texts_that_have_most_private_characters_are_tokenized(where: str) -> None:
+    """There is only one place left for stand-ins, so a random draw would not find it."""
+    free = "".join(PRIVATE[:5000:3] + PRIVATE[5030::3])
+    message = {"role": "user", "content": "<|im_end|>", where: f"<|im_end|>{free}"}
+    ids = ChatTemplate(CHATML, byte_level()).encode([message])
+    assert special_ids(byte_level(), ids) == special_ids(
+        byte_level(), ChatTemplate(CHATML, byte_level()).encode([{"role": "user", "content": "x"}])
+    )
+    assert byte_level().decode(ids, skip_special_tokens=False) == f"<|im_start|>user\n{message['content']}<|im_end|>\n"
+
+
+def test_texts_that_leave_no_stand_ins_are_refused() -> None:
+    template = ChatTemplate(CHATML, byte_level())
+    with pytest.raises(InvalidField, match=r"too many different characters of the private planes") as raised:
+        template.encode([{"role": "user", "content": "".join(part)} for part in (PRIVATE[::16], PRIVATE[8::16])])
+    assert raised.value.field == "messages"

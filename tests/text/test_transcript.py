@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,3 +123,56 @@ def test_no_token_can_follow_the_end() -> None:
     transcript.push(3, None)
     with pytest.raises(AssertionError):
         transcript.push(3, None)
+
+
+@pytest.fixture(scope="module")
+def fallback() -> Tokenizer:
+    """A vocabulary with the tokens `a`, `bc` and a space, in which other characters are runs of bytes."""
+    names = ["<unk>", "<s>", "a", "bc", "▁", *(f"<0x{byte:02X}>" for byte in range(256))]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    backend.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+        ]
+    )
+    backend.add_special_tokens(["<s>"])
+    return Tokenizer(backend)
+
+
+def bytes_of(text: str) -> list[int]:
+    return [5 + byte for byte in text.encode()]
+
+
+A, BC, SPACE, SPECIAL = 2, 3, 4, 1
+OFFSETS: dict[str, tuple[list[int], list[int], list[int]]] = {
+    # The prompt, the tokens, and the offset of each.
+    "two bytes": ([A], [A, *bytes_of("é"), BC, A], [0, 1, 1, 2, 4]),
+    "several characters": ([A], [*bytes_of("é🙂x"), A], [0, 0, 1, 1, 1, 1, 2, 3]),
+    "bytes that are no text": ([A], [5 + 0xFF, 5 + 0xFE, A, BC], [0, 0, 2, 3]),
+    "bytes at the end": ([A], [BC, *bytes_of("é")], [0, 2, 2]),
+    "a special token between": ([A], [*bytes_of("é"), SPECIAL, A], [0, 0, 1, 1]),
+    "a character that begins in the prompt": ([A, *bytes_of("é")[:1]], [*bytes_of("é")[1:], A, BC], [0, 1, 2]),
+    "a run that begins in the prompt": ([A, *bytes_of("é")], [*bytes_of("à"), A, BC], [0, 0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize("name", OFFSETS)
+def test_an_offset_is_where_the_text_of_a_token_begins(fallback: Tokenizer, name: str) -> None:
+    prompt_ids, ids, offsets = OFFSETS[name]
+    outputs, _ = write(fallback, ids, prompt_ids=prompt_ids)
+    assert [output.offset for output in outputs] == offsets
+    assert text(outputs)[offsets[-1] :] in ("a", "bc", "é")
+
+
+def test_offsets_count_the_echoed_prompt_and_text_that_is_kept_back(fallback: Tokenizer) -> None:
+    prompt_ids, ids = [A, *bytes_of("é")], [A, BC, *bytes_of("é"), A]
+    outputs, _ = write(fallback, ids, prompt_ids=prompt_ids, echo=True, stop=["abcx"])
+    assert [output.offset for output in outputs] == [0, 1, 1, 2, 3, 5, 5, 6]
+    assert [output.text for output in outputs] == ["a", "", "", "é", "", "", "", "abcéa"]
+    stopped, end = write(fallback, [BC, A, A, BC], stop=["aab"])
+    assert end == End("stop", "aab")
+    assert [output.offset for output in stopped] == [0, 2, 3, 2]  # the text ends at 2

@@ -145,7 +145,7 @@ class SharedBrowser:
 
 
 class Findings(list[str]):
-    """What must not happen in a browser. A test that expects an entry clears the list."""
+    """Browser events that fail a test, such as errors. A test that expects an entry clears the list."""
 
     def watch(self, page: "Page") -> None:
         page.on("console", self._note_message)
@@ -192,7 +192,7 @@ def new_context(
 
 
 def url_of(base: str, view: str, **params: str | float) -> str:
-    """The address of a view in a state."""
+    """The address of a view in a state, as a query: unlike a fragment, it always loads the page."""
     return f"{base.rstrip('/')}/?{urlencode({'view': view, **params})}"
 
 

@@ -69,7 +69,7 @@ def keyed() -> Iterator[str]:
 
 @pytest.fixture
 def findings() -> Iterator[Findings]:
-    """What must not happen in the browser. A test that expects an entry clears the list."""
+    """Collect browser events that fail the test. A test that expects an entry clears the list."""
     found = Findings()
     yield found
     assert found == []

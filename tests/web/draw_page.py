@@ -12,15 +12,14 @@ from tests.service.running import running
 from tests.web.browsing import chromium, new_context, open_view
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "page.png"
-VIEW: dict[str, str | int] = {"layer": 3, "head": 5}  # this head looks at the previous token
-NAME = "attention"
+NAME = "network"
 
 
 def draw(path: Path) -> None:
     with running(model="bundled") as service, chromium() as browser, new_context(browser) as context:
         page = context.new_page()
-        page.set_viewport_size({"width": 1280, "height": 1200})  # the pattern of the head is in sight
-        open_view(page, str(service.client.base_url), NAME, **VIEW)
+        page.set_viewport_size({"width": 1280, "height": 860})
+        open_view(page, str(service.client.base_url), NAME)
         page.screenshot(path=path)
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from service.http.pattern_schemas import PatternsAnswer
+from forwardscope.results.passes import Patterns
 from tests.service.checkpoints import write_checkpoint
-from tests.service.running import PATIENCE_SECONDS, Start
+from tests.service.running import PATIENCE_SECONDS, Start, validate
 from tests.web.browsing import open_table, open_view, wait_until_ready, wait_until_settled
 from tests.web.conftest import OpenPage
 from tests.web.reading import percent, read_number, shown
@@ -30,7 +30,7 @@ def patterns(base: str, prompt: str = PROMPT, **fields: Any) -> dict[str, Any]:
     request = urllib.request.Request(f"{base}/patterns", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as response:
         answer: dict[str, Any] = json.load(response)
-    PatternsAnswer.model_validate(answer)
+    validate(Patterns, answer)
     return answer
 
 
@@ -126,6 +126,8 @@ def test_the_arcs_follow_the_mouse_and_return_to_the_chosen_token(page: "Page", 
     page.mouse.move(5, 5)
     page.locator("attention-head .answer", has_text=before).wait_for()
     assert page.url == address
+    page.locator("#arc-token-2").hover()
+    page.locator("#arc-token-2[aria-selected=true]").wait_for()
     page.locator("#arc-token-2").click()
     page.wait_for_url("**pos=2**")
     wait_until_ready(page)

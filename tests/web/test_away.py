@@ -15,7 +15,7 @@ from tests.web.conftest import OpenPage
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-ADDRESS = "/?prompt=Emma+was&max_tokens=5"
+ADDRESS = "/?view=generate&prompt=Emma+was&max_tokens=5"
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def axe() -> str:
 
 
 def serious_findings(page: "Page", axe: str) -> list[str]:
-    """What axe-core finds, with the elements that it concerns."""
+    """List the serious problems that axe-core finds, with the elements concerned."""
     page.evaluate(axe)
     violations: list[dict[str, Any]] = page.evaluate(RUN)
     return [

@@ -129,6 +129,13 @@ def test_the_sliders_of_a_token_change_its_distribution_without_a_request(
     assert [row[1] for row in table_rows(page)][3:] == 7 * ["excluded"]
 
 
+def test_an_emptied_box_of_a_token_gives_a_message_in_place_of_numbers(page: "Page", base: str) -> None:
+    open_view(page, base, "generate", max_tokens=2, token=1)
+    page.get_by_role("spinbutton", name="temperature, for this token").fill("")
+    assert page.get_by_text("The temperature must be a number of at least 0.").is_visible()
+    assert "NaN" not in page.locator("generate-view").inner_text()
+
+
 def test_the_distribution_is_the_one_that_the_service_draws_from(page: "Page", base: str) -> None:
     open_view(page, base, "status")
     logits = torch.randn(500, generator=torch.Generator().manual_seed(0)) * 3
@@ -195,7 +202,7 @@ def test_stop_ends_the_request_and_says_after_how_many_tokens(page: "Page", bund
 
 
 def test_a_click_while_tokens_arrive_does_not_begin_again(page: "Page", base: str) -> None:
-    page.goto(f"{base}/?max_tokens=400&temperature=1&seed=5")
+    page.goto(f"{base}/?view=generate&max_tokens=400&temperature=1&seed=5")
     options(page).nth(2).click()
     page.get_by_role("heading", name="Token 3 of the continuation").wait_for()
     wait_until_ready(page)

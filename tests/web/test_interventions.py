@@ -55,7 +55,7 @@ def add_edit(page: "Page", words: str) -> None:
 
 
 def bar_starts(page: "Page") -> list[tuple[float, float]]:
-    """Where each bar of the first table of the attribution begins, and its length, in percent of its cell."""
+    """Measure the start and the length of each bar in the first table of the attribution, in percent of its cell."""
     bars = page.locator("direct-attribution table.bars").first.locator(".bar").all()
     script = "bar => [parseFloat(bar.style.marginLeft), parseFloat(bar.style.width)]"
     return [tuple(bar.evaluate(script)) for bar in bars]
@@ -112,7 +112,7 @@ def test_chips_are_added_and_removed_and_the_address_has_them(page: "Page", base
     field(page, "factor").fill("0.5")
     field(page, "positions").fill("0, 2-3")
     add_edit(page, "Multiply the feed-forward output of layer 5 at positions 0, 2\N{EN DASH}3 by 0.5")
-    text = page.evaluate("new URLSearchParams(location.search).get('edits')")
+    text = page.evaluate("new URLSearchParams(location.hash.slice(1)).get('edits')")
     assert json.loads(text) == [
         {"stage": "blocks.5.attn.z", "op": "zero", "heads": [2]},
         {"stage": "blocks.5.mlp_out", "op": "scale", "positions": [0, [2, 3]], "factor": 0.5},
@@ -234,7 +234,7 @@ def test_an_edit_that_cannot_work_is_not_added(page: "Page", base: str, findings
     add.click()
     page.locator("#edit-message", has_text="edits.0.source.positions").wait_for()
     assert page.locator(".chip").count() == 0
-    assert page.evaluate("location.search").count("edits") == 1  # the view
+    assert page.evaluate("location.hash").count("edits") == 1  # the view
     assert all("status of 4" in finding for finding in findings)
     findings.clear()
 

@@ -8,8 +8,9 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from tests.service.running import Running, wait_until
-from tests.web.browsing import DESKTOP, Findings, open_view, wait_until_ready, wait_until_settled
+from tests.web.browsing import DESKTOP, Findings, open_view, url_of, wait_until_ready, wait_until_settled
 from tests.web.conftest import API_KEY, OpenPage
+from tests.web.reading import percent
 from tests.web.views import VIEWS
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ REFUSED = "net::ERR_CONNECTION_REFUSED"
 
 
 def read_address(page: "Page") -> dict[str, str]:
-    query = parse_qs(urlsplit(page.url).query, keep_blank_values=True)
-    return {name: values[0] for name, values in query.items()}
+    state = parse_qs(urlsplit(page.url).fragment, keep_blank_values=True)
+    return {name: values[0] for name, values in state.items()}
 
 
 def shown_prompt(page: "Page") -> str:
@@ -39,22 +40,21 @@ def run_prompt(page: "Page", prompt: str) -> None:
 def test_the_first_view_is_complete_without_any_input(page: "Page", bundled: Running, base: str) -> None:
     page.goto(base)
     wait_until_ready(page)
-    expected = bundled.answer("/generate", prompt=EXAMPLE, max_tokens=24, temperature=0)
-    assert page.locator("token-strip [role=option]").count() == len(expected["tokens"])
-    assert shown_prompt(page) == EXAMPLE
-    assert page.title() == "Generate · Forwardscope"
+    top = bundled.answer("/forward", prompt=EXAMPLE, stages=["loss"])["predictions"][-1]["top"][0]
+    assert percent(top["probability"]) in page.locator("network-view .answer").inner_text()
+    assert page.get_by_label("Prompt").input_value() == EXAMPLE
+    assert page.title() == "Network · Forwardscope"
     assert "5,131,520 parameters" in page.locator("#served").inner_text()
 
 
 def test_back_forward_and_reload_restore_the_state(page: "Page", base: str) -> None:
-    page.goto(base)
-    wait_until_ready(page)
+    open_view(page, base, "generate")
     run_prompt(page, PROMPT)
     page.get_by_label("Max tokens").fill("3")
     page.get_by_label("Max tokens").press("Enter")
     page.locator("token-strip [role=option]").nth(3).wait_for(state="detached")
     wait_until_ready(page)
-    assert read_address(page) == {"prompt": PROMPT, "max_tokens": "3"}
+    assert read_address(page) == {"view": "generate", "prompt": PROMPT, "max_tokens": "3"}
     page.reload()
     wait_until_ready(page)
     assert shown_prompt(page) == PROMPT
@@ -71,6 +71,7 @@ def test_back_forward_and_reload_restore_the_state(page: "Page", base: str) -> N
 
 
 STATES: dict[str, dict[str, str | int]] = {
+    "network": {"at": "blocks.1.attn.pattern", "position": 3, "cell": 7, "head": 2},
     "generate": {"max_tokens": 5, "token": 2, "try_temperature": "0.5"},
     "forward": {"layer": "1", "stage": "blocks.1.attn.q", "head": 3},
     "attention": {"layer": 2, "head": 4, "pos": 3, "stage": "scores", "find": "first"},
@@ -160,7 +161,7 @@ def test_the_links_of_the_menu_are_addresses_that_keep_model_and_prompt(page: "P
     open_view(page, base, "generate", prompt=PROMPT, max_tokens=2)
     link = page.get_by_role("link", name="Status")
     address = link.evaluate("link => link.href")
-    assert parse_qs(urlsplit(address).query) == {"view": ["status"], "prompt": [PROMPT]}
+    assert parse_qs(urlsplit(address).fragment) == {"view": ["status"], "prompt": [PROMPT]}
     link.click()
     wait_until_ready(page)
     assert page.url == address
@@ -234,12 +235,12 @@ def test_another_model_gets_its_own_prompt_but_a_typed_prompt_stays(
     page.get_by_label("Model").select_option("bundled")
     wait_until_ready(page)
     assert page.get_by_label("Prompt").input_value() == EXAMPLE
-    assert read_address(page) == {"view": "generate"} or read_address(page) == {}
+    assert read_address(page) == {"view": "generate"}
     findings.clear()
 
 
 def test_without_a_checkpoint_the_page_says_so(page: "Page", empty: Running) -> None:
-    page.goto(str(empty.client.base_url))
+    page.goto(url_of(str(empty.client.base_url), "generate"))
     assert wait_until_settled(page) == "error"
     assert "no checkpoint, only worked examples" in page.locator("#error").inner_text()
 
@@ -255,7 +256,7 @@ def test_the_key_is_asked_for_until_it_is_right_and_kept_for_the_tab(
     dialog.get_by_label("Key").fill(API_KEY)
     dialog.get_by_label("Key").press("Enter")
     wait_until_ready(page)
-    assert page.locator("token-strip [role=option]").count() == 24
+    assert "the network expects" in page.locator("network-view .answer").inner_text()
     page.reload()
     wait_until_ready(page)
     assert page.evaluate("[Object.keys(localStorage).length, document.cookie]") == [0, ""]
@@ -336,7 +337,7 @@ def test_the_facts_of_the_header_are_all_in_sight(page: "Page", base: str, width
 EDIT = '{"stage": "blocks.5.attn.z", "op": "zero", "heads": [2]}'
 
 
-@pytest.mark.parametrize("view", ["generate", "forward", "attention", "lens", "loss", "steps"])
+@pytest.mark.parametrize("view", ["network", "generate", "forward", "attention", "lens", "loss", "steps"])
 def test_a_view_that_does_not_apply_the_edits_says_so(page: "Page", base: str, view: str) -> None:
     open_view(page, base, view, prompt=PROMPT, edits=f"[{EDIT}]")
     note = page.locator("#edits-note")

@@ -78,7 +78,7 @@ def test_no_html_file_has_inline_scripts_styles_or_addresses_of_others() -> None
 def test_text_of_a_prompt_is_never_markup(page: "Page", base: str) -> None:
     """The text of a prompt is shown as it is, in each view that has one."""
     prompt = "<img src=x onerror=alert(1)><script>alert(2)</script>"
-    for view in ("generate", "forward", "loss"):
+    for view in ("network", "generate", "forward", "loss"):
         open_view(page, base, view, prompt=prompt)
         assert page.locator("main img, main script").count() == 0
 

@@ -174,7 +174,7 @@ def test_a_cache_of_8_bits_has_its_own_size(page: "Page", start: Start) -> None:
         ({"step": 8}, "step: 8 is out of range"),
         ({"step": -1}, "step: -1 is out of range"),
         ({"tokens": 0}, "tokens: 0 generates nothing"),
-        ({"tokens": 5000}, "exceed the context"),
+        ({"tokens": 5000}, "maximum context length"),
         ({"tokens": "many"}, "tokens: “many” is not a whole number"),
         ({"prompt": ""}, "prompt: is empty"),
     ],

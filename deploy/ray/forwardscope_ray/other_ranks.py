@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not say that it exports this class
 
 from model.network.ranks import TIMEOUT, Place, Ranks
-from service.app import find_device
+from service.app import device_of
 from service.commands.ranks import follow
 from service.log_format import configure_logging
 from service.settings import Settings
@@ -28,7 +28,7 @@ class OtherRank:
         parsed = Settings(**settings)
         configure_logging(parsed.log_level, parsed.log_format)
         store = TCPStore(host, port, place.size, is_master=False, timeout=TIMEOUT)
-        follow(parsed, Ranks(place, find_device(parsed), store=store))
+        follow(parsed, Ranks(place, device_of(parsed), store=store))
         exit_actor()
 
 
@@ -55,7 +55,7 @@ async def connect_other_ranks(settings: dict[str, Any]) -> Ranks | None:
         )
         work = actor.remote().follow.remote(settings, Place(rank, size), host, store.port)
         ends.append(asyncio.ensure_future(error_of(work)))
-    connected = asyncio.ensure_future(asyncio.to_thread(Ranks, Place(0, size), find_device(parsed), store=store))
+    connected = asyncio.ensure_future(asyncio.to_thread(Ranks, Place(0, size), device_of(parsed), store=store))
     await asyncio.wait({connected, *ends}, return_when=asyncio.FIRST_COMPLETED)
     for end in ends:
         if end.done():

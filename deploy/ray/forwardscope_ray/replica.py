@@ -15,7 +15,7 @@ from forwardscope_ray.asgi_call import Call, Head, answer_parts
 from forwardscope_ray.other_ranks import connect_other_ranks
 from forwardscope_ray.vector_copies import add_copies, contents_of, stored_elsewhere
 from service.app import create_app
-from service.commands.serve import SWITCH_SECONDS
+from service.commands.serving import SWITCH_SECONDS
 from service.log_format import configure_logging
 from service.settings import Settings
 from service.state import State

@@ -27,7 +27,7 @@ def contents_of(vectors: VectorStore) -> dict[str, bytes]:
 
 
 async def stored_elsewhere(replicas: DeploymentHandle) -> list[dict[str, bytes]]:
-    """What `contents_of` says on each running replica of a deployment; nothing if none runs."""
+    """Collect the result of `contents_of` on each running replica of a deployment; empty if none runs."""
     try:
         found = await replicas.broadcast("stored_vectors").results_async(timeout_s=COPY_SECONDS, return_exceptions=True)
     except DeploymentUnavailableError:  # this is the first replica

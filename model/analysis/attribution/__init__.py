@@ -1,1 +1,1 @@
-"""What a logit depends on: direct attribution, gradients, patching, and the logit lens."""
+"""Attribution of a logit to its causes: direct attribution, gradients, patching, and the logit lens."""

@@ -61,7 +61,7 @@ class DirectAttribution:
 
     @property
     def remainder(self) -> float:
-        """What the shares leave out: rounding errors of the pass."""
+        """The logit minus the sum of all shares: the rounding errors of the pass."""
         return self.logit - self.total
 
 

@@ -1,7 +1,7 @@
 """The logit lens: decode the residual stream at every layer, as if the following layers did nothing.
 
-With the translators of a tuned lens, each residual is translated first. The work is one pass and then many short parts,
-so that a server can do something else between them. Dims: R positions, C width, V vocabulary.
+With the translators of a tuned lens, each residual is translated first. The work is one pass and many short parts, so
+that a server can do other work in between. Dims: R positions, C width, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ def lens_stages(config: ModelConfig) -> list[Stage]:
 
 
 class LensRun:
-    """One pass over `ids`, and then the residuals of the positions, part by part and layer by layer."""
+    """A run of the logit lens: one pass over `ids`, then decoding of the residuals, part by part."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class LensRun:
         self._final: dict[int, list[int]] = {}  # the tokens of each part of the last residual, by its first row
 
     def parts(self) -> list[LensPart]:
-        """What is decoded after the pass, in order: the last residual first, as the others follow its tokens."""
+        """List the parts in decoding order. The last residual comes first: all parts follow the tokens it predicts."""
         size, num_rows = rows_per_part(self._model.config, self._top_k), len(self._positions)
         *before, last = enumerate(self._stages)
         return [
@@ -130,12 +130,12 @@ class LensRun:
 
 
 def rows_per_part(config: ModelConfig, top_k: int) -> int:
-    """How many rows are decoded together: so few that a part takes a fraction of a second."""
+    """Choose how many rows to decode together: so few that a part takes a fraction of a second."""
     return max(1, min(LOGITS_PER_PART // config.vocab_size, PREDICTIONS_PER_PART // top_k))
 
 
 def follow(logits: Tensor, tokens: Sequence[int]) -> list[FollowedToken]:
-    """One token in each of the R rows of logits (R, V)."""
+    """Look up the logit, probability and rank of one token in each of the R rows of logits (R, V)."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     index = torch.tensor(tokens, device=logits.device)[:, None]
     own = wide.gather(-1, index)[:, 0]

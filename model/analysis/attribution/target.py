@@ -1,4 +1,4 @@
-"""What an attribution explains: a number computed from the logits of a pass.
+"""The target of an attribution: a number computed from the logits of a pass.
 
 This is the logit of a token, the difference of two logits, or the loss.
 """

@@ -1,18 +1,18 @@
 """Find the first stage at which two models differ, and say why where one known mistake explains the difference.
 
-A is a checkpoint. It is computed in float64 with PyTorch's operations. B is given as the values of its stages, from
-wherever they come. Three errors of each stage are distinguished:
+A is a checkpoint. It is computed in float64 with PyTorch's operations. B is given as the values of its stages, from any
+source. In a forced pass, A computes each stage from B's values of the *earlier* stages. Each stage has three errors:
 
-- `error`: B's value against A's.
-- `inherited`: what A computes from B's *earlier* stages, against A's own value. B brought this error along.
-- `added`: B's value against what A computes from B's earlier stages. The error arises at this stage.
+- `error`: B's value compared with A's own value.
+- `inherited`: A's forced value compared with A's own value. This error comes from B's earlier stages.
+- `added`: B's value compared with A's forced value. This error arises at this stage.
 
-The noise floor is measured in the same way, with A in the dtype of B in place of B. A stage differs if its added error
-exceeds the noise of this stage by a factor of `FACTOR`.
+The noise floor is measured in the same way: A in B's dtype takes the place of B. A stage differs if its added error
+exceeds its noise by a factor of `FACTOR`.
 """
 
 import math
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from model.analysis.compare.hint import Hint
 from model.analysis.compare.hints import Suspect, find_hints
 from model.analysis.compare.noise import Noise
-from model.analysis.compare.passes import PassResult, finish, run_pass
+from model.analysis.compare.passes import run_pass
 from model.analysis.compare.sources import Given
 from model.analysis.compare.stage_errors import (
     Difference,
@@ -36,6 +36,7 @@ from model.analysis.compare.stage_names import Layout
 from model.config import ModelConfig
 from model.errors import InvalidField
 from model.network.transformer import Transformer
+from model.tracing.pauses import pause
 from model.tracing.stages import Stage, sizes_of, stages_of
 
 MASKED = -1e4  # some programs write masked scores as a large negative number instead of -inf
@@ -52,7 +53,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class StageComparison:
-    """How B's value of one stage differs from A's; see the module docstring for the errors.
+    """The difference between A's and B's values of one stage; see the module docstring for the errors.
 
     `noise` and `added_noise` are `error` and `added` of A in B's dtype. `excess` is the added error relative to the
     largest one that noise explains: the stage differs if it is above 1.
@@ -104,7 +105,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Options:
-    """What to report beside the verdict: the errors of each position and of each head, and hints."""
+    """Optional parts of a comparison: the errors of each position and of each head, and hints."""
 
     per_position: bool = False
     per_head: bool = False
@@ -122,9 +123,10 @@ def compare_bytes(config: ModelConfig, names: Sequence[str], num_tokens: int) ->
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """What A computes for the stages that B has: `own` in float64, and `rounded` in B's dtype.
+    """A's values of the stages that B has: `own` in float64, and `rounded` in B's dtype.
 
-    `expected` is what A computes in float64 from `rounded`: its difference from `rounded` is the noise of each stage.
+    `expected` are A's values in float64, each computed from the earlier stages in `rounded`. The difference between
+    `expected` and `rounded` is the noise of each stage.
     """
 
     network: Transformer
@@ -138,50 +140,47 @@ class Reference:
         return Noise.of(stage, self.expected[stage.name], self.rounded[stage.name], self.dtype)
 
 
-def reference_steps(
-    a: Model, ids: Sequence[int], names: Collection[str], dtype: torch.dtype
-) -> Generator[None, None, Reference]:
-    """Compute A's stages in float64 and in `dtype`. The iterator stops after each block of each pass."""
+def compute_reference(a: Model, ids: Sequence[int], names: Collection[str], dtype: torch.dtype) -> Reference:
+    """Compute A's stages in float64 and in `dtype`."""
     exact = a.network(torch.float64)
-    own = yield from run_pass(exact, ids, names)
-    rounded = yield from run_pass(a.network(dtype), ids, names)
-    expected = yield from run_pass(exact, ids, names, rounded.stages)
+    own = run_pass(exact, ids, names)
+    rounded = run_pass(a.network(dtype), ids, names)
+    expected = run_pass(exact, ids, names, rounded.stages)
     return Reference(exact, ids, dtype, own.stages, rounded.stages, expected.stages)
 
 
-def compare_steps(
+def compare(
     a: Model, b: Given, ids: Sequence[int], options: Options | None = None, dtype: torch.dtype | None = None
-) -> Generator[None, None, Comparison]:
-    """Compare B with A over the token ids `ids`. The iterator stops after each block of each pass.
+) -> Comparison:
+    """Compare B with A over the token ids `ids`.
 
-    It returns the result. `dtype` is that in which B has computed, by default the one that its numbers show. Float64
-    counts as float32.
+    `dtype` is the dtype in which B has computed; by default, it is derived from B's numbers. Float64 counts as float32.
     """
     dtype = b.dtype if dtype is None else dtype
     dtype = torch.float32 if dtype == torch.float64 else dtype
-    reference = yield from reference_steps(a, ids, b.stages, dtype)
-    return (yield from compare_with(reference, b, Options() if options is None else options))
+    reference = compute_reference(a, ids, b.stages, dtype)
+    return compare_with(reference, b, Options() if options is None else options)
 
 
 @torch.no_grad()
-def compare_with(reference: Reference, b: Given, options: Options) -> Generator[None, None, Comparison]:
+def compare_with(reference: Reference, b: Given, options: Options) -> Comparison:
     """Compare B with a reference that has exactly the stages of B."""
     assert reference.own.keys() == b.stages.keys(), "the noise of a stage depends on which stages are given"
     network = reference.network
     stages = {stage.name: stage for stage in stages_of(network.config) if stage.name in b.stages}
     layouts = {name: _choose(reference.own[name], ways) for name, ways in b.stages.items()}
     values = {name: _as_masked(name, layout.tensor, reference.own[name]) for name, layout in layouts.items()}
-    forced = yield from run_pass(network, reference.ids, stages, values)
+    forced = run_pass(network, reference.ids, stages, values)
     compared: list[StageComparison] = []
     for name, stage in stages.items():
         found = _compare_stage(stage, reference, forced.stages[name], values[name], options)
         compared.append(replace(found, layout=layouts[name].change))
-        yield
+        pause()
     first = next((stage for stage in compared if stage.differs), None)
     hints: Sequence[Hint] = ()
     if first is not None and options.hints:
         excess = reference.noise(first.stage).excess
-        hints = yield from find_hints(Suspect(network, reference.ids, first.stage, forced, values, excess))
+        hints = find_hints(Suspect(network, reference.ids, first.stage, forced, values, excess))
     before = compared if first is None else compared[: compared.index(first)]
     return Comparison(
         b=b.name,
@@ -196,20 +195,11 @@ def compare_with(reference: Reference, b: Given, options: Options) -> Generator[
     )
 
 
-def compare(
-    a: Model, b: Given, ids: Sequence[int], options: Options | None = None, dtype: torch.dtype | None = None
-) -> Comparison:
-    """`compare_steps`, without a stop."""
-    return finish(compare_steps(a, b, ids, options, dtype))
-
-
-def record_steps(
-    name: str, network: Transformer, ids: Sequence[int], dtype: torch.dtype, a: ModelConfig
-) -> Generator[None, None, Given]:
-    """Run B, which is a network, and give the stages that A has, too."""
+def record_stages(name: str, network: Transformer, ids: Sequence[int], dtype: torch.dtype, a: ModelConfig) -> Given:
+    """Run B, which is a network, and return those of its stages that A has, too."""
     of_a, of_b = ({stage.name: None for stage in stages_of(config)} for config in (a, network.config))
     names = [each for each in of_b if each in of_a]
-    result: PassResult = yield from run_pass(network, ids, names)
+    result = run_pass(network, ids, names)
     unknown = [each for each in of_b if each not in of_a]
     return Given(name, {each: [Layout(result.stages[each], "")] for each in names}, dtype, unknown)
 
@@ -248,12 +238,12 @@ def _along(own: Tensor, value: Tensor, axis: int | None) -> tuple[float, ...] | 
 
 
 def _choose(own: Tensor, ways: Sequence[Layout]) -> Layout:
-    """Of several possible layouts, the one that is nearest to A."""
+    """Choose the layout that brings B's tensor nearest to A's value."""
     return ways[0] if len(ways) == 1 else min(ways, key=lambda way: relative_error(own, way.tensor))
 
 
 def _as_masked(name: str, value: Tensor, own: Tensor) -> Tensor:
-    """The masked scores with -inf where A has -inf and B a large negative number."""
+    """Replace B's large negative numbers by -inf in masked scores, where A has -inf."""
     if not name.endswith("attn_scores"):
         return value
     return value.masked_fill((own == -math.inf) & (value <= MASKED), -math.inf)

@@ -17,7 +17,7 @@ EPSILONS = (1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 
 
 def named_changes(network: Transformer, segment: Segment) -> Mistakes:
-    """The mistakes that can change a stage of this segment."""
+    """Yield the mistakes that can change a stage of this segment."""
     config = network.config
     has_blocks = segment.last >= 1 and segment.first <= config.num_layers
     layers = [place - 1 for place in range(max(1, segment.first), min(segment.last, config.num_layers) + 1)]
@@ -108,7 +108,7 @@ def _norms(config: ModelConfig) -> Mistakes:
 
 
 def single_norm_changes(config: ModelConfig) -> Mistakes:
-    """Mistakes of one norm of a block, or of the last norm, while all others are right."""
+    """Yield mistakes of a single norm, in the blocks or after them, while all other norms are right."""
     for name in ("ln1", "ln1_post", "ln2", "ln2_post", "attn.q_norm", "attn.k_norm", "ln_final"):
         for eps in EPSILONS:
             hint = Hint("norm_eps", f"the epsilon of B's {name} is {eps:.3g}, A's is {config.norm_eps:.3g}")
@@ -151,7 +151,7 @@ def _exchange_halves(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def row_parts(config: ModelConfig) -> dict[str, dict[str, tuple[int, int]]]:
-    """The matrices in the rows of each linear layer of a block: layer -> name -> first and end row."""
+    """Locate the matrices in the rows of each linear layer of a block: layer -> name -> (first row, end row)."""
     q, k = config.num_heads * config.d_head, config.num_kv_heads * config.d_head
     parts = {
         "attn.qkv": {"q": (0, q), "k": (q, q + k), "v": (q + k, q + 2 * k)},

@@ -1,4 +1,4 @@
-"""Properties of B that are estimated from its values: the theta of rotary positions, and the order of joined heads.
+"""Estimates of B's properties from its values: the theta of rotary positions, and the order of joined heads.
 
 Dims: T tokens, C width, H heads, D head size, R rotated dims.
 """
@@ -21,7 +21,7 @@ MAX_SOLVED = 1 << 22  # of these numbers, those that least squares use, so that 
 def estimate_theta(config: ModelConfig, name: str, given: Mapping[str, Tensor]) -> float | None:
     """The theta that turns B's queries (or keys) at position 1 into its rotated ones; None if B has not given both.
 
-    The angle of pair i at position 1 is theta^(-2i/R), which is below pi, so it is found without doubt.
+    The angle of pair i at position 1 is theta^(-2i/R). It is below pi, so it is unambiguous.
     """
     before = name.replace("rot_", "")
     inner = before.replace(".q", ".q_norm.out").replace(".k", ".k_norm.out")
@@ -45,7 +45,7 @@ def estimate_theta(config: ModelConfig, name: str, given: Mapping[str, Tensor]) 
 def joined_heads(network: Transformer, stage: Stage, given: Mapping[str, Tensor]) -> Iterator[tuple[Hint, Tensor]]:
     """The output of attention, if B joins its heads in another order before the output matrix.
 
-    The contribution of every head through every part of the matrix is known. Least squares find which of them B adds.
+    The contribution of every head through every part of the matrix is known. Least squares find those that B adds.
     """
     place, _, part = stage.name.rpartition(".")
     z = given.get(f"{place}.attn.z")

@@ -6,7 +6,7 @@ value from B's earlier stages as exactly as rounding allows.
 
 import itertools
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +20,11 @@ from model.analysis.compare.passes import ForcingTap, PassResult
 from model.analysis.compare.position_changes import theta_hint
 from model.analysis.compare.values import named_values
 from model.network.transformer import Transformer
+from model.tracing.pauses import pause
 from model.tracing.stages import Stage
 
 MAX_HINTS = 3
-EQUALLY_GOOD = 0.5  # an excess below it is noise: hints that reach it are equally good
+EQUALLY_GOOD = 0.5  # hints whose excess is below this are equally good: the rest is noise
 NUM_SEARCH_STEPS = 30
 EPS_RANGE = (1e-13, 0.9)
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -31,10 +32,10 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 @dataclass(frozen=True, eq=False)
 class Suspect:
-    """The first stage that differs, and all that is known about it.
+    """The first stage that differs, and the data to explain the difference.
 
-    `network` is A in float64. `forced` is A's pass over B's values `given`. `excess` compares a computed value with
-    B's: at most 1 if noise explains the difference.
+    `network` is A in float64. `forced` is A's forced pass with B's values `given`. `excess` compares a computed value
+    with B's: at most 1 if noise explains the difference.
     """
 
     network: Transformer
@@ -46,12 +47,12 @@ class Suspect:
 
     @property
     def computed(self) -> Tensor:
-        """What A computes from B's earlier stages."""
+        """A's value of the stage, computed from B's earlier stages."""
         return self.forced.stages[self.stage.name]
 
     @property
     def value(self) -> Tensor:
-        """What B has instead."""
+        """B's value of the stage."""
         return self.given[self.stage.name]
 
 
@@ -74,12 +75,12 @@ class StoppingTap(ForcingTap):
 
 
 @torch.no_grad()
-def find_hints(suspect: Suspect) -> Generator[None, None, Sequence[Hint]]:
+def find_hints(suspect: Suspect) -> Sequence[Hint]:
     """Test every known mistake, and return those that explain the suspect stage, the best one first."""
     if suspect.stage.name in ("probabilities", "loss") or not suspect.value[suspect.value.isfinite()].numel():
         return []
     found: list[tuple[float, Hint]] = []
-    segment = segment_of(suspect)
+    segment = find_segment(suspect)
 
     def test(hint: Hint, computed: Tensor | None) -> None:
         if computed is not None and computed.shape == suspect.value.shape:
@@ -88,26 +89,26 @@ def find_hints(suspect: Suspect) -> Generator[None, None, Sequence[Hint]]:
                 found.append((max(excess, EQUALLY_GOOD), hint))
 
     for hint, change in named_changes(suspect.network, segment):
-        test(hint, (yield from _compute(suspect, segment, change)))
+        test(hint, _compute(suspect, segment, change))
     estimate = estimate_theta(suspect.network.config, suspect.stage.name, suspect.given)
     if estimate is not None:
-        theta = yield from _search(suspect, segment, "rope_theta", 0.99 * estimate, 1.01 * estimate)
+        theta = _search(suspect, segment, "rope_theta", 0.99 * estimate, 1.01 * estimate)
         hint = theta_hint(theta, suspect.network.config)
-        test(hint, (yield from _compute(suspect, segment, Change({"rope_theta": theta}))))
+        test(hint, _compute(suspect, segment, Change({"rope_theta": theta})))
     for hint, computed in named_values(suspect.stage, suspect.computed, suspect.value, suspect.forced.stages):
         test(hint, computed)
-        yield
+        pause()
     if not found:
         for hint, change in single_norm_changes(suspect.network.config):
-            test(hint, (yield from _compute(suspect, segment, change)))
+            test(hint, _compute(suspect, segment, change))
     if not found:
         for hint, computed in joined_heads(suspect.network, suspect.stage, suspect.given):
             test(hint, computed)
-            yield
+            pause()
     if not found:
-        eps = yield from _search(suspect, segment, "norm_eps", *EPS_RANGE)
+        eps = _search(suspect, segment, "norm_eps", *EPS_RANGE)
         hint = eps_hint(eps, suspect.network.config)
-        test(hint, (yield from _compute(suspect, segment, Change({"norm_eps": eps}))))
+        test(hint, _compute(suspect, segment, Change({"norm_eps": eps})))
     found.sort(key=lambda each: each[0])  # the sort is stable: of equally good ones, the first tested one is first
     best: dict[str, Hint] = {}
     for _, hint in found:
@@ -115,8 +116,8 @@ def find_hints(suspect: Suspect) -> Generator[None, None, Sequence[Hint]]:
     return list(itertools.islice(best.values(), MAX_HINTS))
 
 
-def segment_of(suspect: Suspect) -> Segment:
-    """The part of the network from the last residual stream that B has given to the suspect stage."""
+def find_segment(suspect: Suspect) -> Segment:
+    """Find the segment that ends at the suspect stage and begins at the last residual stream that B has before it."""
     config, name = suspect.network.config, suspect.stage.name
     if name in ("embed", "pos_embed"):
         last = 0
@@ -133,11 +134,11 @@ def segment_of(suspect: Suspect) -> Segment:
     return Segment(0, last, None)
 
 
-def _compute(suspect: Suspect, segment: Segment, change: Change) -> Generator[None, None, Tensor | None]:
-    """The suspect stage as the changed network computes it; None if the change does not fit the network."""
+def _compute(suspect: Suspect, segment: Segment, change: Change) -> Tensor | None:
+    """Compute the suspect stage with the changed network; None if the change does not fit the network."""
     tap = StoppingTap(suspect.stage.name, suspect.given)
     try:
-        yield from run_segment(suspect.network, change, segment, torch.tensor([list(suspect.ids)]), tap)
+        run_segment(suspect.network, change, segment, torch.tensor([list(suspect.ids)]), tap)
     except StageReached:
         return tap.computed[suspect.stage.name]
     except ValueError:  # for example a window of a network without windows
@@ -145,23 +146,23 @@ def _compute(suspect: Suspect, segment: Segment, change: Change) -> Generator[No
     return None  # the changed network has no such stage
 
 
-def _search(suspect: Suspect, segment: Segment, field: str, low: float, high: float) -> Generator[None, None, float]:
-    """The value of a field of the config with the smallest error, by golden-section search over its logarithm."""
+def _search(suspect: Suspect, segment: Segment, field: str, low: float, high: float) -> float:
+    """Find the value of a config field with the smallest error, by golden-section search over its logarithm."""
 
-    def error(logarithm: float) -> Generator[None, None, float]:
-        computed = yield from _compute(suspect, segment, Change({field: math.exp(logarithm)}))
+    def error(logarithm: float) -> float:
+        computed = _compute(suspect, segment, Change({field: math.exp(logarithm)}))
         return math.inf if computed is None else suspect.excess(computed, suspect.value)
 
     low, high = math.log(low), math.log(high)
     left, right = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
-    errors = [(yield from error(left)), (yield from error(right))]
+    errors = [error(left), error(right)]
     for _ in range(NUM_SEARCH_STEPS):
         if errors[0] <= errors[1]:
             high, right, errors[1] = right, left, errors[0]
             left = high - GOLDEN * (high - low)
-            errors[0] = yield from error(left)
+            errors[0] = error(left)
         else:
             low, left, errors[0] = left, right, errors[1]
             right = low + GOLDEN * (high - low)
-            errors[1] = yield from error(right)
+            errors[1] = error(right)
     return math.exp((low + high) / 2)

@@ -1,7 +1,8 @@
-"""A network with one property changed, such as another theta or a transposed weight, that shares all other weights.
+"""A network with one changed property, such as another theta or a transposed weight. It shares all other weights.
 
-A part of it can run alone: from the residual stream that enters a block to a later stage. Places count the parts of a
-network: 0 is the embedding, 1 to L are the blocks, and L + 1 is the final norm with the head.
+A segment of the network can run alone: from the residual stream that enters a block to a later stage. Its ends are
+places, which count the parts of a network: 0 is the embedding, 1 to L are the blocks, and L + 1 is the final norm with
+the head.
 
 Dims: B batch, T tokens, S keys, C width, H/Hkv heads, D head size, N outputs, K inputs.
 """
@@ -24,6 +25,7 @@ from model.network.rotary import Rotations
 from model.network.transformer import Block, Transformer
 from model.ops.interface import NetworkOps, Rotation
 from model.ops.torch_attention import CausalMask
+from model.tracing.pauses import pause
 from model.tracing.tap import Probe, Tap
 
 LinearChange = Callable[[nn.Module], nn.Module]
@@ -32,7 +34,7 @@ LinearChange = Callable[[nn.Module], nn.Module]
 
 @dataclass(frozen=True)
 class Change:
-    """What differs from the network: the rest is as it was.
+    """A change of some properties of a network. All other properties stay the same.
 
     `config` has fields of `ModelConfig`. `linear` has layers by their name in the block (`attn.qkv`), or `head`, and
     `norms` changes the parameters of norms by name (`ln1.weight`). `layer_offset` uses the weights of another layer.
@@ -79,7 +81,7 @@ class FixedLinear(nn.Module):
 
 @dataclass(frozen=True)
 class ChangedContext:
-    """The attention context of one sequence without a cache, as `DenseContext`, with the change."""
+    """The attention context of a changed network: one sequence without a cache, like `DenseContext`."""
 
     config: ModelConfig
     change: Change
@@ -102,15 +104,15 @@ class ChangedContext:
 
 @dataclass(frozen=True)
 class Segment:
-    """The places of a network from `first` to `last`, and the residual stream that enters `first` (none for 0)."""
+    """The parts of a network from place `first` to `last`, and the residual stream that enters `first` (none for 0)."""
 
     first: int
     last: int
     entering: Tensor | None
 
 
-def run_segment(network: Transformer, change: Change, segment: Segment, ids: Tensor, tap: Tap) -> Iterator[None]:
-    """Run the places of a segment of the changed network, and stop after each. Stages are offered to the tap.
+def run_segment(network: Transformer, change: Change, segment: Segment, ids: Tensor, tap: Tap) -> None:
+    """Run a segment of the changed network. The tap sees all stages.
 
     Raises `ValueError` if the change does not fit the network.
     """
@@ -134,14 +136,14 @@ def run_segment(network: Transformer, change: Change, segment: Segment, ids: Ten
             x = changed.blocks[place - 1](x, rotation, context, probe.at("blocks").at(str(place - 1)))
         else:
             x = probe("logits", changed.decode(x, probe))
-        yield
-    if segment.last < num_layers:  # what the next block reads is a stage of that block
+        pause()
+    if segment.last < num_layers:  # the residual stream is also a stage of the next block
         assert x is not None
         probe.at("blocks").at(str(segment.last))("resid_pre", x)
 
 
 def change_network(network: Transformer, change: Change, places: range) -> Transformer:
-    """The changed network. Only blocks at these places are rebuilt."""
+    """Build the changed network. Only the blocks at these places are rebuilt."""
     config = replace(network.config, **change.config)
     ops = network.backend.network if change.rotate is None else ChangedOps(change.rotate)
     changed = copy.copy(network)
@@ -197,7 +199,7 @@ def _unchanged(layer: nn.Module) -> nn.Module:
 
 
 def with_weights(change: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]) -> LinearChange:
-    """A change of a layer, given as a function of its weight (N, K) and bias (N,), both in float64."""
+    """Make a change of a layer from a function of its weight (N, K) and bias (N,), both in float64."""
 
     def replace_layer(layer: nn.Module) -> nn.Module:
         weight, bias = layer.weight, layer.bias

@@ -1,4 +1,4 @@
-"""How large the error of a stage may be if rounding alone causes it."""
+"""The noise floor of a stage: the largest error that rounding alone explains."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 from model.analysis.compare.stage_errors import errors_along, relative_error
 from model.tracing.stages import Stage
 
-FACTOR = 8.0  # how far above the noise an error must be: other orders of summation round by as much
+FACTOR = 8.0  # an error counts if it exceeds the noise this many times: other orders of summation round by as much
 WIDE = ("d_model", "d_mlp", "d_vocab")  # each position of a stage with such an axis is compared with its own noise
 
 
@@ -23,9 +23,9 @@ class Noise:
 
     @classmethod
     def of(cls, stage: Stage, computed: Tensor, value: Tensor, dtype: torch.dtype) -> "Noise":
-        """Measure it: `value` is A's in B's dtype, and `computed` what exact A computes from such earlier values.
+        """Measure the noise: `value` is A's in B's dtype, and `computed` is A's in float64 from such earlier values.
 
-        Rounding to the dtype once is always allowed.
+        The noise is at least that of rounding once to the dtype.
         """
         minimum = torch.finfo(dtype).eps / 4
         error = relative_error(computed, value)
@@ -34,7 +34,10 @@ class Noise:
         return cls(stage, total, errors_along(computed, value, 1).clamp(min=total) if wide else None)
 
     def excess(self, computed: Tensor, value: Tensor) -> float:
-        """The error of `value` relative to the largest that noise explains; infinite if other entries are finite."""
+        """The error of `value` relative to the largest error that noise explains.
+
+        Infinite if an entry is finite in only one of `computed` and `value`.
+        """
         error = relative_error(computed, value)
         if math.isnan(error):
             return math.inf

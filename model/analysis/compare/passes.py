@@ -1,37 +1,35 @@
-"""The passes of a comparison: a free pass, and a forced pass, in which A computes every stage from B's earlier stages.
+"""The passes of a comparison: a free pass, and a forced pass, which computes every stage from B's earlier stages."""
 
-All passes are iterators that stop after each block, so that other work can run in between.
-"""
-
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from model.network.transformer import Transformer
 from model.tracing.predictions import compute_loss
-
-Result = TypeVar("Result")
+from model.tracing.tap import Probe
 
 
 class ForcingTap:
-    """A tap that records what a network computes for its stages, and then continues with given values.
+    """A tap that records the computed value of each stage, and continues the pass with a given value in its place.
 
-    What is recorded for a stage is then computed from the given values of the stages before it. A stage without a
-    given value continues as computed.
+    So each recorded value is computed from the given values of earlier stages. A stage without a given value continues
+    as computed. `residuals` are the residual streams that enter the blocks, as computed.
     """
 
     def __init__(self, names: Iterable[str], given: Mapping[str, Tensor] | None = None) -> None:
         self._names = frozenset(names)
         self._given = given or {}
         self.computed: dict[str, Tensor] = {}
+        self.residuals: list[Tensor] = []
 
     def wants(self, name: str) -> bool:
-        return name in self._names or name in self._given
+        return name in self._names or name in self._given or name.endswith(".resid_pre")
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        if name.endswith(".resid_pre"):
+            self.residuals.append(tensor)
         if name in self._names:
             self.computed[name] = tensor
         given = self._given.get(name)
@@ -49,24 +47,14 @@ class PassResult:
 @torch.no_grad()
 def run_pass(
     network: Transformer, ids: Sequence[int], names: Iterable[str], given: Mapping[str, Tensor] | None = None
-) -> Generator[None, None, PassResult]:
-    """Run a pass over `ids` that records the stages `names`. With `given`, every stage is computed from given ones."""
+) -> PassResult:
+    """Run a pass over `ids` that records the stages `names`, each computed from the `given` values, if any."""
     tap = ForcingTap(names, given)
-    residuals: list[Tensor] = []
-    device = network.embed.weight.device
-    for x in network.steps(torch.tensor([list(ids)], device=device), tap):
-        residuals.append(x)
-        yield
-    logits = residuals.pop()
+
+    def decode(residual: Tensor, probe: Probe) -> Tensor:
+        tap.residuals.append(residual)
+        return network.decode(residual, probe)
+
+    logits = network(torch.tensor([list(ids)], device=network.embed.weight.device), tap=tap, decode=decode)
     compute_loss(logits, [*ids[1:], None], tap, network.backend.summaries)
-    return PassResult({name: tensor.cpu() for name, tensor in tap.computed.items()}, residuals)
-
-
-def finish(steps: Generator[None, None, Result]) -> Result:
-    """Run an iterator to its end, and return its result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: Result = end.value
-            return result
+    return PassResult({name: tensor.cpu() for name, tensor in tap.computed.items()}, tap.residuals)

@@ -1,17 +1,15 @@
-"""A comparison as text for a terminal, and as JSON."""
+"""A comparison as text for a terminal."""
 
 import math
-from typing import Any
 
-from model.analysis.compare import Comparison, StageComparison
-from model.errors import join_names, printable_name
+from model.analysis.compare import Comparison
+from model.errors import join_names
 
 MAX_LISTED = 8  # stages that one line names
-MAX_NOT_COMPARED = 100  # names of B's other tensors in JSON
 
 
 def report(found: Comparison, a: str, *, table: bool = True) -> str:
-    """The text to print: the table of stages, the logits and the verdict."""
+    """Format a comparison for printing: the table of stages, the logits and the verdict."""
     dtype = str(found.dtype).removeprefix("torch.")
     lines = [f"A: {a} in float64; B: {found.b}, which computes in {dtype}; {found.num_tokens} tokens"]
     if table:
@@ -72,57 +70,6 @@ def _verdict(found: Comparison) -> list[str]:
 def _listed(names: list[str], limit: int = MAX_LISTED) -> str:
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + rest
-
-
-def to_json(found: Comparison, a: str) -> dict[str, Any]:
-    """The same as JSON. A number that is not finite is None."""
-    first = found.first
-    return {
-        "a": a,
-        "b": found.b,
-        "dtype": str(found.dtype).removeprefix("torch."),
-        "num_tokens": found.num_tokens,
-        "verdict": {
-            "differs": first is not None,
-            "first_stage": None if first is None else first.name,
-            "last_equal_stage": found.last_equal,
-            "differing_stages": found.differing,
-            "hints": [{"code": hint.code, "message": hint.message} for hint in found.hints],
-        },
-        "logits": None
-        if found.logits is None
-        else {
-            "kl": _finite(found.logits.kl),
-            "max_kl": _finite(found.logits.max_kl),
-            "top1_agreement": found.logits.top1_agreement,
-        },
-        "stages": [_stage(stage) for stage in found.stages],
-        "not_compared": [printable_name(name) for name in found.unknown[:MAX_NOT_COMPARED]],
-        "num_not_compared": len(found.unknown),
-    }
-
-
-def _stage(stage: StageComparison) -> dict[str, Any]:
-    difference = stage.difference
-    answer: dict[str, Any] = {
-        "name": stage.name,
-        "differs": stage.differs,
-        "error": _finite(difference.error),
-        "noise": _finite(stage.noise),
-        "inherited": _finite(stage.inherited),
-        "added": _finite(stage.added),
-        "added_noise": _finite(stage.added_noise),
-        "max_difference": _finite(difference.max_difference),
-        "max_index": list(difference.max_index),
-        "cosine": _finite(difference.cosine),
-        "scale": _finite(difference.scale),
-        "mismatches": difference.mismatches,
-        "layout": stage.layout or None,
-    }
-    for key, errors in (("per_position", stage.per_position), ("per_head", stage.per_head)):
-        if errors is not None:
-            answer[key] = [_finite(error) for error in errors]
-    return answer
 
 
 def _finite(number: float | None) -> float | None:

@@ -33,7 +33,7 @@ MAX_TENSORS = 1 << 13  # the largest published networks have about 4,000 stages
 MAX_NAME = 200  # characters
 READ_DTYPES = frozenset(HEADER_DTYPES.values())
 NPY_DTYPES = ("f8", "f4", "f2", "i8", "i4", "i2", "u1", "i1", "b1")
-# What zipfile raises for damaged archives, unknown methods of compression (NotImplementedError) and passwords
+# The exceptions of zipfile for damaged archives, unknown methods of compression (NotImplementedError) and passwords
 # (RuntimeError).
 UNREADABLE_ZIP = (
     *(zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError),
@@ -54,10 +54,10 @@ class StageTensors:
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """The stages of B, as those of A are named and shaped.
+    """The stages of B, with the names and shapes of A's stages.
 
     Each stage has every layout that its shape allows, almost always one. `dtype` is the dtype in which B seems to have
-    computed. `unknown` are the names of tensors that are no stages of A, which are not compared.
+    computed. `unknown` are the names of tensors that are not stages of A. They are not compared.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Given:
 def match_stages(
     given: StageTensors, config: ModelConfig, ids: Sequence[int], names: Mapping[str, str | None] | None = None
 ) -> Given:
-    """Find the stages that tensors are, by name and shape. `names` maps names to ours; None leaves a tensor out.
+    """Match tensors to stages, by name and shape. `names` maps names to ours; None leaves a tensor out.
 
     Raises `InvalidField` if the token ids differ, if a name or shape fits no stage, or if no tensor is a stage.
     """
@@ -109,7 +109,7 @@ def match_stages(
 
 
 def check_names(names: Mapping[str, str | None], tensors: Mapping[str, Tensor], stages: Mapping[str, Stage]) -> None:
-    """Raise `InvalidField` unless each name of a map is that of a tensor, and leads to a stage or to None."""
+    """Raise `InvalidField` unless a map leads from names of tensors to stages or None."""
     for given_name, own in names.items():
         if given_name not in tensors:
             raise InvalidField("map", f"{shortened(given_name)} is not a tensor of B")
@@ -198,7 +198,7 @@ def _read_npz(path: Path, max_bytes: int) -> StageTensors:
                 what = f"{path}: {printable_name(name)}"
                 if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                     raise CheckpointError(f"{what}: is compressed in another way than NumPy compresses arrays")
-                with archive.open(member) as file:  # a stated size bounds what is unpacked only if it is asked for
+                with archive.open(member) as file:  # without a size, `read` could unpack more than the header states
                     tensors[name] = _read_npy(file.read(member.file_size), what)
     except CheckpointError:
         raise

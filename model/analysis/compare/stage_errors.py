@@ -1,4 +1,4 @@
-"""How far a stage is from the same stage of a reference: error, largest difference, cosine, scale, and logits.
+"""Measures of the difference between a stage and its reference: error, largest difference, cosine, scale, logits.
 
 This module knows neither networks nor files.
 """
@@ -14,12 +14,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Difference:
-    """How one tensor differs from a reference.
+    """The difference between a tensor and its reference.
 
-    `error` is the L2 norm of the difference, divided by the L2 norm of the reference. `cosine` is between the two
-    tensors, and `scale` is the factor of the reference that fits the other tensor best (least squares). All of these
-    are of the entries at which both tensors are finite. `mismatches` counts the entries at which only one tensor is
-    finite, or at which they are different infinities, or only one is NaN.
+    `error` is the L2 norm of the difference, divided by the L2 norm of the reference. `cosine` is the cosine similarity
+    of the two tensors. `scale` is the factor by which the reference fits the other tensor best (least squares). All of
+    these use only the entries at which both tensors are finite. `mismatches` counts the entries at which only one
+    tensor is finite or NaN, or at which they are different infinities.
     """
 
     error: float
@@ -79,13 +79,13 @@ def errors_along(reference: Tensor, other: Tensor, axis: int) -> Tensor:
 
 
 def _ratio(difference: float, norm: float) -> float:
-    """Relative to a reference of zeros, every difference counts as 1."""
+    """Divide a difference by the norm of the reference. If the reference is 0, any difference counts as 1."""
     return difference / norm if norm > 0 else float(difference > 0)
 
 
 @dataclass(frozen=True)
 class LogitsDifference:
-    """How the next-token distributions of B differ from those of A, over all positions.
+    """The difference between the next-token distributions of A and B, over all positions.
 
     `kl` is the mean of KL(A || B) in nats, and `max_kl` the largest. `top1_agreement` is the share of positions at
     which both networks find the same token most likely.
@@ -98,7 +98,7 @@ class LogitsDifference:
 
 
 def compare_logits(reference: Tensor, other: Tensor) -> LogitsDifference:
-    """Logits (..., T, V) of A and of B."""
+    """Compare the logits (..., T, V) of A and of B."""
     vocab_size = reference.shape[-1]
     p = F.log_softmax(reference.double().reshape(-1, vocab_size), -1)
     q = F.log_softmax(other.double().reshape(-1, vocab_size), -1)

@@ -1,7 +1,7 @@
-"""Which stage a tensor of another program is, by its name, and how its axes are brought into our order.
+"""Recognition of stages among the tensors of another program, by name, and conversion of their axes to our order.
 
-Known names: ours, those of TransformerLens, `hidden_states` and `attentions` of `transformers`, and the names of the
-modules of Llama-like networks and of GPT-2 there, whose outputs forward hooks record.
+Known names: ours, those of TransformerLens, and those of `transformers`: `hidden_states`, `attentions`, and the modules
+of Llama-like networks and of GPT-2, whose outputs forward hooks record.
 """
 
 import re
@@ -17,7 +17,7 @@ from model.tracing.stages import Stage
 ID_NAMES = ("input_ids", "tokens", "token_ids", "ids")
 _HIDDEN = re.compile(r"(?:.*[./])?hidden_states?[._\[]?(\d{1,6})\]?")
 _ATTENTIONS = re.compile(r"(?:.*[./])?attentions?[._\[](\d{1,6})\]?")
-# `*+` never gives back what it has matched, so that a name of many such parts is read once.
+# `*+` does not backtrack, so a name with many such parts takes linear time.
 _MODELS = r"(?:model\.|transformer\.|base_model\.)*+"
 _MODULE = re.compile(_MODELS + r"(?:layers|h)\.(\d{1,6})(?:\.(.+?))?(?:\.(?:out|output))?")
 _OUTER = re.compile(_MODELS + r"(.+?)(?:\.(?:out|output))?")
@@ -45,7 +45,7 @@ _OUTSIDE |= {"lm_head": "logits"}
 
 
 def stage_name(name: str, config: ModelConfig, stages: Mapping[str, Stage]) -> str | None:
-    """Our name of a tensor that another program has named; None if it is not a stage of this network."""
+    """Translate another program's name of a tensor to ours; None if the tensor is not a stage of this network."""
     plain = name.replace("hook_", "")
     if "hook_" in name and config.norm == "layer" and plain.endswith(".normalized"):
         plain = plain.removesuffix("normalized") + "out"  # TransformerLens reads it after gain and bias
@@ -94,7 +94,7 @@ def unstacked(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
 
 @dataclass(frozen=True)
 class Layout:
-    """A tensor brought into the shape of its stage, and what was done for it (empty: nothing)."""
+    """A tensor in the shape of its stage, and the change that gave it this shape (empty: none)."""
 
     tensor: Tensor
     change: str

@@ -1,4 +1,4 @@
-"""Known mistakes that are seen in the values of one stage: permuted heads, scales, shifted positions, wrong names."""
+"""Known mistakes that show in the values of one stage: permuted heads, scales, shifted positions, wrong names."""
 
 from collections.abc import Iterator, Mapping
 
@@ -14,7 +14,11 @@ MIN_POSITIONS = 4  # a vector that is the same at this many positions is not a c
 def named_values(
     stage: Stage, computed: Tensor, value: Tensor, others: Mapping[str, Tensor]
 ) -> Iterator[tuple[Hint, Tensor]]:
-    """What B's value of a stage would be with each mistake, from the `computed` one. `others` are A's other stages."""
+    """Predict B's value of a stage under each known mistake, from A's `computed` value.
+
+    `value` is B's real value; the order of heads, factors and added vectors are estimated from it. `others` are A's
+    other stages, by name.
+    """
     yield from _permuted_heads(stage, computed, value)
     yield from _permuted_dims(stage, computed)
     yield from _shifted(stage, computed, value)
@@ -32,7 +36,7 @@ def _block_of(name: str) -> str | None:
 
 
 def _permuted_heads(stage: Stage, computed: Tensor, value: Tensor) -> Iterator[tuple[Hint, Tensor]]:
-    """The heads of A in the order that is nearest to B's."""
+    """Permute A's heads into the order that is nearest to B's."""
     axis = next((axis for axis, dim in enumerate(stage.dims) if dim in ("head", "kv_head")), None)
     if axis is None or computed.shape[axis] < 2 or not computed[computed.isfinite()].numel():
         return
@@ -45,7 +49,7 @@ def _permuted_heads(stage: Stage, computed: Tensor, value: Tensor) -> Iterator[t
 
 
 def _permuted_dims(stage: Stage, computed: Tensor) -> Iterator[tuple[Hint, Tensor]]:
-    """The dims of each head reordered between the two conventions of rotary positions."""
+    """Reorder the dims of each head from one convention of rotary positions to the other."""
     if stage.dims[-1] != "d_head" or computed.shape[-1] % 2:
         return
     size = computed.shape[-1]
@@ -57,7 +61,7 @@ def _permuted_dims(stage: Stage, computed: Tensor) -> Iterator[tuple[Hint, Tenso
 
 
 def _shifted(stage: Stage, computed: Tensor, value: Tensor) -> Iterator[tuple[Hint, Tensor]]:
-    """Each position has the value of a neighbour. The position that has none may have any value."""
+    """Give each position the value of its neighbour. The position at the edge has none, and may have any value."""
     if stage.dims[1] != "position" or computed.shape[1] < MIN_POSITIONS:
         return
     for by, which in ((1, "previous"), (-1, "next")):
@@ -77,7 +81,7 @@ def _scaled(stage: Stage, computed: Tensor, value: Tensor) -> Iterator[tuple[Hin
 
 
 def _moved(stage: Stage, computed: Tensor, value: Tensor) -> Iterator[tuple[Hint, Tensor]]:
-    """The same vector is added at every position."""
+    """Add the same vector at every position: the mean difference between B's and A's values."""
     if stage.dims[1] != "position" or computed.shape[1] < MIN_POSITIONS:
         return
     vector = (value.double() - computed.double()).mean(1, keepdim=True)

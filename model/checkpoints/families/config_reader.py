@@ -1,5 +1,6 @@
-"""Read a `config.json` key by key, and refuse keys that nothing has read."""
+"""Read a `config.json` key by key, and refuse or name keys that nothing has read."""
 
+import logging
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -7,9 +8,36 @@ from typing import Any
 from model.config import is_finite_number
 from model.errors import join_names, short_repr
 
+logger = logging.getLogger(__name__)
+
+# Keys that change the network in some family. A family that does not read such a key refuses it: the checkpoint may be
+# of another architecture. The networks of our families read no other keys in transformers (a test compares the lists);
+# the last two lines are keys of architectures that are not implemented.
+# fmt: off
+NETWORK_KEYS = frozenset((
+    "_sliding_window_pattern", "activation_function", "attention_bias", "attention_factor", "attention_multiplier",
+    "attn_logit_softcapping", "beta_fast", "beta_slow", "decoder_sparse_step", "embedding_multiplier", "factor",
+    "final_logit_softcapping", "full_attn_mod", "head_dim", "hidden_act", "hidden_activation", "hidden_size",
+    "high_freq_factor", "interpolate_factor", "intermediate_size", "layer_norm_eps", "layer_norm_epsilon",
+    "layer_types", "lm_head_bias", "logits_scaling", "long_factor", "low_freq_factor", "max_position_embeddings",
+    "max_window_layers", "mlp_bias", "mlp_only_layers", "moe_intermediate_size", "mscale", "mscale_all_dim", "n_embd",
+    "n_head", "n_inner", "n_layer", "n_positions", "no_rope_layer_interval", "no_rope_layers", "norm_topk_prob",
+    "num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads",
+    "num_local_experts", "original_max_position_embeddings", "partial_rotary_factor", "qk_layernorm",
+    "query_pre_attn_scalar", "reorder_and_upcast_attn", "residual_multiplier", "rms_norm_eps", "rope_interleaved",
+    "rope_local_base_freq", "rope_parameters", "rope_scaling", "rope_theta", "rope_type", "rotary_emb_base",
+    "rotary_pct", "scale_attn_by_inverse_layer_idx", "scale_attn_weights", "short_factor", "sliding_window",
+    "sliding_window_pattern", "text_config", "tie_word_embeddings", "truncate", "type", "use_bidirectional_attention",
+    "use_mrope", "use_parallel_residual", "use_qkv_bias", "use_sliding_window", "vision_config", "vocab_size",
+    "attention_chunk_size", "kv_sharing_modes", "per_layer_config",
+    "alibi", "clip_qkv", "kv_lora_rank", "logit_scale", "mamba_d_state", "n_routed_experts", "n_shared_experts",
+    "num_shared_experts", "parallel_attn", "q_lora_rank", "shared_expert_intermediate_size", "use_alibi",
+))
+# fmt: on
+
 
 class ConfigReader:
-    """Reads one JSON object of a `config.json` and remembers which keys were read; `finish` refuses the other keys.
+    """Reads one JSON object of a `config.json` and remembers which keys were read; `finish` treats the other keys.
 
     `parent_key` is the key of this object in the file, or empty for the whole file. A method that checks a key raises
     `ValueError` naming the key if it is wrong.
@@ -18,6 +46,7 @@ class ConfigReader:
     # Keys that do not change the forward pass in any family: metadata, and settings of training and generation.
     HARMLESS = frozenset(
         {
+            "_attn_implementation",
             "_attn_implementation_autoset",
             "_model_name_or_path",
             "_name_or_path",
@@ -99,6 +128,7 @@ class ConfigReader:
     # Keys that may be present in every family, each with the only value that does not change the forward pass.
     NEUTRAL: Mapping[str, Any] = {
         "add_cross_attention": False,
+        "is_causal": True,
         "is_decoder": False,
         "is_encoder_decoder": False,
         "pruned_heads": {},
@@ -184,12 +214,24 @@ class ConfigReader:
         return names[value]
 
     def finish(self) -> None:
-        """Raise `ValueError` for keys that nothing has read. Call it last."""
+        """Raise `ValueError` for keys of other networks, and name unknown keys in a warning. Call it last."""
         for key, value in self.NEUTRAL.items():
             self.expect(key, value)
-        if self._unread:
-            unknown = join_names(sorted(self._unread), limit=20)
+        refused = sorted(key for key in self._unread & NETWORK_KEYS if not _asks_for_nothing(key, self._config[key]))
+        if refused:
             raise ValueError(
-                f"{self._prefix}{unknown}: unknown in this family; unknown keys are refused, because "
-                "they may change the computation"
+                f"{self._prefix}{join_names(refused, limit=20)}: unknown in this family; a key that changes the "
+                "network of other families is refused"
             )
+        unknown = sorted(self._unread - NETWORK_KEYS)
+        if unknown:
+            logger.warning(
+                "%s%s: unknown, so without effect, as in transformers", self._prefix, join_names(unknown, limit=20)
+            )
+
+
+def _asks_for_nothing(key: str, value: Any) -> bool:
+    """Whether a key of other families has a value that changes no network."""
+    return not value or (
+        key == "layer_types" and isinstance(value, list) and set(map(str, value)) == {"full_attention"}
+    )

@@ -1,8 +1,8 @@
-"""What a family of checkpoints defines: how to read its `config.json`, and a table of its tensor names."""
+"""The definition of a family of checkpoints: how to read its `config.json`, and a table of its tensor names."""
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -25,12 +25,16 @@ ACTIVATIONS = {
 # The layer and the expert in the name of one of our parameters.
 _LAYER = re.compile(r"^blocks\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_HEAD_SUFFIX = re.compile(r"(LMHeadModel|ForCausalLM|ForConditionalGeneration)$")
 
 
 # How a tensor of a checkpoint is laid out: "rows" as our parameter is, (out, in); "transposed" as (in, out);
 # "heads" as one tensor for each head, which holds one row of our parameter; "interleaved" as rows of one fused matrix
-# in the order (head, q k v, d_head), where ours has all rows of q, then those of k, then those of v.
-Layout = Literal["rows", "transposed", "heads", "interleaved"]
+# in the order (head, q k v, d_head), where ours has all rows of q, then those of k, then those of v; "expert" as one
+# entry of a tensor with the matrices of all experts, (expert, out, in).
+Layout = Literal["rows", "transposed", "heads", "interleaved", "expert"]
+# Buffers that old versions of transformers stored. We compute them.
+BUFFERS = ("*rotary_emb*inv_freq", "*rotary_emb*_cached")
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Source:
 
     names: tuple[str, ...]
     layout: Layout = "rows"
+    expert: int = 0  # for the layout "expert"
 
 
 def rows(*names: str) -> Source:
@@ -61,6 +66,11 @@ def interleaved(name: str) -> Source:
     return Source((name,), "interleaved")
 
 
+def experts(name: str) -> Source:
+    """The matrix of one expert in a tensor with the matrices of all experts, (expert, out, in)."""
+    return Source((name,), "expert")
+
+
 @dataclass(frozen=True)
 class Part:
     """One tensor of a checkpoint: its name and shape there, and the number of rows of our parameter that it fills."""
@@ -70,11 +80,14 @@ class Part:
     num_rows: int
     layout: Layout
     num_heads: int
+    expert: int = 0
 
     def to_rows(self, tensor: Tensor) -> Tensor:
         """The rows of our parameter, (num_rows, ...), from the tensor as it is stored."""
         if self.layout == "transposed":
             return tensor.T
+        if self.layout == "expert":
+            return tensor[self.expert]
         if self.layout == "heads":
             return tensor.unsqueeze(0)
         if self.layout == "interleaved":
@@ -97,7 +110,9 @@ class Family:
 
     `tensors` maps each of our parameters to its source, where `{i}` stands for the layer and `{e}` for the expert. A
     network may lack some of these parameters, such as biases, or the head of a tied model. `surplus` are globs of
-    tensors that the network does not need. `keys` maps fields of `ModelConfig` to keys in `config.json`, for errors.
+    tensors that the network does not need. `fused` are the sources of parameters in a checkpoint that stores the
+    experts of a layer as one tensor. `keys` maps fields of `ModelConfig` to keys in `config.json`, for errors, and
+    `aliases` other names of keys to their names.
     """
 
     model_type: str
@@ -105,13 +120,15 @@ class Family:
     read: Callable[[ConfigReader], ModelConfig]
     tensors: Mapping[str, Source]
     keys: Mapping[str, str]
-    optional_prefix: str = ""  # of tensor names; some checkpoints omit it
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    fused: Mapping[str, Source] = field(default_factory=dict)
     surplus: tuple[str, ...] = ()
     other_architectures: tuple[str, ...] = ()  # other names of the same architecture
 
     def translate(self, config: Mapping[str, Any]) -> ModelConfig:
         """Translate a `config.json`. Raises `ValueError` naming a key that is invalid or not implemented."""
-        known = (self.architecture, *self.other_architectures)
+        body = _HEAD_SUFFIX.sub("Model", self.architecture)  # a checkpoint that was saved without its head
+        known = (self.architecture, body, *self.other_architectures)
         architectures = config.get("architectures") or [self.architecture]
         if architectures not in ([name] for name in known):
             raise ValueError(
@@ -119,13 +136,34 @@ class Family:
                 f"{self.model_type!r} (only {self.architecture})"
             )
         require_unquantized(config)
-        reader = ConfigReader(config)
+        reader = ConfigReader(self._renamed(config))
         try:
             model_config = self.read(reader)
         except InvalidField as error:
             raise ValueError(f"config.json: {self.keys.get(error.field, error.field)}: {error.reason}") from None
         reader.finish()
         return model_config
+
+    def _renamed(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The config with the usual names of its keys."""
+        renamed = dict(config)
+        for alias, key in self.aliases.items():
+            value = renamed.pop(alias, None)
+            if value is not None and renamed.setdefault(key, value) != value:
+                raise ValueError(f"config.json: {alias} and {key} mean the same, but differ; keep only one of them")
+        return renamed
+
+    def for_names(self, names: Iterable[str]) -> "Family":
+        """The same family, with the sources of fused experts if a tensor with such a name is stored."""
+        fused = tuple(source.names[0].rpartition("}")[2] for source in self.fused.values() if source.layout == "expert")
+        is_fused = bool(fused) and any(name.endswith(fused) for name in names)
+        return replace(self, tensors={**self.tensors, **self.fused}) if is_fused else self
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of the names of all tensors but the head."""
+        (embedding,) = self.tensors["embed.weight"].names
+        return embedding.rsplit(".", 2)[0] + "."
 
     def source(self, parameter: str) -> Source:
         """The source of a parameter, such as `blocks.0.ln1.weight`."""
@@ -138,7 +176,7 @@ class Family:
             names = tuple(name.replace("{i}", layer[1]) for name in names)
         if expert is not None:
             names = tuple(name.replace("{e}", expert[1]) for name in names)
-        return Source(names, source.layout)
+        return Source(names, source.layout, 0 if expert is None else int(expert[1]))
 
     def parts(self, parameter: str, shape: tuple[int, ...], config: ModelConfig) -> list[Part]:
         """The tensors of a checkpoint that fill a parameter of this shape, in the order of its rows."""
@@ -150,13 +188,22 @@ class Family:
         elif len(names) > 1:
             num_rows = stacked_rows(parameter, config)
         return [
-            Part(name, _stored_shape(source.layout, (rows, *shape[1:])), rows, source.layout, config.num_heads)
+            Part(
+                name,
+                _stored_shape(source.layout, (rows, *shape[1:]), config.num_experts),
+                rows,
+                source.layout,
+                config.num_heads,
+                source.expert,
+            )
             for name, rows in zip(names, num_rows, strict=True)
         ]
 
 
-def _stored_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _stored_shape(layout: Layout, shape: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
     """The shape in the checkpoint of a tensor that fills `shape[0]` rows of our parameter."""
     if layout == "transposed":
         return shape[::-1]
+    if layout == "expert":
+        return (num_experts, *shape)
     return shape[1:] if layout == "heads" else shape

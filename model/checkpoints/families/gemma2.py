@@ -75,5 +75,4 @@ FAMILY = Family(
     read=read,
     tensors=TENSORS,
     keys=KEYS,
-    surplus=llama.SURPLUS,
 )

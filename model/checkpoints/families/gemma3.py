@@ -5,7 +5,7 @@ Five of six layers have a window. They rotate with a base of their own, and thei
 
 from typing import Any
 
-from model.checkpoints.families import gemma2, llama, qwen3
+from model.checkpoints.families import gemma2, qwen3
 from model.checkpoints.families.config_reader import ConfigReader
 from model.checkpoints.families.family import Family
 from model.checkpoints.families.rope import RopeKeys
@@ -18,7 +18,7 @@ DEFAULTS = gemma2.DEFAULTS | {
     "num_attention_heads": 8,
     "max_position_embeddings": 131072,
 }
-ROPE_KEYS = RopeKeys(default_theta=1e6, layer_type=FULL)
+ROPE_KEYS = RopeKeys(default_theta=1e6, layer_type=FULL, states_scaled_length=True)
 TENSORS = gemma2.TENSORS | {name: source for name, source in qwen3.TENSORS.items() if "_norm." in name}
 
 
@@ -71,8 +71,8 @@ def read_local_theta(config: ConfigReader) -> float:
 FAMILY = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
+    other_architectures=("Gemma3TextModel",),
     read=read,
     tensors=TENSORS,
     keys=gemma2.KEYS | {"local_rope_theta": "rope_local_base_freq"},
-    surplus=llama.SURPLUS,
 )

@@ -33,5 +33,5 @@ FAMILY = Family(
         for name, source in gemma3.TENSORS.items()
     },
     keys={field: f"text_config.{key}" for field, key in gemma3.FAMILY.keys.items()},
-    surplus=("vision_tower.*", "multi_modal_projector.*"),  # the image encoder
+    surplus=("*vision_tower.*", "*multi_modal_projector.*"),  # the image encoder
 )

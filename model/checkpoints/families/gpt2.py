@@ -49,7 +49,12 @@ FAMILY = Family(
     architecture="GPT2LMHeadModel",
     read=read,
     keys=KEYS,
-    optional_prefix="transformer.",
+    aliases={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
     # Causal masks, which old versions of transformers stored.
     surplus=("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"),
     tensors={

@@ -38,12 +38,8 @@ FAMILY = Family(
     keys=llama.KEYS
     | {"norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base", "rotary_dim": "rotary_pct"}
     | {"parallel_residual": "use_parallel_residual"},
-    # Causal masks and rotary frequencies, which old versions of transformers stored.
-    surplus=(
-        "gpt_neox.layers.*.attention.bias",
-        "gpt_neox.layers.*.attention.masked_bias",
-        "gpt_neox.layers.*.attention.rotary_emb.inv_freq",
-    ),
+    # Causal masks, which old versions of transformers stored.
+    surplus=("gpt_neox.layers.*.attention.bias", "gpt_neox.layers.*.attention.masked_bias"),
     tensors={
         "embed.weight": rows("gpt_neox.embed_in.weight"),
         "blocks.{i}.ln1.weight": rows("gpt_neox.layers.{i}.input_layernorm.weight"),

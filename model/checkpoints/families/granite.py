@@ -32,5 +32,4 @@ FAMILY = Family(
         "residual_scale": "residual_multiplier",
         "logits_scale": "logits_scaling",
     },
-    surplus=llama.SURPLUS,
 )

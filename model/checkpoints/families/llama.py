@@ -68,8 +68,6 @@ DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
-# Rotary frequencies, which old versions of transformers stored. We compute them.
-SURPLUS = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 
 
 def read_common(
@@ -136,5 +134,4 @@ FAMILY = Family(
     read=read,
     tensors=TENSORS,
     keys=KEYS,
-    surplus=SURPLUS,
 )

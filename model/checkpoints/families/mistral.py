@@ -20,5 +20,4 @@ FAMILY = Family(
     read=read,
     tensors=llama.TENSORS,
     keys=llama.KEYS,
-    surplus=llama.SURPLUS,
 )

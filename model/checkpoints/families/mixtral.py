@@ -2,7 +2,7 @@
 
 from model.checkpoints.families import llama
 from model.checkpoints.families.config_reader import ConfigReader
-from model.checkpoints.families.family import Family, rows
+from model.checkpoints.families.family import Family, experts, rows
 from model.checkpoints.families.rope import RopeKeys
 from model.config import ModelConfig
 
@@ -14,6 +14,12 @@ EXPERTS = {
         "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight",
     ),
     "blocks.{i}.mlp.experts.{e}.down.weight": rows("model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight"),
+}
+# The experts as transformers 5 holds them in memory; it can save them so.
+FUSED = {
+    "blocks.{i}.mlp.router.weight": rows("model.layers.{i}.mlp.gate.weight"),
+    "blocks.{i}.mlp.experts.{e}.up.weight": experts("model.layers.{i}.mlp.experts.gate_up_proj"),
+    "blocks.{i}.mlp.experts.{e}.down.weight": experts("model.layers.{i}.mlp.experts.down_proj"),
 }
 
 
@@ -38,5 +44,6 @@ FAMILY = Family(
     read=read,
     tensors={name: source for name, source in llama.TENSORS.items() if ".mlp." not in name} | EXPERTS,
     keys=llama.KEYS | {"num_experts": "num_local_experts", "d_expert": "intermediate_size"},
-    surplus=llama.SURPLUS,
+    aliases={"num_experts": "num_local_experts"},
+    fused=FUSED,
 )

@@ -31,5 +31,4 @@ FAMILY = Family(
     read=read,
     tensors={name: source for name, source in TENSORS.items() if ".ln1." not in name and ".ln2." not in name},
     keys=llama.KEYS,
-    surplus=llama.SURPLUS,
 )

@@ -33,5 +33,4 @@ FAMILY = Family(
     read=read,
     tensors=llama.TENSORS | FUSED,
     keys=llama.KEYS,
-    surplus=llama.SURPLUS,
 )

@@ -38,5 +38,4 @@ FAMILY = Family(
     read=read,
     tensors=llama.TENSORS,
     keys=llama.KEYS,
-    surplus=llama.SURPLUS,
 )

@@ -31,5 +31,4 @@ FAMILY = Family(
     read=read,
     tensors=TENSORS,
     keys=llama.KEYS,
-    surplus=llama.SURPLUS,
 )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from model.checkpoints.families import llama, qwen2, qwen3
+from model.checkpoints.families import llama, mixtral, qwen2, qwen3
 from model.checkpoints.families.config_reader import ConfigReader
 from model.checkpoints.families.family import Family, rows
 from model.config import MAX_SIZES, ModelConfig
@@ -43,7 +43,7 @@ def read_experts(config: ConfigReader) -> dict[str, Any]:
         raise ValueError(f"config.json: mlp_only_layers = {short_repr(dense)} is not a list of layers")
     layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
     fields = {
-        "num_experts": config.need("num_local_experts" if config.has("num_local_experts") else "num_experts"),
+        "num_experts": config.need("num_experts"),
         "num_experts_per_token": config.need("num_experts_per_tok"),
         "d_expert": config.need("moe_intermediate_size"),
         "normalize_expert_weights": config.take("norm_topk_prob", False),
@@ -57,5 +57,6 @@ FAMILY = Family(
     read=read,
     tensors=qwen3.TENSORS | EXPERTS,
     keys=llama.KEYS | {"d_expert": "moe_intermediate_size", "normalize_expert_weights": "norm_topk_prob"},
-    surplus=llama.SURPLUS,
+    aliases={"num_local_experts": "num_experts"},
+    fused=mixtral.FUSED,
 )

@@ -28,6 +28,7 @@ class RopeKeys:
     default_fraction: float | None = None  # None: the family always rotates all dims of a head
     default_original: int | None = None  # original_max_position_embeddings; None: max_position_embeddings
     kinds: Mapping[str, ScalingKind] = field(default_factory=lambda: KINDS)
+    states_scaled_length: bool = False  # max_position_embeddings is the length with linear scaling
     layer_type: str | None = None  # the entry to read from a `rope_parameters` with one entry for each layer type
 
 
@@ -50,8 +51,8 @@ def read_rope(reader: ConfigReader, max_position_embeddings: int, keys: RopeKeys
 
     Older configs have the keys `rope_theta` and `rope_scaling`; since transformers 5, `rope_parameters` has both in it.
 
-    `max_positions` is `max_position_embeddings`; for `dynamic` and `yarn` it is the scaled length if that is larger,
-    because configs of these kinds may state the training length.
+    `max_positions` is `max_position_embeddings`; for `linear`, `dynamic` and `yarn` it is the scaled length if that is
+    larger, because configs of these kinds may state the training length, as transformers advised for the first two.
     """
     theta = reader.take(keys.theta, keys.default_theta)
     fraction = _read_fraction(reader, keys.fraction, keys.default_fraction)
@@ -74,7 +75,8 @@ def read_rope(reader: ConfigReader, max_position_embeddings: int, keys: RopeKeys
     original = _read_original_length(reader, scaling, max_position_embeddings, keys.default_original)
     rope_scaling = _read_scaling(scaling, keys.kinds[kind], original, max_position_embeddings)
     scaling.finish()
-    has_scaled_length = rope_scaling.kind in ("dynamic", "yarn")
+    scaled = ("dynamic", "yarn") if keys.states_scaled_length else ("linear", "dynamic", "yarn")
+    has_scaled_length = rope_scaling.kind in scaled
     scaled_length = int(rope_scaling.original_max_positions * rope_scaling.factor) if has_scaled_length else 0
     return Rope(theta, fraction, rope_scaling, max(max_position_embeddings, scaled_length))
 

@@ -35,7 +35,7 @@ def read(config: ConfigReader) -> ModelConfig:
 
 
 def read_rotary_layers(config: ConfigReader) -> tuple[bool, ...]:
-    """Which layers rotate q and k: those with a 1 in `no_rope_layers`, in spite of its name."""
+    """Read which layers rotate q and k: those with a 1 in `no_rope_layers`, in spite of its name."""
     num_layers = config.integer("num_hidden_layers", high=MAX_SIZES["num_layers"])
     interval = config.integer("no_rope_layer_interval", 4, high=MAX_SIZES["num_layers"])
     entries = config.take("no_rope_layers", [int((layer + 1) % interval != 0) for layer in range(num_layers)])
@@ -53,5 +53,4 @@ FAMILY = Family(
     read=read,
     tensors=llama.TENSORS,
     keys=llama.KEYS | {"rotary_layers": "no_rope_layers"},
-    surplus=llama.SURPLUS,
 )

@@ -42,5 +42,4 @@ FAMILY = Family(
     tensors=llama.TENSORS | NORMS,
     keys=llama.KEYS
     | {"norm_eps": "layer_norm_eps", "qkv_bias": "use_qkv_bias", "parallel_residual": "use_parallel_residual"},
-    surplus=llama.SURPLUS,
 )

@@ -16,7 +16,7 @@ from model.errors import CheckpointError
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """What a config is read from."""
+    """The metadata and the tensors of a GGUF file, from which a config is read."""
 
     reader: MetadataReader
     tensors: Mapping[str, StoredTensor]

@@ -122,7 +122,7 @@ def _llama3(divisors: Factors, theta: float, original: int) -> dict[str, Any] | 
 
 
 def llama3_divisors(theta: float, rotary_dim: int, factor: float, original: int) -> NDArray[np.float64]:
-    """What Llama 3 divides each rotary frequency by (the Llama 3.1 release): `factor` for long wavelengths.
+    """Compute the divisor of each rotary frequency in Llama 3.1: `factor` for long wavelengths.
 
     Wavelengths above `original / low_freq_factor` are divided by `factor`, those below `original / high_freq_factor`
     are not, and those between them change smoothly from one to the other.

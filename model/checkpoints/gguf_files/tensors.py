@@ -32,7 +32,7 @@ _EXPERT = re.compile(r"(ffn_(?:gate|down|up))\.(\d{1,9})\.weight")
 
 @dataclass(frozen=True)
 class _Source:
-    """Where the values of a tensor are: all rows of a stored tensor, or those from `start` to `stop`."""
+    """The location of a tensor's values: all rows of a stored tensor, or those from `start` to `stop`."""
 
     stored: StoredTensor
     shape: tuple[int, ...]

@@ -176,7 +176,7 @@ def _add_ends(backend: tokenizers.Tokenizer, vocabulary: Vocabulary, *, adds_bos
         key = f"add_{name}_token"
         if not vocabulary.flag(key, default=default):
             continue
-        token_id = vocabulary.special_id(name)
+        token_id = vocabulary.needed_id(name)
         if token_id is None:
             raise CheckpointError(
                 f"{vocabulary.file}: texts get the token tokenizer.ggml.{name}_token_id ({key}), but it is missing"

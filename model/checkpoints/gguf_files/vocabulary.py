@@ -1,7 +1,9 @@
 """Read the vocabulary of a GGUF file: its tokens with their types and scores, and the special tokens that it names."""
 
+import logging
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from model.errors import CheckpointError, short_repr
+
+logger = logging.getLogger(__name__)
 
 SPACE = "\u2581"  # how SentencePiece writes a space
 # Limits for the time to build a tokenizer. Gemma 3, the largest vocabulary served, has 2.2
@@ -45,6 +49,10 @@ END_TEXTS = frozenset(
 )
 
 
+_MARKER = re.compile(r"<[^<>\s{}'\"]+>|\[/?[A-Z][A-Z_]+\]")
+_TEXT_MARKER = re.compile(r"<\|?/?(?:think|tool|function|parameter|arg|answer|response|code)\w*\|?>", re.IGNORECASE)
+
+
 class TokenType(IntEnum):
     """`tokenizer.ggml.token_type`."""
 
@@ -67,18 +75,29 @@ class Vocabulary:
     scores: Sequence[float]
 
     def special_id(self, name: str) -> int | None:
-        """The id of a special token, such as "bos", or None if the file names none."""
+        """The id of a special token, such as "bos", or None if the file names none that exists."""
         key = f"tokenizer.ggml.{name}_token_id"
         token_id = self.metadata.get(key)
-        if token_id is None:
-            return None
-        if type(token_id) is not int or not 0 <= token_id < len(self.tokens):
+        if token_id is not None and type(token_id) is not int:
             raise CheckpointError(f"{self.file}: {key} is {short_repr(token_id)}, not the id of a token")
-        return token_id
+        return token_id if token_id is not None and 0 <= token_id < len(self.tokens) else None
+
+    def missing_ids(self) -> dict[str, int]:
+        """The special tokens whose ids the file names, but which do not exist: key -> id."""
+        keys = {name: f"tokenizer.ggml.{name}_token_id" for name in (*SPECIAL_TOKENS.values(), *END_KEYS)}
+        named = {keys[name]: self.metadata.get(keys[name]) for name in keys if self.special_id(name) is None}
+        return {key: token_id for key, token_id in named.items() if token_id is not None}
+
+    def needed_id(self, name: str) -> int | None:
+        """The id of a special token that is used. Raises `CheckpointError` if the token of the id does not exist."""
+        key = f"tokenizer.ggml.{name}_token_id"
+        if key in self.missing_ids():
+            raise CheckpointError(f"{self.file}: {key} is {self.metadata[key]}, not the id of a token")
+        return self.special_id(name)
 
     def unknown_id(self) -> int | None:
         """The id of the token for text without tokens, by its key or else by its type. None if there is none."""
-        token_id = self.special_id("unknown")
+        token_id = self.needed_id("unknown")
         if token_id is not None:
             return token_id
         return next((i for i, kind in enumerate(self.types) if kind == TokenType.UNKNOWN), None)
@@ -120,7 +139,33 @@ def read_vocabulary(file: Path, metadata: Mapping[str, Any]) -> Vocabulary:
     scores = _numbers(file, metadata, "scores", len(tokens))
     if scores and not np.isfinite(scores).all():
         raise CheckpointError(f"{file}: tokenizer.ggml.scores has a number that is not finite")
-    return Vocabulary(file, metadata, tokens, types or [int(TokenType.NORMAL)] * len(tokens), scores)
+    vocabulary = Vocabulary(file, metadata, tokens, types or [int(TokenType.NORMAL)] * len(tokens), scores)
+    for key, token_id in vocabulary.missing_ids().items():
+        logger.warning(
+            "%s: %s is %d, but there are only %d tokens, so it has no effect", file, key, token_id, len(tokens)
+        )
+    return replace(vocabulary, types=_corrected_types(vocabulary))
+
+
+def _corrected_types(vocabulary: Vocabulary) -> list[int]:
+    """The types of the tokens, where tokens around turns are control tokens whatever the file says.
+
+    Some converters write them as normal text. They are known by their ids, by their texts, or because a chat template
+    writes them. Markers of thoughts and of calls of tools that the template writes are a part of the text.
+    """
+    sources = "\0".join(
+        str(source) for key, source in vocabulary.metadata.items() if key.startswith("tokenizer.chat_template")
+    )
+    written = {match.group() for match in _MARKER.finditer(sources)}
+    special = {vocabulary.special_id(name) for name in (*SPECIAL_TOKENS.values(), *END_KEYS)}
+    types = list(vocabulary.types)
+    for token_id, text in enumerate(vocabulary.tokens):
+        if types[token_id] not in (TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED):
+            continue
+        if token_id in special or text in END_TEXTS or text in written:
+            is_text = text in written and _TEXT_MARKER.fullmatch(text) is not None
+            types[token_id] = TokenType.USER_DEFINED if is_text else TokenType.CONTROL
+    return types
 
 
 def _numbers(file: Path, metadata: Mapping[str, Any], name: str, count: int) -> list[Any]:

@@ -11,16 +11,16 @@ from torch import Tensor
 
 
 class Blocks(Protocol):
-    """Which blocks of the cache hold the tokens of a sequence, and how many tokens it may have at most."""
+    """The blocks of the cache that hold the tokens of a sequence, and the number of its tokens."""
 
     @property
     def blocks(self) -> list[int]: ...
     @property
-    def max_length(self) -> int: ...
+    def length(self) -> int: ...
 
 
 class PlannedSequence(Protocol):
-    """What a step computes of one sequence, as far as attention needs to know: `num_new` tokens from `start` on.
+    """The tokens of one sequence that a step computes, as attention needs them: `num_new` tokens from `start` on.
 
     `ScheduledSequence` describes it in full.
     """
@@ -44,7 +44,7 @@ class StepAttention(Protocol):
     """(N,) int64: the position of each new token in its sequence."""
 
     lengths: Tensor
-    """(N,) int64: the number of tokens that the sequence of each new token may have at most."""
+    """(N,) int64: the number of tokens that the sequence of each new token has."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v (N, Hkv, D) of the new tokens in the cache, then attend: q (N, H, D) -> (N, H, D)."""
@@ -62,11 +62,11 @@ class AttentionBackend(Protocol):
 
 
 def slot_mapping(sequences: Sequence[PlannedSequence], block_size: int) -> tuple[list[int], list[int], list[int]]:
-    """For each new token its position in its sequence, the sequence's maximum length, and its slot in the cache."""
+    """For each new token its position in its sequence, the sequence's length, and its slot in the cache."""
     positions, lengths, slots = [], [], []
     for scheduled in sequences:
         blocks = scheduled.sequence.blocks
-        lengths += [scheduled.sequence.max_length] * scheduled.num_new
+        lengths += [scheduled.sequence.length] * scheduled.num_new
         for position in range(scheduled.start, scheduled.start + scheduled.num_new):
             positions.append(position)
             slots.append(blocks[position // block_size] * block_size + position % block_size)

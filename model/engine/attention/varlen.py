@@ -25,10 +25,10 @@ TOLERANCE = 2e-2  # for sums in bfloat16 of numbers of the order of 1
 
 @dataclass(frozen=True)
 class VarlenRead:
-    """Where the keys and values of a step are: `slots` (S,) of the cache, in the order of the sequences.
+    """The cache slots (S,) that hold the keys and values of a step, in the order of the sequences.
 
-    `query_cu_seqlens` and `key_cu_seqlens` are where each sequence begins in the step and in `slots`, as cumulative
-    lengths.
+    `query_cu_seqlens` and `key_cu_seqlens` are cumulative lengths: the index at which each sequence begins in the step
+    and in `slots`.
     """
 
     slots: Tensor

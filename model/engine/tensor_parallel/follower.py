@@ -24,7 +24,7 @@ from model.tracing.tap import BatchTap, Probe
 
 
 class Follower:
-    """Computes the share of one rank, until rank 0 ends."""
+    """Computes the shard of one rank, until rank 0 ends."""
 
     def __init__(self, model: Transformer, ranks: Ranks) -> None:
         self._model = model

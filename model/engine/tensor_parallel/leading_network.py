@@ -31,10 +31,10 @@ from model.tracing.tap import BatchTap, Probe, Tap, wants_of
 
 
 class LeadingNetwork(Transformer):
-    """A `Transformer` of which this process, rank 0, computes a share. It has whole logits, and taps see whole stages.
+    """A `Transformer` of which this process, rank 0, computes a shard. It has whole logits, and taps see whole stages.
 
-    Passes without a cache, and steps of an engine, can be computed; `decode` needs no other rank. Not implemented are
-    a `KVCache`, adapters and `steps`, which raise `ValueError`. Any error of a pass but one of its tap loses the ranks:
+    Passes without a cache, and steps of an engine, can be computed; `decode` needs no other rank. A `KVCache` and
+    adapters are not implemented, and raise `ValueError`. Any error of a pass but one of its tap loses the ranks:
     `LostRank` is raised, also by all later passes.
     """
 
@@ -62,9 +62,6 @@ class LeadingNetwork(Transformer):
             return self._single_pass(ids, tap, rows)
         assert tap is None or isinstance(tap, BatchTap), "the tap of a step must be a BatchTap"
         return self._step(ids, tap, rows, context)
-
-    def steps(self, ids: Tensor, tap: Tap | None = None) -> Iterator[Tensor]:
-        raise ValueError("passes in parts are not implemented with tensor parallelism")
 
     def open_cache(self, cache: PagedCache) -> None:
         """Let each rank allocate a cache like this one, for its own heads."""
@@ -112,7 +109,7 @@ class LeadingNetwork(Transformer):
                         each.start,
                         each.new_tokens,
                         each.is_decoding,
-                        BlockTable(each.sequence.blocks, each.sequence.max_length),
+                        BlockTable(each.sequence.blocks, each.sequence.length),
                     )
                     for each in context.sequences
                 ],

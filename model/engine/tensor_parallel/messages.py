@@ -47,15 +47,15 @@ class SinglePass:
 
 @dataclass(frozen=True)
 class BlockTable:
-    """Which blocks hold the tokens of a sequence, and how many tokens it may have."""
+    """The blocks that hold the tokens of a sequence, and the number of its tokens."""
 
     blocks: list[int]
-    max_length: int
+    length: int
 
 
 @dataclass(frozen=True)
 class StepSequence:
-    """What one sequence computes in a step, as attention needs it: see `ScheduledSequence`."""
+    """The tokens of one sequence that a step computes, as attention needs them: see `ScheduledSequence`."""
 
     start: int
     new_tokens: Sequence[int]
@@ -103,7 +103,7 @@ def encode(message: Message) -> list[int]:
         case StepPass():
             numbers.append(len(message.sequences))
             for each in message.sequences:
-                numbers += each.start, each.is_decoding, each.sequence.max_length
+                numbers += each.start, each.is_decoding, each.sequence.length
                 _put(numbers, each.new_tokens)
                 _put(numbers, each.sequence.blocks)
             numbers.append(len(message.taps))
@@ -139,6 +139,6 @@ def _take(source: IntegerSource) -> list[int]:
 
 
 def _take_sequence(source: IntegerSource) -> StepSequence:
-    start, is_decoding, max_length = islice(source, 3)
+    start, is_decoding, length = islice(source, 3)
     new_tokens, blocks = _take(source), _take(source)
-    return StepSequence(start, new_tokens, bool(is_decoding), BlockTable(blocks, max_length))
+    return StepSequence(start, new_tokens, bool(is_decoding), BlockTable(blocks, length))

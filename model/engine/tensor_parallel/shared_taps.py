@@ -1,8 +1,8 @@
-"""Taps of a pass that several ranks compute: rank 0 has the tap, and the others follow what it does.
+"""Taps of a pass that several ranks compute: rank 0 has the tap, and the other ranks follow it.
 
-For each stage that the tap wants, rank 0 collects the parts of all ranks, calls the tap with the whole stage, and says
-whether the tap has changed it. If it has, every rank takes its part of the changed stage. Any tap and any edit thus
-works as with one process, and a pass without taps exchanges nothing for them.
+For each stage that the tap wants, rank 0 collects the parts of all ranks, calls the tap with the whole stage, and tells
+the other ranks whether the tap has changed it. If it has, every rank takes its part of the changed stage. So any tap
+and any edit works as with one process, and a pass without taps exchanges nothing for them.
 """
 
 import time
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.network.ranks import Ranks
-from model.network.tensor_parallel import Share
+from model.network.tensor_parallel import Shard
 from model.tracing.stages import stages_of
 from model.tracing.tap import SequenceTap, Tap, call_tap
 
@@ -27,7 +27,7 @@ class TapFailed(Exception):
 
 
 class Layout:
-    """Which part of each stage a rank has, and how the whole stage is exchanged.
+    """The division of each stage among the ranks, and the exchange of whole stages.
 
     The stages after the last block are on rank 0 only, as are the logits.
     """
@@ -36,7 +36,7 @@ class Layout:
         self.ranks = ranks
         self.names = [stage.name for stage in stages_of(config)]
         self.of_first_rank = frozenset(stage.name for stage in stages_of(config) if stage.has_selected_rows)
-        self._share = Share(config, ranks.rank, ranks.size)
+        self._shard = Shard(config, ranks.rank, ranks.size)
         self._divided = {
             stage.name: (axis, dim)
             for stage in stages_of(config)
@@ -65,10 +65,10 @@ class Layout:
         if name not in self._divided:
             return whole
         axis, dim = self._divided[name]
-        return whole.narrow(axis, self._share.first(dim), own.shape[axis]).contiguous()
+        return whole.narrow(axis, self._shard.first(dim), own.shape[axis]).contiguous()
 
     def _copies(self, dim: str) -> int:
-        return self._share.num_copies if dim in ("kv_head", "d_k") else 1
+        return self._shard.num_copies if dim in ("kv_head", "d_k") else 1
 
 
 class LeadingTap:

@@ -4,24 +4,13 @@ Sums are in float32. The kernels are batch-invariant: no bit of a token's result
 pass, or on how a prompt is divided into passes. Dims are those of `NetworkOps`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from model.config import Activation
 from model.ops.cpu import build, recording
-from model.ops.cpu.arguments import (
-    ActivateArguments,
-    AddArguments,
-    MapArguments,
-    NormArguments,
-    RotateArguments,
-    RotationArguments,
-    SelectRotationArguments,
-    TakeRowsArguments,
-)
 from model.ops.cpu.cpu_edits import CpuEdits
 from model.ops.cpu.cpu_sampling import CpuSamplingOps
 from model.ops.cpu.cpu_summaries import CpuSummaryOps
@@ -29,7 +18,7 @@ from model.ops.cpu.layout import DTYPES, merge_outer_dims, num_tasks
 from model.ops.cpu.packed_linear import pack_linear
 from model.ops.cpu.paged_attention import PagedAttention, PagedRead
 from model.ops.cpu.recording import call, empty, pointer
-from model.ops.cpu.shared_layout import Arguments, Kernel, find_kernel
+from model.ops.cpu.shared_layout import Kernel, find_kernels
 from model.ops.interface import Backend, NetworkOps, NormRule, Rotation
 from model.ops.row_edits import RowEdit
 from model.ops.torch_attention import CausalMask, ScoreRule
@@ -46,59 +35,24 @@ def find_backend(dtype: torch.dtype, d_head: int) -> Backend | None:
     # The first library that cannot be loaded logs the reason; the others are not tried.
     if recording.thread_pool() is None or build.load("elementwise") is None:
         return None
-    kernels = _Kernels.find(dtype)
+    kernels = find_kernels(
+        "elementwise", dtype, (*ACTIVATIONS, "take_rows", "add", "scale", "softcap", "norm", "rotate")
+    )
+    rotations = find_kernels(
+        "elementwise", torch.float32, ("rotation", "select_rotation")
+    )  # in float32 for every dtype
     sampling, summaries = CpuSamplingOps.find(dtype), CpuSummaryOps.find(dtype)
     paged_attention, edits = PagedAttention.find(dtype, d_head), CpuEdits.find()
-    if kernels is None or sampling is None or summaries is None or edits is None:
+    if kernels is None or rotations is None or sampling is None or summaries is None or edits is None:
         return None
-    network = CpuNetworkOps(kernels, paged_attention, edits)
+    network = CpuNetworkOps(kernels | rotations, paged_attention, edits)
     return Backend(network, sampling, summaries, paged_attention, summaries.kernels)
-
-
-@dataclass(frozen=True)
-class _Kernels:
-    """The kernels of elementwise.cpp for one dtype."""
-
-    take_rows: Kernel[TakeRowsArguments]
-    add: Kernel[AddArguments]
-    scale: Kernel[MapArguments]
-    softcap: Kernel[MapArguments]
-    norm: Kernel[NormArguments]
-    rotate: Kernel[RotateArguments]
-    activations: dict[str, Kernel[ActivateArguments]]
-    rotation: Kernel[RotationArguments]  # in float32 for every dtype
-    select_rotation: Kernel[SelectRotationArguments]  # likewise
-
-    @classmethod
-    def find(cls, dtype: torch.dtype) -> "_Kernels | None":
-        """None if this CPU lacks one of the kernels."""
-
-        def find(name: str, arguments: type[Arguments], dtype: torch.dtype = dtype) -> Kernel[Arguments]:
-            kernel = find_kernel("elementwise", name, dtype, arguments)
-            if kernel is None:
-                raise LookupError(name)
-            return kernel
-
-        try:
-            return cls(
-                take_rows=find("take_rows", TakeRowsArguments),
-                add=find("add", AddArguments),
-                scale=find("scale", MapArguments),
-                softcap=find("softcap", MapArguments),
-                norm=find("norm", NormArguments),
-                rotate=find("rotate", RotateArguments),
-                activations={name: find(name, ActivateArguments) for name in ACTIVATIONS},
-                rotation=find("rotation", RotationArguments, torch.float32),
-                select_rotation=find("select_rotation", SelectRotationArguments, torch.float32),
-            )
-        except LookupError:
-            return None
 
 
 class CpuNetworkOps:
     """`NetworkOps` with our kernels. PyTorch computes what has no kernel."""
 
-    def __init__(self, kernels: _Kernels, paged_attention: PagedAttention | None, edits: CpuEdits) -> None:
+    def __init__(self, kernels: Mapping[str, Kernel], paged_attention: PagedAttention | None, edits: CpuEdits) -> None:
         self._kernels = kernels
         self._edits = edits
         self._paged_attention = paged_attention
@@ -116,40 +70,52 @@ class CpuNetworkOps:
                 raise IndexError(f"index {int(low if low < 0 else high)} is out of range; there are {len(table)} rows")
         out = empty((*index.shape, table.shape[1]), table.dtype)
         index = index.contiguous()
-        arguments = TakeRowsArguments(
+        call(
+            self._kernels["take_rows"],
+            num_tasks(out),
             table=table.data_ptr(),
             indices=index.data_ptr(),
             out=out.data_ptr(),
             num_rows=index.numel(),
             size=table.shape[1],
         )
-        call(self._kernels.take_rows, num_tasks(out), arguments)
         return out
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         a, b = a.contiguous(), b.contiguous()
         out = empty(a.shape, a.dtype)
-        arguments = AddArguments(a=a.data_ptr(), b=b.data_ptr(), out=out.data_ptr(), num_elements=a.numel())
-        call(self._kernels.add, num_tasks(out), arguments)
+        call(
+            self._kernels["add"],
+            num_tasks(out),
+            a=a.data_ptr(),
+            b=b.data_ptr(),
+            out=out.data_ptr(),
+            num_elements=a.numel(),
+        )
         return out
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         assert total.is_contiguous(), "a contiguous copy would get the sum"
         x = x.contiguous()
-        arguments = AddArguments(a=total.data_ptr(), b=x.data_ptr(), out=total.data_ptr(), num_elements=x.numel())
-        call(self._kernels.add, num_tasks(x), arguments)
+        call(
+            self._kernels["add"],
+            num_tasks(x),
+            a=total.data_ptr(),
+            b=x.data_ptr(),
+            out=total.data_ptr(),
+            num_elements=x.numel(),
+        )
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        return self._map(self._kernels.scale, x, factor)
+        return self._map(self._kernels["scale"], x, factor)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
-        return self._map(self._kernels.softcap, x, cap)
+        return self._map(self._kernels["softcap"], x, cap)
 
-    def _map(self, kernel: Kernel[MapArguments], x: Tensor, parameter: float) -> Tensor:
+    def _map(self, kernel: Kernel, x: Tensor, parameter: float) -> Tensor:
         x = x.contiguous()
         out = empty(x.shape, x.dtype)
-        arguments = MapArguments(x=x.data_ptr(), out=out.data_ptr(), num_elements=x.numel(), parameter=parameter)
-        call(kernel, num_tasks(out), arguments)
+        call(kernel, num_tasks(out), x=x.data_ptr(), out=out.data_ptr(), num_elements=x.numel(), parameter=parameter)
         return out
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, rule: NormRule) -> Tensor:
@@ -179,7 +145,9 @@ class CpuNetworkOps:
             x = x.unsqueeze(-2)  # rows that do not lie next to each other
         inner = x.shape[-2] if x.dim() > 1 else 1
         x, outer_stride = merge_outer_dims(x, 2)
-        arguments = NormArguments(
+        call(
+            self._kernels["norm"],
+            num_tasks(out),
             x=x.data_ptr(),
             weight=weight.data_ptr(),
             bias=pointer(bias),
@@ -196,7 +164,6 @@ class CpuNetworkOps:
             eps=rule.eps,
             offset=rule.offset,
         )
-        call(self._kernels.norm, num_tasks(out), arguments)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> Rotation:
         if frequencies.dim() > 1:  # frequencies that differ between positions
@@ -204,7 +171,9 @@ class CpuNetworkOps:
             return angles.cos() * factor, angles.sin() * factor
         cos, sin = (empty((len(positions), len(frequencies)), torch.float32) for _ in range(2))
         positions = positions.contiguous()
-        arguments = RotationArguments(
+        call(
+            self._kernels["rotation"],
+            len(positions),
             positions=positions.data_ptr(),
             frequencies=frequencies.data_ptr(),
             cosines=cos.data_ptr(),
@@ -213,13 +182,14 @@ class CpuNetworkOps:
             half=len(frequencies),
             factor=factor,
         )
-        call(self._kernels.rotation, len(positions), arguments)
         return cos, sin
 
     def select_rotation(self, short: Rotation, long: Rotation, lengths: Tensor, limit: int) -> Rotation:
         cos, sin = (empty(short[0].shape, torch.float32) for _ in range(2))
         lengths = lengths.contiguous()
-        arguments = SelectRotationArguments(
+        call(
+            self._kernels["select_rotation"],
+            len(cos),
             short_cosines=short[0].data_ptr(),
             short_sines=short[1].data_ptr(),
             long_cosines=long[0].data_ptr(),
@@ -231,7 +201,6 @@ class CpuNetworkOps:
             half=cos.shape[1],
             limit=limit,
         )
-        call(self._kernels.select_rotation, len(cos), arguments)
         return cos, sin
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
@@ -239,7 +208,9 @@ class CpuNetworkOps:
         B, T, H, D = x.shape
         x, stride = merge_outer_dims(x, 2)
         cos, sin = rotation
-        arguments = RotateArguments(
+        call(
+            self._kernels["rotate"],
+            num_tasks(out),
             x=x.data_ptr(),
             out=out.data_ptr(),
             cosines=cos.data_ptr(),
@@ -251,18 +222,18 @@ class CpuNetworkOps:
             period=T,
             half=cos.shape[-1],
         )
-        call(self._kernels.rotate, num_tasks(out), arguments)
         return out
 
     def activate(self, activation: Activation, pre: Tensor, linear: Tensor | None = None) -> Tensor:
-        kernel = self._kernels.activations.get(activation)
-        if kernel is None:
+        if activation not in ACTIVATIONS:
             return self._torch.activate(activation, pre, linear)
         out = empty(pre.shape, pre.dtype)
         size = pre.shape[-1]
         pre, stride = merge_outer_dims(pre, 1)
         gate, gate_stride = (None, 0) if linear is None else merge_outer_dims(linear, 1)
-        arguments = ActivateArguments(
+        call(
+            self._kernels[activation],
+            num_tasks(out),
             pre=pre.data_ptr(),
             linear=pointer(gate),
             out=out.data_ptr(),
@@ -271,7 +242,6 @@ class CpuNetworkOps:
             pre_stride=stride,
             linear_stride=gate_stride,
         )
-        call(kernel, num_tasks(out), arguments)
         return out
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, rule: ScoreRule) -> Tensor:

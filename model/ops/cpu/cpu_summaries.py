@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model.ops.cpu.arguments import DistributionArguments, TopArguments
 from model.ops.cpu.recording import call, empty, pointer
 from model.ops.cpu.shared_layout import Kernel, find_kernel
-from model.ops.cpu.trace_kernels import TraceKernels, summaries_of
+from model.ops.cpu.trace_kernels import TraceKernels, decode_summaries
 from model.ops.interface import Top
 from model.ops.summary import Summary, summarize
 from model.ops.torch_ops import TORCH, check_count
@@ -19,13 +18,7 @@ MAX_TOP = 64  # for more numbers per row, PyTorch's `topk` is faster
 class CpuSummaryOps:
     """`SummaryOps` for logits of one dtype, and for stages of float32 or bfloat16."""
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        distribution: Kernel[DistributionArguments],
-        top: Kernel[TopArguments],
-        kernels: TraceKernels,
-    ) -> None:
+    def __init__(self, dtype: torch.dtype, distribution: Kernel, top: Kernel, kernels: TraceKernels) -> None:
         self._dtype = dtype
         self._distribution = distribution
         self._top = top
@@ -34,8 +27,8 @@ class CpuSummaryOps:
     @classmethod
     def find(cls, dtype: torch.dtype) -> "CpuSummaryOps | None":
         """The operations with the kernels of this dtype; None if this CPU has none."""
-        distribution = find_kernel("statistics", "distribution", dtype, DistributionArguments)
-        top, kernels = find_kernel("tracing", "top", dtype, TopArguments), TraceKernels.find()
+        distribution = find_kernel("statistics", "distribution", dtype)
+        top, kernels = find_kernel("tracing", "top", dtype), TraceKernels.find()
         if distribution is None or top is None or kernels is None:
             return None
         return cls(dtype, distribution, top, kernels)
@@ -45,14 +38,15 @@ class CpuSummaryOps:
         logits = logits.contiguous()
         probabilities = empty(logits.shape, torch.float32) if wants_probabilities else None
         log_totals = empty(rows, torch.float32)
-        arguments = DistributionArguments(
+        call(
+            self._distribution,
+            rows.numel(),
             x=logits.data_ptr(),
             probabilities=pointer(probabilities),
             log_totals=log_totals.data_ptr(),
             num_rows=rows.numel(),
             size=size,
         )
-        call(self._distribution, rows.numel(), arguments)
         return probabilities, log_totals
 
     def top(self, logits: Tensor, count: int) -> Top:
@@ -61,7 +55,9 @@ class CpuSummaryOps:
             return TORCH.summaries.top(logits, count)
         (num_rows, size), logits = logits.shape, logits.contiguous()
         values, indices = empty((num_rows, count), torch.float32), empty((num_rows, count), torch.int64)
-        arguments = TopArguments(
+        call(
+            self._top,
+            num_rows,
             x=logits.data_ptr(),
             values=values.data_ptr(),
             indices=indices.data_ptr(),
@@ -69,7 +65,6 @@ class CpuSummaryOps:
             size=size,
             num_top=count,
         )
-        call(self._top, num_rows, arguments)
         return Top(values, indices)
 
     def summarize(self, tensors: Sequence[Tensor]) -> list[Summary]:
@@ -78,5 +73,5 @@ class CpuSummaryOps:
             if chosen := [index for index, x in enumerate(tensors) if x.dtype == dtype]:
                 calls = self.kernels.summary_calls(dtype, [tensors[index] for index in chosen])
                 calls.run()
-                summaries |= zip(chosen, summaries_of(calls.read()), strict=True)
+                summaries |= zip(chosen, decode_summaries(calls.read()), strict=True)
         return [summaries[index] if index in summaries else summarize(x) for index, x in enumerate(tensors)]

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from model.ops.cpu.arguments import INPUT_GROUP_BYTES, GroupedLinearArguments, QuantizeGroupsArguments
-from model.ops.cpu.grouped_packing import PackedGroups, unpack_groups
+from model.ops.cpu.constants import INPUT_GROUP_BYTES
+from model.ops.cpu.grouped_packing import PackedGroups, dequantize_part, unpack_groups
 from model.ops.cpu.layout import OUTPUTS_PER_TASK, linear_input
 from model.ops.cpu.recording import call, empty
 from model.ops.cpu.shared_layout import Kernel, find_kernel
@@ -40,16 +40,29 @@ class GroupedLinear(nn.Module):
         """The weight (N, K) in float32, as far as its bits go."""
         return torch.cat([unpack_groups(part).dequantize() for part in self.parts])
 
+    def part(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """The numbers (n, k) of the weight in these rows (n) and columns (k), in float32."""
+        out = torch.empty(len(rows), len(columns))
+        first = 0
+        for part in self.parts:
+            is_own = (rows >= first) & (rows < first + part.shape[0])
+            if is_own.any():
+                out[is_own] = dequantize_part(part, rows[is_own] - first, columns)
+            first += part.shape[0]
+        return out
+
     def forward(self, x: Tensor) -> Tensor:
         x = linear_input(x, self.dtype, self.in_features)
         M, K, N = math.prod(x.shape[:-1]), self.in_features, self.out_features
         groups = empty((M, -(-K // GROUP), INPUT_GROUP_BYTES), torch.uint8)
-        call(self._quantize, M, QuantizeGroupsArguments(x=x.data_ptr(), groups=groups.data_ptr(), M=M, K=K))
+        call(self._quantize, M, x=x.data_ptr(), groups=groups.data_ptr(), M=M, K=K)
         out = empty((*x.shape[:-1], N), x.dtype)
         first = 0
         for part, kernel in zip(self.parts, self._kernels, strict=True):
             num_outputs, offset = part.shape[0], first * x.itemsize
-            product = GroupedLinearArguments(
+            call(
+                kernel,
+                num_outputs // OUTPUTS_PER_TASK,
                 groups=groups.data_ptr(),
                 integers=part.integers.data_ptr(),
                 scales=part.scales.data_ptr(),
@@ -61,7 +74,6 @@ class GroupedLinear(nn.Module):
                 y_stride=N,
                 is_bfloat16=x.dtype == torch.bfloat16,
             )
-            call(kernel, num_outputs // OUTPUTS_PER_TASK, product)
             first += num_outputs
         return out
 
@@ -71,9 +83,9 @@ def has_grouped_kernel(format: WeightFormat, dtype: torch.dtype) -> bool:
     return _find_quantize(dtype) is not None and _find_linear(format) is not None
 
 
-def _find_quantize(dtype: torch.dtype) -> Kernel[QuantizeGroupsArguments] | None:
-    return find_kernel("grouped_linear", "quantize_groups", dtype, QuantizeGroupsArguments)
+def _find_quantize(dtype: torch.dtype) -> Kernel | None:
+    return find_kernel("grouped_linear", "quantize_groups", dtype)
 
 
-def _find_linear(format: WeightFormat) -> Kernel[GroupedLinearArguments] | None:
-    return find_kernel("grouped_linear", f"linear_{format.name}", None, GroupedLinearArguments)
+def _find_linear(format: WeightFormat) -> Kernel | None:
+    return find_kernel("grouped_linear", f"linear_{format.name}", None)

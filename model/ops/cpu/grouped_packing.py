@@ -8,12 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.ops.cpu import large_memory
-from model.ops.cpu.arguments import QuantizeWeightArguments
 from model.ops.cpu.packing import TILE, RowAddresses
 from model.ops.cpu.recording import call
 from model.ops.cpu.shared_layout import find_kernel
 from model.ops.quantization import quantize_to
-from model.ops.stacked_groups import GroupedRows, StackedGroups, row_bounds
+from model.ops.stacked_groups import NUMBERS_AT_A_TIME, GroupedRows, StackedGroups, row_bounds
 from model.ops.stacked_rows import StackedRows
 from model.ops.weight_formats import GROUP, GroupedWeight, WeightFormat
 
@@ -61,16 +60,19 @@ def quantize_rows(weight: StackedRows, format: WeightFormat) -> PackedGroups:
     N, K = weight.shape
     rows = RowAddresses.find(weight)
     name = f"quantize_{format.name}"
-    kernel = (
-        None if rows is None else find_kernel("pack", f"{name}_{rows.source}", weight.dtype, QuantizeWeightArguments)
-    )
+    kernel = None if rows is None else find_kernel("pack", f"{name}_{rows.source}", weight.dtype)
     if rows is None or kernel is None:
         return pack_weight(quantize_to(weight.tensor(), format))
     packed = empty_groups((N, K), format)
-    arguments = QuantizeWeightArguments(
-        rows=rows.addresses.data_ptr(), integers=packed.integers.data_ptr(), scales=packed.scales.data_ptr(), N=N, K=K
+    call(
+        kernel,
+        len(packed.integers),
+        rows=rows.addresses.data_ptr(),
+        integers=packed.integers.data_ptr(),
+        scales=packed.scales.data_ptr(),
+        N=N,
+        K=K,
     )
-    call(kernel, len(packed.integers), arguments)
     return packed
 
 
@@ -117,6 +119,35 @@ def unpack_groups(packed: PackedGroups) -> GroupedWeight:
     if format.scale_kind == "halves":
         scales = scales.contiguous().view(torch.int8)
     return GroupedWeight(format, integers, scales.contiguous(), factors.contiguous())
+
+
+def dequantize_part(packed: PackedGroups, rows: Tensor, columns: Tensor) -> Tensor:
+    """The numbers (n, k) of a packed weight in these rows (n) and columns (k), in float32.
+
+    Only the tiles of these rows are unpacked, and of them only the units of these columns, a few tiles at a time.
+    """
+    out = torch.empty(len(rows), len(columns))
+    size = packed.format.inputs_per_unit
+    tiles, tile_of = torch.unique(rows // TILE, return_inverse=True)
+    units, unit_of = torch.unique(columns // size, return_inverse=True)
+    inner = unit_of * size + columns % size
+    step = max(1, NUMBERS_AT_A_TIME // (TILE * size * len(units)))
+    for start in range(0, len(tiles), step):
+        block = unpack_groups(_select(packed, tiles[start : start + step], units)).dequantize()
+        is_own = (tile_of >= start) & (tile_of < start + step)
+        out[is_own] = block[((tile_of[is_own] - start) * TILE + rows[is_own] % TILE)[:, None], inner]
+    return out
+
+
+def _select(packed: PackedGroups, tiles: Tensor, units: Tensor) -> PackedGroups:
+    """Some tiles of a packed weight, and of them some units of inputs. The padding of both counts as a part of them."""
+    num_units = -(-packed.shape[1] // packed.format.inputs_per_unit)
+    integers, scales = (
+        each.view(len(each), num_units, -1)[tiles[:, None], units].flatten(1)
+        for each in (packed.integers, packed.scales)
+    )
+    shape = (len(tiles) * TILE, len(units) * packed.format.inputs_per_unit)
+    return PackedGroups(shape, packed.format, integers, scales)
 
 
 def _pack_integers(integers: Tensor, bits: int) -> Tensor:

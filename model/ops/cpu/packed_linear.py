@@ -10,11 +10,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from model.ops.cpu.arguments import LinearArguments, WidenArguments
 from model.ops.cpu.grouped_linear import GroupedLinear, has_grouped_kernel
 from model.ops.cpu.grouped_packing import pack_weight
 from model.ops.cpu.layout import OUTPUTS_PER_TASK, linear_input
-from model.ops.cpu.packing import DEPTH, PackedWeight, pack, unpack
+from model.ops.cpu.packing import DEPTH, PackedWeight, pack, unpack, unpack_part
 from model.ops.cpu.recording import call, empty, pointer
 from model.ops.cpu.shared_layout import Kernel, find_kernel
 from model.ops.weight_formats import GroupedWeight
@@ -25,27 +24,42 @@ NUMBERS_PER_WIDEN_TASK = 16384  # with fewer numbers, starting another thread co
 class PackedLinear(nn.Module):
     """`nn.Linear` with packed weights, for inference on a CPU: x (..., K) -> (..., N)."""
 
-    def __init__(self, weight: PackedWeight, bias: Tensor | None, kernel: Kernel[LinearArguments]) -> None:
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, kernel: Kernel) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.packed = weight.packed
         self.bias = None if bias is None else bias.contiguous()
         self._kernel = kernel
         # Exists only for bfloat16 on CPUs without AVX512-BF16, where the kernel reads x in float32.
-        self._widen = find_kernel("linear", "widen", weight.packed.dtype, WidenArguments)
+        self._widen = find_kernel("linear", "widen", weight.packed.dtype)
 
     def unpacked(self) -> Tensor:
         """The weight (N, K)."""
-        return unpack(PackedWeight((self.out_features, self.in_features), self.packed))
+        return unpack(self._weight)
+
+    def part(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """The numbers (n, k) of the weight in these rows (n) and columns (k)."""
+        return unpack_part(self._weight, rows, columns)
+
+    @property
+    def _weight(self) -> PackedWeight:
+        return PackedWeight((self.out_features, self.in_features), self.packed)
 
     def forward(self, x: Tensor) -> Tensor:
         x = linear_input(x, self.packed.dtype, self.in_features)
         out = empty((*x.shape[:-1], self.out_features), x.dtype)
         if self._widen is not None:
             narrow, x = x, empty(x.shape, torch.float32)
-            widening = WidenArguments(x=narrow.data_ptr(), out=x.data_ptr(), num_elements=x.numel())
-            call(self._widen, x.numel() // NUMBERS_PER_WIDEN_TASK, widening)
-        arguments = LinearArguments(
+            call(
+                self._widen,
+                x.numel() // NUMBERS_PER_WIDEN_TASK,
+                x=narrow.data_ptr(),
+                out=x.data_ptr(),
+                num_elements=x.numel(),
+            )
+        call(
+            self._kernel,
+            self.out_features // OUTPUTS_PER_TASK,
             x=x.data_ptr(),
             w=self.packed.data_ptr(),
             b=pointer(self.bias),
@@ -54,7 +68,6 @@ class PackedLinear(nn.Module):
             N=self.out_features,
             K=self.in_features,
         )
-        call(self._kernel, self.out_features // OUTPUTS_PER_TASK, arguments)
         return out
 
 
@@ -81,5 +94,5 @@ def packed_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) 
     return PackedLinear(weight, bias, kernel)
 
 
-def _find_linear(dtype: torch.dtype) -> Kernel[LinearArguments] | None:
-    return find_kernel("linear", "linear", dtype, LinearArguments)
+def _find_linear(dtype: torch.dtype) -> Kernel | None:
+    return find_kernel("linear", "linear", dtype)

@@ -1,7 +1,7 @@
 """Pack weights into the layout of linear layers in their own dtype (`csrc/linear.cpp`).
 
-`pack` defines the layout, and `unpack` reverses it. `pack_rows` makes the same bits from rows that lie anywhere, in one
-pass of our own kernels (`csrc/pack.cpp`).
+`pack` defines the layout, and `unpack` and `unpack_part` reverse it. `pack_rows` makes the same bits from rows that lie
+anywhere, in one pass of our own kernels (`csrc/pack.cpp`).
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.ops.cpu import large_memory
-from model.ops.cpu.arguments import BFLOAT16_DEPTH, FLOAT32_DEPTH, VECTOR_WIDTH, PackArguments
+from model.ops.cpu.constants import BFLOAT16_DEPTH, FLOAT32_DEPTH, VECTOR_WIDTH
 from model.ops.cpu.recording import call
 from model.ops.cpu.shared_layout import find_kernel
 from model.ops.stacked_rows import StackedRows
@@ -31,7 +31,7 @@ class PackedWeight:
 
 @dataclass(frozen=True)
 class RowAddresses:
-    """Where the rows of a weight lie: one address for each row, of numbers in the dtype `source`.
+    """The memory addresses of the rows of a weight, one for each row. The numbers have the dtype `source`.
 
     `parts` are the tensors that own the memory.
     """
@@ -64,14 +64,20 @@ def unpack(weight: PackedWeight) -> Tensor:
     return weight.packed.transpose(1, 2).reshape(len(weight.packed) * TILE, -1)[:num_rows]
 
 
+def unpack_part(weight: PackedWeight, rows: Tensor, columns: Tensor) -> Tensor:
+    """The numbers (n, k) of a packed weight in these rows (n) and columns (k). Nothing else is unpacked."""
+    depth, rows = weight.packed.shape[-1], rows[:, None]
+    return weight.packed[rows // TILE, columns // depth, rows % TILE, columns % depth]
+
+
 def pack_rows(weight: StackedRows) -> PackedWeight:
     """Pack a matrix. Without a kernel, PyTorch does the same."""
     N, K = weight.shape
     rows = RowAddresses.find(weight)
-    kernel = None if rows is None else find_kernel("pack", f"pack_{rows.source}", weight.dtype, PackArguments)
+    kernel = None if rows is None else find_kernel("pack", f"pack_{rows.source}", weight.dtype)
     if rows is None or kernel is None:
         return PackedWeight((N, K), pack(weight.tensor()))
     num_tiles, depth = -(-N // TILE), DEPTH[weight.dtype]
     packed = large_memory.empty((num_tiles, K // depth, TILE, depth), weight.dtype)
-    call(kernel, num_tiles, PackArguments(rows=rows.addresses.data_ptr(), out=packed.data_ptr(), N=N, K=K))
+    call(kernel, num_tiles, rows=rows.addresses.data_ptr(), out=packed.data_ptr(), N=N, K=K)
     return PackedWeight((N, K), packed)

@@ -4,24 +4,17 @@ Dims: N new tokens of all sequences, H/Hkv heads, D head size.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from model.ops.cpu import recording
-from model.ops.cpu.arguments import (
-    KEYS_PER_CHUNK,
-    PARTIAL_PADDING,
-    VECTOR_WIDTH,
-    AttentionArguments,
-    AttentionScoresArguments,
-    WriteQuantizedArguments,
-    WriteRowsArguments,
-)
+from model.ops.cpu.constants import KEYS_PER_CHUNK, PARTIAL_PADDING, VECTOR_WIDTH
 from model.ops.cpu.layout import merge_outer_dims, num_tasks
 from model.ops.cpu.recording import call, empty, pointer
-from model.ops.cpu.shared_layout import Kernel, find_kernel
+from model.ops.cpu.shared_layout import Kernel, find_kernels
 from model.ops.quantized_rows import QuantizedRows
 from model.ops.torch_attention import CausalMask, ScoreRule
 
@@ -32,7 +25,7 @@ MAX_PARTIALS = MAX_PARTIAL_BYTES // torch.float32.itemsize
 
 @dataclass(frozen=True)
 class PagedRead:
-    """Which of the N new tokens of a step belong to which sequence, and where the keys of each sequence lie.
+    """The sequences of a step with N new tokens: the rows of each sequence, and the blocks that hold its keys.
 
     Sequence s has the rows from `cu_seqlens[s]` up to `cu_seqlens[s + 1]`. The first of them is at position `start[s]`.
     Its keys are in the blocks `blocks[s]`, in order, each of `block_size` slots. These tensors are int64.
@@ -80,33 +73,17 @@ def _partials_shape(num_tokens: int, num_heads: int, d_head: int, max_keys: int)
 class PagedAttention:
     """The kernels of one dtype that write keys and values to slots of a cache, and attend over blocks of slots."""
 
-    def __init__(
-        self,
-        write_rows: Kernel[WriteRowsArguments],
-        attention: Kernel[AttentionArguments],
-        combine: Kernel[AttentionArguments],
-        attention_scores: Kernel[AttentionScoresArguments],
-        write_quantized: Kernel[WriteQuantizedArguments],
-    ) -> None:
-        self._write_rows = write_rows
-        self._attention = attention
-        self._combine = combine
-        self._attention_scores = attention_scores
-        self._write_quantized = write_quantized
+    def __init__(self, kernels: Mapping[str, Kernel]) -> None:
+        self._kernels = kernels
 
     @classmethod
     def find(cls, dtype: torch.dtype, d_head: int) -> "PagedAttention | None":
         """The kernels of this dtype; None if this CPU has none, or `d_head` is not a multiple of a vector's width."""
         if d_head % VECTOR_WIDTH != 0:
             return None
-        write_rows = find_kernel("elementwise", "write_rows", dtype, WriteRowsArguments)
-        attention = find_kernel("attention", "attention", dtype, AttentionArguments)
-        combine = find_kernel("attention", "attention_combine", dtype, AttentionArguments)
-        scores = find_kernel("attention", "attention_scores", dtype, AttentionScoresArguments)
-        quantized = find_kernel("attention", "write_quantized", dtype, WriteQuantizedArguments)
-        if write_rows is None or attention is None or combine is None or scores is None or quantized is None:
-            return None
-        return cls(write_rows, attention, combine, scores, quantized)
+        names = ("attention", "attention_combine", "attention_scores", "write_quantized")
+        writing, kernels = find_kernels("elementwise", dtype, ["write_rows"]), find_kernels("attention", dtype, names)
+        return None if writing is None or kernels is None else cls(writing | kernels)
 
     def write(
         self, k: Tensor, v: Tensor, keys: Tensor | QuantizedRows, values: Tensor | QuantizedRows, slots: Tensor
@@ -117,7 +94,9 @@ class PagedAttention:
             return self._quantize(k, v, keys, values, slots)
         assert isinstance(values, Tensor)
         (k, k_stride), (v, v_stride) = merge_outer_dims(k, 2), merge_outer_dims(v, 2)
-        arguments = WriteRowsArguments(
+        return call(
+            self._kernels["write_rows"],
+            num_tasks(k),
             k=k.data_ptr(),
             v=v.data_ptr(),
             keys=keys.data_ptr(),
@@ -128,11 +107,12 @@ class PagedAttention:
             k_stride=k_stride,
             v_stride=v_stride,
         )
-        return call(self._write_rows, num_tasks(k), arguments)
 
     def _quantize(self, k: Tensor, v: Tensor, keys: QuantizedRows, values: QuantizedRows, slots: Tensor) -> None:
         (k, k_stride), (v, v_stride) = merge_outer_dims(k, 2), merge_outer_dims(v, 2)
-        arguments = WriteQuantizedArguments(
+        call(
+            self._kernels["write_quantized"],
+            num_tasks(k),
             k=k.data_ptr(),
             v=v.data_ptr(),
             keys=keys.integers.data_ptr(),
@@ -146,7 +126,6 @@ class PagedAttention:
             k_stride=k_stride,
             v_stride=v_stride,
         )
-        call(self._write_quantized, num_tasks(k), arguments)
 
     def attend(
         self,
@@ -163,34 +142,34 @@ class PagedAttention:
         out = empty(q.shape, q.dtype)
         q, q_stride = merge_outer_dims(q, 2)
         num_sequences, max_blocks = read.blocks.shape
-        arguments = AttentionArguments(
-            q=q.data_ptr(),
-            keys=keys.data_ptr(),
-            values=values.data_ptr(),
-            z=out.data_ptr(),
-            blocks=read.blocks.data_ptr(),
-            cu_seqlens=read.cu_seqlens.data_ptr(),
-            start=read.start.data_ptr(),
-            partials=pointer(read.partials),
-            key_magnitudes=pointer(key_magnitudes),
-            value_magnitudes=pointer(value_magnitudes),
-            num_sequences=num_sequences,
-            max_blocks=max_blocks,
-            block_size=read.block_size,
-            max_chunks=0 if read.partials is None else read.partials.shape[2],
-            H=q.shape[1],
-            Hkv=keys.shape[1],
-            D=keys.shape[2],
-            window=window or 0,
-            q_stride=q_stride,
-            k_stride=keys.stride(0),
-            v_stride=values.stride(0),
-            scale=rule.scale,
-            softcap=rule.softcap or 0.0,
-        )
-        call(self._attention, recording.MAX_TASKS, arguments)
+        arguments = {
+            "q": q.data_ptr(),
+            "keys": keys.data_ptr(),
+            "values": values.data_ptr(),
+            "z": out.data_ptr(),
+            "blocks": read.blocks.data_ptr(),
+            "cu_seqlens": read.cu_seqlens.data_ptr(),
+            "start": read.start.data_ptr(),
+            "partials": pointer(read.partials),
+            "key_magnitudes": pointer(key_magnitudes),
+            "value_magnitudes": pointer(value_magnitudes),
+            "num_sequences": num_sequences,
+            "max_blocks": max_blocks,
+            "block_size": read.block_size,
+            "max_chunks": 0 if read.partials is None else read.partials.shape[2],
+            "H": q.shape[1],
+            "Hkv": keys.shape[1],
+            "D": keys.shape[2],
+            "window": window or 0,
+            "q_stride": q_stride,
+            "k_stride": keys.stride(0),
+            "v_stride": values.stride(0),
+            "scale": rule.scale,
+            "softcap": rule.softcap or 0.0,
+        }
+        call(self._kernels["attention"], recording.MAX_TASKS, **arguments)
         if read.partials is not None:
-            call(self._combine, q.shape[0] * q.shape[1], arguments)
+            call(self._kernels["attention_combine"], q.shape[0] * q.shape[1], **arguments)
         return out
 
     def attention_scores(
@@ -242,7 +221,9 @@ class PagedAttention:
         q, q_stride = merge_outer_dims(q, 2)
         scores, masked, pattern = outputs
         keys, key_magnitudes = _parts(keys)
-        arguments = AttentionScoresArguments(
+        call(
+            self._kernels["attention_scores"],
+            recording.MAX_TASKS,
             q=q.data_ptr(),
             keys=keys.data_ptr(),
             blocks=read.blocks[sequence].data_ptr(),
@@ -262,7 +243,6 @@ class PagedAttention:
             scale=rule.scale,
             softcap=rule.softcap or 0.0,
         )
-        call(self._attention_scores, recording.MAX_TASKS, arguments)
 
 
 def _parts(rows: Tensor | QuantizedRows) -> tuple[Tensor, Tensor | None]:

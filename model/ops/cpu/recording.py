@@ -7,7 +7,6 @@ without any Python between the kernels.
 
 import ctypes
 import logging
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.ops.cpu.arguments import KernelCall
 from model.ops.cpu.buffer_pool import buffer_pool
-from model.ops.cpu.shared_layout import Arguments, Kernel, check_struct, load_checked, struct_format
+from model.ops.cpu.shared_layout import Kernel, Layout, load_checked
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +41,7 @@ class ThreadPool:
 
     run_call: Callable[[int, int, bytes, int], int]  # kernel, num_tasks, arguments, num_threads
     run_calls: Callable[[int, int, int], int]  # calls, num_calls, num_threads
+    call_layout: Layout  # of each of these calls
 
 
 @cache
@@ -51,17 +50,19 @@ def thread_pool() -> ThreadPool | None:
     library = load_checked("thread_pool")
     if library is None:
         return None
-    check_struct(library, "kernel_call", KernelCall)
     run_call, run_calls = library.run_call, library.run_calls
     run_call.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_char_p, ctypes.c_long]
     run_calls.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_long]
     run_call.restype = run_calls.restype = ctypes.c_long
-    return ThreadPool(run_call, run_calls)
+    return ThreadPool(run_call, run_calls, Layout.read(library, "kernel_call"))
 
 
-def call(kernel: Kernel[Arguments], num_tasks: int, arguments: Arguments) -> None:
-    """Run a kernel now, divided into at most `num_tasks` tasks. If a recording is being made, record the call."""
-    packed = kernel.pack(*arguments)
+def call(kernel: Kernel, num_tasks: int, /, **arguments: int | float) -> None:
+    """Run a kernel now, divided into at most `num_tasks` tasks. If a recording is being made, record the call.
+
+    The C++ declaration of the kernel says what its arguments mean. Raises TypeError if one is missing or unknown.
+    """
+    packed = kernel.arguments.pack(arguments)
     num_tasks = max(1, min(num_tasks, MAX_TASKS))
     recording = _recording.get()
     if recording is not None:
@@ -111,11 +112,11 @@ class RecordingMemory:
 class Recording:
     """The kernel calls of one forward pass.
 
-    `is_whole` becomes False if PyTorch computes anything during the recording, because a replay would miss that.
+    `is_complete` becomes False if PyTorch computes anything during the recording, because a replay would miss that.
     """
 
     def __init__(self, memory: RecordingMemory) -> None:
-        self.is_whole = True
+        self.is_complete = True
         self._memory = memory
         self._position = (0, 0)  # the current chunk, and how many of its bytes are taken
         self._calls: list[tuple[int, int, bytes]] = []  # kernel, num_tasks, arguments
@@ -164,10 +165,11 @@ class _CallList:
 
     def __init__(self, calls: Sequence[tuple[int, int, bytes]]) -> None:
         self._arguments = ctypes.create_string_buffer(b"".join(arguments for _, _, arguments in calls))
-        pack, position = struct.Struct(struct_format(KernelCall)).pack, ctypes.addressof(self._arguments)
+        position, pool = ctypes.addressof(self._arguments), thread_pool()
         packed = bytearray()
         for kernel, num_tasks, arguments in calls:
-            packed += pack(*KernelCall(kernel, num_tasks, position))
+            assert pool is not None
+            packed += pool.call_layout.pack({"kernel": kernel, "num_tasks": num_tasks, "arguments": position})
             position += len(arguments)
         self._calls = ctypes.create_string_buffer(bytes(packed))
         self.address, self.num_calls = ctypes.addressof(self._calls), len(calls)
@@ -191,7 +193,7 @@ VIEWS = frozenset(
 
 
 class _ComputationWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
-    """Marks a recording as not whole if PyTorch does anything but make views of tensors."""
+    """Marks a recording as incomplete if PyTorch does anything but make views of tensors."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -209,5 +211,5 @@ class _ComputationWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  
         outputs = result if isinstance(result, (list, tuple)) else (result,)
         is_view = all(isinstance(x, Tensor) and x.untyped_storage().data_ptr() in storages for x in outputs)
         if func._schema.is_mutable or not is_view:
-            self._recording.is_whole = False
+            self._recording.is_complete = False
         return result

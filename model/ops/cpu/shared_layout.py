@@ -1,25 +1,22 @@
-"""Find kernels in the libraries, and check that Python and C++ agree on structs and constants.
+"""Find kernels in the libraries, with the layout of their arguments, and check the constants that Python shares.
 
-`arguments.py` declares the Python side. A library exports descriptions of the C++ side (`csrc/shared_struct.h`).
+The C++ code declares the structs. A library exports a description of each (`csrc/shared_struct.h`).
 """
 
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Generic, TypeVar, get_type_hints
+from functools import cached_property
 
 import torch
 
 from model.ops.cpu import build
-from model.ops.cpu.arguments import CONSTANTS, Address
+from model.ops.cpu.constants import CONSTANTS
 
-Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
 # The kinds of fields as C++ names them, with their format in the module `struct`. All of them have FIELD_BYTES.
 FORMATS = {"address": "P", "integer": "q", "number": "d"}
 FIELD_BYTES = 8
-KINDS: dict[Any, str] = {Address: "address", int: "integer", float: "number"}
 
 
 class LayoutMismatch(RuntimeError):
@@ -27,32 +24,70 @@ class LayoutMismatch(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Kernel(Generic[Arguments]):
-    """A kernel in memory, and the function that makes the C++ struct of its arguments."""
+class Layout:
+    """The fields of a C++ struct by name, in their order, and their kinds: keys of `FORMATS`."""
+
+    fields: Mapping[str, str]
+
+    @classmethod
+    def read(cls, library: ctypes.CDLL, function: str) -> "Layout":
+        """Read the description of a struct that a function of the library returns."""
+        describe = library[function]  # a new object, unlike an attribute
+        describe.argtypes, describe.restype = [], ctypes.c_char_p
+        *lines, size = (line.split() for line in describe().decode().splitlines())
+        fields = {name: kind for name, kind, _ in lines}
+        offsets = [int(offset) for _, _, offset in lines]
+        if offsets != [FIELD_BYTES * index for index in range(len(lines))] or size[1] != str(FIELD_BYTES * len(fields)):
+            raise LayoutMismatch(f"{function} describes a struct whose fields do not follow one another")
+        return cls(fields)
+
+    @cached_property
+    def format(self) -> str:
+        """The layout in the notation of the module `struct`."""
+        return "".join(FORMATS[kind] for kind in self.fields.values())
+
+    @cached_property
+    def _struct(self) -> struct.Struct:
+        return struct.Struct(self.format)
+
+    def pack(self, values: Mapping[str, int | float]) -> bytes:
+        """Make the struct. An address is 0 where C++ allows null. Raises TypeError for missing and unknown fields."""
+        if values.keys() != self.fields.keys():
+            raise TypeError(f"the fields are {', '.join(self.fields)}; given are {', '.join(values)}")
+        return self._struct.pack(*map(values.__getitem__, self.fields))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel in memory, and the layout of its arguments."""
 
     name: str
     address: int
-    pack: Callable[..., bytes]
+    arguments: Layout
 
 
-def find_kernel(
-    library: str, name: str, dtype: torch.dtype | None, arguments: type[Arguments]
-) -> Kernel[Arguments] | None:
+def find_kernel(library: str, name: str, dtype: torch.dtype | None) -> Kernel | None:
     """The kernel `name` for this dtype in `library`.cpp; None if there is none for this CPU.
 
     A kernel for several dtypes has None: its arguments say which one it is.
 
-    Raises LayoutMismatch if its arguments, or a constant of the library, differ between Python and C++.
+    Raises LayoutMismatch if a constant of the library differs between Python and C++.
     """
     loaded = load_checked(library)
     full_name = name if dtype is None else f"{name}_{str(dtype).removeprefix('torch.')}"
     function = getattr(loaded, full_name, None)
     if loaded is None or function is None:
         return None
-    check_struct(loaded, f"{full_name}_arguments", arguments)
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
-    return Kernel(full_name, address, struct.Struct(struct_format(arguments)).pack)
+    return Kernel(full_name, address, Layout.read(loaded, f"{full_name}_arguments"))
+
+
+def find_kernels(library: str, dtype: torch.dtype, names: Sequence[str]) -> dict[str, Kernel] | None:
+    """Several kernels of one library and dtype, by name; None if this CPU lacks one of them."""
+    found = {name: find_kernel(library, name, dtype) for name in names}
+    kernels = {name: kernel for name, kernel in found.items() if kernel is not None}
+    return kernels if len(kernels) == len(found) else None
 
 
 def load_checked(library: str) -> ctypes.CDLL | None:
@@ -62,36 +97,12 @@ def load_checked(library: str) -> ctypes.CDLL | None:
         for name, ours in CONSTANTS.get(library, {}).items():
             theirs = ctypes.c_int64.in_dll(loaded, f"constant_{name}").value
             if theirs != ours:
-                raise LayoutMismatch(f"the constant {name} is {theirs} in {library}.cpp and {ours} in arguments.py")
+                raise LayoutMismatch(f"the constant {name} is {theirs} in {library}.cpp and {ours} in constants.py")
     return loaded
 
 
-def check_struct(library: ctypes.CDLL, function: str, ours: type[tuple[Any, ...]]) -> None:
-    """Compare a struct with the description that a function of the library returns. Raises LayoutMismatch."""
-    describe = library[function]  # a new object, unlike an attribute
-    describe.argtypes, describe.restype = [], ctypes.c_char_p
-    expected, found = describe_struct(ours).splitlines(), describe().decode().splitlines()
-    for our_line, their_line in zip(expected, found, strict=False):  # the last lines differ if the numbers do
-        if our_line != their_line:
-            raise LayoutMismatch(
-                f"{ours.__name__} in arguments.py has '{our_line}' where {function} of the C++ code has "
-                f"'{their_line}' (a field's name, kind and offset, or the size); make the declarations equal"
-            )
-
-
-@cache
-def describe_struct(fields: type[tuple[Any, ...]]) -> str:
-    """A line for each field with its name, kind and offset, then the size of the struct, as `STRUCT` in C++ writes."""
-    kinds = field_kinds(fields)
-    lines = [f"{name} {kind} {FIELD_BYTES * index}" for index, (name, kind) in enumerate(kinds.items())]
-    return "\n".join([*lines, f"size {FIELD_BYTES * len(kinds)}"])
-
-
-def struct_format(fields: type[tuple[Any, ...]]) -> str:
-    """The layout of a struct as the format of the module `struct`."""
-    return "".join(FORMATS[kind] for kind in field_kinds(fields).values())
-
-
-def field_kinds(fields: type[tuple[Any, ...]]) -> dict[str, str]:
-    """The kind of each field of a NamedTuple, in order."""
-    return {name: KINDS[hint] for name, hint in get_type_hints(fields, include_extras=True).items()}
+def check_layout(library: str, function: str, ours: Layout) -> None:
+    """Compare the fields of a struct that Python reads or writes itself. Raises LayoutMismatch."""
+    loaded = load_checked(library)
+    if loaded is not None and (theirs := Layout.read(loaded, function)) != ours:
+        raise LayoutMismatch(f"{function} of {library}.cpp has {dict(theirs.fields)}, but Python {dict(ours.fields)}")

@@ -1,9 +1,9 @@
 """Edits: changes of stages that a request declares. They are checked and planned here, before anything is computed.
 
 `plan_edits` checks a list of `Edit`s (`declared.py`) against the stages of a network and the length of a prompt.
-An `EditPlan` (`plan.py`) says which passes must run first, because edits take numbers from them (mean and patch).
-`EditPlan.bind` gives the `BoundEdits` (`bound.py`), which make the tap of every pass (`tap.py`). Positions
-are in `positions.py`, numbers in `operands.py`, and the arithmetic is in `model/ops/row_edits.py`.
+An `EditPlan` (`plan.py`) lists the passes that must run first, because edits take numbers from them (mean and patch).
+`EditPlan.bind` returns the `BoundEdits` (`bound.py`), which build the tap of every pass (`tap.py`). Positions are in
+`positions.py`, numbers in `operands.py`, and the arithmetic is in `model/ops/row_edits.py`.
 """
 
 import math
@@ -66,7 +66,7 @@ class _Planner:
         self._max_length = max_length
         self._sizes = sizes_of(config, len(prompt_ids))
         self._sizes_of_one = sizes_of(config, 1)
-        self._num_noisy = self._num_noise = 0  # stages with noise, and the numbers of it for the prompt
+        self._num_noisy = self._num_noise = 0  # stages with noise, and random numbers for the prompt
         # Token ids of a source -> the stages and positions that are kept of its pass.
         self._sources: dict[tuple[int, ...], tuple[dict[str, Stage], set[int]]] = {}
 
@@ -122,7 +122,7 @@ class _Planner:
     def _stage_edits(
         self, edit: Edit, stages: Sequence[Stage], positions: PositionSet, keys: PositionSet | None, field: str
     ) -> list[StageEdit]:
-        """The edit at each stage, still without the numbers of a source."""
+        """Plan the edit at each stage, still without the numbers of a source."""
         rule, vectors = _rule(edit, field), _vectors(edit, stages, field)
         planned = []
         for stage in stages:
@@ -186,8 +186,8 @@ class _Planner:
     def _source(
         self, edit: Edit, stages: Sequence[Stage], positions: PositionSet, keys: PositionSet | None, field: str
     ) -> FromSource:
-        """Where a mean or a patch takes its numbers. Its stages and positions are added to the source passes."""
-        is_mean, place = edit.op == "mean", f"{field}.source.positions"
+        """Resolve the source of a mean or a patch, and add its stages and positions to the source passes."""
+        is_mean, source_field = edit.op == "mean", f"{field}.source.positions"
         ids = self._prompt_ids if edit.source is None else self._check_ids(edit.source.ids, f"{field}.source.prompt")
         wanted = None if edit.source is None else edit.source.positions
         if wanted is None:
@@ -195,14 +195,14 @@ class _Planner:
         if positions.is_open and not is_mean:
             reason = "patch needs a known number of positions: name them, or use 'prompt' or 'last'"
             raise InvalidField(f"{field}.positions", reason)
-        found = resolve_positions(wanted, len(ids), len(ids), place)
+        found = resolve_positions(wanted, len(ids), len(ids), source_field)
         if not is_mean and len(found.indices) != len(positions.indices):
             reason = (
                 f"names {len(found.indices)} positions, but the edit changes {len(positions.indices)}; name as many"
             )
-            raise InvalidField(place, reason)
+            raise InvalidField(source_field, reason)
         if any("key" in stage.dims for stage in stages) and tuple(found.indices) != tuple(positions.indices):
-            raise InvalidField(place, "must be the positions of the edit, because a position has its own keys")
+            raise InvalidField(source_field, "must be the positions of the edit, because a position has its own keys")
         if keys is not None and max(keys.indices) >= len(ids):
             raise InvalidField(f"{field}.keys", f"the source has {len(ids)} keys, so there is no {max(keys.indices)}")
         kept_stages, kept_positions = self._sources.setdefault(ids, ({}, set()))

@@ -1,7 +1,7 @@
 """Edits with all their numbers, ready to be applied to any pass over a sequence.
 
-They are shared by the choices of a request, and never change. What they do at a position depends on that position
-alone, not on how the sequence is divided into passes.
+The choices of a request share its edits, which never change. The effect of an edit at a position depends on that
+position alone, not on how the sequence is divided into passes.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from model.tracing.edits.positions import PositionSet
 from model.tracing.edits.tap import EditTap, KeyEdit
 from model.tracing.stages import Stage
 
-RECORDED_BYTES = 4096  # the most memory of one edit of one stage in a recorded step, without its numbers
+RECORDED_BYTES = 4096  # the maximum memory of one edit of one stage in a recorded step, without its numbers
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,18 @@ class Noise:
     def at(self, stage: str, positions: Sequence[int], heads: Sequence[int] | None) -> Tensor:
         """The noise at some positions and heads: (N, h, size) float64."""
         heads = range(self.num_heads) if heads is None else heads
-        places = [(position, head) for position in positions for head in heads]
+        coordinates = [(position, head) for position in positions for head in heads]
         size = max(positions) + 1 if self.size is None else self.size
-        noise = self.std * normal_noise(self.seed, stage, places, size)
+        noise = self.std * normal_noise(self.seed, stage, coordinates, size)
         return noise.view(len(positions), len(heads), size)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StageEdit:
-    """One edit at one stage. Fields with the names of fields of `RowEdit` and `KeyEdit` mean the same.
+    """One edit at one stage. `RowEdit` and `KeyEdit` describe the fields that they have, too.
 
-    `heads` are those of the stage itself: key-value heads, if it has these. `width` is how many numbers the stage has
-    at one position, or for one key.
+    `heads` are heads of the stage itself: key-value heads, if the stage has these. `width` is how many numbers the
+    stage has at one position, or for one key.
     """
 
     stage: Stage
@@ -64,12 +64,12 @@ class StageEdit:
 
     @property
     def is_positional(self) -> bool:
-        """Whether the positions get different numbers."""
+        """Whether different positions get different numbers."""
         return self.noise is not None or (self.vectors is not None and self.vectors.shape[0] > 1)
 
     @property
     def can_be_recorded(self) -> bool:
-        """Whether kernels alone compute the edit: the pass stores the stage anyway, and positions do not matter."""
+        """Whether our kernels compute the edit: the pass stores the stage anyway, and all positions change alike."""
         is_skipped = "key" in self.stage.dims or self.stage.name.endswith((".scale", ".normalized"))
         return not (is_skipped or self.is_positional or ".lora_" in self.stage.name)
 
@@ -77,28 +77,32 @@ class StageEdit:
     def _heads(self) -> Tensor | None:
         return None if self.heads is None else torch.tensor(self.heads)
 
-    def on(self, rows: Sequence[int], places: Sequence[int], positions: Sequence[int]) -> RowEdit:
-        """The edit of some rows of a pass, which have these places in the edit's list of positions."""
+    def on(self, rows: Sequence[int], indices: Sequence[int], positions: Sequence[int]) -> RowEdit:
+        """Build the edit of some rows of a pass.
+
+        Row `rows[i]` of the pass is at `positions[i]`, which is entry `indices[i]` of the edit's list of positions.
+        All three lists may be empty if the edit `can_be_recorded`.
+        """
         edit = RowEdit(
             rule=self.rule,
             rows=torch.tensor(rows),
             vectors=self.vectors,
             exact=self.exact,
-            places=torch.tensor(places) if self.is_positional else None,
+            vector_indices=torch.tensor(indices) if self.is_positional else None,
             heads=self._heads,
         )
         keys = None if self.keys is None else torch.tensor(self.keys.indices)
         if self.noise is not None:
             noise = self.noise.at(self.stage.name, positions, self.heads)
-            if keys is not None:  # keys behind the last position are hidden, so their noise does not matter
+            if keys is not None:  # keys after the last position are masked, so their noise does not matter
                 noise = noise[..., keys.clamp(max=noise.shape[-1] - 1)]
-            edit = replace(edit, vectors=noise.float(), exact=noise, places=torch.arange(len(rows)))
+            edit = replace(edit, vectors=noise.float(), exact=noise, vector_indices=torch.arange(len(rows)))
         if "key" not in self.stage.dims:
             return edit
         return KeyEdit(**vars(edit), queries=torch.tensor(positions), keys=keys, window=self.window)
 
     def content(self) -> Iterable[bytes]:
-        """Everything that determines the edit, except for the positions."""
+        """Yield everything that determines the edit, except for the positions, for a digest."""
         keys = None if self.keys is None else self.keys.indices
         yield repr((self.stage.name, tuple(self.rule), self.heads, keys, self.noise)).encode()
         vectors = self.vectors if self.exact is None else self.exact
@@ -130,7 +134,7 @@ class BoundEdit:
 
 @dataclass(frozen=True, eq=False)
 class UniformEdits:
-    """Edits that change every row of a part of a pass alike. Equal keys mean equal edits."""
+    """Edits that change all rows of a run alike. Equal keys mean equal edits."""
 
     edits: Sequence[BoundEdit]
 
@@ -185,9 +189,9 @@ class BoundEdits:
     ) -> EditTap:
         """The tap of a pass over the positions `start .. start + num_new - 1`.
 
-        `rows` are the indices of the positions whose logits are computed, by default all: stages that
-        `has_selected_rows` have only these. `ops` are those of the network (`network.backend.network`): with them, no
-        bit of the result depends on how a sequence is divided into passes, if that holds for the network.
+        `rows` are the indices of the positions whose logits are computed, by default all; stages with
+        `has_selected_rows` have only these rows. `ops` are the operations of the network (`network.backend.network`).
+        If they are `batch_invariant`, no bit of the result depends on how a sequence is divided into passes.
         """
         all_positions: Sequence[int] = range(start, start + num_new)
         selected = all_positions if rows is None else [start + row for row in rows]
@@ -195,15 +199,18 @@ class BoundEdits:
         for edit in self.edits:
             if not edit.positions.touches(start, start + num_new):
                 continue
-            here, in_selected = _Found.of(edit, all_positions), _Found.of(edit, selected)
+            in_all, in_selected = _MatchedRows.of(edit, all_positions), _MatchedRows.of(edit, selected)
             for stage in edit.stages:
-                own = in_selected if stage.stage.has_selected_rows else here
+                own = in_selected if stage.stage.has_selected_rows else in_all
                 if own.rows:
-                    found.setdefault(stage.stage.name, []).append(stage.on(own.rows, own.places, own.positions))
+                    found.setdefault(stage.stage.name, []).append(stage.on(own.rows, own.indices, own.positions))
         return EditTap(found, ops)
 
     def uniform(self, start: int, num_new: int) -> UniformEdits | None:
-        """The edits of these positions, if they change all of them alike and can be recorded; otherwise None."""
+        """The edits of `start .. start + num_new - 1`, if they change all of these positions alike and can be recorded.
+
+        Otherwise None.
+        """
         active = []
         for index, edit in enumerate(self.edits):
             num_edited = len(edit.positions.find(range(start, start + num_new)))
@@ -216,18 +223,18 @@ class BoundEdits:
         return self._uniform[tuple(active)]
 
     def digest(self, first: int, end: int) -> bytes | None:
-        """A digest of everything that edits change at the positions `first .. end - 1`; None if that is nothing."""
+        """A digest of all edits at the positions `first .. end - 1`; None if no edit changes them."""
         parts = []
         for edit in self.edits:
             found = edit.positions.find(range(first, end))
             if found:
-                places = found if edit.is_positional else [index for index, _ in found]
-                parts += [edit.digest, repr(places).encode()]
+                matches = found if edit.is_positional else [index for index, _ in found]
+                parts += [edit.digest, repr(matches).encode()]
         return _digest(parts) if parts else None
 
 
 def tap_of_runs(runs: Sequence[EditedRows], ops: NetworkOps) -> EditTap:
-    """The tap of a pass of several sequences, of which some runs of rows are edited."""
+    """Build the tap of a pass over several sequences, in which some runs of rows are edited."""
     found: dict[str, list[RowEdit]] = {}
     for run in runs:
         rows = range(run.rows.start, run.rows.stop)
@@ -239,28 +246,28 @@ def tap_of_runs(runs: Sequence[EditedRows], ops: NetworkOps) -> EditTap:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """Which rows of a pass an edit changes: their indices, their places in the edit's list, and their positions."""
+class _MatchedRows:
+    """The rows of a pass that an edit changes, their positions, and the `indices` of these in the edit's list."""
 
     rows: Sequence[int]
-    places: Sequence[int]
+    indices: Sequence[int]
     positions: Sequence[int]
 
     @classmethod
-    def of(cls, edit: BoundEdit, positions: Sequence[int]) -> "_Found":
+    def of(cls, edit: BoundEdit, positions: Sequence[int]) -> "_MatchedRows":
         found = edit.positions.find(positions)
         rows = [row for row, _ in found]
-        return cls(rows, [place for _, place in found], [positions[row] for row in rows])
+        return cls(rows, [index for _, index in found], [positions[row] for row in rows])
 
 
 def _num_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """The memory of some tensors, of which several may share it."""
+    """The memory of some tensors. Memory that several of them share counts once."""
     storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _digest(parts: Iterable[bytes]) -> bytes:
-    """A digest of several byte strings, in which their ends count."""
+    """A digest of several byte strings. It depends on where each string ends."""
     digest = hashlib.blake2b(digest_size=32, person=b"edits")
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)

@@ -10,7 +10,7 @@ from model.errors import InvalidField, shortened
 from model.tracing.edits.positions import Positions
 
 Op = Literal["zero", "set", "mean", "patch", "add", "scale", "project", "cap", "noise"]
-# The fields that each operation takes, besides those that choose what is changed.
+# The fields that each operation takes, besides those that select the changed part.
 FIELDS: Mapping[Op, Sequence[str]] = {
     "zero": (),
     "set": ("vector", "value"),
@@ -32,8 +32,10 @@ REQUIRED: Mapping[Op, Sequence[str]] = {
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EditSource:
-    """The prompt from whose pass an edit takes its numbers. `positions` of this prompt: those of the edit by default,
-    and all of them for a mean."""
+    """The prompt from whose pass an edit takes its numbers.
+
+    `positions` are positions of this prompt. By default, they are the positions of the edit, or all for a mean.
+    """
 
     ids: Sequence[int]
     positions: Positions | None = None
@@ -41,15 +43,18 @@ class EditSource:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Edit:
-    """One change of the stages that a glob matches. `FIELDS` says which fields belong to which operation.
+    """One change of the stages that a glob matches. `FIELDS` lists the fields of each operation.
 
-    zero, set: the numbers become 0, or `vector` or `value`. mean, patch: they become those of the source. add: plus
-    `scale` times `vector` or `value`. scale: times `factor`. project: the component along `vector` is multiplied by
-    `coeff`. cap: every number is limited to the range from `min` to `max`, or with a `vector` the component along it.
-    noise: plus normal noise with the standard deviation `std`.
+    - zero, set: replace the numbers by 0, or by `vector` or `value`.
+    - mean, patch: replace the numbers by those of the source.
+    - add: add `scale` times `vector` or `value`.
+    - scale: multiply by `factor`.
+    - project: multiply the component along `vector` by `coeff`.
+    - cap: limit every number, or with a `vector` the component along it, to the range from `min` to `max`.
+    - noise: add normal noise with the standard deviation `std`.
 
-    A `vector` has the shape of the last dims of what is changed. One tensor is for all stages; a mapping has one for
-    each stage by name, and stages that it lacks are not changed.
+    A `vector` has the shape of the last dims of the changed part. A tensor is used for all stages; a mapping has one
+    tensor for each stage by name, and stages without a tensor are not changed.
     """
 
     stage: str

@@ -1,6 +1,6 @@
-"""The noise that edits add: normal numbers that follow from the seed, the stage, the position and the index alone.
+"""The noise that edits add: normal numbers that depend on the seed, the stage, the position and the index alone.
 
-So the noise is the same in whatever parts a sequence is computed, and how often.
+So the noise stays the same if a sequence is computed again, or divided into other passes.
 """
 
 import hashlib
@@ -12,12 +12,13 @@ from torch import Tensor
 from model.ops.torch_sampling import uniforms_of
 
 
-def normal_noise(seed: int, stage: str, places: Iterable[tuple[int, ...]], size: int) -> Tensor:
-    """Numbers of the standard normal distribution: (N, size) float64, a row for each of N places.
+def normal_noise(seed: int, stage: str, coordinates: Iterable[tuple[int, ...]], size: int) -> Tensor:
+    """Draw numbers of the standard normal distribution: (N, size) float64, a row for each of N coordinates.
 
-    A place is a position, or a position and a head. Two uniform numbers make each number (Box and Muller 1958).
+    A coordinate is a position, or a position and a head. Each number is computed from two uniform numbers (Box and
+    Muller 1958).
     """
-    words = [f"{seed} {stage} {' '.join(map(str, place))}".encode() for place in places]
+    words = [f"{seed} {stage} {' '.join(map(str, each))}".encode() for each in coordinates]
     digests = [hashlib.blake2b(word, digest_size=16, person=b"noise").digest() for word in words]
     first, second = (
         uniforms_of([int.from_bytes(digest[half : half + 8], "little") for digest in digests], size).double()

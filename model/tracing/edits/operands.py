@@ -1,4 +1,4 @@
-"""The numbers of an edit: whether they fit the selected part of a stage, and their form for `RowEdit`."""
+"""The numbers of an edit: checks that they fit the selected part of a stage, and their form for `RowEdit`."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -33,9 +33,9 @@ class Numbers(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a stage that an edit changes. `heads` are those of the stage itself; None: all.
+    """The part of a stage that an edit changes. `heads` are heads of the stage itself; None: all.
 
-    `sizes` are the lengths of its dims after the batch; None for a length that is not known before the pass.
+    `sizes` are the lengths of the part's dims after the batch; None for a length that is not known before the pass.
     """
 
     stage: Stage
@@ -62,7 +62,7 @@ class Part:
         return cls(stage, own_heads, [lengths[dim] for dim in stage.dims[1:]])
 
     def fit(self, numbers: Numbers, field: str) -> Numbers:
-        """The numbers as (P or 1, h or 1, D). They may lack the first dims of the part, which then share them.
+        """Reshape numbers to (P or 1, h or 1, D). If they lack first dims of the part, they are broadcast over these.
 
         Raises `InvalidField` if their shape does not fit.
         """
@@ -81,7 +81,7 @@ class Part:
         return numbers.view(change)
 
     def _fitting(self) -> str:
-        """The shapes that fit, in words."""
+        """Describe the shapes that fit, for messages."""
         names, found = self.stage.dims[1:], []
         for first in reversed(range(len(names))):
             if self.sizes[first] is None:
@@ -93,7 +93,7 @@ class Part:
 
 
 def _own_heads(stage: Stage, heads: Sequence[int], sizes: Mapping[str, int], field: str) -> tuple[int, ...]:
-    """The heads of a stage that these query heads select: the heads, or the key-value heads that they read."""
+    """Find the heads of a stage that query heads select: these heads, or the key-value heads that they read."""
     dim = next((dim for dim in ("head", "kv_head") if dim in stage.dims), None)
     if dim is None:
         raise InvalidField(field, f"{stage.name} has no heads; leave `heads` out, or select another stage")
@@ -108,7 +108,7 @@ def _own_heads(stage: Stage, heads: Sequence[int], sizes: Mapping[str, int], fie
 
 
 def check_number(number: float | None, field: str) -> float:
-    """The number. Raises `InvalidField` if it is not finite, or too large for float32."""
+    """Return the number. Raises `InvalidField` if it is not finite, or too large for float32."""
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise InvalidField(field, f"{shortened(number)} is not a number")
     if not abs(number) <= LARGEST:
@@ -117,9 +117,9 @@ def check_number(number: float | None, field: str) -> float:
 
 
 def read_vector(vector: Tensor, scale: float, field: str, *, is_direction: bool) -> Numbers:
-    """A vector of a request, times `scale`. A direction is divided by its length.
+    """Multiply a vector of a request by `scale`. A direction is divided by its length.
 
-    Raises `InvalidField` if it has a number that is not finite, or that float32 cannot hold, or no direction.
+    Raises `InvalidField` if a number is not finite or too large for float32, or if the vector has no direction.
     """
     if vector.dtype == torch.bool or vector.is_complex():
         raise InvalidField(field, f"has the dtype {vector.dtype}; vectors are real numbers")
@@ -138,7 +138,7 @@ def read_vector(vector: Tensor, scale: float, field: str, *, is_direction: bool)
 
 
 def limits(minimum: float | None, maximum: float | None, field: str) -> tuple[float, float]:
-    """The range of a cap. Raises `InvalidField` if it has no end, or is empty."""
+    """The range of a cap. Raises `InvalidField` if both ends are missing, or if the range is empty."""
     if minimum is None and maximum is None:
         raise InvalidField(f"{field}.min", "cap takes `min`, `max`, or both")
     low = -math.inf if minimum is None else check_number(minimum, f"{field}.min")

@@ -1,4 +1,4 @@
-"""A checked list of edits: what they match, the passes that must run first, and how the numbers of these are taken."""
+"""A checked list of edits: their matches, the source passes that must run first, and how edits get their numbers."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from model.tracing.stages import Stage, Widths, sizes_of
 
 @dataclass(frozen=True)
 class SourcePass:
-    """A pass without edits that must run first: the `stages` of a prompt that are kept, at these `positions`."""
+    """A pass without edits that must run first, over the prompt `ids`: its `stages` are kept at these `positions`."""
 
     ids: Sequence[int]
     stages: Sequence[Stage]
@@ -24,18 +24,18 @@ class SourcePass:
 
     @property
     def has_selected_rows(self) -> bool:
-        """Whether a stage is kept that has only the positions whose logits are computed."""
+        """Whether any kept stage has only the positions whose logits are computed."""
         return any(stage.has_selected_rows for stage in self.stages)
 
     def num_values(self, config: Widths) -> int:
-        """How many numbers are kept."""
+        """Count the numbers that are kept."""
         sizes = sizes_of(config, len(self.positions)) | {"key": len(self.ids)}
         return sum(math.prod(stage.shape(sizes)) for stage in self.stages)
 
 
 @dataclass(frozen=True)
 class EditMatch:
-    """What an edit changes: the names of stages, and "all" or "generated", or the indices and ranges of positions."""
+    """The stages that an edit changes, and the positions: "all", "generated", or a list of indices and ranges."""
 
     stages: Sequence[str]
     positions: PositionWord | Sequence[int | tuple[int, int]]
@@ -43,7 +43,7 @@ class EditMatch:
 
 @dataclass(frozen=True)
 class FromSource:
-    """Which numbers an edit takes from a source pass."""
+    """The numbers that an edit takes from a source pass: those at `positions`, or the mean over them."""
 
     index: int  # of the source pass
     positions: PositionSet
@@ -83,7 +83,7 @@ class EditPlan:
     _max_length: int
 
     def num_scores(self, num_heads: int, max_step_tokens: int | None = None) -> int:
-        """How many attention scores of one layer exist at a time: 0 unless an edit changes scores or patterns.
+        """Count the attention scores of one layer that exist at a time: 0 unless an edit changes scores or patterns.
 
         A pass computes at most `max_step_tokens` positions at a time, or all of the prompt.
         """
@@ -93,7 +93,7 @@ class EditPlan:
         return num_heads * num_queries * self._max_length
 
     def bind(self, values: Sequence[Mapping[str, Tensor]] = ()) -> BoundEdits:
-        """The edits with all their numbers. `values[i]` has the stages of `sources[i]` by name, at its positions."""
+        """Bind the edits to their numbers. `values[i]` has the stages of `sources[i]` by name, at its positions."""
         if len(values) != len(self.sources):
             raise ValueError(f"{len(self.sources)} source passes, but values of {len(values)}")
         edits = [edit.bind(self.sources, values) for edit in self._edits]
@@ -101,7 +101,7 @@ class EditPlan:
 
 
 def _with_values(edit: StageEdit, value: Tensor, rows: Tensor, source: FromSource) -> StageEdit:
-    """Set an edit to the numbers of a source pass: value (1, P, D), (1, P, H, D) or (1, H, P, S), at some rows of P."""
+    """Give an edit the numbers of a source pass: some rows of value (1, P, D), (1, P, H, D) or (1, H, P, S)."""
     value = value[0].cpu()
     value = value.transpose(0, 1) if "key" in edit.stage.dims else value
     value = value[rows]

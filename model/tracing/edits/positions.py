@@ -1,6 +1,6 @@
-"""Which positions of a sequence an edit changes: the words and indices of a request, resolved for one prompt.
+"""The positions of a sequence that an edit changes: the words and indices of a request, resolved for one prompt.
 
-Positions are absolute: they count from the first token of the prompt, and go on behind it while text is generated.
+Positions are absolute: they count from the first token of the prompt, and continue through the generated tokens.
 """
 
 from bisect import bisect_left
@@ -21,34 +21,34 @@ end of the prompt. A range (first, last) contains both ends."""
 class PositionSet:
     """Distinct positions of a sequence, in the order in which they are listed.
 
-    `is_open`: the set has all positions that will be generated, so its size is not known before.
+    `is_open`: the set contains all positions that will be generated, so its size is not known in advance.
     """
 
     indices: range | tuple[int, ...]
     is_open: bool = False
 
     @cached_property
-    def _places(self) -> Mapping[int, int]:
-        return {position: place for place, position in enumerate(self.indices)}
+    def _index_of(self) -> Mapping[int, int]:
+        return {position: index for index, position in enumerate(self.indices)}
 
     @cached_property
     def _sorted(self) -> Sequence[int]:
         return sorted(self.indices)
 
     def find(self, positions: Iterable[int]) -> list[tuple[int, int]]:
-        """Which of `positions` are in the set: the index of each in `positions`, and its place in the set."""
+        """Find the `positions` that are in the set: for each, its index in `positions` and its index in the set."""
         if isinstance(self.indices, range):
             first, end = self.indices.start, self.indices.stop
             return [(i, position - first) for i, position in enumerate(positions) if first <= position < end]
-        places = self._places
-        return [(i, places[position]) for i, position in enumerate(positions) if position in places]
+        index_of = self._index_of
+        return [(i, index_of[position]) for i, position in enumerate(positions) if position in index_of]
 
     def touches(self, first: int, end: int) -> bool:
         """Whether any position in `first .. end - 1` is in the set."""
         return self.count(first, end) > 0
 
     def count(self, first: int, end: int) -> int:
-        """How many of `first .. end - 1` are in the set."""
+        """Count the positions of `first .. end - 1` that are in the set."""
         if isinstance(self.indices, range):
             return max(0, min(end, self.indices.stop) - max(first, self.indices.start))
         return bisect_left(self._sorted, end) - bisect_left(self._sorted, first)
@@ -65,7 +65,7 @@ class PositionSet:
 
 
 def resolve_positions(positions: Positions, num_prompt: int, max_length: int, field: str) -> PositionSet:
-    """The positions of a sequence that has a prompt of `num_prompt` tokens, and at most `max_length` tokens.
+    """Resolve positions for a sequence with a prompt of `num_prompt` tokens, and at most `max_length` tokens.
 
     Raises `InvalidField` for `field` if there are none, or one of them is out of range or listed twice.
     """
@@ -102,7 +102,7 @@ def _resolve_word(word: str, num_prompt: int, max_length: int, field: str) -> Po
 
 
 def _resolve_entry(entry: int | Sequence[int], num_prompt: int, max_length: int, field: str) -> Iterable[int]:
-    """The positions of an index or of a range."""
+    """List the positions of an index or of a range."""
     ends = list(entry) if isinstance(entry, Sequence) else [entry, entry]
     if len(ends) != 2 or any(type(end) is not int for end in ends):
         raise InvalidField(field, f"{shortened(entry)} is neither an index nor a range [first, last]")

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from model.ops.interface import NetworkOps
 from model.ops.row_edits import RowEdit, apply_rule, vectors_of, widen
+from model.tracing.pauses import pause
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class KeyEdit(RowEdit):
     """An edit of some queries of a stage (B, H, T, S). Keys that a query does not see keep their values.
 
-    `queries` (N,) are the positions of the rows. `keys` are the positions of the keys that are changed, in the order of
-    the numbers of `vectors`; None: all. `window` is the sliding window of the layer.
+    `queries` (N,) are the positions of the rows. `keys` are the positions of the changed keys, in the order of the
+    numbers in `vectors`; None: all keys. `window` is the sliding window of the layer.
     """
 
     queries: Tensor
@@ -44,6 +45,7 @@ class EditTap:
         out = tensor.clone()
         for edit in key_edits:
             _edit_keys(out, edit)
+            pause()
         return out
 
 
@@ -68,10 +70,10 @@ def _edit_keys(out: Tensor, edit: KeyEdit) -> None:
 
 
 def _by_key(v: Tensor, keys: Tensor | None, num_keys: int) -> Tensor:
-    """Numbers (..., K) of some keys, by default the first K, as (..., S) with zeros for all other keys."""
+    """Expand numbers (..., K) of K keys, by default the first K, to (..., S), with zeros for all other keys."""
     keys = torch.arange(v.shape[-1]) if keys is None else keys
     keys = keys.to(v.device)
-    is_there = keys < num_keys
+    exists = keys < num_keys
     out = v.new_zeros(*v.shape[:-1], num_keys)
-    out[..., keys[is_there]] = v[..., is_there]
+    out[..., keys[exists]] = v[..., exists]
     return out

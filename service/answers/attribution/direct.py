@@ -5,17 +5,16 @@ are off, the served network computes them in its own dtype, as a pass of POST /f
 """
 
 import time
-from dataclasses import asdict
 from typing import Any
 
 from fastapi import Response
 
+from forwardscope.results import attributions as results
 from model.analysis.attribution.direct import DirectAttribution, direct_attribution
 from model.analysis.attribution.target import LogitTarget
 from service.answers.attribution.gradient_jobs import NEEDS_WHOLE_WEIGHTS, Copied, answer_gradients
 from service.answers.attribution.question import Question, read_logit
-from service.answers.budget import Budget, ResponseContents, pass_bytes, response_bytes
-from service.answers.prompts import longest_token_bytes
+from service.answers.budget import Budget, pass_bytes
 from service.answers.single_pass import Pass, PassAnswer, answer_passes
 from service.http.attribute_schemas import DirectRequest
 from service.http.errors import invalid
@@ -26,28 +25,23 @@ async def answer_direct(body: DirectRequest, question: Question) -> Response:
         raise invalid("method", NEEDS_WHOLE_WEIGHTS, "tensor_parallel")
     target = await read_logit(question, body)
     config = question.checkpoint.model.config
-    size = response_bytes(
-        ResponseContents(
-            num_records=1 + config.num_layers,
-            num_predictions=len(question.ids) + 2,
-            text_bytes=(len(question.ids) + 2) * longest_token_bytes(question.checkpoint),
-            num_values=2 * config.num_layers * (config.num_heads + 4),
-        )
-    )
+    size = question.response_bytes(config.num_layers, 2 * config.num_layers * (config.num_heads + 4))
     if question.state.float_network is not None:
 
         def job(copied: Copied) -> dict[str, Any]:
             found = direct_attribution(copied.model, question.ids, target, copied.adapter)
             return direct_fields(question, target, found)
 
-        return await answer_gradients(question, "direct", job, num_passes=1, num_logits=1, response_bytes=size)
+        return await answer_gradients(
+            question, results.DirectAttribution, job, num_passes=1, num_logits=1, response_bytes=size
+        )
 
     def run(waited: float) -> PassAnswer:
         began = time.perf_counter()
         model = question.checkpoint.model
         found = direct_attribution(model, question.ids, target, question.served_adapter)
-        common = question.answer("direct", model.embed.weight.dtype, waited, time.perf_counter() - began)
-        return PassAnswer(common | direct_fields(question, target, found), {})
+        head = question.head(results.DirectAttribution, model.embed.weight.dtype, waited, time.perf_counter() - began)
+        return PassAnswer(results.DirectAttribution(**head, **direct_fields(question, target, found)), {})
 
     budget = Budget(size, pass_bytes(num_logits=config.vocab_size), "prompt")
     passes = [Pass(len(question.ids), run)]
@@ -67,6 +61,6 @@ def direct_fields(question: Question, target: LogitTarget, found: DirectAttribut
         "remainder": found.remainder,
         "embed": found.embed,
         "pos_embed": found.pos_embed,
-        "layers": [asdict(layer) for layer in found.layers],
+        "layers": tuple(results.LayerShares(**vars(layer)) for layer in found.layers),
         "final_norm_bias": found.final_norm_bias,
     }

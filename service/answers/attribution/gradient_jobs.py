@@ -11,17 +11,19 @@ from typing import Any
 import torch
 from fastapi import Response
 
+from forwardscope.results.attributions import Attribution, method_of
 from model.analysis.attribution.gradients import gradient_bytes
 from model.network.adapters import Adapter
 from model.network.float_network import FloatNetwork
 from model.network.transformer import Transformer
+from model.tracing.pauses import pause
 from model.tracing.stages import sizes_of
 from service.answers.attribution.question import Question
 from service.answers.budget import Budget
 from service.http.access_log import note_tokens
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
-from service.http.errors import ApiError, ClientGone, invalid
+from service.http.errors import ApiError, invalid
 from service.state import get_reservation
 
 FIELDS = "prompt, stages, positions, heads, detail or steps"
@@ -37,12 +39,6 @@ class Copied:
 
     model: Transformer
     adapter: Adapter | None
-    is_abandoned: Callable[[], bool]
-
-    def check_wanted(self) -> None:
-        """Raise `ClientGone` if nobody waits for the result. Long jobs call this between two passes."""
-        if self.is_abandoned():
-            raise ClientGone
 
 
 def float_network_of(question: Question) -> FloatNetwork:
@@ -82,7 +78,7 @@ def pass_bytes_of(question: Question, network: FloatNetwork, num_logits: int) ->
 
 async def answer_gradients(
     question: Question,
-    method: str,
+    kind: type[Attribution[Any]],
     job: Callable[[Copied], dict[str, Any]],
     *,
     num_passes: int,
@@ -91,7 +87,7 @@ async def answer_gradients(
 ) -> Response:
     """Check the cost of a job, run it, and return its response.
 
-    The job returns the fields of the answer that only its method has. It runs `num_passes` passes over the prompt, each
+    The job returns the fields that only answers of this `kind` have. It runs `num_passes` passes over the prompt, each
     with `num_logits` rows of logits.
     """
     state, network = question.state, float_network_of(question)
@@ -102,19 +98,19 @@ async def answer_gradients(
     reservation = get_reservation(question.request)
     reservation.reserve(response_bytes)
 
-    def run(is_abandoned: Callable[[], bool]) -> tuple[bytes, float]:
+    def run() -> tuple[bytes, float]:
         began = time.perf_counter()
-        copied = Copied(network.get(), network.adapter(question.adapter), is_abandoned)
-        copied.check_wanted()
+        copied = Copied(network.get(), network.adapter(question.adapter))
+        pause()
         with torch.no_grad():
             fields = job(copied)
         seconds = time.perf_counter() - began
-        common = question.answer(method, network.dtype, began - question.arrived, seconds)
-        return to_json(common | fields), seconds
+        head = question.head(kind, network.dtype, began - question.arrived, seconds)
+        return to_json(kind(**head, **fields)), seconds
 
-    content, seconds = await unless_disconnected(question.request, state.worker.run_gradients(run))
+    content, seconds = await unless_disconnected(question.request, state.worker.executors.run_long("gradients", run))
     reservation.count(len(content) - response_bytes)
     state.metrics.gradient_seconds.observe(seconds)
-    state.metrics.prompt_tokens.inc(num_tokens)
-    state.metrics.attributions.labels(method).inc()
+    state.metrics.note_prompt_tokens(num_tokens)
+    state.metrics.attributions.labels(method_of(kind)).inc()
     return Response(content, media_type="application/json")

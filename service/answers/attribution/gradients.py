@@ -8,40 +8,24 @@ import torch
 from fastapi import Response
 from torch import Tensor
 
+from forwardscope.results import attributions as results
 from model.analysis.attribution.attribution_patching import attribution_patching, effect_dims
 from model.analysis.attribution.gradients import compute_gradients, differentiable_stages
 from model.analysis.attribution.integrated_gradients import IntegratedGradientsRun, embeddings_of, mean_embedding
 from model.analysis.attribution.target import LogitTarget, Target
+from model.tracing.pauses import pause
 from model.tracing.selection import Selection, StageCollector
 from model.tracing.stages import Stage, sizes_of
 from service.answers.attribution.gradient_jobs import Copied, answer_gradients, float_network_of
 from service.answers.attribution.question import Question, find_stages, read_logit, read_target, second_prompt
-from service.answers.budget import ResponseContents, response_bytes
-from service.answers.prompts import check_indices, find_positions, longest_token_bytes, token_answers
-from service.answers.stage_answers import stage_answer
+from service.answers.prompts import check_indices, find_positions, token_answers
+from service.answers.stage_answers import effects_answer, stage_answer
 from service.http.attribute_schemas import (
     AttributionPatchingRequest,
     GradientRequest,
     IntegratedGradientsRequest,
 )
-from service.http.encoding import Encoding, json_array
 from service.http.errors import invalid
-
-
-def bytes_of(question: Question, num_stages: int, num_values: int, encoding: Encoding = "json") -> int:
-    """Bound an answer with two lists of tokens, some stages, and numbers."""
-    num_tokens = 2 * len(question.ids) + 2
-    network = float_network_of(question)
-    return response_bytes(
-        ResponseContents(
-            num_records=1 + num_stages,
-            num_predictions=num_tokens,
-            text_bytes=num_tokens * longest_token_bytes(question.checkpoint),
-            num_values=num_values,
-            dtype=network.dtype,
-            encoding=encoding,
-        )
-    )
 
 
 async def find_selection(
@@ -64,7 +48,7 @@ def with_needed_rows(target: Target, stages: list[Stage]) -> tuple[Target, bool]
 
 
 async def answer_gradient(body: GradientRequest, question: Question) -> Response:
-    float_network_of(question)  # before all other checks
+    network = float_network_of(question)  # before all other checks
     selection = await find_selection(question, body, body.detail)
     sizes = sizes_of(question.checkpoint.model.config, len(question.ids))
     target, has_all_rows = with_needed_rows(await read_target(question, body), list(selection.stages))
@@ -78,23 +62,23 @@ async def answer_gradient(body: GradientRequest, question: Question) -> Response
         return {
             "target": question.target_answer(target),
             "value": found.value,
-            "stages": [stage_answer(each, each.values, body.encoding) for each in kept],
+            "stages": tuple(stage_answer(each, each.values, body.encoding) for each in kept),
         }
 
     return await answer_gradients(
         question,
-        "gradient",
+        results.Gradients,
         job,
         num_passes=1,
         num_logits=len(question.ids) if has_all_rows else 1,
-        response_bytes=bytes_of(
-            question, len(selection.stages), num_values if body.detail == "values" else 0, body.encoding
+        response_bytes=question.response_bytes(
+            len(selection.stages), num_values if body.detail == "values" else 0, network.dtype, body.encoding
         ),
     )
 
 
 async def answer_integrated_gradients(body: IntegratedGradientsRequest, question: Question) -> Response:
-    float_network_of(question)
+    network = float_network_of(question)
     target = await read_target(question, body)
     if body.baseline_prompt is not None and "baseline" in body.model_fields_set:
         raise invalid("baseline_prompt", "replaces `baseline`; send only one of them")
@@ -113,12 +97,12 @@ async def answer_integrated_gradients(body: IntegratedGradientsRequest, question
             copied.model, question.ids, target, baseline(copied), body.steps, adapter=copied.adapter
         )
         for index in range(body.steps):
-            copied.check_wanted()
+            pause()
             run.step(index)
         found = run.finish()
         return {
             "target": question.target_answer(target),
-            "attributions": found.attributions.sum(-1).tolist(),
+            "attributions": tuple(found.attributions.sum(-1).tolist()),
             "value": found.value,
             "baseline_value": found.baseline_value,
             "error": found.error,
@@ -127,16 +111,16 @@ async def answer_integrated_gradients(body: IntegratedGradientsRequest, question
 
     return await answer_gradients(
         question,
-        "integrated_gradients",
+        results.IntegratedGradients,
         job,
         num_passes=body.steps + 2,
         num_logits=len(question.ids) if body.of == "loss" else 1,
-        response_bytes=bytes_of(question, 1, len(question.ids)),
+        response_bytes=question.response_bytes(1, len(question.ids), network.dtype),
     )
 
 
 async def answer_attribution_patching(body: AttributionPatchingRequest, question: Question) -> Response:
-    float_network_of(question)
+    network = float_network_of(question)
     selection = await find_selection(question, body, "values")
     corrupted = await second_prompt(question, body.corrupted, "corrupted")
     sizes = sizes_of(question.checkpoint.model.config, len(question.ids))
@@ -154,20 +138,14 @@ async def answer_attribution_patching(body: AttributionPatchingRequest, question
             "corrupted_tokens": token_answers(corrupted, question.checkpoint),
             "clean_value": found.clean_value,
             "corrupted_value": found.corrupted_value,
-            "stages": [effects_answer(stage.name, stage.dims[1:], tensor) for stage, tensor in taken.items()],
+            "stages": tuple(effects_answer(stage.name, stage.dims[1:], tensor) for stage, tensor in taken.items()),
         }
 
     return await answer_gradients(
         question,
-        "attribution_patching",
+        results.AttributionPatching,
         job,
         num_passes=2,
         num_logits=len(question.ids) if has_all_rows else 1,
-        response_bytes=bytes_of(question, len(selection.stages), num_values),
+        response_bytes=question.response_bytes(len(selection.stages), num_values, network.dtype),
     )
-
-
-def effects_answer(name: str, dims: tuple[str, ...], values: Tensor) -> dict[str, Any]:
-    """Describe a number for each position and head of a stage."""
-    numbers = json_array(values) if values.dim() else values.item()  # orjson writes no arrays without dims
-    return {"name": name, "shape": list(values.shape), "dims": list(dims), "values": numbers}

@@ -1,19 +1,18 @@
 """The method `logit_lens`: decode the residual stream at every layer, with or without translators of a tuned lens."""
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from fastapi import Response
 
+from forwardscope.local_results import describe_predictions
+from forwardscope.results.attributions import LensStage, LensToken, LogitLens
 from model.analysis.attribution.logit_lens import LensPart, LensResult, LensRun, lens_stages, rows_per_part
 from service.answers.attribution.question import Question, read_token
-from service.answers.budget import Budget, ResponseContents, pass_bytes, response_bytes
-from service.answers.prompts import find_positions, longest_token_bytes
+from service.answers.budget import Budget, ResponseContents, pass_bytes
+from service.answers.prompts import find_positions, longest_token_bytes, token_text
 from service.answers.single_pass import Pass, PassAnswer, answer_passes
-from service.answers.stage_answers import prediction_answers
 from service.http.attribute_schemas import LogitLensRequest
 from service.http.errors import ApiError, invalid
 
@@ -26,7 +25,7 @@ class LensAnswer:
         self._question = question
         self._positions = positions
         self._token = token
-        self._layers: dict[str, dict[str, Any]] = {}
+        self._layers: dict[str, list[LensResult]] = {}  # the decoded parts of each layer
         self._seconds = 0.0
 
     def jobs(self) -> list[Callable[[], None]]:
@@ -38,12 +37,13 @@ class LensAnswer:
     def finish(self, waited: float) -> PassAnswer:
         question = self._question
         dtype = question.checkpoint.model.embed.weight.dtype
-        fields = {
-            "token": None if self._token is None else question.token_answer(self._token),
-            "final": [question.token_answer(token) for token in self._run.final_tokens()],
-            "layers": [self._layers[name] for name in self._run.stage_names],
-        }
-        return PassAnswer(question.answer("logit_lens", dtype, waited, self._seconds) | fields, {})
+        answer = LogitLens(
+            **question.head(LogitLens, dtype, waited, self._seconds),
+            token=None if self._token is None else question.token_answer(self._token),
+            final=tuple(map(question.token_answer, self._run.final_tokens())),
+            layers=tuple(self._describe(self._layers[name]) for name in self._run.stage_names),
+        )
+        return PassAnswer(answer, {})
 
     def _timed(self, job: Callable[[], None]) -> None:
         began = time.perf_counter()
@@ -51,13 +51,19 @@ class LensAnswer:
         self._seconds += time.perf_counter() - began
 
     def _add(self, part: LensPart) -> None:
-        answer = layer_answer(self._question, self._positions[part.first : part.end], self._run.decode(part))
-        layer = self._layers.setdefault(part.stage, answer)
-        if layer is not answer:
-            layer["positions"] += answer["positions"]
-            layer["final"] += answer["final"]
-            if answer["token"] is not None:
-                layer["token"] += answer["token"]
+        self._layers.setdefault(part.stage, []).append(self._run.decode(part))
+
+    def _describe(self, parts: Sequence[LensResult]) -> LensStage:
+        """Describe a layer, whose parts follow each other."""
+        top = (each for part in parts for each in part.top)
+        followed = [LensToken(**vars(each)) for part in parts for each in part.followed or ()]
+        return LensStage(
+            stage=parts[0].stage,
+            translated=parts[0].is_translated,
+            positions=describe_predictions(self._positions, top, partial(token_text, self._question.checkpoint)),
+            token=None if self._token is None else tuple(followed),
+            final=tuple(LensToken(**vars(each)) for part in parts for each in part.final),
+        )
 
 
 async def answer_lens(body: LogitLensRequest, question: Question) -> Response:
@@ -107,22 +113,9 @@ def budget_of(question: Question, num_positions: int, top_k: int) -> Budget:
     contents = ResponseContents(
         num_records=1 + num_layers * 2,
         num_predictions=num_predictions,
-        text_bytes=num_predictions * longest_token_bytes(question.checkpoint),
+        token_bytes=longest_token_bytes(question.checkpoint),
     )
     itemsize = question.checkpoint.model.embed.weight.dtype.itemsize
     residuals = num_layers * num_positions * config.d_model * itemsize
     num_logits = min(num_positions, rows_per_part(config, top_k)) * config.vocab_size
-    return Budget(
-        response_bytes(contents), pass_bytes(num_logits=num_logits) + residuals, "positions, top_k or the prompt"
-    )
-
-
-def layer_answer(question: Question, positions: list[int], result: LensResult) -> dict[str, Any]:
-    followed = result.followed
-    return {
-        "stage": result.stage,
-        "translated": result.is_translated,
-        "positions": prediction_answers(positions, result.top, lambda token: question.token_answer(token)["text"]),
-        "token": None if followed is None else list(map(asdict, followed)),
-        "final": list(map(asdict, result.final)),
-    }
+    return Budget(contents.num_bytes, pass_bytes(num_logits=num_logits) + residuals, "positions, top_k or the prompt")

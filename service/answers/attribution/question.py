@@ -1,21 +1,26 @@
-"""What a request to POST /attribute is about: the checked prompt, its token and position, and their JSON form."""
+"""The subject of a request to POST /attribute: the checked prompt, its token and position, and their JSON form."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from fastapi import Request
 
+from forwardscope.results import attributions as results
+from forwardscope.results.attributions import AttributionTimings
+from forwardscope.results.stages import Token
 from model.analysis.attribution.target import LogitTarget, LossTarget, Target
 from model.checkpoints.load import Checkpoint
 from model.errors import shortened
 from model.network.adapters import Adapter
 from model.tracing.stages import Stage
-from service.answers.prompts import Prompt, check_ids, prompt_ids, token_answers, token_text
+from service.answers.budget import ResponseContents
+from service.answers.prompts import Prompt, check_ids, longest_token_bytes, prompt_ids, token_answers, token_text
 from service.answers.stage_answers import select_stages
 from service.http.attribute_schemas import LogitRequest, PromptRequest, TargetRequest
-from service.http.encoding import NAMES
+from service.http.encoding import NAMES, Encoding
 from service.http.errors import invalid
 from service.state import State, find_adapter, run_plan
 
@@ -38,28 +43,41 @@ class Question:
         """The adapter of the served network."""
         return None if self.adapter is None else self.checkpoint.adapters[self.adapter]
 
-    def token_answer(self, token_id: int) -> dict[str, Any]:
-        return {"id": token_id, "text": token_text(self.checkpoint, token_id)}
+    def token_answer(self, token_id: int) -> Token:
+        return Token(token_id, token_text(self.checkpoint, token_id))
 
-    def answer(self, method: str, dtype: Any, waited: float, seconds: float) -> dict[str, Any]:
+    def head(
+        self, kind: type[results.Attribution[Any]], dtype: torch.dtype, waited: float, seconds: float
+    ) -> dict[str, Any]:
         """The fields that the answers of all methods have."""
         return {
-            "method": method,
+            "method": results.method_of(kind),
             "model": self.adapter or self.checkpoint.name,
             "tokens": token_answers(self.ids, self.checkpoint),
             "dtype": NAMES[dtype],
-            "timings": {"queue_seconds": waited, "compute_seconds": seconds},
+            "timings": AttributionTimings(waited, seconds),
         }
 
-    def target_answer(self, target: Target) -> dict[str, Any]:
+    def response_bytes(
+        self, num_records: int, num_values: int, dtype: torch.dtype = torch.float32, encoding: Encoding = "json"
+    ) -> int:
+        """Bound an answer with two lists of tokens, some records, such as stages, and numbers."""
+        contents = ResponseContents(
+            num_records=1 + num_records,
+            num_predictions=2 * len(self.ids) + 2,
+            token_bytes=longest_token_bytes(self.checkpoint),
+            num_values=num_values,
+            dtype=dtype,
+            encoding=encoding,
+        )
+        return contents.num_bytes
+
+    def target_answer(self, target: Target) -> results.Target:
         """Describe what is explained."""
         if isinstance(target, LossTarget):
-            return {"token": None, "minus": None, "position": None}
-        return {
-            "token": self.token_answer(target.token),
-            "minus": None if target.minus is None else self.token_answer(target.minus),
-            "position": target.position,
-        }
+            return results.Target(None, None, None)
+        minus = None if target.minus is None else self.token_answer(target.minus)
+        return results.Target(self.token_answer(target.token), minus, target.position)
 
 
 async def read_question(

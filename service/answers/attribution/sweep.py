@@ -11,19 +11,18 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from fastapi import Response
 
+from forwardscope.results import attributions as results
 from model.analysis.attribution.patching_sweep import Cell, Patcher, clean_values
 from model.engine.request import Request as EngineRequest
 from model.tracing.edits import BoundEdits
-from service.answers.attribution.gradients import effects_answer
 from service.answers.attribution.question import Question
 from service.answers.attribution.sweep_plan import Plan, engine_request, make_plan
 from service.answers.prompts import token_answers
+from service.answers.stage_answers import effects_answer
 from service.http.access_log import note_tokens
 from service.http.attribute_schemas import PatchingRequest
 from service.http.disconnects import unless_disconnected
@@ -37,19 +36,6 @@ logger = logging.getLogger(__name__)
 MAX_GROUP = 32  # cells that are admitted together
 TOKENS_BESIDE_OTHERS = 16  # of such cells, while other generations run
 SECONDS_BETWEEN_TRIES = 0.05  # to find room for a group
-
-
-@dataclass(frozen=True)
-class Value:
-    """The value of the target after the patch of a cell."""
-
-    cell: Cell
-    value: float
-
-    @property
-    def answer(self) -> dict[str, Any]:
-        cell = self.cell
-        return {"stage": cell.stage.name, "position": cell.position, "head": cell.head, "value": self.value}
 
 
 class SweepRun:
@@ -86,41 +72,31 @@ class SweepRun:
             dims = tuple(dim for dim, _ in plan.sweep.axes(stage, config))
             stages.append(effects_answer(stage.name, dims, tensor))
             first += num_cells
-        timings = self._timings()
-        dtype = question.checkpoint.model.embed.weight.dtype
-        answer = question.answer("patching", dtype, timings["queue_seconds"], timings["compute_seconds"])
-        return to_json(
-            answer
-            | {
-                "target": question.target_answer(plan.target),
-                "corrupted_tokens": token_answers(plan.corrupted, question.checkpoint),
-                "positions": list(plan.sweep.positions),
-                "heads": list(plan.sweep.heads),
-                "clean_value": clean,
-                "corrupted_value": corrupted,
-                "num_cells": len(plan.cells),
-                "stages": stages,
-            }
+        answer = results.Patching(
+            **question.head(results.Patching, question.checkpoint.model.embed.weight.dtype, *self._timings()),
+            target=question.target_answer(plan.target),
+            corrupted_tokens=token_answers(plan.corrupted, question.checkpoint),
+            positions=tuple(plan.sweep.positions),
+            heads=tuple(plan.sweep.heads),
+            clean_value=clean,
+            corrupted_value=corrupted,
+            num_cells=len(plan.cells),
+            stages=tuple(stages),
         )
+        return to_json(answer)
 
     async def events(self) -> AsyncGenerator[bytes]:
         """The same as Server-Sent Events: the values without a patch, the cells group by group, and the end."""
-        plan = self._plan
+        plan, question = self._plan, self._plan.question
         try:
             with self._state.worker.series():
                 clean, corrupted = await self._unpatched()
-                start = {
-                    "model": plan.question.adapter or plan.question.checkpoint.name,
-                    "target": plan.question.target_answer(plan.target),
-                    "clean_value": clean,
-                    "corrupted_value": corrupted,
-                    "num_cells": len(plan.cells),
-                }
-                yield event(start)
+                model, target = question.adapter or question.checkpoint.name, question.target_answer(plan.target)
+                yield event(results.SweepStart(model, target, clean, corrupted, len(plan.cells)))
                 async with aclosing(self._groups()) as groups:
                     async for group in groups:
-                        yield event({"cells": [each.answer for each in group]})
-            yield event({"num_cells": len(plan.cells), "timings": self._timings()})
+                        yield event(results.SweepCells(tuple(group)))
+            yield event(results.SweepEnd(len(plan.cells), results.AttributionTimings(*self._timings())))
         except ApiError as error:
             yield error_event(plan.question.request.scope["state"], error)
         except Exception:  # a bug; the status line is already sent, so the stream has to report it
@@ -128,9 +104,9 @@ class SweepRun:
             yield error_event(plan.question.request.scope["state"], internal())
         yield DONE
 
-    def _timings(self) -> dict[str, float]:
-        now = time.perf_counter()
-        return {"queue_seconds": self._began - self._plan.question.arrived, "compute_seconds": now - self._began}
+    def _timings(self) -> tuple[float, float]:
+        """The seconds that the sweep waited, and those that it took so far."""
+        return self._began - self._plan.question.arrived, time.perf_counter() - self._began
 
     async def _unpatched(self) -> tuple[float, float]:
         """The values of the clean and of the corrupted pass."""
@@ -138,7 +114,7 @@ class SweepRun:
         clean, corrupted = await self._values([(each, None) for each in ids])
         return clean, corrupted
 
-    async def _groups(self) -> AsyncGenerator[list[Value]]:
+    async def _groups(self) -> AsyncGenerator[list[results.SweepCell]]:
         """The values of all cells in order, group by group."""
         plan, worker = self._plan, self._state.worker
         question, config = plan.question, plan.question.checkpoint.model.config
@@ -156,10 +132,13 @@ class SweepRun:
             def edits(cells: Sequence[Cell] = cells) -> list[BoundEdits]:
                 return [patcher.edits(cell, plan.corrupted) for cell in cells]
 
-            bound = await worker.run_encoding(edits)
+            bound = await worker.executors.run_uncounted("text", edits)
             values = await self._values([(plan.corrupted, each) for each in bound])
             self._state.metrics.sweep_cells.inc(len(cells))
-            yield list(map(Value, cells, values))
+            yield [
+                results.SweepCell(cell.stage.name, cell.position, cell.head, value)
+                for cell, value in zip(cells, values, strict=True)
+            ]
         self._state.metrics.attributions.labels("patching").inc()
 
     def _deadline(self) -> float:
@@ -197,7 +176,7 @@ class SweepRun:
         """Run passes in the engine, and return the target's value after each."""
         plan = self._plan
         requests = [
-            engine_request(plan, f"{self._id}-{self._num_admitted + index}", ids, edits)
+            engine_request(plan, self._id, self._num_admitted + index, ids, edits)
             for index, (ids, edits) in enumerate(passes)
         ]
         scores: dict[str, list[float]] = {}

@@ -15,8 +15,8 @@ from model.tracing.edits import BoundEdits
 from model.tracing.stages import stages_of
 from service.answers.attribution.gradient_jobs import check_tokens
 from service.answers.attribution.question import Question, find_stages, read_logit, second_prompt
-from service.answers.budget import Budget, ResponseContents, response_bytes
-from service.answers.prompts import check_indices, find_positions, longest_token_bytes
+from service.answers.budget import Budget
+from service.answers.prompts import check_indices, find_positions
 from service.http.attribute_schemas import PatchingRequest
 from service.http.errors import ApiError, invalid
 from service.state import get_engine
@@ -48,7 +48,7 @@ async def make_plan(body: PatchingRequest, question: Question) -> Plan:
     size = check_cost(sweep, question)
     plan = Plan(question, corrupted, target, sweep, sweep.cells(config), size)
     try:
-        get_engine(question.state).check(engine_request(plan, "check", corrupted, None))
+        get_engine(question.state).check(engine_request(plan, "check", 0, corrupted, None))
     except InvalidField as error:
         raise invalid("prompt", error.reason) from None
     return plan
@@ -85,24 +85,17 @@ def check_cost(sweep: Sweep, question: Question) -> int:
             "with a larger --max-sweep-cells"
         )
         raise ApiError(413, message, param="stages", code="too_many_cells")
-    size = response_bytes(
-        ResponseContents(
-            num_records=2 + len(sweep.stages),
-            num_predictions=2 * num_tokens + 2,
-            text_bytes=(2 * num_tokens + 2) * longest_token_bytes(question.checkpoint),
-            num_values=num_cells,
-            dtype=torch.float64,
-        )
-    )
+    size = question.response_bytes(1 + len(sweep.stages), num_cells, torch.float64)
     itemsize = torch.promote_types(question.checkpoint.model.embed.weight.dtype, torch.float32).itemsize
     kept = clean_bytes(config, sweep.stages, num_tokens, itemsize)
     Budget(size, kept, "stages, positions or the prompt").check(question.state)
     return size
 
 
-def engine_request(plan: Plan, request_id: str, ids: Sequence[int], edits: BoundEdits | None) -> EngineRequest:
+def engine_request(plan: Plan, owner: str, number: int, ids: Sequence[int], edits: BoundEdits | None) -> EngineRequest:
     return EngineRequest(
-        id=request_id,
+        id=f"{owner}-{number}",
+        owner=owner,
         prompt_ids=ids,
         params=PARAMS,
         adapter=plan.question.adapter,

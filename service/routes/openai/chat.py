@@ -2,32 +2,39 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request, Response
 
+from model.text.tokenizer import Tokenizer
 from model.text.transcript import End, TokenOutput
+from service.answers.call_ids import demands_short_ids, new_call_id
 from service.answers.chat_constraints import chat_constraint
 from service.answers.constraints import compile_constraint
-from service.answers.conversations import conversation_ids, find_template, offered_tools
-from service.answers.generation import ChoiceOutput, Generation, whole_answer
-from service.answers.generation_plan import Options, plan_generation
+from service.answers.conversations import conversation_ids, find_template
+from service.answers.generation import ChoiceOutput, Generation, start_generation, whole_answer
+from service.answers.generation_plan import Inputs, Options
+from service.answers.offered_tools import OfferedTools, read_tools
 from service.answers.openai_answers import (
     TokenStrings,
     check_implemented,
+    edits,
     finish_reason,
     prompt_logprobs,
+    running_usage,
     usage,
     usage_events,
 )
-from service.answers.tool_calls import Call, ToolCallParser, form_of
+from service.answers.tool_calls import MARK_TOKENS, Call, ToolCallParser, form_of
 from service.http.bodies import JsonRoute
-from service.http.errors import invalid
+from service.http.errors import invalid, wrong_shape
 from service.http.openai_schemas import ChatAnswer, ChatRequest
-from service.http.openapi import EVENT, answers
+from service.http.openapi import EVENT, also
 from service.http.sse import EventStream, event
-from service.state import CheckpointDep, StateDep, find_adapter
+from service.ignored_fields import is_strict, note_ignored
+from service.state import CheckpointDep, State, StateDep, find_adapter
 
 router = APIRouter(route_class=JsonRoute, tags=["openai"])
 DEFAULT_LARGE_MAX_TOKENS = 1024  # with log-probabilities or a trace for each token
@@ -36,8 +43,8 @@ DEFAULT_LARGE_MAX_TOKENS = 1024  # with log-probabilities or a trace for each to
 @router.post(
     "/v1/chat/completions",
     summary="Answer a conversation, in OpenAI's form",
-    response_model=None,
-    responses=answers(ChatAnswer, "text/event-stream", EVENT),
+    response_model=ChatAnswer,
+    responses=also("text/event-stream", EVENT),
 )
 async def chat(body: ChatRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
     arrived = time.perf_counter()
@@ -45,16 +52,38 @@ async def chat(body: ChatRequest, request: Request, state: StateDep, checkpoint:
     check_implemented(body)
     options = read_options(body)
     template = find_template(checkpoint)
-    form = form_of(template.source_for(with_tools=bool(body.tools)))
-    ids = await conversation_ids(body, request, state, checkpoint, template)
-    constraint = await compile_constraint(request, state, checkpoint, chat_constraint(body, form))
-    plan = await plan_generation(body, options, request, state, checkpoint, [ids], constraint, adapter, arrived)
-    generation = Generation(plan, request, state, checkpoint, arrived)
-    names = [tool["function"]["name"] for tool in offered_tools(body)]
-    writer = Writer(body, generation, [ToolCallParser(form, names) if names else None for _ in range(body.n)])
+    tools = find_tools(body, request, state)
+    source = template.source_for(with_tools=bool(tools.offered))
+    form = form_of(source)
+    if tools.enforced and body.stop:
+        body = without_stop(body, request, state)
+    ids = await conversation_ids(body, tools, request, state, checkpoint, template)
+    constraint = await compile_constraint(request, state, checkpoint, chat_constraint(body, tools, form))
+    inputs = Inputs(request, state, checkpoint, arrived, body, options, [ids], constraint, adapter)
+    generation = await start_generation(inputs)
+    names = [function.name for function in tools.offered]
+    new_id = partial(new_call_id, is_short=demands_short_ids(source))
+    writer = Writer(body, generation, [ToolCallParser(form, names, new_id) if names else None for _ in range(body.n)])
     if body.stream:
         return EventStream(generation.events(writer.events, writer.last_events), on_close=generation.close)
     return await whole_answer(request, generation, writer.answer())
+
+
+def find_tools(body: ChatRequest, request: Request, state: State) -> OfferedTools:
+    """The tools of a request. Tools of types that nobody here runs are left out, or a 422 if the request is strict."""
+    tools = read_tools(body)
+    if is_strict(request.scope, state.settings.strict_fields) and tools.left_out:
+        raise wrong_shape(f"{tools.left_out[0]}.type", "only tools of the type 'function' are known", "literal_error")
+    note_ignored(request.scope, tools.left_out)
+    return tools
+
+
+def without_stop(body: ChatRequest, request: Request, state: State) -> ChatRequest:
+    """The same request without stop strings, which could end the text inside a call that the request demands."""
+    if is_strict(request.scope, state.settings.strict_fields):
+        raise invalid("stop", "cannot be combined with a tool_choice that demands a call; leave out one of them")
+    note_ignored(request.scope, ["stop"])
+    return body.model_copy(update={"stop": []})
 
 
 def read_options(body: ChatRequest) -> Options:
@@ -67,8 +96,6 @@ def read_options(body: ChatRequest) -> Options:
         raise invalid("top_logprobs", "is only for answers with log-probabilities; send logprobs: true")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "is only for streams; send stream: true")
-    if body.stream_options is not None:
-        check_implemented(body.stream_options, "stream_options.")
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     max_tokens_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     return Options(
@@ -79,6 +106,7 @@ def read_options(body: ChatRequest) -> Options:
         num_choices=body.n,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
+        is_chat=True,
         field_names={"prompt": "messages", "max_tokens": max_tokens_name},
     )
 
@@ -94,6 +122,7 @@ class Writer:
         self._generation = generation
         self._parsers = parsers
         self._strings = TokenStrings(generation.checkpoint.tokenizer, as_ids=body.return_tokens_as_token_ids)
+        self._marks = mark_names(generation.checkpoint.tokenizer) if any(parsers) else {}
         self._has_begun = [False] * generation.num_choices
         self._head = {
             "id": generation.id,
@@ -109,7 +138,7 @@ class Writer:
         for choice in choices:
             assert choice.last is not None
             assert choice.last.end is not None
-            content, calls = self._parse(choice.index, choice.text, is_last=True)
+            content, calls = self._parse(choice.index, choice.tokens, is_last=True)
             message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
             if calls:
                 message |= {"content": content or None, "tool_calls": [call_answer(call) for call in calls]}
@@ -124,11 +153,10 @@ class Writer:
         step, index = output.step, output.index
         if not self._has_begun[index]:
             first = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
-            yield event(self._head | {"choices": [first | {"finish_reason": None}]} | self._prompt_ids(index))
+            yield self._chunk({"choices": [first | {"finish_reason": None}]} | self._prompt_ids(index))
             self._has_begun[index] = True
-        text = "".join(token.text for token in step.tokens)
         num_calls = self._num_calls(index)
-        content, calls = self._parse(index, text, is_last=step.end is not None)
+        content, calls = self._parse(index, step.tokens, is_last=step.end is not None)
         delta: dict[str, Any] = {"content": content} if content else {}
         if calls:
             delta["tool_calls"] = [{"index": place} | call_answer(call) for place, call in enumerate(calls, num_calls)]
@@ -136,17 +164,20 @@ class Writer:
         of_prompt = self._prompt_logprobs(index, step.prompt_tokens)
         if delta or step.end is not None or traces or of_prompt or (step.tokens and self._body.logprobs):
             part = {"delta": delta} | self._part(index, step.tokens, traces, step.end)
-            yield event(self._head | {"choices": [part]} | of_prompt)
+            yield self._chunk({"choices": [part]} | of_prompt)
+
+    def _chunk(self, content: dict[str, Any]) -> bytes:
+        return event(self._head | content | running_usage(self._body, self._generation))
 
     def last_events(self) -> list[bytes]:
         return usage_events(self._body, self._head, self._generation)
 
-    def _parse(self, index: int, text: str, *, is_last: bool) -> tuple[str, list[Call]]:
-        """The content and the calls that a piece of text completes."""
+    def _parse(self, index: int, tokens: Sequence[TokenOutput], *, is_last: bool) -> tuple[str, list[Call]]:
+        """The content and the calls that some tokens complete."""
         parser = self._parsers[index]
         if parser is None:
-            return text, []
-        found = parser.push(text)
+            return "".join(token.text for token in tokens), []
+        found = parser.push("".join(self._marks.get(token.token_id, "") + token.text for token in tokens))
         if not is_last:
             return found.content, found.calls
         rest = parser.finish()
@@ -173,7 +204,7 @@ class Writer:
             part["token_ids"] = [token.token_id for token in tokens]
         if traces is not None:
             part["trace"] = traces
-        return part if end is None else part | self._generation.edit_answers(index)
+        return part if end is None else part | edits(self._generation, index)
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
         """The ids of the prompt, if the request asks for them. They are the same for all choices."""
@@ -194,6 +225,14 @@ class Writer:
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self._strings.raw(token_id)
         return {"token": self._strings.text(token_id), "logprob": logprob, "bytes": None if raw is None else list(raw)}
+
+
+def mark_names(tokenizer: Tokenizer | None) -> dict[int, str]:
+    """The marks of calls that are special tokens, which have no text of their own: id -> name."""
+    if tokenizer is None:
+        return {}
+    ids = {tokenizer.id_of(name): name for name in MARK_TOKENS}
+    return {token_id: ids[token_id] for token_id in ids if token_id is not None and tokenizer.special_name(token_id)}
 
 
 def call_answer(call: Call) -> dict[str, Any]:

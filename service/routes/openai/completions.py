@@ -9,13 +9,15 @@ from fastapi import APIRouter, Request, Response
 
 from model.text.transcript import End, TokenOutput
 from service.answers.constraints import compile_constraint, structured_output
-from service.answers.generation import Choice, ChoiceOutput, Generation, whole_answer
-from service.answers.generation_plan import Options, plan_generation
+from service.answers.generation import Choice, ChoiceOutput, Generation, start_generation, whole_answer
+from service.answers.generation_plan import Inputs, Options
 from service.answers.openai_answers import (
     TokenStrings,
     check_implemented,
+    edits,
     finish_reason,
     prompt_logprobs,
+    running_usage,
     usage,
     usage_events,
 )
@@ -23,7 +25,7 @@ from service.answers.prompts import as_list, param_of, prompt_ids
 from service.http.bodies import JsonRoute
 from service.http.errors import invalid
 from service.http.openai_schemas import CompletionAnswer, CompletionRequest
-from service.http.openapi import EVENT, answers
+from service.http.openapi import EVENT, also
 from service.http.sse import EventStream, event
 from service.state import CheckpointDep, State, StateDep, find_adapter
 
@@ -34,8 +36,8 @@ DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 @router.post(
     "/v1/completions",
     summary="Continue prompts, in OpenAI's form",
-    response_model=None,
-    responses=answers(CompletionAnswer, "text/event-stream", EVENT),
+    response_model=CompletionAnswer,
+    responses=also("text/event-stream", EVENT),
 )
 async def completions(
     body: CompletionRequest, request: Request, state: StateDep, checkpoint: CheckpointDep
@@ -46,8 +48,8 @@ async def completions(
     options = read_options(body)
     prompts = await read_prompts(body, request, state)
     constraint = await compile_constraint(request, state, checkpoint, structured_output(body.structured_outputs))
-    plan = await plan_generation(body, options, request, state, checkpoint, prompts, constraint, adapter, arrived)
-    generation = Generation(plan, request, state, checkpoint, arrived)
+    inputs = Inputs(request, state, checkpoint, arrived, body, options, prompts, constraint, adapter)
+    generation = await start_generation(inputs)
     writer = Writer(body, generation)
     if body.stream:
         return EventStream(generation.events(writer.events, writer.last_events), on_close=generation.close)
@@ -65,8 +67,6 @@ def read_options(body: CompletionRequest) -> Options:
         raise invalid("best_of", "cannot be streamed, because the best choices are known only at the end")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "is only for streams; send stream: true")
-    if body.stream_options is not None:
-        check_implemented(body.stream_options, "stream_options.")
     echoed = body.logprobs if body.echo else None
     return Options(
         id_prefix="cmpl",
@@ -113,7 +113,6 @@ class Writer:
             "model": generation.model_name,
         }
         self._has_begun = [False] * generation.num_choices
-        self._text_lengths = [0] * generation.num_choices  # characters of each choice so far
 
     async def answer(self) -> bytes:
         """Wait until every choice has ended, and encode the answer."""
@@ -138,7 +137,7 @@ class Writer:
         step = output.step
         traces = None if output.trace is None else [output.trace]
         part = self._part(output.index, output.index, step.prompt_tokens, step.tokens, traces, step.end)
-        yield event(self._head | {"choices": [part]})
+        yield event(self._head | {"choices": [part]} | running_usage(self._body, self._generation))
 
     def last_events(self) -> list[bytes]:
         return usage_events(self._body, self._head, self._generation)
@@ -158,7 +157,7 @@ class Writer:
         part: dict[str, Any] = {
             "index": index,
             "text": "".join(token.text for token in returned),
-            "logprobs": None if body.logprobs is None else self._logprobs(choice, returned, body.logprobs),
+            "logprobs": None if body.logprobs is None else self._logprobs(returned, body.logprobs),
             "finish_reason": None if end is None else finish_reason(end, self._generation),
             "stop_reason": None if end is None else end.stop_reason,
         }
@@ -171,14 +170,10 @@ class Writer:
         if traces is not None:
             part["trace"] = traces
         self._has_begun[choice] = True
-        return part if end is None else part | self._generation.edit_answers(choice)
+        return part if end is None else part | edits(self._generation, choice)
 
-    def _logprobs(self, choice: int, tokens: list[TokenOutput], num_top: int) -> dict[str, Any]:
+    def _logprobs(self, tokens: list[TokenOutput], num_top: int) -> dict[str, Any]:
         """Describe the log-probabilities of tokens, and where the text of each begins."""
-        offsets = []
-        for token in tokens:
-            offsets.append(self._text_lengths[choice])
-            self._text_lengths[choice] += len(token.text)
         entries = [token.logprobs for token in tokens]
         return {
             "tokens": [self._strings.text(token.token_id) for token in tokens],
@@ -187,7 +182,7 @@ class Writer:
                 None if entry is None else self._strings.top(token.token_id, entry, num_top)
                 for token, entry in zip(tokens, entries, strict=True)
             ],
-            "text_offset": offsets,
+            "text_offset": [token.offset for token in tokens],
         }
 
 

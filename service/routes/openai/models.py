@@ -26,11 +26,14 @@ async def model(model: str, state: StateDep, checkpoint: CheckpointDep) -> OpenA
 
 def describe(state: State, checkpoint: Checkpoint, name: str) -> OpenAIModel:
     """Describe the checkpoint or one of its adapters. `created` is the start of the service, in seconds since 1970."""
+    limit = checkpoint.model.config.max_positions
+    if state.engine is not None:
+        limit = min(limit, state.engine.num_cache_tokens)
     return OpenAIModel(
         id=name,
         created=int(state.began),
         owned_by="forwardscope",
-        max_model_len=checkpoint.model.config.max_positions,
+        max_model_len=limit,
         parent=None if name == checkpoint.name else checkpoint.name,
     )
 

@@ -4,22 +4,34 @@ import { el, svg } from "../dom.js";
 import { percent } from "../format.js";
 import { colour, css } from "./colours.js";
 
+/**
+ * @typedef {{ labels: string[], weights: Float32Array, query: number }} Shown
+ * @typedef {{ position: number, x: number, width: number, gap: number, upright: number }} Place
+ * @typedef {{
+ *   left: number, size: (label: string) => number, space: number, hole: number, upright: number,
+ * }} Arrangement
+ */
+
 const ALL = 40; // up to this many tokens, all are drawn if they fit; of more, only the query and the strongest
-const UPRIGHT = { least: 16, most: 34, gap: 10 }; // pixels of a token that is written from top to bottom, and of "…" beside it
+// pixels of a token that is written from top to bottom, and of "…" beside it
+const UPRIGHT = { least: 16, most: 34, gap: 10 };
 const LETTER = 8; // the width of a letter
 const HEIGHT = 120; // pixels above the tokens
 const LEAST = 0.01; // weights below have no arc
 
 /**
- * <attention-arcs>. `show({labels, weights, query})`: a text for each token, the weight of each token for the query, and
- * the index of the query. All tokens and arcs fit into the width of the page: where there is too little room for a line of
- * tokens, each one is written from top to bottom, and where there is still too little, weak ones are left out. Events: "query" with detail {position} when another token is chosen; "point" with {position}
- * while the mouse is over a token, and null when it leaves. In a line that leaves tokens out, the mouse points at none,
- * because another query would move the tokens below it.
+ * <attention-arcs>. `show({labels, weights, query})`: a text for each token, the weight of each token for the query,
+ * and the index of the query. All tokens and arcs fit into the width of the page: where there is too little room for a
+ * line of tokens, each one is written from top to bottom, and where there is still too little, weak ones are left out.
+ * Events: "query" with detail {position} when a token is chosen; "point" with {position} while the mouse is over
+ * a token, and null when it leaves. In a line that leaves tokens out, the mouse points at none, because another query
+ * would move the tokens below it.
  */
 export class AttentionArcs extends HTMLElement {
-  #shown = null;
-  #pointed = null; // the token below the mouse
+  /** @type {Shown} */
+  #shown;
+  /** @type {number | null} the token below the mouse */
+  #pointed = null;
   #note = el("p", { class: "faint" });
   #width = 0; // of the room for which the picture was drawn
   #redraw = () => this.#shown && this.#draw();
@@ -35,13 +47,14 @@ export class AttentionArcs extends HTMLElement {
     this.#resized.disconnect();
   }
 
+  /** @param {Shown} shown */
   show(shown) {
     this.#shown = shown;
     this.#draw();
   }
 
   picture() {
-    return this.querySelector("svg");
+    return /** @type {SVGSVGElement} */ (this.querySelector("svg"));
   }
 
   #draw() {
@@ -50,16 +63,28 @@ export class AttentionArcs extends HTMLElement {
     const places = placesIn(this.#width || 700, labels, weights, query);
     const [{ upright }] = places;
     const width = Math.ceil(Math.max(...places.map(({ x, width: w }) => x + w / 2))) + 8;
-    const centre = new Map(places.map(({ position, x }) => [position, x]));
+    const from = places.find(({ position }) => position === query)?.x ?? 0; // the query is always drawn
     const strongest = Math.max(...weights.filter((weight) => Number.isFinite(weight)), LEAST);
     const ends = places.filter(({ position }) => weights[position] >= LEAST);
-    const farthest = Math.max(...ends.map(({ x }) => Math.abs(x - centre.get(query))), 1);
-    const arcs = ends.map(({ position, x }) => arc(centre.get(query), x, weights[position] / strongest, weights[position], farthest));
+    const farthest = Math.max(...ends.map(({ x }) => Math.abs(x - from)), 1);
+    const arcs = ends.map(({ position, x }) =>
+      arc(from, x, weights[position] / strongest, weights[position], farthest),
+    );
     const tokens = places.map((place) => this.#token(place, labels, weights, query));
     const height = HEIGHT + (upright ? upright + 58 : 48);
     const picture = svg(
       "svg",
-      { width, height, viewBox: `0 0 ${width} ${height}`, role: "listbox", tabindex: "0", "aria-label": `Arcs from token ${query} to the tokens that it attends to. The arrow keys choose another token.`, "aria-activedescendant": `arc-token-${query}`, "font-family": "ui-monospace, monospace", "font-size": "13" },
+      {
+        width,
+        height,
+        viewBox: `0 0 ${width} ${height}`,
+        role: "listbox",
+        tabindex: "0",
+        "aria-label": `Arcs from token ${query} to the tokens that it attends to. The arrow keys choose another token.`,
+        "aria-activedescendant": `arc-token-${query}`,
+        "font-family": "ui-monospace, monospace",
+        "font-size": "13",
+      },
       arcs,
       tokens,
     );
@@ -77,36 +102,72 @@ export class AttentionArcs extends HTMLElement {
     if (hadFocus) picture.focus({ preventScroll: true });
   }
 
+  /**
+   * @param {Place} place
+   * @param {string[]} labels
+   * @param {Float32Array} weights
+   * @param {number} query
+   */
   #token({ position, x, width, gap, upright }, labels, weights, query) {
     const isQuery = position === query;
     const look = { fill: "currentColor", "font-weight": isQuery ? 700 : 400 };
-    const flat = (y, content, size) => svg("text", { x, y, "text-anchor": "middle", "font-size": size, ...look }, content);
-    const down = (y, content, size) => svg("text", { transform: `translate(${x - 4} ${y}) rotate(90)`, "font-size": size, ...look }, content);
+    /** @type {(y: number, content: string, size?: number) => SVGElement} */
+    const flat = (y, content, size) =>
+      svg("text", { x, y, "text-anchor": "middle", "font-size": size, ...look }, content);
+    /** @type {(y: number, content: string, size?: number) => SVGElement} */
+    const down = (y, content, size) =>
+      svg("text", { transform: `translate(${x - 4} ${y}) rotate(90)`, "font-size": size, ...look }, content);
     const share = weights[position] >= LEAST ? percent(weights[position]) : "";
     const said = `${labels[position]}, position ${position}: ${percent(weights[position])}`;
     return svg(
       "g",
-      { role: "option", id: `arc-token-${position}`, "aria-selected": String(isQuery), class: "arc-token", onclick: () => this.#choose(position), onpointerenter: (event) => event.pointerType === "mouse" && this.#point(position) },
+      {
+        role: "option",
+        id: `arc-token-${position}`,
+        "aria-selected": String(isQuery),
+        class: "arc-token",
+        onclick: () => this.#choose(position),
+        onpointerenter: (event) => event.pointerType === "mouse" && this.#point(position),
+      },
       svg("title", {}, said), // also the name for screen readers
-      svg("rect", { x: x - width / 2, y: HEIGHT, width, height: upright ? upright + 8 : 24, rx: 3, fill: "transparent", stroke: "currentColor", "stroke-width": isQuery ? 2.5 : 0.4 }),
+      svg("rect", {
+        x: x - width / 2,
+        y: HEIGHT,
+        width,
+        height: upright ? upright + 8 : 24,
+        rx: 3,
+        fill: "transparent",
+        stroke: "currentColor",
+        "stroke-width": isQuery ? 2.5 : 0.4,
+      }),
       upright ? down(HEIGHT + 5, cut(labels[position])) : flat(HEIGHT + 16, cut(labels[position])),
       share === "" ? null : upright ? down(HEIGHT + upright + 12, share, 11) : flat(HEIGHT + 40, share, 11),
-      gap ? svg("text", { x: x - width / 2 - gap / 2, y: HEIGHT + 16, "text-anchor": "middle", fill: "currentColor" }, "…") : null,
+      gap
+        ? svg(
+            "text",
+            { x: x - width / 2 - gap / 2, y: HEIGHT + 16, "text-anchor": "middle", fill: "currentColor" },
+            "…",
+          )
+        : null,
     );
   }
 
+  /** @param {number} position */
   #choose(position) {
-    if (position !== this.#shown.query) this.dispatchEvent(new CustomEvent("query", { detail: { position } }));
+    this.dispatchEvent(new CustomEvent("query", { detail: { position } }));
   }
 
+  /** @param {number | null} position */
   #point(position) {
     if (position === this.#pointed || this.querySelectorAll(".arc-token").length < this.#shown.labels.length) return;
     this.#pointed = position;
     this.dispatchEvent(new CustomEvent("point", { detail: { position } }));
   }
 
+  /** @param {KeyboardEvent} event */
   #press(event) {
     const { labels, query } = this.#shown;
+    /** @type {Record<string, number>} */
     const places = { ArrowLeft: query - 1, ArrowRight: query + 1, Home: 0, End: labels.length - 1 };
     if (!(event.key in places)) return;
     event.preventDefault();
@@ -115,14 +176,21 @@ export class AttentionArcs extends HTMLElement {
 }
 
 /**
- * Where each token stands that is drawn: {position, x, width, gap, upright}. `x`: its centre; `gap`: pixels before it in
- * which tokens are left out, or 0; `upright`: the height of the longest token if they are written from top to bottom, or 0.
+ * Where each token stands that is drawn. `x`: its centre; `gap`: pixels before it in which tokens are left out, or 0;
+ * `upright`: the height of the longest token if they are written from top to bottom, or 0.
+ * @param {number} room
+ * @param {string[]} labels
+ * @param {Float32Array} weights
+ * @param {number} query
+ * @returns {Place[]}
  */
 function placesIn(room, labels, weights, query) {
   const all = Array.from(weights, (_, position) => position);
   const flat = line(labels, drawn(weights, query, ALL, ALL / 2));
-  if (flat.at(-1).x + flat.at(-1).width / 2 + 8 <= room) return flat;
-  const [fitting, strongest] = [UPRIGHT.least, UPRIGHT.least + UPRIGHT.gap].map((size) => Math.max(2, Math.floor((room - 20) / size)));
+  if (flat[flat.length - 1].x + flat[flat.length - 1].width / 2 + 8 <= room) return flat;
+  const [fitting, strongest] = [UPRIGHT.least, UPRIGHT.least + UPRIGHT.gap].map((size) =>
+    Math.max(2, Math.floor((room - 20) / size)),
+  );
   const positions = drawn(weights, query, Math.min(ALL, fitting), Math.min(ALL / 2, strongest - 1));
   const gaps = positions.length < all.length ? positions.length * UPRIGHT.gap : 0;
   const width = Math.min(UPRIGHT.most, Math.max(UPRIGHT.least, Math.floor((room - 20 - gaps) / positions.length)));
@@ -130,7 +198,13 @@ function placesIn(room, labels, weights, query) {
   return line(labels, positions, { left: 10, size: () => width, space: 0, hole: UPRIGHT.gap, upright });
 }
 
-/** The positions to draw: all up to a number of them, or else the query and some with the largest weights. */
+/**
+ * The positions to draw: all up to a number of them, or else the query and some with the largest weights.
+ * @param {Float32Array} weights
+ * @param {number} query
+ * @param {number} most
+ * @param {number} numStrongest
+ */
 function drawn(weights, query, most, numStrongest) {
   const all = Array.from(weights, (_, position) => position);
   if (all.length <= most) return all;
@@ -138,18 +212,38 @@ function drawn(weights, query, most, numStrongest) {
   return [query, ...strongest.slice(0, numStrongest)].sort((a, b) => a - b);
 }
 
-/** Which tokens and arcs a picture leaves out. */
+/**
+ * Which tokens and arcs a picture leaves out.
+ * @param {Place[]} places
+ * @param {Float32Array} weights
+ * @param {number} query
+ */
 function sayLeftOut(places, weights, query) {
   const arcs = `Arcs: all weights of at least ${percent(LEAST)}; a loop is the weight on the token itself.`;
   if (places.length === weights.length) return arcs;
   const others = places.map(({ position }) => position).filter((position) => position !== query);
   const least = Math.min(...others.map((position) => weights[position]));
-  return `${places.length} of ${weights.length} tokens are drawn: the query, and the ${others.length} with the largest weights, from ${percent(least)} on. ${arcs}`;
+  return (
+    `${places.length} of ${weights.length} tokens are drawn: the query, and the ${others.length} with the largest ` +
+    `weights, from ${percent(least)} on. ${arcs}`
+  );
 }
 
-const FLAT = { left: 4, size: (label) => Math.max(44, LETTER * cut(label).length + 10), space: 4, hole: 18, upright: 0 };
+/** @type {Arrangement} */
+const FLAT = {
+  left: 4,
+  size: (label) => Math.max(44, LETTER * cut(label).length + 10),
+  space: 4,
+  hole: 18,
+  upright: 0,
+};
 
-/** Places side by side, from the left. `hole`: the room for "…" where tokens are left out. */
+/**
+ * Places side by side, from the left. `hole`: the room for "…" where tokens are left out.
+ * @param {string[]} labels
+ * @param {number[]} positions
+ * @param {Arrangement} arrangement
+ */
 function line(labels, positions, { left: start, size, space, hole, upright } = FLAT) {
   let left = start;
   return positions.map((position, index) => {
@@ -162,14 +256,26 @@ function line(labels, positions, { left: start, size, space, hole, upright } = F
   });
 }
 
-/** An arc between two places: the larger the weight, the stronger its colour (relative) and the thicker its line. */
+/**
+ * An arc between two places: the larger the weight, the stronger its colour (relative) and the thicker its line.
+ * @param {number} from
+ * @param {number} to
+ * @param {number} relative
+ * @param {number} weight
+ * @param {number} farthest
+ */
 function arc(from, to, relative, weight, farthest) {
-  const line = { fill: "none", stroke: css(colour(0.35 + 0.65 * relative)), "stroke-width": 1 + 6 * weight };
-  if (from === to) return svg("path", { d: `M ${from - 8} ${HEIGHT} C ${from - 20} ${HEIGHT - 40} ${from + 20} ${HEIGHT - 40} ${from + 8} ${HEIGHT}`, ...line });
+  const look = { fill: "none", stroke: css(colour(0.35 + 0.65 * relative)), "stroke-width": 1 + 6 * weight };
+  if (from === to)
+    return svg("path", {
+      d: `M ${from - 8} ${HEIGHT} C ${from - 20} ${HEIGHT - 40} ${from + 20} ${HEIGHT - 40} ${from + 8} ${HEIGHT}`,
+      ...look,
+    });
   const top = HEIGHT - (24 + (HEIGHT * 1.25 - 24) * Math.sqrt(Math.abs(from - to) / farthest));
-  return svg("path", { d: `M ${from} ${HEIGHT} C ${from} ${top} ${to} ${top} ${to} ${HEIGHT}`, ...line });
+  return svg("path", { d: `M ${from} ${HEIGHT} C ${from} ${top} ${to} ${top} ${to} ${HEIGHT}`, ...look });
 }
 
+/** @param {string} text */
 function cut(text) {
   return text.length > 12 ? `${text.slice(0, 11)}…` : text;
 }

@@ -3,47 +3,80 @@
 import { el } from "../dom.js";
 import { percent } from "../format.js";
 
+/** @import { Child } from "../dom.js" */
+
 /**
- * A table of bars. `columns`: headings; `rows`: {cells, shares, mark}: texts or elements, the lengths of the bars from −1 to
- * 1 (of two, the first one is thin), and whether the row stands out. The first cell is the heading of its
- * row, and the bars follow it. The longest bar fills its column, and the caption says its share if that is less than 1.
- * If there are negative shares, all bars begin at a line for zero.
+ * A table of bars. `columns`: headings; `rows`: {cells, shares, mark}: texts or elements, the lengths of the bars from
+ * −1 to 1 (of two, the first one is thin), and whether the row stands out. The first cell is the heading of its row,
+ * and the bars follow it. The longest bar fills its column, and the caption says its share if that is less than 1. If
+ * there are negative shares, all bars begin at a line for zero.
+ * @param {{
+ *   caption: string, columns: string[], rows: { cells: Child[], shares: (number | null)[], mark?: boolean }[],
+ * }} table
  */
 export function barTable({ caption, columns: [first, ...others], rows }) {
-  const shares = rows.flatMap((row) => row.shares);
-  const [low, high] = [Math.min(0, ...shares), Math.max(0, ...shares)];
+  const all = rows.flatMap((row) => row.shares.map((share) => share ?? 0));
+  const [low, high] = [Math.min(0, ...all), Math.max(0, ...all)];
   const scale = { low, size: high - low || 1 };
-  const longest = low === 0 && high > 0 && high < 1 ? `${caption.endsWith(".") ? "" : "."} The longest bar is ${percent(high)}.` : "";
-  const heading = (name) => el("th", { scope: "col" }, name);
+  const longest =
+    low === 0 && high > 0 && high < 1 ? `${caption.endsWith(".") ? "" : "."} The longest bar is ${percent(high)}.` : "";
+  const heading = (/** @type {string} */ name) => el("th", { scope: "col" }, name);
   const head = el("tr", {}, heading(first), el("td", {}), others.map(heading));
   const body = rows.map(({ cells: [name, ...cells], shares, mark }) =>
     el(
       "tr",
       { class: mark && "marked" },
       el("th", { scope: "row" }, name),
-      barCell(shares, scale),
+      barCell(
+        shares.map((share) => share ?? 0),
+        scale,
+      ),
       cells.map((cell) => el("td", {}, cell)),
     ),
   );
   const table = el("table", { class: "bars", "aria-label": caption }, el("thead", {}, head), el("tbody", {}, body));
-  return el("div", {}, el("p", { class: "faint" }, caption, longest), el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, table));
+  return el(
+    "div",
+    {},
+    el("p", { class: "faint" }, caption, longest),
+    el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, table),
+  );
 }
 
+/**
+ * @param {number[]} shares
+ * @param {{ low: number, size: number }} scale
+ */
 function barCell(shares, { low, size }) {
-  const place = (value) => `${(100 * (value - low)) / size}%`;
+  const place = (/** @type {number} */ value) => `${(100 * (value - low)) / size}%`;
   const bars = shares.map((share, index) => {
     const kind = `bar${index < shares.length - 1 ? " thin" : ""}${share < 0 ? " negative" : ""}`;
-    return el("span", { class: kind, "aria-hidden": "true", style: { width: `${(100 * Math.abs(share)) / size}%`, marginLeft: place(Math.min(0, share)) } });
+    return el("span", {
+      class: kind,
+      "aria-hidden": "true",
+      style: { width: `${(100 * Math.abs(share)) / size}%`, marginLeft: place(Math.min(0, share)) },
+    });
   });
-  return el("td", low < 0 ? { class: "bar-cell signed", style: { backgroundPosition: `${place(0)} 0` } } : { class: "bar-cell" }, bars);
+  return el(
+    "td",
+    low < 0 ? { class: "bar-cell signed", style: { backgroundPosition: `${place(0)} 0` } } : { class: "bar-cell" },
+    bars,
+  );
 }
 
-/** A bar alone, of a length from 0 to 1. */
+/**
+ * A bar alone, of a length from 0 to 1.
+ * @param {number} share
+ */
 export function bar(share) {
   return el("span", { class: "bar", "aria-hidden": "true", style: { width: `${100 * share}%` } });
 }
 
-/** A legend for colours between two texts. The colours follow the theme, because they are those of the style sheet. */
+/**
+ * A legend for colours between two texts. The colours follow the theme, because they are those of the style sheet.
+ * @param {string} low
+ * @param {string} high
+ */
 export function barLegend(low, high) {
   return el("span", { class: "legend-scale" }, low, " ", el("span", { class: "legend-bar sequential" }), " ", high);
 }

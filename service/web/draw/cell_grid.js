@@ -1,6 +1,6 @@
 // A grid of short texts on colours, with a heading for each row and column. One tab stop: the arrow keys move inside.
 
-import { el, svg } from "../dom.js";
+import { around, el, findAll, svg } from "../dom.js";
 import { colour, css, textOn } from "./colours.js";
 import { moveFocus, placeAfter } from "./grid_keys.js";
 
@@ -8,16 +8,27 @@ const [NARROW, WIDE] = [66, 86]; // pixels from one column to the next on the pa
 const CELL = { width: 84, height: 36, heading: 150 }; // pixels, of the picture for a download
 
 /**
- * <cell-grid>. `show({label, corner, columns, rows})` draws it. `columns`: {label, title, mark}; `rows`: {label, title, cells}; a
- * cell is {text, small, share, strong, says}: its text, a smaller one below, its colour as a share from 0 to 1, whether it
- * is bold, and what a screen reader says. `select(row, column)` marks a cell. Event "choose" with {row, column}.
+ * A cell: its text, a smaller one below, its colour as a share from 0 to 1, whether it is bold, and what a screen
+ * reader says.
+ * @typedef {{ text: string, small: string, share: number, strong: boolean, says: string }} GridCell
+ * @typedef {{ label: string, title: string, mark: boolean }} Column
+ * @typedef {{ label: string, title: string, cells: GridCell[] }} Row
+ * @typedef {{ label: string, corner: string, columns: Column[], rows: Row[] }} Grid
+ * @typedef {{ row: number, column: number }} Place
+ */
+
+/**
+ * <cell-grid>. `show({label, corner, columns, rows})` draws it. `select(row, column)` marks a cell. Event "choose" with
+ * {row, column}.
  */
 export class CellGrid extends HTMLElement {
-  #shown = null;
+  /** @type {Grid} */
+  #shown;
   #at = { row: 0, column: 0 };
   #body = el("tbody");
   #pitch = 0; // pixels from one column to the next
   #fitting = 1; // how many columns can be seen at once
+  #table = el("table");
   #box = el("div", { class: "scroll" });
   #redraw = () => this.#paint();
   #resized = new ResizeObserver(() => this.#fit());
@@ -35,25 +46,42 @@ export class CellGrid extends HTMLElement {
     this.#resized.disconnect();
   }
 
+  /** @param {Grid} shown */
   show(shown) {
     this.#shown = shown;
     const hadFocus = this.contains(document.activeElement);
-    const heading = ({ label, title, mark }) => el("th", { scope: "col", title, class: mark ? "is-marked" : null }, el("span", {}, label));
+    const heading = (/** @type {Column} */ { label, title, mark }) =>
+      el("th", { scope: "col", title, class: mark ? "is-marked" : null }, el("span", {}, label));
     const head = el("thead", {}, el("tr", {}, el("th", { scope: "col" }, shown.corner), shown.columns.map(heading)));
-    this.#body = el("tbody", {}, shown.rows.map((row, index) => el("tr", {}, el("th", { scope: "row", title: row.title }, row.label), row.cells.map((cell, column) => this.#cell(cell, index, column)))));
-    const table = el("table", { role: "grid", "aria-label": shown.label }, head, this.#body);
-    table.addEventListener("keydown", (event) => this.#press(event));
-    table.addEventListener("click", (event) => this.#choose(event.target.closest("td")));
-    this.#box.replaceChildren(table);
+    this.#body = el(
+      "tbody",
+      {},
+      shown.rows.map((row, index) =>
+        el(
+          "tr",
+          {},
+          el("th", { scope: "row", title: row.title }, row.label),
+          row.cells.map((cell, column) => this.#cell(cell, index, column)),
+        ),
+      ),
+    );
+    this.#table = el("table", { role: "grid", "aria-label": shown.label }, head, this.#body);
+    this.#table.addEventListener("keydown", (event) => this.#press(event));
+    this.#table.addEventListener("click", (event) => this.#choose(around(event, "td")));
+    this.#box.replaceChildren(this.#table);
     this.#paint();
     this.select(Math.min(this.#at.row, shown.rows.length - 1), Math.min(this.#at.column, shown.columns.length - 1));
     this.#fit();
     if (hadFocus) this.#cellOf(this.#at).focus({ preventScroll: true });
   }
 
+  /**
+   * @param {number} row
+   * @param {number} column
+   */
   select(row, column) {
     for (const cell of this.#body.querySelectorAll("[aria-selected=true]")) cell.setAttribute("aria-selected", "false");
-    for (const cell of this.#body.querySelectorAll("[tabindex='0']")) cell.tabIndex = -1;
+    for (const cell of findAll(this.#body, "[tabindex='0']")) cell.tabIndex = -1;
     this.#at = { row, column };
     const cell = this.#cellOf(this.#at);
     cell.setAttribute("aria-selected", "true");
@@ -69,7 +97,7 @@ export class CellGrid extends HTMLElement {
     this.#fitting = Math.max(1, Math.floor(room / NARROW));
     this.#pitch = number <= this.#fitting ? Math.min(WIDE, room / number) : room / this.#fitting;
     this.style.setProperty("--heading", `${heading}px`);
-    this.#box.firstChild.style.width = `${heading + 2 + number * this.#pitch}px`;
+    this.#table.style.width = `${heading + 2 + number * this.#pitch}px`;
     this.#reveal(this.#at.column);
     this.#hint();
   }
@@ -86,7 +114,13 @@ export class CellGrid extends HTMLElement {
     const { columns, rows } = this.#shown;
     const { width, height, heading } = CELL;
     const [w, h] = [heading + columns.length * width, height * (rows.length + 1)];
-    const text = (x, y, content, size, fill, anchor = "middle") => svg("text", { x, y, "font-size": size, "font-family": "sans-serif", "text-anchor": anchor, fill }, content.length > 12 && anchor === "middle" ? `${content.slice(0, 11)}…` : content);
+    /** @type {(x: number, y: number, text: string, size: number, fill: string, anchor?: "start") => SVGElement} */
+    const text = (x, y, content, size, fill, anchor) =>
+      svg(
+        "text",
+        { x, y, "font-size": size, "font-family": "sans-serif", "text-anchor": anchor ?? "middle", fill },
+        content.length > 12 && anchor === undefined ? `${content.slice(0, 11)}…` : content,
+      );
     const page = getComputedStyle(this).color;
     const names = columns.map(({ label }, column) => text(heading + (column + 0.5) * width, 22, label, 12, page));
     const drawn = rows.map(({ label, cells }, row) => {
@@ -94,45 +128,73 @@ export class CellGrid extends HTMLElement {
       const boxes = cells.map((cell, column) => {
         const background = colour(cell.share);
         const left = heading + column * width;
-        return [svg("rect", { x: left, y: top, width, height, fill: css(background), stroke: "gray", "stroke-width": 0.5 }), text(left + width / 2, top + 16, cell.text, 12, textOn(background)), text(left + width / 2, top + 31, cell.small, 10, textOn(background))];
+        return [
+          svg("rect", { x: left, y: top, width, height, fill: css(background), stroke: "gray", "stroke-width": 0.5 }),
+          text(left + width / 2, top + 16, cell.text, 12, textOn(background)),
+          text(left + width / 2, top + 31, cell.small, 10, textOn(background)),
+        ];
       });
       return [text(4, top + 22, label, 12, page, "start"), boxes];
     });
     return svg("svg", { width: w, height: h, viewBox: `0 0 ${w} ${h}` }, names, drawn.flat(3));
   }
 
+  /**
+   * @param {GridCell} cell
+   * @param {number} row
+   * @param {number} column
+   */
   #cell({ text, small, strong, says }, row, column) {
-    return el("td", { role: "gridcell", tabindex: "-1", "aria-selected": "false", title: says, class: strong ? "is-strong" : null, dataset: { row, column } }, el("span", {}, text), el("small", {}, small));
+    return el(
+      "td",
+      {
+        role: "gridcell",
+        tabindex: "-1",
+        "aria-selected": "false",
+        title: says,
+        class: strong ? "is-strong" : null,
+        dataset: { row, column },
+      },
+      el("span", {}, text),
+      el("small", {}, small),
+    );
   }
 
   /** Colours, which depend on the theme. */
   #paint() {
     for (const cell of this.#body.querySelectorAll("td")) {
-      const background = colour(this.#shown.rows[cell.dataset.row].cells[cell.dataset.column].share);
+      const { row, column } = placeOf(cell);
+      const background = colour(this.#shown.rows[row].cells[column].share);
       cell.style.background = css(background);
       cell.style.color = textOn(background);
     }
   }
 
+  /** @param {Place} place */
   #cellOf({ row, column }) {
     return this.#body.rows[row]?.cells[column + 1];
   }
 
-  /** Scroll the grid, never the page, so that a column is in sight beside the headings of rows. */
+  /**
+   * Scroll the grid, never the page, so that a column is in sight beside the headings of rows.
+   * @param {number} column
+   */
   #reveal(column) {
     const first = this.#box.scrollLeft / (this.#pitch || 1);
     if (column < first) this.#box.scrollLeft = column * this.#pitch;
     else if (column + 1 > first + this.#fitting) this.#box.scrollLeft = (column + 1 - this.#fitting) * this.#pitch;
   }
 
+  /** @param {HTMLElement | null} cell */
   #choose(cell) {
-    if (cell) this.dispatchEvent(new CustomEvent("choose", { detail: { row: Number(cell.dataset.row), column: Number(cell.dataset.column) } }));
+    if (cell) this.dispatchEvent(new CustomEvent("choose", { detail: placeOf(cell) }));
   }
 
+  /** @param {KeyboardEvent} event */
   #press(event) {
-    const cell = event.target.closest("td");
+    const cell = around(event, "td");
     if (!cell) return;
-    const [row, column] = [Number(cell.dataset.row), Number(cell.dataset.column)];
+    const { row, column } = placeOf(cell);
     const place = placeAfter(event.key, row, column, this.#shown.columns.length);
     if (event.key === "Enter" || event.key === " ") this.#choose(cell);
     else if (place) this.#focus(cell, place[1] < 0 ? null : this.#cellOf({ row: place[0], column: place[1] }));
@@ -140,12 +202,24 @@ export class CellGrid extends HTMLElement {
     event.preventDefault();
   }
 
+  /**
+   * @param {HTMLElement} from
+   * @param {HTMLElement | null | undefined} to
+   */
   #focus(from, to) {
     if (!to) return;
     moveFocus(from, to, { preventScroll: true });
     to.scrollIntoView({ block: "nearest", inline: "nearest" });
     this.#reveal(Number(to.dataset.column));
   }
+}
+
+/**
+ * @param {HTMLElement} cell
+ * @returns {Place}
+ */
+function placeOf({ dataset }) {
+  return { row: Number(dataset.row), column: Number(dataset.column) };
 }
 
 customElements.define("cell-grid", CellGrid);

@@ -3,32 +3,69 @@
 import { el } from "../dom.js";
 import { number } from "../format.js";
 
+/**
+ * @typedef {string | number | null | undefined} Cell
+ * @typedef {{ columns: string[], rows: Cell[][], caption: string }} Table
+ * @typedef {HTMLDetailsElement & { refresh: () => void }} DataTable
+ */
+
 const PAGE_ROWS = 50;
 const PAGE_COLUMNS = 20;
 
 /**
  * A closed <details> with a table. `read`: a function that returns {columns, rows, caption}: the heading of each column
  * (of the row headings too, at first), and for each row its heading and its cells. Large tables have pages.
+ * @param {() => Table} read
+ * @returns {DataTable}
  */
 export function dataTable(read, label = "Show as a table") {
-  const box = el("details", { class: "data-table" }, el("summary", {}, label));
+  const summary = el("summary", {}, label);
+  const box = el("details", { class: "data-table" }, summary);
   const place = { row: 0, column: 0 };
   const draw = () => {
     const { columns, rows, caption } = read();
     const [corner, ...names] = columns;
-    const [fromRow, fromColumn] = [Math.min(place.row, rows.length - 1), Math.min(place.column, names.length - 1)].map((x) => Math.max(x, 0));
-    const some = rows.slice(fromRow, fromRow + PAGE_ROWS);
-    const head = el("tr", {}, el("th", { scope: "col" }, corner), names.slice(fromColumn, fromColumn + PAGE_COLUMNS).map((name) => el("th", { scope: "col" }, name)));
-    const body = some.map(([name, ...cells]) =>
-      el("tr", {}, el("th", { scope: "row" }, name), cells.slice(fromColumn, fromColumn + PAGE_COLUMNS).map((cell) => el("td", {}, typeof cell === "number" ? number(cell) : cell))),
+    const [fromRow, fromColumn] = [Math.min(place.row, rows.length - 1), Math.min(place.column, names.length - 1)].map(
+      (x) => Math.max(x, 0),
     );
-    const table = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, el("table", {}, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, body)));
-    const pages = [pager("rows", "row", fromRow, PAGE_ROWS, rows.length), pager("columns", "column", fromColumn, PAGE_COLUMNS, names.length)];
-    box.replaceChildren(box.firstChild, ...pages.filter(Boolean), table);
+    const some = rows.slice(fromRow, fromRow + PAGE_ROWS);
+    const head = el(
+      "tr",
+      {},
+      el("th", { scope: "col" }, corner),
+      names.slice(fromColumn, fromColumn + PAGE_COLUMNS).map((name) => el("th", { scope: "col" }, name)),
+    );
+    const body = some.map(([name, ...cells]) =>
+      el(
+        "tr",
+        {},
+        el("th", { scope: "row" }, String(name)),
+        cells
+          .slice(fromColumn, fromColumn + PAGE_COLUMNS)
+          .map((cell) => el("td", {}, typeof cell === "number" ? number(cell) : cell)),
+      ),
+    );
+    const table = el(
+      "div",
+      { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+      el("table", {}, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, body)),
+    );
+    const pages = [
+      pager("rows", "row", fromRow, PAGE_ROWS, rows.length),
+      pager("columns", "column", fromColumn, PAGE_COLUMNS, names.length),
+    ];
+    box.replaceChildren(summary, ...pages.filter((each) => each !== null), table);
   };
+  /**
+   * @param {string} name
+   * @param {"row" | "column"} axis
+   * @param {number} from
+   * @param {number} size
+   * @param {number} total
+   */
   const pager = (name, axis, from, size, total) => {
     if (total <= size) return null;
-    const go = (to) => () => {
+    const go = (/** @type {number} */ to) => () => {
       place[axis] = to;
       draw();
     };
@@ -41,6 +78,5 @@ export function dataTable(read, label = "Show as a table") {
     );
   };
   box.addEventListener("toggle", () => box.open && draw());
-  box.refresh = () => box.open && draw();
-  return box;
+  return Object.assign(box, { refresh: () => box.open && draw() });
 }

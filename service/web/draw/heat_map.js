@@ -1,10 +1,22 @@
 // A matrix as a heat map on a canvas: labelled rows and columns, the value under the pointer, a legend, and a table.
 
-import { el } from "../dom.js";
+import { context2d, el } from "../dom.js";
 import { number } from "../format.js";
 import { colour, css, scaleOf, shareOf } from "./colours.js";
 import { dataTable } from "./data_table.js";
 import { placeAfter } from "./grid_keys.js";
+
+/**
+ * @import { Numbers } from "../api.js"
+ * @import { Scale } from "./colours.js"
+ * @typedef {Numbers | (number | null)[]} Values
+ * @typedef {{
+ *   values: Values, rows: number, columns: number, rowLabels: string[], columnLabels: string[],
+ *   rowName: string, columnName: string, valueName: string,
+ * }} Data
+ * @typedef {{ scale: Scale, mark: [row: number, column: number][] }} Look
+ * @typedef {{ row: number, column: number }} Place
+ */
 
 const MAX_CELL = 26;
 const MIN_CELL = 2;
@@ -20,22 +32,27 @@ const SLANT = Math.PI / 3; // the angle of the labels of columns
  * - `rowName`, `columnName`, `valueName`: the names of the axes and of the value, such as "position"
  * - `scale`: {map, low, high} of colours.js, and `ends`, two texts for the legend; default: from the values
  * - `mark`: a list of [row, column] that get a frame
- * Events: "cell", with detail {row, column, value} (or null), when the pointer or the keyboard moves to a cell; "choose",
- * when a cell is clicked or Enter is pressed.
+ * Events: "cell", with detail {row, column, value} (or null), when the pointer or the keyboard moves to a cell;
+ * "choose", when a cell is clicked or Enter is pressed.
  */
 export class HeatMap extends HTMLElement {
-  #data = null;
-  #at = null; // the cell under the pointer or the keyboard
-  #kept = null; // the cell that was clicked
+  /** @type {Data & Look} */
+  #data;
+  /** @type {Place | null} the cell under the pointer or the keyboard */
+  #at = null;
+  /** @type {Place | null} the cell that was clicked */
+  #kept = null;
   #labels = { rows: 0, columns: 0 }; // the widths of the longest labels
   #canvas = el("canvas", { tabindex: "0", role: "img" });
   #value = el("p", { class: "under-pointer", "aria-live": "polite" });
   #legend = el("p", { class: "legend" });
   #frame = el("div", { class: "row-frame", hidden: true });
+  /** @type {number | null} */
   #framedRow = null;
   #table = dataTable(() => this.#tableOf());
   #redraw = () => this.#data && this.#draw();
 
+  /** @param {Data & Partial<Look>} data */
   set data(data) {
     this.#data = { mark: [], scale: scaleOf(data.values), ...data };
     this.#at = this.#kept = null;
@@ -47,7 +64,10 @@ export class HeatMap extends HTMLElement {
     return this.#data;
   }
 
-  /** Frame a row, or none (null), without drawing the cells again. */
+  /**
+   * Frame a row, or none (null), without drawing the cells again.
+   * @param {number | null} row
+   */
   set framedRow(row) {
     this.#framedRow = row;
     this.#placeFrame();
@@ -55,10 +75,16 @@ export class HeatMap extends HTMLElement {
 
   #placeFrame() {
     const row = this.#framedRow;
-    this.#frame.hidden = row === null || !this.#data || row >= this.#data.rows;
-    if (this.#frame.hidden) return;
+    const isShown = row !== null && Boolean(this.#data) && row < this.#data.rows;
+    this.#frame.hidden = !isShown;
+    if (!isShown) return;
     const { left, top, width, height } = this.#layout;
-    Object.assign(this.#frame.style, { left: `${left - 2}px`, top: `${top + row * height - 2}px`, width: `${this.#data.columns * width + 4}px`, height: `${Math.max(3, height) + 4}px` });
+    Object.assign(this.#frame.style, {
+      left: `${left - 2}px`,
+      top: `${top + row * height - 2}px`,
+      width: `${this.#data.columns * width + 4}px`,
+      height: `${Math.max(3, height) + 4}px`,
+    });
   }
 
   get canvas() {
@@ -78,7 +104,12 @@ export class HeatMap extends HTMLElement {
   }
 
   #build() {
-    this.append(this.#value, el("div", { class: "scroll" }, el("div", { class: "plane" }, this.#canvas, this.#frame)), this.#legend, this.#table);
+    this.append(
+      this.#value,
+      el("div", { class: "scroll" }, el("div", { class: "plane" }, this.#canvas, this.#frame)),
+      this.#legend,
+      this.#table,
+    );
     this.#canvas.addEventListener("pointermove", (event) => this.#move(this.#cellAt(event)));
     this.#canvas.addEventListener("pointerleave", () => this.#move(null));
     this.#canvas.addEventListener("click", (event) => this.#keep(this.#cellAt(event)));
@@ -91,23 +122,37 @@ export class HeatMap extends HTMLElement {
     const isLong = columnLabels.some((label) => label.length > 3);
     const left = 14 + this.#labels.rows;
     const top = 20 + (isLong ? Math.sin(SLANT) * this.#labels.columns : 8);
-    const slant = isLong ? Math.cos(SLANT) * this.#labels.columns + 6 : 0; // how far the last label of a column may reach to the right
+    // how far the last label of a column may reach to the right
+    const slant = isLong ? Math.cos(SLANT) * this.#labels.columns + 6 : 0;
     const room = Math.max(160, (this.clientWidth || 700) - left - slant - 4);
     const largest = rows === columns ? Math.max(MAX_CELL, Math.min(SQUARE.cell, SQUARE.picture / columns)) : MAX_CELL;
     const width = Math.min(largest, Math.max(MIN_CELL, room / columns));
-    const height = Math.min(MAX_CELL, Math.max(MIN_CELL, Math.min(rows > 40 ? 560 / rows : 20, rows === columns ? width : 20)));
-    return { left, top, slant, isLong, width: rows === columns ? Math.min(width, Math.max(height, width)) : width, height: rows === columns ? width : height };
+    const height = Math.min(
+      MAX_CELL,
+      Math.max(MIN_CELL, Math.min(rows > 40 ? 560 / rows : 20, rows === columns ? width : 20)),
+    );
+    return {
+      left,
+      top,
+      slant,
+      isLong,
+      width: rows === columns ? Math.min(width, Math.max(height, width)) : width,
+      height: rows === columns ? width : height,
+    };
   }
 
   #draw() {
     const { rows, columns, values, scale, mark } = this.#data;
     const { left, top, width, height, slant } = this.#layout;
     const ratio = devicePixelRatio || 1;
-    const [w, h] = [Math.ceil(left + columns * width + 4 + Math.max(0, slant - width / 2)), Math.ceil(top + rows * height + 4)];
+    const [w, h] = [
+      Math.ceil(left + columns * width + 4 + Math.max(0, slant - width / 2)),
+      Math.ceil(top + rows * height + 4),
+    ];
     this.#canvas.width = w * ratio;
     this.#canvas.height = h * ratio;
     Object.assign(this.#canvas.style, { width: `${w}px`, height: `${h}px` });
-    const context = this.#canvas.getContext("2d");
+    const context = context2d(this.#canvas);
     context.scale(ratio, ratio);
     context.imageSmoothingEnabled = false;
     context.drawImage(cells(values, rows, columns, scale), left, top, columns * width, rows * height);
@@ -126,14 +171,16 @@ export class HeatMap extends HTMLElement {
     this.#table.refresh();
   }
 
+  /** @param {CanvasRenderingContext2D} context */
   #drawLabels(context) {
     const { rows, columns, rowLabels, columnLabels, rowName, columnName } = this.#data;
     const { left, top, width, height, isLong } = this.#layout;
     context.fillStyle = getComputedStyle(this).color;
     context.font = FONT;
     context.textBaseline = "middle";
-    const every = (size) => Math.max(1, Math.ceil((LABEL_PIXELS + 1) / size));
-    for (let row = 0; row < rows; row += every(height)) context.fillText(cut(rowLabels[row]), 2, top + (row + 0.5) * height, left - 6);
+    const every = (/** @type {number} */ size) => Math.max(1, Math.ceil((LABEL_PIXELS + 1) / size));
+    for (let row = 0; row < rows; row += every(height))
+      context.fillText(cut(rowLabels[row]), 2, top + (row + 0.5) * height, left - 6);
     for (let column = 0; column < columns; column += every(isLong ? width : width / 2)) {
       context.save();
       context.translate(left + (column + 0.5) * width, top - 4);
@@ -146,6 +193,10 @@ export class HeatMap extends HTMLElement {
     context.fillText(`${rowName} ↓  ${columnName} →`, 2, 7);
   }
 
+  /**
+   * @param {MouseEvent} event
+   * @returns {Place | null}
+   */
   #cellAt(event) {
     const { left, top, width, height } = this.#layout;
     const column = Math.floor((event.offsetX - left) / width);
@@ -153,6 +204,7 @@ export class HeatMap extends HTMLElement {
     return row < 0 || column < 0 || row >= this.#data.rows || column >= this.#data.columns ? null : { row, column };
   }
 
+  /** @param {Place | null} cell */
   #move(cell) {
     const shown = cell ?? this.#kept; // without a pointer, the kept cell shows its value again
     if (shown?.row === this.#at?.row && shown?.column === this.#at?.column && cell) return;
@@ -161,7 +213,10 @@ export class HeatMap extends HTMLElement {
     this.dispatchEvent(new CustomEvent("cell", { detail: cell && { ...cell, value: this.#valueOf(cell) } }));
   }
 
-  /** Keep the value of a clicked or tapped cell in sight. */
+  /**
+   * Keep the value of a clicked or tapped cell in sight.
+   * @param {Place | null} cell
+   */
   #keep(cell) {
     if (!cell) return;
     this.#at = this.#kept = cell;
@@ -169,10 +224,12 @@ export class HeatMap extends HTMLElement {
     this.#choose(cell);
   }
 
+  /** @param {Place} cell */
   #choose(cell) {
-    if (cell) this.dispatchEvent(new CustomEvent("choose", { detail: { ...cell, value: this.#valueOf(cell) } }));
+    this.dispatchEvent(new CustomEvent("choose", { detail: { ...cell, value: this.#valueOf(cell) } }));
   }
 
+  /** @param {KeyboardEvent} event */
   #press(event) {
     const { row, column } = this.#at ?? { row: 0, column: 0 };
     const place = placeAfter(event.key, row, column, this.#data.columns);
@@ -180,11 +237,12 @@ export class HeatMap extends HTMLElement {
     if (!place) return undefined;
     event.preventDefault();
     const [nextRow, nextColumn] = this.#at ? place : [0, 0];
-    const within = (value, size) => Math.min(Math.max(value, 0), size - 1);
+    const within = (/** @type {number} */ value, /** @type {number} */ size) => Math.min(Math.max(value, 0), size - 1);
     this.#move({ row: within(nextRow, this.#data.rows), column: within(nextColumn, this.#data.columns) });
     return this.#draw();
   }
 
+  /** @param {Place} place */
   #valueOf({ row, column }) {
     return this.#data.values[row * this.#data.columns + column];
   }
@@ -192,22 +250,34 @@ export class HeatMap extends HTMLElement {
   #showValue() {
     const { rowLabels, columnLabels, rowName, columnName, valueName } = this.#data;
     this.#value.textContent = this.#at
-      ? `${rowName} ${rowLabels[this.#at.row]}, ${columnName} ${columnLabels[this.#at.column]}: ${valueName} ${said(this.#valueOf(this.#at))}`
+      ? `${rowName} ${rowLabels[this.#at.row]}, ${columnName} ${columnLabels[this.#at.column]}: ` +
+        `${valueName} ${said(this.#valueOf(this.#at))}`
       : "Point at a cell or tap it to read its value, or use the arrow keys.";
   }
 
   #showLegend() {
     const { scale, values } = this.#data;
     const bar = el("span", { class: "legend-bar" });
-    bar.style.background = `linear-gradient(to right, ${[0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1].map((share) => css(colour(share, scale.map))).join(", ")})`;
+    const stops = Array.from({ length: 9 }, (_, index) => css(colour(index / 8, scale.map)));
+    bar.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
     const isMasked = Array.prototype.some.call(values, (value) => value === null || !Number.isFinite(value));
     const [low, high] = scale.ends ?? [number(scale.low), number(scale.high)];
-    this.#legend.replaceChildren(low, " ", bar, " ", high, isMasked ? el("span", {}, " ", el("span", { class: "legend-masked" }), " masked") : "");
+    this.#legend.replaceChildren(
+      low,
+      " ",
+      bar,
+      " ",
+      high,
+      isMasked ? el("span", {}, " ", el("span", { class: "legend-masked" }), " masked") : "",
+    );
   }
 
   #describe() {
     const { rows, columns, rowName, columnName, valueName } = this.#data;
-    return `Heat map of ${valueName}: ${rows} rows (${rowName}) and ${columns} columns (${columnName}). Use the arrow keys to read cells.`;
+    return (
+      `Heat map of ${valueName}: ${rows} rows (${rowName}) and ${columns} columns (${columnName}). Use the arrow ` +
+      "keys to read cells."
+    );
   }
 
   #tableOf() {
@@ -215,36 +285,52 @@ export class HeatMap extends HTMLElement {
     return {
       caption: `${valueName} for each ${rowName} (rows) and ${columnName} (columns)`,
       columns: [rowName, ...columnLabels],
-      rows: Array.from({ length: rows }, (_, row) => [rowLabels[row], ...Array.from(values.slice(row * columns, (row + 1) * columns), said)]),
+      rows: Array.from({ length: rows }, (_, row) => [
+        rowLabels[row],
+        ...Array.from(values.slice(row * columns, (row + 1) * columns), said),
+      ]),
     };
   }
 }
 
+/** @param {number | null} value */
 function said(value) {
   return value === null || !Number.isFinite(value) ? "masked" : number(value);
 }
 
+/** @param {string} text */
 function cut(text) {
   return text.length > 14 ? `${text.slice(0, 13)}…` : text;
 }
 
-/** The width in pixels of the longest label. */
+/**
+ * The width in pixels of the longest label.
+ * @param {string[]} labels
+ */
 function widest(labels) {
-  const context = el("canvas").getContext("2d");
+  const context = context2d(el("canvas"));
   context.font = FONT;
   return labels.reduce((width, label) => Math.max(width, context.measureText(cut(label)).width), LABEL_PIXELS);
 }
 
-/** The cells as a picture with one pixel for each. Masked cells are grey. */
+/**
+ * The cells as a picture with one pixel for each. Masked cells are grey.
+ * @param {Values} values
+ * @param {number} rows
+ * @param {number} columns
+ * @param {Scale} scale
+ */
 export function cells(values, rows, columns, scale) {
   const canvas = el("canvas", { width: columns, height: rows });
-  const context = canvas.getContext("2d");
+  const context = context2d(canvas);
   const image = context.createImageData(columns, rows);
   const table = Array.from({ length: 256 }, (_, index) => colour(index / 255, scale.map));
   for (let index = 0; index < rows * columns; index++) {
     const value = values[index];
     const isMasked = value === null || !Number.isFinite(value);
-    const [red, green, blue] = isMasked ? [128, 128, 128] : table[Math.min(255, Math.max(0, Math.round(255 * shareOf(value, scale))))];
+    const [red, green, blue] = isMasked
+      ? [128, 128, 128]
+      : table[Math.min(255, Math.max(0, Math.round(255 * shareOf(value, scale))))];
     image.data.set([red, green, blue, isMasked ? 90 : 255], 4 * index);
   }
   context.putImageData(image, 0, 0);

@@ -1,9 +1,15 @@
 // A grid of small attention patterns: a row for each layer, a column for each head. It knows nothing about requests: it
 // says which rows can be seen, and its owner gives it their patterns.
 
-import { el } from "../dom.js";
+import { around, context2d, el, find, findAll } from "../dom.js";
 import { colour } from "./colours.js";
 import { moveFocus, placeAfter } from "./grid_keys.js";
+
+/**
+ * A pattern: size × size numbers from 0 to 255 (255 is a weight of 1), and what a screen reader says.
+ * @typedef {{ size: number, values: Uint8Array, says: string }} Pattern
+ * @typedef {{ layer: number, head: number }} Place
+ */
 
 const LARGE = 72; // pixels of a pattern in a network with few layers
 const SMALL = 26;
@@ -13,17 +19,19 @@ const [PRINTED, MARGIN] = [48, 28]; // pixels of a pattern in a downloaded pictu
 const AHEAD = 200; // rows that are this near to the window count as visible
 
 /**
- * <pattern-grid>. `reset({layers, heads})` draws empty cells, `setRow(layer, patterns)` fills a row; a pattern is
- * {size, values, says}: size × size numbers from 0 to 255 (255 is a weight of 1), and what a screen reader says.
+ * <pattern-grid>. `reset({layers, heads})` draws empty cells, `setRow(layer, patterns)` fills a row.
  * Events: "visible" with detail [layer, …] when rows come into sight; "point" with {layer, head} or null; "choose" with
  * {layer, head}.
  */
 export class PatternGrid extends HTMLElement {
   #layers = 0;
   #heads = 0;
-  #patterns = new Map(); // layer → its patterns
-  #cells = []; // layer → head → element
+  /** @type {Map<number, Pattern[]>} layer → its patterns */
+  #patterns = new Map();
+  /** @type {HTMLElement[][]} layer → head → element */
+  #cells = [];
   #chosen = { layer: 0, head: 0 };
+  /** @type {IntersectionObserver | null} */
   #observer = null;
   #redraw = () => this.#drawAll();
 
@@ -37,7 +45,10 @@ export class PatternGrid extends HTMLElement {
     this.#observer?.disconnect();
   }
 
-  /** Empty cells. The elements stay if the numbers of layers and heads are the same. */
+  /**
+   * Empty cells. The elements stay if the numbers of layers and heads are the same.
+   * @param {{ layers: number, heads: number }} size
+   */
   reset({ layers, heads }) {
     this.#patterns.clear();
     if (layers === this.#layers && heads === this.#heads) return this.#drawAll();
@@ -54,21 +65,33 @@ export class PatternGrid extends HTMLElement {
     return this.#patterns.size === this.#layers;
   }
 
+  /** @param {number} layer */
   has(layer) {
     return this.#patterns.has(layer);
   }
 
-  /** What a screen reader says about a head, or undefined if its row was not fetched. */
+  /**
+   * What a screen reader says about a head, or undefined if its row was not fetched.
+   * @param {Place} place
+   */
   says({ layer, head }) {
     return this.#patterns.get(layer)?.[head].says;
   }
 
+  /**
+   * @param {number} layer
+   * @param {Pattern[]} patterns
+   */
   setRow(layer, patterns) {
     this.#patterns.set(layer, patterns);
     for (let head = 0; head < this.#heads; head++) this.#drawCell(layer, head);
   }
 
-  /** Mark a head, without an event. */
+  /**
+   * Mark a head, without an event.
+   * @param {number} layer
+   * @param {number} head
+   */
   mark(layer, head) {
     const before = this.#cellOf(this.#chosen);
     before?.setAttribute("aria-selected", "false");
@@ -80,17 +103,21 @@ export class PatternGrid extends HTMLElement {
     this.#reveal(cell);
   }
 
-  /** Scroll the box of the grid, never the page, so that a cell is in sight. Narrow screens give the grid such a box. */
+  /**
+   * Scroll the box of the grid, never the page, so that a cell is in sight. Narrow screens give the grid such a box.
+   * @param {HTMLElement | undefined} cell
+   */
   #reveal(cell) {
     const box = cell?.closest(".scroll");
-    if (!box || box.scrollHeight <= box.clientHeight) return;
+    if (!cell || !box || box.scrollHeight <= box.clientHeight) return;
     const [at, room] = [cell.getBoundingClientRect(), box.getBoundingClientRect()];
-    if (at.top < room.top || at.bottom > room.bottom) box.scrollTop += (at.top + at.bottom - room.top - room.bottom) / 2;
+    if (at.top < room.top || at.bottom > room.bottom)
+      box.scrollTop += (at.top + at.bottom - room.top - room.bottom) / 2;
   }
 
   /** The layers of which something can be seen now. */
   visibleLayers() {
-    const rows = [...this.querySelectorAll("[role=row][data-layer]")];
+    const rows = findAll(this, "[role=row][data-layer]");
     return rows.filter((row) => isVisible(row.getBoundingClientRect())).map((row) => Number(row.dataset.layer));
   }
 
@@ -98,15 +125,19 @@ export class PatternGrid extends HTMLElement {
   picture() {
     const size = Math.max(PRINTED, ...[...this.#patterns.values()].flat().map((pattern) => pattern.size)) + 2;
     const canvas = el("canvas", { width: MARGIN + this.#heads * size, height: MARGIN + this.#layers * size });
-    const context = canvas.getContext("2d");
+    const context = context2d(canvas);
     context.imageSmoothingEnabled = false;
     context.fillStyle = getComputedStyle(this).color;
     context.font = "11px system-ui, sans-serif";
     context.textAlign = "center";
-    for (let head = 0; head < this.#heads; head++) context.fillText(head, MARGIN + (head + 0.5) * size, MARGIN - 6);
-    for (let layer = 0; layer < this.#layers; layer++) context.fillText(layer, MARGIN / 2, MARGIN + (layer + 0.5) * size + 4);
+    for (let head = 0; head < this.#heads; head++)
+      context.fillText(String(head), MARGIN + (head + 0.5) * size, MARGIN - 6);
+    for (let layer = 0; layer < this.#layers; layer++)
+      context.fillText(String(layer), MARGIN / 2, MARGIN + (layer + 0.5) * size + 4);
     for (const layer of this.#patterns.keys())
-      this.#cells[layer].forEach((cell, head) => context.drawImage(cell.firstChild, MARGIN + head * size, MARGIN + layer * size, size - 2, size - 2));
+      this.#cells[layer].forEach((cell, head) =>
+        context.drawImage(find(cell, "canvas"), MARGIN + head * size, MARGIN + layer * size, size - 2, size - 2),
+      );
     return canvas;
   }
 
@@ -114,50 +145,89 @@ export class PatternGrid extends HTMLElement {
     const width = (document.documentElement.clientWidth - NAMES) / this.#heads;
     const pixels = Math.round(Math.max(SMALL, Math.min(LARGE, ROOM / this.#layers, width)));
     this.style.setProperty("--cell", `${pixels}px`);
-    this.#cells = Array.from({ length: this.#layers }, (_, layer) => Array.from({ length: this.#heads }, (_, head) => this.#cell(layer, head)));
+    this.#cells = Array.from({ length: this.#layers }, (_, layer) =>
+      Array.from({ length: this.#heads }, (_, head) => this.#cell(layer, head)),
+    );
     const names = Array.from({ length: this.#heads }, (_, head) => el("span", { role: "columnheader" }, String(head)));
     const rows = this.#cells.map((cells, layer) =>
       el("div", { role: "row", dataset: { layer } }, el("span", { role: "rowheader" }, String(layer)), cells),
     );
     const corner = el("span", { role: "columnheader", class: "corner" }, "layer");
-    const grid = el("div", { role: "grid", "aria-label": `Attention patterns: ${this.#layers} layers (rows), ${this.#heads} heads (columns)` }, el("div", { role: "row" }, corner, names), rows);
+    const grid = el(
+      "div",
+      {
+        role: "grid",
+        "aria-label": `Attention patterns: ${this.#layers} layers (rows), ${this.#heads} heads (columns)`,
+      },
+      el("div", { role: "row" }, corner, names),
+      rows,
+    );
     grid.addEventListener("keydown", (event) => this.#press(event));
-    grid.addEventListener("pointerover", (event) => this.#point(event.target.closest("[role=gridcell]")));
+    grid.addEventListener("pointerover", (event) => this.#point(around(event, "[role=gridcell]")));
     grid.addEventListener("pointerleave", () => this.#point(null));
-    grid.addEventListener("focusin", (event) => this.#point(event.target.closest("[role=gridcell]")));
+    grid.addEventListener("focusin", (event) => this.#point(around(event, "[role=gridcell]")));
     this.replaceChildren(el("div", { class: "scroll" }, el("p", { class: "faint heads-name" }, "head →"), grid));
     this.mark(Math.min(this.#chosen.layer, this.#layers - 1), Math.min(this.#chosen.head, this.#heads - 1));
   }
 
+  /**
+   * @param {number} layer
+   * @param {number} head
+   */
   #cell(layer, head) {
     const canvas = el("canvas", { width: 1, height: 1, "aria-hidden": "true" });
-    return el("div", { role: "gridcell", class: "is-empty", tabindex: "-1", "aria-selected": "false", "aria-label": `layer ${layer}, head ${head}`, dataset: { layer, head }, onclick: () => this.#choose({ layer, head }) }, canvas);
+    return el(
+      "div",
+      {
+        role: "gridcell",
+        class: "is-empty",
+        tabindex: "-1",
+        "aria-selected": "false",
+        "aria-label": `layer ${layer}, head ${head}`,
+        dataset: { layer, head },
+        onclick: () => this.#choose({ layer, head }),
+      },
+      canvas,
+    );
   }
 
   #observe() {
     this.#observer?.disconnect();
-    this.#observer = new IntersectionObserver((entries) => {
-      const layers = entries.filter((entry) => entry.isIntersecting).map((entry) => Number(entry.target.dataset.layer));
-      if (layers.length > 0) this.dispatchEvent(new CustomEvent("visible", { detail: layers }));
-    }, { rootMargin: `${AHEAD}px` });
-    for (const row of this.querySelectorAll("[role=row][data-layer]")) this.#observer.observe(row);
+    const observer = new IntersectionObserver(
+      (entries) => {
+        const layers = entries
+          .filter((entry) => entry.isIntersecting)
+          .map(({ target }) => Number(target.getAttribute("data-layer")));
+        if (layers.length > 0) this.dispatchEvent(new CustomEvent("visible", { detail: layers }));
+      },
+      { rootMargin: `${AHEAD}px` },
+    );
+    for (const row of this.querySelectorAll("[role=row][data-layer]")) observer.observe(row);
+    this.#observer = observer;
   }
 
+  /**
+   * @param {Place} place
+   * @returns {HTMLElement | undefined}
+   */
   #cellOf({ layer, head }) {
     return this.#cells[layer]?.[head];
   }
 
+  /** @param {Place} place */
   #choose(place) {
     this.dispatchEvent(new CustomEvent("choose", { detail: place }));
   }
 
+  /** @param {HTMLElement | null} cell */
   #point(cell) {
     const detail = cell && { layer: Number(cell.dataset.layer), head: Number(cell.dataset.head) };
     this.dispatchEvent(new CustomEvent("point", { detail }));
   }
 
+  /** @param {KeyboardEvent} event */
   #press(event) {
-    const cell = event.target.closest("[role=gridcell]");
+    const cell = around(event, "[role=gridcell]");
     if (!cell) return;
     const [layer, head] = [Number(cell.dataset.layer), Number(cell.dataset.head)];
     const place = placeAfter(event.key, layer, head, this.#heads);
@@ -169,34 +239,45 @@ export class PatternGrid extends HTMLElement {
   }
 
   #drawAll() {
-    for (let layer = 0; layer < this.#layers; layer++) for (let head = 0; head < this.#heads; head++) this.#drawCell(layer, head);
+    for (let layer = 0; layer < this.#layers; layer++)
+      for (let head = 0; head < this.#heads; head++) this.#drawCell(layer, head);
   }
 
+  /**
+   * @param {number} layer
+   * @param {number} head
+   */
   #drawCell(layer, head) {
     const cell = this.#cells[layer][head];
     const pattern = this.#patterns.get(layer)?.[head];
     cell.setAttribute("aria-label", `layer ${layer}, head ${head}${pattern ? `: ${pattern.says}` : ""}`);
     cell.classList.toggle("is-empty", !pattern);
-    if (pattern) paint(cell.firstChild, pattern);
-    else cell.firstChild.width = cell.firstChild.height = 1;
+    const canvas = find(cell, "canvas");
+    if (pattern) paint(canvas, pattern);
+    else canvas.width = canvas.height = 1;
   }
 }
 
+/** @param {DOMRect} box */
 function isVisible(box) {
   return box.bottom > -AHEAD && box.top < innerHeight + AHEAD;
 }
 
-/** One pixel for each number, 0 to 255. */
+/**
+ * One pixel for each number, 0 to 255.
+ * @param {HTMLCanvasElement} canvas
+ * @param {Pattern} pattern
+ */
 function paint(canvas, { size, values }) {
   canvas.width = canvas.height = size;
   const image = new ImageData(size, size);
   const words = new Uint32Array(image.data.buffer);
   const table = colourWords();
   for (let index = 0; index < words.length; index++) words[index] = table[values[index]];
-  canvas.getContext("2d").putImageData(image, 0, 0);
+  context2d(canvas).putImageData(image, 0, 0);
 }
 
-let kept = { key: null, table: null };
+let kept = { key: "", table: new Uint32Array() };
 
 /** The 256 colours as the 32 bits of a pixel, in the order of bytes of this machine. */
 function colourWords() {

@@ -2,17 +2,35 @@
 
 import { svg } from "../dom.js";
 
-/** A table as it stands on the page, as SVG: the visible texts of its cells, their backgrounds and their frames. */
+/**
+ * A table as it stands on the page, as SVG: the visible texts of its cells, their backgrounds and their frames.
+ * @param {HTMLTableElement} table
+ */
 export function tablePicture(table) {
   const { left, top, width, height } = table.getBoundingClientRect();
   const size = { width: Math.ceil(width), height: Math.ceil(height) };
-  const at = (box) => ({ x: box.left - left, y: box.top - top, width: box.width, height: box.height });
+  const at = (/** @type {DOMRect} */ box) => ({
+    x: box.left - left,
+    y: box.top - top,
+    width: box.width,
+    height: box.height,
+  });
   const cells = [...table.querySelectorAll("th, td")].map((cell) => {
     const { backgroundColor, boxShadow, color } = getComputedStyle(cell);
     const { x, y, width: w, height: h } = at(cell.getBoundingClientRect());
     return [
       svg("rect", { x, y, width: w, height: h, fill: backgroundColor }),
-      boxShadow === "none" ? [] : svg("rect", { x: x + 1.5, y: y + 1.5, width: w - 3, height: h - 3, fill: "none", stroke: color, "stroke-width": 3 }),
+      boxShadow === "none"
+        ? []
+        : svg("rect", {
+            x: x + 1.5,
+            y: y + 1.5,
+            width: w - 3,
+            height: h - 3,
+            fill: "none",
+            stroke: color,
+            "stroke-width": 3,
+          }),
     ];
   });
   const lines = [...table.querySelectorAll("tr")].map((row) => {
@@ -22,18 +40,37 @@ export function tablePicture(table) {
   return svg("svg", { ...size, viewBox: `0 0 ${size.width} ${size.height}` }, cells, lines, textsOf(table, at));
 }
 
-/** Each text that can be seen, at its place. */
+/**
+ * Each text that can be seen, at its place.
+ * @param {HTMLTableElement} table
+ * @param {(box: DOMRect) => { x: number, y: number, width: number, height: number }} at
+ */
 function textsOf(table, at) {
   const walker = document.createTreeWalker(table, NodeFilter.SHOW_TEXT);
   const texts = [];
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
-    if (node.data.trim() === "") continue;
-    const { visibility, clipPath, color, fontSize, fontWeight, fontFamily } = getComputedStyle(node.parentElement);
+    const [text, parent] = [node.textContent ?? "", node.parentElement];
+    if (text.trim() === "" || parent === null) continue;
+    const { visibility, clipPath, color, fontSize, fontWeight, fontFamily } = getComputedStyle(parent);
     if (visibility === "hidden" || clipPath !== "none") continue; // the latter is only heard
     const range = document.createRange();
     range.selectNodeContents(node);
     const { x, y, width, height } = at(range.getBoundingClientRect());
-    texts.push(svg("text", { x: x + width / 2, y: y + 0.77 * height, fill: color, "text-anchor": "middle", "font-size": fontSize, "font-weight": fontWeight, "font-family": fontFamily }, node.data));
+    texts.push(
+      svg(
+        "text",
+        {
+          x: x + width / 2,
+          y: y + 0.77 * height,
+          fill: color,
+          "text-anchor": "middle",
+          "font-size": fontSize,
+          "font-weight": fontWeight,
+          "font-family": fontFamily,
+        },
+        text,
+      ),
+    );
   }
   return texts;
 }

@@ -1,15 +1,21 @@
 // Tokens in reading order, each on a colour. One tab stop: the arrow keys move, Enter chooses.
 
-import { el, svg } from "../dom.js";
+import { around, el, svg } from "../dom.js";
 import { shown } from "../format.js";
 import { colour, css, textOn } from "./colours.js";
 
 /**
- * <token-strip>. `reset(label)` empties it, `add({token, share, said})` appends a token: its text, its colour as a share
- * from 0 to 1, and a text such as "71 %" for its number. Event "choose" with detail {index}. With the attribute `signs`,
- * each space has a sign; without it, only a space that is a token of its own.
+ * @import { Named } from "../format.js"
+ * @typedef {{ element: HTMLElement, share: number }} Entry
+ */
+
+/**
+ * <token-strip>. `reset(label)` empties it, `add({token, share, said})` appends a token: its text, its colour as a
+ * share from 0 to 1, and a text such as "71 %" for its number. Event "choose" with detail {index}. With the attribute
+ * `signs`, each space has a sign; without it, only a space that is a token of its own.
  */
 export class TokenStrip extends HTMLElement {
+  /** @type {Entry[]} */
   #entries = [];
   #at = 0; // the entry of the keyboard
   #list = el("div", { role: "listbox", tabindex: "0", "aria-orientation": "horizontal", class: "tokens" });
@@ -20,7 +26,9 @@ export class TokenStrip extends HTMLElement {
     this.#redraw(); // the theme may have changed while this was out of the page
     if (this.childElementCount > 0) return;
     this.append(this.#list);
-    this.#list.addEventListener("click", (event) => this.#choose(Number(event.target.closest("[role=option]")?.dataset.index ?? NaN)));
+    this.#list.addEventListener("click", (event) =>
+      this.#choose(Number(around(event, "[role=option]")?.dataset.index ?? NaN)),
+    );
     this.#list.addEventListener("keydown", (event) => this.#press(event));
   }
 
@@ -28,6 +36,7 @@ export class TokenStrip extends HTMLElement {
     removeEventListener("themechange", this.#redraw);
   }
 
+  /** @param {string} label */
   reset(label) {
     this.#entries = [];
     this.#at = 0;
@@ -36,34 +45,72 @@ export class TokenStrip extends HTMLElement {
     this.#list.removeAttribute("aria-activedescendant");
   }
 
+  /** @param {{ token: Named, share: number, said: string }} entry */
   add({ token, share, said }) {
     const index = this.#entries.length;
-    const element = el("span", { role: "option", id: `strip-${index}`, class: "token", "aria-selected": "false", "aria-label": `${shown(token)}, ${said}`, dataset: { index, said } }, this.hasAttribute("signs") ? shown(token) : visible(token));
+    const element = el(
+      "span",
+      {
+        role: "option",
+        id: `strip-${index}`,
+        class: "token",
+        "aria-selected": "false",
+        "aria-label": `${shown(token)}, ${said}`,
+        dataset: { index, said },
+      },
+      this.hasAttribute("signs") ? shown(token) : visible(token),
+    );
     const entry = { element, share };
     this.#entries.push(entry);
     paint(entry);
     this.#list.append(element, /\n/.test(token.text ?? "") ? el("br") : "");
   }
 
-  /** Mark one entry, or none (null). */
+  /**
+   * Mark one entry, or none (null).
+   * @param {number | null} index
+   */
   mark(index) {
-    for (const option of this.#list.querySelectorAll("[aria-selected=true]")) option.setAttribute("aria-selected", "false");
-    this.#entries[index]?.element.setAttribute("aria-selected", "true");
-    if (this.#entries[index]) this.#moveTo(index);
+    for (const option of this.#list.querySelectorAll("[aria-selected=true]"))
+      option.setAttribute("aria-selected", "false");
+    if (index === null || !this.#entries[index]) return;
+    this.#entries[index].element.setAttribute("aria-selected", "true");
+    this.#moveTo(index);
   }
 
   /** The tokens as they stand on the page, as SVG, with their numbers if the page shows these. */
   picture() {
     const { left, top, height } = this.getBoundingClientRect();
-    const width = Math.max(1, ...this.#entries.flatMap(({ element }) => [...element.getClientRects()].map((box) => box.right - left)));
+    const width = Math.max(
+      1,
+      ...this.#entries.flatMap(({ element }) => [...element.getClientRects()].map((box) => box.right - left)),
+    );
     const hasNumbers = this.classList.contains("with-numbers");
     const boxes = this.#entries.flatMap(({ element }) => {
       const { backgroundColor, color } = element.style;
-      return [...element.getClientRects()].map((box) => svg("rect", { x: box.left - left, y: box.top - top, width: box.width, height: box.height, rx: 3, fill: backgroundColor, stroke: "gray", "stroke-width": 0.5 })).concat(textOf(element, color, left, top), hasNumbers ? numberBelow(element, left, top) : []);
+      /** @type {SVGElement[]} */
+      const behind = [...element.getClientRects()].map((box) =>
+        svg("rect", {
+          x: box.left - left,
+          y: box.top - top,
+          width: box.width,
+          height: box.height,
+          rx: 3,
+          fill: backgroundColor,
+          stroke: "gray",
+          "stroke-width": 0.5,
+        }),
+      );
+      return [...behind, textOf(element, color, left, top), hasNumbers ? numberBelow(element, left, top) : null];
     });
-    return svg("svg", { width: Math.ceil(width), height: Math.ceil(height), viewBox: `0 0 ${Math.ceil(width)} ${Math.ceil(height)}` }, boxes);
+    return svg(
+      "svg",
+      { width: Math.ceil(width), height: Math.ceil(height), viewBox: `0 0 ${Math.ceil(width)} ${Math.ceil(height)}` },
+      boxes,
+    );
   }
 
+  /** @param {number} index */
   #moveTo(index) {
     this.#entries[this.#at]?.element.classList.remove("at");
     this.#at = index;
@@ -71,13 +118,16 @@ export class TokenStrip extends HTMLElement {
     this.#list.setAttribute("aria-activedescendant", `strip-${index}`);
   }
 
+  /** @param {number} index */
   #choose(index) {
     if (!this.#entries[index]) return;
     this.#moveTo(index);
     this.dispatchEvent(new CustomEvent("choose", { detail: { index } }));
   }
 
+  /** @param {KeyboardEvent} event */
   #press(event) {
+    /** @type {Record<string, number>} */
     const places = { ArrowLeft: this.#at - 1, ArrowRight: this.#at + 1, Home: 0, End: this.#entries.length - 1 };
     if (event.key === "Enter" || event.key === " ") this.#choose(this.#at);
     else if (this.#entries[places[event.key]]) this.#moveTo(places[event.key]);
@@ -86,23 +136,60 @@ export class TokenStrip extends HTMLElement {
   }
 }
 
+/**
+ * @param {HTMLElement} element
+ * @param {string} color
+ * @param {number} left
+ * @param {number} top
+ */
 function textOf(element, color, left, top) {
   const box = element.getBoundingClientRect();
-  return svg("text", { x: box.left - left + 1 + parseFloat(getComputedStyle(element).paddingLeft), y: box.top - top + 0.72 * box.height, fill: color, "font-family": "monospace", "font-size": getComputedStyle(element).fontSize, "xml:space": "preserve" }, element.textContent);
+  return svg(
+    "text",
+    {
+      x: box.left - left + 1 + parseFloat(getComputedStyle(element).paddingLeft),
+      y: box.top - top + 0.72 * box.height,
+      fill: color,
+      "font-family": "monospace",
+      "font-size": getComputedStyle(element).fontSize,
+      "xml:space": "preserve",
+    },
+    element.textContent,
+  );
 }
 
+/**
+ * @param {HTMLElement} element
+ * @param {number} left
+ * @param {number} top
+ */
 function numberBelow(element, left, top) {
   const box = element.getBoundingClientRect();
-  return svg("text", { x: box.left - left + box.width / 2, y: box.bottom - top + 11, fill: getComputedStyle(element, "::after").color, "text-anchor": "middle", "font-family": "sans-serif", "font-size": 11 }, element.dataset.said);
+  return svg(
+    "text",
+    {
+      x: box.left - left + box.width / 2,
+      y: box.bottom - top + 11,
+      fill: getComputedStyle(element, "::after").color,
+      "text-anchor": "middle",
+      "font-family": "sans-serif",
+      "font-size": 11,
+    },
+    element.dataset.said,
+  );
 }
 
-/** The text as it reads: spaces between letters stay, but spaces alone and line breaks get a sign. */
+/**
+ * The text as it reads: spaces between letters stay, but spaces alone and line breaks get a sign.
+ * @param {Named} token
+ */
 function visible(token) {
   const text = token.text ?? shown(token);
   if (/^ *$/.test(text)) return shown({ ...token, text });
   return text.replaceAll("\r", "␍").replaceAll("\n", "↵");
 }
 
+/** @param {Entry} entry */
 function paint({ element, share }) {
   const background = colour(share);
   element.style.background = css(background);

@@ -12,8 +12,16 @@ import { term } from "../terms.js";
 import { View } from "../view.js";
 import { STAGES } from "./attention_head.js";
 import { AttentionMaps } from "./attention_maps.js";
-import { CHOICES, TARGETS } from "./attention_ranking.js";
+import { CHOICES, TARGETS, TARGET_NAMES } from "./attention_ranking.js";
 import { isOther, isPosition } from "./positions.js";
+
+/**
+ * @import { Means, Model } from "../answers.js"
+ * @import { ViewState } from "../view.js"
+ * @import { Body, MapStage } from "./attention_maps.js"
+ * @typedef {ViewState & typeof Attention.params} State
+ * @typedef {{ layer: number, head: number }} Place
+ */
 
 const SMALL_MAP = 64; // rows of a small map
 
@@ -27,56 +35,117 @@ export default class Attention extends View {
   #ranking = el("attention-ranking");
   #choice = el("div", { class: "row" });
   #head = el("attention-head");
-  #maps = null;
-  #key = null; // what #maps belong to
-  #signal = null;
-  #state = null; // the state that was shown last
-  #shown = null; // {layer, head, stage}
+  /** @type {AttentionMaps} */
+  #maps;
+  /** @type {string} what #maps belong to */
+  #key;
+  /** @type {Model | null} likewise */
+  #servedModel = null;
+  /** @type {AbortSignal} */
+  #signal;
+  /** @type {State | null} the state that was shown last */
+  #state = null;
+  /** @type {Place & { stage: MapStage }} */
+  #shown;
   #isChosen = false; // whether a head was chosen here since the last update
 
   build() {
-    const meaning = el("p", { class: "faint" }, "Each picture is the ", term("pattern"), " of one head: a row for each token that looks ", inBrackets("query"), ", a column for each token that is looked at ", inBrackets("key"), ". Choose one to see it large.");
+    const meaning = el(
+      "p",
+      { class: "faint" },
+      "Each picture is the ",
+      term("pattern"),
+      " of one head: a row for each token that looks ",
+      inBrackets("query"),
+      ", a column for each token that is looked at ",
+      inBrackets("key"),
+      ". Choose one to see it large.",
+    );
     const legend = el("p", { class: "legend" }, "Weight: ", barLegend("0 %", "100 %"), ".", this.#hatched);
-    const first = el("p", { class: "faint" }, "Each ", term("layer"), " has several ", term("head", "heads"), ", which work side by side. For each token, a head decides how much it takes from which token.");
-    this.append(first, this.#ranking, el("div", { class: "beside" }, el("section", { class: "narrow", "aria-label": "All heads" }, el("h3", {}, "All heads"), meaning, this.#pointed, this.#grid, legend), el("section", { class: "wide", "aria-label": "One head" }, this.#choice, this.#head)));
-    const choose = ({ detail }) => {
+    const first = el(
+      "p",
+      { class: "faint" },
+      "Each ",
+      term("layer"),
+      " has several ",
+      term("head", "heads"),
+      ", which work side by side. For each token, a head decides how much it takes from which token.",
+    );
+    this.append(
+      first,
+      this.#ranking,
+      el(
+        "div",
+        { class: "beside" },
+        el(
+          "section",
+          { class: "narrow", "aria-label": "All heads" },
+          el("h3", {}, "All heads"),
+          meaning,
+          this.#pointed,
+          this.#grid,
+          legend,
+        ),
+        el("section", { class: "wide", "aria-label": "One head" }, this.#choice, this.#head),
+      ),
+    );
+    const choose = (/** @type {CustomEvent<Place>} */ { detail }) => {
       this.#isChosen = true;
       return this.context.navigate({ layer: String(detail.layer), head: String(detail.head) });
     };
     this.#grid.addEventListener("choose", choose);
     this.#ranking.addEventListener("choose", choose);
     this.#grid.addEventListener("point", ({ detail }) => this.#point(detail));
-    this.#grid.addEventListener("visible", ({ detail }) => this.#maps && this.#fetchRows(detail, this.#signal).catch(this.context.report));
+    this.#grid.addEventListener(
+      "visible",
+      ({ detail }) => this.#maps && this.#fetchRows(detail, this.#signal).catch(this.context.report),
+    );
     this.#ranking.addEventListener("target", ({ detail }) => this.context.navigate({ find: detail.target }));
     this.#ranking.addEventListener("pair", ({ detail }) => this.context.navigate(detail));
     this.#head.addEventListener("change", ({ detail }) => this.context.navigate(detail));
     this.#head.addEventListener("ablate", () => this.#ablate());
   }
 
+  /**
+   * @param {State} state
+   * @param {AbortSignal} signal
+   * @returns {Promise<void>}
+   */
   async update(state, signal) {
     this.#signal = signal;
     const body = { ...(state.model ? { model: state.model } : {}), prompt: state.prompt };
     const { layers, heads } = await this.#sizes(state, body, signal);
     const isNew = isOther(this.#state, state);
-    if (isNew && !(isPosition(state.layer, layers) && isPosition(state.head, heads))) return this.context.navigate({ layer: "0", head: "0" }, { replace: true });
+    if (isNew && !(isPosition(state.layer, layers) && isPosition(state.head, heads)))
+      return this.context.navigate({ layer: "0", head: "0" }, { replace: true });
     const [layer, head] = [readIndex(state.layer, "layer", layers), readIndex(state.head, "head", heads)];
-    const stage = readChoice(state.stage, "stage", Object.keys(STAGES));
-    const target = readChoice(state.find, "find", Object.keys(CHOICES));
+    const stage = readChoice(state.stage, "stage", STAGES);
+    const target = readChoice(state.find, "find", CHOICES);
     this.#use(body, layers, heads);
-    this.#head.canAblate = Boolean(this.context.service.model?.capabilities.edits) && !isWorkedExample(this.context.service, state.model);
+    this.#head.canAblate =
+      Boolean(this.context.service.model?.capabilities.edits) && !isWorkedExample(this.context.service, state.model);
     this.#grid.mark(layer, head);
     this.#showChoice(layers, heads, { layer, head });
     this.#point(null);
     const { tokens } = await this.#maps.head(layer, head, "pattern", signal);
-    if (isNew && state.pos !== "" && !isPosition(state.pos, tokens.length)) return this.context.navigate({ pos: "" }, { replace: true });
-    if (isNew && state.key !== "" && !isPosition(state.key, tokens.length)) return this.context.navigate({ key: "" }, { replace: true });
+    if (isNew && state.pos !== "" && !isPosition(state.pos, tokens.length))
+      return this.context.navigate({ pos: "" }, { replace: true });
+    if (isNew && state.key !== "" && !isPosition(state.key, tokens.length))
+      return this.context.navigate({ key: "" }, { replace: true });
     const query = state.pos === "" ? tokens.length - 1 : readIndex(state.pos, "position", tokens.length);
     const key = state.key === "" ? Math.max(0, query - 1) : readIndex(state.key, "key", tokens.length);
     const one = this.#showHead({ layer, head, stage, position: query }, signal);
     const all = this.#fetchRows(this.#grid.visibleLayers(), signal).then(async () => {
-      const heads = await this.#maps.means(layers, signal);
+      const means = await this.#maps.means(layers, signal);
       const rows = target === "chosen" ? await this.#maps.rowOfAll(query, signal) : [];
-      this.#ranking.show({ heads: heads.map((each, index) => ({ ...each, weight: rows[index]?.weights[key] })), target, tokens, query, key, chosen: { layer, head } });
+      this.#ranking.show({
+        heads: means.map((each, index) => ({ ...each, weight: rows[index]?.weights[key] })),
+        target,
+        tokens,
+        query,
+        key,
+        chosen: { layer, head },
+      });
     });
     await Promise.all([one, all]);
     if (this.#isChosen) this.#head.reveal();
@@ -89,13 +158,16 @@ export default class Attention extends View {
   #ablate() {
     const { layer, head } = this.#shown;
     const edit = { stage: `blocks.${layer}.attn.z`, op: "zero", heads: [head] };
-    const others = (editsIn(this.#state.edits) ?? []).filter((other) => JSON.stringify(other) !== JSON.stringify(edit));
+    const others = (editsIn(this.#state?.edits) ?? []).filter(
+      (other) => JSON.stringify(other) !== JSON.stringify(edit),
+    );
     return this.context.navigate({ view: "edits", edits: JSON.stringify([...others, edit]) });
   }
 
   request() {
+    if (!this.#shown) return null;
     const { layer, head, stage } = this.#shown;
-    return this.#maps && { path: "/forward", body: this.#maps.forwardBody(layer, head, stage) };
+    return { path: "/forward", body: this.#maps.forwardBody(layer, head, stage) };
   }
 
   pictures() {
@@ -107,64 +179,113 @@ export default class Attention extends View {
     return [...this.#head.pictures(), { name: "all heads", element: { picture } }];
   }
 
-  /** The numbers of layers and heads. Worked examples say them in their answers only. */
+  /**
+   * The numbers of layers and heads. Worked examples say them in their answers only.
+   * @param {State} state
+   * @param {Body} body
+   * @param {AbortSignal} signal
+   */
   async #sizes(state, body, signal) {
-    const { service } = this.context;
-    if (!isWorkedExample(service, state.model)) return { layers: service.model.config.num_layers, heads: service.model.sizes.head };
+    if (!isWorkedExample(this.context.service, state.model))
+      return { layers: this.model.config.num_layers, heads: this.model.sizes.head };
     const { maps } = await cached("/patterns", body, signal);
-    return { layers: 1 + Math.max(...maps.map(({ layer }) => layer)), heads: 1 + Math.max(...maps.map(({ head }) => head)) };
-  }
-
-  /** Selects of the layer and the head, beside the grid. */
-  #showChoice(layers, heads, chosen) {
-    const of = (name, size) => {
-      const change = (event) => this.context.navigate({ [name]: event.target.value });
-      return labelled(`${name[0].toUpperCase()}${name.slice(1)}`, select({ name, onchange: change }, Array.from({ length: size }, (_, index) => index), chosen[name]));
+    return {
+      layers: 1 + Math.max(...maps.map(({ layer }) => layer)),
+      heads: 1 + Math.max(...maps.map(({ head }) => head)),
     };
-    if (this.#choice.querySelectorAll("option").length !== layers + heads) this.#choice.replaceChildren(of("layer", layers), of("head", heads));
-    for (const control of this.#choice.querySelectorAll("select")) control.value = chosen[control.name];
   }
 
-  /** Begin anew if the prompt or the model is another one. */
+  /**
+   * Selects of the layer and the head, beside the grid.
+   * @param {number} layers
+   * @param {number} heads
+   * @param {Place} chosen
+   */
+  #showChoice(layers, heads, chosen) {
+    const of = (/** @type {keyof Place} */ name, /** @type {number} */ size) => {
+      const indices = Array.from({ length: size }, (_, index) => index);
+      const control = select(
+        { name, onchange: ({ target }) => this.context.navigate({ [name]: target.value }) },
+        indices,
+        chosen[name],
+      );
+      return labelled(`${name[0].toUpperCase()}${name.slice(1)}`, control);
+    };
+    if (this.#choice.querySelectorAll("option").length !== layers + heads)
+      this.#choice.replaceChildren(of("layer", layers), of("head", heads));
+    for (const control of this.#choice.querySelectorAll("select"))
+      control.value = String(control.name === "layer" ? chosen.layer : chosen.head);
+  }
+
+  /**
+   * Begin anew if the prompt or the model is another one.
+   * @param {Body} body
+   * @param {number} layers
+   * @param {number} heads
+   */
   #use(body, layers, heads) {
     const key = JSON.stringify(body);
-    if (this.#maps && key === this.#key && this.#maps.model === this.context.service.model) return;
+    if (key === this.#key && this.#servedModel === this.context.service.model) return;
     this.#key = key;
-    this.#maps = Object.assign(new AttentionMaps(body, SMALL_MAP), { model: this.context.service.model });
+    this.#servedModel = this.context.service.model;
+    this.#maps = new AttentionMaps(body, SMALL_MAP);
     this.#grid.reset({ layers, heads });
   }
 
+  /**
+   * @param {number[]} layers
+   * @param {AbortSignal} signal
+   */
   async #fetchRows(layers, signal) {
     const maps = this.#maps;
     const missing = layers.filter((layer) => !this.#grid.has(layer));
     const rows = await maps.rows(missing, signal);
     if (maps !== this.#maps) return;
-    for (const [layer, row] of rows) this.#grid.setRow(layer, row.map((map) => ({ ...map, says: saysOf(map.means) })));
+    for (const [layer, row] of rows)
+      this.#grid.setRow(
+        layer,
+        row.map((map) => ({ ...map, says: saysOf(map.means) })),
+      );
     this.#hatched.hidden = this.#grid.isComplete;
   }
 
+  /**
+   * @param {Place & { stage: MapStage, position: number }} place
+   * @param {AbortSignal} signal
+   */
   async #showHead({ layer, head, stage, position }, signal) {
     const pattern = await this.#maps.head(layer, head, "pattern", signal);
     const map = stage === "pattern" ? pattern : await this.#maps.head(layer, head, stage, signal);
     const { block, size, values } = pattern;
-    const row = block === 1 ? values.subarray(position * size, (position + 1) * size) : await this.#maps.row(layer, head, position, signal);
+    const row =
+      block === 1
+        ? values.subarray(position * size, (position + 1) * size)
+        : await this.#maps.row(layer, head, position, signal);
     this.#shown = { layer, head, stage };
     this.#head.show({ layer, head, stage, position, map, pattern, row });
   }
 
+  /** @param {Place | null} place */
   #point(place) {
     const said = place && this.#grid.says(place);
-    this.#pointed.textContent = said ? `Layer ${place.layer}, head ${place.head}: ${said}.` : "Point at a picture, or use the arrow keys and Enter.";
+    this.#pointed.textContent = said
+      ? `Layer ${place.layer}, head ${place.head}: ${said}.`
+      : "Point at a picture, or use the arrow keys and Enter.";
   }
 }
 
-/** A term in brackets, which no line breaks apart. */
+/**
+ * A term in brackets, which no line breaks apart.
+ * @param {"query" | "key"} id
+ */
 function inBrackets(id) {
   return el("span", { class: "together" }, "(", term(id), ")");
 }
 
+/** @param {Means | null} means */
 function saysOf(means) {
-  return means === null ? "one token only" : Object.entries(TARGETS).map(([name, label]) => `${percent(means[name])} to ${label}`).join(", ");
+  if (means === null) return "one token only";
+  return TARGET_NAMES.map((name) => `${percent(means[name])} to ${TARGETS[name]}`).join(", ");
 }
 
 customElements.define("attention-view", Attention);

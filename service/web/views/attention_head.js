@@ -1,12 +1,20 @@
 // One head in detail: its map with tokens on both axes, and what one token, the query, attends to.
 
-import { el } from "../dom.js";
+import { el, find, findAll } from "../dom.js";
 import "../draw/arcs.js";
 import { barTable } from "../draw/bars.js";
 import "../draw/heat_map.js";
 import { percent, quoted, shown } from "../format.js";
 import { term } from "../terms.js";
-import { TARGETS } from "./attention_ranking.js";
+import { TARGETS, TARGET_NAMES } from "./attention_ranking.js";
+
+/**
+ * @import { Scale } from "../draw/colours.js"
+ * @import { HeadMap, MapStage } from "./attention_maps.js"
+ * @typedef {{
+ *   layer: number, head: number, stage: MapStage, position: number, map: HeadMap, pattern: HeadMap, row: Float32Array,
+ * }} Shown `map`: the numbers of the stage; `pattern`: those of the pattern; `row`: the exact weights of the position
+ */
 
 /** The stages of the switch → {label, the name of a value}. */
 export const STAGES = {
@@ -17,15 +25,20 @@ export const STAGES = {
 const NUM_KEYS = 8; // of more keys, only so many are listed at first
 
 /**
- * <attention-head>. `show({layer, head, stage, position, map, pattern, row})`: `map` holds the numbers of the stage, `pattern`
- * those of the pattern, and `row` the exact weights of the position. Events: "change" with detail {stage} or {pos}; "ablate", if `canAblate` is set.
+ * <attention-head>. `show(shown)`. Events: "change" with detail {stage} or {pos}; "ablate", if `canAblate` is set.
  */
 export class AttentionHead extends HTMLElement {
-  #shown = null;
-  #at = null; // the query under the pointer
+  /** @type {Shown} */
+  #shown;
+  /** @type {number | null} the query under the pointer */
+  #at = null;
   #frame = 0;
   #title = el("h3");
-  #ablate = el("button", { type: "button", class: "small", onclick: () => this.dispatchEvent(new CustomEvent("ablate")) }, "Ablate this head");
+  #ablate = el(
+    "button",
+    { type: "button", class: "small", onclick: () => this.dispatchEvent(new CustomEvent("ablate")) },
+    "Ablate this head",
+  );
   #answer = el("p", { class: "answer" });
   #stages = el("div", { class: "row", role: "group", "aria-label": "What the picture shows" });
   #note = el("p", { class: "faint" });
@@ -38,37 +51,75 @@ export class AttentionHead extends HTMLElement {
 
   connectedCallback() {
     if (this.childElementCount > 0) return;
-    this.#stages.append(...Object.entries(STAGES).map(([stage, { label }]) => el("button", { type: "button", dataset: { stage }, onclick: () => this.#change({ stage }) }, label)));
-    const meaning = el("p", { class: "faint" }, "An ", term("score"), " says how well a ", term("query"), " fits a ", term("key"), ". The ", term("mask"), " hides some keys, and the ", term("softmax"), " of the masked scores is the pattern: the weights of a row add up to 100 %. Click on a cell to keep its row.");
-    this.append(el("div", { class: "row" }, this.#title, this.#ablate), this.#answer, this.#stages, this.#map, this.#note, meaning, this.#heading, this.#said, this.#arcs, this.#bars);
+    this.#stages.append(
+      ...Object.entries(STAGES).map(([stage, { label }]) =>
+        el("button", { type: "button", dataset: { stage }, onclick: () => this.#change({ stage }) }, label),
+      ),
+    );
+    const meaning = el(
+      "p",
+      { class: "faint" },
+      "An ",
+      term("score"),
+      " says how well a ",
+      term("query"),
+      " fits a ",
+      term("key"),
+      ". The ",
+      term("mask"),
+      " hides some keys, and the ",
+      term("softmax"),
+      " of the masked scores is the pattern: the weights of a row add up to 100 %. Click on a cell to keep its row.",
+    );
+    this.append(
+      el("div", { class: "row" }, this.#title, this.#ablate),
+      this.#answer,
+      this.#stages,
+      this.#map,
+      this.#note,
+      meaning,
+      this.#heading,
+      this.#said,
+      this.#arcs,
+      this.#bars,
+    );
     this.#map.addEventListener("cell", ({ detail }) => this.#point(detail && this.#positionOf(detail.row)));
-    this.#map.addEventListener("choose", ({ detail }) => this.#change({ pos: String(this.#positionOf(detail.row)), key: String(this.#positionOf(detail.column)) }));
+    this.#map.addEventListener("choose", ({ detail }) =>
+      this.#change({ pos: String(this.#positionOf(detail.row)), key: String(this.#positionOf(detail.column)) }),
+    );
     this.#arcs.addEventListener("point", ({ detail }) => this.#point(detail.position));
-    this.#arcs.addEventListener("query", ({ detail }) => this.#change({ pos: String(detail.position) }));
+    this.#arcs.addEventListener("query", ({ detail: { position } }) => {
+      if (position !== this.#shown.position) this.#change({ pos: String(position) }); // what is shown may be pointed at
+    });
   }
 
+  /** @param {boolean} canAblate */
   set canAblate(canAblate) {
     this.#ablate.hidden = !canAblate;
   }
 
-  show(shown) {
-    const isSameMap = this.#shown?.map === shown.map;
-    this.#shown = shown;
+  /** @param {Shown} what */
+  show(what) {
+    const isSameMap = this.#shown?.map === what.map;
+    this.#shown = what;
     this.#at = null;
-    const { layer, head, stage } = shown;
+    const { layer, head, stage } = what;
     this.#title.textContent = `Layer ${layer}, head ${head}`;
     this.#answer.textContent = this.#describe();
-    for (const button of this.#stages.children) button.setAttribute("aria-pressed", String(button.dataset.stage === stage));
+    for (const button of findAll(this.#stages, "button"))
+      button.setAttribute("aria-pressed", String(button.dataset.stage === stage));
     if (!isSameMap) this.#drawMap();
     this.#note.textContent = this.#noteOf();
-    this.#heading.textContent = `What one token attends to${stage === "pattern" ? "" : " (weights of the pattern, after the softmax)"}`;
-    this.#showQuery(shown.position, shown.row);
+    const ofPattern = stage === "pattern" ? "" : " (weights of the pattern, after the softmax)";
+    this.#heading.textContent = `What one token attends to${ofPattern}`;
+    this.#showQuery(what.position, what.row);
   }
 
   /** Scroll to the picture if little of it is in sight. */
   reveal() {
     const { top, bottom, height } = this.#map.getBoundingClientRect();
-    if (Math.min(bottom, innerHeight) - Math.max(top, 0) < Math.min(height / 2, 250)) this.#title.scrollIntoView({ block: "start" });
+    if (Math.min(bottom, innerHeight) - Math.max(top, 0) < Math.min(height / 2, 250))
+      this.#title.scrollIntoView({ block: "start" });
   }
 
   pictures() {
@@ -78,37 +129,66 @@ export class AttentionHead extends HTMLElement {
     ];
   }
 
+  /** @param {Record<string, string>} detail */
   #change(detail) {
     this.dispatchEvent(new CustomEvent("change", { detail }));
   }
 
   #describe() {
     const { layer, head, pattern } = this.#shown;
-    if (pattern.means === null) return "The prompt has one token only, which can attend to nothing but itself.";
-    const [best, ...others] = Object.entries(TARGETS).sort(([a], [b]) => pattern.means[b] - pattern.means[a]);
-    const part = ([name, label]) => `${percent(pattern.means[name])} to ${label}`;
-    return `On average, head ${layer}.${head} gives ${part(best)}, ${others.map(part).join(", and ")}. (These can add up to more than 100 %: at position 1, the previous token is also the first one, so its weight counts twice.)`;
+    const { means } = pattern;
+    if (means === null) return "The prompt has one token only, which can attend to nothing but itself.";
+    const [best, ...others] = TARGET_NAMES.toSorted((a, b) => (means[b] ?? 0) - (means[a] ?? 0));
+    const part = (/** @type {keyof typeof TARGETS} */ name) => `${percent(means[name])} to ${TARGETS[name]}`;
+    return (
+      `On average, head ${layer}.${head} gives ${part(best)}, ${others.map(part).join(", and ")}. (These can add ` +
+      "up to more than 100 %: at position 1, the previous token is also the first one, so its weight counts " +
+      "twice.)"
+    );
   }
 
   #drawMap() {
     const { stage, map } = this.#shown;
     const { tokens, size, block, values } = map;
-    const labels = Array.from({ length: size }, (_, row) => (block === 1 ? `${row} ${shown(tokens[row])}` : `${row * block}–${Math.min(tokens.length, (row + 1) * block) - 1}`));
+    const labels = Array.from({ length: size }, (_, row) =>
+      block === 1 ? `${row} ${shown(tokens[row])}` : `${row * block}–${Math.min(tokens.length, (row + 1) * block) - 1}`,
+    );
+    /** @type {Scale | undefined} */
     const scale = stage === "pattern" ? { map: "sequential", low: 0, high: 1, ends: ["0 %", "100 %"] } : undefined;
-    this.#map.data = { values, rows: size, columns: size, rowLabels: labels, columnLabels: labels, rowName: "query", columnName: "key", valueName: STAGES[stage].value, ...(scale ? { scale } : {}) };
+    this.#map.data = {
+      values,
+      rows: size,
+      columns: size,
+      rowLabels: labels,
+      columnLabels: labels,
+      rowName: "query",
+      columnName: "key",
+      valueName: STAGES[stage].value,
+      ...(scale ? { scale } : {}),
+    };
   }
 
   #noteOf() {
     const { stage, map } = this.#shown;
-    const reduced = map.block > 1 ? `The prompt is long: each cell stands for ${map.block} × ${map.block} tokens, and shows the largest number there. ` : "";
-    return stage === "pattern" && hidesLater(map) ? `${reduced}Above the diagonal all weights are 0: the causal mask hides the tokens that come later.` : reduced;
+    const reduced =
+      map.block > 1
+        ? `The prompt is long: each cell stands for ${map.block} × ${map.block} tokens, and shows the largest ` +
+          "number there. "
+        : "";
+    return stage === "pattern" && hidesLater(map)
+      ? `${reduced}Above the diagonal all weights are 0: the causal mask hides the tokens that come later.`
+      : reduced;
   }
 
+  /** @param {number} row */
   #positionOf(row) {
     return Math.min(row * this.#shown.map.block, this.#shown.map.tokens.length - 1);
   }
 
-  /** The query under the pointer, once for each picture of the screen. Null: back to the chosen one. */
+  /**
+   * The query under the pointer, once for each picture of the screen. Null: back to the chosen one.
+   * @param {number | null} position
+   */
   #point(position) {
     this.#at = position;
     if (this.#frame || this.#shown.map.block > 1) return;
@@ -120,33 +200,57 @@ export class AttentionHead extends HTMLElement {
     });
   }
 
+  /**
+   * @param {number} query
+   * @param {Float32Array} weights
+   */
   #showQuery(query, weights) {
     const { tokens, block } = this.#shown.map;
     this.#map.framedRow = Math.floor(query / block);
     const keys = Array.from(weights, (weight, position) => ({ weight, position })).sort((a, b) => b.weight - a.weight);
     const [best] = keys;
     const listed = this.#listsAll || keys.length < 2 * NUM_KEYS ? keys : keys.slice(0, NUM_KEYS);
-    const list = (listsAll) => () => {
+    const list = (/** @type {boolean} */ listsAll) => () => {
       this.#listsAll = listsAll;
       this.#showQuery(query, weights);
-      this.#bars.querySelector("button").focus();
+      find(this.#bars, "button").focus();
     };
-    this.#said.textContent = `${quoted(tokens[query])} (position ${query}) attends most to ${best.position === query ? "itself" : `${quoted(tokens[best.position])} (position ${best.position})`}: ${percent(best.weight)} of its weight.`;
+    this.#said.textContent =
+      `${quoted(tokens[query])} (position ${query}) attends most to ` +
+      `${best.position === query ? "itself" : `${quoted(tokens[best.position])} (position ${best.position})`}: ` +
+      `${percent(best.weight)} of its weight.`;
     this.#arcs.show({ labels: tokens.map(shown), weights, query });
     this.#bars.replaceChildren(
       barTable({
-        caption: listed.length < keys.length ? `The ${listed.length} strongest of ${keys.length} keys.` : `All ${keys.length} keys, the strongest first.`,
+        caption:
+          listed.length < keys.length
+            ? `The ${listed.length} strongest of ${keys.length} keys.`
+            : `All ${keys.length} keys, the strongest first.`,
         columns: ["key", "position", "weight"],
-        rows: listed.map(({ weight, position }) => ({ cells: [shown(tokens[position]), String(position), percent(weight)], shares: [weight], mark: position === query })),
+        rows: listed.map(({ weight, position }) => ({
+          cells: [shown(tokens[position]), String(position), percent(weight)],
+          shares: [weight],
+          mark: position === query,
+        })),
       }),
-      keys.length < 2 * NUM_KEYS ? "" : el("button", { type: "button", onclick: list(!this.#listsAll) }, this.#listsAll ? `Show the ${NUM_KEYS} strongest` : `Show all ${keys.length} keys`),
+      keys.length < 2 * NUM_KEYS
+        ? ""
+        : el(
+            "button",
+            { type: "button", onclick: list(!this.#listsAll) },
+            this.#listsAll ? `Show the ${NUM_KEYS} strongest` : `Show all ${keys.length} keys`,
+          ),
     );
   }
 }
 
-/** Whether no query attends to a later key. */
+/**
+ * Whether no query attends to a later key.
+ * @param {HeadMap} map
+ */
 function hidesLater({ size, values }) {
-  for (let row = 0; row < size; row++) for (let column = row + 1; column < size; column++) if (values[row * size + column] !== 0) return false;
+  for (let row = 0; row < size; row++)
+    for (let column = row + 1; column < size; column++) if (values[row * size + column] !== 0) return false;
   return size > 1;
 }
 

@@ -1,29 +1,53 @@
 // Which heads attend most to a kind of token, such as the previous one, or to one chosen token.
 
-import { el, labelled, select } from "../dom.js";
+import { el, findAll, labelled, select } from "../dom.js";
 import { dataTable } from "../draw/data_table.js";
 import { percent, quoted, shown } from "../format.js";
 import { term } from "../terms.js";
 
+/**
+ * @import { Means, PositionedToken } from "../answers.js"
+ * @typedef {"previous" | "first" | "itself" | "induction" | "chosen"} Choice
+ * @typedef {{ layer: number, head: number }} Place
+ * @typedef {Place & { means: Means | null, weight?: number }} HeadWeights
+ * @typedef {{
+ *   heads: HeadWeights[], target: Choice, tokens: PositionedToken[], query: number, key: number, chosen: Place,
+ * }} Shown
+ */
+
 /** Means that every prompt of two tokens has: a field of `means` of POST /patterns → how a sentence calls it. */
 export const TARGETS = { previous: "the previous token", first: "the first token", itself: "the token itself" };
+export const TARGET_NAMES = /** @type {(keyof typeof TARGETS)[]} */ (Object.keys(TARGETS));
 /** What can be looked for. */
-export const CHOICES = { ...TARGETS, induction: "the token after an earlier copy (induction)", chosen: "a chosen token" };
-const NUM_NAMED = 5;
-const BASES = {
-  induction: "Each percentage is a mean over the tokens that have an earlier copy in the prompt. It counts their weight on the tokens that came directly after these copies.",
-  chosen: "Each percentage is the weight of this query on this key, in one head. A click on a cell of the large picture also chooses a query and a key.",
+export const CHOICES = {
+  ...TARGETS,
+  induction: "the token after an earlier copy (induction)",
+  chosen: "a chosen token",
 };
-const BASIS = "Each percentage is a mean over the tokens of this prompt. The first token is left out, because it can only attend to itself.";
+const NUM_NAMED = 5;
+/** @type {Record<string, string | undefined>} */
+const BASES = {
+  induction:
+    "Each percentage is a mean over the tokens that have an earlier copy in the prompt. It counts their weight on " +
+    "the tokens that came directly after these copies.",
+  chosen:
+    "Each percentage is the weight of this query on this key, in one head. A click on a cell of the large picture " +
+    "also chooses a query and a key.",
+};
+const BASIS =
+  "Each percentage is a mean over the tokens of this prompt. The first token is left out, because it can only " +
+  "attend to itself.";
 
 /**
- * <attention-ranking>. `show({heads, target, tokens, query, key, chosen})`: `heads` are {layer, head, means, weight}, with the
- * weight of the key for the query if the target is "chosen"; `chosen` is the head that is shown. Events: "target" with detail
- * {target}, "pair" with {pos} or {key}, and "choose" with {layer, head}.
+ * <attention-ranking>. `show({heads, target, tokens, query, key, chosen})`: `heads` are {layer, head, means, weight},
+ * with the weight of the key for the query if the target is "chosen"; `chosen` is the head that is shown. Events:
+ * "target" with detail {target}, "pair" with {pos} or {key}, and "choose" with {layer, head}.
  */
 export class AttentionRanking extends HTMLElement {
-  #shown = null;
-  #heads = []; // the largest first
+  /** @type {Shown} */
+  #shown;
+  /** @type {(HeadWeights & { value: number })[]} the largest first */
+  #heads = [];
   #select = select({}, Object.entries(CHOICES), "previous");
   #pair = el("span", { class: "row" });
   #answer = el("p", { class: "answer" });
@@ -33,38 +57,60 @@ export class AttentionRanking extends HTMLElement {
 
   connectedCallback() {
     if (this.childElementCount > 0) return;
-    this.append(el("div", { class: "row" }, labelled("Find the heads that attend most to", this.#select), this.#pair), this.#answer, this.#buttons, this.#basis, this.#table);
+    this.append(
+      el("div", { class: "row" }, labelled("Find the heads that attend most to", this.#select), this.#pair),
+      this.#answer,
+      this.#buttons,
+      this.#basis,
+      this.#table,
+    );
     this.#select.addEventListener("change", () => this.#send("target", { target: this.#select.value }));
   }
 
-  show(shown) {
-    const { heads, target, tokens } = shown;
+  /** @param {Shown} what */
+  show(what) {
+    const { heads, target, tokens } = what;
     if (this.#shown?.tokens !== tokens) this.#buildPair(tokens);
-    this.#shown = shown;
+    this.#shown = what;
     this.#select.value = target;
-    const valueOf = ({ means, weight }) => (target === "chosen" ? weight : means?.[target]) ?? null;
-    const valued = heads.map((each) => ({ ...each, value: valueOf(each) }));
-    this.#heads = valued.every(({ value }) => value !== null) ? valued.sort((a, b) => b.value - a.value) : [];
+    const valued = heads.flatMap((each) => {
+      const value = target === "chosen" ? each.weight : each.means?.[target];
+      return value === undefined || value === null ? [] : [{ ...each, value }];
+    });
+    this.#heads = valued.length === heads.length ? valued.sort((a, b) => b.value - a.value) : [];
     this.#pair.hidden = target !== "chosen";
-    for (const control of this.#pair.querySelectorAll("select")) control.value = String(control.name === "pos" ? shown.query : shown.key);
+    for (const control of this.#pair.querySelectorAll("select"))
+      control.value = String(control.name === "pos" ? what.query : what.key);
     this.#answer.textContent = [this.#describe(), this.#whichIsShown()].filter(Boolean).join(" ");
     const named = this.#heads.slice(0, NUM_NAMED);
     const texts = apart(named.map(({ value }) => value));
-    const focused = this.#buttons.contains(document.activeElement) ? document.activeElement.dataset.head : undefined;
-    this.#buttons.replaceChildren(...(named.length > 0 ? ["Show head", ...named.map((place, index) => this.#button(place, texts[index]))] : []));
-    if (focused !== undefined) this.#buttons.querySelector(`[data-head="${focused}"]`)?.focus({ preventScroll: true });
-    this.#basis.replaceChildren(BASES[target] ?? BASIS, ...(target === "induction" ? [" A head with a high percentage is an ", term("induction"), "."] : []));
+    const focused = findAll(this.#buttons, "button").find((button) => button === document.activeElement)?.dataset.head;
+    this.#buttons.replaceChildren(
+      ...(named.length > 0 ? ["Show head", ...named.map((place, index) => this.#button(place, texts[index]))] : []),
+    );
+    const again = findAll(this.#buttons, "button").find(({ dataset }) => dataset.head === focused);
+    if (focused !== undefined) again?.focus({ preventScroll: true });
+    this.#basis.replaceChildren(
+      BASES[target] ?? BASIS,
+      ...(target === "induction" ? [" A head with a high percentage is an ", term("induction"), "."] : []),
+    );
     this.#basis.hidden = this.#table.hidden = named.length === 0;
     this.#table.refresh();
   }
 
+  /**
+   * @param {"target" | "pair" | "choose"} type
+   * @param {object} detail
+   */
   #send(type, detail) {
     this.dispatchEvent(new CustomEvent(type, { detail }));
   }
 
+  /** @param {PositionedToken[]} tokens */
   #buildPair(tokens) {
     const options = tokens.map((token, position) => [position, `${position} ${shown(token)}`]);
-    const control = (name) => select({ name, onchange: (event) => this.#send("pair", { [name]: event.target.value }) }, options, 0);
+    const control = (/** @type {"key" | "pos"} */ name) =>
+      select({ name, onchange: ({ target }) => this.#send("pair", { [name]: target.value }) }, options, 0);
     this.#pair.replaceChildren(labelled("Key", control("key")), labelled("for the query", control("pos")));
   }
 
@@ -73,13 +119,27 @@ export class AttentionRanking extends HTMLElement {
     const [best, second] = this.#heads;
     if (tokens.length === 1) return "The prompt has one token only, which can attend to nothing but itself.";
     if (!best) return "No token of this prompt occurs again after another one, so there is no earlier copy.";
-    const what = target === "chosen" ? `${nameOfToken(tokens, key)}, when ${nameOfToken(tokens, query)} is the query` : CHOICES[target];
-    if (best.value === 0) return `No head attends to ${what}${target === "chosen" && key > query ? ": the causal mask hides later tokens" : ""}.`;
+    const what =
+      target === "chosen"
+        ? `${nameOfToken(tokens, key)}, when ${nameOfToken(tokens, query)} is the query`
+        : CHOICES[target];
+    if (best.value === 0)
+      return (
+        `No head attends to ${what}` +
+        `${target === "chosen" && key > query ? ": the causal mask hides later tokens" : ""}.`
+      );
     const tied = this.#heads.filter(({ value }) => value === best.value);
     const mean = target === "chosen" ? "" : " on average";
-    if (tied.length > 1) return `${tied.length} heads tie, among them ${tied.slice(0, NUM_NAMED).map(nameOf).join(", ")}: they attend most to ${what}, each with ${percent(best.value)} of its weight${mean}.`;
-    const [text] = apart([best, second].filter(Boolean).map(({ value }) => value));
-    return `Head ${nameOf(best)} (layer ${best.layer}, head ${best.head}) attends most to ${what}: ${text} of its weight${mean}.`;
+    if (tied.length > 1)
+      return (
+        `${tied.length} heads tie, among them ${tied.slice(0, NUM_NAMED).map(nameOf).join(", ")}: they attend ` +
+        `most to ${what}, each with ${percent(best.value)} of its weight${mean}.`
+      );
+    const [text] = apart((second ? [best, second] : [best]).map(({ value }) => value));
+    return (
+      `Head ${nameOf(best)} (layer ${best.layer}, head ${best.head}) attends most to ${what}: ${text} of its ` +
+      `weight${mean}.`
+    );
   }
 
   /** Which head the large picture shows, if it is not the one that the answer names first. */
@@ -90,36 +150,67 @@ export class AttentionRanking extends HTMLElement {
     return `The large picture shows head ${nameOf(chosen)}.`;
   }
 
+  /**
+   * @param {Place} place
+   * @param {string} text
+   */
   #button(place, text) {
     const isShown = nameOf(place) === nameOf(this.#shown.chosen);
-    return el("button", { type: "button", class: "small", title: "Show this head", dataset: { head: nameOf(place) }, "aria-pressed": String(isShown), onclick: () => this.#send("choose", { layer: place.layer, head: place.head }) }, `${nameOf(place)}: ${text}`);
+    return el(
+      "button",
+      {
+        type: "button",
+        class: "small",
+        title: "Show this head",
+        dataset: { head: nameOf(place) },
+        "aria-pressed": String(isShown),
+        onclick: () => this.#send("choose", { layer: place.layer, head: place.head }),
+      },
+      `${nameOf(place)}: ${text}`,
+    );
   }
 
   #tableOf() {
     const { target, query, key } = this.#shown;
-    const names = [...Object.keys(TARGETS), "induction"];
+    const names = /** @type {const} */ (["previous", "first", "itself", "induction"]);
+    const chosen = target === "chosen" ? `, and its weight on position ${key} for the query at ${query}` : "";
     return {
-      caption: `Mean weight of each head (layer.head)${target === "chosen" ? `, and its weight on position ${key} for the query at ${query}` : ""}, the largest first`,
+      caption: `Mean weight of each head (layer.head)${chosen}, the largest first`,
       columns: ["head", ...(target === "chosen" ? [`position ${key}`] : []), ...names.map((name) => CHOICES[name])],
-      rows: this.#heads.map((place) => [nameOf(place), ...(target === "chosen" ? [percent(place.weight)] : []), ...names.map((name) => percent(place.means?.[name]))]),
+      rows: this.#heads.map((place) => [
+        nameOf(place),
+        ...(target === "chosen" ? [percent(place.weight)] : []),
+        ...names.map((name) => percent(place.means?.[name])),
+      ]),
     };
   }
 }
 
-/** A head in short, such as 2.3: layer 2, head 3. */
+/**
+ * A head in short, such as 2.3: layer 2, head 3.
+ * @param {Place} place
+ */
 export function nameOf({ layer, head }) {
   return `${layer}.${head}`;
 }
 
+/**
+ * @param {PositionedToken[]} tokens
+ * @param {number} position
+ */
 function nameOfToken(tokens, position) {
   return `${quoted(tokens[position])} (position ${position})`;
 }
 
-/** Shares in percent, with as many digits as different ones need to differ. */
+/**
+ * Shares in percent, with as many digits as different ones need to differ.
+ * @param {number[]} values
+ */
 function apart(values) {
-  const digits = (value) => (value >= 0.1 ? 1 : 2);
+  const digits = (/** @type {number} */ value) => (value >= 0.1 ? 1 : 2);
   let texts = values.map(percent);
-  for (let more = 1; more < 5 && new Set(texts).size < new Set(values).size; more++) texts = values.map((value) => `${(100 * value).toFixed(digits(value) + more)} %`);
+  for (let more = 1; more < 5 && new Set(texts).size < new Set(values).size; more++)
+    texts = values.map((value) => `${(100 * value).toFixed(digits(value) + more)} %`);
   return texts;
 }
 

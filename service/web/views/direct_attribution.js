@@ -7,45 +7,84 @@ import { number, shown } from "../format.js";
 import { term } from "../terms.js";
 import { signed } from "./edit_words.js";
 
+/**
+ * @import { DirectAnswer, Edit, Token } from "../answers.js"
+ * @typedef {"token" | "minus"} Field
+ * @typedef {{ field: Field, text: string, id: number }} Hint a token with a space in front that may be meant
+ * @typedef {{ name: string, share: number, edit?: Edit }} Part
+ */
+
 const NUM_SHOWN = 10;
 
 /**
- * <direct-attribution>. `prepare({token, minus, hints})`: the texts of the form, and for each token with a space in front
- * that may be meant, {field, text, id}. `wait()`: an answer was asked for. `show(answer)`: an answer of POST /attribute with the method direct, or null.
+ * <direct-attribution>. `prepare({token, minus, hints})`: the texts of the form, and the tokens that may be meant.
+ * `wait()`: an answer was asked for. `show(answer)`: an answer of POST /attribute with the method direct, or null.
  * Events: "explain" with detail {explain, minus}, and "ablate" with {edit}.
  */
 export class DirectAttribution extends HTMLElement {
   #form = el("form", { class: "row", "aria-label": "Explain a token" });
+  #fields = { token: textField("token"), minus: textField("minus") };
   #hints = el("p", { class: "row", role: "status" });
   #answer = el("p", { class: "answer" });
   #sum = el("p");
   #bars = el("div");
   #layers = el("div");
   #map = el("heat-map");
-  #computing = el("p", { class: "faint", role: "status", hidden: true }, "Computing the shares of all heads and feed-forward networks …");
+  #computing = el(
+    "p",
+    { class: "faint", role: "status", hidden: true },
+    "Computing the shares of all heads and feed-forward networks …",
+  );
   #result = el("div", {}, this.#answer, this.#sum, el("div", { class: "shares" }, this.#bars, this.#map, this.#layers));
 
   connectedCallback() {
     if (this.childElementCount > 0) return;
-    const field = (name) => el("input", { name, size: "12", spellcheck: "false", autocomplete: "off" });
-    this.#form.append(labelled("Token", field("token")), labelled("compared with (optional)", field("minus")), el("button", { type: "submit" }, "Explain"));
-    const meaning = el("p", { class: "faint" }, "The ", term("logit"), " of a token is a sum: each head and each feed-forward network adds a share. This view lists the shares (direct ", term("attribution"), "). With a second token, it lists the shares in the difference of the two logits. The numbers are those of the pass without edits. A share says what a part writes. It does not say what would change without this part, because later parts and the final norm would change, too.");
-    this.append(el("h3", {}, "Which parts write a token, without edits?"), meaning, this.#form, this.#hints, this.#computing, this.#result);
+    this.#form.append(
+      labelled("Token", this.#fields.token),
+      labelled("compared with (optional)", this.#fields.minus),
+      el("button", { type: "submit" }, "Explain"),
+    );
+    const meaning = el(
+      "p",
+      { class: "faint" },
+      "The ",
+      term("logit"),
+      " of a token is a sum: each head and each feed-forward network adds a share. This view lists the shares (direct ",
+      term("attribution"),
+      "). With a second token, it lists the shares in the difference of the two logits. The numbers are those of " +
+        "the pass without edits. A share says what a part writes. It does not say what would change without this " +
+        "part, because later parts and the final norm would change, too.",
+    );
+    this.append(
+      el("h3", {}, "Which parts write a token, without edits?"),
+      meaning,
+      this.#form,
+      this.#hints,
+      this.#computing,
+      this.#result,
+    );
     this.#form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.#explain();
     });
   }
 
+  /** @param {{ token: string, minus: string, hints: Hint[] }} texts */
   prepare({ token, minus, hints }) {
-    this.#form.elements.token.value = token;
-    this.#form.elements.minus.value = minus;
+    this.#fields.token.value = token;
+    this.#fields.minus.value = minus;
     const buttons = hints.map(({ field, text, id }) => {
       const choose = () => {
-        this.#form.elements[field].value = text;
+        this.#fields[field].value = text;
         this.#explain();
       };
-      return el("span", {}, "Did you mean ", el("button", { type: "button", class: "small", onclick: choose }, `“${shown({ text })}”`), ` (id ${id}), with a space in front?`);
+      return el(
+        "span",
+        {},
+        "Did you mean ",
+        el("button", { type: "button", class: "small", onclick: choose }, `“${shown({ text })}”`),
+        ` (id ${id}), with a space in front?`,
+      );
     });
     this.#hints.replaceChildren(...buttons);
     this.show(null);
@@ -57,6 +96,7 @@ export class DirectAttribution extends HTMLElement {
     this.setAttribute("aria-busy", "true");
   }
 
+  /** @param {DirectAnswer | null} answer */
   show(answer) {
     this.#computing.hidden = true;
     this.removeAttribute("aria-busy");
@@ -65,9 +105,12 @@ export class DirectAttribution extends HTMLElement {
     const parts = partsOf(answer);
     const [best] = parts;
     const { target } = answer;
-    const what = target.minus ? `the logit of ${named(target.token)} above that of ${named(target.minus)}` : `the logit of ${named(target.token)}`;
+    const what = target.minus
+      ? `the logit of ${named(target.token)} above that of ${named(target.minus)}`
+      : `the logit of ${named(target.token)}`;
     const verb = best.share >= 0 ? "adds most to" : "takes most from";
-    this.#answer.textContent = `Without edits, ${best.name} ${verb} ${what} at position ${target.position}: ${signed(best.share)}.`;
+    const said = `${verb} ${what} at position ${target.position}: ${signed(best.share)}`;
+    this.#answer.textContent = `Without edits, ${best.name} ${said}.`;
     this.#sum.textContent = sumOf(answer);
     this.#bars.replaceChildren(this.#table(parts, answer));
     this.#layers.replaceChildren(layersOf(answer));
@@ -79,19 +122,49 @@ export class DirectAttribution extends HTMLElement {
   }
 
   #explain() {
-    const { token, minus } = this.#form.elements;
+    const { token, minus } = this.#fields;
     this.dispatchEvent(new CustomEvent("explain", { detail: { explain: token.value, minus: minus.value } }));
   }
 
+  /**
+   * @param {Part[]} parts
+   * @param {DirectAnswer} answer
+   */
   #table(parts, answer) {
-    const [largest, ...others] = [parts.slice(0, NUM_SHOWN), ...restOf(parts.slice(NUM_SHOWN), answer)];
+    const [largest, others] = [parts.slice(0, NUM_SHOWN), restOf(parts.slice(NUM_SHOWN), answer)];
     const size = Math.max(...[...largest, ...others].map(({ share }) => Math.abs(share))) || 1;
-    const button = ({ edit, name }) => (edit ? el("button", { type: "button", class: "small", "aria-label": `Ablate ${name}`, onclick: () => this.dispatchEvent(new CustomEvent("ablate", { detail: { edit } })) }, "Ablate") : "");
-    const rows = [...largest, ...others].map((part) => ({ cells: [part.name, signed(part.share), button(part)], shares: [part.share / size] }));
-    rows.push({ cells: [answer.target.minus ? "sum: the difference" : "sum: the logit", signed(answer.logit), ""], shares: [], mark: true });
-    return barTable({ caption: `The ${largest.length} largest shares of heads and feed-forward networks, and everything else. Bars to the right add to the logit, bars to the left take from it.`, columns: ["part", "share", "try"], rows });
+    const button = (/** @type {Part} */ { edit, name }) =>
+      edit
+        ? el(
+            "button",
+            {
+              type: "button",
+              class: "small",
+              "aria-label": `Ablate ${name}`,
+              onclick: () => this.dispatchEvent(new CustomEvent("ablate", { detail: { edit } })),
+            },
+            "Ablate",
+          )
+        : "";
+    const rows = [...largest, ...others].map((part) => ({
+      cells: [part.name, signed(part.share), button(part)],
+      shares: [part.share / size],
+    }));
+    const sum = {
+      cells: [answer.target.minus ? "sum: the difference" : "sum: the logit", signed(answer.logit), ""],
+      shares: [],
+      mark: true,
+    };
+    return barTable({
+      caption:
+        `The ${largest.length} largest shares of heads and feed-forward networks, and everything else. Bars to ` +
+        "the right add to the logit, bars to the left take from it.",
+      columns: ["part", "share", "try"],
+      rows: [...rows, sum],
+    });
   }
 
+  /** @param {DirectAnswer} answer */
   #drawMap({ layers }) {
     const numHeads = layers[0].heads.length;
     this.#map.data = {
@@ -107,33 +180,68 @@ export class DirectAttribution extends HTMLElement {
   }
 }
 
-/** A token with its space visible, and the id that the service used. */
+/** @param {Field} name */
+function textField(name) {
+  return el("input", { name, size: "12", spellcheck: "false", autocomplete: "off" });
+}
+
+/**
+ * A token with its space visible, and the id that the service used.
+ * @param {Token} token
+ */
 function named(token) {
   return `“${shown(token)}” (id ${token.id})`;
 }
 
-/** Whether the shares add up to the logit. */
+/**
+ * Whether the shares add up to the logit.
+ * @param {DirectAnswer} answer
+ */
 function sumOf({ logit, total, remainder, capped_logit, dtype, target }) {
   const name = target.minus ? "difference of the logits" : "logit";
-  const cap = capped_logit === null ? "" : ` The network caps its logits, to ${number(capped_logit)} here; the value before the cap is explained.`;
-  return `All shares together are ${number(total)}, and the ${name} is ${number(logit)}, computed in ${dtype}. Rounding leaves out ${number(remainder)}.${cap}`;
+  const cap =
+    capped_logit === null
+      ? ""
+      : ` The network caps its logits, to ${number(capped_logit)} here; the value before the cap is explained.`;
+  return (
+    `All shares together are ${number(total)}, and the ${name} is ${number(logit)}, computed in ${dtype}. ` +
+    `Rounding leaves out ${number(remainder)}.${cap}`
+  );
 }
 
-/** Every head and feed-forward network, the largest share first. */
+/**
+ * Every head and feed-forward network, the largest share first.
+ * @param {DirectAnswer} answer
+ * @returns {Part[]}
+ */
 function partsOf({ layers }) {
   const parts = layers.flatMap(({ heads, mlp }, layer) => [
-    ...heads.map((share, head) => ({ name: `head ${layer}.${head}`, share, edit: { stage: `blocks.${layer}.attn.z`, op: "zero", heads: [head] } })),
+    ...heads.map((share, head) => ({
+      name: `head ${layer}.${head}`,
+      share,
+      edit: { stage: `blocks.${layer}.attn.z`, op: "zero", heads: [head] },
+    })),
     { name: `feed-forward ${layer}`, share: mlp, edit: { stage: `blocks.${layer}.mlp_out`, op: "zero" } },
   ]);
   return parts.sort((a, b) => Math.abs(b.share) - Math.abs(a.share));
 }
 
-/** What the sum has besides the largest parts. A network without biases or position embedding has no rows for them. */
+/**
+ * What the sum has besides the largest parts. A network without biases or position embedding has no rows for them.
+ * @param {Part[]} parts
+ * @param {DirectAnswer} answer
+ * @returns {Part[]}
+ */
 function restOf(parts, { layers, embed, pos_embed, final_norm_bias, remainder }) {
-  const sum = (shares) => shares.reduce((total, share) => total + share, 0);
-  const biases = [...layers.flatMap(({ attention_bias, mlp_bias, norm_biases }) => [attention_bias, mlp_bias, norm_biases]), final_norm_bias];
+  const sum = (/** @type {number[]} */ shares) => shares.reduce((total, share) => total + share, 0);
+  const biases = [
+    ...layers.flatMap(({ attention_bias, mlp_bias, norm_biases }) => [attention_bias, mlp_bias, norm_biases]),
+    final_norm_bias,
+  ];
   return [
-    ...(parts.length > 0 ? [{ name: `the ${parts.length} other parts`, share: sum(parts.map(({ share }) => share)) }] : []),
+    ...(parts.length > 0
+      ? [{ name: `the ${parts.length} other parts`, share: sum(parts.map(({ share }) => share)) }]
+      : []),
     { name: "token embedding", share: embed },
     ...(pos_embed === null ? [] : [{ name: "position embedding", share: pos_embed }]),
     ...(biases.some((share) => share !== 0) ? [{ name: "all biases", share: sum(biases) }] : []),
@@ -141,14 +249,20 @@ function restOf(parts, { layers, embed, pos_embed, final_norm_bias, remainder })
   ];
 }
 
-/** What each layer adds with its attention and its feed-forward network. */
+/**
+ * What each layer adds with its attention and its feed-forward network.
+ * @param {DirectAnswer} answer
+ */
 function layersOf({ layers }) {
   const sums = layers.map(({ heads, mlp }) => [heads.reduce((sum, share) => sum + share, 0), mlp]);
   const largest = Math.max(...sums.flat().map(Math.abs)) || 1;
   return barTable({
     caption: "What each layer adds. Thin bar: all its heads together. Thick bar: its feed-forward network.",
     columns: ["layer", "heads", "feed-forward"],
-    rows: sums.map(([heads, mlp], layer) => ({ cells: [String(layer), signed(heads), signed(mlp)], shares: [heads / largest, mlp / largest] })),
+    rows: sums.map(([heads, mlp], layer) => ({
+      cells: [String(layer), signed(heads), signed(mlp)],
+      shares: [heads / largest, mlp / largest],
+    })),
   });
 }
 

@@ -5,9 +5,16 @@ import { barTable } from "../draw/bars.js";
 import { number, percent, quoted, shown } from "../format.js";
 import { signed } from "./edit_words.js";
 
+/**
+ * @import { ForwardAnswer, PositionPredictions, Prediction, StageChange, Token } from "../answers.js"
+ */
+
 const NUM_SHOWN = 10;
 
-/** A difference of probabilities, in percentage points. */
+/**
+ * A difference of probabilities, in percentage points.
+ * @param {number} difference
+ */
 function points(difference) {
   const value = 100 * difference;
   const size = Math.abs(value);
@@ -24,7 +31,8 @@ export class EditComparison extends HTMLElement {
   #stages = el("div");
 
   connectedCallback() {
-    if (this.childElementCount === 0) this.append(this.#answer, this.#loss, el("div", { class: "beside" }, this.#predictions, this.#stages));
+    if (this.childElementCount === 0)
+      this.append(this.#answer, this.#loss, el("div", { class: "beside" }, this.#predictions, this.#stages));
   }
 
   /** Show nothing, because there is no answer. */
@@ -34,67 +42,139 @@ export class EditComparison extends HTMLElement {
     this.#stages.replaceChildren();
   }
 
+  /** @param {ForwardAnswer} answer */
   show(answer) {
     const plain = (answer.baseline ?? answer).predictions[0];
     const edited = answer.baseline ? answer.predictions[0] : null;
     const token = answer.tokens[plain.position];
-    this.#answer.textContent = edited ? verdict(plain.top[0], edited, token, plain.position) : `Without edits, the most likely token after ${quoted(token)} (position ${plain.position}) is ${quoted(plain.top[0])}: ${percent(plain.top[0].probability)}. Add an edit to see what it changes.`;
+    this.#answer.textContent = edited
+      ? verdict(plain.top[0], edited, token, plain.position)
+      : `Without edits, the most likely token after ${quoted(token)} (position ${plain.position}) is ` +
+        `${quoted(plain.top[0])}: ${percent(plain.top[0].probability)}. Add an edit to see what it changes.`;
     this.#loss.textContent = lossOf(answer);
     this.#predictions.replaceChildren(edited ? this.#both(plain, edited) : this.#one(plain));
-    this.#stages.replaceChildren(edited ? moved(answer.changes) : "");
+    this.#stages.replaceChildren(edited ? moved(answer.changes ?? []) : "");
     this.#stages.hidden = !edited;
   }
 
+  /** @param {PositionPredictions} plain */
   #one({ top }) {
     return barTable({
       caption: "The most likely next tokens, without edits (temperature 1, whole vocabulary)",
       columns: ["token", "id", "probability"],
-      rows: top.slice(0, NUM_SHOWN).map((each) => ({ cells: [shown(each), String(each.id), percent(each.probability)], shares: [each.probability] })),
+      rows: top.slice(0, NUM_SHOWN).map((each) => ({
+        cells: [shown(each), String(each.id), percent(each.probability)],
+        shares: [each.probability],
+      })),
     });
   }
 
+  /**
+   * @param {PositionPredictions} plain
+   * @param {PositionPredictions} edited
+   */
   #both(plain, edited) {
     const [before, after] = [plain, edited].map(({ top }) => new Map(top.map((each) => [each.id, each])));
     const ids = new Set([...plain.top.slice(0, NUM_SHOWN), ...edited.top.slice(0, NUM_SHOWN)].map(({ id }) => id));
-    const size = (id) => Math.max(before.get(id)?.probability ?? 0, after.get(id)?.probability ?? 0);
-    const rows = [...ids].sort((a, b) => size(b) - size(a)).map((id) => {
-      const [one, other] = [before.get(id), after.get(id)];
-      const differences = one && other ? [points(other.probability - one.probability), signed(other.logit - one.logit)] : ["–", "–"];
-      const isTop = id === plain.top[0].id || id === edited.top[0].id;
-      return { cells: [shown(one ?? other), one ? percent(one.probability) : below(plain.top), other ? percent(other.probability) : below(edited.top), ...differences], shares: [one?.probability ?? 0, other?.probability ?? 0], mark: isTop };
+    const size = (/** @type {number} */ id) =>
+      Math.max(before.get(id)?.probability ?? 0, after.get(id)?.probability ?? 0);
+    const rows = [...ids]
+      .sort((a, b) => size(b) - size(a))
+      .map((id) => {
+        const [one, other] = [before.get(id), after.get(id)];
+        const differences =
+          one && other ? [gain(one, other), signed((other.logit ?? NaN) - (one.logit ?? NaN))] : ["–", "–"];
+        const isTop = id === plain.top[0].id || id === edited.top[0].id;
+        return {
+          cells: [
+            shown(one ?? other ?? { id }),
+            one ? percent(one.probability) : below(plain.top),
+            other ? percent(other.probability) : below(edited.top),
+            ...differences,
+          ],
+          shares: [one?.probability ?? 0, other?.probability ?? 0],
+          mark: isTop,
+        };
+      });
+    return barTable({
+      caption:
+        "The most likely next tokens. Thin bar: without edits. Thick bar: with edits. Framed: the most likely " +
+        "token of each run. The probabilities are at temperature 1, over the whole vocabulary. Near 0 and 100 %, " +
+        "compare the logits, because the probabilities hardly move there. A probability can fall although its " +
+        "logit rises: then the logits of other tokens rise more.",
+      columns: ["token", "without", "with", "difference, percentage points", "difference of the logit"],
+      rows,
     });
-    return barTable({ caption: "The most likely next tokens. Thin bar: without edits. Thick bar: with edits. Framed: the most likely token of each run. The probabilities are at temperature 1, over the whole vocabulary. Near 0 and 100 %, compare the logits, because the probabilities hardly move there. A probability can fall although its logit rises: then the logits of other tokens rise more.", columns: ["token", "without", "with", "difference, percentage points", "difference of the logit"], rows });
   }
 }
 
+/**
+ * The difference of the probabilities of a token.
+ * @param {Prediction} before
+ * @param {Prediction} after
+ */
+function gain(before, after) {
+  return points((after.probability ?? 0) - (before.probability ?? 0));
+}
+
+/**
+ * @param {Prediction} plain
+ * @param {PositionPredictions} edited
+ * @param {Token} token
+ * @param {number} position
+ */
 function verdict(plain, edited, token, position) {
   const place = `after ${quoted(token)} (position ${position})`;
   const best = edited.top[0];
   const now = edited.top.find(({ id }) => id === plain.id);
-  if (best.id === plain.id) return `The most likely token ${place} stays ${quoted(plain)}: ${percent(plain.probability)} without edits, ${percent(best.probability)} with them (${points(best.probability - plain.probability)} percentage points).`;
-  const fall = now ? ` ${quoted(plain)} goes from ${percent(plain.probability)} to ${percent(now.probability)} (${points(now.probability - plain.probability)} percentage points).` : "";
-  return `The most likely token ${place} changes from ${quoted(plain)} to ${quoted(best)}: ${quoted(best)} has ${percent(best.probability)} with the edits.${fall}`;
+  if (best.id === plain.id)
+    return (
+      `The most likely token ${place} stays ${quoted(plain)}: ${percent(plain.probability)} without edits, ` +
+      `${percent(best.probability)} with them (${gain(plain, best)} percentage points).`
+    );
+  const fall = now
+    ? ` ${quoted(plain)} goes from ${percent(plain.probability)} to ${percent(now.probability)} ` +
+      `(${gain(plain, now)} percentage points).`
+    : "";
+  return (
+    `The most likely token ${place} changes from ${quoted(plain)} to ${quoted(best)}: ${quoted(best)} has ` +
+    `${percent(best.probability)} with the edits.${fall}`
+  );
 }
 
+/** @param {Prediction[]} top */
 function below(top) {
-  return `≤ ${percent(top.at(-1).probability)}`;
+  return `≤ ${percent(top.at(-1)?.probability)}`;
 }
 
+/** @param {ForwardAnswer} answer */
 function lossOf({ loss, baseline }) {
   if (loss === null || loss.mean === null) return "";
-  return baseline ? `Mean loss of the whole prompt: ${number(baseline.loss.mean)} without edits, ${number(loss.mean)} with them.` : `Mean loss of the whole prompt: ${number(loss.mean)}.`;
+  return baseline
+    ? `Mean loss of the whole prompt: ${number(baseline.loss.mean)} without edits, ${number(loss.mean)} with them.`
+    : `Mean loss of the whole prompt: ${number(loss.mean)}.`;
 }
 
-/** How far the edits moved each stage, in the order of the computation. */
+/**
+ * How far the edits moved each stage, in the order of the computation.
+ * @param {StageChange[]} changes
+ */
 function moved(changes) {
   const largest = Math.max(...changes.map(({ relative }) => relative ?? 0), 1e-12);
   return barTable({
-    caption: "How far the edits moved each stage at this position. The difference is a vector: the stage with edits minus the stage without. The share (bars) is the length of the difference, divided by the length of the stage without edits.",
+    caption:
+      "How far the edits moved each stage at this position. The difference is a vector: the stage with edits " +
+      "minus the stage without. The share (bars) is the length of the difference, divided by the length of the " +
+      "stage without edits.",
     columns: ["stage", "share", "length of the difference"],
-    rows: changes.map(({ name, norm, relative }) => ({ cells: [nameOf(name), relative === null ? "–" : percent(relative), number(norm)], shares: [(relative ?? 0) / largest] })),
+    rows: changes.map(({ name, norm, relative }) => ({
+      cells: [nameOf(name), relative === null ? "–" : percent(relative), number(norm)],
+      shares: [(relative ?? 0) / largest],
+    })),
   });
 }
 
+/** @param {string} stage */
 function nameOf(stage) {
   const [, layer, part] = /^blocks\.(\d+)\.(.+)$/.exec(stage) ?? [];
   return part === "resid_post" ? `after layer ${layer}` : stage;

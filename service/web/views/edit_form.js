@@ -5,6 +5,12 @@ import { shown } from "../format.js";
 import { cached } from "../passes.js";
 import { PARTS, indicesOf, readPositions } from "./edit_words.js";
 
+/**
+ * @import { Edit, Model, Prompt, Token } from "../answers.js"
+ * @import { ApiError } from "../api.js"
+ * @typedef {"op" | "part" | "layer" | "head" | "factor" | "vector" | "scale" | "source" | "positions"} Name
+ */
+
 const OPERATIONS = {
   zero: "set to zero (ablate)",
   mean: "replace by its mean (ablate)",
@@ -13,24 +19,34 @@ const OPERATIONS = {
   patch: "take from another prompt (patch)",
 };
 const NUM_PAIRS = 8;
+/** @type {Record<string, Name[] | undefined>} the fields that only some operations have */
 const FIELDS = { scale: ["factor"], add: ["vector", "scale"], patch: ["source"] };
+/** @type {Name[]} the fields that are not always shown */
+const OPTIONAL = ["factor", "vector", "scale", "source", "head"];
 
 /**
- * <edit-form>. `prepare({model, vectors, prompt, read})`: the answer of GET /model, the names of the stored vectors, the
- * prompt, and what a typed prompt means in requests. `refuse(error)` shows why the service does not take an edit. Event:
- * "add" with detail {edit}.
+ * <edit-form>. `prepare({model, vectors, prompt, read})`: the answer of GET /model, the names of the stored vectors,
+ * the prompt, and what a typed prompt means in requests. `refuse(error)` shows why the service does not take an edit.
+ * Event: "add" with detail {edit}.
  */
 export class EditForm extends HTMLElement {
   #form = el("form", { class: "row card", "aria-label": "Add an edit" });
+  /** @type {Partial<Record<Name, HTMLElement>>} the labels with their controls, or a note in place of one */
   #fields = {};
-  #vectors = null;
-  #key = null;
-  #prompt = null;
-  #readPrompt = null;
+  /** @type {string[]} */
+  #vectors = [];
+  #key = "";
+  /** @type {Prompt} */
+  #prompt = "";
+  /** @type {(text: string) => Prompt} */
+  #readPrompt = (text) => text;
   #message = el("p", { class: "error edit-message", id: "edit-message", role: "alert", hidden: true });
   #patch = el("p", { class: "faint edit-patch", role: "status", hidden: true });
   #asked = 0; // how often the tokens of a patch were asked for
 
+  /**
+   * @param {{ model: Model, vectors: string[], prompt: Prompt, read: (text: string) => Prompt }} what
+   */
   prepare({ model, vectors, prompt, read }) {
     this.#prompt = prompt;
     this.#readPrompt = read;
@@ -39,33 +55,66 @@ export class EditForm extends HTMLElement {
     this.#showPatch();
   }
 
-  /** Show why the service does not take the edit, beside the field that its error names. */
+  /**
+   * The controls of the form. There is no `vector` if there are no stored vectors.
+   * @returns {Record<Name, HTMLInputElement | HTMLSelectElement>}
+   */
+  get #controls() {
+    return /** @type {any} */ (this.#form.elements);
+  }
+
+  /**
+   * Show why the service does not take the edit, beside the field that its error names.
+   * @param {ApiError} error
+   */
   refuse({ message, param }) {
     const [, name] = /^edits\.\d+\.(\w+)/.exec(param ?? "") ?? [];
-    const field = { stage: "layer", heads: "head" }[name] ?? name;
+    const field = /** @type {Name} */ (name === "stage" ? "layer" : name === "heads" ? "head" : name);
     this.#show(message, this.#fields[field]?.hidden === false ? field : null);
   }
 
+  /**
+   * @param {Model} model
+   * @param {string[]} vectors
+   */
   #fill(model, vectors) {
     const key = JSON.stringify([model.name, model.config.num_layers, vectors]);
     if (key === this.#key) return;
     this.#key = key;
     this.#vectors = vectors;
     const parts = Object.entries(PARTS).filter(([end]) => model.stages.some(({ name }) => name === `blocks.0.${end}`));
-    const numbers = (size) => Array.from({ length: size }, (_, index) => index);
-    const hint = vectors.length > 0 ? select({ name: "vector" }, vectors) : el("span", { class: "faint" }, "This service has no stored vectors: start it with --vectors DIRECTORY, or write the edit as JSON below.");
+    const numbers = (/** @type {number} */ size) => Array.from({ length: size }, (_, index) => index);
+    const hint =
+      vectors.length > 0
+        ? select({ name: "vector" }, vectors)
+        : el(
+            "span",
+            { class: "faint" },
+            "This service has no stored vectors: start it with --vectors DIRECTORY, or write the edit as JSON below.",
+          );
     this.#fields = {
       op: labelled("Operation", select({ name: "op" }, Object.entries(OPERATIONS))),
       part: labelled("Part", select({ name: "part" }, parts)),
       layer: labelled("Layer", select({ name: "layer" }, [...numbers(model.config.num_layers), ["*", "all"]])),
       head: labelled("Head", select({ name: "head" }, [...numbers(model.sizes.head), ["", "all"]])),
-      factor: labelled("Factor", el("input", { name: "factor", type: "number", step: "any", value: "2", class: "short" })),
+      factor: labelled(
+        "Factor",
+        el("input", { name: "factor", type: "number", step: "any", value: "2", class: "short" }),
+      ),
       vector: vectors.length > 0 ? labelled("Vector", hint) : hint,
       scale: labelled("times", el("input", { name: "scale", type: "number", step: "any", value: "1", class: "short" })),
       source: labelled("Other prompt", el("input", { name: "source", size: "40", spellcheck: "false" })),
-      positions: labelled("Positions", el("input", { name: "positions", value: "all", size: "10", title: "all, last, or a list such as 0, 3-5" })),
+      positions: labelled(
+        "Positions",
+        el("input", { name: "positions", value: "all", size: "10", title: "all, last, or a list such as 0, 3-5" }),
+      ),
     };
-    this.#form.replaceChildren(...Object.values(this.#fields), el("button", { type: "submit", class: "main" }, "Add this edit"), this.#patch, this.#message);
+    this.#form.replaceChildren(
+      ...Object.values(this.#fields),
+      el("button", { type: "submit", class: "main" }, "Add this edit"),
+      this.#patch,
+      this.#message,
+    );
     this.#showFields();
   }
 
@@ -84,32 +133,42 @@ export class EditForm extends HTMLElement {
       try {
         edit = this.#read();
       } catch (error) {
-        return this.#show(error.message, error.field ?? null);
+        this.#show(
+          error instanceof Error ? error.message : String(error),
+          error instanceof FieldError ? error.field : null,
+        );
+        return;
       }
-      return this.dispatchEvent(new CustomEvent("add", { detail: { edit } }));
+      this.dispatchEvent(new CustomEvent("add", { detail: { edit } }));
     });
   }
 
   /** Only the fields that the operation and the part have. */
   #showFields() {
-    const { op, part } = this.#form.elements;
-    for (const name of Object.values(FIELDS).flat()) this.#fields[name].hidden = !(FIELDS[op.value] ?? []).includes(name);
-    this.#fields.head.hidden = part.value !== "attn.z";
+    const { op, part } = this.#controls;
+    const names = [...(FIELDS[op.value] ?? []), ...(part.value === "attn.z" ? ["head"] : [])];
+    for (const name of OPTIONAL) if (this.#fields[name]) this.#fields[name].hidden = !names.includes(name);
   }
 
   #read() {
-    const { op, part, layer, head, factor, scale, vector, source, positions } = this.#form.elements;
+    const { op, part, layer, head, factor, scale, vector, source, positions } = this.#controls;
+    /** @type {Edit} */
     const edit = { stage: `blocks.${layer.value}.${part.value}`, op: op.value };
     if (part.value === "attn.z" && head.value !== "") edit.heads = [Number(head.value)];
-    const places = within("positions", () => readPositions(positions.value));
+    const places = placesIn(positions.value);
     if (places !== "all") edit.positions = places;
     if (op.value === "scale") edit.factor = readNumber(factor);
     if (op.value === "add") {
-      if (this.#vectors.length === 0) throw new Error("There is no stored vector to add. Start the service with --vectors DIRECTORY, or write the edit as JSON, with a vector of its own.");
-      Object.assign(edit, { vector: vector.value, scale: readNumber(scale) });
+      if (this.#vectors.length === 0)
+        throw new Error(
+          "There is no stored vector to add. Start the service with --vectors DIRECTORY, or write the edit as " +
+            "JSON, with a vector of its own.",
+        );
+      edit.vector = vector.value;
+      edit.scale = readNumber(scale);
     }
     if (op.value === "patch") {
-      if (source.value === "") within("source", () => { throw new Error("Write the prompt from which the numbers are taken."); });
+      if (source.value === "") throw new FieldError("Write the prompt from which the numbers are taken.", "source");
       edit.source = { prompt: this.#readPrompt(source.value) };
     }
     return edit;
@@ -117,19 +176,24 @@ export class EditForm extends HTMLElement {
 
   #clearMessage() {
     this.#message.hidden = true;
-    for (const { control } of Object.values(this.#fields)) {
-      control?.removeAttribute("aria-invalid");
-      control?.removeAttribute("aria-describedby");
+    for (const field of Object.values(this.#fields)) {
+      controlOf(field)?.removeAttribute("aria-invalid");
+      controlOf(field)?.removeAttribute("aria-describedby");
     }
   }
 
-  /** Show a message beside a field, or at the end of the form (null). */
-  #show(message, field) {
-    const control = field && this.#fields[field].control;
+  /**
+   * Show a message beside a field, or at the end of the form (null).
+   * @param {string} message
+   * @param {Name | null} name
+   */
+  #show(message, name) {
+    const field = name === null ? undefined : this.#fields[name];
+    const control = field && controlOf(field);
     if (control) {
       control.setAttribute("aria-invalid", "true");
       control.setAttribute("aria-describedby", this.#message.id);
-      this.#fields[field].after(this.#message);
+      field.after(this.#message);
       control.focus();
     } else this.#form.append(this.#message);
     this.#message.textContent = message;
@@ -138,52 +202,95 @@ export class EditForm extends HTMLElement {
 
   /** For a patch: how many tokens both prompts have, and which position is copied to which. */
   async #showPatch() {
-    const { op, source, positions } = this.#form.elements;
+    const { op, source, positions } = this.#controls;
     this.#patch.hidden = op.value !== "patch";
     const asked = ++this.#asked;
     if (this.#patch.hidden) return;
-    const rule = "A patch takes as many positions from the other prompt as it changes: “all” needs prompts of as many tokens, “last” takes the last position of each, and a number means the same position in both.";
+    const rule =
+      "A patch takes as many positions from the other prompt as it changes: “all” needs prompts of as many " +
+      "tokens, “last” takes the last position of each, and a number means the same position in both.";
     this.#patch.textContent = rule;
     if (source.value === "") return;
     const said = await this.#copied(this.#readPrompt(source.value), positions.value).catch(({ message }) => message);
     if (asked === this.#asked) this.#patch.textContent = `${rule} ${said}`;
   }
 
+  /**
+   * @param {Prompt} other
+   * @param {string} typed
+   */
   async #copied(other, typed) {
     const places = readPositions(typed);
     const [here, there] = await Promise.all([this.#prompt, other].map(tokensOf));
     const [to, from] = [here, there].map(({ length }) => indicesOf(places, length));
     const counts = `This prompt has ${here.length} tokens, and the other one ${there.length}.`;
-    if (to === null || from === null) return `${counts} Some of these positions are out of range, so the service refuses this patch.`;
-    if (to.length !== from.length) return `${counts} The service refuses this patch, because it would copy ${from.length} positions to ${to.length}. Write “last”, or positions that both have.`;
-    const pairs = to.map((index, place) => ({ index, source: from[place] })).filter((pair) => pair.index !== pair.source || here[pair.index].id !== there[pair.source].id);
-    if (pairs.length === 0) return `${counts} Each of the ${to.length} positions is copied to the same position, and has the same token in both.`;
-    const said = pairs.slice(0, NUM_PAIRS).map(({ index, source }) => `${index} “${shown(here[index])}” ← ${source} “${shown(there[source])}”`);
+    if (to === null || from === null)
+      return `${counts} Some of these positions are out of range, so the service refuses this patch.`;
+    if (to.length !== from.length)
+      return (
+        `${counts} The service refuses this patch, because it would copy ${from.length} positions to ` +
+        `${to.length}. Write “last”, or positions that both have.`
+      );
+    const pairs = to
+      .map((index, place) => ({ index, source: from[place] }))
+      .filter((pair) => pair.index !== pair.source || here[pair.index].id !== there[pair.source].id);
+    if (pairs.length === 0)
+      return (
+        `${counts} Each of the ${to.length} positions is copied to the same position, and has the same token in ` +
+        "both."
+      );
+    const said = pairs
+      .slice(0, NUM_PAIRS)
+      .map(({ index, source }) => `${index} “${shown(here[index])}” ← ${source} “${shown(there[source])}”`);
     const more = pairs.length > NUM_PAIRS ? `, and ${pairs.length - NUM_PAIRS} more` : "";
     const same = to.length > pairs.length ? ` The ${to.length - pairs.length} others have the same token in both.` : "";
     return `${counts} Copied (this prompt ← other prompt): ${said.join(", ")}${more}.${same}`;
   }
 }
 
-/** The tokens of a prompt, which is a text or a list of ids. */
+/** An error that concerns a field of the form. */
+class FieldError extends Error {
+  /**
+   * @param {string} message
+   * @param {Name} field
+   */
+  constructor(message, field) {
+    super(message);
+    this.field = field;
+  }
+}
+
+/** @param {HTMLElement} field */
+function controlOf(field) {
+  return field instanceof HTMLLabelElement ? field.control : null;
+}
+
+/**
+ * The tokens of a prompt, which is a text or a list of ids.
+ * @param {Prompt} prompt
+ * @returns {Promise<Token[]>}
+ */
 async function tokensOf(prompt) {
   if (Array.isArray(prompt)) return prompt.map((id) => ({ id, text: null }));
   return (await cached("/tokenize", { text: prompt })).tokens;
 }
 
+/** @param {{ name: string, value: string }} control */
 function readNumber({ name, value }) {
-  return within(name, () => {
-    if (value.trim() === "" || !Number.isFinite(Number(value))) throw new Error("A number is needed.");
-    return Number(value);
-  });
+  if (value.trim() === "" || !Number.isFinite(Number(value)))
+    throw new FieldError("A number is needed.", /** @type {Name} */ (name));
+  return Number(value);
 }
 
-/** Read a field. An error gets the name of the field. */
-function within(field, read) {
+/**
+ * The positions of a field.
+ * @param {string} text
+ */
+function placesIn(text) {
   try {
-    return read();
+    return readPositions(text);
   } catch (error) {
-    throw Object.assign(error, { field });
+    throw new FieldError(error instanceof Error ? error.message : String(error), "positions");
   }
 }
 

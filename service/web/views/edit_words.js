@@ -2,6 +2,8 @@
 
 import { number } from "../format.js";
 
+/** @import { Edit, Positions } from "../answers.js" */
+
 /** The parts of a layer that the form offers: the end of the stage's name → how a sentence calls it. */
 export const PARTS = {
   "attn.z": "one head",
@@ -11,21 +13,30 @@ export const PARTS = {
   resid_post: "the residual stream after the layer",
 };
 
-/** The edits of an address. */
+/**
+ * The edits of an address.
+ * @param {string} text
+ * @returns {Edit[]}
+ */
 export function readEdits(text) {
   let edits;
   try {
     edits = JSON.parse(text);
   } catch (error) {
-    throw new Error(`edits: this is not JSON: ${error.message}`);
+    throw new Error(`edits: this is not JSON: ${error instanceof Error ? error.message : error}`);
   }
-  if (!Array.isArray(edits) || edits.some((edit) => edit === null || typeof edit !== "object" || Array.isArray(edit))) throw new Error("edits: a list of objects is needed, such as [{\"stage\": \"blocks.0.mlp_out\", \"op\": \"zero\"}].");
+  if (!Array.isArray(edits) || edits.some((edit) => edit === null || typeof edit !== "object" || Array.isArray(edit)))
+    throw new Error('edits: a list of objects is needed, such as [{"stage": "blocks.0.mlp_out", "op": "zero"}].');
   return edits;
 }
 
-/** An edit as a sentence. */
+/**
+ * An edit as a sentence.
+ * @param {Edit} edit
+ */
 export function inWords(edit) {
   const subject = `${subjectOf(edit)}${placesOf(edit)}`;
+  /** @type {Record<string, (() => string) | undefined>} */
   const said = {
     zero: () => `Set ${subject} to zero`,
     mean: () => `Replace ${subject} by its mean${edit.source ? ` over ${sourceOf(edit)}` : " over the prompt"}`,
@@ -40,20 +51,34 @@ export function inWords(edit) {
   return (said[edit.op] ?? (() => `${edit.op}: ${subject}`))();
 }
 
+/** @type {Record<string, string>} */
+const SUBJECTS = {
+  attn_out: "the attention output of",
+  mlp_out: "the feed-forward output of",
+  resid_pre: "the residual stream before",
+  resid_post: "the residual stream after",
+};
+
+/** @param {Edit} edit */
 function subjectOf({ stage, heads }) {
   const found = /^blocks\.(\d+|\*)\.(.+)$/.exec(String(stage));
   const layer = found && (found[1] === "*" ? "all layers" : `layer ${found[1]}`);
-  if (found?.[2] === "attn.z") return heads ? `${heads.length === 1 ? "head" : "heads"} ${heads.join(", ")} of ${layer}` : `all heads of ${layer}`;
-  const names = { attn_out: "the attention output of", mlp_out: "the feed-forward output of", resid_pre: "the residual stream before", resid_post: "the residual stream after" };
-  const name = found && names[found[2]] ? `${names[found[2]]} ${layer}` : stage;
+  if (found?.[2] === "attn.z")
+    return heads ? `${heads.length === 1 ? "head" : "heads"} ${heads.join(", ")} of ${layer}` : `all heads of ${layer}`;
+  const name = found && SUBJECTS[found[2]] ? `${SUBJECTS[found[2]]} ${layer}` : stage;
   return heads ? `${name}, heads ${heads.join(", ")},` : name;
 }
 
+/** @param {Edit} edit */
 function placesOf({ positions, keys }) {
   const places = positions === undefined || positions === "all" ? "" : ` ${listed(positions, "position")}`;
   return `${places}${keys === undefined ? "" : `, ${listed(keys, "key").replace(/^at /, "")},`}`;
 }
 
+/**
+ * @param {Positions} positions
+ * @param {"position" | "key"} name
+ */
 function listed(positions, name) {
   if (positions === "last") return `at the last ${name}`;
   if (!Array.isArray(positions)) return `at ${name}s “${positions}”`;
@@ -61,43 +86,62 @@ function listed(positions, name) {
   return `at ${name}${items.includes(",") || items.includes("–") ? "s" : ""} ${items}`;
 }
 
+/** @param {Edit} edit */
 function vectorOf({ vector, value }) {
   if (vector === undefined) return String(value);
   return typeof vector === "string" ? `the vector “${vector}”` : "a vector of its own";
 }
 
+/** @param {unknown} scale */
 function scaled(scale) {
   return scale === undefined || scale === 1 ? "" : `${scale} × `;
 }
 
+/** @param {Edit} edit */
 function sourceOf({ source }) {
   const prompt = source?.prompt;
   return typeof prompt === "string" ? `the prompt “${prompt}”` : "another prompt";
 }
 
-/** Positions as the form takes them: "all", "last", or a list such as "0, 3-5, -1". */
+/**
+ * Positions as the form takes them: "all", "last", or a list such as "0, 3-5, -1".
+ * @param {string} text
+ * @returns {Positions}
+ */
 export function readPositions(text) {
   const word = text.trim();
   if (["all", "prompt", "generated", "last"].includes(word)) return word;
   return word.split(",").map((item) => {
     const [, first, last] = /^\s*(-?\d+)(?:\s*-\s*(-?\d+))?\s*$/.exec(item) ?? [];
-    if (first === undefined) throw new Error(`positions: “${item.trim()}” is neither a position nor a range. Write all, last, or a list such as 0, 3-5.`);
+    if (first === undefined)
+      throw new Error(
+        `positions: “${item.trim()}” is neither a position nor a range. Write all, last, or a list such as 0, 3-5.`,
+      );
     return last === undefined ? Number(first) : [Number(first), Number(last)];
   });
 }
 
-/** The indices that positions name in a prompt of `count` tokens, or null if one of them is out of range. */
+/**
+ * The indices that positions name in a prompt of `count` tokens, or null if one of them is out of range.
+ * @param {Positions} places
+ * @param {number} count
+ */
 export function indicesOf(places, count) {
   if (places === "last") return [count - 1];
   if (!Array.isArray(places)) return Array.from({ length: count }, (_, index) => index);
   const indices = places.flatMap((place) => {
-    const [first, last] = (Array.isArray(place) ? place : [place, place]).map((index) => (index < 0 ? index + count : index));
+    const [first, last] = (Array.isArray(place) ? place : [place, place]).map((index) =>
+      index < 0 ? index + count : index,
+    );
     return Array.from({ length: Math.min(Math.max(0, last - first + 1), count + 1) }, (_, index) => first + index);
   });
   return indices.length > 0 && indices.every((index) => index >= 0 && index < count) ? indices : null;
 }
 
-/** A number with its sign. */
+/**
+ * A number with its sign.
+ * @param {number} value
+ */
 export function signed(value) {
   return `${value > 0 ? "+" : ""}${number(value)}`;
 }

@@ -5,44 +5,76 @@ import { el, labelled, select } from "../dom.js";
 import { percent, quoted, shown } from "../format.js";
 import { cached } from "../passes.js";
 import { View } from "../view.js";
-import { ForwardMap } from "./forward_map.js";
+import "./forward_map.js";
 import { isOther, isPosition, readPosition } from "./positions.js";
 import "./stage_search.js";
 
+/**
+ * @import { Architecture, ForwardAnswer, PositionedToken, Prompt, Stage } from "../answers.js"
+ * @import { StageEntry } from "../stages.js"
+ * @import { ViewState } from "../view.js"
+ * @typedef {ViewState & typeof Forward.params} State
+ * @typedef {{ model?: string, prompt: Prompt, positions?: number[] }} Body
+ */
+
 const MAX_PREDICTIONS = 10;
-const asList = (text) => (text === "" ? [] : text.split(","));
-const layerOf = (stage) => (stage.startsWith("blocks.") ? stage.split(".")[1] : null);
+const asList = (/** @type {string} */ text) => (text === "" ? [] : text.split(","));
+const layerOf = (/** @type {string} */ stage) => (stage.startsWith("blocks.") ? stage.split(".")[1] : null);
 
 export default class Forward extends View {
   static showsWorkedExamples = true;
-  /** `layer` and `stage`: what is open, as lists with commas. `position`: the token of the figures and predictions; "" is all tokens, and the predictions of the last. */
+  /**
+   * `layer` and `stage`: what is open, as lists with commas. `position`: the token of the figures and predictions; ""
+   * is all tokens, and the predictions of the last.
+   */
   static params = { layer: "0", stage: "", head: "0", position: "" };
 
   #answer = el("p", { class: "answer" });
   #tokens = el("ol", { class: "token-row" });
   #position = el("span");
   #search = el("stage-search");
-  #map = new ForwardMap();
+  #map = el("forward-map");
+  /** @type {State | null} */
   #state = null;
+  /** @type {PositionedToken[] | null} */
   #shownTokens = null;
 
   build() {
-    const tokens = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Tokens of the prompt" }, this.#tokens);
-    const meaning = el("p", { class: "faint" }, "Each card is a stage: its shape, its formula, and statistics of its numbers: smallest, largest, mean, standard deviation (std), and length (L2 norm: the root of the sum of the squares). Open it to see the numbers.");
+    const tokens = el(
+      "div",
+      { class: "scroll", tabindex: "0", role: "region", "aria-label": "Tokens of the prompt" },
+      this.#tokens,
+    );
+    const meaning = el(
+      "p",
+      { class: "faint" },
+      "Each card is a stage: its shape, its formula, and statistics of its numbers: smallest, largest, mean, " +
+        "standard deviation (std), and length (L2 norm: the root of the sum of the squares). Open it to see the " +
+        "numbers.",
+    );
     this.append(this.#answer, tokens, meaning, this.#search, el("p", { class: "row" }, this.#position), this.#map);
     this.#search.addEventListener("go", ({ detail }) => this.#goTo(detail.stage));
     this.#map.addEventListener("layer", ({ detail }) => this.#toggleLayer(detail.layer));
     this.#map.addEventListener("stage", ({ detail }) => this.#toggleStage(detail.name));
     this.#map.addEventListener("head", ({ detail }) => this.context.navigate({ head: detail.head }));
-    this.#map.addEventListener("position", ({ detail }) => this.context.navigate({ position: String(detail.position) }));
+    this.#map.addEventListener("position", ({ detail }) =>
+      this.context.navigate({ position: String(detail.position) }),
+    );
   }
 
+  /**
+   * @param {State} state
+   * @param {AbortSignal} signal
+   * @returns {Promise<void>}
+   */
   async update(state, signal) {
     const before = this.#state;
     this.#state = state;
     const base = { ...(state.model ? { model: state.model } : {}), prompt: state.prompt };
     const overview = await cached("/forward", { ...base, ...this.#outerRequest(state) }, signal);
-    const names = isWorkedExample(this.context.service, state.model) ? overview.stages.map(({ name }) => name) : this.#catalogue();
+    const names = isWorkedExample(this.context.service, state.model)
+      ? overview.stages.map(({ name }) => name)
+      : this.#catalogue();
     const architecture = architectureOf(this.context.service, state.model);
     const changes = isOther(before, state) ? stale(state, names, architecture, overview.tokens.length) : {};
     if (Object.keys(changes).length > 0) return this.context.navigate(changes, { replace: true });
@@ -52,9 +84,17 @@ export default class Forward extends View {
     const open = asList(state.stage);
     const layers = new Set([...asList(state.layer), ...open.map(layerOf).filter((layer) => layer !== null)]);
     this.#search.show({ stages: this.#map.stages, layers });
-    const selected = state.position === "" ? base : { ...base, positions: [readPosition(state.position, overview.tokens.length)] };
-    const outer = state.position === "" ? overview : await cached("/forward", { ...selected, ...this.#outerRequest(state), top_k: 0 }, signal);
-    const [answers, stream] = await Promise.all([this.#summaries(selected, layers, signal), this.#stream(selected, names, signal), this.#showOpen(base, open, state, overview, signal)]);
+    const selected =
+      state.position === "" ? base : { ...base, positions: [readPosition(state.position, overview.tokens.length)] };
+    const outer =
+      state.position === ""
+        ? overview
+        : await cached("/forward", { ...selected, ...this.#outerRequest(state), top_k: 0 }, signal);
+    const [answers, stream] = await Promise.all([
+      this.#summaries(selected, layers, signal),
+      this.#stream(selected, names, signal),
+      this.#showOpen(base, open, state, overview, signal),
+    ]);
     [outer, ...answers].forEach((answer) => this.#map.showSummaries(answer));
     this.#map.showStream(stream);
     this.#map.setOpen(layers, new Set(open));
@@ -65,7 +105,10 @@ export default class Forward extends View {
     if (this.#state === null) return null;
     const { model, prompt, layer, stage } = this.#state;
     const stages = [...asList(layer).map((each) => `blocks.${each}.*`), ...asList(stage)];
-    return { path: "/forward", body: { ...(model ? { model } : {}), prompt, stages: stages.length > 0 ? stages : ["logits"] } };
+    return {
+      path: "/forward",
+      body: { ...(model ? { model } : {}), prompt, stages: stages.length > 0 ? stages : ["logits"] },
+    };
   }
 
   pictures() {
@@ -73,62 +116,127 @@ export default class Forward extends View {
   }
 
   #catalogue() {
-    return this.context.service.model.stages.map(({ name }) => name);
+    return this.model.stages.map(({ name }) => name);
   }
 
-  /** The stages outside of the layers, and the predictions. Worked examples are small: all their stages at once. */
+  /**
+   * The stages outside of the layers, and the predictions. Worked examples are small: all their stages at once.
+   * @param {State} state
+   */
   #outerRequest({ model }) {
     if (isWorkedExample(this.context.service, model)) return { stages: ["*"] };
-    const top_k = Math.min(MAX_PREDICTIONS, this.context.service.model.sizes.d_vocab);
+    const top_k = Math.min(MAX_PREDICTIONS, this.model.sizes.d_vocab);
     return { stages: this.#catalogue().filter((name) => !name.startsWith("blocks.")), top_k };
   }
 
+  /**
+   * @param {Body} base
+   * @param {Set<string>} layers
+   * @param {AbortSignal} signal
+   */
   #summaries(base, layers, signal) {
-    return Promise.all([...layers].map((layer) => cached("/forward", { ...base, stages: [`blocks.${layer}.*`], top_k: 0 }, signal)));
+    return Promise.all(
+      [...layers].map((layer) => cached("/forward", { ...base, stages: [`blocks.${layer}.*`], top_k: 0 }, signal)),
+    );
   }
 
-  /** The residual stream after each layer. */
-  #stream(base, names, signal) {
+  /**
+   * The residual stream after each layer.
+   * @param {Body} base
+   * @param {string[]} names
+   * @param {AbortSignal} signal
+   * @returns {Promise<{ stages: Stage[] }>}
+   */
+  async #stream(base, names, signal) {
     const stages = names.filter((name) => name.startsWith("blocks.") && name.endsWith(".resid_post"));
     return stages.length > 0 ? cached("/forward", { ...base, stages, top_k: 0 }, signal) : { stages: [] };
   }
 
-  /** Show the values of the open stages. Predictions are in the overview already. */
+  /**
+   * Show the values of the open stages. Predictions are in the overview already.
+   * @param {Body} base
+   * @param {string[]} open
+   * @param {State} state
+   * @param {ForwardAnswer} overview
+   * @param {AbortSignal} signal
+   */
   async #showOpen(base, open, state, overview, signal) {
     await Promise.all(
       open.map(async (name) => {
-        if (this.#map.showsPredictions(name)) return this.#map.showPredictions(name, overview, state.position === "" ? overview.tokens.length - 1 : readPosition(state.position, overview.tokens.length));
+        if (this.#map.showsPredictions(name))
+          return this.#map.showPredictions(
+            name,
+            overview,
+            state.position === "" ? overview.tokens.length - 1 : readPosition(state.position, overview.tokens.length),
+          );
         const dims = this.#map.dimsOf(name, overview, this.context.service.model);
         const heads = dims.some((dim) => dim === "head" || dim === "kv_head") ? { heads: [Number(state.head)] } : {};
-        const body = { ...base, stages: [name], ...heads, detail: "values", encoding: "base64", dtype: "float32", top_k: 0 };
+        const body = {
+          ...base,
+          stages: [name],
+          ...heads,
+          detail: "values",
+          encoding: "base64",
+          dtype: "float32",
+          top_k: 0,
+        };
         const answer = await cached("/forward", body, signal);
         return this.#map.showValues(name, answer, Number(state.head));
       }),
     );
   }
 
-  /** The choice of the token whose figures are shown. */
+  /**
+   * The choice of the token whose figures are shown.
+   * @param {ForwardAnswer} overview
+   * @param {string} position
+   */
   #showPositions({ tokens }, position) {
-    const options = [["", "all tokens together"], ...tokens.map((token) => [String(token.position), `${token.position} ${shown(token)}`])];
-    const choose = (event) => this.context.navigate({ position: event.target.value });
+    const options = [
+      ["", "all tokens together"],
+      ...tokens.map((token) => [String(token.position), `${token.position} ${shown(token)}`]),
+    ];
+    const choose = (/** @type {string} */ chosen) => this.context.navigate({ position: chosen });
     const control = this.#position.querySelector("select");
     if (control && this.#shownTokens === tokens) control.value = position;
-    else this.#position.replaceChildren(labelled("Statistics of", select({ onchange: choose }, options, position)));
+    else
+      this.#position.replaceChildren(
+        labelled("Statistics of", select({ onchange: ({ target }) => choose(target.value) }, options, position)),
+      );
     this.#shownTokens = tokens;
   }
 
+  /** @param {ForwardAnswer} overview */
   #showTokens({ tokens, predictions }) {
     this.#tokens.replaceChildren(
-      ...tokens.map((token) => el("li", {}, el("span", { class: "faint" }, String(token.position)), el("span", { class: "token" }, shown(token)), el("span", { class: "faint" }, `id ${token.id}`))),
+      ...tokens.map((token) =>
+        el(
+          "li",
+          {},
+          el("span", { class: "faint" }, String(token.position)),
+          el("span", { class: "token" }, shown(token)),
+          el("span", { class: "faint" }, `id ${token.id}`),
+        ),
+      ),
     );
-    const [first, second] = predictions.at(-1).top;
+    const [first, second] = predictions[predictions.length - 1].top;
     const then = second ? `, then ${quoted(second)} (${percent(second.probability)})` : "";
-    this.#answer.textContent = `The prompt has ${tokens.length} ${tokens.length === 1 ? "token" : "tokens"}. After them, the network finds ${quoted(first)} most likely (${percent(first.probability)})${then}.`;
+    this.#answer.textContent =
+      `The prompt has ${tokens.length} ${tokens.length === 1 ? "token" : "tokens"}. After them, the network finds ` +
+      `${quoted(first)} most likely (${percent(first.probability)})${then}.`;
   }
 
-  /** Open a stage, if it is closed, and bring it into sight. */
+  /** The open layers and stages. */
+  #open() {
+    return { layers: asList(this.#state?.layer ?? ""), stages: asList(this.#state?.stage ?? "") };
+  }
+
+  /**
+   * Open a stage, if it is closed, and bring it into sight.
+   * @param {StageEntry} stage
+   */
   async #goTo({ name, layer }) {
-    const [layers, stages] = [asList(this.#state.layer), asList(this.#state.stage)];
+    const { layers, stages } = this.#open();
     await this.context.navigate({
       layer: (layer === null || layers.includes(String(layer)) ? layers : [...layers, layer]).join(","),
       stage: (stages.includes(name) ? stages : [...stages, name]).join(","),
@@ -136,29 +244,51 @@ export default class Forward extends View {
     this.#map.reveal(name);
   }
 
+  /** @param {string} layer */
   #toggleLayer(layer) {
-    const open = asList(this.#state.layer);
-    const stages = asList(this.#state.stage);
+    const { layers: open, stages } = this.#open();
     const isOpen = open.includes(layer) || stages.some((stage) => layerOf(stage) === layer);
     const layers = isOpen ? open.filter((each) => each !== layer) : [...open, layer];
-    this.context.navigate({ layer: layers.join(","), stage: isOpen ? stages.filter((stage) => layerOf(stage) !== layer).join(",") : this.#state.stage });
+    this.context.navigate({
+      layer: layers.join(","),
+      stage: stages.filter((stage) => !isOpen || layerOf(stage) !== layer).join(","),
+    });
   }
 
+  /** @param {string} name */
   #toggleStage(name) {
-    const open = asList(this.#state.stage);
-    this.context.navigate({ stage: (open.includes(name) ? open.filter((each) => each !== name) : [...open, name]).join(",") });
+    const { stages } = this.#open();
+    this.context.navigate({
+      stage: (stages.includes(name) ? stages.filter((each) => each !== name) : [...stages, name]).join(","),
+    });
   }
 }
 
-/** What the address still says of an earlier prompt or model, and what replaces it: what does not exist now is left out. */
+/**
+ * What the address still says of an earlier prompt or model, and what replaces it: what does not exist now is left out.
+ * @param {State} state
+ * @param {string[]} names
+ * @param {Architecture} architecture
+ * @param {number} numTokens
+ * @returns {Partial<typeof Forward.params>}
+ */
 function stale({ layer, stage, head, position }, names, { num_heads: numHeads }, numTokens) {
   const kept = {
-    layer: asList(layer).filter((each) => names.some((name) => layerOf(name) === each)).join(","),
-    stage: asList(stage).filter((each) => names.includes(each)).join(","),
+    layer: asList(layer)
+      .filter((each) => names.some((name) => layerOf(name) === each))
+      .join(","),
+    stage: asList(stage)
+      .filter((each) => names.includes(each))
+      .join(","),
     head: Number(head) < numHeads ? head : "0",
     position: position === "" || isPosition(position, numTokens) ? position : "",
   };
-  return Object.fromEntries(Object.entries(kept).filter(([name, value]) => value !== { layer, stage, head, position }[name]));
+  return {
+    ...(kept.layer !== layer && { layer: kept.layer }),
+    ...(kept.stage !== stage && { stage: kept.stage }),
+    ...(kept.head !== head && { head: kept.head }),
+    ...(kept.position !== position && { position: kept.position }),
+  };
 }
 
 customElements.define("forward-view", Forward);

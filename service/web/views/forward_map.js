@@ -1,6 +1,6 @@
 // The map of a network: the embeddings, the layers, and what follows them, with the residual stream as a line.
 
-import { el } from "../dom.js";
+import { el, find } from "../dom.js";
 import { bar } from "../draw/bars.js";
 import { number, shown } from "../format.js";
 import { dataTable } from "../draw/data_table.js";
@@ -10,17 +10,36 @@ import { captionsOf, partsOf } from "./block_map.js";
 import "./next_tokens.js";
 import { StageCard, StageValues } from "./stage_card.js";
 
+/**
+ * @import { Architecture, ForwardAnswer, Model, Stage } from "../answers.js"
+ * @import { StageEntry } from "../stages.js"
+ * @import { Part } from "./block_map.js"
+ * @typedef {ForwardAnswer & { position: number }} AnswerAt
+ * @typedef {HTMLElement & { show: (answer: AnswerAt) => void }} Predictions
+ */
+
 const PREDICTIONS = ["logits", "probabilities"];
 
-/** <forward-map>. Events "layer" {layer}, "stage" {name}, "head" {head} and "position" {position}, for its owner to act on. */
+/**
+ * <forward-map>. Events "layer" {layer}, "stage" {name}, "head" {head} and "position" {position}, for its owner to act
+ * on.
+ */
 export class ForwardMap extends HTMLElement {
-  #key = null;
-  #architecture = null;
+  #key = "";
+  /** @type {Architecture} */
+  #architecture;
+  /** @type {StageEntry[]} */
   #stages = [];
-  #cards = new Map(); // name of a stage → its card
-  #layers = new Map(); // layer → its <section>
+  /** @type {Map<string, StageCard>} name of a stage → its card */
+  #cards = new Map();
+  /** @type {Map<string, HTMLElement>} layer → its <section> */
+  #layers = new Map();
 
-  /** Create the cards of all stages, unless they are there. */
+  /**
+   * Create the cards of all stages, unless they are there.
+   * @param {string[]} names
+   * @param {Architecture} architecture
+   */
   build(names, architecture) {
     const key = JSON.stringify([names, architecture]);
     if (key === this.#key) return;
@@ -28,9 +47,15 @@ export class ForwardMap extends HTMLElement {
     this.#stages = names.map((name) => describe(name, architecture));
     this.#cards.clear();
     this.#layers.clear();
-    const before = names.slice(0, names.findIndex((name) => name.startsWith("blocks.")));
+    const before = names.slice(
+      0,
+      names.findIndex((name) => name.startsWith("blocks.")),
+    );
     const after = names.filter((name) => !name.startsWith("blocks.") && !before.includes(name));
-    const layers = Map.groupBy(names.filter((name) => name.startsWith("blocks.")), (name) => name.split(".")[1]);
+    const layers = Map.groupBy(
+      names.filter((name) => name.startsWith("blocks.")),
+      (name) => name.split(".")[1],
+    );
     this.replaceChildren(
       this.#outside("Embeddings: from tokens to the residual stream", before),
       ...[...layers].map(([layer, stages]) => this.#layer(layer, stages)),
@@ -38,52 +63,92 @@ export class ForwardMap extends HTMLElement {
     );
   }
 
-  /** Show the shapes and summaries of the stages of an answer. */
+  /**
+   * Show the shapes and summaries of the stages of an answer.
+   * @param {{ stages: Stage[] }} answer
+   */
   showSummaries({ stages }) {
-    for (const stage of stages) if (stage.summary) this.#cards.get(stage.name)?.showSummary(stage);
+    for (const { name, shape, dims, summary } of stages)
+      if (summary) this.#cards.get(name)?.showSummary({ shape, dims, summary });
   }
 
-  /** Show how long the residual stream is after each layer, from an answer for the stages `resid_post`. */
+  /**
+   * Show how long the residual stream is after each layer, from an answer for the stages `resid_post`.
+   * @param {{ stages: Stage[] }} answer
+   */
   showStream({ stages }) {
-    const largest = Math.max(...stages.map(({ summary }) => summary.l2));
+    const largest = Math.max(...stages.map(({ summary }) => summary?.l2 ?? 0));
     for (const { name, summary } of stages) {
-      const box = this.#layers.get(name.split(".")[1]).querySelector(".stream-length");
-      box.replaceChildren(el("span", { class: "faint" }, `length of the stream after it: ${number(summary.l2)}`), el("span", { class: "bar-cell" }, bar(summary.l2 / largest)));
+      const section = this.#layers.get(name.split(".")[1]);
+      if (!section) continue;
+      find(section, ".stream-length").replaceChildren(
+        el("span", { class: "faint" }, `length of the stream after it: ${number(summary?.l2)}`),
+        el("span", { class: "bar-cell" }, bar((summary?.l2 ?? 0) / largest)),
+      );
     }
   }
 
-  /** Open these layers and stages, and close all others. */
+  /**
+   * Open these layers and stages, and close all others.
+   * @param {Set<string>} layers
+   * @param {Set<string>} stages
+   */
   setOpen(layers, stages) {
     for (const [layer, section] of this.#layers) {
-      section.querySelector("button").setAttribute("aria-expanded", String(layers.has(layer)));
-      section.querySelector(".layer-map").hidden = !layers.has(layer);
+      find(section, "button").setAttribute("aria-expanded", String(layers.has(layer)));
+      find(section, ".layer-map").hidden = !layers.has(layer);
     }
     for (const [name, card] of this.#cards) card.setOpen(stages.has(name));
   }
 
+  /** @param {string} name */
   showsPredictions(name) {
     return PREDICTIONS.includes(name) || name === "loss";
   }
 
+  /**
+   * @param {string} name
+   * @param {ForwardAnswer} answer
+   * @param {number} position
+   */
   showPredictions(name, answer, position) {
-    const card = this.#cards.get(name);
+    const card = this.#cardOf(name);
     card.setOpen(true, () => (name === "loss" ? lossTable() : this.#passOn(el("next-tokens"), "position")));
-    const [content] = card.body.children;
+    const content = /** @type {Predictions} */ (card.body.children[0]);
     content.show({ ...answer, position });
   }
 
-  /** The names of the axes of a stage. An unknown stage has none: the service says what is wrong with it. */
+  /**
+   * The names of the axes of a stage. An unknown stage has none: the service says what is wrong with it.
+   * @param {string} name
+   * @param {{ stages: Stage[] }} answer
+   * @param {Model | null} model
+   */
   dimsOf(name, { stages }, model) {
-    return (stages.find((stage) => stage.name === name) ?? model?.stages.find((stage) => stage.name === name))?.dims ?? [];
+    return (
+      (stages.find((stage) => stage.name === name) ?? model?.stages.find((stage) => stage.name === name))?.dims ?? []
+    );
   }
 
-  /** Show the values of a stage, which the answer has for one head. */
-  showValues(name, { tokens, stages: [stage] }, head) {
+  /** @param {string} name */
+  #cardOf(name) {
     const card = this.#cards.get(name);
     if (!card) throw new Error(`stage: “${name}” is not the name of a stage of this network.`);
+    return card;
+  }
+
+  /**
+   * Show the values of a stage, which the answer has for one head.
+   * @param {string} name
+   * @param {ForwardAnswer} answer
+   * @param {number} head
+   */
+  showValues(name, { tokens, stages: [stage] }, head) {
+    const card = this.#cardOf(name);
     card.setOpen(true, (entry) => this.#passOn(new StageValues(entry), "head"));
     const { num_heads: numHeads, num_kv_heads: numKvHeads } = this.#architecture;
-    card.body.querySelector("stage-values").show({ tokens, stage, head, numHeads, kvHead: Math.floor((head * numKvHeads) / numHeads) });
+    const kvHead = Math.floor((head * numKvHeads) / numHeads);
+    find(card.body, "stage-values").show({ tokens, stage, head, numHeads, kvHead });
   }
 
   /** The entries of all stages, in the order of the computation. */
@@ -91,44 +156,87 @@ export class ForwardMap extends HTMLElement {
     return this.#stages;
   }
 
-  /** Bring a stage into sight, and the keyboard to its button. */
+  /**
+   * Bring a stage into sight, and the keyboard to its button.
+   * @param {string} name
+   */
   reveal(name) {
-    const card = this.#cards.get(name);
+    const card = this.#cardOf(name);
     card.scrollIntoView({ block: "start" });
-    card.querySelector("button").focus({ preventScroll: true });
+    find(card, "button").focus({ preventScroll: true });
   }
 
   pictures() {
     const open = [...this.#cards.values()].filter((card) => card.isOpen && card.body.querySelector("heat-map"));
-    return open.map((card) => ({ name: card.stage.name, element: card.body.querySelector("heat-map") }));
+    return open.map((card) => ({ name: card.stage.name, element: find(card.body, "heat-map") }));
   }
 
-  /** Repeat an event of an element inside as an event of the map. */
+  /**
+   * Repeat an event of an element inside as an event of the map.
+   * @param {HTMLElement} element
+   * @param {"head" | "position"} name
+   */
   #passOn(element, name) {
-    element.addEventListener(name, ({ detail }) => this.#emit(name, detail));
+    element.addEventListener(name, (event) => event instanceof CustomEvent && this.#emit(name, event.detail));
     return element;
   }
 
+  /**
+   * @param {"layer" | "stage" | "head" | "position"} name
+   * @param {object} detail
+   */
   #emit(name, detail) {
     this.dispatchEvent(new CustomEvent(name, { detail }));
   }
 
+  /**
+   * @param {string} title
+   * @param {string[]} names
+   */
   #outside(title, names) {
     const stages = names.map((name) => describe(name, this.#architecture));
     return el("section", { class: "outside" }, el("h3", {}, title), this.#grid(stages));
   }
 
+  /**
+   * @param {string} layer
+   * @param {string[]} names
+   */
   #layer(layer, names) {
     const id = `layer-${layer}`;
-    const button = el("button", { type: "button", class: "layer-open", "aria-expanded": "false", "aria-controls": id, onclick: () => this.#emit("layer", { layer }) }, `Layer ${layer}`);
-    const map = el("div", { class: "layer-map", id, hidden: true }, partsOf(names, this.#architecture).map((part) => this.#part(part)));
-    const section = el("section", { class: "layer", dataset: { layer } }, el("h3", {}, button, el("span", { class: "faint" }, ` ${names.length} stages`)), el("p", { class: "stream-length" }), map);
+    const button = el(
+      "button",
+      {
+        type: "button",
+        class: "layer-open",
+        "aria-expanded": "false",
+        "aria-controls": id,
+        onclick: () => this.#emit("layer", { layer }),
+      },
+      `Layer ${layer}`,
+    );
+    const map = el(
+      "div",
+      { class: "layer-map", id, hidden: true },
+      partsOf(names, this.#architecture).map((part) => this.#part(part)),
+    );
+    const section = el(
+      "section",
+      { class: "layer", dataset: { layer } },
+      el("h3", {}, button, el("span", { class: "faint" }, ` ${names.length} stages`)),
+      el("p", { class: "stream-length" }),
+      map,
+    );
     this.#layers.set(layer, section);
     return section;
   }
 
+  /** @param {Part} part */
   #part(part) {
-    const sections = part.sections.map(({ title, term: id, stages }) => [title ? el("h4", {}, id ? term(id, title) : title) : "", this.#grid(stages)]);
+    const sections = part.sections.map(({ title, term: id, stages }) => [
+      title ? el("h4", {}, id ? term(id, title) : title) : "",
+      this.#grid(stages),
+    ]);
     if (part.branch === "stream") return el("div", { class: "on-stream" }, sections);
     const [begin, end] = captionsOf(part, this.#architecture);
     const name = part.branch === "attention" ? "Attention" : "Feed-forward network";
@@ -141,6 +249,7 @@ export class ForwardMap extends HTMLElement {
     );
   }
 
+  /** @param {StageEntry[]} stages */
   #grid(stages) {
     const cards = stages.map((stage) => {
       const card = new StageCard(stage);
@@ -154,22 +263,31 @@ export class ForwardMap extends HTMLElement {
 
 customElements.define("forward-map", ForwardMap);
 
-/** The loss at each position as a table. */
+/**
+ * The loss at each position as a table.
+ * @returns {Predictions}
+ */
 function lossTable() {
-  let answer = null;
+  /** @type {AnswerAt} */
+  let answer;
   const read = () => ({
     caption: "Loss of predicting the token after each position",
     columns: ["position", "token", "loss of the next token"],
-    rows: answer.tokens.map((token, index) => [String(token.position), shown(token), number(answer.loss.per_token[index])]),
+    rows: answer.tokens.map((token, index) => [
+      String(token.position),
+      shown(token),
+      number(answer.loss.per_token[index]),
+    ]),
   });
   const table = dataTable(read, "Loss at each position");
   const said = el("p");
-  const box = el("div", {}, said, table);
-  box.show = (next) => {
+  const show = (/** @type {AnswerAt} */ next) => {
     answer = next;
-    said.textContent = `Mean loss ${number(answer.loss.mean)}, perplexity ${number(answer.loss.perplexity)}. Each loss stands at the position before the token that it is about. The view “Loss” shows it at that token.`;
+    said.textContent =
+      `Mean loss ${number(answer.loss.mean)}, perplexity ${number(answer.loss.perplexity)}. Each loss stands at ` +
+      "the position before the token that it is about. The view “Loss” shows it at that token.";
     table.open = true;
     table.refresh();
   };
-  return box;
+  return Object.assign(el("div", {}, said, table), { show });
 }

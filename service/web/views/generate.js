@@ -1,28 +1,66 @@
 // Generate: the continuation of a prompt as a stream, each token coloured by its probability.
 
-import { postJson, postStream } from "../api.js";
+import { ApiError, isAbort, postJson, postStream } from "../api.js";
 import { el, labelled } from "../dom.js";
 import { barLegend } from "../draw/bars.js";
 import { dataTable } from "../draw/data_table.js";
 import "../draw/token_strip.js";
 import { count, percent, quoted, shown } from "../format.js";
-import { SAMPLING, SamplingControls, nameAndValue, numeric } from "../sampling_controls.js";
+import { SAMPLING, SamplingControls, eachSetting, nameAndValue, numeric } from "../sampling_controls.js";
 import { term } from "../terms.js";
 import { View } from "../view.js";
 import { TokenPanel } from "./token_panel.js";
 
+/**
+ * @import { FinishReason, Logprob, TokenLogprob, Usage } from "../answers.js"
+ * @import { Texts } from "../sampling_controls.js"
+ * @import { ViewState } from "../view.js"
+ * @import { Generated } from "./token_panel.js"
+ * @typedef {ViewState & typeof GenerateView.params} State
+ *
+ * A continuation. `end`: the last event of the service, or why there is none; null while it runs.
+ * @typedef {{
+ *   key: string, body: Record<string, unknown> | null, promptIds: number[] | null, tokens: Generated[], text: string,
+ *   end: { finish_reason: FinishReason, usage?: Usage } | "stopped" | "failed" | null, stopper: AbortController,
+ *   promise: Promise<void>,
+ * }} Run
+ */
+
 const NUM_ALTERNATIVES = 10;
-const ENDS = { length: "“Max tokens” was reached", stop: "the model ended the text", cancelled: "the service ended the request", error: "of an error" };
+const ENDS = {
+  length: "“Max tokens” was reached",
+  stop: "the model ended the text",
+  cancelled: "the service ended the request",
+  error: "of an error",
+};
 
 export default class GenerateView extends View {
-  static params = { temperature: "0", top_k: "", top_p: "", seed: "0", max_tokens: "24", chat: "", numbers: "", token: "", try_temperature: "", try_top_k: "", try_top_p: "" };
+  static params = {
+    temperature: "0",
+    top_k: "",
+    top_p: "",
+    seed: "0",
+    max_tokens: "24",
+    chat: "",
+    numbers: "",
+    token: "",
+    try_temperature: "",
+    try_top_k: "",
+    try_top_p: "",
+  };
 
-  #state = null;
-  #continued = null; // {prompt, said}: what the last "Continue" did
-  #run = null; // the continuation that is shown: {key, body, tokens, promise, end, stopper}
-  #lastState = null;
-  #source = null; // what the continuation follows: [model, prompt, chat] as JSON
-  #controls = new SamplingControls({ said: "for the generation", onChange: (values) => this.context.navigate({ ...values, token: "" }) });
+  /** @type {State} */
+  #state;
+  /** @type {{ prompt: string, said: string, isNew: boolean } | null} what the last "Continue" did */
+  #continued = null;
+  /** @type {Run | null} the continuation that is shown */
+  #run = null;
+  #lastState = "";
+  #source = ""; // what the continuation follows: [model, prompt, chat] as JSON
+  #controls = new SamplingControls({
+    said: "for the generation",
+    onChange: (values) => this.context.navigate({ ...values, token: "" }),
+  });
   #maxTokens = this.#box("max_tokens", 1);
   #seed = this.#box("seed", 0);
   #chat = this.#check("chat", { token: "" });
@@ -34,36 +72,85 @@ export default class GenerateView extends View {
   #room = el("span", { class: "faint" });
   #before = el("span", { class: "prompt-text" });
   #strip = el("token-strip");
-  #rendered = el("details", { hidden: true }, el("summary", {}, "What is sent: the prompt as one message of the user, in the chat template of the model"), el("pre", { class: "code", tabindex: "0" }));
+  #sent = el("pre", { class: "code", tabindex: "0" });
+  #rendered = el(
+    "details",
+    { hidden: true },
+    el("summary", {}, "What is sent: the prompt as one message of the user, in the chat template of the model"),
+    this.#sent,
+  );
+  #chatLabel = el("label", {}, this.#chat, " As a chat message");
+  /** @type {HTMLDetailsElement} */
+  #details;
   #panel = new TokenPanel({ onTry: (values) => this.#try(values), onContinue: (token) => this.#continueWith(token) });
   #table = dataTable(() => this.#tableOf(), "Show the tokens as a table");
 
   build() {
-    this.#strip.addEventListener("choose", (event) => this.context.navigate({ token: String(event.detail.index) }));
+    this.#strip.addEventListener("choose", ({ detail }) => this.context.navigate({ token: String(detail.index) }));
     const { model } = this.context.service;
-    const hasTemplate = Boolean(model?.capabilities?.chat_template);
-    const settings = el(
+    const hasTemplate = Boolean(model?.capabilities.chat_template);
+    this.#details = el(
       "details",
       { class: "settings", open: !matchMedia("(max-width: 40rem)").matches },
       this.#summary,
       this.#controls.element,
-      el("div", { class: "row" }, el("span", {}, labelled("Max tokens", this.#maxTokens), " ", this.#room), el("label", {}, "Seed ", this.#seed), el("button", { type: "button", onclick: () => this.#newSeed() }, "New seed"), this.#defaults(), el("label", {}, this.#chat, " As a chat message"), el("label", {}, this.#numbers, " Probabilities below the tokens")),
-      el("p", { class: "faint" }, "With a ", term("temperature"), " of 0, the text is always the same (", term("greedy"), "). With more, the ", term("seed"), " decides what is drawn. To see how a temperature changes the probabilities of one token, select the token in the text.", switchedOff(model?.generation_defaults ?? {})),
-      el("p", { class: "faint", hidden: !hasTemplate }, "“As a chat message” sends the prompt as a single message of the user, in the chat template of the model. Without it, the model continues the prompt as it stands."),
+      el(
+        "div",
+        { class: "row" },
+        el("span", {}, labelled("Max tokens", this.#maxTokens), " ", this.#room),
+        el("label", {}, "Seed ", this.#seed),
+        el("button", { type: "button", onclick: () => this.#newSeed() }, "New seed"),
+        this.#defaults(),
+        this.#chatLabel,
+        el("label", {}, this.#numbers, " Probabilities below the tokens"),
+      ),
+      el(
+        "p",
+        { class: "faint" },
+        "With a ",
+        term("temperature"),
+        " of 0, the text is always the same (",
+        term("greedy"),
+        "). With more, the ",
+        term("seed"),
+        " decides what is drawn. To see how a temperature changes the probabilities of one token, select the " +
+          "token in the text.",
+        switchedOff(model?.generation_defaults ?? {}),
+      ),
+      el(
+        "p",
+        { class: "faint", hidden: !hasTemplate },
+        "“As a chat message” sends the prompt as a single message of the user, in the chat template of the model. " +
+          "Without it, the model continues the prompt as it stands.",
+      ),
     );
     this.append(
-      settings,
+      this.#details,
       el("div", { class: "row run-line" }, this.#stop, this.#status),
       this.#notice,
       this.#rendered,
       el("div", { class: "card generated" }, this.#before, this.#strip),
-      el("p", { class: "legend" }, "Colour: the ", term("probability"), " that the network gave to the ", term("token"), " (temperature 1, all tokens). ", barLegend("0 %", "100 %"), " Select a token, or use the arrow keys and Enter."),
+      el(
+        "p",
+        { class: "legend" },
+        "Colour: the ",
+        term("probability"),
+        " that the network gave to the ",
+        term("token"),
+        " (temperature 1, all tokens). ",
+        barLegend("0 %", "100 %"),
+        " Select a token, or use the arrow keys and Enter.",
+      ),
       this.#table,
       this.#panel.element,
     );
-    this.#chat.parentElement.hidden = !hasTemplate;
+    this.#chatLabel.hidden = !hasTemplate;
   }
 
+  /**
+   * @param {State} state
+   * @param {AbortSignal} signal
+   */
   async update(state, signal) {
     this.#state = state;
     this.#fill(state);
@@ -71,21 +158,25 @@ export default class GenerateView extends View {
     const key = JSON.stringify([state.model, state.prompt, this.#settings(state), state.chat]);
     const isResubmitted = JSON.stringify(state) === this.#lastState;
     this.#lastState = JSON.stringify(state);
-    if (this.#run?.key !== key || this.#run.end === "failed" || (isResubmitted && this.#run.end !== null)) this.#start(key, state);
-    const run = this.#run;
+    const before = this.#run;
+    const isKept = before?.key === key && before.end !== "failed" && !(isResubmitted && before.end !== null);
+    const run = isKept ? before : this.#start(key, state);
     try {
       await Promise.all([run.promise, this.#choose(state, run, signal)]);
     } catch (error) {
-      this.#mark(error.param);
+      if (error instanceof ApiError) this.#mark(error.param);
       throw error;
     }
   }
 
-  /** Bring the field that an error concerns into sight, and mark it. */
+  /**
+   * Bring the field that an error concerns into sight, and mark it.
+   * @param {string | null} name
+   */
   #mark(name) {
-    const field = { max_tokens: this.#maxTokens, seed: this.#seed }[name];
+    const field = name === "max_tokens" ? this.#maxTokens : name === "seed" ? this.#seed : undefined;
     if (!field && !SAMPLING.some((one) => one.name === name)) return;
-    this.querySelector(".settings").open = true;
+    this.#details.open = true;
     field?.setAttribute("aria-invalid", "true");
     (field ?? this.#controls.element).scrollIntoView({ block: "nearest" });
   }
@@ -100,8 +191,8 @@ export default class GenerateView extends View {
 
   /** The prompt and its continuation, or the answer alone if the prompt was a chat message or token ids. */
   text() {
-    const { key, text } = this.#run ?? {};
-    if (!text) return null;
+    if (!this.#run?.text) return null;
+    const { key, text } = this.#run;
     const [, prompt, , chat] = JSON.parse(key);
     return chat || typeof prompt !== "string" ? text : prompt + text;
   }
@@ -110,10 +201,16 @@ export default class GenerateView extends View {
     return this.#run?.tokens.length ? [{ name: "tokens", element: this.#strip }, ...this.#panel.pictures()] : [];
   }
 
-  /** Begin a new continuation, and end the one before. */
+  /**
+   * Begin a new continuation, and end the one before.
+   * @param {string} key
+   * @param {State} state
+   */
   #start(key, state) {
     this.#run?.stopper.abort();
-    const run = { key, body: null, promptIds: null, tokens: [], text: "", end: null, stopper: new AbortController() };
+    const [stopper, promise] = [new AbortController(), Promise.resolve()];
+    /** @type {Run} */
+    const run = { key, body: null, promptIds: null, tokens: [], text: "", end: null, stopper, promise };
     this.#run = run;
     this.#strip.reset("The continuation, token by token");
     const source = JSON.stringify([state.model, state.prompt, state.chat]);
@@ -127,27 +224,41 @@ export default class GenerateView extends View {
       if (run === this.#run) this.#finish(run);
     });
     run.promise.catch(() => {}); // `update` awaits it and reports its error
+    return run;
   }
 
+  /**
+   * @param {Run} run
+   * @param {State} state
+   */
   async #stream(run, state) {
     const { signal } = run.stopper;
     try {
       if (state.chat) await this.#renderChat(run, state, signal);
-      run.body = { ...(state.model && { model: state.model }), prompt: state.chat ? run.promptIds : state.prompt, ...this.#settings(state) };
+      run.body = {
+        ...(state.model && { model: state.model }),
+        prompt: state.chat ? run.promptIds : state.prompt,
+        ...this.#settings(state),
+      };
       const started = performance.now();
       for await (const event of postStream("/generate", run.body, signal)) {
         run.text += event.text ?? "";
-        if (event.finish_reason) run.end = event;
-        else if (event.token) this.#add(run, event);
+        if (event.finish_reason) run.end = { finish_reason: event.finish_reason, usage: event.usage };
+        else if (event.token) this.#add(run, event.token, event.text ?? "");
         if (run === this.#run) this.#say(run, performance.now() - started);
       }
     } catch (error) {
-      run.end = error.name === "AbortError" ? "stopped" : "failed";
+      run.end = isAbort(error) ? "stopped" : "failed";
       if (run.end === "failed") throw error;
     }
   }
 
-  #add(run, { token, text }) {
+  /**
+   * @param {Run} run
+   * @param {TokenLogprob} token
+   * @param {string} text
+   */
+  #add(run, token, text) {
     const own = token.top.find((entry) => entry.id === token.id);
     const probability = token.logprob === null ? null : Math.exp(token.logprob);
     const entry = { id: token.id, text: own ? own.text : text === "" ? null : text, probability, top: token.top };
@@ -155,44 +266,75 @@ export default class GenerateView extends View {
     if (run === this.#run) this.#strip.add({ token: entry, share: probability ?? 0, said: percent(probability) });
   }
 
+  /**
+   * @param {Run} run
+   * @param {number} milliseconds
+   */
   #say(run, milliseconds) {
     const number = count(run.tokens.length);
     const unit = run.tokens.length === 1 ? "token" : "tokens";
-    if (run.end === null) this.#status.textContent = `${number} ${unit} …`;
-    else this.#status.textContent = `${number} ${unit} in ${(milliseconds / 1000).toFixed(2)} s. The text ends because ${ENDS[run.end.finish_reason]}.`;
+    if (run.end === null || typeof run.end === "string") this.#status.textContent = `${number} ${unit} …`;
+    else
+      this.#status.textContent =
+        `${number} ${unit} in ${(milliseconds / 1000).toFixed(2)} s. The text ends because ` +
+        `${ENDS[run.end.finish_reason]}.`;
   }
 
+  /** @param {Run} run */
   #finish(run) {
     this.#stop.disabled = true;
     if (run.end === "stopped") this.#status.textContent = `Stopped after ${count(run.tokens.length)} tokens.`;
     if (run.end === "failed") this.#status.textContent = "";
     this.#table.refresh();
-    this.#showRoom(run.end.usage?.prompt_tokens ?? null);
+    const usage = typeof run.end === "object" ? run.end?.usage : undefined;
+    this.#showRoom(usage?.prompt_tokens ?? null);
   }
 
-  /** How many tokens fit after the prompt. `numPrompt`: null if a run has not said yet how many tokens the prompt has. */
+  /**
+   * How many tokens fit after the prompt. `numPrompt`: null if a run has not said yet how many tokens the prompt has.
+   * @param {number | null} numPrompt
+   */
   #showRoom(numPrompt) {
-    const { max_positions: places } = this.context.service.model.limits;
+    const { max_positions: places } = this.model.limits;
     if (!places) return;
-    this.#maxTokens.max = places - (numPrompt ?? 1);
-    this.#room.textContent = numPrompt === null ? `at most ${count(places)} with the prompt` : `at most ${count(places - numPrompt)}: the context has ${count(places)} places, the prompt takes ${count(numPrompt)}`;
+    this.#maxTokens.max = String(places - (numPrompt ?? 1));
+    this.#room.textContent =
+      numPrompt === null
+        ? `at most ${count(places)} with the prompt`
+        : `at most ${count(places - numPrompt)}: the context has ${count(places)} places, the prompt takes ` +
+          `${count(numPrompt)}`;
   }
 
-  /** The prompt with the chat template of the model. */
+  /**
+   * The prompt with the chat template of the model.
+   * @param {Run} run
+   * @param {State} state
+   * @param {AbortSignal} signal
+   */
   async #renderChat(run, state, signal) {
     const { tokens } = await postJson("/tokenize", { messages: [{ role: "user", content: state.prompt }] }, signal);
     run.promptIds = tokens.map((token) => token.id);
-    this.#rendered.querySelector("pre").textContent = tokens.map((token) => token.text ?? shown(token)).join("");
+    this.#sent.textContent = tokens.map((token) => token.text ?? shown(token)).join("");
   }
 
-  /** The token ids of the prompt, which the text before a token begins with. */
+  /**
+   * The token ids of the prompt, which the text before a token begins with.
+   * @param {Run} run
+   * @param {State} state
+   * @param {AbortSignal} signal
+   */
   async #readPromptIds(run, state, signal) {
     if (Array.isArray(state.prompt)) run.promptIds ??= state.prompt;
     run.promptIds ??= (await postJson("/tokenize", { text: state.prompt }, signal)).tokens.map((token) => token.id);
     return run.promptIds;
   }
 
-  /** Show the alternatives to the chosen token. */
+  /**
+   * Show the alternatives to the chosen token.
+   * @param {State} state
+   * @param {Run} run
+   * @param {AbortSignal} signal
+   */
   async #choose(state, run, signal) {
     this.#strip.mark(null);
     if (state.token === "") return this.#panel.clear();
@@ -200,49 +342,98 @@ export default class GenerateView extends View {
     if (!run.tokens[index]) await run.promise;
     if (signal.aborted) return undefined;
     const token = run.tokens[index];
-    if (!token) throw new Error(`The continuation has no token ${state.token}: in the address, its ${count(run.tokens.length)} tokens are counted from 0.`);
+    if (!token)
+      throw new Error(
+        `The continuation has no token ${state.token}: in the address, its ${count(run.tokens.length)} tokens are ` +
+          "counted from 0.",
+      );
     this.#strip.mark(index);
     const ids = [...(await this.#readPromptIds(run, state, signal)), ...run.tokens.slice(0, index).map(({ id }) => id)];
-    return this.#panel.show({ model: state.model, ids, token, index, wasGreedy: Number(this.#used(state).temperature) === 0, tried: this.#tried(state), canContinue: !state.chat && typeof state.prompt === "string" }, signal);
+    return this.#panel.show(
+      {
+        model: state.model,
+        ids,
+        token,
+        index,
+        wasGreedy: Number(this.#used(state).temperature) === 0,
+        tried: this.#tried(state),
+        canContinue: !state.chat && typeof state.prompt === "string",
+      },
+      signal,
+    );
   }
 
-  /** The fields of the request that the controls decide. */
+  /**
+   * The fields of the request that the controls decide.
+   * @param {State} state
+   */
   #settings(state) {
-    const defaults = this.context.service.model.generation_defaults;
-    const given = [...SAMPLING.map(({ name }) => name), "max_tokens", "seed"].filter((name) => state[name] !== "");
-    const off = { ...("min_p" in defaults && { min_p: 0 }), ...("repetition_penalty" in defaults && { repetition_penalty: 1 }) };
-    return { ...Object.fromEntries(given.map((name) => [name, numeric(state[name])])), ...off, logprobs: Math.min(NUM_ALTERNATIVES, this.context.service.model.config.vocab_size) };
+    const defaults = this.model.generation_defaults;
+    /** @type {(keyof Texts | "max_tokens" | "seed")[]} */
+    const names = [...SAMPLING.map(({ name }) => name), "max_tokens", "seed"];
+    const given = names.filter((name) => state[name] !== "");
+    const off = {
+      ...("min_p" in defaults && { min_p: 0 }),
+      ...("repetition_penalty" in defaults && { repetition_penalty: 1 }),
+    };
+    return {
+      ...Object.fromEntries(given.map((name) => [name, numeric(state[name])])),
+      ...off,
+      logprobs: Math.min(NUM_ALTERNATIVES, this.model.config.vocab_size),
+    };
   }
 
-  /** The texts of the sampling controls: those of the address, else what the model says, else off. */
+  /**
+   * The texts of the sampling controls: those of the address, else what the model says, else off.
+   * @param {State} state
+   */
   #used(state) {
-    const defaults = this.context.service.model.generation_defaults;
-    return Object.fromEntries(SAMPLING.map(({ name, off }) => [name, state[name] !== "" ? state[name] : String(defaults[name] ?? off)]));
+    const defaults = this.model.generation_defaults;
+    return eachSetting(({ name, off }) => (state[name] !== "" ? state[name] : String(defaults[name] ?? off)));
   }
 
-  /** What the sliders of a token show: the settings of the text, but temperature 1 in place of 0, which leaves one token. */
+  /**
+   * What the sliders of a token show: the settings of the text, but temperature 1 in place of 0, which leaves one
+   * token.
+   * @param {State} state
+   */
   #tried(state) {
     const used = this.#used(state);
     if (Number(used.temperature) === 0) used.temperature = "1";
-    return Object.fromEntries(SAMPLING.map(({ name }) => [name, state[`try_${name}`] || used[name]]));
+    return eachSetting(({ name }) => state[`try_${name}`] || used[name]);
   }
 
+  /** @param {Texts} values */
   #try(values) {
-    this.context.navigate(Object.fromEntries(Object.entries(values).map(([name, text]) => [`try_${name}`, text])), { replace: true });
+    this.context.navigate(Object.fromEntries(Object.entries(values).map(([name, text]) => [`try_${name}`, text])), {
+      replace: true,
+    });
   }
 
+  /** @param {Logprob} token */
   #continueWith(token) {
-    const before = this.#run.tokens.slice(0, Number(this.#state.token)).map(({ text }) => text ?? "").join("");
-    const prompt = this.#state.prompt + before + token.text;
-    this.#continued = { prompt, said: `The prompt now goes on to ${quoted(token)}, and the model continues from there. Back undoes this.`, isNew: true };
+    const before = (this.#run?.tokens ?? [])
+      .slice(0, Number(this.#state.token))
+      .map(({ text }) => text ?? "")
+      .join("");
+    const prompt = `${this.#state.prompt}${before}${token.text}`;
+    this.#continued = {
+      prompt,
+      said: `The prompt now goes on to ${quoted(token)}, and the model continues from there. Back undoes this.`,
+      isNew: true,
+    };
     this.context.navigate({ prompt, token: "" });
   }
 
+  /** @param {State} state */
   #fill(state) {
     const used = this.#used(state);
     this.#controls.show(used);
     for (const field of [this.#maxTokens, this.#seed]) field.removeAttribute("aria-invalid");
-    const drawn = Number(used.temperature) === 0 ? ["temperature 0"] : [...SAMPLING.map((one) => nameAndValue(one, used[one.name])), `seed ${state.seed}`];
+    const drawn =
+      Number(used.temperature) === 0
+        ? ["temperature 0"]
+        : [...SAMPLING.map((one) => nameAndValue(one, used[one.name])), `seed ${state.seed}`];
     this.#summary.textContent = `Settings: ${drawn.join(", ")}, at most ${state.max_tokens} tokens`;
     if (document.activeElement !== this.#maxTokens) this.#maxTokens.value = state.max_tokens;
     if (document.activeElement !== this.#seed) this.#seed.value = state.seed;
@@ -252,21 +443,41 @@ export default class GenerateView extends View {
     this.#rendered.hidden = state.chat === "";
   }
 
-  /** Say what "Continue" did, as long as its prompt is shown. */
+  /**
+   * Say what "Continue" did, as long as its prompt is shown.
+   * @param {State} state
+   */
   #showNotice(state) {
-    this.#notice.hidden = this.#continued?.prompt !== state.prompt;
-    this.#notice.textContent = this.#notice.hidden ? "" : this.#continued.said;
-    if (this.#notice.hidden || !this.#continued.isNew) return;
-    this.#continued.isNew = false;
+    const continued = this.#continued?.prompt === state.prompt ? this.#continued : null;
+    this.#notice.hidden = continued === null;
+    this.#notice.textContent = continued?.said ?? "";
+    if (!continued?.isNew) return;
+    continued.isNew = false;
     this.#notice.focus(); // the button that had it is gone
   }
 
+  /**
+   * @param {"max_tokens" | "seed"} name
+   * @param {number} min
+   */
   #box(name, min) {
-    return el("input", { type: "number", min, step: 1, class: "short", onchange: (event) => this.context.navigate({ [name]: event.target.value, token: "" }) });
+    return el("input", {
+      type: "number",
+      min,
+      step: 1,
+      class: "short",
+      onchange: ({ target }) => this.context.navigate({ [name]: target.value, token: "" }),
+    });
   }
 
+  /**
+   * @param {"chat" | "numbers"} name
+   * @param {{ token?: string }} others
+   */
   #check(name, others) {
-    return el("input", { type: "checkbox", onchange: (event) => this.context.navigate({ [name]: event.target.checked ? "1" : "", ...others }) });
+    const box = el("input", { type: "checkbox" });
+    box.addEventListener("change", () => this.context.navigate({ [name]: box.checked ? "1" : "", ...others }));
+    return box;
   }
 
   #newSeed() {
@@ -277,22 +488,39 @@ export default class GenerateView extends View {
   #defaults() {
     const button = el("button", { type: "button" }, "Use the model's defaults");
     button.addEventListener("click", () => {
-      const defaults = this.context.service.model.generation_defaults;
-      this.context.navigate({ ...Object.fromEntries(SAMPLING.map(({ name, off }) => [name, String(defaults[name] ?? off)])), token: "" });
+      const defaults = this.model.generation_defaults;
+      this.context.navigate({ ...eachSetting(({ name, off }) => String(defaults[name] ?? off)), token: "" });
     });
     return button;
   }
 
   #tableOf() {
-    const rows = (this.#run?.tokens ?? []).map((token, index) => [String(index + 1), shown(token), String(token.id), percent(token.probability), shown(token.top[0])]);
-    return { caption: "The tokens of the continuation, counted from 1", columns: ["number", "token", "id", "probability", "most likely token"], rows };
+    const rows = (this.#run?.tokens ?? []).map((token, index) => [
+      String(index + 1),
+      shown(token),
+      String(token.id),
+      percent(token.probability),
+      shown(token.top[0]),
+    ]);
+    return {
+      caption: "The tokens of the continuation, counted from 1",
+      columns: ["number", "token", "id", "probability", "most likely token"],
+      rows,
+    };
   }
 }
 
-/** What the defaults of the model have, but the requests of this view switch off. */
+/**
+ * What the defaults of the model have, but the requests of this view switch off.
+ * @param {Record<string, number>} defaults
+ */
 function switchedOff(defaults) {
-  const given = ["min_p", "repetition_penalty"].filter((name) => name in defaults).map((name) => `${name} ${defaults[name]}`);
-  return given.length > 0 ? ` The model's own ${given.join(" and ")} ${given.length > 1 ? "are" : "is"} switched off here.` : "";
+  const given = ["min_p", "repetition_penalty"]
+    .filter((name) => name in defaults)
+    .map((name) => `${name} ${defaults[name]}`);
+  return given.length > 0
+    ? ` The model's own ${given.join(" and ")} ${given.length > 1 ? "are" : "is"} switched off here.`
+    : "";
 }
 
 customElements.define("generate-view", GenerateView);

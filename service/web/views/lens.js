@@ -12,18 +12,58 @@ import { View } from "../view.js";
 import { chance, rowName, whereItWins } from "./lens_answers.js";
 import { isOther, isPosition } from "./positions.js";
 
+/**
+ * @import { LensAnswer, Prompt } from "../answers.js"
+ * @import { ViewState } from "../view.js"
+ * @typedef {ViewState & typeof Lens.params} State
+ * @typedef {{ prompt: Prompt, size: number, numGenerated: number }} Text the tokens to look at
+ * @typedef {keyof typeof CELLS} Cells
+ * @typedef {Text & {
+ *   state: State, body: Record<string, unknown>, answer: LensAnswer, first: number, row: number, position: number,
+ *   cells: Cells,
+ * }} Shown
+ */
+
 const WINDOW = 24; // positions that are shown at once
 const NUM_TOKENS = 5;
-const CELLS = { token: "the most likely token", rank: "the rank of the followed token", probability: "the probability of the followed token" };
+const CELLS = {
+  token: "the most likely token",
+  rank: "the rank of the followed token",
+  probability: "the probability of the followed token",
+};
 const PIECE = "\ufffd"; // stands for bytes that are not a whole character
 
 export default class Lens extends View {
   static needs = "attribution";
-  /** `row`: "" is the output; `pos`: "" is the last one; `from`: the first position shown; `token`: a token to follow. */
+  /**
+   * `row`: "" is the output; `pos`: "" is the last one; `from`: the first position shown; `token`: a token to follow.
+   */
   static params = { row: "", pos: "", from: "", generate: "0", token: "", cells: "token", lens: "" };
 
   #answer = el("p", { class: "answer" });
   #form = el("form", { class: "row", "aria-label": "Options of the logit lens" });
+  #generate = el("input", { name: "generate", type: "number", min: "0", class: "short" });
+  #token = el("input", {
+    name: "token",
+    size: "12",
+    placeholder: "the final one",
+    spellcheck: "false",
+    autocomplete: "off",
+  });
+  #lens = select(
+    { name: "lens", onchange: ({ target }) => this.context.navigate({ lens: target.value }) },
+    [
+      ["", "default"],
+      ["tuned", "tuned"],
+      ["plain", "plain"],
+    ],
+    "",
+  );
+  #cells = select(
+    { name: "cells", onchange: ({ target }) => this.context.navigate({ cells: target.value }) },
+    Object.entries(CELLS),
+    "token",
+  );
   #hint = el("p", { class: "row is-kept", role: "status" });
   #generated = el("p", { class: "faint" });
   #pager = el("div", { class: "row" });
@@ -31,43 +71,80 @@ export default class Lens extends View {
   #grid = el("cell-grid");
   #one = el("section", { "aria-label": "The selected cell" });
   #table = dataTable(() => this.#tableOf());
-  #shown = null; // {state, body, answer, first, row, position, ...}
+  /** @type {Shown} */
+  #shown;
 
   build() {
-    const meaning = el("p", { class: "faint" }, "The ", term("logit_lens"), " takes the ", term("residual"), " in the middle of the network, and reads it as if it were the end: with the last ", term("norm"), " and the ", term("unembedding"), ". Each column is a position, and its cells guess the token after it. Rows go down through the layers.");
+    const meaning = el(
+      "p",
+      { class: "faint" },
+      "The ",
+      term("logit_lens"),
+      " takes the ",
+      term("residual"),
+      " in the middle of the network, and reads it as if it were the end: with the last ",
+      term("norm"),
+      " and the ",
+      term("unembedding"),
+      ". Each column is a position, and its cells guess the token after it. Rows go down through the layers.",
+    );
     this.#buildForm();
-    this.append(this.#answer, meaning, this.#form, this.#hint, this.#generated, this.#pager, this.#grid, this.#legend, this.#table, this.#one);
-    this.#grid.addEventListener("choose", ({ detail }) => this.context.navigate({ row: String(detail.row), pos: String(this.#shown.first + detail.column) }));
+    this.append(
+      this.#answer,
+      meaning,
+      this.#form,
+      this.#hint,
+      this.#generated,
+      this.#pager,
+      this.#grid,
+      this.#legend,
+      this.#table,
+      this.#one,
+    );
+    this.#grid.addEventListener("choose", ({ detail }) =>
+      this.context.navigate({ row: String(detail.row), pos: String(this.#shown.first + detail.column) }),
+    );
   }
 
   #buildForm() {
-    const generate = el("input", { name: "generate", type: "number", min: "0", class: "short" });
-    const token = el("input", { name: "token", size: "12", placeholder: "the final one", spellcheck: "false", autocomplete: "off" });
-    const change = (name) => (event) => this.context.navigate({ [name]: event.target.value });
-    const lens = select({ name: "lens", onchange: change("lens") }, [["", "default"], ["tuned", "tuned"], ["plain", "plain"]], "");
-    const cells = select({ name: "cells", onchange: change("cells") }, Object.entries(CELLS), "token");
-    const offersTuned = this.context.service.model?.capabilities?.tuned_lens;
-    this.#form.append(labelled("Also generate", generate), " tokens", labelled("Follow the token", token), el("button", { type: "submit" }, "Apply"), labelled("Cells show", cells), offersTuned ? labelled("Lens", lens) : "");
-    token.addEventListener("input", () => this.#offerSpace());
+    const offersTuned = this.context.service.model?.capabilities.tuned_lens;
+    this.#form.append(
+      labelled("Also generate", this.#generate),
+      " tokens",
+      labelled("Follow the token", this.#token),
+      el("button", { type: "submit" }, "Apply"),
+      labelled("Cells show", this.#cells),
+      offersTuned ? labelled("Lens", this.#lens) : "",
+    );
+    this.#token.addEventListener("input", () => this.#offerSpace());
     this.#form.addEventListener("submit", (event) => {
       event.preventDefault();
-      this.context.navigate({ generate: generate.value, token: token.value, pos: "", from: "" });
+      this.context.navigate({ generate: this.#generate.value, token: this.#token.value, pos: "", from: "" });
     });
   }
 
+  /**
+   * @param {State} state
+   * @param {AbortSignal} signal
+   * @returns {Promise<void>}
+   */
   async update(state, signal) {
     checkCount(state.generate);
-    for (const name of ["generate", "token", "cells", "lens"]) if (this.#form.elements[name]) this.#form.elements[name].value = state[name];
-    readChoice(state.cells, "cells", Object.keys(CELLS));
+    this.#generate.value = state.generate;
+    this.#token.value = state.token;
+    this.#cells.value = state.cells;
+    this.#lens.value = state.lens;
+    const cells = readChoice(state.cells, "cells", CELLS);
     const text = await this.#readText(state, signal);
-    if (isOther(this.#shown?.state ?? null, state) && state.pos !== "" && !isPosition(state.pos, text.size)) return this.context.navigate({ pos: "", from: "" }, { replace: true });
+    if (isOther(this.#shown?.state, state) && state.pos !== "" && !isPosition(state.pos, text.size))
+      return this.context.navigate({ pos: "", from: "" }, { replace: true });
     const position = state.pos === "" ? text.size - 1 : readIndex(state.pos, "position", text.size);
     const first = this.#firstOf(state, position, text.size);
     const body = this.#body(state, text.prompt, first, Math.min(WINDOW, text.size - first));
     const answer = await cached("/attribute", body, signal).finally(() => this.#offerSpace());
     const row = state.row === "" ? answer.layers.length - 1 : readIndex(state.row, "row", answer.layers.length);
-    const isSame = this.#shown?.answer === answer && this.#shown.cells === state.cells;
-    this.#shown = { state, body, answer, first, row, position, cells: state.cells, ...text };
+    const isSame = this.#shown?.answer === answer && this.#shown.cells === cells;
+    this.#shown = { state, body, answer, first, row, position, cells, ...text };
     if (!isSame) this.#showGrid();
     this.#grid.select(row, position - first);
     this.#showWords();
@@ -80,16 +157,31 @@ export default class Lens extends View {
 
   /** If the grid has the typed token only with a space in front, offer that token. */
   #offerSpace() {
-    const field = this.#form.elements.token;
+    const field = this.#token;
     const layers = this.#shown?.answer.layers ?? [];
     const tops = layers.flatMap(({ positions }) => positions.flatMap(({ top }) => top));
     const typed = field.value;
-    const spaced = /^[ ␣]?$|^[ ␣]/.test(typed) || tops.some(({ text }) => text === typed) ? undefined : tops.find(({ text }) => text === ` ${typed}`);
+    const spaced =
+      /^[ ␣]?$|^[ ␣]/.test(typed) || tops.some(({ text }) => text === typed)
+        ? undefined
+        : tops.find(({ text }) => text === ` ${typed}`);
     const follow = () => {
-      field.value = spaced.text;
+      field.value = ` ${typed}`;
       this.#form.requestSubmit();
     };
-    this.#hint.replaceChildren(...(spaced ? [el("span", {}, "Did you mean ", el("button", { type: "button", class: "small", onclick: follow }, `“${shown(spaced)}”`), ` (id ${spaced.id}), with a space in front? The grid has this token.`)] : []));
+    this.#hint.replaceChildren(
+      ...(spaced
+        ? [
+            el(
+              "span",
+              {},
+              "Did you mean ",
+              el("button", { type: "button", class: "small", onclick: follow }, `“${shown(spaced)}”`),
+              ` (id ${spaced.id}), with a space in front? The grid has this token.`,
+            ),
+          ]
+        : []),
+    );
     this.#hint.hidden = spaced === undefined;
   }
 
@@ -101,7 +193,12 @@ export default class Lens extends View {
     return this.#shown ? [{ name: "logit lens", element: this.#grid.picture() }] : [];
   }
 
-  /** The tokens to look at: {prompt, size, numGenerated}. */
+  /**
+   * The tokens to look at.
+   * @param {State} state
+   * @param {AbortSignal} signal
+   * @returns {Promise<Text>}
+   */
   async #readText({ model, prompt, generate }, signal) {
     if (generate !== "0") {
       const body = { ...(model ? { model } : {}), prompt, max_tokens: Number(generate), temperature: 0, echo: true };
@@ -112,34 +209,67 @@ export default class Lens extends View {
     return { prompt, size, numGenerated: 0 };
   }
 
+  /**
+   * @param {State} state
+   * @param {number} position
+   * @param {number} size
+   */
   #firstOf({ from }, position, size) {
     const latest = Math.max(0, size - WINDOW);
     const first = from === "" ? latest : readIndex(from, "position", size);
-    return position < first || position >= first + WINDOW ? Math.min(latest, Math.max(0, position - WINDOW / 2)) : first;
+    return position < first || position >= first + WINDOW
+      ? Math.min(latest, Math.max(0, position - WINDOW / 2))
+      : first;
   }
 
+  /**
+   * @param {State} state
+   * @param {Prompt} prompt
+   * @param {number} first
+   * @param {number} size
+   */
   #body({ model, token, lens }, prompt, first, size) {
-    const { capabilities, sizes } = this.context.service.model;
+    const { capabilities, sizes } = this.model;
     // Labels of tokens show a space as ␣, so a copied label means a space.
-    const followed = token === "" ? {} : { token: capabilities.tokenizer ? token.replaceAll("␣", " ") : readIndex(token, "token", sizes.d_vocab) };
+    const followed =
+      token === ""
+        ? {}
+        : { token: capabilities.tokenizer ? token.replaceAll("␣", " ") : readIndex(token, "token", sizes.d_vocab) };
     const positions = Array.from({ length: size }, (_, index) => first + index);
-    return { method: "logit_lens", ...(model ? { model } : {}), prompt, positions, top_k: Math.min(NUM_TOKENS, sizes.d_vocab), ...followed, ...(lens ? { lens } : {}) };
+    return {
+      method: "logit_lens",
+      ...(model ? { model } : {}),
+      prompt,
+      positions,
+      top_k: Math.min(NUM_TOKENS, sizes.d_vocab),
+      ...followed,
+      ...(lens ? { lens } : {}),
+    };
   }
 
-  /** The token whose rank is shown at a column, and its track through the rows. */
+  /**
+   * The token whose rank is shown at a column, and its track through the rows.
+   * @param {number} column
+   */
   #followed(column) {
-    const { answer } = this.#shown;
-    const name = answer.token ? "token" : "final";
-    return { token: answer.token ?? answer.final[column], track: answer.layers.map((layer) => layer[name][column]) };
+    const { token, final, layers } = this.#shown.answer;
+    return {
+      token: token ?? final[column],
+      track: layers.map((layer) => (token && layer.token ? layer.token : layer.final)[column]),
+    };
   }
 
   #showGrid() {
     const { answer, first, cells, size, numGenerated } = this.#shown;
-    const { sizes } = this.context.service.model;
+    const { sizes } = this.model;
     const columns = answer.layers[0].positions.map(({ position }) => {
       const isGenerated = position >= size - numGenerated;
       const label = `${position} ${shown(answer.tokens[position])}`;
-      return { label: isGenerated ? `+${label}` : label, title: `position ${label}${isGenerated ? ", generated" : ""}`, mark: isGenerated };
+      return {
+        label: isGenerated ? `+${label}` : label,
+        title: `position ${label}${isGenerated ? ", generated" : ""}`,
+        mark: isGenerated,
+      };
     });
     const tracks = columns.map((_, column) => this.#followed(column));
     const rows = answer.layers.map((layer, row) => {
@@ -148,17 +278,25 @@ export default class Lens extends View {
         const { token, track } = tracks[column];
         const { rank, probability } = track[row];
         const piece = best.text?.includes(PIECE) ? " (a piece of a character)" : "";
-        const says = `${name}, position ${first + column}: most likely ${quoted(best)}${piece}, id ${best.id}, ${percent(best.probability)}; rank of ${quoted(token)}: ${count(rank)}, probability ${chance(probability)}`;
+        const says =
+          `${name}, position ${first + column}: most likely ${quoted(best)}${piece}, id ${best.id}, ` +
+          `${percent(best.probability)}; rank of ${quoted(token)}: ${count(rank)}, probability ` +
+          `${chance(probability)}`;
         const texts = {
-          token: { text: shown(best), small: percent(best.probability), share: best.probability },
+          token: { text: shown(best), small: percent(best.probability), share: best.probability ?? 0 },
           rank: { text: count(rank), small: shown(token), share: 1 - Math.log1p(rank) / Math.log(sizes.d_vocab) },
-          probability: { text: chance(probability), small: shown(token), share: probability },
+          probability: { text: chance(probability), small: shown(token), share: probability ?? 0 },
         };
         return { ...texts[cells], strong: cells === "token" ? best.id === token.id : rank === 0, says };
       });
       return { label: name, title: layer.stage, cells: drawn };
     });
-    this.#grid.show({ label: `Logit lens: ${CELLS[cells]} after each layer, at each position`, corner: "", columns, rows });
+    this.#grid.show({
+      label: `Logit lens: ${CELLS[cells]} after each layer, at each position`,
+      corner: "",
+      columns,
+      rows,
+    });
     this.#showLegend();
   }
 
@@ -166,13 +304,32 @@ export default class Lens extends View {
     const { answer, cells } = this.#shown;
     const followed = answer.token ? quoted(answer.token) : "the token that the network predicts after the last layer";
     const colours = {
-      token: ["Colour: probability of the most likely token ", barLegend("0 %", "100 %"), `. Bold: it is the followed token, ${followed}.`],
-      rank: ["Colour: rank, on a logarithmic scale ", barLegend(count(this.context.service.model.sizes.d_vocab - 1), "0"), `. The rank counts the tokens that are more likely than the followed one, ${followed}. Rank 0 (bold): it is the most likely token.`],
-      probability: ["Colour: probability of the followed token ", barLegend("0 %", "100 %"), `: ${followed}. Bold: it is the most likely token.`],
+      token: [
+        "Colour: probability of the most likely token ",
+        barLegend("0 %", "100 %"),
+        `. Bold: it is the followed token, ${followed}.`,
+      ],
+      rank: [
+        "Colour: rank, on a logarithmic scale ",
+        barLegend(count(this.model.sizes.d_vocab - 1), "0"),
+        `. The rank counts the tokens that are more likely than the followed one, ${followed}. Rank 0 (bold): it ` +
+          "is the most likely token.",
+      ],
+      probability: [
+        "Colour: probability of the followed token ",
+        barLegend("0 %", "100 %"),
+        `: ${followed}. Bold: it is the most likely token.`,
+      ],
     };
-    const hasPieces = cells === "token" && answer.layers.some(({ positions }) => positions.some(({ top: [best] }) => best.text?.includes(PIECE)));
-    const notes = [" Probabilities are at temperature 1, over the whole vocabulary.", hasPieces && ` ${PIECE}: a token that is a piece of a character.`, answer.layers.some(({ translated }) => translated) && " The residuals are translated by a tuned lens."];
-    this.#legend.replaceChildren(...colours[cells], ...notes.filter(Boolean));
+    const hasPieces =
+      cells === "token" &&
+      answer.layers.some(({ positions }) => positions.some(({ top: [best] }) => best.text?.includes(PIECE)));
+    const notes = [
+      " Probabilities are at temperature 1, over the whole vocabulary.",
+      hasPieces && ` ${PIECE}: a token that is a piece of a character.`,
+      answer.layers.some(({ translated }) => translated) && " The residuals are translated by a tuned lens.",
+    ];
+    this.#legend.replaceChildren(...colours[cells], ...notes.filter((note) => note !== false));
   }
 
   #showWords() {
@@ -181,7 +338,10 @@ export default class Lens extends View {
     this.#answer.textContent = whereItWins(token, position, track);
     this.#generated.hidden = numGenerated === 0;
     const added = answer.tokens.slice(size - numGenerated);
-    this.#generated.textContent = `The model added ${numGenerated} ${numGenerated === 1 ? "token" : "tokens"} (the most likely one each time): ${added.map(quoted).join(" ")}. Their columns begin with “+”. The column before a generated token shows how the network found it.`;
+    this.#generated.textContent =
+      `The model added ${numGenerated} ${numGenerated === 1 ? "token" : "tokens"} (the most likely one each ` +
+      `time): ${added.map(quoted).join(" ")}. Their columns begin with “+”. The column before a generated token ` +
+      "shows how the network found it.";
   }
 
   #showOne() {
@@ -190,29 +350,59 @@ export default class Lens extends View {
     const { top } = answer.layers[row].positions[position - first];
     this.#one.replaceChildren(
       el("h3", {}, `Position ${position} (${shown(answer.tokens[position])}), ${rowName(row, answer.layers.length)}`),
-      el("p", {}, `${quoted(token)} has rank ${count(track[row].rank)} here (rank 0: the most likely token), and a probability of ${chance(track[row].probability)}.`),
-      el("div", { class: "beside" }, barTable({
-        caption: `The ${top.length} most likely tokens (probabilities at temperature 1, over the whole vocabulary).`,
-        columns: ["token", "id", "probability"],
-        rows: top.map((each) => ({ cells: [shown(each), String(each.id), percent(each.probability)], shares: [each.probability], mark: each.id === token.id })),
-      }),
-      el("div", { class: "compact" }, barTable({
-        caption: `${quoted(token)} at position ${position}, through the layers (rank 0: the most likely token).`,
-        columns: ["layer", "rank", "probability"],
-        rows: track.map((each, index) => ({ cells: [rowName(index, track.length), count(each.rank), chance(each.probability)], shares: [each.probability], mark: index === row })),
-      }))),
+      el(
+        "p",
+        {},
+        `${quoted(token)} has rank ${count(track[row].rank)} here (rank 0: the most likely token), and a ` +
+          `probability of ${chance(track[row].probability)}.`,
+      ),
+      el(
+        "div",
+        { class: "beside" },
+        barTable({
+          caption: `The ${top.length} most likely tokens (probabilities at temperature 1, over the whole vocabulary).`,
+          columns: ["token", "id", "probability"],
+          rows: top.map((each) => ({
+            cells: [shown(each), String(each.id), percent(each.probability)],
+            shares: [each.probability],
+            mark: each.id === token.id,
+          })),
+        }),
+        el(
+          "div",
+          { class: "compact" },
+          barTable({
+            caption: `${quoted(token)} at position ${position}, through the layers (rank 0: the most likely token).`,
+            columns: ["layer", "rank", "probability"],
+            rows: track.map((each, index) => ({
+              cells: [rowName(index, track.length), count(each.rank), chance(each.probability)],
+              shares: [each.probability],
+              mark: index === row,
+            })),
+          }),
+        ),
+      ),
     );
   }
 
   #showPager() {
     const { first, size } = this.#shown;
     const shownSize = Math.min(WINDOW, size - first);
-    const go = (from) => () => this.context.navigate({ from: String(from), pos: String(Math.min(size - 1, from + WINDOW - 1)) });
+    const go = (/** @type {number} */ from) => () =>
+      this.context.navigate({ from: String(from), pos: String(Math.min(size - 1, from + WINDOW - 1)) });
     this.#pager.hidden = size <= WINDOW;
     this.#pager.replaceChildren(
-      el("button", { type: "button", disabled: first === 0, onclick: go(Math.max(0, first - WINDOW)) }, "Earlier positions"),
+      el(
+        "button",
+        { type: "button", disabled: first === 0, onclick: go(Math.max(0, first - WINDOW)) },
+        "Earlier positions",
+      ),
       `positions ${first} to ${first + shownSize - 1} of ${size}`,
-      el("button", { type: "button", disabled: first + WINDOW >= size, onclick: go(Math.min(size - WINDOW, first + WINDOW)) }, "Later positions"),
+      el(
+        "button",
+        { type: "button", disabled: first + WINDOW >= size, onclick: go(Math.min(size - WINDOW, first + WINDOW)) },
+        "Later positions",
+      ),
     );
   }
 
@@ -220,16 +410,31 @@ export default class Lens extends View {
     const { answer } = this.#shown;
     const numRows = answer.layers.length;
     return {
-      caption: "The most likely token of each residual (rows) at each position (columns), its probability, and the rank of the followed token (0: the most likely)",
-      columns: ["layer", ...answer.layers[0].positions.map(({ position }) => `${position} ${shown(answer.tokens[position])}`)],
-      rows: answer.layers.map((layer, row) => [rowName(row, numRows), ...layer.positions.map(({ top: [best] }, column) => `${shown(best)} ${percent(best.probability)}, rank ${count(this.#followed(column).track[row].rank)}`)]),
+      caption:
+        "The most likely token of each residual (rows) at each position (columns), its probability, and the rank " +
+        "of the followed token (0: the most likely)",
+      columns: [
+        "layer",
+        ...answer.layers[0].positions.map(({ position }) => `${position} ${shown(answer.tokens[position])}`),
+      ],
+      rows: answer.layers.map((layer, row) => [
+        rowName(row, numRows),
+        ...layer.positions.map(
+          ({ top: [best] }, column) =>
+            `${shown(best)} ${percent(best.probability)}, rank ${count(this.#followed(column).track[row].rank)}`,
+        ),
+      ]),
     };
   }
 }
 
-/** Refuse a text that is not a number of tokens. */
+/**
+ * Refuse a text that is not a number of tokens.
+ * @param {string} text
+ */
 function checkCount(text) {
-  if (!/^\d+$/.test(text)) throw new Error(`“${text}” is not a number of tokens. Write 0, or how many tokens the model shall add.`);
+  if (!/^\d+$/.test(text))
+    throw new Error(`“${text}” is not a number of tokens. Write 0, or how many tokens the model shall add.`);
 }
 
 customElements.define("lens-view", Lens);

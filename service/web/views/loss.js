@@ -11,6 +11,17 @@ import { term } from "../terms.js";
 import { View } from "../view.js";
 import { isOther, isPosition, readPosition } from "./positions.js";
 
+/**
+ * @import { ForwardAnswer, Prediction, Token } from "../answers.js"
+ * @import { ViewState } from "../view.js"
+ * @typedef {ViewState & typeof Loss.params} State
+ * @typedef {{ token: Token, position: number, loss: number | null, guesses: Prediction[] }} Predicted
+ * @typedef {Predicted & { loss: number }} Known
+ * @typedef {{
+ *   state: State, body: Record<string, unknown>, answer: ForwardAnswer, predicted: Predicted[],
+ * }} Shown
+ */
+
 const NUM_GUESSES = 5;
 const NUM_SURPRISES = 3;
 
@@ -26,24 +37,53 @@ export default class Loss extends View {
   #summary = el("section", { "aria-label": "Perplexity" });
   #one = el("section", { "aria-label": "The selected token" });
   #table = dataTable(() => this.#tableOf());
-  #shown = null; // {state, body, answer, predicted}
-  #key = null;
+  /** @type {Shown} */
+  #shown;
+  #key = "";
 
   build() {
-    const meaning = el("p", { class: "faint" }, "The number below a token is its ", term("loss"), ". It says how badly the network predicted this token from the tokens before it. The first token has no loss, because no token comes before it. Select a token to see what the network expected instead. The view Forward pass also shows these losses. There, each one stands one position earlier, at the token from which the network predicts.");
-    const note = el("p", { class: "faint" }, "The mean loss is also called ", term("cross_entropy"), ". The ", term("perplexity"), " is e to the power of the mean loss.");
+    const meaning = el(
+      "p",
+      { class: "faint" },
+      "The number below a token is its ",
+      term("loss"),
+      ". It says how badly the network predicted this token from the tokens before it. The first token has no " +
+        "loss, because no token comes before it. Select a token to see what the network expected instead. The view " +
+        "Forward pass also shows these losses. There, each one stands one position earlier, at the token from which " +
+        "the network predicts.",
+    );
+    const note = el(
+      "p",
+      { class: "faint" },
+      "The mean loss is also called ",
+      term("cross_entropy"),
+      ". The ",
+      term("perplexity"),
+      " is e to the power of the mean loss.",
+    );
     this.#summary.append(el("h3", {}, "From losses to perplexity"), this.#formula, note);
     this.append(this.#answer, meaning, this.#strip, this.#legend, this.#one, this.#summary, this.#table);
-    this.#strip.addEventListener("choose", ({ detail }) => this.context.navigate({ position: String(this.#shown.predicted[detail.index].position) }));
+    this.#strip.addEventListener("choose", ({ detail }) =>
+      this.context.navigate({ position: String(this.#shown.predicted[detail.index].position) }),
+    );
   }
 
+  /**
+   * @param {State} state
+   * @param {AbortSignal} signal
+   * @returns {Promise<void>}
+   */
   async update(state, signal) {
     const body = this.#body(state);
     const answer = await cached("/forward", body, signal);
-    const predicted = predictedTokens(answer, ARTICLES[state.model]?.target);
-    const isStale = state.position !== "" && isOther(this.#shown?.state ?? null, state) && !isPosition(state.position, predicted.length);
+    const predicted = predictedTokens(answer, ARTICLES[state.model ?? ""]?.target);
+    const isStale =
+      state.position !== "" && isOther(this.#shown?.state, state) && !isPosition(state.position, predicted.length);
     if (isStale) return this.context.navigate({ position: "" }, { replace: true });
-    const selected = state.position === "" ? (highest(predicted) ?? predicted[0]) : predicted[readPosition(state.position, predicted.length)];
+    const selected =
+      state.position === ""
+        ? (highest(predicted) ?? predicted[0])
+        : predicted[readPosition(state.position, predicted.length)];
     this.#shown = { state, body, answer, predicted };
     this.#showAll(selected);
     this.#showOne(selected);
@@ -59,48 +99,88 @@ export default class Loss extends View {
     return this.#shown ? [{ name: "losses", element: this.#strip }] : [];
   }
 
+  /** @param {State} state */
   #body({ model, prompt }) {
     const isExample = isWorkedExample(this.context.service, model);
-    const top_k = isExample ? {} : { top_k: Math.min(NUM_GUESSES, this.context.service.model.sizes.d_vocab) };
+    const top_k = isExample ? {} : { top_k: Math.min(NUM_GUESSES, this.model.sizes.d_vocab) };
     return { ...(model ? { model } : {}), prompt, stages: ["loss"], detail: "none", ...top_k };
   }
 
+  /** @param {Predicted} selected */
   #showAll(selected) {
     const { answer, predicted } = this.#shown;
-    const known = predicted.filter(({ loss }) => loss !== null);
+    const known = predicted.filter(isKnown);
     const worst = highest(predicted);
     const key = JSON.stringify(predicted);
     if (key !== this.#key) {
       this.#strip.reset("Tokens of the prompt, with the loss of predicting each one");
-      for (const { token, loss } of predicted) this.#strip.add({ token, share: loss === null ? 0 : loss / worst.loss, said: shortLoss(loss) });
+      for (const { token, loss } of predicted)
+        this.#strip.add({ token, share: loss === null || !worst ? 0 : loss / worst.loss, said: shortLoss(loss) });
       this.#key = key;
     }
     this.#strip.mark(predicted.indexOf(selected));
-    this.#legend.replaceChildren(...(worst ? ["Loss in ", term("nat", "nats"), ": ", barLegend("0", number(worst.loss)), ". The stronger the colour, the higher the loss."] : []));
+    this.#legend.replaceChildren(
+      ...(worst
+        ? [
+            "Loss in ",
+            term("nat", "nats"),
+            ": ",
+            barLegend("0", number(worst.loss)),
+            ". The stronger the colour, the higher the loss.",
+          ]
+        : []),
+    );
     const { mean, perplexity } = answer.loss;
     this.#summary.hidden = !worst;
-    if (!worst) this.#answer.textContent = "There is no loss: the network needs at least two tokens to predict one from another.";
-    else
-      this.#answer.textContent = `${surprises(known)} The mean loss is ${number(mean)}, the perplexity ${number(perplexity)}.`;
+    const means = `The mean loss is ${number(mean)}, the perplexity ${number(perplexity)}.`;
+    this.#answer.textContent = worst
+      ? `${surprises(known)} ${means}`
+      : "There is no loss: the network needs at least two tokens to predict one from another.";
     const total = known.reduce((sum, { loss }) => sum + loss, 0);
-    this.#formula.textContent = worst ? `mean loss = ${number(total)} ÷ ${known.length} = ${number(mean)} · perplexity = e^${number(mean)} = ${number(perplexity)}` : "";
+    this.#formula.textContent = worst
+      ? `mean loss = ${number(total)} ÷ ${known.length} = ${number(mean)} · perplexity = e^${number(mean)} = ` +
+        `${number(perplexity)}`
+      : "";
   }
 
+  /** @param {Predicted} predicted */
   #showOne({ token, position, loss, guesses }) {
     if (loss === null) {
-      const reason = position === 0 ? "it is the first token, so the network had nothing to predict it from." : "the article gives no loss for it.";
-      return this.#one.replaceChildren(el("h3", {}, `${shown(token)} (position ${position})`), el("p", {}, `${quoted(token)} has no loss: ${reason}`));
+      const reason =
+        position === 0
+          ? "it is the first token, so the network had nothing to predict it from."
+          : "the article gives no loss for it.";
+      return this.#one.replaceChildren(
+        el("h3", {}, `${shown(token)} (position ${position})`),
+        el("p", {}, `${quoted(token)} has no loss: ${reason}`),
+      );
     }
     const probability = Math.exp(-loss);
     const place = guesses.findIndex(({ id }) => id === token.id);
-    const verdict = place === 0 ? "It was the most likely token." : place > 0 ? `It was number ${place + 1} among the most likely tokens.` : `It is not among the ${guesses.length} most likely tokens.`;
+    const verdict =
+      place === 0
+        ? "It was the most likely token."
+        : place > 0
+          ? `It was number ${place + 1} among the most likely tokens.`
+          : `It is not among the ${guesses.length} most likely tokens.`;
     return this.#one.replaceChildren(
       el("h3", {}, `${shown(token)} (position ${position})`),
-      el("p", { class: "answer" }, `loss = −ln p = −ln ${number(probability)} = ${number(loss)}: the network gave ${quoted(token)} a probability of ${percent(probability)}. ${verdict}`),
+      el(
+        "p",
+        { class: "answer" },
+        `loss = −ln p = −ln ${number(probability)} = ${number(loss)}: the network gave ${quoted(token)} a ` +
+          `probability of ${percent(probability)}. ${verdict}`,
+      ),
       barTable({
-        caption: `What the network expected at position ${position} (probabilities at temperature 1, over the whole vocabulary)`,
+        caption:
+          `What the network expected at position ${position} (probabilities at temperature 1, over the whole ` +
+          "vocabulary)",
         columns: ["token", "id", "probability"],
-        rows: guesses.map((each) => ({ cells: [shown(each), String(each.id), percent(each.probability)], shares: [each.probability], mark: each.id === token.id })),
+        rows: guesses.map((each) => ({
+          cells: [shown(each), String(each.id), percent(each.probability)],
+          shares: [each.probability],
+          mark: each.id === token.id,
+        })),
       }),
     );
   }
@@ -114,8 +194,8 @@ export default class Loss extends View {
         shown(token),
         loss === null ? "–" : percent(Math.exp(-loss)),
         number(loss),
-        guesses ? shown(guesses[0]) : "–",
-        guesses ? percent(guesses[0].probability) : "–",
+        guesses.length > 0 ? shown(guesses[0]) : "–",
+        guesses.length > 0 ? percent(guesses[0].probability) : "–",
       ]),
     };
   }
@@ -124,6 +204,9 @@ export default class Loss extends View {
 /**
  * Each token with the loss of predicting it: {token, position, loss, guesses}. The service gives the loss of the token
  * after each position, so it moves by one place. `target`: the token after the prompt, if an article has one.
+ * @param {ForwardAnswer} answer
+ * @param {Token | undefined} target
+ * @returns {Predicted[]}
  */
 function predictedTokens({ tokens, loss, predictions }, target) {
   const after = target && loss.per_token.at(-1) !== null ? [{ ...target, position: tokens.length }] : [];
@@ -131,25 +214,48 @@ function predictedTokens({ tokens, loss, predictions }, target) {
     token,
     position,
     loss: position === 0 ? null : loss.per_token[position - 1],
-    guesses: position === 0 ? null : predictions[position - 1].top.slice(0, NUM_GUESSES),
+    guesses: position === 0 ? [] : predictions[position - 1].top.slice(0, NUM_GUESSES),
   }));
 }
 
-/** The tokens that were least expected, in a sentence. */
+/**
+ * The tokens that were least expected, in a sentence.
+ * @param {Known[]} known
+ */
 function surprises(known) {
   const worst = known.toSorted((one, other) => other.loss - one.loss).slice(0, NUM_SURPRISES);
-  const named = worst.map(({ token, position, loss }) => `${quoted(token)} at position ${position} (loss ${number(loss)}, probability ${percent(Math.exp(-loss))})`);
+  const named = worst.map(
+    ({ token, position, loss }) =>
+      `${quoted(token)} at position ${position} (loss ${number(loss)}, probability ${percent(Math.exp(-loss))})`,
+  );
   const last = named.pop();
-  return named.length > 0 ? `The network found these tokens least likely: ${named.join(", ")} and ${last}.` : `There is one loss: ${last}.`;
+  return named.length > 0
+    ? `The network found these tokens least likely: ${named.join(", ")} and ${last}.`
+    : `There is one loss: ${last}.`;
 }
 
-/** A loss that fits below its token. The table has all digits. */
+/**
+ * A loss that fits below its token. The table has all digits.
+ * @param {number | null} loss
+ */
 function shortLoss(loss) {
   return loss === null ? "–" : loss.toFixed(loss < 10 ? 3 : 2);
 }
 
+/**
+ * @param {Predicted} predicted
+ * @returns {predicted is Known}
+ */
+function isKnown(predicted) {
+  return predicted.loss !== null;
+}
+
+/**
+ * The token with the highest loss, or undefined if none has one.
+ * @param {Predicted[]} predicted
+ */
 function highest(predicted) {
-  return predicted.reduce((worst, each) => (each.loss !== null && each.loss > (worst?.loss ?? -1) ? each : worst), null);
+  return predicted.filter(isKnown).toSorted((one, other) => other.loss - one.loss)[0];
 }
 
 customElements.define("loss-view", Loss);

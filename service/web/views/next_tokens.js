@@ -5,35 +5,51 @@ import { barTable } from "../draw/bars.js";
 import "../draw/token_strip.js";
 import { number, percent, quoted, shown } from "../format.js";
 
+/** @import { PositionPredictions, Token } from "../answers.js" */
+
 /** <next-tokens>. `show({tokens, predictions, position})`; event "position" with detail {position}. */
 export class NextTokens extends HTMLElement {
   #strip = el("token-strip", { class: "with-numbers", signs: true });
   #table = el("div");
   #said = el("p", { class: "answer" });
-  #key = null;
+  #key = "";
 
   connectedCallback() {
     if (this.childElementCount > 0) return;
-    const note = "The number below a token is the probability of the most likely token after it. Select a token to see what the network expects next.";
+    const note =
+      "The number below a token is the probability of the most likely token after it. Select a token to see what " +
+      "the network expects next.";
     this.append(el("p", { class: "faint" }, note), this.#strip, this.#said, this.#table);
-    this.#strip.addEventListener("choose", ({ detail }) => this.dispatchEvent(new CustomEvent("position", { detail: { position: detail.index } })));
+    this.#strip.addEventListener("choose", ({ detail }) =>
+      this.dispatchEvent(new CustomEvent("position", { detail: { position: detail.index } })),
+    );
   }
 
+  /** @param {{ tokens: Token[], predictions: PositionPredictions[], position: number }} place */
   show({ tokens, predictions, position }) {
     const key = JSON.stringify([tokens, predictions]);
     if (key !== this.#key) {
       this.#strip.reset("Tokens of the prompt");
-      predictions.forEach(({ top }, index) => this.#strip.add({ token: tokens[index], share: top[0].probability, said: percent(top[0].probability) }));
+      predictions.forEach(({ top }, index) =>
+        this.#strip.add({ token: tokens[index], share: top[0].probability ?? 0, said: percent(top[0].probability) }),
+      );
       this.#key = key;
     }
     this.#strip.mark(position);
     const { top } = predictions[position];
-    this.#said.textContent = `After ${quoted(tokens[position])} (position ${position}), the most likely next token is ${quoted(top[0])}: ${percent(top[0].probability)}.`;
+    this.#said.textContent =
+      `After ${quoted(tokens[position])} (position ${position}), the most likely next token is ${quoted(top[0])}: ` +
+      `${percent(top[0].probability)}.`;
     this.#table.replaceChildren(
       barTable({
-        caption: `The ${top.length} most likely next tokens after position ${position} (probabilities at temperature 1, over the whole vocabulary)`,
+        caption:
+          `The ${top.length} most likely next tokens after position ${position} (probabilities at temperature 1, ` +
+          "over the whole vocabulary)",
         columns: ["token", "id", "logit", "probability"],
-        rows: top.map((each) => ({ cells: [shown(each), String(each.id), number(each.logit), percent(each.probability)], shares: [each.probability] })),
+        rows: top.map((each) => ({
+          cells: [shown(each), String(each.id), number(each.logit), percent(each.probability)],
+          shares: [each.probability],
+        })),
       }),
     );
   }

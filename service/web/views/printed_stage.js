@@ -3,24 +3,47 @@
 import { el } from "../dom.js";
 import { number, shown } from "../format.js";
 
+/**
+ * @import { Nested, PrintedStage, Published, Slip, Token } from "../answers.js"
+ * @import { StageEntry } from "../stages.js"
+ * @typedef {{ tokens: Token[], vocabulary: Token[] }} Labels
+ * @typedef {(number | null)[]} Row
+ */
+
 let boxes = 0;
 
-/** Whether numbers agree, as a sign and words. `isPassedOn`: they follow from the numbers that are printed before them. */
+/**
+ * Whether numbers agree, as a sign and words. `isPassedOn`: they follow from the numbers that are printed before them.
+ * @param {boolean} agrees
+ * @param {boolean} isPassedOn
+ */
 export function verdict(agrees, isPassedOn = false) {
   if (!agrees && isPassedOn) return el("strong", { class: "passed-on" }, "↳ differs only because of earlier numbers");
   return el("strong", { class: agrees ? "agrees" : "differs" }, agrees ? "✓ agrees" : "✗ differs");
 }
 
-/** A number with a sign, for differences. */
+/**
+ * A number with a sign, for differences.
+ * @param {number} value
+ */
 export function signed(value) {
   return value > 0 ? `+${number(value)}` : number(value);
 }
 
-/** A stage with a button that opens its table. `entry`: that of stages.js. `place`: {tokens, vocabulary} for the labels. */
+/**
+ * A stage with a button that opens its table. `entry`: that of stages.js. `place`: {tokens, vocabulary} for the labels.
+ * @param {{
+ *   entry: StageEntry, stage: PrintedStage, slips: Slip[], place: Labels, isOpen: boolean, onToggle: () => void,
+ * }} printed
+ */
 export function printedStage({ entry, stage, slips, place, isOpen, onToggle }) {
   const id = `printed-${boxes++}`;
   const { published } = stage;
-  const button = el("button", { type: "button", class: "stage-open", "aria-expanded": String(isOpen), "aria-controls": id, onclick: onToggle }, entry.label);
+  const button = el(
+    "button",
+    { type: "button", class: "stage-open", "aria-expanded": String(isOpen), "aria-controls": id, onclick: onToggle },
+    entry.label,
+  );
   const what = published.squared ? " (the article prints the square of this stage)" : "";
   const head = el(
     "p",
@@ -29,62 +52,161 @@ export function printedStage({ entry, stage, slips, place, isOpen, onToggle }) {
     el("code", { class: "stage-name" }, stage.name),
     verdict(published.agrees, published.from_previous?.agrees),
     el("span", { class: "faint" }, `largest difference ${number(published.max_difference)}${what}`),
-    slips.length > 0 ? el("span", { class: "differs" }, `⚠ ${slips.length} ${slips.length === 1 ? "number looks" : "numbers look"} wrong`) : "",
+    slips.length > 0
+      ? el(
+          "span",
+          { class: "differs" },
+          `⚠ ${slips.length} ${slips.length === 1 ? "number looks" : "numbers look"} wrong`,
+        )
+      : "",
   );
-  const box = el("div", { id, hidden: !isOpen }, isOpen ? [el("p", { class: "faint" }, basis(published)), comparisonTable(entry, stage, slips, place)] : "");
+  const box = el(
+    "div",
+    { id, hidden: !isOpen },
+    isOpen ? [el("p", { class: "faint" }, basis(published)), comparisonTable(entry, stage, slips, place)] : "",
+  );
   return el("li", { dataset: { stage: stage.name } }, head, box);
 }
 
+/** @param {Published} published */
 function basis({ from_previous: previous }) {
-  if (previous === null) return "The article does not print the weights of this stage. The service chose them so that its network gives these numbers, so agreement here proves nothing.";
-  if (previous.agrees) return `Computed from the numbers that the article prints before, this stage agrees within their rounding (largest difference ${number(previous.max_difference)}).`;
-  return `Computed from the numbers that the article prints before, this stage differs by up to ${number(previous.max_difference)}, more than their rounding explains: see the numbers that look wrong.`;
+  if (previous === null)
+    return (
+      "The article does not print the weights of this stage. The service chose them so that its network gives " +
+      "these numbers, so agreement here proves nothing."
+    );
+  if (previous.agrees)
+    return (
+      "Computed from the numbers that the article prints before, this stage agrees within their rounding (largest " +
+      `difference ${number(previous.max_difference)}).`
+    );
+  return (
+    "Computed from the numbers that the article prints before, this stage differs by up to " +
+    `${number(previous.max_difference)}, more than their rounding explains: see the numbers that look wrong.`
+  );
 }
 
-/** A table with three lines for each row of the stage: printed, computed, and their difference. */
+/**
+ * A table with three lines for each row of the stage: printed, computed, and their difference.
+ * @param {StageEntry} entry
+ * @param {PrintedStage} stage
+ * @param {Slip[]} slips
+ * @param {Labels} place
+ */
 function comparisonTable(entry, stage, slips, place) {
   const { dims, published } = stage;
   const columns = columnLabels(stage, place);
-  const isSlip = (index) => slips.some((slip) => slip.index.join() === index.join());
-  const rows = rowsOf(published.values, stage.values, dims.length - 1).filter(({ printed }) => printed.some((value) => value !== null));
+  const isSlip = (/** @type {number[]} */ index) => slips.some((slip) => slip.index.join() === index.join());
+  const rows = rowsOf(published.values, stage.values, dims.length - 1).filter(({ printed }) =>
+    printed.some((value) => value !== null),
+  );
   const lines = rows.flatMap(({ index, printed, computed }) => {
-    const ours = computed.map((value) => (published.squared ? value ** 2 : value));
+    const ours = computed.map((value) => (published.squared && value !== null ? value ** 2 : value));
     const label = rowLabel(index, dims, place);
-    const cell = (text, column) => el("td", { class: isSlip([...index, column]) && "slip" }, text, isSlip([...index, column]) ? " ⚠" : "");
+    const cell = (/** @type {string} */ text, /** @type {number} */ column) =>
+      el("td", { class: isSlip([...index, column]) && "slip" }, text, isSlip([...index, column]) ? " ⚠" : "");
     return [
-      el("tr", { class: "first-line" }, el("th", { scope: "rowgroup", rowspan: "3" }, label), el("th", { scope: "row" }, "printed"), printed.map((value, column) => cell(value === null ? "–" : String(value).replace("-", "−"), column))),
-      el("tr", {}, el("th", { scope: "row" }, published.squared ? "computed, squared" : "computed"), ours.map((value) => el("td", {}, number(value)))),
-      el("tr", {}, el("th", { scope: "row" }, "difference"), ours.map((value, column) => el("td", {}, printed[column] === null ? "–" : signed(value - printed[column])))),
+      el(
+        "tr",
+        { class: "first-line" },
+        el("th", { scope: "rowgroup", rowspan: "3" }, label),
+        el("th", { scope: "row" }, "printed"),
+        printed.map((value, column) => cell(value === null ? "–" : String(value).replace("-", "−"), column)),
+      ),
+      el(
+        "tr",
+        {},
+        el("th", { scope: "row" }, published.squared ? "computed, squared" : "computed"),
+        ours.map((value) => el("td", {}, number(value))),
+      ),
+      el(
+        "tr",
+        {},
+        el("th", { scope: "row" }, "difference"),
+        ours.map((value, column) => el("td", {}, difference(value, printed[column]))),
+      ),
     ];
   });
   const caption = `${entry.label}: printed and computed numbers`;
-  const head = el("tr", {}, el("th", { scope: "col", colspan: "2" }, ""), columns.map((name) => el("th", { scope: "col" }, name)));
-  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, el("table", { class: "comparison" }, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, lines)));
+  const head = el(
+    "tr",
+    {},
+    el("th", { scope: "col", colspan: "2" }, ""),
+    columns.map((name) => el("th", { scope: "col" }, name)),
+  );
+  return el(
+    "div",
+    { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    el("table", { class: "comparison" }, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, lines)),
+  );
 }
 
-/** The rows along the last axis: {index, printed, computed}, with the index of all axes before the last one. */
+/**
+ * @param {number | null} computed
+ * @param {number | null} printed
+ */
+function difference(computed, printed) {
+  return computed === null || printed === null ? "–" : signed(computed - printed);
+}
+
+/**
+ * The rows along the last axis: {index, printed, computed}, with the index of all axes before the last one.
+ * @param {Nested[]} printed
+ * @param {Nested[]} computed
+ * @param {number} depth
+ * @param {number[]} index
+ * @returns {{ index: number[], printed: Row, computed: Row }[]}
+ */
 function rowsOf(printed, computed, depth, index = []) {
-  if (depth === 0) return [{ index, printed, computed }];
-  return printed.flatMap((part, place) => rowsOf(part, computed[place], depth - 1, [...index, place]));
+  if (depth === 0) return [{ index, printed: /** @type {Row} */ (printed), computed: /** @type {Row} */ (computed) }];
+  return printed.flatMap((part, place) => rowsOf(listed(part), listed(computed[place]), depth - 1, [...index, place]));
 }
 
+/** @param {Nested} part */
+function listed(part) {
+  return Array.isArray(part) ? part : [];
+}
+
+/**
+ * @param {PrintedStage} stage
+ * @param {Labels} place
+ */
 function columnLabels({ dims, shape }, { tokens, vocabulary }) {
-  const size = shape.at(-1);
-  const names = { key: tokens, position: tokens, d_vocab: vocabulary }[dims.at(-1)];
+  const last = dims.length - 1;
+  /** @type {Record<string, Token[] | undefined>} */
+  const labels = { key: tokens, position: tokens, d_vocab: vocabulary };
+  const [size, names] = [shape[last], labels[dims[last]]];
   return Array.from({ length: size }, (_, index) => (names?.[index] ? shown(names[index]) : String(index)));
 }
 
+/**
+ * @param {number[]} index
+ * @param {string[]} dims
+ * @param {Labels} place
+ */
 function rowLabel(index, dims, { tokens }) {
   const parts = index.map((value, axis) => {
     if (dims[axis] === "batch") return null;
-    return dims[axis] === "position" || dims[axis] === "query" ? shown(tokens[value]) : `${dims[axis] === "kv_head" ? "head" : dims[axis]} ${value}`;
+    return dims[axis] === "position" || dims[axis] === "query"
+      ? shown(tokens[value])
+      : `${dims[axis] === "kv_head" ? "head" : dims[axis]} ${value}`;
   });
   return parts.filter((part) => part !== null).join(", ");
 }
 
-/** The place of a slip in words: such as "rocks, head 0, number 1". */
+/**
+ * The place of a slip in words: such as "rocks, head 0, number 1".
+ * @param {Slip} slip
+ * @param {PrintedStage} stage
+ * @param {Labels} place
+ */
 export function placeOf({ index }, { dims }, place) {
-  const last = index.at(-1);
-  const name = dims.at(-1) === "key" ? `key ${shown(place.tokens[last])}` : dims.at(-1) === "d_vocab" ? shown(place.vocabulary[last]) : `number ${last}`;
+  const last = index[index.length - 1];
+  const name =
+    dims.at(-1) === "key"
+      ? `key ${shown(place.tokens[last])}`
+      : dims.at(-1) === "d_vocab"
+        ? shown(place.vocabulary[last])
+        : `number ${last}`;
   return [rowLabel(index.slice(0, -1), dims, place), name].filter(Boolean).join(", ");
 }

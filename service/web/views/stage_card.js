@@ -1,16 +1,23 @@
 // One stage of a forward pass on the map: its name, shape, formula and summary, and its values when it is opened.
 
 import { decode } from "../api.js";
-import { el, labelled, select } from "../dom.js";
+import { el, find, labelled, select } from "../dom.js";
 import "../draw/heat_map.js";
 import { number, shown } from "../format.js";
 import { axesInWords, shapeInWords } from "../stages.js";
 import { term } from "../terms.js";
 
+/**
+ * @import { PositionedToken, Stage, Summary } from "../answers.js"
+ * @import { StageEntry } from "../stages.js"
+ */
+
 const HEAD_AXES = ["head", "kv_head"];
 let cards = 0;
 
-/** <stage-card> and the box of its values, which stands behind it in the grid. Event "open" when its button is pressed. */
+/**
+ * <stage-card> and the box of its values, which stands behind it in the grid. Event "open" when its button is pressed.
+ */
 export class StageCard extends HTMLElement {
   #stage;
   #button;
@@ -18,19 +25,42 @@ export class StageCard extends HTMLElement {
   #figures = el("p", { class: "figures" });
   #body;
 
+  /** @param {StageEntry} stage */
   constructor(stage) {
     super();
     this.#stage = stage;
     const id = `stage-${cards++}`;
-    this.#body = el("div", { id, class: "stage-body", role: "group", "aria-label": `${stage.label}: ${stage.name}`, hidden: true });
-    this.#button = el("button", { type: "button", class: "stage-open", "aria-expanded": "false", "aria-controls": id, onclick: () => this.dispatchEvent(new Event("open")) }, shortLabel(stage));
+    this.#body = el("div", {
+      id,
+      class: "stage-body",
+      role: "group",
+      "aria-label": `${stage.label}: ${stage.name}`,
+      hidden: true,
+    });
+    this.#button = el(
+      "button",
+      {
+        type: "button",
+        class: "stage-open",
+        "aria-expanded": "false",
+        "aria-controls": id,
+        onclick: () => this.dispatchEvent(new Event("open")),
+      },
+      shortLabel(stage),
+    );
     this.dataset.stage = stage.name;
   }
 
   connectedCallback() {
     if (this.childElementCount > 0) return;
     const { name, formula } = this.#stage;
-    this.append(this.#button, el("code", { class: "stage-name" }, name), this.#shape, formula ? el("p", { class: "formula" }, `= ${formula}`) : "", this.#figures);
+    this.append(
+      this.#button,
+      el("code", { class: "stage-name" }, name),
+      this.#shape,
+      formula ? el("p", { class: "formula" }, `= ${formula}`) : "",
+      this.#figures,
+    );
   }
 
   get stage() {
@@ -46,15 +76,27 @@ export class StageCard extends HTMLElement {
     return !this.#body.hidden;
   }
 
-  /** Show shape and summary of an answer of POST /forward. */
+  /**
+   * Show shape and summary of an answer of POST /forward.
+   * @param {{ shape: number[], dims: string[], summary: Summary }} stage
+   */
   showSummary({ shape, dims, summary }) {
     this.#shape.textContent = shapeInWords(shape, dims);
-    const missing = summary.non_finite > 0 ? ` · ${summary.non_finite} ${this.#stage.part === "loss" ? "without a next token" : "masked (−∞)"}` : "";
-    this.#figures.textContent = `min ${number(summary.min)} · max ${number(summary.max)} · mean ${number(summary.mean)} · std ${number(summary.std)} · length ${number(summary.l2)}${missing}`;
+    const missing =
+      summary.non_finite > 0
+        ? ` · ${summary.non_finite} ${this.#stage.part === "loss" ? "without a next token" : "masked (−∞)"}`
+        : "";
+    this.#figures.textContent =
+      `min ${number(summary.min)} · max ${number(summary.max)} · mean ${number(summary.mean)} · std ` +
+      `${number(summary.std)} · length ${number(summary.l2)}${missing}`;
   }
 
-  /** Open or close the box. The first time, `build` returns its content. */
-  setOpen(isOpen, build = null) {
+  /**
+   * Open or close the box. The first time, `build` returns its content.
+   * @param {boolean} isOpen
+   * @param {(stage: StageEntry) => HTMLElement} [build]
+   */
+  setOpen(isOpen, build) {
     this.#button.setAttribute("aria-expanded", String(isOpen));
     this.#body.hidden = !isOpen;
     if (isOpen && this.#body.childElementCount === 0 && build) this.#body.append(build(this.#stage));
@@ -63,14 +105,20 @@ export class StageCard extends HTMLElement {
 
 customElements.define("stage-card", StageCard);
 
-/** The last part of the name: the heading above the card says which norm it is. Those of queries and keys have none. */
+/**
+ * The last part of the name: the heading above the card says which norm it is. Those of queries and keys have none.
+ * @param {StageEntry} stage
+ */
 function shortLabel({ label, part }) {
   if (!/^ln[12]/.test(part)) return label;
   const short = label.split(": ")[1];
   return short[0].toUpperCase() + short.slice(1);
 }
 
-/** Whether the values of a stage are shown head by head. */
+/**
+ * Whether the values of a stage are shown head by head.
+ * @param {string[]} dims
+ */
 export function hasHeads(dims) {
   return dims.some((dim) => HEAD_AXES.includes(dim));
 }
@@ -83,6 +131,7 @@ export class StageValues extends HTMLElement {
   #heads = el("p", { class: "row", hidden: true });
   #map = el("heat-map");
 
+  /** @param {StageEntry} stage */
   constructor(stage) {
     super();
     this.#stage = stage;
@@ -100,6 +149,7 @@ export class StageValues extends HTMLElement {
   /**
    * Show one answer: `tokens`, and the stage {shape, dims, values} with at most one head. `head` and `numHeads`: the
    * query head that is shown, and how many there are; `kvHead`: the key-value head that it reads.
+   * @param {{ tokens: PositionedToken[], stage: Stage, head: number, numHeads: number, kvHead: number }} shown
    */
   show({ tokens, stage, head, numHeads, kvHead }) {
     const { dims } = stage;
@@ -108,7 +158,7 @@ export class StageValues extends HTMLElement {
     const shape = stage.shape.filter((_, axis) => dims[axis] !== "batch" && !HEAD_AXES.includes(dims[axis]));
     const [rows, columns] = [shape[0], shape[1] ?? 1];
     const labels = tokens.map((token) => `${token.position} ${shown(token)}`);
-    const last = dims.at(-1);
+    const last = dims[dims.length - 1];
     this.#map.data = {
       values: decode(stage.values, stage.dtype),
       rows,
@@ -121,21 +171,37 @@ export class StageValues extends HTMLElement {
     };
   }
 
+  /**
+   * @param {boolean} isShown
+   * @param {number} head
+   * @param {number} numHeads
+   * @param {number | null} kvHead
+   */
   #showHeads(isShown, head, numHeads, kvHead) {
     this.#heads.hidden = !isShown;
     if (!isShown) return;
     const control = this.#heads.querySelector("select");
-    if (control?.options.length === numHeads) control.value = head;
-    else this.#heads.replaceChildren(labelled("Head", this.#selectHead(head, numHeads)), el("span", { class: "faint" }));
-    this.#heads.lastChild.textContent = kvHead === null ? "" : `Several heads may share keys and values: head ${head} reads those of key-value head ${kvHead}.`;
+    if (control?.options.length === numHeads) control.value = String(head);
+    else
+      this.#heads.replaceChildren(labelled("Head", this.#selectHead(head, numHeads)), el("span", { class: "faint" }));
+    find(this.#heads, ".faint").textContent =
+      kvHead === null
+        ? ""
+        : `Several heads may share keys and values: head ${head} reads those of key-value head ${kvHead}.`;
   }
 
+  /**
+   * @param {number} head
+   * @param {number} numHeads
+   */
   #selectHead(head, numHeads) {
-    const choose = (event) => this.dispatchEvent(new CustomEvent("head", { detail: { head: event.target.value } }));
-    return select({ onchange: choose }, [...Array(numHeads).keys()], head);
+    const choose = (/** @type {string} */ chosen) =>
+      this.dispatchEvent(new CustomEvent("head", { detail: { head: chosen } }));
+    return select({ onchange: ({ target }) => choose(target.value) }, [...Array(numHeads).keys()], head);
   }
 }
 
+/** @type {Record<string, string | undefined>} */
 const COLUMN_NAMES = { key: "key", expert: "expert", expert_rank: "rank", one: "divisor" };
 
 customElements.define("stage-values", StageValues);

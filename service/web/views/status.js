@@ -8,27 +8,45 @@ import { count, percent } from "../format.js";
 import { term } from "../terms.js";
 import { View } from "../view.js";
 
+/**
+ * @import { Status } from "../answers.js"
+ * @import { ViewState } from "../view.js"
+ * @import { Child } from "../dom.js"
+ * @typedef {"running" | "waiting" | "sequences" | "cache" | "found"} CountName
+ * @typedef {CountName | "generated" | "prompt" | "uptime" | "version"} Name
+ */
+
 const INTERVAL_MILLISECONDS = 1000;
 const SHOWN_SECONDS = 120;
 
 export default class StatusView extends View {
   static usesPrompt = false;
 
-  #samples = []; // {time, status}: the answers of the last two minutes
-  #timer = null;
-  #turn = null; // the last call of `#poll`
-  #values = new Map(); // name → the element that shows it
+  /** @type {{ time: number, status: Status }[]} the answers of the last two minutes */
+  #samples = [];
+  /** @type {number | undefined} */
+  #timer;
+  /** @type {object | null} the last call of `#poll` */
+  #turn = null;
+  /** @type {Map<Name, HTMLElement>} name → the element that shows it */
+  #values = new Map();
   #meter = el("meter", { min: 0, max: 1, "aria-label": "Share of the cache that is in use" });
   #answer = el("p", { class: "answer" });
   #window = el("p", { class: "faint" });
-  #chart = new LineChart({ label: "Tokens a second in the last two minutes", seconds: SHOWN_SECONDS, series: ["generated", "prompt"] });
+  #chart = new LineChart({
+    label: "Tokens a second in the last two minutes",
+    seconds: SHOWN_SECONDS,
+    series: ["generated", "prompt"],
+  });
   #table = dataTable(() => this.#tableOf());
   #onVisibility = () => (document.hidden ? this.#pause() : this.#poll());
 
   build() {
+    /** @type {(name: Name, label: Child, ...more: Child[]) => HTMLElement} */
     const row = (name, label, ...more) => {
-      this.#values.set(name, el("td"));
-      return el("tr", {}, el("th", { scope: "row" }, label), this.#values.get(name), el("td", {}, more));
+      const value = el("td");
+      this.#values.set(name, value);
+      return el("tr", {}, el("th", { scope: "row" }, label), value, el("td", {}, more));
     };
     this.append(
       this.#answer,
@@ -36,16 +54,38 @@ export default class StatusView extends View {
         "table",
         { class: "status-values" },
         el("caption", {}, "Now, renewed every second while this tab is visible"),
-        el("tbody", {}, row("running", "Running requests"), row("waiting", "Waiting requests"), row("sequences", "Texts in the batch"), row("cache", ["Tokens in the ", term("kv_cache")], this.#meter), row("found", ["Prompt tokens found in the cache"]), row("generated", "Generated tokens a second"), row("prompt", "Prompt tokens a second"), row("uptime", "Time since the start"), row("version", "Version")),
+        el(
+          "tbody",
+          {},
+          row("running", "Running requests"),
+          row("waiting", "Waiting requests"),
+          row("sequences", "Texts in the batch"),
+          row("cache", ["Tokens in the ", term("kv_cache")], this.#meter),
+          row("found", ["Prompt tokens found in the cache"]),
+          row("generated", "Generated tokens a second"),
+          row("prompt", "Prompt tokens a second"),
+          row("uptime", "Time since the start"),
+          row("version", "Version"),
+        ),
       ),
       this.#window,
-      el("p", { class: "faint" }, "A prompt that begins like an earlier one finds the keys and values of this beginning in the cache, and they are not computed again. 0 only means that no prompt has begun like an earlier one."),
+      el(
+        "p",
+        { class: "faint" },
+        "A prompt that begins like an earlier one finds the keys and values of this beginning in the cache, in " +
+          "whole blocks of 16 tokens, and they are not computed again. 0 means that no prompt has begun with the " +
+          "first 16 tokens of an earlier one, or that its blocks were needed for other texts.",
+      ),
       el("h3", {}, "Tokens a second"),
       this.#chart,
       this.#table,
     );
   }
 
+  /**
+   * @param {ViewState} _state
+   * @param {AbortSignal} signal
+   */
   async update(_state, signal) {
     document.addEventListener("visibilitychange", this.#onVisibility);
     this.#turn = null;
@@ -69,7 +109,6 @@ export default class StatusView extends View {
 
   #pause() {
     clearTimeout(this.#timer);
-    this.#timer = null;
   }
 
   /** Ask again in a second. */
@@ -82,12 +121,16 @@ export default class StatusView extends View {
   async #poll() {
     const turn = (this.#turn = {});
     this.#pause();
-    const error = await this.#read().then(() => null, (reason) => reason);
+    const error = await this.#read().then(
+      () => null,
+      (reason) => reason,
+    );
     if (turn !== this.#turn || !this.isConnected || document.hidden) return; // another turn goes on, or none
     if (error === null) this.#wait();
     else this.context.report(error);
   }
 
+  /** @param {AbortSignal} [signal] */
   async #read(signal) {
     const status = await getJson("/status", signal);
     const time = performance.now() / 1000;
@@ -95,9 +138,14 @@ export default class StatusView extends View {
     this.#show(status, time);
   }
 
+  /**
+   * @param {Status} status
+   * @param {number} now
+   */
   #show(status, now) {
     const { cache, tokens_per_second: speed } = status;
     const share = cache === null ? 0 : cache.used_tokens / cache.total_tokens;
+    /** @type {Record<Name, string>} */
     const texts = {
       running: count(status.requests_running),
       waiting: count(status.requests_waiting),
@@ -110,39 +158,61 @@ export default class StatusView extends View {
       version: status.version,
     };
     this.#answer.textContent = sentence(status);
-    for (const [name, text] of Object.entries(texts)) this.#values.get(name).textContent = text;
-    this.#window.textContent = `The two rates are means over the last ${speed.window_seconds.toFixed(1)} seconds. A prompt counts when its first token is generated.`;
+    for (const [name, value] of this.#values) value.textContent = texts[name];
+    this.#window.textContent =
+      `The two rates are means over the last ${speed.window_seconds.toFixed(1)} seconds. A prompt counts when its ` +
+      "first token is generated.";
     this.#meter.value = share;
     this.#meter.textContent = percent(share);
-    const points = (read) => this.#samples.map(({ time, status: each }) => ({ x: time - now, y: read(each) }));
-    this.#chart.show([points((each) => each.tokens_per_second.generated), points((each) => each.tokens_per_second.prompt)]);
+    const points = (/** @type {(status: Status) => number} */ read) =>
+      this.#samples.map(({ time, status: each }) => ({ x: time - now, y: read(each) }));
+    this.#chart.show([
+      points((each) => each.tokens_per_second.generated),
+      points((each) => each.tokens_per_second.prompt),
+    ]);
     this.#table.refresh();
   }
 
   #tableOf() {
     const newest = this.#samples.at(-1)?.time ?? 0;
-    const rows = this.#samples.toReversed().map(({ time, status }) => [
-      `${(newest - time).toFixed(0)} s ago`,
-      count(status.requests_running),
-      count(status.requests_waiting),
-      count(status.cache?.used_tokens ?? 0),
-      status.tokens_per_second.generated.toFixed(1),
-      status.tokens_per_second.prompt.toFixed(1),
-    ]);
-    return { caption: "The last two minutes, the newest first", columns: ["time", "running", "waiting", "cache tokens", "generated tokens/s", "prompt tokens/s"], rows };
+    const rows = this.#samples
+      .toReversed()
+      .map(({ time, status }) => [
+        `${(newest - time).toFixed(0)} s ago`,
+        count(status.requests_running),
+        count(status.requests_waiting),
+        count(status.cache?.used_tokens ?? 0),
+        status.tokens_per_second.generated.toFixed(1),
+        status.tokens_per_second.prompt.toFixed(1),
+      ]);
+    return {
+      caption: "The last two minutes, the newest first",
+      columns: ["time", "running", "waiting", "cache tokens", "generated tokens/s", "prompt tokens/s"],
+      rows,
+    };
   }
 }
 
-/** Whether the service is busy. */
+/**
+ * Whether the service is busy.
+ * @param {Status} status
+ */
 function sentence({ requests_running: running, requests_waiting: waiting }) {
   if (running + waiting === 0) return "The service is idle: no request runs or waits.";
-  const requests = (number) => `${count(number)} ${number === 1 ? "request" : "requests"}`;
+  const requests = (/** @type {number} */ number) => `${count(number)} ${number === 1 ? "request" : "requests"}`;
   return `The service is busy: ${requests(running)} running, ${count(waiting)} waiting.`;
 }
 
-/** Seconds as the two largest units. */
+/**
+ * Seconds as the two largest units.
+ * @param {number} seconds
+ */
 function duration(seconds) {
-  const [days, hours, minutes] = [Math.floor(seconds / 86400), Math.floor(seconds / 3600) % 24, Math.floor(seconds / 60) % 60];
+  const [days, hours, minutes] = [
+    Math.floor(seconds / 86400),
+    Math.floor(seconds / 3600) % 24,
+    Math.floor(seconds / 60) % 60,
+  ];
   if (days > 0) return `${days} d ${hours} h`;
   if (hours > 0) return `${hours} h ${minutes} min`;
   return minutes > 0 ? `${minutes} min ${Math.floor(seconds) % 60} s` : `${Math.floor(seconds)} s`;

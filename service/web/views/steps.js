@@ -1,7 +1,7 @@
 // The view "Step by step": which positions each step of a generation computes, and which it reads from the cache.
 
 import { columnsOf, rangeOf, roleOf, stepsOf } from "../cache_steps.js";
-import { el, labelled } from "../dom.js";
+import { el, find, findAll, labelled } from "../dom.js";
 import { barTable } from "../draw/bars.js";
 import { dataTable } from "../draw/data_table.js";
 import { tablePicture } from "../draw/table_picture.js";
@@ -10,10 +10,25 @@ import { cached } from "../passes.js";
 import { term } from "../terms.js";
 import { View } from "../view.js";
 
+/**
+ * @import { GenerateAnswer, ModelConfig } from "../answers.js"
+ * @import { Column, Role, Step } from "../cache_steps.js"
+ * @import { ViewState } from "../view.js"
+ * @typedef {ViewState & typeof Steps.params} State
+ * @typedef {{ body: Record<string, unknown>, answer: GenerateAnswer, steps: Step[], columns: Column[] }} Shown
+ */
+
 const NUM_PREDICTIONS = 5;
 const PLAY_MILLISECONDS = 1200;
-const SIGNS = { computed: ["■", "computed in this step"], read: ["▤", "read from the cache"], chosen: ["★", "chosen by this step"], none: ["", "not there yet"] };
+/** @type {Record<Role, [sign: string, says: string]>} */
+const SIGNS = {
+  computed: ["■", "computed in this step"],
+  read: ["▤", "read from the cache"],
+  chosen: ["★", "chosen by this step"],
+  none: ["", "not there yet"],
+};
 
+/** @type {Record<string, number>} */
 const BYTES = { float64: 8, float32: 4, bfloat16: 2, float16: 2 };
 
 export default class Steps extends View {
@@ -21,8 +36,10 @@ export default class Steps extends View {
   static params = { step: "0", tokens: "8" };
 
   #salt = `step by step ${Date.now()} ${Math.random()}`; // so that no other request has computed the prompt before
-  #shown = null; // {body, answer, steps, columns}
+  /** @type {Shown} */
+  #shown;
   #step = 0;
+  /** @type {number | null} */
   #timer = null;
 
   #said = el("p", { class: "answer step-said", "aria-live": "polite" });
@@ -38,10 +55,45 @@ export default class Steps extends View {
   #table = dataTable(() => this.#tableOf(), "Show all steps as a table");
 
   build() {
-    const intro = el("p", { class: "faint" }, "First come the tokens of the prompt, usually all in one step. This is called ", term("prefill", "prefill"), ". Each later step computes only one token: the token that was chosen last. This is called ", term("prefill", "decode"), ". The step reads the keys and values of all earlier tokens from the ", term("kv_cache"), ". In this view, the network always chooses the most likely token (", term("greedy"), ").");
-    const controls = el("div", { class: "row" }, this.#play, this.#back, this.#next, labelled("Step", this.#slider), labelled("Tokens to generate", this.#number));
-    const legend = el("p", { class: "legend" }, Object.entries(SIGNS).filter(([, [sign]]) => sign).map(([role, [sign, says]]) => [el("span", { class: `sign ${role}` }, sign), ` ${says}  `]));
-    this.append(intro, controls, this.#caption, this.#picture, legend, this.#said, el("div", { class: "beside" }, this.#figures, this.#predictions), this.#table);
+    const intro = el(
+      "p",
+      { class: "faint" },
+      "First come the tokens of the prompt, usually all in one step. This is called ",
+      term("prefill", "prefill"),
+      ". Each later step computes only one token: the token that was chosen last. This is called ",
+      term("prefill", "decode"),
+      ". The step reads the keys and values of all earlier tokens from the ",
+      term("kv_cache"),
+      ". In this view, the network always chooses the most likely token (",
+      term("greedy"),
+      ").",
+    );
+    const controls = el(
+      "div",
+      { class: "row" },
+      this.#play,
+      this.#back,
+      this.#next,
+      labelled("Step", this.#slider),
+      labelled("Tokens to generate", this.#number),
+    );
+    const legend = el(
+      "p",
+      { class: "legend" },
+      Object.entries(SIGNS)
+        .filter(([, [sign]]) => sign)
+        .map(([role, [sign, says]]) => [el("span", { class: `sign ${role}` }, sign), ` ${says}  `]),
+    );
+    this.append(
+      intro,
+      controls,
+      this.#caption,
+      this.#picture,
+      legend,
+      this.#said,
+      el("div", { class: "beside" }, this.#figures, this.#predictions),
+      this.#table,
+    );
     this.#play.addEventListener("click", () => (this.#timer === null ? this.#start() : this.#stop()));
     this.#back.addEventListener("click", () => this.#go(this.#step - 1));
     this.#next.addEventListener("click", () => this.#go(this.#step + 1));
@@ -50,6 +102,10 @@ export default class Steps extends View {
     this.#stop();
   }
 
+  /**
+   * @param {State} state
+   * @param {AbortSignal} signal
+   */
   async update(state, signal) {
     const body = this.#body(state);
     const answer = await cached("/generate", body, signal);
@@ -58,7 +114,8 @@ export default class Steps extends View {
       this.#load(body, answer);
     }
     const { steps } = this.#shown;
-    if (!/^\d+$/.test(state.step) || Number(state.step) >= steps.length) throw new Error(`step: ${state.step} is out of range; there are the steps 0 to ${steps.length - 1}.`);
+    if (!/^\d+$/.test(state.step) || Number(state.step) >= steps.length)
+      throw new Error(`step: ${state.step} is out of range; there are the steps 0 to ${steps.length - 1}.`);
     this.#number.value = state.tokens;
     this.#show(Number(state.step));
   }
@@ -75,21 +132,36 @@ export default class Steps extends View {
     const picture = () => {
       const { scrollLeft } = this.#picture;
       this.#picture.scrollLeft = 0; // the names of the steps stay at the left edge, and would cover positions
-      const drawn = tablePicture(this.#picture.firstChild);
+      const drawn = tablePicture(find(this.#picture, "table"));
       this.#picture.scrollLeft = scrollLeft;
       return drawn;
     };
     return this.#shown ? [{ name: "steps", element: { picture } }] : [];
   }
 
+  /** @param {State} state */
   #body({ model, prompt, tokens }) {
     if (!/^-?\d+$/.test(tokens)) throw new Error(`tokens: “${tokens}” is not a whole number.`);
-    if (Number(tokens) === 0) throw new Error("tokens: 0 generates nothing; choose at least 1."); // the service would echo the prompt
-    const top_k = Math.min(NUM_PREDICTIONS, this.context.service.model.sizes.d_vocab);
+    // the service would echo the prompt
+    if (Number(tokens) === 0) throw new Error("tokens: 0 generates nothing; choose at least 1.");
+    const top_k = Math.min(NUM_PREDICTIONS, this.model.sizes.d_vocab);
     const trace = { stages: ["embed"], detail: "none", top_k };
-    return { ...(model ? { model } : {}), prompt, max_tokens: Number(tokens), temperature: 0, echo: true, logprobs: 0, cache_salt: this.#salt, trace };
+    return {
+      ...(model ? { model } : {}),
+      prompt,
+      max_tokens: Number(tokens),
+      temperature: 0,
+      echo: true,
+      logprobs: 0,
+      cache_salt: this.#salt,
+      trace,
+    };
   }
 
+  /**
+   * @param {Record<string, unknown>} body
+   * @param {GenerateAnswer} answer
+   */
   #load(body, answer) {
     const steps = stepsOf(answer);
     this.#shown = { body, answer, steps, columns: columnsOf(answer.logprobs, answer.usage.prompt_tokens) };
@@ -98,6 +170,7 @@ export default class Steps extends View {
     this.#table.refresh();
   }
 
+  /** @param {number} step */
   #go(step) {
     this.#stop();
     return this.context.navigate({ step: String(step) }, { replace: true });
@@ -107,7 +180,7 @@ export default class Steps extends View {
   #start() {
     const first = this.#step >= this.#shown.steps.length - 1 ? 0 : this.#step + 1;
     this.#play.textContent = "⏸ Pause";
-    const show = async (step) => {
+    const show = async (/** @type {number} */ step) => {
       await this.context.navigate({ step: String(step) }, { replace: true });
       if (this.#timer === null) return;
       if (this.#step !== step || step >= this.#shown.steps.length - 1) this.#stop();
@@ -117,7 +190,7 @@ export default class Steps extends View {
   }
 
   #stop() {
-    clearTimeout(this.#timer);
+    clearTimeout(this.#timer ?? undefined);
     this.#timer = null;
     this.#play.textContent = "▶ Play";
   }
@@ -125,16 +198,36 @@ export default class Steps extends View {
   /** The picture: a row for each step, a column for each position. */
   #draw() {
     const { answer, steps, columns } = this.#shown;
-    const heading = ({ from, to, token }) => el("th", { scope: "col" }, el("span", { class: "faint" }, rangeOf([from, to])), el("span", { class: "token" }, token ? shown(token) : `${count(to - from + 1)} tokens`));
-    const head = el("tr", {}, el("th", { scope: "col" }, el("span", {}, "step ↓"), el("span", {}, "position →")), columns.map(heading));
-    const rows = steps.map((step, index) =>
-      el("tr", { dataset: { step: index } }, el("th", { scope: "row" }, `${index} ${step.isPrompt ? "prefill" : "decode"}`), columns.map((column) => cell(roleOf(step, column)))),
+    const heading = (/** @type {Column} */ { from, to, token }) =>
+      el(
+        "th",
+        { scope: "col" },
+        el("span", { class: "faint" }, rangeOf([from, to])),
+        el("span", { class: "token" }, token ? shown(token) : `${count(to - from + 1)} tokens`),
+      );
+    const head = el(
+      "tr",
+      {},
+      el("th", { scope: "col" }, el("span", {}, "step ↓"), el("span", {}, "position →")),
+      columns.map(heading),
     );
-    const caption = `Prompt of ${answer.usage.prompt_tokens} tokens and ${answer.usage.completion_tokens} generated ones`;
+    const rows = steps.map((step, index) =>
+      el(
+        "tr",
+        { dataset: { step: index } },
+        el("th", { scope: "row" }, `${index} ${step.isPrompt ? "prefill" : "decode"}`),
+        columns.map((column) => cell(roleOf(step, column))),
+      ),
+    );
+    const { prompt_tokens: numPrompt, completion_tokens: numGenerated } = answer.usage;
+    const caption = `Prompt of ${numPrompt} tokens and ${numGenerated} generated ones`;
     this.#caption.textContent = caption;
-    this.#picture.replaceChildren(el("table", { class: "cache-steps", "aria-label": caption }, el("thead", {}, head), el("tbody", {}, rows)));
+    this.#picture.replaceChildren(
+      el("table", { class: "cache-steps", "aria-label": caption }, el("thead", {}, head), el("tbody", {}, rows)),
+    );
   }
 
+  /** @param {number} index */
   #show(index) {
     const { steps, answer } = this.#shown;
     const step = steps[index];
@@ -143,56 +236,101 @@ export default class Steps extends View {
     this.#slider.setAttribute("aria-valuetext", `step ${index} of ${steps.length - 1}`);
     this.#back.disabled = index === 0;
     this.#next.disabled = index === steps.length - 1;
-    for (const row of this.#picture.querySelectorAll("tr[data-step]")) {
+    for (const row of findAll(this.#picture, "tr[data-step]")) {
       const at = Number(row.dataset.step);
       row.classList.toggle("current", at === index);
       row.classList.toggle("later", at > index);
       if (at === index) row.setAttribute("aria-current", "step");
       else row.removeAttribute("aria-current");
     }
-    this.#reveal([...this.#picture.querySelectorAll("tr.current td.computed")].at(-1));
+    this.#reveal(find(this.#picture, "tr.current"));
     this.#said.textContent = sentence(step, index, answer, steps.length);
     this.#showFigures(step);
     this.#predictions.replaceChildren(
       barTable({
-        caption: `What step ${index} predicts after position ${step.positions.at(-1)} (probabilities at temperature 1, over the whole vocabulary).`,
+        caption:
+          `What step ${index} predicts after position ${step.positions.at(-1)} (probabilities at temperature 1, ` +
+          "over the whole vocabulary).",
         columns: ["token", "probability"],
-        rows: step.top.map((each) => ({ cells: [shown(each), percent(each.probability)], shares: [each.probability], mark: each.id === step.chosen?.id })),
+        rows: step.top.map((each) => ({
+          cells: [shown(each), percent(each.probability)],
+          shares: [each.probability],
+          mark: each.id === step.chosen?.id,
+        })),
       }),
     );
   }
 
-  /** Scroll the picture, but not the page, so that a cell and the one after it can be seen beside the names of the steps. */
-  #reveal(cell) {
-    const next = cell.nextElementSibling ?? cell;
-    const [left, right] = [cell.offsetLeft - cell.parentNode.firstChild.offsetWidth, next.offsetLeft + next.offsetWidth];
+  /**
+   * Scroll the picture, but not the page, so that a cell and the one after it can be seen beside the names of the
+   * steps.
+   * @param {HTMLElement} row the row of the step; the cell is the last one that the step computes
+   */
+  #reveal(row) {
+    const cells = findAll(row, "td");
+    const at = cells.findLastIndex((each) => each.classList.contains("computed"));
+    const [place, next] = [cells[at], cells[at + 1] ?? cells[at]];
+    const left = place.offsetLeft - find(row, "th").offsetWidth;
+    const right = next.offsetLeft + next.offsetWidth;
     const { scrollLeft, clientWidth } = this.#picture;
     if (right > scrollLeft + clientWidth) this.#picture.scrollLeft = right - clientWidth;
     else if (left < scrollLeft) this.#picture.scrollLeft = Math.max(0, left);
   }
 
+  /** @param {Step} step */
   #showFigures(step) {
-    const { config, dtype, limits } = this.context.service.model;
+    const { config, dtype, limits } = this.model;
     const ofToken = limits.cache_token_bytes;
     const ofNumber = ofToken / (2 * config.num_layers * config.num_kv_heads * config.d_head);
-    const window = config.window ? [["Sliding window", `${config.windowed_layers ? "Some layers read" : "Each layer reads"} only the last ${config.window} positions.`]] : [];
+    const window = config.window
+      ? [
+          [
+            "Sliding window",
+            `${config.windowed_layers ? "Some layers read" : "Each layer reads"} only the last ${config.window} ` +
+              "positions.",
+          ],
+        ]
+      : [];
     const entries = [
       ["Computed in this step", `${count(step.positions.length)} of ${count(step.stored)} positions`],
       ["Read from the cache", `keys and values of ${count(step.read)} positions`],
       ["Without a cache", `this step would compute ${count(step.stored)} positions`],
-      ["So far", `${count(step.computed)} positions computed instead of ${count(step.withoutCache)}: ${count(step.withoutCache - step.computed)} saved`],
-      ["In the cache after this step", `${count(step.stored)} positions × ${count(ofToken)} bytes = ${bytes(step.stored * ofToken)}`],
-      ["Bytes of one token", `2 (key and value) × ${config.num_layers} layers × ${config.num_kv_heads} key-value heads${sharedBy(config)} × ${config.d_head} numbers × ${number(ofNumber).replace(/\.0+$/, "")} bytes${ofNumber === BYTES[dtype] ? ` (${dtype})` : ""} = ${count(ofToken)}`],
+      [
+        "So far",
+        `${count(step.computed)} positions computed instead of ${count(step.withoutCache)}: ` +
+          `${count(step.withoutCache - step.computed)} saved`,
+      ],
+      [
+        "In the cache after this step",
+        `${count(step.stored)} positions × ${count(ofToken)} bytes = ${bytes(step.stored * ofToken)}`,
+      ],
+      [
+        "Bytes of one token",
+        `2 (key and value) × ${config.num_layers} layers × ${config.num_kv_heads} key-value ` +
+          `heads${sharedBy(config)} × ${config.d_head} numbers × ${number(ofNumber).replace(/\.0+$/, "")} ` +
+          `bytes${ofNumber === BYTES[dtype] ? ` (${dtype})` : ""} = ${count(ofToken)}`,
+      ],
       ...window,
     ];
     this.#figures.replaceChildren(...entries.flatMap(([name, says]) => [el("dt", {}, name), el("dd", {}, says)]));
   }
 
   #tableOf() {
-    const { cache_token_bytes: ofToken } = this.context.service.model.limits;
+    const { cache_token_bytes: ofToken } = this.model.limits;
     return {
       caption: "All steps",
-      columns: ["step", "kind", "positions that it computes", "how many", "how many without a cache", "read from the cache", "computed so far", "so far without a cache", "size of the cache after it", "chosen token"],
+      columns: [
+        "step",
+        "kind",
+        "positions that it computes",
+        "how many",
+        "how many without a cache",
+        "read from the cache",
+        "computed so far",
+        "so far without a cache",
+        "size of the cache after it",
+        "chosen token",
+      ],
       rows: this.#shown.steps.map((step, index) => [
         String(index),
         step.isPrompt ? "prefill" : "decode",
@@ -209,24 +347,46 @@ export default class Steps extends View {
   }
 }
 
+/** @param {Role} role */
 function cell(role) {
   const [sign, says] = SIGNS[role];
-  return el("td", { class: role }, el("span", { "aria-hidden": "true" }, sign), el("span", { class: "only-heard" }, says));
+  return el(
+    "td",
+    { class: role },
+    el("span", { "aria-hidden": "true" }, sign),
+    el("span", { class: "only-heard" }, says),
+  );
 }
 
-/** What happens in a step. */
+/**
+ * What happens in a step.
+ * @param {Step} step
+ * @param {number} index
+ * @param {GenerateAnswer} answer
+ * @param {number} numSteps
+ */
 function sentence(step, index, { usage, logprobs, finish_reason: reason }, numSteps) {
   const { positions, read, chosen } = step;
-  const kept = usage.cached_tokens > 0 && index === 0 ? ` The keys and values of ${usage.cached_tokens} positions were in the cache already.` : "";
+  const kept =
+    usage.cached_tokens > 0 && index === 0
+      ? ` The keys and values of ${usage.cached_tokens} positions were in the cache already.`
+      : "";
   const what = step.isPrompt
-    ? `Step ${index} (prefill) computes ${positions.length === usage.prompt_tokens ? "the whole prompt" : "a part of the prompt"} at once, positions ${rangeOf(positions)}, and stores their keys and values.${kept}`
-    : `Step ${index} (decode) computes only position ${rangeOf(positions)}, the token ${quoted(logprobs[positions[0]])}, and reads the keys and values of the ${count(read)} positions before it from the cache.`;
+    ? `Step ${index} (prefill) computes ` +
+      `${positions.length === usage.prompt_tokens ? "the whole prompt" : "a part of the prompt"} at once, ` +
+      `positions ${rangeOf(positions)}, and stores their keys and values.${kept}`
+    : `Step ${index} (decode) computes only position ${rangeOf(positions)}, the token ` +
+      `${quoted(logprobs[positions[0]])}, and reads the keys and values of the ${count(read)} positions before it ` +
+      "from the cache.";
   const then = chosen ? ` It chooses ${quoted(chosen)} (${percent(step.top[0].probability)}).` : "";
   const end = index === numSteps - 1 && reason === "stop" ? " With this token, the network ends the text." : "";
   return what + then + end;
 }
 
-/** How many query heads read the same keys and values, if there are several. */
+/**
+ * How many query heads read the same keys and values, if there are several.
+ * @param {ModelConfig} config
+ */
 function sharedBy({ num_heads: numHeads, num_kv_heads: numKvHeads }) {
   return numHeads === numKvHeads ? "" : ` (each shared by ${numHeads / numKvHeads} query heads)`;
 }

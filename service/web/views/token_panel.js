@@ -1,12 +1,25 @@
-// What else was likely at a place of the continuation, and how temperature, top-k and top-p change the distribution there.
+// What else was likely at a place of the continuation, and how temperature, top-k and top-p change the distribution
+// there.
 
 import { postTensors } from "../api.js";
 import { el } from "../dom.js";
 import { barTable } from "../draw/bars.js";
 import { count, number, percent, quoted, shown } from "../format.js";
-import { SAMPLING, SamplingControls, numeric } from "../sampling_controls.js";
+import { SamplingControls, eachSetting } from "../sampling_controls.js";
 import { distribution } from "../softmax.js";
 import { term } from "../terms.js";
+
+/**
+ * @import { Logprob } from "../answers.js"
+ * @import { Numbers } from "../api.js"
+ * @import { Name, Texts } from "../sampling_controls.js"
+ * @typedef {{ id: number, text: string | null, probability: number | null, top: Logprob[] }} Generated a token
+ * @typedef {{
+ *   model: string | null, ids: number[], token: Generated, index: number, wasGreedy: boolean, tried: Texts,
+ *   canContinue: boolean,
+ * }} Place `ids`: the tokens before the place; `token`: the one that was chosen there; `wasGreedy`: with temperature 0;
+ * `tried`: texts of the sliders
+ */
 
 /** The panel. `onTry(values)`: the sliders rest; `onContinue(token)`: the text shall go on with an alternative. */
 export class TokenPanel {
@@ -19,17 +32,34 @@ export class TokenPanel {
   #bars = el("div");
   #sliders;
   #onContinue;
-  #place = null; // what `show` was given
-  #row = { key: null, logits: null };
+  /** @type {Place} */
+  #place;
+  /** @type {{ key: string, logits: Numbers }} */
+  #row = { key: "", logits: [] };
 
+  /** @param {{ onTry: (values: Texts) => void, onContinue: (token: Logprob) => void }} listeners */
   constructor({ onTry, onContinue }) {
     this.#onContinue = onContinue;
-    this.#sliders = new SamplingControls({ said: "for this token", before: "what-if ", onInput: (values) => this.#draw(values), onChange: onTry });
+    this.#sliders = new SamplingControls({
+      said: "for this token",
+      before: "what-if ",
+      onInput: (values) => this.#draw(values),
+      onChange: onTry,
+    });
     this.element.append(
       this.#heading,
       this.#position,
       el("h4", {}, "What if: other settings for this token"),
-      el("p", {}, "Move a slider to see how it changes the chances of the ten most likely tokens. The text above stays as it is, and the network does not run again: the page computes ", term("softmax"), " from the ", term("logit", "logits"), "."),
+      el(
+        "p",
+        {},
+        "Move a slider to see how it changes the chances of the ten most likely tokens. The text above stays as " +
+          "it is, and the network does not run again: the page computes ",
+        term("softmax"),
+        " from the ",
+        term("logit", "logits"),
+        ".",
+      ),
       this.#sliders.element,
       this.#why,
       this.#said,
@@ -42,25 +72,40 @@ export class TokenPanel {
     this.element.hidden = true;
   }
 
-  /** `ids`: the tokens before the place; `token`: the one that was chosen there; `wasGreedy`: with temperature 0; `tried`: texts of the sliders. */
+  /**
+   * @param {Place} place
+   * @param {AbortSignal} signal
+   */
   async show(place, signal) {
     const key = JSON.stringify([place.model, place.ids]);
     if (this.#row.key !== key) {
-      const { logits } = await postTensors("/logits", { ...(place.model && { model: place.model }), prompt: place.ids, positions: "last" }, signal);
+      const { logits } = await postTensors(
+        "/logits",
+        { ...(place.model && { model: place.model }), prompt: place.ids, positions: "last" },
+        signal,
+      );
       this.#row = { key, logits: logits.values };
     }
     this.#place = place;
     this.#heading.textContent = `Token ${place.index + 1} of the continuation: ${quoted(place.token)}`;
-    this.#position.textContent = `In the other views, which count positions of the whole text from 0, it is at position ${count(place.ids.length)}.`;
-    this.#why.textContent = place.wasGreedy ? "The text was generated with temperature 0, which leaves a single token. So the temperature starts at 1 here, where the chances are those of the network alone." : "";
-    this.#hint.textContent = place.canContinue ? "“Continue” puts the text up to here and that token into the prompt, and runs it. Back undoes this." : "";
+    this.#position.textContent =
+      "In the other views, which count positions of the whole text from 0, it is at position " +
+      `${count(place.ids.length)}.`;
+    this.#why.textContent = place.wasGreedy
+      ? "The text was generated with temperature 0, which leaves a single token. So the temperature starts at 1 " +
+        "here, where the chances are those of the network alone."
+      : "";
+    this.#hint.textContent = place.canContinue
+      ? "“Continue” puts the text up to here and that token into the prompt, and runs it. Back undoes this."
+      : "";
     this.#sliders.show(place.tried);
     this.element.hidden = false;
     this.#draw(place.tried);
   }
 
+  /** @param {Texts} texts */
   #draw(texts) {
-    const settings = Object.fromEntries(SAMPLING.map(({ name }) => [name, numeric(texts[name])]));
+    const settings = eachSetting(({ name }) => (texts[name].trim() === "" ? NaN : Number(texts[name])));
     const problem = problemOf(settings);
     this.#said.classList.toggle("error", problem !== null);
     if (problem !== null) {
@@ -69,8 +114,12 @@ export class TokenPanel {
     }
     const { logits } = this.#row;
     const plain = distribution(logits);
-    const changed = distribution(logits, { temperature: settings.temperature, topK: settings.top_k, topP: settings.top_p });
-    const remaining = changed.reduce((total, probability) => total + (probability > 0), 0);
+    const changed = distribution(logits, {
+      temperature: settings.temperature,
+      topK: settings.top_k,
+      topP: settings.top_p,
+    });
+    const remaining = changed.filter((probability) => probability > 0).length;
     this.#said.textContent = `With these settings, ${count(remaining)} of ${count(logits.length)} tokens can be drawn.`;
     this.#bars.replaceChildren(this.#table(logits, plain, changed));
   }
@@ -79,12 +128,24 @@ export class TokenPanel {
     return [];
   }
 
+  /**
+   * @param {Numbers} logits
+   * @param {Float64Array} plain
+   * @param {Float64Array} changed
+   */
   #table(logits, plain, changed) {
     const { token, canContinue } = this.#place;
-    const listed = token.top.some(({ id }) => id === token.id) ? token.top : [...token.top, token];
+    const own = { ...token, logprob: null }; // only its id and its text are shown
+    const listed = token.top.some(({ id }) => id === token.id) ? token.top : [...token.top, own];
     const rows = listed.map((entry, index) => ({
       cells: [
-        el("span", {}, el("span", { class: "faint" }, index < token.top.length ? `${index + 1}. ` : "… "), el("code", {}, shown(entry)), entry.id === token.id ? el("strong", {}, " ← chosen") : ""),
+        el(
+          "span",
+          {},
+          el("span", { class: "faint" }, index < token.top.length ? `${index + 1}. ` : "… "),
+          el("code", {}, shown(entry)),
+          entry.id === token.id ? el("strong", {}, " ← chosen") : "",
+        ),
         changed[entry.id] === 0 ? "excluded" : percent(changed[entry.id]),
         percent(plain[entry.id]),
         number(logits[entry.id]),
@@ -95,16 +156,32 @@ export class TokenPanel {
       mark: entry.id === token.id,
     }));
     const columns = ["token", "with these settings", "network alone", "logit", "id", ""];
-    const caption = `The most likely tokens. Thick bars: the probability with these settings; thin bars: by the network alone (temperature 1, all tokens).`;
+    const caption =
+      "The most likely tokens. Thick bars: the probability with these settings; thin bars: by the network alone " +
+      "(temperature 1, all tokens).";
     return barTable({ caption, columns, rows });
   }
 
+  /** @param {Logprob} entry */
   #continueButton(entry) {
-    return el("button", { type: "button", class: "small", onclick: () => this.#onContinue(entry), "aria-label": `Continue from this token instead: ${quoted(entry)}`, title: `Continue from this token instead: ${quoted(entry)}` }, "Continue");
+    return el(
+      "button",
+      {
+        type: "button",
+        class: "small",
+        onclick: () => this.#onContinue(entry),
+        "aria-label": `Continue from this token instead: ${quoted(entry)}`,
+        title: `Continue from this token instead: ${quoted(entry)}`,
+      },
+      "Continue",
+    );
   }
 }
 
-/** Why settings are no distribution, or null. The service has the same limits. */
+/**
+ * Why settings are no distribution, or null. The service has the same limits.
+ * @param {Record<Name, number>} settings
+ */
 function problemOf({ temperature, top_k: topK, top_p: topP }) {
   if (!(temperature >= 0)) return "The temperature must be a number of at least 0.";
   if (!Number.isInteger(topK) || topK < 0) return "Top-k must be a whole number of at least 0.";

@@ -1,13 +1,23 @@
 // The view "Worked examples": the numbers that three articles print, beside those that the service computes.
 
 import { ARTICLES } from "../articles.js";
-import { el } from "../dom.js";
+import { el, find, findAll } from "../dom.js";
 import { number } from "../format.js";
 import { cached } from "../passes.js";
 import { describe } from "../stages.js";
 import { View } from "../view.js";
 import { placeOf, printedStage, verdict } from "./printed_stage.js";
 
+/**
+ * @import { Architecture, PrintedStage, PublishedResult, Published, Slip, Token, WorkedAnswer } from "../answers.js"
+ * @import { WorkedExampleEntry } from "../answers.js"
+ * @import { Article } from "../articles.js"
+ * @import { ViewState } from "../view.js"
+ * @import { Labels } from "./printed_stage.js"
+ * @typedef {ViewState & typeof WorkedExamples.params} State
+ */
+
+/** @type {Record<string, string | undefined>} */
 const RESULTS = {
   loss: "Mean loss",
   total_loss: "Sum of the losses",
@@ -15,7 +25,8 @@ const RESULTS = {
   prediction: "Most likely next token",
   prediction_probability: "Probability of this token",
 };
-const asList = (text) => (text === "" ? [] : text.split(","));
+const UNKNOWN = /** @type {Architecture} */ ({}); // of an article that the page does not know: its labels are plain
+const asList = (/** @type {string} */ text) => (text === "" ? [] : text.split(","));
 
 export default class WorkedExamples extends View {
   static usesPrompt = false;
@@ -28,44 +39,81 @@ export default class WorkedExamples extends View {
   #results = el("section", { "aria-label": "Results" });
   #slips = el("section", { "aria-label": "Numbers that look wrong", tabindex: "-1" });
   #stages = el("ol", { class: "printed" });
-  #shown = null; // {body, answer}
+  /** @type {Record<string, unknown> | null} the request whose answer is shown */
+  #body = null;
 
   build() {
     const examples = this.#examples();
-    this.#choice.append(...examples.map(({ name, title }) => el("button", { type: "button", dataset: { name }, onclick: () => this.context.navigate({ example: name, stage: "" }) }, ARTICLES[name]?.title ?? title, " ", el("span", { class: "num-wrong" }))));
-    this.append(this.#choice, this.#about, legend(), this.#results, el("h3", {}, "Printed stages, in the order of computation"), el("p", { class: "faint" }, "Open a stage to see its printed and its computed numbers."), this.#stages, this.#slips);
+    this.#choice.append(
+      ...examples.map(({ name, title }) =>
+        el(
+          "button",
+          { type: "button", dataset: { name }, onclick: () => this.context.navigate({ example: name, stage: "" }) },
+          ARTICLES[name]?.title ?? title,
+          " ",
+          el("span", { class: "num-wrong" }),
+        ),
+      ),
+    );
+    this.append(
+      this.#choice,
+      this.#about,
+      legend(),
+      this.#results,
+      el("h3", {}, "Printed stages, in the order of computation"),
+      el("p", { class: "faint" }, "Open a stage to see its printed and its computed numbers."),
+      this.#stages,
+      this.#slips,
+    );
   }
 
+  /**
+   * @param {State} state
+   * @param {AbortSignal} signal
+   */
   async update(state, signal) {
     const examples = this.#examples();
     const chosen = state.example || examples.find(({ name }) => name === state.model)?.name || examples[0].name;
     const example = examples.find(({ name }) => name === chosen);
-    if (!example) throw new Error(`example: there is no worked example “${chosen}”. There are ${examples.map(({ name }) => name).join(", ")}.`);
-    const bodyOf = ({ name, prompt }) => ({ model: name, prompt: prompt.text, detail: "values" });
-    const answers = await Promise.all(examples.map((each) => cached("/forward", bodyOf(each), signal)));
+    if (!example)
+      throw new Error(
+        `example: there is no worked example “${chosen}”. There are ${examples.map(({ name }) => name).join(", ")}.`,
+      );
+    const bodyOf = (/** @type {WorkedExampleEntry} */ { name, prompt }) => ({
+      model: name,
+      prompt: prompt.text,
+      detail: "values",
+    });
+    const answers = await Promise.all(examples.map((each) => answerOf(bodyOf(each), signal)));
     const [body, answer] = [bodyOf(example), answers[examples.indexOf(example)]];
     answers.forEach(({ worked_example: { slips } }, index) => {
-      const said = this.#choice.children[index].querySelector(".num-wrong");
+      const said = find(this.#choice.children[index], ".num-wrong");
       said.textContent = `(${lookWrong(slips.length, true)})`;
       said.classList.toggle("differs", slips.length > 0);
     });
-    this.#shown = { body, answer };
-    for (const button of this.#choice.children) button.setAttribute("aria-pressed", String(button.dataset.name === chosen));
+    this.#body = body;
+    for (const button of findAll(this.#choice, "button"))
+      button.setAttribute("aria-pressed", String(button.dataset.name === chosen));
     this.#show(example, answer, asList(state.stage));
   }
 
   request() {
-    return this.#shown && { path: "/forward", body: this.#shown.body };
+    return this.#body && { path: "/forward", body: this.#body };
   }
 
   #examples() {
-    return this.context.service.models.filter(({ kind }) => kind === "worked_example");
+    return this.context.service.models.filter((model) => model.kind === "worked_example");
   }
 
+  /**
+   * @param {WorkedExampleEntry} example
+   * @param {WorkedAnswer} answer
+   * @param {string[]} open
+   */
   #show(example, answer, open) {
     const article = ARTICLES[example.name];
-    const architecture = article?.architecture ?? {};
-    const printed = answer.stages.filter(({ published }) => published);
+    const architecture = article?.architecture ?? UNKNOWN;
+    const printed = answer.stages.filter(isPrinted);
     const place = { tokens: answer.tokens, vocabulary: vocabularyOf(answer) };
     const unknown = open.find((name) => !printed.some((stage) => stage.name === name));
     if (unknown !== undefined) throw new Error(`stage: this article prints no stage “${unknown}”.`);
@@ -76,50 +124,154 @@ export default class WorkedExamples extends View {
       ...printed.map((stage) => {
         const entry = describe(stage.name, architecture);
         const slips = answer.worked_example.slips.filter((slip) => slip.stage === stage.name);
-        return printedStage({ entry, stage, slips, place, isOpen: open.includes(stage.name), onToggle: () => this.#toggle(stage.name, open) });
+        return printedStage({
+          entry,
+          stage,
+          slips,
+          place,
+          isOpen: open.includes(stage.name),
+          onToggle: () => this.#toggle(stage.name, open),
+        });
       }),
     );
   }
 
-  /** Open or close a stage. The list is built anew, so the focus goes back to the button. */
+  /**
+   * Open or close a stage. The list is built anew, so the focus goes back to the button.
+   * @param {string} name
+   * @param {string[]} open
+   */
   async #toggle(name, open) {
-    await this.context.navigate({ stage: (open.includes(name) ? open.filter((each) => each !== name) : [...open, name]).join(",") });
-    this.#stages.querySelector(`[data-stage="${name}"] button`)?.focus();
+    await this.context.navigate({
+      stage: (open.includes(name) ? open.filter((each) => each !== name) : [...open, name]).join(","),
+    });
+    findAll(this.#stages, `[data-stage="${name}"] button`)[0]?.focus();
   }
 
+  /**
+   * @param {WorkedExampleEntry} example
+   * @param {Article | undefined} article
+   * @param {PrintedStage[]} printed
+   * @param {Slip[]} slips
+   */
   #showArticle(example, article, printed, slips) {
     const differing = printed.filter(({ published }) => !published.agrees);
     const following = differing.filter(({ published }) => published.from_previous?.agrees).length;
-    const reason = differing.length === 0 ? "" : ` Of the ${differing.length} others, ${following} differ only because of earlier numbers.`;
-    const show = el("button", { type: "button", class: "small", onclick: () => this.#slips.focus() }, slips.length === 1 ? "Show it" : "Show them");
+    const reason =
+      differing.length === 0
+        ? ""
+        : ` Of the ${differing.length} others, ${following} differ only because of earlier numbers.`;
+    const show = el(
+      "button",
+      { type: "button", class: "small", onclick: () => this.#slips.focus() },
+      slips.length === 1 ? "Show it" : "Show them",
+    );
     this.#about.replaceChildren(
       el("p", { class: "answer" }, el("strong", {}, `${lookWrong(slips.length)}.`), " ", slips.length > 0 ? show : ""),
-      el("h3", {}, article ? el("a", { href: article.address, target: "_blank", rel: "noreferrer" }, article.title) : example.title),
-      el("p", { class: "answer" }, `The article follows the prompt “${example.prompt.text}” through one layer. It prints ${printed.length} stages; ${printed.length - differing.length} of them agree with the numbers that this service computes.${reason}`),
-      ...(article ? [el("p", {}, "How this network differs from a standard one:"), el("ul", {}, article.notes.map((note) => el("li", {}, note)))] : []),
+      el(
+        "h3",
+        {},
+        article
+          ? el("a", { href: article.address, target: "_blank", rel: "noreferrer" }, article.title)
+          : example.title,
+      ),
+      el(
+        "p",
+        { class: "answer" },
+        `The article follows the prompt “${example.prompt.text}” through one layer. It prints ${printed.length} ` +
+          `stages; ${printed.length - differing.length} of them agree with the numbers that this service ` +
+          `computes.${reason}`,
+      ),
+      ...(article
+        ? [
+            el("p", {}, "How this network differs from a standard one:"),
+            el(
+              "ul",
+              {},
+              article.notes.map((note) => el("li", {}, note)),
+            ),
+          ]
+        : []),
     );
   }
 
+  /**
+   * @param {PublishedResult[]} results
+   * @param {PrintedStage[]} printed
+   * @param {Labels} place
+   */
   #showResults(results, printed, place) {
     const probabilities = printed.find(({ name }) => name === "probabilities")?.published;
-    const rows = results.map((result) => el("tr", {}, el("th", { scope: "row" }, RESULTS[result.name] ?? result.name), el("td", {}, result.published), el("td", {}, result.computed), el("td", {}, verdict(result.agrees, isPassedOn(result, probabilities, place)))));
-    const head = el("tr", {}, ["result", "printed", "computed", ""].map((name) => el("th", { scope: "col" }, name)));
-    this.#results.replaceChildren(el("h3", {}, "Results"), el("table", { "aria-label": "Results" }, el("thead", {}, head), el("tbody", {}, rows)));
+    const rows = results.map((result) =>
+      el(
+        "tr",
+        {},
+        el("th", { scope: "row" }, RESULTS[result.name] ?? result.name),
+        el("td", {}, result.published),
+        el("td", {}, result.computed),
+        el("td", {}, verdict(result.agrees, isPassedOn(result, probabilities, place))),
+      ),
+    );
+    const head = el(
+      "tr",
+      {},
+      ["result", "printed", "computed", ""].map((name) => el("th", { scope: "col" }, name)),
+    );
+    this.#results.replaceChildren(
+      el("h3", {}, "Results"),
+      el("table", { "aria-label": "Results" }, el("thead", {}, head), el("tbody", {}, rows)),
+    );
   }
 
+  /**
+   * @param {Slip[]} slips
+   * @param {PrintedStage[]} printed
+   * @param {Architecture} architecture
+   * @param {Labels} place
+   */
   #showSlips(slips, printed, architecture, place) {
     this.#slips.replaceChildren(el("h3", {}, "Numbers that look wrong"));
-    if (slips.length === 0) return this.#slips.append(el("p", {}, "None: every printed number follows from the numbers printed before it."));
+    if (slips.length === 0)
+      return this.#slips.append(el("p", {}, "None: every printed number follows from the numbers printed before it."));
     const rows = slips.map((slip) => {
       const stage = printed.find(({ name }) => name === slip.stage);
-      const label = `${describe(slip.stage, architecture).label}: ${placeOf(slip, stage, place)}`;
-      return el("tr", {}, el("th", { scope: "row" }, label, " ", el("code", {}, slip.stage)), el("td", {}, slip.printed.replace("-", "−")), el("td", {}, number(slip.from_printed)), el("td", {}, number(slip.allowed)));
+      const at = stage ? `: ${placeOf(slip, stage, place)}` : "";
+      const label = `${describe(slip.stage, architecture).label}${at}`;
+      return el(
+        "tr",
+        {},
+        el("th", { scope: "row" }, label, " ", el("code", {}, slip.stage)),
+        el("td", {}, slip.printed.replace("-", "−")),
+        el("td", {}, number(slip.from_printed)),
+        el("td", {}, number(slip.allowed)),
+      );
     });
-    const head = el("tr", {}, ["where", "printed", "should be", "rounding can change it by"].map((name) => el("th", { scope: "col" }, name)));
-    const count = "These numbers do not follow from the numbers that the article prints before them. “Should be” is the number that does follow. Printed numbers are rounded, but each difference is larger than rounding can explain.";
-    const table = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of numbers that look wrong" }, el("table", {}, el("thead", {}, head), el("tbody", {}, rows)));
+    const head = el(
+      "tr",
+      {},
+      ["where", "printed", "should be", "rounding can change it by"].map((name) => el("th", { scope: "col" }, name)),
+    );
+    const count =
+      "These numbers do not follow from the numbers that the article prints before them. “Should be” is the " +
+      "number that does follow. Printed numbers are rounded, but each difference is larger than rounding can " +
+      "explain.";
+    const table = el(
+      "div",
+      { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of numbers that look wrong" },
+      el("table", {}, el("thead", {}, head), el("tbody", {}, rows)),
+    );
     return this.#slips.append(el("p", {}, count), table);
   }
+}
+
+/**
+ * The answer for a worked example, whose stages have nested lists of numbers, because its body asks for no encoding.
+ * @param {object} body
+ * @param {AbortSignal} signal
+ */
+async function answerOf(body, signal) {
+  const answer = await cached("/forward", body, signal);
+  return /** @type {WorkedAnswer} */ (/** @type {unknown} */ (answer));
 }
 
 /** What the signs of results, stages and numbers mean. */
@@ -134,25 +286,47 @@ function legend() {
 }
 
 /**
+ * @param {PrintedStage | { published?: null }} stage
+ * @returns {stage is PrintedStage}
+ */
+function isPrinted(stage) {
+  return Boolean(stage.published);
+}
+
+/**
  * Whether a result follows from the last row of the printed probabilities, which themselves follow from the numbers
  * before them. Only the prediction and its probability can be read there.
+ * @param {PublishedResult} result
+ * @param {Published | undefined} probabilities
+ * @param {Labels} place
  */
 function isPassedOn({ name, published }, probabilities, { vocabulary }) {
-  const row = probabilities?.values[0].at(-1) ?? [];
-  if (row.length === 0 || row.includes(null) || !(probabilities.agrees || probabilities.from_previous?.agrees)) return false;
+  if (!probabilities || !(probabilities.agrees || probabilities.from_previous?.agrees)) return false;
+  const [rows] = /** @type {(number | null)[][][]} */ (probabilities.values); // (batch, position, d_vocab)
+  const last = rows[rows.length - 1] ?? [];
+  const row = last.filter((value) => value !== null);
+  if (row.length === 0 || row.length < last.length) return false;
   const largest = Math.max(...row);
   if (name === "prediction") return vocabulary[row.indexOf(largest)].text === published;
   const digits = (published.split(".")[1] ?? "").length;
   return name === "prediction_probability" && largest.toFixed(digits) === published;
 }
 
-/** Such as "2 numbers look wrong". */
-function lookWrong(number, isShort = false) {
-  if (number === 0) return isShort ? "none look wrong" : "No number looks wrong";
-  return number === 1 ? "1 number looks wrong" : `${number} numbers look wrong`;
+/**
+ * Such as "2 numbers look wrong".
+ * @param {number} numWrong
+ * @param {boolean} isShort
+ */
+function lookWrong(numWrong, isShort = false) {
+  if (numWrong === 0) return isShort ? "none look wrong" : "No number looks wrong";
+  return numWrong === 1 ? "1 number looks wrong" : `${numWrong} numbers look wrong`;
 }
 
-/** The tokens of the vocabulary in the order of their ids. The vocabularies of the articles are smaller than top_k. */
+/**
+ * The tokens of the vocabulary in the order of their ids. The vocabularies of the articles are smaller than top_k.
+ * @param {WorkedAnswer} answer
+ * @returns {Token[]}
+ */
 function vocabularyOf({ predictions }) {
   return [...predictions[0].top].sort((one, other) => one.id - other.id);
 }

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.choices import Quantization
 from model.network.prepare import prepare_model
 from model.network.transformer import Transformer
 from model.ops.cpu import build, instruction_levels, recording
@@ -18,7 +19,6 @@ from model.ops.cpu.cpu_ops import find_backend
 from model.ops.cpu.instruction_levels import AVX512, AVX512_VNNI, LEVELS
 from model.ops.cpu.packed_linear import pack_linear
 from model.ops.interface import Backend
-from model.ops.quantization import Quantization
 from model.ops.torch_ops import TORCH
 from model.ops.weight_formats import GroupedWeight
 

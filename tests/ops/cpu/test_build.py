@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from model.checkpoints.load import BUNDLED, load_checkpoint
+from model.choices import Quantization
 from model.ops.cpu import build, instruction_levels
-from model.ops.quantization import Quantization
 from model.ops.torch_ops import TORCH
 from model.ops.weight_formats import FORMATS
 from tests.ops.cpu.common import (

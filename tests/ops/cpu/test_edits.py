@@ -52,7 +52,7 @@ def edit_of(name: str, x: Tensor, *, shared: bool) -> RowEdit:
         rule=rule,
         rows=torch.tensor([6, 0, 3, 4]),
         vectors=vectors,
-        places=None if shared or not takes_vectors else torch.tensor([5, 0, 0, 2]),
+        vector_indices=None if shared or not takes_vectors else torch.tensor([5, 0, 0, 2]),
         heads=torch.tensor([4, 0, 1]) if has_heads else None,
     )
 

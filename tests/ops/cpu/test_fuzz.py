@@ -208,9 +208,9 @@ def test_edits_and_patterns(rng: random.Random, dtype: torch.dtype) -> None:
     rows = torch.tensor(rng.sample(range(T), rng.randint(1, T)))
     heads = torch.tensor(rng.sample(range(H), rng.randint(1, H))) if rng.random() < 0.5 else None
     vectors = torch.randn(2, H if heads is None else len(heads), D)
-    places = torch.randint(2, (len(rows),))
+    indices = torch.randint(2, (len(rows),))
     for edit in (
-        RowEdit(rule=EditRule("add"), rows=rows, vectors=vectors, places=places, heads=heads),
+        RowEdit(rule=EditRule("add"), rows=rows, vectors=vectors, vector_indices=indices, heads=heads),
         RowEdit(rule=EditRule("set", 0.5), rows=rows, heads=heads),
         RowEdit(rule=EditRule("cap", -0.5, 0.5), rows=rows, heads=heads),
         RowEdit(rule=EditRule("project", 0.25), rows=rows, vectors=vectors[:1, :1], heads=heads),

@@ -89,7 +89,7 @@ class TestGroupedLinear:
     def test_products_of_the_largest_integers_are_exact(
         self, format: WeightFormat, N: int, K: int, dtype: torch.dtype, sign: int
     ) -> None:
-        """Where the kernel adds products in 16 bits, these sums are the largest that must fit."""
+        """Test the largest sums that must fit in 16 bits, where the kernel adds products in 16 bits."""
         weight = random_weight(format, N, K)
         weight.integers[: N // 2], weight.integers[N // 2 :] = 0, (1 << format.bits) - 1
         weight.scales.fill_(1)

@@ -23,7 +23,7 @@ from model.tracing.tap import Editor, Recorder
 from tests.engine.driving import ask, assert_greedy_in_one_pass, new_engine, prompt, run
 from tests.ops.cpu.common import by_kernels
 from tests.service.running import running
-from tests.tiny import CONFIGS, ROUNDING, random_ids, record
+from tests.tiny import CONFIGS, ROUNDING, quick, random_ids, record
 from tests.tiny import build as build_network
 
 pytestmark = pytest.mark.usefixtures("instructions")
@@ -156,7 +156,7 @@ class TestEngine:
         assert generate(small, *range(8)) == alone
         assert small.stats().num_preemptions > 0
 
-    @pytest.mark.parametrize("first", [1, 3])
+    @pytest.mark.parametrize("first", quick(1, [3, 1]))
     @pytest.mark.parametrize("name", CONFIGS)
     def test_a_network_with_complete_kernels_is_recorded_and_replayed_steps_give_the_same_tokens(
         self, dtype: str, name: str, first: int, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from model.ops.cpu import grouped_packing, packing
-from model.ops.cpu.arguments import PackArguments
 from model.ops.cpu.grouped_packing import PackedGroups, pack_weight, quantize_rows, unpack_groups
 from model.ops.cpu.packing import PackedWeight, pack, pack_rows, unpack
 from model.ops.cpu.shared_layout import find_kernel
@@ -36,7 +35,7 @@ def random_parts(N: int, K: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 def pack_or_skip(parts: tuple[Tensor, ...], dtype: torch.dtype, format: WeightFormat | None) -> list[Tensor]:
     """The tensors of the packed weight that our kernels make."""
-    if find_kernel("pack", "pack_float32", dtype, PackArguments) is None:
+    if find_kernel("pack", "pack_float32", dtype) is None:
         pytest.skip(NO_KERNELS)
     rows = StackedRows(parts, dtype, CPU)
     return tensors_of(pack_rows(rows) if format is None else quantize_rows(rows, format))

@@ -24,7 +24,7 @@ class TestRecording:
         recording = Recording(RecordingMemory())
         with recording.record():
             total = operations.add(operations.add(a, b), b)
-        assert recording.is_whole
+        assert recording.is_complete
         assert total.tolist() == [3.0] * 5
         a[:] = torch.arange(5.0)
         recording.replay()
@@ -38,11 +38,11 @@ class TestRecording:
         self, compute: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
         operations, a = cpu_backend(torch.float32).network, torch.ones(6)
-        for function, is_whole in ((lambda x: x.view(2, 3).flatten()[2:4], True), (compute, False)):
+        for function, is_complete in ((lambda x: x.view(2, 3).flatten()[2:4], True), (compute, False)):
             recording = Recording(RecordingMemory())
             with torch.inference_mode(), recording.record():
                 function(operations.add(a, a))
-            assert recording.is_whole is is_whole
+            assert recording.is_complete is is_complete
 
     def test_recordings_share_memory_which_grows_as_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(recording_module, "CHUNK", 256)
@@ -51,7 +51,7 @@ class TestRecording:
             recording, ones = Recording(memory), [torch.ones(size) for size in (10, 50, 200, 10)]
             with recording.record():
                 tensors = [operations.add(x, x) for x in ones]
-            assert recording.is_whole
+            assert recording.is_complete
             assert [bool((tensor == 2).all()) for tensor in tensors] == [True] * 4
         assert [len(chunk) for chunk in memory.chunks] == [256, 256, 800, 256]
 

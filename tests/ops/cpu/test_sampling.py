@@ -12,6 +12,7 @@ from model.ops.torch_ops import TORCH
 from model.ops.torch_sampling import keep_top, uniforms_of
 from model.text.sampling import key_of
 from tests.ops.cpu.common import DTYPES, cpu_backend
+from tests.tiny import quick
 
 pytestmark = pytest.mark.usefixtures("instructions")
 
@@ -62,7 +63,7 @@ class TestDraw:
         ],
         ids=str,
     )
-    @pytest.mark.parametrize("spread", [0.0, 1.0, 8.0])
+    @pytest.mark.parametrize("spread", quick(2, [0.0, 8.0, 1.0]))
     def test_draws_are_among_the_tokens_that_pytorch_keeps_and_reach_all_likely_ones(
         self, dtype: torch.dtype, spread: float, params: dict[str, Any]
     ) -> None:
@@ -100,7 +101,7 @@ def random_masks(num_rows: int, size: int, share: float) -> tuple[torch.Tensor, 
     return words.to(torch.int32), is_allowed[:, :size]
 
 
-@pytest.mark.parametrize("size", [41, 64, 203, 50257])
+@pytest.mark.parametrize("size", quick(3, [41, 64, 203, 50257]))
 @pytest.mark.parametrize("dtype", DTYPES)
 class TestMasks:
     """Masked sampling is sampling from logits in which all excluded tokens have -inf."""

@@ -43,22 +43,15 @@ KERNEL(write_halves_float32, write_halves)
 CALL_IT = """
 import sys
 from pathlib import Path
-from typing import NamedTuple
 import torch
 from model.ops.cpu import build, recording, shared_layout
-from model.ops.cpu.arguments import Address
-
-class ReadArguments(NamedTuple):
-    x: Address
-    out: Address
-    size: int
 
 thread_pool = recording.thread_pool()
 build.CSRC = Path(sys.argv[1])
 x, out = torch.ones(4), torch.zeros(1)
 for name in sys.argv[3:]:
-    kernel = shared_layout.find_kernel("reading", name, torch.float32, ReadArguments)
-    recording.call(kernel, 1, ReadArguments(x.data_ptr(), out.data_ptr(), int(sys.argv[2])))
+    kernel = shared_layout.find_kernel("reading", name, torch.float32)
+    recording.call(kernel, 1, x=x.data_ptr(), out=out.data_ptr(), size=int(sys.argv[2]))
     print("read", out.item())
 """
 

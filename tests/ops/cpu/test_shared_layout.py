@@ -1,15 +1,14 @@
-"""Python and C++ declare the same arguments of kernels; a difference is an error before anything is called."""
+"""Python fills the arguments of kernels by the names that C++ declares; a mistake is an error before any call."""
 
 import ctypes
 import struct
-from typing import Any, NamedTuple, get_type_hints
 
 import pytest
 import torch
 
-from model.ops.cpu import arguments, build, recording, shared_layout
-from model.ops.cpu.arguments import AddArguments, Address, MomentsArguments
-from model.ops.cpu.shared_layout import Kernel, LayoutMismatch, find_kernel
+from model.ops.cpu import build, constants, recording
+from model.ops.cpu.shared_layout import FORMATS, Kernel, Layout, LayoutMismatch, check_layout, find_kernel
+from model.ops.cpu.trace_kernels import PIECE
 from tests.ops.cpu.common import NO_KERNELS
 
 
@@ -19,86 +18,74 @@ def _kernels() -> None:
         pytest.skip(NO_KERNELS)
 
 
-class RenamedField(NamedTuple):
-    a: Address
-    second: Address
-    out: Address
-    num_elements: int
+@pytest.fixture
+def add() -> Kernel:
+    kernel = find_kernel("elementwise", "add", torch.float32)
+    assert kernel is not None
+    return kernel
 
 
-class FieldOfAnotherKind(NamedTuple):
-    a: Address
-    b: Address
-    out: Address
-    num_elements: float
-
-
-class MissingField(NamedTuple):
-    a: Address
-    b: Address
-    out: Address
-
-
-class SurplusField(NamedTuple):
-    a: Address
-    b: Address
-    out: Address
-    num_elements: int
-    factor: float
-
-
-class FieldsInAnotherOrder(NamedTuple):
-    b: Address
-    a: Address
-    out: Address
-    num_elements: int
+def test_a_layout_has_the_fields_of_the_struct_in_their_order(add: Kernel) -> None:
+    assert list(add.arguments.fields.items()) == [
+        ("a", "address"),
+        ("b", "address"),
+        ("out", "address"),
+        ("num_elements", "integer"),
+    ]
+    packed = add.arguments.pack({"num_elements": 4, "out": 3, "b": 2, "a": 1})
+    assert struct.unpack("4q", packed) == (1, 2, 3, 4)
 
 
 @pytest.mark.parametrize(
-    ("declaration", "named"),
+    "arguments",
     [
-        (RenamedField, "'second address 8' where add_float32_arguments .* has 'b address 8'"),
-        (FieldOfAnotherKind, "'num_elements number 24'"),
-        (MissingField, "'size 24' where .* has 'num_elements integer 24'"),
-        (SurplusField, "'factor number 32' where .* has 'size 32'"),
-        (FieldsInAnotherOrder, "'b address 0' where .* has 'a address 0'"),
+        {"a": 0, "b": 0, "out": 0},
+        {"a": 0, "b": 0, "out": 0, "num_elements": 0, "factor": 1.0},
+        {"a": 0, "second": 0, "out": 0, "num_elements": 0},
+        {},
     ],
 )
-def test_a_difference_between_the_declarations_is_an_error_that_names_the_field(declaration: Any, named: str) -> None:
-    with pytest.raises(LayoutMismatch, match=named):
-        find_kernel("elementwise", "add", torch.float32, declaration)
+def test_a_missing_or_unknown_argument_never_reaches_the_kernel(add: Kernel, arguments: dict[str, float]) -> None:
+    with pytest.raises(TypeError, match="the fields are a, b, out, num_elements; given are"):
+        recording.call(add, 1, **arguments)
+
+
+@pytest.mark.parametrize("wrong", [{"a": 0.0}, {"num_elements": 0.5}])
+def test_an_argument_of_another_kind_never_reaches_the_kernel(add: Kernel, wrong: dict[str, float]) -> None:
+    with pytest.raises(struct.error):
+        recording.call(add, 1, **{"a": 0, "b": 0, "out": 0, "num_elements": 0} | wrong)
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        Layout({"address": "address", "offset": "integer", "size": "integer"}),
+        Layout({"address": "address", "place": "number", "size": "integer"}),
+        Layout({"address": "address", "place": "integer"}),
+    ],
+)
+def test_a_struct_that_python_reads_itself_and_that_differs_is_an_error(ours: Layout) -> None:
+    check_layout("tracing", "piece", PIECE)
+    with pytest.raises(LayoutMismatch, match=r"piece of tracing\.cpp has .*'place': 'integer'"):
+        check_layout("tracing", "piece", ours)
 
 
 def test_a_constant_that_differs_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(arguments.CONSTANTS["statistics"], "NUM_MOMENTS", 4)
+    monkeypatch.setitem(constants.CONSTANTS["statistics"], "NUM_MOMENTS", 4)
     with pytest.raises(LayoutMismatch, match=r"NUM_MOMENTS is 5 in statistics\.cpp and 4"):
-        find_kernel("statistics", "moments", torch.float32, MomentsArguments)
+        find_kernel("statistics", "moments", torch.float32)
 
 
-def test_a_call_with_a_wrong_number_of_arguments_or_a_wrong_type_never_reaches_the_kernel() -> None:
-    kernel: Kernel[Any] | None = find_kernel("elementwise", "add", torch.float32, AddArguments)
-    assert kernel is not None
-    for values in ((0, 0, 0), (0, 0, 0, 0, 0), (0, 0, 0, 0.5), (0.0, 0, 0, 0)):
-        with pytest.raises(struct.error):
-            recording.call(kernel, 1, values)
-
-
-def test_every_kernel_of_every_library_describes_arguments_that_python_declares() -> None:
-    declared = {
-        shared_layout.describe_struct(each)
-        for each in vars(arguments).values()
-        if isinstance(each, type) and hasattr(each, "_fields") and get_type_hints(each)
-    }
+def test_every_kernel_of_every_library_describes_its_arguments() -> None:
     num_kernels = 0
     for source in sorted(build.CSRC.glob("*.cpp")):
         library = build.load(source.stem)
         assert library is not None
-        symbols = exported_descriptions(library)
-        for name in symbols:
-            describe = library[name]
-            describe.restype = ctypes.c_char_p
-            assert describe().decode() in declared, f"{source.name}: {name}"
-        num_kernels += len(symbols)
+        for name in exported_descriptions(library):
+            layout = Layout.read(library, name)
+            assert layout.fields, f"{source.name}: {name}"
+            assert set(layout.fields.values()) <= FORMATS.keys(), f"{source.name}: {name}"
+            num_kernels += 1
     assert num_kernels > 50
 
 

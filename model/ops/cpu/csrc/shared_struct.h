@@ -1,8 +1,8 @@
-// Structs and constants that Python declares, too (model/ops/cpu/arguments.py).
+// Structs that Python fills by the names of their fields, and constants that Python declares, too
+// (model/ops/cpu/shared_layout.py).
 //
 // `STRUCT` declares a struct and a description of its layout: each field's name, kind and offset, and the size of the
-// struct. A library exports the descriptions. When Python finds a kernel, it compares them with its own declarations, so
-// that a difference is an error instead of a read at a wrong address.
+// struct. A library exports the descriptions, and Python reads them when it finds a kernel.
 
 #pragma once
 

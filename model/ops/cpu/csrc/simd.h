@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <cstring>
 
-constexpr int WIDTH = 16;  // lanes of a vector: VECTOR_WIDTH in model/ops/cpu/arguments.py
+constexpr int WIDTH = 16;  // lanes of a vector: VECTOR_WIDTH in model/ops/cpu/constants.py
 using BFloat16 = uint16_t;
 
 // AddressSanitizer does not see what the intrinsics for masked loads and stores access. If it is used, this reads each

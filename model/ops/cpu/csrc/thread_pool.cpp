@@ -135,9 +135,9 @@ extern "C" long run_calls(const KernelCall* calls, long num_calls, long num_thre
         return num_threads;
     }
     CallList list{calls, num_calls, std::vector<Progress>(num_calls)};
-    // While another caller uses the pool, this one computes alone.
-    std::unique_lock lock(thread_pool().in_use, std::try_to_lock);
-    if (!lock.owns_lock() || num_threads == 1) {
+    std::unique_lock lock(thread_pool().in_use, std::defer_lock);
+    // One thread needs no pool. While another caller uses the pool, this one computes alone.
+    if (num_threads == 1 || !lock.try_lock()) {
         list.run();
         return num_threads;
     }

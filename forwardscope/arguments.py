@@ -1,0 +1,148 @@
+"""Read the arguments of calls, for the clients and for `load`. An error names the argument, and says what it takes."""
+
+import json
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from forwardscope.errors import InvalidArgument
+
+MAX_SHOWN = 60
+Index = int | slice | str | Sequence[int]
+"""The chosen indices of a dim of a weight."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def to_prompt(prompt: Any, name: str = "prompt") -> str | list[int]:
+    """A text, or token ids: a list, a numpy array or a tensor."""
+    if isinstance(prompt, str):
+        return prompt
+    items = to_list(prompt, name, "a text, or a list of token ids")
+    if items and (isinstance(items[0], str | bytes | list | tuple) or len(getattr(items[0], "shape", [])) > 0):
+        raise InvalidArgument(name, f"{shown(prompt)} is a list of prompts, but a call takes one; make a call for each")
+    return [to_integer(item, name, "token ids are integers") for item in items]
+
+
+def to_token(token: Any, name: str) -> str | int | None:
+    """A token as its text or its id."""
+    if token is None or isinstance(token, str):
+        return token
+    return to_integer(token, name, "give a token id, or the text of one token")
+
+
+def to_indices(indices: Any, name: str) -> list[int] | None:
+    """Integers: a list, a range, a numpy array or a tensor. None stays None."""
+    if indices is None:
+        return None
+    takes = "a list of integers, such as [0, -1]"
+    return [to_integer(item, name, f"give {takes}") for item in to_list(indices, name, takes)]
+
+
+def to_index_text(indices: Any, name: str) -> str:
+    """The indices of a dim of a weight as a query has them: an index, a list, a range, a slice or such a text."""
+    if isinstance(indices, str):
+        return indices
+    if isinstance(indices, slice):
+        ends = (indices.start, indices.stop, indices.step)
+        numbers = ["" if end is None else str(to_integer(end, name, "a slice has integers")) for end in ends]
+        return ":".join(numbers if numbers[2] else numbers[:2])
+    if isinstance(indices, range) and len(indices) > 1 and indices.step > 0 and indices[0] >= 0:
+        return f"{indices.start}:{indices.stop}:{indices.step}"
+    if isinstance(indices, Iterable) and len(getattr(indices, "shape", (1,))) > 0:
+        return ",".join(map(str, to_indices(indices, name) or []))
+    hint = "give an index, a list, a range or a slice of indices, or a text such as '0:10'"
+    return str(to_integer(indices, name, hint))
+
+
+def to_targets(targets: Any, name: str = "targets") -> list[int | None] | None:
+    """Token ids, or None where a position has no target."""
+    if targets is None:
+        return None
+    takes = "a list of token ids, with None where there is no target"
+    items = to_list(targets, name, takes)
+    return [None if item is None else to_integer(item, name, f"give {takes}") for item in items]
+
+
+def to_texts(texts: Any, name: str) -> list[str]:
+    """One text, or several."""
+    items = [texts] if isinstance(texts, str) else to_list(texts, name, "a text, or a list of texts")
+    for item in items:
+        if not isinstance(item, str):
+            raise InvalidArgument(name, f"{shown(item)} is not a text")
+    return items
+
+
+def to_mappings(mappings: Any, name: str, item: str) -> list[dict[str, Any]]:
+    """A list of mappings; `item` is the name of one, for errors."""
+    if isinstance(mappings, Mapping):
+        raise InvalidArgument(name, f"is one {item}; put it into a list")
+    items = to_list(mappings, name, f"a list of {item}s")
+    for index, each in enumerate(items):
+        if not isinstance(each, Mapping):
+            raise InvalidArgument(f"{name}.{index}", f"{shown(each)} is not a mapping from the fields of the {item}")
+    return [dict(each) for each in items]
+
+
+def to_messages(messages: Any) -> list[dict[str, Any]]:
+    """A conversation; one question may be a text."""
+    own = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    return to_mappings(own, "messages", "message")
+
+
+def to_conversation(messages: Any) -> list[dict[str, Any]]:
+    """A conversation for a chat template in this process, checked and read as the server does it."""
+    own = to_messages(messages)
+    for index, message in enumerate(own):
+        where, role, content = f"messages.{index}", message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise InvalidArgument(f"{where}.role", f"{shown(role)} is not a role; use one of {', '.join(ROLES)}")
+        if content is None:
+            if role not in ("assistant", "tool", "function"):
+                raise InvalidArgument(f"{where}.content", "is missing; send a text")
+            message["content"] = ""
+        elif not isinstance(content, str):
+            parts = to_mappings(content, f"{where}.content", "part")
+            if not all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
+                raise InvalidArgument(f"{where}.content", "has a part that is no text; this model reads only texts")
+        if message.get("tool_calls"):
+            message["tool_calls"] = [_with_arguments(call, where) for call in message["tool_calls"]]
+    return own
+
+
+def _with_arguments(call: Any, where: str) -> dict[str, Any]:
+    """A call of an earlier answer, with its arguments as an object."""
+    try:
+        function = dict(call["function"])
+        if isinstance(function["arguments"], str):
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+    except (KeyError, TypeError, ValueError):
+        reason = "has a call that is not {'function': {'name': ..., 'arguments': JSON}}"
+        raise InvalidArgument(f"{where}.tool_calls", reason) from None
+    return {**call, "function": function}
+
+
+def to_list(values: Any, name: str, takes: str) -> list[Any]:
+    """The items of a list, a tuple, a range, an array or a tensor; not of a text or a mapping."""
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable | Sequence):
+        raise InvalidArgument(name, f"{shown(values)} is not {takes}")
+    try:
+        return list(values)
+    except TypeError:  # an array of no dims
+        raise InvalidArgument(name, f"{shown(values)} is not {takes}") from None
+
+
+def to_integer(value: Any, name: str, hint: str) -> int:
+    """An integer of Python, numpy or PyTorch, but no bool and no float."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise InvalidArgument(name, f"{shown(value)} is not an integer; {hint}")
+
+
+def shown(value: Any) -> str:
+    """A value in an error message."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

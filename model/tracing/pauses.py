@@ -1,0 +1,35 @@
+"""Pauses of long passes, so that other work of the same thread can run in between: after each block, each traced stage,
+and each piece of the logits.
+
+The thread that runs a pass sets `PAUSE` to the function that runs the other work. By default, there is none.
+"""
+
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+
+PAUSE: ContextVar[Callable[[], None] | None] = ContextVar("pause", default=None)
+NUM_ROWS = 256  # of logits, in one piece
+NUM_PREDICTIONS = 1 << 15  # likewise
+
+
+def has_pauses() -> bool:
+    """Whether other work can run in between."""
+    return PAUSE.get() is not None
+
+
+def pause() -> None:
+    """Let other work run now."""
+    function = PAUSE.get()
+    if function is not None:
+        function()
+
+
+def pieces(num_rows: int, num_predictions: int = 1) -> Iterator[slice]:
+    """Divide rows of logits into slices, with a pause after each; into one slice if no other work can run.
+
+    `num_predictions` of each row are sorted.
+    """
+    size = max(1, min(NUM_ROWS, NUM_PREDICTIONS // num_predictions)) if has_pauses() else max(num_rows, 1)
+    for begin in range(0, num_rows, size):
+        yield slice(begin, begin + size)
+        pause()

@@ -1,0 +1,1 @@
+"""Write simple stories about a small world, to train a small network on."""

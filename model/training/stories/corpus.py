@@ -1,0 +1,69 @@
+"""Stories without end: text number `index` of a seed is always the same, and no two texts of a corpus are alike."""
+
+import hashlib
+import random
+from collections.abc import Iterator
+
+from model.training.stories import friend_plots, thing_plots
+from model.training.stories.recall import recall_text
+from model.training.stories.scenes import (
+    close_story,
+    go_out,
+    meet_friend,
+    open_story,
+    pass_a_thing,
+    play,
+    turn,
+    weather,
+)
+from model.training.stories.story import Story
+
+PLOTS = (*thing_plots.PLOTS, *friend_plots.PLOTS)
+RECALL_SHARE = 0.15
+
+
+def tell(rng: random.Random) -> Story:
+    """Tell a story of one of three lengths: a plot; a plot with scenes; two plots with scenes."""
+    story = Story(rng)
+    length = rng.randint(1, 3)
+    open_story(story)
+    meet_friend(story)
+    go_out(story)
+    scenes = story.rng.sample((weather, play, pass_a_thing), min(length, 2))
+    for scene in scenes:
+        scene(story)
+    story.paragraph()
+    first, second = rng.sample(PLOTS, 2)
+    turn(story)
+    first(story)
+    if length == 3:
+        story.paragraph()
+        story.say(
+            "Some days later, {a} and {b} met again {at}.",
+            "The next week, {a} and {b} went back to the {p}.",
+            "On another day, {a} and {b} were {at} again.",
+            a=story.hero,
+            b=story.friend,
+            p=story.place,
+            at=story.at,
+        )
+        if rng.random() < 0.5:
+            story.hero, story.friend = story.friend, story.hero
+        second(story)
+    story.paragraph()
+    close_story(story)
+    return story
+
+
+def texts(seed: int) -> Iterator[str]:
+    """Stories and, among them, texts to copy from. Never ends."""
+    seen: set[bytes] = set()
+    index = 0
+    while True:
+        rng = random.Random(f"{seed} {index}")
+        index += 1
+        text = recall_text(rng) if rng.random() < RECALL_SHARE else tell(rng).text
+        digest = hashlib.sha256(text.encode()).digest()
+        if digest not in seen:
+            seen.add(digest)
+            yield text

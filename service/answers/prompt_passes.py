@@ -1,0 +1,110 @@
+"""Answer a POST /forward, /logits or /patterns: read its prompts, plan a pass for each, bind its edits, and run it.
+
+A route says how one prompt is planned, how large its answer may be, and how its pass is run and described.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+
+from forwardscope.local_results import describe_edits, describe_tokens
+from forwardscope.results.passes import PassTimings
+from model.tracing.edits import BoundEdits, EditPlan
+from model.tracing.tap import Tap
+from service.answers.budget import Budget, total
+from service.answers.edits import answer_bytes, bind_edits, read_edits
+from service.answers.prompts import Prompt, param_of
+from service.answers.single_pass import Pass, PassAnswer, answer_passes
+from service.answers.subject import Subject
+from service.http.errors import invalid
+from service.http.schemas import EditedRequest
+from service.state import State, run_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptPlan:
+    """A checked request, for one of its prompts. `bound_edits` are set when the passes of sources have run."""
+
+    subject: Subject
+    ids: list[int]
+    edits: EditPlan | None = None
+    bound_edits: BoundEdits | None = None
+
+    @property
+    def edits_bytes(self) -> int:
+        """The bytes of `edits` in the answer."""
+        return 0 if self.edits is None else answer_bytes(self.edits)
+
+    def tap(self, rows: Sequence[int] | None = None) -> Tap | None:
+        """The tap that edits the pass; None without edits."""
+        if self.bound_edits is None:
+            return None
+        return self.bound_edits.tap(0, len(self.ids), rows, self.subject.network.backend.network)
+
+    def head(self, waited: float, seconds: float) -> dict[str, Any]:
+        """The fields of an answer that all routes have."""
+        return {
+            "model": self.subject.name,
+            "tokens": describe_tokens(self.ids, self.subject.text_of),
+            "timings": PassTimings(waited, seconds),
+            "edits": describe_edits(self.edits),
+        }
+
+
+Plan = TypeVar("Plan", bound=PromptPlan)
+
+
+async def answer_prompts(
+    body: EditedRequest,
+    prompts: Sequence[Prompt],
+    request: Request,
+    state: State,
+    subject: Subject,
+    arrived: float,
+    *,
+    planner: Callable[[], Callable[[int, PromptPlan], Plan]],
+    make_budget: Callable[[Plan], Budget],
+    run: Callable[[Plan, float], PassAnswer],
+    num_globs: int = 0,
+    is_list: bool = False,
+    as_safetensors: bool = False,
+) -> Response:
+    """Plan and run a pass for each prompt, and return the response. Raises the errors of all of these steps.
+
+    `planner` checks the fields that do not depend on the prompts; they match `num_globs` globs. It returns a function
+    that takes the index of a prompt and the common part of its plan, and returns the whole plan. `run` takes the
+    seconds that the pass waited.
+    """
+    params = [param_of("prompt", index, is_list) for index in range(len(prompts))]
+    ids = [
+        await subject.read_prompt(request, state, prompt, param) for prompt, param in zip(prompts, params, strict=True)
+    ]
+    checkpoint = subject.checkpoint
+    if checkpoint is None and body.edits:
+        raise invalid("edits", f"change the served model, but not the worked example {subject.name!r}; leave them out")
+    edits = None if checkpoint is None else await read_edits(body.edits, ids, request, state, checkpoint)
+
+    def make_plans() -> tuple[list[Plan], Budget]:
+        make_plan, plans = planner(), []
+        for index, each in enumerate(ids):
+            plan = None if edits is None else edits.plan(each, len(each), params[index])
+            plans.append(make_plan(index, PromptPlan(subject=subject, ids=each, edits=plan)))
+        sizes = {len(plan.ids): plan for plan in plans}  # a budget depends on the length of the prompt alone
+        budgets = {length: make_budget(plan) for length, plan in sizes.items()}
+        return plans, total([budgets[len(plan.ids)] for plan in plans])
+
+    num_checks = num_globs + len(prompts) * (1 + (0 if edits is None else edits.num_checks))
+    plans, budget = await run_plan(state, num_checks, make_plans)
+    edit_plans = [plan.edits for plan in plans if plan.edits is not None]
+    if edit_plans:
+        budget.check(state)  # before the passes of sources
+        assert checkpoint is not None
+        bound = await bind_edits(edit_plans, request, state, checkpoint, subject.adapter, arrived)
+        plans = [replace(plan, bound_edits=each) for plan, each in zip(plans, bound, strict=True)]
+    passes = [Pass(len(plan.ids), partial(run, plan)) for plan in plans]
+    return await answer_passes(
+        request, state, passes, budget=budget, is_list=is_list, as_safetensors=as_safetensors, arrived=arrived
+    )

@@ -1,0 +1,175 @@
+"""The options of `forwardscope serve`, one for each setting, and errors in the words of the command line.
+
+PyTorch is not imported here, so that `--help` and mistakes are answered at once.
+"""
+
+import argparse
+import os
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from model.command_line import Parser, describe_range, nearest
+from model.errors import InvalidField, join_words, shortened
+from service import PREFIX
+from service.settings import Settings
+
+PROGRAM = "forwardscope serve"
+TRUTHS = ("true", "false")
+NO_CODE = "code of a checkpoint never runs, so no option is needed"
+NO_TOOLS = "tools need no option: the chat template says how the model calls them"
+NO_LIMIT = "the context is that of the checkpoint"
+NO_TLS = "the server speaks plain HTTP; put a reverse proxy in front of it for TLS"
+OTHERS = {  # options of vLLM, llama-server, TGI and transformers
+    "-m": "--model",
+    "--hf-repo": "--model",
+    "-hf": "--model",
+    "--model-id": "--model",
+    "--model-path": "--model",
+    "--served-model-name": "--model-name",
+    "--alias": "--model-name",
+    "-a": "--model-name",
+    "-p": "--port",
+    "-t": "--threads",
+    "--tp": "--tensor-parallel",
+    "--tensor-parallel-size": "--tensor-parallel",
+    "--num-shard": "--tensor-parallel",
+    "--quantization": "--quantize",
+    "--load-in-8bit": "--quantize int8",
+    "--load-in-4bit": "--quantize int4",
+    "--gpu-memory-utilization": "--cache-bytes",
+    "--kv-cache-memory-bytes": "--cache-bytes",
+    "--cache-type-k": "--kv-cache-dtype",
+    "--cache-type-v": "--kv-cache-dtype",
+    "-np": "--max-num-seqs",
+    "--parallel": "--max-num-seqs",
+    "--max-batch-size": "--max-num-seqs",
+    "--max-concurrent-requests": "--max-waiting-requests",
+    "--max-num-batched-tokens": "--max-step-tokens",
+    "--batch-size": "--max-step-tokens",
+    "-b": "--max-step-tokens",
+    "-ngl": "--device",
+    "--n-gpu-layers": "--device",
+    "--gpu-layers": "--device",
+    "--lora": "--adapter",
+    "--lora-modules": "--adapter",
+    "--allowed-origins": "--cors-origin",
+    "--chat-template-file": "--chat-template",
+    "--trust-remote-code": NO_CODE,
+    "--enable-auto-tool-choice": NO_TOOLS,
+    "--tool-call-parser": NO_TOOLS,
+    "--jinja": NO_TOOLS,
+    "--max-model-len": NO_LIMIT,
+    "--ctx-size": NO_LIMIT,
+    "-c": NO_LIMIT,
+    "--max-input-tokens": NO_LIMIT,
+    "--max-total-tokens": NO_LIMIT,
+    "--ssl-keyfile": NO_TLS,
+    "--ssl-certfile": NO_TLS,
+    "--ssl-key-file": NO_TLS,
+    "--ssl-cert-file": NO_TLS,
+}
+
+
+def read_settings(arguments: Sequence[str]) -> Settings:
+    """The settings of a command line and of the environment. A first argument that is not an option is the model.
+
+    Ends the command with status 2, and a line for each mistake.
+    """
+    parser = make_parser()
+    options = vars(parser.parse_args(arguments))
+    model = options.pop("MODEL", None)
+    if model is not None:
+        if "model" in options:
+            parser.error("the model is given twice, as an argument and as --model")
+        options["model"] = model
+    given = {name: value for name, value in options.items() if value != ""}  # as in the environment
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        lines = [f"{PROGRAM}: {describe_error(each, given)}\n" for each in error.errors()]
+        parser.exit(2, "".join(lines))
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        OTHERS,
+        prog=PROGRAM,
+        usage="forwardscope serve [MODEL] [options]",
+        description="Serve a model over HTTP. MODEL is a checkpoint directory, a *.gguf file or a hub id such as "
+        "org/name; without one, the bundled model is served. Every option is also an environment variable, such as "
+        f"{PREFIX}PORT for --port. Sizes may have units, as in 512M or 4G.",
+        formatter_class=argparse.HelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("MODEL", nargs="?", help="the same as --model")
+    for name, field in Settings.model_fields.items():
+        option, text = option_of(name), f"{field.description}".replace("%", "%%")
+        if field.default not in (None, []) and "default" not in text:
+            text += f" (default: {field.default})"
+        if field.annotation is bool:
+            parser.add_argument(option, action=argparse.BooleanOptionalAction, help=text)
+        elif is_list(field):
+            parser.add_argument(option, action="append", metavar=metavar_of(name, field), help=text)
+        else:
+            parser.add_argument(option, metavar=metavar_of(name, field), help=text)
+    return parser
+
+
+def option_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def is_list(field: FieldInfo) -> bool:
+    return typing.get_origin(field.annotation) is list
+
+
+def choices_of(annotation: Any) -> tuple[str, ...]:
+    """The words that a setting may have; empty if it may have others."""
+    return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()
+
+
+def metavar_of(name: str, field: FieldInfo) -> str:
+    """The placeholder of a value in the help text."""
+    choices = choices_of(field.annotation)
+    if choices:
+        return f"{{{','.join(choices)}}}"
+    for ending, word in (("_bytes", "SIZE"), ("_seconds", "SECONDS")):
+        if name.endswith(ending):
+            return word
+    kinds = {field.annotation, *typing.get_args(field.annotation)}
+    return "N" if kinds & {int, float} else "PATH" if Path in kinds else name.rpartition("_")[2].upper()
+
+
+def describe_error(error: ErrorDetails, given: Mapping[str, Any]) -> str:
+    """One line about a wrong setting: where it was set, its value, and what is allowed.
+
+    `given` are the settings of the command line; others come from the environment.
+    """
+    cause = error.get("ctx", {}).get("error")
+    name = cause.field if isinstance(cause, InvalidField) else str(error["loc"][0]) if error["loc"] else ""
+    where = option_of(name) if name in given or f"{PREFIX}{name.upper()}" not in os.environ else PREFIX + name.upper()
+    if isinstance(cause, InvalidField):
+        return f"{where}: {cause.reason}"
+    if isinstance(cause, ValueError):
+        return f"{where}: {cause}"
+    field, value = Settings.model_fields[name], error["input"]
+    choices = TRUTHS if field.annotation is bool else choices_of(field.annotation)
+    if choices:
+        return f"{where}: {shortened(value)} is not {join_words(choices, 'or')}{nearest(str(value), choices)}"
+    return f"{where}: {shortened(value)} is not {allowed_number(field)}"
+
+
+def allowed_number(field: FieldInfo) -> str:
+    """The numbers that a setting may have."""
+    kinds = {field.annotation, *typing.get_args(field.annotation)}
+    bounds = {
+        name: getattr(each, name) for each in field.metadata for name in ("ge", "le", "gt") if hasattr(each, name)
+    }
+    names = {"ge": "minimum", "le": "maximum", "gt": "above"}
+    return describe_range(int if int in kinds else float, **{names[name]: bound for name, bound in bounds.items()})

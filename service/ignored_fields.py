@@ -1,0 +1,46 @@
+"""The fields of a request to `/v1/*` that were left out: named in a response header and in the log, and counted.
+
+A field is named by its path, such as `messages.1.parsed`. Clients choose the names, so only plain characters of them
+are shown. A client that sends `Prefer: handling=strict` (RFC 7240) gets an error instead.
+"""
+
+import re
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+HEADER = b"x-ignored-fields"
+MAX_TEXT = 1024  # characters of the header; some proxies accept 4 KiB of headers in all
+STRICT = re.compile(r"\bhandling=strict\b", re.I)
+OTHER_CHARACTERS = re.compile(r"[^A-Za-z0-9_.$-]")
+
+
+def is_strict(scope: Scope, strict_fields: bool) -> bool:
+    """Whether fields that have no effect are errors: by the setting `strict_fields`, or because the client asks."""
+    return strict_fields or STRICT.search(", ".join(Headers(scope=scope).getlist("prefer"))) is not None
+
+
+def note_ignored(scope: Scope, paths: Iterable[str]) -> None:
+    """Add fields to those that a request has left out."""
+    ignored_paths(scope).extend(paths)
+
+
+def ignored_paths(scope: Scope) -> list[str]:
+    """The paths of the fields that a request has left out."""
+    paths: list[str] = scope.setdefault("state", {}).setdefault("ignored_fields", [])
+    return paths
+
+
+def ignored_text(scope: Scope) -> str:
+    """The paths, separated by commas; of many, the last ones are only counted. Empty if no field was left out."""
+    paths = ignored_paths(scope)
+    shown: list[str] = []
+    length = 0
+    for path in paths:
+        plain = OTHER_CHARACTERS.sub("_", path[:100]) or "_"  # a header value cannot end with a comma and a space
+        length += len(plain) + 2
+        if length > MAX_TEXT:
+            return f"{', '.join(shown)} and {len(paths) - len(shown)} more"
+        shown.append(plain)
+    return ", ".join(shown)

@@ -1,0 +1,260 @@
+// The arithmetic of stages that change each number by itself, or with few others: sums of the residual stream, norms,
+// rotary pairs, activations, and the choice of experts.
+
+import { softmax } from "./attention.js";
+import { numOf, siblingOf, slackOf, unitOf } from "./explanation.js";
+
+/**
+ * @import { Explanation, Formula, Kind, Num, Place } from "./explanation.js"
+ */
+
+/** @param {Place} place @returns {string[]} the stages whose sum this one is */
+function addendsOf(place) {
+  const { architecture: a, layer, part } = place;
+  const named = a.sums?.[part];
+  const has = (/** @type {string[]} */ ...parts) => parts.flatMap((each) => siblingOf(place, each) ?? []);
+  if (named) return has(...named);
+  if (part === "resid_mid") return has("resid_pre", "attn_out");
+  if (part === "resid_post" && a.parallel_residual) return has("resid_pre", "attn_out", "mlp_out");
+  if (part === "resid_post")
+    return [...(a.norm_placement === "post" ? has("ln1.out") : has("resid_mid")), ...has("mlp_out")];
+  if (part !== "resid_pre") return [];
+  if (layer === 0) return ["embed", "pos_embed"].filter((name) => place.pass.stages.has(name));
+  const before = `blocks.${(layer ?? 1) - 1}.`;
+  return [`${before}${a.norm_placement === "post" ? "ln2.out" : "resid_post"}`];
+}
+
+/** @type {Kind} */
+export const sum = {
+  needs: (place) => [{ stages: addendsOf(place), rows: [place.row] }],
+  explain(place) {
+    const names = addendsOf(place);
+    const addends = names.map((name) => numOf(place, name, place.row, place.column));
+    const computed = addends.reduce((total, { value }) => total + value, 0);
+    const size = addends.reduce((total, { value }) => total + Math.abs(value), 0);
+    return plain(place, names.join(" + "), [...joined(addends, " + "), " = ", { value: computed }], computed, size);
+  },
+};
+
+/**
+ * What a norm reads, or null if that is not a stage.
+ * @param {Place} place
+ */
+function normInput(place) {
+  const { architecture: a, part, pass } = place;
+  const norm = part.replace(/\.\w+$/, "");
+  const named = a.sums?.[`${norm}.in`];
+  if (named) return named.map((name) => siblingOf(place, name) ?? name);
+  if (norm === "ln_final") return [[...pass.stages.keys()].findLast((name) => name.endsWith(".resid_post")) ?? ""];
+  if (norm === "attn.q_norm" || norm === "attn.k_norm") return [siblingOf(place, norm.replace("_norm", "")) ?? ""];
+  const post = a.norm_placement === "post";
+  if (norm === "ln1") return [siblingOf(place, post ? "resid_mid" : "resid_pre") ?? ""];
+  if (norm === "ln2") return [siblingOf(place, post ? "resid_post" : "resid_mid", "resid_pre") ?? ""];
+  return [];
+}
+
+/**
+ * The numbers of the vector that a norm reads: those of one head, if the norm is that of each head.
+ * @param {Place} place
+ */
+function normVector(place) {
+  const names = normInput(place);
+  const { stage, head, pass, row } = place;
+  const size = (pass.stages.get(names[0])?.heads ?? 1) * (pass.stages.get(names[0])?.columns ?? 0);
+  const part = stage.heads > 1 ? size / stage.heads : size;
+  const offset = stage.heads > 1 ? head * part : 0;
+  return Array.from({ length: part }, (_, index) => {
+    const nums = names.map((name) => numOf(place, name, row, offset + index));
+    return names.length === 1 ? nums[0] : { value: nums.reduce((total, { value }) => total + value, 0) };
+  });
+}
+
+/** @param {Place} place */
+function isRms({ part, architecture: a }) {
+  return part.startsWith("attn.") ? a.qk_norm !== "each_head" : a.norm === "rms";
+}
+
+/** @param {Place} place */
+const normNeeds = (place) => [{ stages: normInput(place), rows: [place.row] }];
+
+/** @type {Kind} */
+export const divisor = {
+  needs: normNeeds,
+  explain(place) {
+    const vector = normVector(place).map(({ value }) => value);
+    if (vector.length === 0) return null;
+    const count = vector.length;
+    const mean = isRms(place) ? 0 : vector.reduce((total, value) => total + value, 0) / count;
+    const square = vector.reduce((total, value) => total + (value - mean) ** 2, 0) / count;
+    const eps = place.architecture.norm_eps;
+    const computed = Math.sqrt(square + eps);
+    const first = isRms(place)
+      ? ["mean of the squares = ", { value: square }]
+      : ["mean = ", { value: mean }, ";  variance = ", { value: square }];
+    return plain(
+      place,
+      isRms(place)
+        ? `of the ${count} numbers of the vector`
+        : `mean and variance of the ${count} numbers of the vector`,
+      [...first, `;  √(… + ${eps}) = `, { value: computed }],
+      computed,
+      computed * 10,
+    );
+  },
+};
+
+/** @type {Kind} */
+export const normalized = {
+  needs: (place) => [
+    ...normNeeds(place),
+    { stages: [place.stage.name.replace("normalized", "scale")], rows: [place.row] },
+  ],
+  explain(place) {
+    const vector = normVector(place);
+    if (vector.length === 0) return null;
+    const scale = numOf(
+      place,
+      place.stage.name.replace("normalized", "scale"),
+      place.row,
+      place.stage.heads > 1 ? place.head : 0,
+    );
+    const mean = isRms(place) ? 0 : vector.reduce((total, { value }) => total + value, 0) / vector.length;
+    const from = vector[place.stage.heads > 1 ? place.within : place.column];
+    const computed = (from.value - mean) / scale.value;
+    const top = isRms(place) ? [from] : ["(", from, " − mean ", { value: mean }, ")"];
+    return plain(
+      place,
+      "the number of the vector ÷ divisor",
+      [...top, " ÷ ", scale, " = ", { value: computed }],
+      computed,
+      (Math.abs(from.value) + Math.abs(mean)) / scale.value,
+    );
+  },
+};
+
+/** @type {Kind} */
+export const rotated = {
+  needs: (place) => [{ stages: [beforeRotation(place)], rows: [place.row] }],
+  explain(place) {
+    const { architecture: a, row, within, column, pass, stage } = place;
+    const name = beforeRotation(place);
+    const size = a.rotary_dim || stage.columns;
+    const from = numOf(place, name, row, column);
+    if (within >= size)
+      return plain(place, "not one of the rotated numbers", ["= ", from], from.value, Math.abs(from.value));
+    const half = size / 2;
+    const isFirst = within < half;
+    const other = numOf(place, name, row, isFirst ? column + half : column - half);
+    const index = within % half;
+    const isPlain = a.rope_theta && !a.rope_scaling && !a.local_rope_theta;
+    const partner = pass.row(stage.name, row)?.[isFirst ? column + half : column - half] ?? NaN;
+    const [x, y] = isFirst ? [from.value, other.value] : [other.value, from.value];
+    const [u, v] = isFirst ? [place.served, partner] : [partner, place.served];
+    const angle = isPlain ? row * (a.rope_theta ?? 1) ** (-index / half) : Math.atan2(v, u) - Math.atan2(y, x);
+    const sine = isFirst ? -Math.sin(angle) : Math.sin(angle);
+    const computed = from.value * Math.cos(angle) + other.value * sine;
+    return plain(
+      place,
+      `numbers ${index} and ${index + half} are a pair, rotated by ` +
+        (isPlain
+          ? `position ${row} × ${a.rope_theta}^(−${index}/${half}) = ${angle.toPrecision(4)}`
+          : `the angle ${angle.toPrecision(4)}`),
+      [from, " × cos ", isFirst ? "− " : "+ ", other, " × sin = ", { value: computed }],
+      computed,
+      // cosine and sine are rounded to the format, and their angles are computed in float32
+      (Math.abs(from.value) + Math.abs(other.value)) * (1e6 * unitOf(place) + row),
+    );
+  },
+};
+
+/** @param {Place} place */
+function beforeRotation(place) {
+  const letter = place.part.endsWith("q") ? "q" : "k";
+  return siblingOf(place, `attn.${letter}_norm.out`, `attn.${letter}`) ?? "";
+}
+
+/** @type {Record<string, (x: number) => number>} */
+const ACTIVATIONS = {
+  relu: (x) => Math.max(0, x),
+  silu: (x) => x / (1 + Math.exp(-x)),
+  gelu_tanh: (x) => 0.5 * x * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (x + 0.044715 * x ** 3))),
+  gelu: (x) => 0.5 * x * (1 + erf(x / Math.SQRT2)),
+};
+
+/** The error function, by its series and continued fraction. @param {number} x */
+function erf(x) {
+  const size = Math.abs(x);
+  if (size > 6) return Math.sign(x);
+  let [total, term] = [size, size];
+  for (let n = 1; n < 120; n++) {
+    term *= (-size * size) / n;
+    total += term / (2 * n + 1);
+  }
+  return Math.sign(x) * Math.min(1, (2 / Math.sqrt(Math.PI)) * total);
+}
+
+/** @type {Kind} */
+export const activated = {
+  needs: (place) => [
+    { stages: ["mlp.pre", "mlp.pre_linear"].flatMap((part) => siblingOf(place, part) ?? []), rows: [place.row] },
+  ],
+  explain(place) {
+    const [gate, up] = [siblingOf(place, "mlp.pre"), siblingOf(place, "mlp.pre_linear")];
+    const { activation } = place.architecture;
+    if (gate === null || !(activation in ACTIVATIONS)) return null;
+    const from = numOf(place, gate, place.row, place.column);
+    const result = ACTIVATIONS[activation](from.value);
+    const factor = up === null ? null : numOf(place, up, place.row, place.column);
+    const computed = result * (factor?.value ?? 1);
+    const name = activation.replace("_tanh", "");
+    /** @type {Formula} */
+    const formula = factor
+      ? [`${name}(`, from, ") × ", factor, " = ", { value: result }, " × ", factor, " = ", { value: computed }]
+      : [`${name}(`, from, ") = ", { value: computed }];
+    return {
+      ...plain(place, "each number by itself", formula, computed, Math.abs(computed)),
+      slack: slackOf(place, Math.abs(from.value * (factor?.value ?? 1)), 2),
+    };
+  },
+};
+
+/** @type {Kind} */
+export const expertWeight = {
+  needs: (place) => [
+    {
+      stages: ["mlp.router_logits", "mlp.expert_indices"].map((part) => siblingOf(place, part) ?? ""),
+      rows: [place.row],
+    },
+  ],
+  explain(place) {
+    const { pass, row, within, architecture: a } = place;
+    const logits = siblingOf(place, "mlp.router_logits") ?? "";
+    const chosen = Array.from(pass.row(siblingOf(place, "mlp.expert_indices") ?? "", row) ?? [], Number);
+    const all = Array.from({ length: pass.stages.get(logits)?.columns ?? 0 }, (_, expert) => expert);
+    const some = a.normalize_expert_weights ? chosen : all;
+    const entries = some.map((expert) => ({ name: `expert ${expert}`, num: numOf(place, logits, row, expert) }));
+    return softmax(place, entries, some.indexOf(chosen[within]));
+  },
+};
+
+/**
+ * @param {Num[]} nums
+ * @param {string} between
+ * @returns {Formula}
+ */
+function joined(nums, between) {
+  return nums.flatMap((num, index) => (index > 0 ? [between, num] : [num]));
+}
+
+/**
+ * An explanation without a table.
+ * @param {Place} place
+ * @param {string} sentence
+ * @param {Formula} formula
+ * @param {number} computed
+ * @param {number} size
+ * @returns {Explanation}
+ */
+function plain(place, sentence, formula, computed, size) {
+  return { sentence, formula, columns: [], terms: [], rest: "", computed, slack: slackOf(place, size) };
+}

@@ -1,0 +1,103 @@
+// The arithmetic of one number: its form, and what all kinds of it need. Only numbers that the service computed are
+// added up, and the result is compared with the number that the service computed.
+
+/**
+ * @import { Architecture } from "../../answers.js"
+ * @import { Pass, PassStage } from "../pass.js"
+ * @import { Weight, WeightPart } from "../weights.js"
+ *
+ * @typedef {{ value: number, stage?: string, row?: number, column?: number }} Num a number, and where it comes from
+ * @typedef {(string | Num)[]} Formula
+ * @typedef {{ name: string, cells: (string | Num)[], share: number }} Term
+ * @typedef {{
+ *   sentence: string, formula: Formula, columns: string[], terms: Term[], rest: string, computed: number | null,
+ *   slack: number,
+ * }} Explanation `sentence`: the formula in words; `rest`: about the terms that are not listed; `computed`: null if the
+ *   page cannot compute the number; `slack`: how far rounding may take it from the number of the service
+ * @typedef {{
+ *   pass: Pass, architecture: Architecture, stage: PassStage, layer: number | null, part: string, row: number,
+ *   column: number, head: number, within: number, served: number, weights: Weight[],
+ * }} Place `column`: of all heads together; `within`: in its head
+ * @typedef {{ place: Place, formula: string, explanation: Explanation | null }} Explained
+ *   `formula`: of the stage, in words
+ * @typedef {{ stages: string[], rows: number[] }} Need
+ * @typedef {{
+ *   needs: (place: Place) => Need[], weights?: (place: Place) => WeightPart[], isKnown?: (place: Place) => boolean,
+ *   explain: (place: Place) => Explanation | null,
+ * }} Kind `isKnown`: whether the stages that it needs exist
+ */
+
+export const LISTED = 10; // terms of a sum that are listed
+const SHOWN = 3; // terms of a sum that are written out
+
+/** The distance between numbers of a format, relative to their size. @type {Record<string, number | undefined>} */
+const UNITS = { bfloat16: 2 ** -8, float16: 2 ** -11, float32: 2 ** -23, float64: 2 ** -52 };
+
+/** The rounding of the numbers of a stage, relative to their size. @param {Place} place */
+export const unitOf = ({ stage }) => UNITS[stage.dtype] ?? 2 ** -23;
+
+/**
+ * How far a sum may be from the number of the service: its rounding, and that of the terms.
+ * @param {Place} place
+ * @param {number} size the sum of the sizes of the terms
+ * @param {number} roundings of numbers that the service rounds on the way and does not show
+ */
+export function slackOf(place, size, roundings = 0) {
+  return Math.abs(place.served) * unitOf(place) * (1 + roundings) + size * 1e-6 + 1e-9;
+}
+
+/**
+ * A number of another stage of the same pass.
+ * @param {Place} place
+ * @param {string} stage
+ * @param {number} row
+ * @param {number} column
+ * @returns {Num}
+ */
+export function numOf({ pass }, stage, row, column) {
+  return { value: pass.row(stage, row)?.[column] ?? NaN, stage, row, column };
+}
+
+/**
+ * The name of a part of the same block, if the network has it.
+ * @param {Place} place
+ * @param {...string} parts the first one that exists is taken
+ */
+export function siblingOf({ pass, layer }, ...parts) {
+  const names = parts.map((part) => (layer === null ? part : `blocks.${layer}.${part}`));
+  return names.find((name) => pass.stages.has(name)) ?? null;
+}
+
+/**
+ * A sum of products: the largest terms are written out and listed.
+ * @param {{ name: string, a: Num, b: Num }[]} products
+ * @returns {{ formula: Formula, terms: Term[], rest: string, sum: number, size: number }}
+ */
+export function sumOfProducts(products) {
+  const sized = products.map((each) => ({ ...each, product: each.a.value * each.b.value }));
+  sized.sort((one, other) => Math.abs(other.product) - Math.abs(one.product));
+  const sum = sized.reduce((total, { product }) => total + product, 0);
+  const size = sized.reduce((total, { product }) => total + Math.abs(product), 0);
+  /** @type {Formula} */
+  const formula = sized.slice(0, SHOWN).flatMap(({ a, b }, index) => [index > 0 ? " + " : "", a, " × ", b]);
+  const left = sized.slice(LISTED);
+  const leftSum = left.reduce((total, { product }) => total + product, 0);
+  return {
+    formula: [...formula, sized.length > SHOWN ? " + …" : ""],
+    terms: sized.slice(0, LISTED).map(({ name, a, b, product }) => ({
+      name,
+      cells: [a, b, { value: product }],
+      share: product,
+    })),
+    rest: left.length > 0 ? `${left.length} smaller terms add ${said(leftSum)}.` : "",
+    sum,
+    size,
+  };
+}
+
+/** A number with four digits. @param {number} value */
+export function said(value) {
+  const size = Math.abs(value);
+  const text = size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(2) : value.toPrecision(4);
+  return text.replace("-", "−");
+}

@@ -1,0 +1,101 @@
+// <cell-arithmetic>: how one number was computed, with the numbers in the formula. Each leads to where it comes from.
+
+import { el } from "../dom.js";
+import { number } from "../format.js";
+import { bar } from "../draw/bars.js";
+import { said } from "./arithmetic/explanation.js";
+
+/**
+ * @import { Child } from "../dom.js"
+ * @import { Explained, Explanation, Num } from "./arithmetic/explanation.js"
+ */
+
+/** Event "go" with detail {stage, row, column} when a number is chosen. */
+export class CellArithmetic extends HTMLElement {
+  /** @param {{ title: string, explained: Explained }[]} numbers */
+  show(numbers) {
+    this.replaceChildren(...numbers.flatMap(({ title, explained }) => this.#number(title, explained)));
+  }
+
+  /**
+   * @param {string} title
+   * @param {Explained} explained
+   */
+  #number(title, { place, formula, explanation }) {
+    const heading = el("h3", {}, title, " = ", el("output", {}, said(place.served)));
+    if (!explanation) return [heading, el("p", { class: "faint" }, formula)];
+    return [
+      heading,
+      el("p", { class: "faint" }, explanation.sentence),
+      el(
+        "p",
+        { class: "sum" },
+        explanation.formula.map((each) => this.#part(each)),
+      ),
+      verdict(place.served, explanation),
+      explanation.terms.length > 0 ? this.#terms(explanation) : "",
+    ];
+  }
+
+  /**
+   * @param {string | Num} part
+   * @returns {Child}
+   */
+  #part(part) {
+    if (typeof part === "string") return part;
+    const { value, stage, row, column } = part;
+    const text = Number.isFinite(value) ? said(value) : number(value);
+    if (stage === undefined) return el("b", {}, text);
+    const go = () => this.dispatchEvent(new CustomEvent("go", { detail: { stage, row, column } }));
+    return el("button", { type: "button", class: "num", title: `${stage}, position ${row}`, onclick: go }, text);
+  }
+
+  /** @param {Explanation} explanation */
+  #terms({ columns, terms, rest }) {
+    const largest = Math.max(...terms.map(({ share }) => Math.abs(share)), 1e-12);
+    const body = terms.map(({ name, cells, share }) =>
+      el(
+        "tr",
+        {},
+        el("th", { scope: "row" }, name),
+        cells.map((cell) => el("td", {}, this.#part(cell))),
+        el("td", { class: share < 0 ? "term-bar is-negative" : "term-bar" }, bar(Math.abs(share) / largest)),
+      ),
+    );
+    const head = el(
+      "tr",
+      {},
+      columns.map((name) => (name ? el("th", { scope: "col" }, name) : el("td", {}))),
+      el("td", {}),
+    );
+    const caption = el("caption", {}, `The largest terms. ${rest}`);
+    return el(
+      "div",
+      { class: "scroll", tabindex: "0", role: "region", "aria-label": "Terms" },
+      el("table", { class: "terms" }, caption, el("thead", {}, head), el("tbody", {}, body)),
+    );
+  }
+}
+
+/**
+ * Whether the arithmetic gives the number of the service.
+ * @param {number} served
+ * @param {Explanation} explanation
+ */
+function verdict(served, { computed, slack }) {
+  if (computed === null) return el("p", { class: "faint" }, `The service computed ${said(served)}.`);
+  const difference = Math.abs(computed - served);
+  if (difference <= slack)
+    return el(
+      "p",
+      { class: "agrees" },
+      `✓ ${said(served)} is what the service computed${said(computed) === said(served) ? "" : ", rounded"}.`,
+    );
+  return el(
+    "p",
+    { class: "differs" },
+    `The service computed ${said(served)}: it differs by ${said(difference)}, more than rounding explains.`,
+  );
+}
+
+customElements.define("cell-arithmetic", CellArithmetic);

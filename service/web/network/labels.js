@@ -1,0 +1,230 @@
+// The words of the picture: the tokens at its beginning, the predictions at its end, blocks and stages above it, and
+// the numbers inside cells that are large enough.
+
+import { number, percent, shown } from "../format.js";
+import { colour, textOn } from "../draw/colours.js";
+import { bandOf, isSplit } from "./scene.js";
+import { headPlaces } from "./strips.js";
+
+/**
+ * @import { Item } from "./items.js"
+ * @import { Scene } from "./scene.js"
+ */
+
+const FONT = "system-ui, sans-serif";
+const MONO = 'ui-monospace, "DejaVu Sans Mono", monospace';
+const CELL = { length: 46, breadth: 13 }; // pixels from which a cell shows its number
+const LINE = 15;
+
+/** @param {Scene} scene */
+export function drawPredictions(scene) {
+  const { plane, layout, line, pass, palette, row: chosen } = scene;
+  const { context } = plane;
+  const index = line.items.length - 1;
+  const [start, width] = [layout.startOf(index) + 16, layout.widthOf(index) - 20];
+  if (start > layout.length || width < 24) return;
+  const [first, last] = layout.rows;
+  const most = plane.isDown ? 1 : Math.max(1, Math.min(5, Math.floor((layout.rowSize - 4) / LINE)));
+  context.textBaseline = "middle";
+  for (let row = first; row < last; row++) {
+    const top = pass.predictions.get(row) ?? [];
+    const lines = top.slice(0, most);
+    const begin = layout.rowStart(row) + layout.rowSize / 2 - ((lines.length - 1) * LINE) / 2;
+    lines.forEach((token, at) => {
+      const across = begin + at * LINE;
+      const share = token.probability ?? 0;
+      context.globalAlpha = row === chosen ? 1 : 0.75;
+      context.fillStyle = row === chosen ? palette.path : palette.river;
+      if (plane.isDown) {
+        context.globalAlpha *= 0.3;
+        plane.fill(start, layout.rowStart(row) + 2, Math.max(2, share * width), layout.rowSize - 4);
+        context.globalAlpha = 1;
+        return upright(scene, shown(token), start + 4, across, layout.rowSize, width - 8, row === chosen);
+      }
+      context.globalAlpha *= 0.28;
+      plane.fill(start, across - LINE / 2 + 1, Math.max(2, share * width), LINE - 2);
+      context.globalAlpha = row === chosen || at === 0 ? 1 : 0.7;
+      context.fillStyle = palette.text;
+      context.font = `${row === chosen && at === 0 ? "600 " : ""}12px ${MONO}`;
+      context.textAlign = "left";
+      const room = width - 44;
+      context.fillText(cut(shown(token), Math.max(2, Math.floor(room / 7.4))), start + 4, across);
+      if (room < 20) return undefined;
+      context.font = `11px ${FONT}`;
+      context.textAlign = "right";
+      context.fillStyle = palette.faint;
+      context.fillText(percent(share), start + width, across);
+      return undefined;
+    });
+    context.globalAlpha = 1;
+  }
+  context.textAlign = "left";
+}
+
+/**
+ * A text that stands in the column of a token: level if there is room, else turned.
+ * @param {Scene} scene
+ * @param {string} text
+ * @param {number} along
+ * @param {number} across
+ * @param {number} room
+ * @param {number} length
+ * @param {boolean} isChosen
+ */
+export function upright({ plane, palette }, text, along, across, room, length, isChosen) {
+  const { context } = plane;
+  context.fillStyle = palette.text;
+  context.font = `${isChosen ? "600 " : ""}12px ${MONO}`;
+  context.textBaseline = "middle";
+  context.save();
+  context.translate(across, along);
+  if (text.length * 7.4 <= room - 2) {
+    context.textAlign = "center";
+    context.fillText(text, 0, 7);
+  } else {
+    context.rotate(Math.PI / 2);
+    context.textAlign = "left";
+    context.fillText(cut(text, Math.max(2, Math.floor(length / 7.4))), 0, 0);
+  }
+  context.restore();
+  context.textAlign = "left";
+}
+
+/**
+ * The tokens, at the beginning of their rows. They stay in sight while the network is zoomed.
+ * @param {Scene} scene
+ * @param {number} gutter pixels along that they take, before the network
+ */
+export function drawTokens(scene, gutter) {
+  const { plane, layout, pass, palette, row: chosen } = scene;
+  const { context } = plane;
+  const [first, last] = layout.rows;
+  for (let row = first; row < last; row++) {
+    const middle = layout.rowStart(row) + layout.rowSize / 2;
+    const text = shown(pass.tokens[row]);
+    if (plane.isDown) {
+      upright(scene, text, 6 - gutter, middle, layout.rowSize, gutter - 10, row === chosen);
+      continue;
+    }
+    context.font = `${row === chosen ? "600 " : ""}13px ${MONO}`;
+    context.textBaseline = "middle";
+    context.textAlign = "right";
+    context.fillStyle = palette.text;
+    context.fillText(cut(text, Math.floor((gutter - 34) / 7.9)), -10, middle);
+    context.textAlign = "left";
+    context.font = `10px ${FONT}`;
+    context.fillStyle = palette.faint;
+    if (layout.rowSize > 13) context.fillText(String(row), 2 - gutter, middle);
+  }
+}
+
+/**
+ * Names of blocks, and of stages where they have room.
+ * @param {Scene} scene
+ * @param {number} height pixels before the rows
+ */
+export function drawHeadings(scene, height) {
+  const { plane, layout, line, palette } = scene;
+  const { context } = plane;
+  context.textBaseline = "middle";
+  for (const { layer, first, last } of line.blocks) {
+    const [start, end] = [layout.startOf(first), layout.startOf(last) + layout.widthOf(last)];
+    if (end < 0 || start > layout.length) continue;
+    context.strokeStyle = palette.line;
+    context.lineWidth = 1;
+    context.beginPath();
+    plane.moveTo(start, -height + 4);
+    plane.lineTo(start, layout.rowsInSight);
+    context.stroke();
+    const middle = (Math.max(0, start) + Math.min(layout.length, end)) / 2;
+    context.font = `600 12px ${FONT}`;
+    context.fillStyle = palette.text;
+    context.textAlign = plane.isDown ? "left" : "center";
+    if (plane.isDown) plane.text(`L${layer}`, Math.max(0, start) + 10, -height + 2);
+    else if (end - start > 18) plane.text(`L${layer}`, middle, -height + 10);
+  }
+  if (!plane.isDown) stageNames(scene, height);
+  context.textAlign = "left";
+}
+
+/**
+ * @param {Scene} scene
+ * @param {number} height
+ */
+function stageNames({ plane, layout, line, palette, pointed }, height) {
+  const { context } = plane;
+  const [from, to] = layout.span;
+  context.font = `11px ${FONT}`;
+  context.textAlign = "center";
+  for (let index = from; index < to; index++) {
+    const { part, kind } = line.items[index];
+    const [start, width] = [layout.startOf(index), layout.widthOf(index)];
+    if (kind === "predictions") continue;
+    const room = Math.min(layout.length, start + width) - Math.max(0, start);
+    const names = kind === "bands" ? ["attention"] : [part, part.replace(/^(attn|mlp|ln\d(_post)?)[._]/, "")];
+    const text = names.find((name) => context.measureText(name).width <= room - 2);
+    if (text === undefined) continue;
+    context.fillStyle = pointed?.item === index ? palette.text : palette.faint;
+    plane.text(text, Math.max(0, start) + room / 2, -height + 26);
+  }
+}
+
+/**
+ * The numbers inside the cells in sight, if there is room for them, and the names of heads above.
+ * @param {Scene} scene
+ * @param {Item} item
+ * @param {number} index
+ */
+export function drawNumbers({ plane, layout, pass, palette }, item, index) {
+  const { context } = plane;
+  const places = headPlaces(item, layout.startOf(index), layout.widthOf(index));
+  const size = places[0].size / item.columns;
+  const [needed, room] = plane.isDown ? [CELL.breadth, layout.rowSize] : [CELL.length, layout.rowSize];
+  if (size < needed || room < (plane.isDown ? CELL.length - 12 : CELL.breadth)) return;
+  const range = pass.range(item.name);
+  const [begin, end] = bandOf(item.height, item.branch !== null, layout.rowSize);
+  const [first, last] = layout.rows;
+  context.font = `11px ${FONT}`;
+  context.textAlign = "center";
+  context.textBaseline = "middle";
+  places.forEach((place, head) => {
+    const from = Math.max(0, Math.floor(-place.begin / size));
+    const to = Math.min(item.columns, Math.ceil((layout.length - place.begin) / size));
+    for (let row = first; row < last; row++) {
+      const numbers = pass.row(item.name, row);
+      if (!numbers) continue;
+      const across = layout.rowStart(row) + ((begin + end) / 2) * layout.rowSize;
+      for (let column = from; column < to; column++) {
+        const value = numbers[head * item.columns + column];
+        const share = (value - range.low) / (range.high - range.low);
+        const under = colour(
+          range.isSigned ? share : Math.sqrt(Math.max(0, share)),
+          range.isSigned ? "diverging" : "sequential",
+        );
+        context.fillStyle = Number.isFinite(value) ? textOn(under) : palette.faint;
+        plane.text(brief(value), place.begin + (column + 0.5) * size, across, (plane.isDown ? room : size) - 4);
+      }
+    }
+  });
+  context.textAlign = "left";
+}
+
+/** A number that fits into a cell. @param {number} value */
+export function brief(value) {
+  if (!Number.isFinite(value)) return value < 0 ? "−∞" : number(value);
+  if (Number.isInteger(value) && Math.abs(value) < 1e4) return String(value).replace("-", "−");
+  const size = Math.abs(value);
+  if (size >= 1e4 || (size < 1e-3 && size > 0)) return value.toExponential(1).replace("-", "−");
+  return value.toPrecision(3).replace("-", "−");
+}
+
+/**
+ * @param {string} text
+ * @param {number} most characters
+ */
+export function cut(text, most) {
+  return text.length > most ? `${text.slice(0, Math.max(1, most - 1))}…` : text;
+}
+
+/** Whether there is room for lanes. @param {Scene} scene */
+export const hasLanes = ({ layout }) => isSplit(layout.rowSize);

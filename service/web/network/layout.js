@@ -1,0 +1,224 @@
+// Where the items and the tokens stand in the picture: a camera that zooms along the line of computation, and rows for
+// the tokens that scroll. From near, items have other widths than from afar, and change them smoothly.
+
+/** @import { Line } from "./items.js" */
+
+/** @typedef {{ zoom: number, centre: number, row: number }} Camera `centre`: an item and a share of it, as 7.5 */
+
+const DETAIL = { from: 300, to: 1000 }; // pixels of a block from which it shows more, and up to which
+const ROW = { least: 22, most: 68 };
+const NARROW_ROW = { least: 36, most: 90 };
+const MOST = 4e7; // pixels of the whole line
+const PREDICTIONS = 170; // pixels at the end of the whole network
+const SIGHT = 0.94; // the share of the picture that what is zoomed to takes
+
+export class Layout {
+  /** @type {Line} */
+  line;
+  length = 1; // pixels in sight along the line
+  breadth = 1; // pixels in sight across it
+  numRows = 1;
+  rowSize = ROW.most;
+  zoom = 1;
+  shift = 0; // pixels of the line that are before the picture
+  rowShift = 0;
+  detail = 0; // 0 from afar, 1 from near
+  #starts = new Float64Array(1);
+
+  /**
+   * @param {Line} line
+   * @param {number} numRows
+   */
+  constructor(line, numRows) {
+    this.line = line;
+    this.numRows = numRows;
+    this.#starts = new Float64Array(line.items.length + 1);
+  }
+
+  /**
+   * @param {number} length
+   * @param {number} breadth
+   * @param {boolean} isNarrow
+   */
+  resize(length, breadth, isNarrow) {
+    const limits = isNarrow ? NARROW_ROW : ROW;
+    const { centre, row } = this.camera;
+    [this.length, this.breadth] = [length, breadth];
+    this.rowSize = Math.min(limits.most, Math.max(limits.least, breadth / this.numRows));
+    this.camera = { zoom: this.zoom, centre, row };
+  }
+
+  /** Pixels of the whole line. */
+  get total() {
+    return this.#starts[this.line.items.length];
+  }
+
+  /** How many pixels the rows take in sight. */
+  get rowsInSight() {
+    return Math.min(this.breadth, this.numRows * this.rowSize);
+  }
+
+  /** Compute the places of all items for the zoom. */
+  #solve() {
+    const { items, blocks } = this.line;
+    const total = Math.min(MOST, this.length * this.zoom);
+    const block = total / Math.max(1, blocks.length);
+    const [from, to] = [Math.log(DETAIL.from), Math.log(DETAIL.to)];
+    const share = Math.min(1, Math.max(0, (Math.log(block) - from) / (to - from)));
+    this.detail = share * share * (3 - 2 * share);
+    let sum = 0;
+    items.forEach(({ far, near, kind }, index) => {
+      this.#starts[index] = sum;
+      const afar = kind === "predictions" ? (sum * PREDICTIONS) / Math.max(1, this.length - PREDICTIONS) : far;
+      sum += afar + this.detail * (near - afar);
+    });
+    this.#starts[items.length] = sum;
+    for (let index = 0; index <= items.length; index++) this.#starts[index] *= total / sum;
+  }
+
+  /** @param {number} index */
+  startOf(index) {
+    return this.#starts[index] - this.shift;
+  }
+
+  /** @param {number} index */
+  widthOf(index) {
+    return this.#starts[index + 1] - this.#starts[index];
+  }
+
+  /**
+   * The item at a place of the picture, with the share of it that lies before the place.
+   * @param {number} pixel
+   */
+  itemAt(pixel) {
+    const place = pixel + this.shift;
+    let [low, high] = [0, this.line.items.length - 1];
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (this.#starts[middle] <= place) low = middle;
+      else high = middle - 1;
+    }
+    return low + Math.min(0.9999, Math.max(0, (place - this.#starts[low]) / Math.max(1e-9, this.widthOf(low))));
+  }
+
+  /**
+   * The place of an item and a share of it on the whole line.
+   * @param {number} item
+   */
+  #placeOf(item) {
+    const index = Math.min(this.line.items.length - 1, Math.floor(item));
+    return this.#starts[index] + (item - index) * this.widthOf(index);
+  }
+
+  /** The row at a place across the picture, or null. @param {number} pixel */
+  rowAt(pixel) {
+    const row = Math.floor((pixel + this.rowShift) / this.rowSize);
+    return row >= 0 && row < this.numRows && pixel < this.breadth ? row : null;
+  }
+
+  /** @param {number} row */
+  rowStart(row) {
+    return row * this.rowSize - this.rowShift;
+  }
+
+  /** The first row in sight, and the one after the last. */
+  get rows() {
+    const first = Math.max(0, Math.floor(this.rowShift / this.rowSize));
+    return [first, Math.min(this.numRows, Math.ceil((this.rowShift + this.breadth) / this.rowSize))];
+  }
+
+  /** The items in sight: the first, and the one after the last. */
+  get span() {
+    return [Math.floor(this.itemAt(0)), Math.floor(this.itemAt(this.length)) + 1];
+  }
+
+  /** @returns {Camera} */
+  get camera() {
+    const row = (this.rowShift + this.breadth / 2) / this.rowSize;
+    return { zoom: this.zoom, centre: this.itemAt(this.length / 2), row };
+  }
+
+  set camera({ zoom, centre, row }) {
+    this.zoom = Math.min(MOST / this.length, Math.max(1, zoom));
+    this.#solve();
+    this.shift = within(this.#placeOf(centre) - this.length / 2, this.total - this.length);
+    this.rowShift = within(row * this.rowSize - this.breadth / 2, this.numRows * this.rowSize - this.breadth);
+  }
+
+  /**
+   * Zoom so that what is at a place stays there.
+   * @param {number} factor
+   * @param {number} pixel
+   */
+  zoomAt(factor, pixel) {
+    const item = this.itemAt(pixel);
+    this.zoom = Math.min(MOST / this.length, Math.max(1, this.zoom * factor));
+    this.#solve();
+    this.shift = within(this.#placeOf(item) - pixel, this.total - this.length);
+  }
+
+  /**
+   * @param {number} along
+   * @param {number} across
+   */
+  move(along, across) {
+    this.shift = within(this.shift + along, this.total - this.length);
+    this.rowShift = within(this.rowShift + across, this.numRows * this.rowSize - this.breadth);
+  }
+
+  /**
+   * The camera that shows some items (with shares) as large as possible.
+   * @param {number} from
+   * @param {number} to
+   * @param {number} row
+   * @returns {Camera}
+   */
+  fit(from, to, row) {
+    const kept = this.zoom;
+    const measure = (/** @type {number} */ zoom) => {
+      this.zoom = zoom;
+      this.#solve();
+      return this.#placeOf(to) - this.#placeOf(from);
+    };
+    let [low, high] = [0, Math.log(MOST / this.length)];
+    for (let step = 0; step < 40; step++) {
+      const middle = (low + high) / 2;
+      if (measure(Math.exp(middle)) < SIGHT * this.length) low = middle;
+      else high = middle;
+    }
+    measure(Math.exp(low));
+    const place = (this.#placeOf(from) + this.#placeOf(to)) / 2;
+    const centre = this.#itemOf(place);
+    measure(kept);
+    return { zoom: Math.exp(low), centre, row: row + 0.5 };
+  }
+
+  /** @param {number} place on the whole line */
+  #itemOf(place) {
+    return this.itemAt(place - this.shift);
+  }
+
+  /**
+   * The camera between two others. What is seen moves evenly, although the zoom changes by factors.
+   * @param {Camera} from
+   * @param {Camera} to
+   * @param {number} share
+   */
+  between(from, to, share) {
+    this.zoom = Math.exp(Math.log(from.zoom) + share * (Math.log(to.zoom) - Math.log(from.zoom)));
+    this.#solve();
+    const [begin, end] = [1 / from.zoom, 1 / to.zoom];
+    const isSame = Math.abs(Math.log(from.zoom / to.zoom)) < 0.01;
+    const moved = isSame ? share : (begin - 1 / this.zoom) / (begin - end);
+    const place = this.#placeOf(from.centre) + moved * (this.#placeOf(to.centre) - this.#placeOf(from.centre));
+    this.camera = { zoom: this.zoom, centre: this.#itemOf(place), row: from.row + share * (to.row - from.row) };
+  }
+}
+
+/**
+ * @param {number} value
+ * @param {number} most
+ */
+function within(value, most) {
+  return Math.max(0, Math.min(value, Math.max(0, most)));
+}

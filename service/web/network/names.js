@@ -1,0 +1,47 @@
+// What the places of the network are called: L16 H0, a stage, a token, and a number.
+
+import { quoted } from "../format.js";
+
+/**
+ * @import { Line } from "./items.js"
+ * @import { Pass } from "./pass.js"
+ * @import { Spot } from "./scene.js"
+ * @typedef {{ line: Line, pass: Pass }} Parts
+ */
+
+/**
+ * The name of a number, a stage of a token, or bands.
+ * @param {Parts} parts
+ * @param {Spot} spot
+ */
+export function nameOf({ line, pass }, { item, row, column }) {
+  const { label, layer, kind, heads, columns, hasKeys } = line.items[item];
+  const place = layer === null ? "" : `L${layer} `;
+  const token = `${quoted(pass.tokens[row])} (${row})`;
+  if (!["strip", "gate"].includes(kind) || column === null) return `${place}${label} · ${token}`;
+  const head = heads > 1 ? `H${Math.floor(column / columns)} ` : "";
+  const within = column % columns;
+  const where = columns === 1 ? "" : hasKeys ? ` → ${quoted(pass.tokens[within])} (${within})` : `, number ${within}`;
+  return `${place}${head}${label} · ${token}${where}`;
+}
+
+/**
+ * The way from the whole network to what is shown, with the changes of the address that lead back to each step.
+ * @param {Parts} parts
+ * @param {{ at: string, cell: string, position: string }} state
+ * @returns {{ text: string, changes: Record<string, string> }[]}
+ */
+export function stepsOf({ line, pass }, { at, cell, position }) {
+  const item = line.items.find(({ name }) => name === at);
+  const layer = item?.layer ?? (/^L\d+$/.test(at) ? Number(at.slice(1)) : null);
+  const steps = [{ text: "Network", changes: { at: "", cell: "" } }];
+  if (layer !== null) steps.push({ text: `L${layer}`, changes: { at: `L${layer}`, cell: "" } });
+  if (item) steps.push({ text: item.label, changes: { at, cell: "" } });
+  if (!item || cell === "") return steps;
+  const token = quoted(pass.tokens[position === "" ? pass.tokens.length - 1 : Number(position)]);
+  if (item.kind === "predictions") return [...steps, { text: `after ${token}`, changes: { at, cell } }];
+  const head = item.heads > 1 ? `H${Math.floor(Number(cell) / item.columns)} ` : "";
+  const column = Number(cell) % item.columns;
+  const last = item.hasKeys ? quoted(pass.tokens[column]) : String(column);
+  return [...steps, { text: `${head}${token} → ${item.columns === 1 ? "" : last}`, changes: { at, cell } }];
+}

@@ -1,0 +1,278 @@
+// <network-canvas>: the picture of the network, with pointer and keys. It says what is chosen and what is in sight, and
+// its owner reads the numbers.
+
+import { el } from "../dom.js";
+import { shown } from "../format.js";
+import { Layout } from "./layout.js";
+import { Motion } from "./motion.js";
+import { LEAST_PIXELS, paint } from "./paint.js";
+import { Plane } from "./plane.js";
+import { Pointing } from "./pointing.js";
+import { paletteOf } from "./scene.js";
+import { headPlaces, Strips } from "./strips.js";
+
+/**
+ * @import { Line } from "./items.js"
+ * @import { Camera } from "./layout.js"
+ * @import { Pass } from "./pass.js"
+ * @import { Scene, Spot } from "./scene.js"
+ */
+
+const NARROW = 640; // pixels of the page below which the computation goes down
+const HEADING = { across: 36, down: 26 };
+const GUTTER = { letter: 7.9, numbers: 40, least: 70, most: 150, down: 66 };
+const HEIGHT = { least: 300, below: 120, down: 620 };
+const SETTLE_MILLISECONDS = 140;
+
+/**
+ * Events: "choose" with detail {spot}; "point" with {spot} (or null); "settle" when what is in sight has changed;
+ * "out" when the user wants to see more of the network.
+ */
+export class NetworkCanvas extends HTMLElement {
+  #canvas = el("canvas", { tabindex: "0", role: "img" });
+  #plane = new Plane(this.#canvas);
+  #motion = new Motion();
+  /** @type {Scene | null} */
+  #scene = null;
+  #margins = { gutter: 0, heading: 0 };
+  #frame = 0;
+  #settle = 0;
+  #width = 0;
+  #resized = new ResizeObserver(() => this.measure());
+  #restyle = () => {
+    if (this.#scene) this.#restrip();
+    this.redraw();
+  };
+
+  connectedCallback() {
+    if (!this.#canvas.isConnected) {
+      this.append(this.#canvas);
+      new Pointing(this, this.#canvas);
+    }
+    addEventListener("themechange", this.#restyle);
+    this.#resized.observe(this);
+  }
+
+  disconnectedCallback() {
+    removeEventListener("themechange", this.#restyle);
+    this.#resized.disconnect();
+    this.#motion.stop();
+  }
+
+  get canvas() {
+    return this.#canvas;
+  }
+
+  get scene() {
+    return this.#scene;
+  }
+
+  /**
+   * Show a pass. A new one moves through the network once.
+   * @param {Line} line
+   * @param {Pass} pass
+   * @param {{ row: number, head: number | null, chosen: Spot | null }} look
+   */
+  show(line, pass, look) {
+    const isNew = this.#scene?.pass !== pass;
+    if (isNew) {
+      const layout = new Layout(line, pass.tokens.length);
+      const shared = { plane: this.#plane, line, layout, pass, pointed: null, front: Infinity };
+      this.#scene = { ...shared, ...look, strips: new Strips(pass, false, 1), palette: paletteOf(this) };
+      this.#resize();
+      layout.camera = { ...layout.camera, row: look.row + 0.5 };
+      this.#canvas.setAttribute("aria-label", describe(line, pass));
+    } else Object.assign(/** @type {Scene} */ (this.#scene), look);
+    this.redraw();
+    return isNew;
+  }
+
+  /** Fit the picture to the page, if its width has changed. */
+  measure() {
+    if (this.clientWidth > 0 && this.clientWidth !== this.#width) this.#resize();
+  }
+
+  /** Let the pass move through the network, as far as it is in sight. */
+  play() {
+    const scene = this.#scene;
+    if (!scene) return;
+    this.#motion.run("pass", (share) => {
+      scene.front = share === 1 ? Infinity : share * scene.layout.length;
+      this.#draw();
+    });
+  }
+
+  /** @param {Camera} camera */
+  fly(camera) {
+    const scene = this.#scene;
+    if (!scene) return;
+    scene.front = Infinity;
+    const from = scene.layout.camera;
+    this.#motion.run("flight", (share) => {
+      scene.layout.between(from, camera, share);
+      if (share === 1) scene.layout.camera = camera;
+      this.#draw();
+      if (share === 1) this.#settled();
+    });
+  }
+
+  /** The camera that shows an item, a block or, with null, the whole network; with a column, its cell so that it can be
+   * read.
+   * @param {{ from: number, to: number, row: number, column: number | null }} what
+   */
+  cameraOf({ from, to, row, column }) {
+    const { layout, line } = /** @type {Scene} */ (this.#scene);
+    const item = line.items[from];
+    if (column === null || item.kind !== "strip") return layout.fit(from, to, row);
+    const camera = layout.fit(from, from + 1, row);
+    const place = headPlaces(item, 0, 1)[Math.floor(column / item.columns)];
+    const size = place.size / item.columns;
+    const middle = from + place.begin + ((column % item.columns) + 0.5) * size;
+    const cells = Math.max(3, layout.length / 64);
+    const half = Math.min(0.5, (cells * size) / 2);
+    const centre = Math.min(from + 1 - half, Math.max(from + half, middle));
+    return half >= 0.5 ? camera : layout.fit(centre - half, centre + half, row);
+  }
+
+  /** Draw soon. */
+  redraw() {
+    cancelAnimationFrame(this.#frame);
+    this.#frame = requestAnimationFrame(() => this.#draw());
+  }
+
+  /** The stages and rows in sight, which must be here to be drawn. */
+  sight() {
+    const { layout, line, row } = /** @type {Scene} */ (this.#scene);
+    const [from, to] = layout.span;
+    const [first, last] = layout.rows;
+    const rows = Array.from({ length: last - first }, (_, index) => first + index);
+    const names = line.items.flatMap(({ name, kind }, index) =>
+      index >= from && index < to && layout.widthOf(index) >= LEAST_PIXELS && /strip|gate/.test(kind) ? [name] : [],
+    );
+    const layers = line.items.flatMap(({ kind, layer }, index) =>
+      kind === "bands" && index >= from && index < to && layer !== null ? [layer] : [],
+    );
+    return { names, layers, rows, row };
+  }
+
+  /**
+   * Move the picture, as a pointer or a key wants it.
+   * @param {(scene: Scene) => void} change
+   */
+  move(change) {
+    if (!this.#scene) return;
+    this.#motion.stop();
+    this.#scene.front = Infinity;
+    change(this.#scene);
+    this.redraw();
+    this.#settled();
+  }
+
+  /**
+   * What is at a place of the canvas, in pixels of the page.
+   * @param {number} x
+   * @param {number} y
+   * @returns {Spot | null}
+   */
+  spotAt(x, y) {
+    if (!this.#scene) return null;
+    const { layout, line } = this.#scene;
+    const [along, across] = this.place(x, y);
+    const row = layout.rowAt(across);
+    if (row === null || along > layout.length) return null;
+    if (along < 0) return { item: 0, row, column: null };
+    const item = Math.floor(layout.itemAt(along));
+    return { item, row, column: columnAt(line.items[item], layout.startOf(item), layout.widthOf(item), along) };
+  }
+
+  /**
+   * @param {number} x
+   * @param {number} y
+   * @returns {[along: number, across: number]}
+   */
+  place(x, y) {
+    const { gutter, heading } = this.#margins;
+    const [along, across] = this.#plane.isDown ? [y, x] : [x, y];
+    return [along - gutter, across - heading];
+  }
+
+  get isDown() {
+    return this.#plane.isDown;
+  }
+
+  /** @param {Spot | null} spot */
+  point(spot) {
+    if (!this.#scene || JSON.stringify(spot) === JSON.stringify(this.#scene.pointed)) return;
+    this.#scene.pointed = spot;
+    this.redraw();
+    this.dispatchEvent(new CustomEvent("point", { detail: { spot } }));
+  }
+
+  #settled() {
+    clearTimeout(this.#settle);
+    this.#settle = setTimeout(() => this.dispatchEvent(new CustomEvent("settle")), SETTLE_MILLISECONDS);
+  }
+
+  #resize() {
+    if (!this.#scene) return;
+    const { layout, pass, plane } = this.#scene;
+    this.#width = this.clientWidth || 900;
+    plane.isDown = this.#width < NARROW;
+    const room = Math.max(HEIGHT.least, innerHeight - this.getBoundingClientRect().top - scrollY - HEIGHT.below);
+    const longest = Math.max(...pass.tokens.map((token) => shown(token).length));
+    if (plane.isDown) {
+      this.#margins = { gutter: GUTTER.down, heading: HEADING.down };
+      layout.resize(HEIGHT.down - GUTTER.down, this.#width - HEADING.down, true);
+      plane.resize(this.#width, HEIGHT.down);
+    } else {
+      const gutter = Math.min(GUTTER.most, Math.max(GUTTER.least, GUTTER.letter * longest + GUTTER.numbers));
+      this.#margins = { gutter, heading: HEADING.across };
+      layout.resize(this.#width - gutter, room - HEADING.across, false);
+      plane.resize(this.#width, HEADING.across + layout.rowsInSight);
+    }
+    this.#restrip();
+    this.redraw();
+    this.#settled();
+  }
+
+  #restrip() {
+    const scene = /** @type {Scene} */ (this.#scene);
+    scene.palette = paletteOf(this);
+    scene.strips = new Strips(scene.pass, scene.plane.isDown, scene.layout.rowSize);
+  }
+
+  #draw() {
+    cancelAnimationFrame(this.#frame);
+    if (this.#scene) paint(this.#scene, this.#margins);
+  }
+}
+
+/**
+ * @param {Line} line
+ * @param {Pass} pass
+ */
+function describe({ blocks }, { tokens }) {
+  return (
+    `The network: ${tokens.length} tokens go through ${blocks.length} layers to the predictions. ` +
+    "The arrow keys move, Enter zooms in, Escape zooms out. The table below has the numbers."
+  );
+}
+
+/**
+ * The column of a strip at a place along, of all heads together; null between heads.
+ * @param {import("./items.js").Item} item
+ * @param {number} start
+ * @param {number} width
+ * @param {number} along
+ */
+function columnAt(item, start, width, along) {
+  if (item.kind === "gate") return 0;
+  if (item.kind !== "strip") return null;
+  const places = headPlaces(item, start, width);
+  const head = places.findIndex(({ begin, size }) => along >= begin && along < begin + size);
+  if (head < 0) return null;
+  const { begin, size } = places[head];
+  return head * item.columns + Math.floor(((along - begin) / size) * item.columns);
+}
+
+customElements.define("network-canvas", NetworkCanvas);

@@ -1,0 +1,174 @@
+// Draw one picture of the network, from the ground up: rows, rivers, branches, bands, strips, gates, words, and marks.
+
+import { drawBands } from "./bands.js";
+import { drawHeadings, drawNumbers, drawPredictions, drawTokens } from "./labels.js";
+import { drawBranches, drawGates, drawRivers } from "./river.js";
+import { bandOf, strength } from "./scene.js";
+import { headPlaces } from "./strips.js";
+
+/**
+ * @import { Scene, Spot } from "./scene.js"
+ * @typedef {{ gutter: number, heading: number }} Margins before the network, along and across
+ */
+
+export const LEAST_PIXELS = 1.5; // of a stage that is drawn
+const GROUP = 64; // columns of a large stage that are drawn together
+
+/**
+ * @param {Scene} scene
+ * @param {Margins} margins
+ */
+export function paint(scene, { gutter, heading }) {
+  const { plane, layout, palette } = scene;
+  const { context } = plane;
+  context.save();
+  context.fillStyle = palette.page;
+  plane.fill(0, 0, layout.length + gutter, layout.breadth + heading);
+  context.translate(...plane.point(gutter, heading));
+  context.save();
+  plane.clip(-gutter, 0, layout.length + gutter, layout.rowsInSight);
+  drawGround(scene, gutter);
+  context.save();
+  plane.clip(-gutter, 0, Math.min(layout.length, scene.front) + gutter, layout.rowsInSight);
+  context.save();
+  plane.clip(0, 0, layout.length, layout.rowsInSight);
+  const rivers = drawRivers(scene);
+  drawBranches(scene, rivers);
+  drawBands(scene);
+  drawStrips(scene);
+  drawGates(scene);
+  drawPredictions(scene);
+  context.restore();
+  context.restore();
+  drawTokens(scene, gutter);
+  drawFront(scene);
+  drawPlace(scene);
+  drawMark(scene, scene.chosen, true);
+  drawMark(scene, scene.pointed, false);
+  context.restore();
+  context.save();
+  plane.clip(-gutter, -heading, layout.length + gutter, layout.rowsInSight + heading);
+  drawHeadings(scene, heading);
+  context.restore();
+  context.restore();
+}
+
+/**
+ * @param {Scene} scene
+ * @param {number} gutter
+ */
+function drawGround({ plane, layout, palette, row: chosen, pointed }, gutter) {
+  const { context } = plane;
+  const [first, last] = layout.rows;
+  for (let row = first; row < last; row++) {
+    const isMarked = row === chosen || row === pointed?.row;
+    context.globalAlpha = row === chosen ? strength(0.1, 0.14) : 0.6;
+    context.fillStyle = row === chosen ? palette.path : palette.bank;
+    if (isMarked || row % 2 === 0) plane.fill(-gutter, layout.rowStart(row), layout.length + gutter, layout.rowSize);
+  }
+  context.globalAlpha = 1;
+}
+
+/** @param {Scene} scene */
+function drawStrips(scene) {
+  const { plane, layout, line, strips, row: chosen } = scene;
+  const { context } = plane;
+  const [from, to] = layout.span;
+  const [first, last] = layout.rows;
+  context.imageSmoothingEnabled = false;
+  for (let index = from; index < to; index++) {
+    const item = line.items[index];
+    const [start, width] = [layout.startOf(index), layout.widthOf(index)];
+    if (item.kind !== "strip" || width < LEAST_PIXELS) continue;
+    for (const [head, place] of headPlaces(item, start, width).entries()) {
+      const size = place.size / item.columns;
+      const begin = Math.max(0, Math.floor(-place.begin / size));
+      const end = Math.min(item.columns, Math.ceil((layout.length - place.begin) / size));
+      if (end <= begin) continue;
+      const offset = head * item.columns;
+      const all =
+        place.size <= layout.length
+          ? [0, item.columns]
+          : [GROUP * Math.floor(begin / GROUP), Math.min(item.columns, GROUP * Math.ceil(end / GROUP))];
+      const pixels = (all[1] - all[0]) * size;
+      const strip = strips.get(
+        item,
+        [offset + all[0], offset + all[1]],
+        [first, last],
+        pixels * (devicePixelRatio || 1),
+      );
+      const steps = strip.steps / (last - first);
+      const draw = (/** @type {number} */ row, /** @type {number} */ count) =>
+        plane.image(
+          strip.canvas,
+          [0, (row - first) * steps, strip.columns, count * steps],
+          [place.begin + all[0] * size, layout.rowStart(row), pixels, count * layout.rowSize],
+        );
+      context.globalAlpha = strength(0.78, 0.7);
+      draw(first, last - first);
+      context.globalAlpha = 1;
+      if (chosen >= first && chosen < last) draw(chosen, 1);
+    }
+    drawNumbers(scene, item, index);
+  }
+}
+
+/**
+ * A glow at the place that the computation has reached.
+ * @param {Scene} scene
+ */
+function drawFront({ plane, layout, palette, front }) {
+  if (front >= layout.length || front <= 0) return;
+  const { context } = plane;
+  for (const [size, alpha] of [
+    [40, 0.1],
+    [14, 0.25],
+    [3, 0.9],
+  ]) {
+    context.fillStyle = palette.path;
+    context.globalAlpha = alpha;
+    plane.fill(front - size, 0, size, layout.rowsInSight);
+  }
+  context.globalAlpha = 1;
+}
+
+/**
+ * Which part of the line and of the rows is in sight, as bars at the edges.
+ * @param {Scene} scene
+ */
+function drawPlace({ plane, layout, palette }) {
+  const { length, rowsInSight: breadth, numRows, rowSize, rowShift, shift, total } = layout;
+  plane.context.fillStyle = palette.faint;
+  plane.context.globalAlpha = 0.7;
+  const rows = numRows * rowSize;
+  if (rows > breadth + 1)
+    plane.fill(length - 4, (rowShift / rows) * breadth, 4, Math.max(12, (breadth / rows) * breadth));
+  if (total > length + 1) plane.fill((shift / total) * length, breadth - 4, Math.max(12, (length / total) * length), 4);
+  plane.context.globalAlpha = 1;
+}
+
+/**
+ * A frame around a cell, or around a stage in a row.
+ * @param {Scene} scene
+ * @param {Spot | null} spot
+ * @param {boolean} isChosen
+ */
+function drawMark({ plane, layout, line, palette }, spot, isChosen) {
+  if (!spot) return;
+  const { context } = plane;
+  const item = line.items[spot.item];
+  const [start, width] = [layout.startOf(spot.item), layout.widthOf(spot.item)];
+  const isBand = item.kind !== "strip";
+  const [begin, end] = isBand ? [0, 1] : bandOf(item.height, item.branch !== null, layout.rowSize);
+  const top = layout.rowStart(spot.row);
+  let [from, size] = [start, width];
+  if (spot.column !== null && item.kind === "strip") {
+    const place = headPlaces(item, start, width)[Math.floor(spot.column / item.columns)];
+    size = place.size / item.columns;
+    from = place.begin + (spot.column % item.columns) * size;
+  }
+  context.strokeStyle = isChosen ? palette.path : palette.text;
+  context.lineWidth = isChosen ? 3 : 1.5;
+  const grow = Math.max(0, (5 - size) / 2);
+  plane.frame(from - grow, top + begin * layout.rowSize, size + 2 * grow, (end - begin) * layout.rowSize);
+}

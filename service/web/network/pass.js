@@ -1,0 +1,310 @@
+// The numbers of one pass, row by row as they are asked for. Rows that are here are not asked for again.
+
+import { postPass } from "../api.js";
+import { matrixOf } from "./items.js";
+
+/**
+ * @import { Numbers, Tensor } from "../api.js"
+ * @import { ForwardAnswer, Loss, Model, PositionPredictions, PositionedToken, Prompt } from "../answers.js"
+ * @import { StageShape } from "./items.js"
+ *
+ * @typedef {{ low: number, high: number, isSigned: boolean }} Range
+ * @typedef {{
+ *   name: string, dims: string[], shape: number[], heads: number, columns: number, hasKeys: boolean, dtype: string,
+ *   rows: Map<number, Numbers>, version: number, range: Range | null,
+ * }} PassStage `rows`: position → the numbers of all heads, one head after the other
+ * @typedef {{ model?: string, prompt: Prompt }} Body
+ * @typedef {{ values: Numbers, dtype: string }} Wide the numbers of one position
+ */
+
+const FIRST_BYTES = 6e6; // the first request also asks for what the picture shows, if that is not more
+const MOST_BYTES = 12e6; // of one request
+const MOST_STAGES = 180; // of one request, if they cannot be shortened
+const NUMBER_BYTES = 3; // between bfloat16 and float32
+const KEPT_NUMBERS = 60e6;
+const TOP_K = 10;
+const WIDE = ["logits", "probabilities"];
+const PERCENTILE = 0.985; // of the sizes, which gets the strongest colour
+const SAMPLES = 4000;
+
+export class Pass {
+  /** @type {Body} */
+  body;
+  /** @type {PositionedToken[]} */
+  tokens;
+  /** @type {Map<number, PositionPredictions["top"]>} position → the most likely next tokens */
+  predictions;
+  /** @type {Loss} */
+  loss;
+  /** @type {Map<string, PassStage>} in the order of computation */
+  stages = new Map();
+  #numbers = 0;
+  /** @type {{ row: number, logits: Wide, probabilities: Wide } | null} */
+  #logits = null;
+  /** @type {Map<string, Promise<void>>} */
+  #pending = new Map();
+
+  /**
+   * @param {Body} body
+   * @param {ForwardAnswer} answer
+   * @param {StageShape[]} stages
+   */
+  constructor(body, answer, stages) {
+    this.body = body;
+    this.tokens = answer.tokens;
+    this.loss = answer.loss;
+    this.predictions = new Map(answer.predictions.map(({ position, top }) => [position, top]));
+    for (const stage of stages)
+      this.stages.set(stage.name, {
+        ...stage,
+        ...matrixOf(stage),
+        dtype: "",
+        rows: new Map(),
+        version: 0,
+        range: null,
+      });
+  }
+
+  /**
+   * Run a pass of the served model, and read what the first picture shows.
+   * @param {Body} body
+   * @param {Model} model
+   * @param {(name: string) => boolean} isFirst whether the first picture shows a stage
+   * @param {AbortSignal} signal
+   */
+  static async ofModel(body, model, isFirst, signal) {
+    const most = typeof body.prompt === "string" ? new TextEncoder().encode(body.prompt).length : body.prompt.length;
+    const sizeOf = (/** @type {string} */ dim) => {
+      const size = model.sizes[dim];
+      return typeof size === "number" ? size : most;
+    };
+    const shapes = model.stages.map(({ name, dims }) => ({ name, dims, shape: dims.map(sizeOf) }));
+    const first = shapes.filter(({ name }) => isFirst(name) && !WIDE.includes(name));
+    const size = first.reduce((sum, { shape }) => sum + NUMBER_BYTES * shape.reduce((a, b) => a * b, 1), 0);
+    const names = shapes.map(({ name }) => name);
+    const asked = globsOf(size <= FIRST_BYTES ? first.map(({ name }) => name) : scalesOf(shapes), names);
+    const top_k = Math.min(TOP_K, model.sizes.d_vocab);
+    const { answer, tensors } = await postPass("/forward", { ...body, stages: asked, top_k }, signal);
+    const count = answer.tokens.length;
+    const stages = model.stages.map(({ name, dims }) => ({
+      name,
+      dims,
+      shape: dims.map((dim) => (typeof model.sizes[dim] === "number" ? model.sizes[dim] : count)),
+    }));
+    const pass = new Pass(body, answer, stages);
+    pass.#keepAll(
+      answer,
+      tensors,
+      pass.tokens.map(({ position }) => position),
+    );
+    return pass;
+  }
+
+  /**
+   * Run a worked example, and read all of it: its networks are small.
+   * @param {Body} body
+   * @param {AbortSignal} signal
+   */
+  static async ofExample(body, signal) {
+    const { answer, tensors } = await postPass("/forward", { ...body, stages: ["*"] }, signal);
+    const stages = /** @type {StageShape[]} */ (answer.stages).filter(({ name }) => name in tensors);
+    const pass = new Pass(body, answer, stages);
+    pass.#keepAll(
+      answer,
+      tensors,
+      pass.tokens.map(({ position }) => position),
+    );
+    return pass;
+  }
+
+  /**
+   * The numbers of a stage at a position, or undefined if they are not here.
+   * @param {string} name
+   * @param {number} position
+   */
+  row(name, position) {
+    return this.stages.get(name)?.rows.get(position);
+  }
+
+  /**
+   * Read the rows of some stages that are not here. Resolves to whether any were read.
+   * @param {string[]} names
+   * @param {number[]} positions
+   * @param {AbortSignal} signal
+   */
+  async read(names, positions, signal) {
+    /** @type {Map<string, { names: string[], positions: number[] }>} missing rows → the stages that miss them */
+    const groups = new Map();
+    for (const name of names) {
+      const stage = this.stages.get(name);
+      if (!stage) continue;
+      const missing = positions.filter((position) => !stage.rows.has(position));
+      if (missing.length === 0) continue;
+      const key = missing.join();
+      const group = groups.get(key) ?? { names: [], positions: missing };
+      group.names.push(name);
+      groups.set(key, group);
+    }
+    const requests = [...groups.values()].flatMap((group) => this.#parts(group));
+    for (const request of requests) {
+      const key = JSON.stringify(request);
+      const pending = this.#pending.get(key) ?? this.#request(request, signal).finally(() => this.#pending.delete(key));
+      this.#pending.set(key, pending);
+      await pending;
+    }
+    return requests.length > 0;
+  }
+
+  /**
+   * Requests that are not too large each.
+   * @param {{ names: string[], positions: number[] }} group
+   */
+  #parts({ names, positions }) {
+    /** @type {{ names: string[], positions: number[] }[]} */
+    const parts = [];
+    let bytes = Infinity;
+    for (const name of names) {
+      const { heads, columns } = /** @type {PassStage} */ (this.stages.get(name));
+      const size = NUMBER_BYTES * heads * columns * positions.length;
+      if (bytes + size > MOST_BYTES || (parts.at(-1)?.names.length ?? 0) >= MOST_STAGES) {
+        parts.push({ names: [], positions });
+        bytes = 0;
+      }
+      parts[parts.length - 1].names.push(name);
+      bytes += size;
+    }
+    return parts;
+  }
+
+  /**
+   * @param {{ names: string[], positions: number[] }} part
+   * @param {AbortSignal} signal
+   */
+  async #request({ names, positions }, signal) {
+    const some = positions.length < this.tokens.length ? { positions } : {};
+    const stages = globsOf(names, [...this.stages.keys()]);
+    const { answer, tensors } = await postPass("/forward", { ...this.body, stages, ...some, top_k: 0 }, signal);
+    this.#keepAll(answer, tensors, positions);
+  }
+
+  /**
+   * @param {ForwardAnswer} answer
+   * @param {Record<string, Tensor>} tensors
+   * @param {number[]} positions
+   */
+  #keepAll(answer, tensors, positions) {
+    if (this.#numbers > KEPT_NUMBERS) this.#forget();
+    for (const { name, dtype } of answer.stages) {
+      const stage = this.stages.get(name);
+      if (stage) stage.dtype = dtype;
+    }
+    for (const [name, { values }] of Object.entries(tensors)) {
+      const stage = this.stages.get(name);
+      if (!stage || WIDE.includes(name)) continue;
+      const { heads, columns, hasKeys } = stage;
+      positions.forEach((position, index) => {
+        if (!hasKeys) stage.rows.set(position, values.slice(index * heads * columns, (index + 1) * heads * columns));
+        else stage.rows.set(position, rowOfHeads(values, index, positions.length, heads, columns));
+      });
+      this.#numbers += heads * columns * positions.length;
+      stage.range = null;
+      stage.version += 1;
+    }
+  }
+
+  /** Forget all rows: those in sight are asked for again. */
+  #forget() {
+    for (const stage of this.stages.values()) {
+      stage.rows.clear();
+      stage.version += 1;
+    }
+    this.#numbers = 0;
+  }
+
+  /**
+   * The logits and probabilities of all tokens after a position. Only those of the last position asked for are kept.
+   * @param {number} row
+   * @param {AbortSignal} signal
+   */
+  async logits(row, signal) {
+    if (this.#logits?.row === row) return this.#logits;
+    const body = { ...this.body, stages: WIDE, positions: [row], top_k: 0 };
+    const { answer, tensors } = await postPass("/forward", body, signal);
+    const read = (/** @type {string} */ name) => ({
+      values: tensors[name].values,
+      dtype: /** @type {string} */ (answer.stages.find((/** @type {StageShape} */ each) => each.name === name).dtype),
+    });
+    this.#logits = { row, logits: read("logits"), probabilities: read("probabilities") };
+    return this.#logits;
+  }
+
+  /**
+   * The range of the colours of a stage: a high percentile of the sizes, so that a few large numbers do not make all
+   * others pale. Probabilities go from 0 to 1.
+   * @param {string} name
+   * @returns {Range}
+   */
+  range(name) {
+    const stage = this.stages.get(name);
+    if (!stage) return { low: 0, high: 1, isSigned: false };
+    stage.range ??= /pattern$/.test(name) ? { low: 0, high: 1, isSigned: false } : rangeOf(stage);
+    return stage.range;
+  }
+}
+
+/**
+ * Names of stages as a short list: a stage of all layers is one entry, because a request has at most 200.
+ * @param {string[]} names
+ * @param {string[]} all the stages of the network
+ */
+function globsOf(names, all) {
+  const globOf = (/** @type {string} */ name) => name.replace(/^blocks\.\d+\./, "blocks.*.");
+  const existing = Map.groupBy(all, globOf);
+  const asked = Map.groupBy(names, globOf);
+  return [...asked].flatMap(([glob, some]) => (some.length === existing.get(glob)?.length ? [glob] : some));
+}
+
+/** @param {StageShape[]} stages */
+function scalesOf(stages) {
+  const names = stages.filter(({ dims }) => dims[dims.length - 1] === "one" && dims.length === 3).map((s) => s.name);
+  return names.length > 0 ? names : [stages[0].name];
+}
+
+/**
+ * The numbers of one query of all heads, from a tensor of heads × queries × keys.
+ * @param {Numbers} values
+ * @param {number} index
+ * @param {number} count
+ * @param {number} heads
+ * @param {number} columns
+ */
+function rowOfHeads(values, index, count, heads, columns) {
+  const Row = values instanceof Float64Array ? Float64Array : Float32Array;
+  const row = new Row(heads * columns);
+  for (let head = 0; head < heads; head++) {
+    const begin = (head * count + index) * columns;
+    row.set(values.slice(begin, begin + columns), head * columns);
+  }
+  return row;
+}
+
+/**
+ * @param {PassStage} stage
+ * @returns {Range}
+ */
+function rangeOf({ rows, heads, columns }) {
+  const total = rows.size * heads * columns;
+  const step = Math.max(1, Math.floor(total / SAMPLES));
+  /** @type {number[]} */
+  const sizes = [];
+  let [isSigned, at] = [false, 0];
+  for (const row of rows.values())
+    for (const value of row) {
+      if (at++ % step !== 0 || !Number.isFinite(value)) continue;
+      if (value < 0) isSigned = true;
+      sizes.push(Math.abs(value));
+    }
+  sizes.sort((a, b) => a - b);
+  const high = sizes[Math.floor(PERCENTILE * (sizes.length - 1))] || sizes[sizes.length - 1] || 1;
+  return { low: isSigned ? -high : 0, high, isSigned };
+}

@@ -1,0 +1,134 @@
+// A canvas in coordinates of the network: `along` the computation, `across` the tokens. On wide screens the computation
+// goes to the right; on narrow ones it goes down.
+
+import { context2d } from "../dom.js";
+
+export class Plane {
+  #canvas;
+  /** @type {CanvasRenderingContext2D} */
+  context;
+  isDown = false;
+
+  /** @param {HTMLCanvasElement} canvas */
+  constructor(canvas) {
+    this.#canvas = canvas;
+    this.context = context2d(canvas);
+  }
+
+  /**
+   * @param {number} width
+   * @param {number} height
+   */
+  resize(width, height) {
+    const ratio = Math.min(2, devicePixelRatio || 1);
+    this.#canvas.width = Math.round(width * ratio);
+    this.#canvas.height = Math.round(height * ratio);
+    Object.assign(this.#canvas.style, { width: `${width}px`, height: `${height}px` });
+    this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  }
+
+  /**
+   * @param {number} along
+   * @param {number} across
+   * @returns {[x: number, y: number]}
+   */
+  point(along, across) {
+    return this.isDown ? [across, along] : [along, across];
+  }
+
+  /**
+   * @param {number} along
+   * @param {number} across
+   * @param {number} length
+   * @param {number} breadth
+   */
+  fill(along, across, length, breadth) {
+    if (this.isDown) this.context.fillRect(across, along, breadth, length);
+    else this.context.fillRect(along, across, length, breadth);
+  }
+
+  /**
+   * @param {number} along
+   * @param {number} across
+   * @param {number} length
+   * @param {number} breadth
+   */
+  frame(along, across, length, breadth) {
+    if (this.isDown) this.context.strokeRect(across, along, breadth, length);
+    else this.context.strokeRect(along, across, length, breadth);
+  }
+
+  /**
+   * @param {number} along
+   * @param {number} across
+   * @param {number} length
+   * @param {number} breadth
+   */
+  clip(along, across, length, breadth) {
+    this.context.beginPath();
+    if (this.isDown) this.context.rect(across, along, breadth, length);
+    else this.context.rect(along, across, length, breadth);
+    this.context.clip();
+  }
+
+  /**
+   * Draw a picture whose columns go along.
+   * @param {CanvasImageSource} image
+   * @param {[along: number, across: number, length: number, breadth: number]} part of the picture
+   * @param {[along: number, across: number, length: number, breadth: number]} place
+   */
+  image(image, part, place) {
+    const [a, b, c, d] = part;
+    const [e, f, g, h] = place;
+    if (this.isDown) this.context.drawImage(image, b, a, d, c, f, e, h, g);
+    else this.context.drawImage(image, a, b, c, d, e, f, g, h);
+  }
+
+  /** @param {number} along @param {number} across */
+  moveTo(along, across) {
+    this.context.moveTo(...this.point(along, across));
+  }
+
+  /** @param {number} along @param {number} across */
+  lineTo(along, across) {
+    this.context.lineTo(...this.point(along, across));
+  }
+
+  /**
+   * A smooth line that begins and ends along the computation.
+   * @param {number} fromAlong
+   * @param {number} fromAcross
+   * @param {number} along
+   * @param {number} across
+   */
+  swing(fromAlong, fromAcross, along, across) {
+    const middle = (fromAlong + along) / 2;
+    this.context.bezierCurveTo(
+      ...this.point(middle, fromAcross),
+      ...this.point(middle, across),
+      ...this.point(along, across),
+    );
+  }
+
+  /**
+   * A colour that changes along.
+   * @param {number} from
+   * @param {number} to
+   * @param {string[]} colours
+   */
+  gradient(from, to, colours) {
+    const gradient = this.context.createLinearGradient(...this.point(from, 0), ...this.point(to, 0));
+    colours.forEach((colour, index) => gradient.addColorStop(index / Math.max(1, colours.length - 1), colour));
+    return gradient;
+  }
+
+  /**
+   * @param {string} text
+   * @param {number} along
+   * @param {number} across
+   * @param {number} [most] pixels
+   */
+  text(text, along, across, most) {
+    this.context.fillText(text, ...this.point(along, across), most);
+  }
+}

@@ -1,0 +1,332 @@
+// The view "Network": the whole network as one picture of a pass, which can be zoomed down to each number.
+
+import { architectureOf, isWorkedExample } from "../articles.js";
+import { el, labelled, select } from "../dom.js";
+import { number, percent, quoted } from "../format.js";
+import { dataTable } from "../draw/data_table.js";
+import { lineOf } from "../network/items.js";
+import { explainPrediction } from "../network/arithmetic/prediction.js";
+import { explain } from "../network/arithmetic/explain.js";
+import "../network/cell_arithmetic.js";
+import "../network/network_canvas.js";
+import { readIndex } from "../indices.js";
+import { patternOf } from "../network/bands.js";
+import { Pass } from "../network/pass.js";
+import { tableOf } from "../network/table.js";
+import { nameOf, stepsOf } from "../network/names.js";
+import { View } from "../view.js";
+import { isOther, isPosition, readPosition } from "./positions.js";
+
+/**
+ * @import { Line } from "../network/items.js"
+ * @import { Spot } from "../network/scene.js"
+ * @import { ViewState } from "../view.js"
+ * @typedef {ViewState & typeof Network.params} State
+ */
+
+const PREDICTIONS = "predictions"; // the item at the end of the line
+const MANY_WEIGHTS = 1.5e6; // of the patterns in sight; above, only those of the chosen token are read
+const FIRST = /(embed|resid_mid|resid_post|attn\.[qkvz]|attn\.pattern|attn_out|mlp\.post|mlp_out|ln_final\.out|scale)$/;
+
+export default class Network extends View {
+  static showsWorkedExamples = true;
+  /** `at`: "" is the whole network, "L3" a block, else a stage. `cell`: a column of the stage, of all heads. */
+  static params = { at: "", position: "", head: "", cell: "" };
+
+  #answer = el("p", { class: "answer" });
+  #trail = el("ol", { class: "trail" });
+  #heads = el("span");
+  #picture = el("network-canvas");
+  #cell = el("cell-arithmetic", { hidden: true });
+  #said = el("p", { class: "under-pointer", "aria-live": "polite" });
+  #table = dataTable(() => tableOf(this.#parts(), this.#state?.at ?? ""), "Show as a table");
+  /** @type {Line | null} */
+  #line = null;
+  /** @type {Pass | null} */
+  #pass = null;
+  /** @type {State | null} */
+  #state = null;
+  #passKey = "";
+  /** @type {AbortSignal} */
+  #signal = new AbortController().signal;
+
+  build() {
+    const bar = el("div", { class: "row network-bar" }, el("nav", { "aria-label": "Zoom" }, this.#trail), this.#heads);
+    const stage = el("div", { class: "network-stage" }, this.#picture, this.#cell);
+    this.append(this.#answer, bar, stage, this.#said, this.#table);
+    this.#cell.addEventListener("go", ({ detail: { stage: at, row, column } }) =>
+      this.context.navigate({ at, position: String(row), cell: String(column) }),
+    );
+    this.#picture.addEventListener("choose", ({ detail }) => this.#choose(detail.spot));
+    this.#picture.addEventListener("point", ({ detail }) => this.#say(detail.spot));
+    this.#picture.addEventListener("settle", () => this.#fill().catch(this.context.report));
+    this.#picture.canvas.addEventListener("keydown", (event) => this.#press(event));
+  }
+
+  /**
+   * @param {State} state
+   * @param {AbortSignal} signal
+   * @returns {Promise<void>}
+   */
+  async update(state, signal) {
+    const before = this.#state;
+    this.#signal = signal;
+    await this.#run(state, signal);
+    const [pass, line] = [/** @type {Pass} */ (this.#pass), /** @type {Line} */ (this.#line)];
+    this.#state = state;
+    const stale = isOther(before, state) ? staleOf(state, line, pass) : {};
+    if (Object.keys(stale).length > 0) return this.context.navigate(stale, { replace: true });
+    const spot = this.#spotOf(state);
+    const row = spot.row;
+    const head = state.head === "" ? null : readIndex(state.head, "head", numHeadsOf(pass));
+    const chosen = spot.column === null ? null : { item: spot.from, row, column: spot.column };
+    this.#cell.hidden = chosen === null;
+    const isNew = this.#picture.show(line, pass, { row, head, chosen });
+    this.#picture.measure();
+    this.#showTrail(state);
+    this.#showHeads(state);
+    this.#showAnswer(row);
+    const place = (/** @type {State | null} */ s) => s && [s.at, s.cell, s.position].join();
+    if (isNew && state.at === "") this.#picture.play();
+    else if (isNew || place(before) !== place(state)) this.#picture.fly(this.#picture.cameraOf(spot));
+    await Promise.all([this.#fill(), this.#showCell(state, chosen, signal)]);
+    this.#say(null);
+    this.#table.refresh();
+    return undefined;
+  }
+
+  /** What is shown, once there was a pass. */
+  #parts() {
+    return { line: /** @type {Line} */ (this.#line), pass: /** @type {Pass} */ (this.#pass) };
+  }
+
+  request() {
+    if (this.#state === null) return null;
+    const { model, prompt, at } = this.#state;
+    const stages =
+      at === ""
+        ? ["*.resid_post", "*.attn.pattern"]
+        : [at === PREDICTIONS ? "logits" : at.replace(/^L(\d+)$/, "blocks.$1.*")];
+    return { path: "/forward", body: { ...(model ? { model } : {}), prompt, stages } };
+  }
+
+  pictures() {
+    return [{ name: "network", element: this.#picture.canvas }];
+  }
+
+  /**
+   * Compute the pass, unless it is here.
+   * @param {State} state
+   * @param {AbortSignal} signal
+   */
+  async #run(state, signal) {
+    const body = { ...(state.model ? { model: state.model } : {}), prompt: state.prompt };
+    const key = JSON.stringify(body);
+    if (key === this.#passKey) return;
+    const { service } = this.context;
+    const pass = isWorkedExample(service, state.model)
+      ? await Pass.ofExample(body, signal)
+      : await Pass.ofModel(body, this.model, (name) => FIRST.test(name), signal);
+    [this.#passKey, this.#pass] = [key, pass];
+    this.#line = lineOf([...pass.stages.values()], architectureOf(service, state.model));
+  }
+
+  /**
+   * What the address names: items, a row and a column. A wrong name is an error.
+   * @param {State} state
+   */
+  #spotOf({ at, position, cell }) {
+    const { line, pass } = this.#parts();
+    const count = pass.tokens.length;
+    const row = position === "" ? count - 1 : readPosition(position, count);
+    if (at === "") return { from: 0, to: line.items.length, row, column: null };
+    const block = line.blocks.find(({ layer }) => at === `L${layer}`);
+    if (block) return { from: block.first, to: block.last + 1, row, column: null };
+    const from = line.items.findIndex(({ name }) => name === at);
+    if (from < 0) throw new Error(`at: there is no block or stage “${at}” in this network.`);
+    const { heads, columns } = line.items[from];
+    if (cell !== "" && !isPosition(cell, heads * columns))
+      throw new Error(`cell: ${cell} is out of range; ${at} has the columns 0 to ${heads * columns - 1}.`);
+    return { from, to: from + 1, row, column: cell === "" ? null : Number(cell) };
+  }
+
+  /**
+   * @param {State} state
+   * @param {Spot | null} chosen
+   * @param {AbortSignal} signal
+   */
+  async #showCell(state, chosen, signal) {
+    if (chosen === null || chosen.column === null) return;
+    const pass = /** @type {Pass} */ (this.#pass);
+    const { row, column } = chosen;
+    const architecture = architectureOf(this.context.service, state.model);
+    if (state.at === PREDICTIONS) {
+      const [logit, probability] = await explainPrediction(pass, architecture, { row, id: column }, signal);
+      const token = pass.predictions.get(row)?.find(({ id }) => id === column) ?? { id: column };
+      const title = `${quoted(token)} after ${quoted(pass.tokens[row])}`;
+      this.#cell.show([
+        { title: `Logit of ${title}`, explained: logit },
+        { title: `Probability of ${title}`, explained: probability },
+      ]);
+      return;
+    }
+    const explained = await explain(pass, architecture, { name: state.at, row, column }, signal);
+    if (!signal.aborted) this.#cell.show([{ title: nameOf(this.#parts(), chosen), explained }]);
+  }
+
+  /** Read what is in sight and not here, then draw it. */
+  async #fill() {
+    const pass = this.#pass;
+    if (!pass || !this.#picture.scene) return;
+    const { names, layers, rows, row } = this.#picture.sight();
+    const patterns = new Set([...names.filter((name) => name.endsWith("pattern")), ...layers.map(patternOf)]);
+    const columns = [...patterns].reduce((sum, name) => {
+      const stage = pass.stages.get(name);
+      return sum + (stage ? stage.heads * stage.columns : 0);
+    }, 0);
+    const isMuch = columns * rows.length > MANY_WEIGHTS;
+    const all = [...names.filter((name) => !patterns.has(name)), ...(isMuch ? [] : patterns)];
+    let hasRead = await pass.read(all, rows, this.#signal);
+    if (isMuch) hasRead = (await pass.read([...patterns], [row], this.#signal)) || hasRead;
+    if (hasRead && pass === this.#pass) this.#picture.redraw();
+  }
+
+  /** @param {Spot} spot */
+  #choose({ item, row, column }) {
+    const { line, pass } = this.#parts();
+    const state = /** @type {State} */ (this.#state);
+    const { name, kind, layer } = line.items[item];
+    const position = String(row);
+    const best = pass.predictions.get(row)?.[0]?.id;
+    if (kind === PREDICTIONS) return this.context.navigate({ at: PREDICTIONS, position, cell: String(best ?? 0) });
+    const stage = kind === "bands" ? patternOf(/** @type {number} */ (layer)) : name;
+    if (state.at === "" && layer !== null && line.blocks.length > 1)
+      return this.context.navigate({ at: `L${layer}`, position, cell: "" });
+    if (state.at !== stage) return this.context.navigate({ at: stage, position, cell: "" });
+    return this.context.navigate({ position, cell: column === null ? "" : String(column) });
+  }
+
+  /** One level up. */
+  #leaveLevel() {
+    const { line } = this.#parts();
+    const state = /** @type {State} */ (this.#state);
+    const layer = line.items.find(({ name }) => name === state.at)?.layer ?? null;
+    if (state.cell !== "") return this.context.navigate({ cell: "" });
+    if (layer !== null && line.blocks.length > 1) return this.context.navigate({ at: `L${layer}` });
+    return this.context.navigate({ at: "" });
+  }
+
+  /** @param {KeyboardEvent} event */
+  #press(event) {
+    const { line, pass } = this.#parts();
+    const state = /** @type {State} */ (this.#state);
+    const spot = this.#spotOf(state);
+    const isDown = this.#picture.isDown;
+    const along = { [isDown ? "ArrowDown" : "ArrowRight"]: 1, [isDown ? "ArrowUp" : "ArrowLeft"]: -1 }[event.key];
+    const across = { [isDown ? "ArrowRight" : "ArrowDown"]: 1, [isDown ? "ArrowLeft" : "ArrowUp"]: -1 }[event.key];
+    const within = (/** @type {number} */ value, /** @type {number} */ size) => Math.min(size - 1, Math.max(0, value));
+    event.preventDefault();
+    if (across) return this.context.navigate({ position: String(within(spot.row + across, pass.tokens.length)) });
+    if (event.key === "Escape") return this.#leaveLevel();
+    if (event.key === "Enter") return this.#enterLevel(spot);
+    if (along && spot.column !== null) {
+      const { heads, columns } = line.items[spot.from];
+      return this.context.navigate({ cell: String(within(spot.column + along, heads * columns)) });
+    }
+    if (along && /^L\d+$/.test(state.at)) {
+      const block = line.blocks.findIndex(({ layer }) => state.at === `L${layer}`);
+      return this.context.navigate({ at: `L${line.blocks[within(block + along, line.blocks.length)].layer}` });
+    }
+    if (along && state.at !== "") {
+      const strips = line.items.filter(({ kind }) => kind === "strip" || kind === "gate");
+      const index = strips.findIndex(({ name }) => name === state.at);
+      return this.context.navigate({ at: strips[within(index + along, strips.length)].name });
+    }
+    if (["+", "-"].includes(event.key))
+      return this.#picture.move(({ layout }) => layout.zoomAt(event.key === "+" ? 1.5 : 1 / 1.5, layout.length / 2));
+    return undefined;
+  }
+
+  /** @param {{ from: number, column: number | null }} spot */
+  #enterLevel({ from, column }) {
+    const { line } = this.#parts();
+    const state = /** @type {State} */ (this.#state);
+    if (column !== null) return undefined;
+    if (state.at === "" && line.blocks.length > 1) return this.context.navigate({ at: `L${line.blocks[0].layer}` });
+    if (state.at === "" || /^L\d+$/.test(state.at)) {
+      const strip = line.items.find(({ kind }, index) => index >= from && kind === "strip");
+      return this.context.navigate({ at: strip?.name });
+    }
+    return this.context.navigate({ cell: "0" });
+  }
+
+  /** @param {State} state */
+  #showTrail(state) {
+    const steps = stepsOf(this.#parts(), state);
+    const last = steps.pop();
+    this.#trail.replaceChildren(
+      ...steps.map(({ text, changes }) => {
+        const go = () => this.context.navigate(changes);
+        return el("li", {}, el("button", { type: "button", class: "small", onclick: go }, text));
+      }),
+      el("li", {}, el("span", { "aria-current": "location" }, last?.text ?? "")),
+    );
+  }
+
+  /** @param {State} state */
+  #showHeads({ head }) {
+    const pass = /** @type {Pass} */ (this.#pass);
+    const heads = Array.from({ length: numHeadsOf(pass) }, (_, index) => [String(index), `H${index}`]);
+    const change = (/** @type {string} */ chosen) => this.context.navigate({ head: chosen });
+    const control = select(
+      { onchange: ({ target }) => change(target.value) },
+      [["", "the mean of all heads"], ...heads],
+      head,
+    );
+    this.#heads.replaceChildren(labelled("Bands show", control));
+  }
+
+  /** @param {number} row */
+  #showAnswer(row) {
+    const pass = /** @type {Pass} */ (this.#pass);
+    const top = pass.predictions.get(row) ?? [];
+    const next = top.slice(0, 2).map((token) => `${quoted(token)} (${percent(token.probability)})`);
+    this.#answer.textContent = `After ${quoted(pass.tokens[row])}, the network expects ${next.join(", then ")}.`;
+  }
+
+  /** @param {Spot | null} spot */
+  #say(spot) {
+    const { line, pass } = this.#parts();
+    if (!spot) return (this.#said.textContent = "");
+    const { item, row, column } = spot;
+    const { kind, name } = line.items[item];
+    const value = column === null || kind === "bands" ? undefined : pass.row(name, row)?.[column];
+    const end = value === undefined ? "" : `: ${number(value)}`;
+    return (this.#said.textContent = `${nameOf(this.#parts(), spot)}${end}`);
+  }
+}
+
+/**
+ * What the address still says of an earlier prompt or model and does not exist now, and what replaces it.
+ * @param {State} state
+ * @param {Line} line
+ * @param {Pass} pass
+ */
+function staleOf({ at, position, head, cell }, line, pass) {
+  const item = line.items.find(({ name }) => name === at);
+  const isThere = at === "" || item || line.blocks.some(({ layer }) => at === `L${layer}`);
+  const heads = numHeadsOf(pass);
+  return {
+    ...(!isThere && { at: "", cell: "" }),
+    ...(position !== "" && !isPosition(position, pass.tokens.length) && { position: "" }),
+    ...(head !== "" && !isPosition(head, heads) && { head: "" }),
+    ...(item && cell !== "" && !isPosition(cell, item.heads * item.columns) && { cell: "" }),
+  };
+}
+
+/** @param {Pass} pass */
+function numHeadsOf(pass) {
+  return [...pass.stages.values()].find(({ name }) => name.endsWith("attn.pattern"))?.heads ?? 0;
+}
+
+customElements.define("network-view", Network);

@@ -1,0 +1,123 @@
+"""Measure what one attacker costs 32 honest clients, in alternating phases without and with the attacker.
+
+    python -m tests.benchmarks.attacker [--seconds 3600] [--phase-seconds 300] [--row-seconds 20] [--model DIRECTORY]
+
+Honest clients generate 24 tokens after short prompts, and then think for 1 to 3 seconds. The attacker sends the
+requests of `hostile_requests.py` in turn, and leaves each after `--row-seconds`. The latency of an honest request
+counts for the row that was attacked when it began, or else when it ended; the first 5 seconds after a phase with the
+attacker count for neither side. After each phase a line shows the latency of its honest requests (seconds, median and
+99th percentile), their failures, and the resident memory (MB). A table has the same by row. The last line is JSON;
+`ratio` is the 99th percentile of all requests with the attacker over that of all others.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.client import percentile
+from tests.benchmarks.hostile import Service, attack_with, memory, serving
+from tests.benchmarks.hostile_requests import ROWS, HostileRequest
+
+NUM_HONEST = 32
+KEY = "key"
+HEADERS = f"Authorization: Bearer {KEY}\r\n"
+ALONE, SETTLING = "alone", "settling"
+SETTLING_SECONDS = 5.0
+
+
+class Load:
+    """The honest clients, and the latencies of their requests by the row that was attacked meanwhile."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.row = ALONE
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
+        self.outcomes: Counter[str] = Counter()
+
+    async def be_honest(self, chance: random.Random) -> None:
+        while True:
+            await asyncio.sleep(chance.uniform(1, 3))
+            prompt = [chance.randrange(1, 4000) for _ in range(chance.choice([3, 10, 40]))]
+            body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+            row, began = self.row, time.perf_counter()
+            status, _ = await self.service.ask("/generate", json.dumps(body).encode(), headers=HEADERS)
+            self.seconds[row if row != ALONE else self.row].append(time.perf_counter() - began)
+            self.outcomes[str(status)] += 1
+
+    async def attack(
+        self, rows: Iterator[tuple[str, Sequence[HostileRequest]]], end: float, row_seconds: float
+    ) -> None:
+        while (left := end - time.monotonic()) > 0:
+            self.row, requests = next(rows)
+            await attack_with(self.service, requests, HEADERS, min(left, row_seconds))
+        self.row = SETTLING
+
+    def line(self, name: str, seconds: Sequence[float]) -> str:
+        return f"{name:36} {len(seconds):6} {percentile(seconds, 50):7.3f} {percentile(seconds, 99):7.3f}"
+
+
+async def measure(
+    service: Service, names: Sequence[str], seconds: float, phase_seconds: float, row_seconds: float
+) -> dict[str, Any]:
+    load = Load(service)
+    honest = [asyncio.create_task(load.be_honest(random.Random(index))) for index in range(NUM_HONEST)]
+    sizes = []
+    with tempfile.TemporaryDirectory() as directory:
+        made = {name: list(ROWS[name].make(Path(directory))) for name in names}
+    rows = cycle(made.items())
+    for phase in range(max(2, round(seconds / phase_seconds))):
+        number = {row: len(values) for row, values in load.seconds.items()}
+        if phase % 2:
+            await load.attack(rows, time.monotonic() + phase_seconds, row_seconds)
+        else:
+            settling = SETTLING_SECONDS if phase else 0
+            await asyncio.sleep(settling)
+            load.row = ALONE
+            await asyncio.sleep(phase_seconds - settling)
+        found = [each for row, values in load.seconds.items() for each in values[number.get(row, 0) :]]
+        sizes.append(round(memory(service.process.pid)))
+        line = load.line("attacker" if phase % 2 else ALONE, found)
+        sys.stdout.write(f"{line} {dict(load.outcomes)} {sizes[-1]} MB\n")
+        sys.stdout.flush()
+    for task in honest:
+        task.cancel()
+    for row, values in load.seconds.items():
+        sys.stdout.write(load.line(row, values) + "\n")
+    alone = percentile(load.seconds.pop(ALONE), 99)
+    load.seconds.pop(SETTLING, None)
+    attacked = percentile([each for values in load.seconds.values() for each in values], 99)
+    return {
+        "p99_alone": round(alone, 3),
+        "p99_attacker": round(attacked, 3),
+        "ratio": round(attacked / alone, 3),
+        "outcomes": dict(load.outcomes),
+        "memory_mb": sizes,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=3600, help="duration of all phases")
+    parser.add_argument("--phase-seconds", type=float, default=300, help="duration of one phase")
+    parser.add_argument("--row-seconds", type=float, default=20, help="the most time for one row")
+    names = [name for name, row in ROWS.items() if "--compare-directory" not in row.options]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="rows to attack with")
+    parser.add_argument("--model", default="bundled", help="checkpoint of the service")
+    arguments = parser.parse_args()
+    durations = arguments.seconds, arguments.phase_seconds, arguments.row_seconds
+    with serving(arguments.model, "--api-key", KEY) as service:
+        result = asyncio.run(measure(service, arguments.only, *durations))
+    sys.stdout.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""A wrong argument of a call is an error that names the argument, in the clients and in `load`'s model."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forwardscope import Client, ForwardscopeError, InvalidArgument, LocalModel, load, requests
+
+ZERO = {"stage": "blocks.0.attn.z", "op": "zero"}
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "prompt: 3 is not a text": lambda model: model.run(3),
+    "prompt: b'abc' is not a text": lambda model: model.run(b"abc"),
+    "prompt: {'a': 1} is not a text": lambda model: model.run({"a": 1}),
+    "prompt: ['a', 'b'] is a list of prompts, but a call takes one": lambda model: model.run(["a", "b"]),
+    "prompt: [[1, 2], [3]] is a list of prompts": lambda model: model.generate([[1, 2], [3]]),
+    "prompt: array([[1, 2]]) is a list of prompts": lambda model: model.run(np.array([[1, 2]])),
+    "prompt: 1.5 is not an integer; token ids": lambda model: model.run([1.5]),
+    "prompt: True is not an integer": lambda model: model.run([True]),
+    "stages: 5 is not a text": lambda model: model.run("a", 5),
+    "stages: None is not a text": lambda model: model.run("a", [None]),
+    "positions: 0 is not a list of integers": lambda model: model.run("a", positions=0),
+    "positions: '01' is not a list of integers": lambda model: model.run("a", positions="01"),
+    "positions: 0.5 is not an integer": lambda model: model.run("a", positions=[0.5]),
+    "heads: 1 is not a list": lambda model: model.run("a", heads=1),
+    "targets: 5 is not a list of token ids": lambda model: model.run("a b", targets=5),
+    "targets: 'x' is not an integer": lambda model: model.run("a b", targets=["x", None]),
+    "edits: is one edit; put it into a list": lambda model: model.run("a", edits=ZERO),
+    "edits.0: 3 is not a mapping": lambda model: model.run("a", edits=[3]),
+    "edits.0.positions: 1.5 is not a word": lambda model: model.run("a", edits=[ZERO | {"positions": 1.5}]),
+    "edits.1.heads: 2 is not a list": lambda model: model.run("a", edits=[ZERO, ZERO | {"heads": 2}]),
+    "stop: 5 is not a text": lambda model: model.generate("a", stop=5),
+    "messages: 5 is not a list of messages": lambda model: model.chat(5),
+    "messages.0: 'hi' is not a mapping": lambda model: model.chat(["hi"]),
+    "ids: 'abc' is not a list of integers": lambda model: model.to_text("abc"),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> LocalModel:
+    return load("bundled")
+
+
+@pytest.mark.parametrize("message", CALLS)
+def test_a_wrong_argument_is_named(message: str, model: LocalModel) -> None:
+    """A client raises the error before it sends anything."""
+    for caller in (Client("http://localhost:1"), model):
+        with pytest.raises(InvalidArgument) as raised:
+            CALLS[message](caller)
+        assert str(raised.value).startswith(message)
+        assert raised.value.name == message.partition(":")[0]
+        assert isinstance(raised.value, ForwardscopeError)
+        assert isinstance(raised.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("message", "call"),
+    [
+        ("temperature: nan cannot be sent", lambda client: client.generate("a", temperature=float("nan"))),
+        ("metadata: <object", lambda client: client.chat("a", metadata=object())),
+        ("token: 1.5 is not an integer", lambda client: client.attribute("direct", "a", token=1.5)),
+        ("corrupted: 7 is not a text", lambda client: client.attribute("patching", "a", corrupted=7)),
+        ("layers: 'x' is not a list", lambda client: client.patterns("a", "x")),
+    ],
+)
+def test_a_client_names_what_it_cannot_send(message: str, call: Callable[[Client], Any]) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        call(Client("http://localhost:1"))
+    assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        ("top_k: '3' must be from 0 to 4096", {"top_k": "3"}),
+        ("top_k: 1.5 must be from 0 to 4096", {"top_k": 1.5}),
+        ("edits.0.stage: 3 is not the name of a stage", {"edits": [{"stage": 3, "op": "zero"}]}),
+    ],
+)
+def test_the_model_of_load_names_wrong_arguments_of_run(
+    message: str, arguments: dict[str, Any], model: LocalModel
+) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        model.run("a", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        ("stop_token_ids: 5 is not a list", {"stop_token_ids": 5}),
+        ("logit_bias: .* is not a mapping", {"logit_bias": [1]}),
+        ("echo: 'yes' is not True or False", {"echo": "yes"}),
+        ("ignore_eos: 'no' is not True or False", {"ignore_eos": "no"}),
+        ("temperature: 'hot' must be a number", {"temperature": "hot"}),
+    ],
+)
+def test_the_model_of_load_names_wrong_arguments_of_generate(
+    message: str, arguments: dict[str, Any], model: LocalModel
+) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        model.generate("a", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        ("model: 3 is not the name or the path", {"model": 3}),
+        ("quantize: 'int3' is not stored, none, int8, int5, int4 or auto", {"quantize": "int3"}),
+        ("kernels: 'fast' is not auto or torch", {"kernels": "fast"}),
+        ("kv_cache_dtype: 'int4' is not auto or int8", {"kv_cache_dtype": "int4"}),
+        ("adapters: .* is not a mapping", {"adapters": ["a"]}),
+        ("device 'tpu' cannot be used here: it is not auto, cpu, cuda or cuda:N", {"device": "tpu"}),
+        ("device 'cuda:99' cannot be used here", {"device": "cuda:99"}),
+        ("dtype 'int8' is not implemented", {"dtype": "int8"}),
+        ("quantize_loss: 'x' is not an increase", {"quantize": "auto", "quantize_loss": "x"}),
+    ],
+)
+def test_load_names_a_wrong_argument(message: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{message}") as raised:
+        load(**arguments)
+    assert "\n" not in str(raised.value)
+    assert "mkldnn" not in str(raised.value)
+
+
+def test_no_stages_are_the_logits_in_both(model: LocalModel) -> None:
+    assert list(model.run("a", [])) == ["logits"]
+    body = requests.run("a", []).request.body
+    assert isinstance(body, dict)
+    assert body["stages"] == ["logits"]
+
+
+def test_integers_of_every_library_are_integers(model: LocalModel) -> None:
+    expected = model.run([1, 2, 3]).logits
+    for prompt in (np.array([1, 2, 3]), torch.tensor([1, 2, 3]), range(1, 4), (1, 2, 3), iter([1, 2, 3])):
+        assert torch.equal(model.run(prompt).logits, expected)  # type: ignore[arg-type]
+    assert load(Path("bundled")).name == "bundled"
+
+
+@pytest.mark.parametrize(
+    ("url", "hint"),
+    [("localhost:8000", "did you mean 'http://localhost:8000'"), ("ftp://a", "https://$"), (3, "url: 3")],
+)
+def test_a_url_without_its_scheme_is_refused_with_the_url(url: Any, hint: str) -> None:
+    with pytest.raises(ValueError, match=hint):
+        Client(url)

@@ -1,0 +1,225 @@
+"""The view "Network": its numbers are those of the service, and every sum that it shows equals the served number."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from model.worked_examples import WORKED_EXAMPLES
+from tests.service.checkpoints import NUM_TOKENS
+from tests.service.running import Running, running
+from tests.web.browsing import Findings, open_table, open_view, url_of, wait_until_ready, wait_until_settled
+from tests.web.reading import SIGNIFICANT, percent, read_number
+from tests.web.test_families import FAMILIES, post, write_family
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page, Request
+
+PROMPT = "The captain was in the"
+CONTEXT = 64
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    family: {"vocab_size": NUM_TOKENS, "max_position_embeddings": CONTEXT}
+    for family in ("qwen3", "gemma3_text", "olmo2", "phi3", "gpt_neox")
+}
+# What the page cannot compute: the input of these norms is not a stage, and of experts only the sum is one.
+UNEXPLAINED = re.compile(
+    r"pos_embed|ln[12]_post\.(scale|normalized)|expert_indices|attn\.[qk]_norm\.(scale|normalized)"
+)
+# Explain some numbers of each stage in the browser: the first, the last, and some between.
+EXPLAIN = """async ([model, prompt]) => {
+  const files = ["pass.js", "arithmetic/explain.js", "arithmetic/prediction.js"].map((file) => `network/${file}`);
+  const [{ Pass }, { explain }, { explainPrediction }, { architectureOf, isWorkedExample }] =
+    await Promise.all([...files, "articles.js"].map((file) => import(`/page/${file}`)));
+  const { models } = await (await fetch("/models")).json();
+  const served = await (await fetch("/model")).json();
+  const service = { models, model: served.error ? null : served };
+  const { signal } = new AbortController();
+  const body = { ...(model ? { model } : {}), prompt };
+  const pass = isWorkedExample(service, model)
+    ? await Pass.ofExample(body, signal)
+    : await Pass.ofModel(body, service.model, () => true, signal);
+  const architecture = architectureOf(service, model);
+  const found = [];
+  const keep = ({ place, explanation }, name) => {
+    const { row, head, within, served } = place;
+    const { computed = null, slack = 0 } = explanation ?? {};
+    found.push({ name, row, head, within, served: Number.isFinite(served) ? served : null, computed, slack });
+  };
+  for (const { name, heads, columns } of pass.stages.values()) {
+    if (["logits", "probabilities", "loss"].includes(name)) continue;
+    const [last, end] = [heads * columns - 1, pass.tokens.length - 1];
+    for (const [row, share] of [[0, 0], [end, 1], [2, 0.4], [1, 0.7]])
+      keep(await explain(pass, architecture, { name, row, column: Math.floor(share * last) }, signal), name);
+  }
+  for (const id of [0, 2]) {
+    const [logit, probability] = await explainPrediction(pass, architecture, { row: 1, id }, signal);
+    keep(logit, "logits");
+    keep(probability, "probabilities");
+  }
+  return found;
+}"""
+
+
+def number_at(stage: dict[str, Any], row: int, head: int, within: int) -> float | None:
+    """One number of a stage in an answer of `/forward`."""
+    values = stage["values"][0]
+    dims = [dim for dim in stage["dims"] if dim != "batch"]
+    for dim in dims:
+        values = values[{"position": row, "query": row, "head": head, "kv_head": head}.get(dim, within)]
+    found: float | None = values
+    return found
+
+
+def check_arithmetic(page: "Page", base: str, model: str | None, prompt: Any) -> None:
+    open_view(page, base, "status")
+    found = page.evaluate(EXPLAIN, [model, prompt])
+    named = {"model": model} if model else {}
+    answer = post(base, "/forward", prompt=prompt, detail="values", top_k=0, **named)
+    stages = {stage["name"]: stage for stage in answer["stages"] if stage.get("dims")}
+    assert {each["name"] for each in found} == set(stages) - {"loss"}
+    wrong: list[str] = []
+    for each in found:
+        expected = number_at(stages[each["name"]], each["row"], each["head"], each["within"])
+        is_served = each["served"] == (expected if expected is None else pytest.approx(expected, rel=1e-6))
+        if each["computed"] is None:
+            is_open = UNEXPLAINED.search(each["name"]) or is_sum_of_experts(each["name"], stages)
+            is_right = expected is None or is_open is not None
+        else:
+            is_close = each["computed"] == pytest.approx(each["served"], abs=each["slack"], rel=0)
+            is_right = is_close and each["slack"] <= max(0.03 * abs(each["served"]), 0.03)
+        if not (is_served and is_right):
+            wrong.append(f"{each} but the service has {expected}")
+    assert wrong == []
+
+
+def is_sum_of_experts(name: str, stages: dict[str, Any]) -> bool | None:
+    return True if name.endswith("mlp_out") and name.replace("mlp_out", "mlp.router_logits") in stages else None
+
+
+def test_every_sum_of_the_bundled_model_is_the_number_of_the_service(page: "Page", base: str) -> None:
+    check_arithmetic(page, base, None, PROMPT)
+
+
+@pytest.mark.parametrize("name", WORKED_EXAMPLES)
+def test_every_sum_of_a_worked_example_is_the_number_of_the_service(page: "Page", base: str, name: str) -> None:
+    words = WORKED_EXAMPLES[name].vocabulary
+    check_arithmetic(page, base, name, " ".join(words[each] for each in WORKED_EXAMPLES[name].prompt_ids))
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, *MORE_FAMILIES])
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a service with a tiny checkpoint of a family."""
+    directory: Path = tmp_path_factory.mktemp("family")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, options in MORE_FAMILIES.items():
+            patch.setitem(FAMILIES, name, options)
+        write_family(directory, request.param)
+    with running(model=str(directory)) as service:
+        yield str(service.client.base_url).rstrip("/")
+
+
+def test_every_sum_of_every_family_is_the_number_of_the_service(page: "Page", family: str) -> None:
+    check_arithmetic(page, family, None, "a bc")
+
+
+def test_a_score_is_spelled_out_and_leads_to_its_query_and_back(page: "Page", bundled: Running, base: str) -> None:
+    stage = "blocks.3.attn.scores"
+    count = len(bundled.answer("/tokenize", prompt=PROMPT)["tokens"])
+    open_view(page, base, "network", prompt=PROMPT, at=stage, position=4, cell=2 * count + 1)
+    answer = bundled.answer("/forward", prompt=PROMPT, stages=[stage, "blocks.3.attn.rot_*"], detail="values")
+    by_name = {each["name"]: each["values"][0] for each in answer["stages"]}
+    scores, queries = (by_name[stage], by_name["blocks.3.attn.rot_q"])
+    panel = page.locator("cell-arithmetic")
+    assert read_number(panel.locator("output").inner_text()) == pytest.approx(scores[2][4][1], rel=SIGNIFICANT)
+    assert "✓" in panel.inner_text()
+    term = panel.locator("tbody tr").first
+    index = int(term.locator("th").inner_text())
+    number = term.get_by_role("button").first
+    assert read_number(number.inner_text()) == pytest.approx(queries[4][2][index], rel=SIGNIFICANT)
+    number.click()
+    wait_until_ready(page)
+    assert "at=blocks.3.attn.rot_q" in page.url
+    assert read_number(panel.locator("output").inner_text()) == pytest.approx(queries[4][2][index], rel=SIGNIFICANT)
+    page.go_back()
+    wait_until_ready(page)
+    assert read_number(panel.locator("output").inner_text()) == pytest.approx(scores[2][4][1], rel=SIGNIFICANT)
+
+
+def test_the_keyboard_zooms_from_the_network_to_a_number_and_back(page: "Page", base: str) -> None:
+    open_view(page, base, "network", prompt=PROMPT)
+    page.locator("network-canvas canvas").focus()
+    trail = page.locator(".trail li")
+    for steps in (2, 3, 4):
+        page.keyboard.press("Enter")
+        wait_until_ready(page)
+        trail.nth(steps - 1).wait_for()
+        assert trail.count() == steps
+    assert page.locator("cell-arithmetic output").is_visible()
+    for steps in (3, 2, 1):
+        page.keyboard.press("Escape")
+        wait_until_ready(page)
+        trail.nth(steps).wait_for(state="detached")
+    assert page.locator("cell-arithmetic").is_hidden()
+
+
+def test_a_click_zooms_to_a_layer_and_the_path_leads_back(page: "Page", base: str) -> None:
+    open_view(page, base, "network", prompt=PROMPT)
+    box = page.locator("network-canvas canvas").bounding_box()
+    assert box is not None
+    page.mouse.click(box["x"] + 0.5 * box["width"], box["y"] + 0.5 * box["height"])
+    wait_until_ready(page)
+    assert re.search(r"at=L[23]\b", page.url)
+    page.get_by_role("button", name="Network", exact=True).click()
+    wait_until_ready(page)
+    assert "at=" not in page.url
+
+
+def test_the_table_has_the_numbers_of_the_stage(page: "Page", bundled: Running, base: str) -> None:
+    open_view(page, base, "network", prompt=PROMPT, at="blocks.1.attn.q")
+    (stage,) = bundled.answer("/forward", prompt=PROMPT, stages=["blocks.1.attn.q"], detail="values")["stages"]
+    rows = open_table(page.locator("network-view > details.data-table"))
+    for row, heads in zip(rows.all(), stage["values"][0], strict=True):
+        expected = [number for head in heads for number in head]
+        for text, number in zip(row.locator("td").all_inner_texts(), expected, strict=False):
+            assert read_number(text) == pytest.approx(number, rel=SIGNIFICANT, abs=1e-9)
+
+
+def test_the_answer_is_the_prediction_of_the_chosen_token(page: "Page", bundled: Running, base: str) -> None:
+    open_view(page, base, "network", prompt=PROMPT, position=1)
+    top = bundled.answer("/forward", prompt=PROMPT, stages=["loss"])["predictions"][1]["top"]
+    said = page.locator("network-view .answer").inner_text()
+    assert all(percent(each["probability"]) in said for each in top[:2])
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"at": "L9"}, "no block or stage “L9”"),
+        ({"at": "blocks.0.attn.nothing"}, "no block or stage"),
+        ({"position": 99}, "position: 99 is out of range"),
+        ({"at": "embed", "cell": 256}, "cell: 256 is out of range"),
+        ({"head": 8}, "head: “8” is not one of the heads 0 to 7"),
+    ],
+)
+def test_a_wrong_address_is_an_error(page: "Page", base: str, state: dict[str, str | int], message: str) -> None:
+    page.goto(url_of(base, "network", prompt=PROMPT, **state))
+    assert wait_until_settled(page) == "error"
+    assert message in page.locator("#error").inner_text()
+
+
+def test_only_rows_in_sight_of_a_long_prompt_are_read(page: "Page", base: str, findings: Findings) -> None:
+    """Of 400 tokens, the picture asks for the numbers of those that it draws."""
+    bodies: list[dict[str, Any]] = []
+
+    def note_body(request: "Request") -> None:
+        if "/forward" in request.url:
+            bodies.append(json.loads(request.post_data or ""))
+
+    page.on("request", note_body)
+    open_view(page, base, "network", prompt="the cat sat on " * 99)
+    large = [body for body in bodies if any("resid" in name or "pattern" in name for name in body["stages"])]
+    assert large
+    assert all(len(body["positions"]) < 80 for body in large)
