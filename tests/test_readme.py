@@ -352,6 +352,7 @@ def test_the_stories_of_an_example_are_written(
     _, _, module, *arguments = shlex.split(example.code.replace(" 100000 ", " 20 "))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [module, *arguments])
+    monkeypatch.delitem(sys.modules, f"{module}.__main__", raising=False)  # other tests have imported it
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     assert (tmp_path / "stories.txt").read_text(encoding="utf-8").count(END_OF_TEXT) == 20
 

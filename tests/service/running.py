@@ -193,9 +193,13 @@ class Running:
 
 
 def read_events(content: bytes) -> list[dict[str, Any]]:
-    """The JSON of every event. Checks that each is one `data:` line and a blank line, and that `[DONE]` is last."""
+    """The JSON of every event. Checks that each is one `data:` line and a blank line, and that `[DONE]` is last.
+
+    Comments are left out: a slow machine sends them to keep the connection alive.
+    """
     *lines, rest = content.split(b"\n\n")
     assert rest == b"", "the last event does not end with a blank line"
+    lines = [line for line in lines if line != b":"]
     assert all(line.startswith(b"data: ") and b"\n" not in line for line in lines), content
     events = [line.removeprefix(b"data: ") for line in lines]
     assert events.pop() == b"[DONE]"

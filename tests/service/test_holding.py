@@ -18,9 +18,9 @@ from tests.case_costs import slowness
 from tests.service.checkpoints import CONTEXT
 from tests.service.running import PATIENCE_SECONDS, Running, Start
 
-# On a quiet Zen 4; more on a slower machine.
-LOOP_SECONDS = 0.03  # of CPU time, of all that one turn of the event loop does
-LOCK_SECONDS = 0.05
+# Three times what was seen on a quiet machine, or more; `tests.benchmarks.hostile` measures it.
+LOOP_SECONDS = 0.1  # of CPU time, of all that one turn of the event loop does
+LOCK_SECONDS = 0.25
 ATTEMPTS = 3  # what always happens is in each of them, and what another process of the machine does is not
 NAMES = ("1 ", "2 ", "3 ", "4 ", "7 ", "8 ", "13 ")
 REQUESTS = {name: row.make(Path()) for name, row in ROWS.items() if name.startswith(NAMES)} | {
@@ -96,7 +96,7 @@ def test_no_request_holds_the_event_loop_or_the_lock(tiny_directory: Path, start
     def send(request: HostileRequest) -> int:
         headers = {"Content-Type": request.content_type, "Authorization": "Bearer key"}
         response = service.client.request(
-            request.method, request.path, content=request.body, headers=headers, timeout=5 * PATIENCE_SECONDS
+            request.method, request.path, content=request.body, headers=headers, timeout=20 * PATIENCE_SECONDS
         )
         return response.status_code
 
@@ -106,6 +106,7 @@ def test_no_request_holds_the_event_loop_or_the_lock(tiny_directory: Path, start
         with watching(service, found), ThreadPoolExecutor(16) as pool:
             statuses = list(pool.map(send, [each for each in REQUESTS[name] for _ in range(each.count)]))
         assert 500 not in statuses
-    slower = slowness()
-    assert min(held.loop for held in found) < LOOP_SECONDS * slower
-    assert min(held.lock for held in found) < LOCK_SECONDS * slower
+        limits = Held(LOOP_SECONDS * slowness(), LOCK_SECONDS * slowness())
+        if found[-1].loop < limits.loop and found[-1].lock < limits.lock:
+            return
+    pytest.fail(f"held for too long each time: {found} (limits: {limits})")
