@@ -6,6 +6,7 @@ The line repeats the wrong value and says what is allowed; for an unknown option
 import argparse
 import difflib
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -44,6 +45,19 @@ class Parser(argparse.ArgumentParser):
             self.refuse(rest)
         return found
 
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        args = sys.argv[1:] if args is None else args
+        for argument in args:  # otherwise argparse reads `-hf` as `-h`
+            option = argument.partition("=")[0]
+            if option in self._all_others() and option not in self._option_string_actions:
+                self.refuse([argument])
+        return super().parse_known_args(args, namespace)
+
+    def _all_others(self) -> Mapping[str, str]:
+        return self._others if self._passed_on is None else {**self._passed_on._others, **self._others}
+
     def refuse(self, rest: Sequence[str]) -> NoReturn:
         """End the command because of arguments that it does not have, with the option that is nearest to the first."""
         options = [argument.partition("=")[0] for argument in rest if argument.startswith("-") and argument != "-"]
@@ -54,9 +68,8 @@ class Parser(argparse.ArgumentParser):
 
     def suggestion(self, option: str) -> str:
         """A hint for an option that does not exist; empty if no option is similar to it."""
-        if self._passed_on is not None and option in self._passed_on._others:
-            return self._passed_on.suggestion(option)
-        other = self._others.get(option)
+        other = self._all_others().get(option)
+        other = self._others.get(other or "", other)
         if other is not None:
             return f"did you mean {other}?" if other.startswith("-") else other
         parsers = [self] if self._passed_on is None else [self, self._passed_on]
@@ -64,6 +77,8 @@ class Parser(argparse.ArgumentParser):
         name = "--" + option.lstrip("-").replace("_", "-").lower()
         begun = [each for each in known if each.startswith(name)] if len(name) > 3 else []
         nearest = [name] if name in known else begun or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        if nearest and nearest[0] in self._others:
+            return self._others[nearest[0]]
         return f"did you mean {' or '.join(nearest[:3])}?" if nearest else ""
 
     def error(self, message: str) -> NoReturn:

@@ -73,17 +73,21 @@ async def conversation_ids(
             messages, definitions = without_tools(messages, definitions), []
         elif demands_short_ids(template.source_for(with_tools=bool(definitions))):
             messages = with_short_ids(messages)
-        messages = template.adapted(messages, with_tools=bool(definitions))
-        return template.encode(
-            messages,
-            tools=definitions or None,
-            documents=body.documents,
-            add_generation_prompt=begins_message,
-            continue_final_message=body.continue_final_message,
-            variables=variables,
-            allow_special_tokens=body.allow_special_tokens,
-            max_tokens=checkpoint.model.config.max_positions,
-        )
+        adapted = template.adapted(messages, with_tools=bool(definitions))
+        try:
+            return template.encode(
+                adapted,
+                tools=definitions or None,
+                documents=body.documents,
+                add_generation_prompt=begins_message,
+                continue_final_message=body.continue_final_message,
+                variables=variables,
+                allow_special_tokens=body.allow_special_tokens,
+                max_tokens=checkpoint.model.config.max_positions,
+            )
+        except InvalidField:
+            check_objects(messages)
+            raise
 
     try:
         return await tokenize(encode, get_reservation(request).num_bytes, request, state, checkpoint, "messages")
@@ -110,10 +114,10 @@ def read_message(message: Message, index: int, ignored: list[str]) -> dict[str, 
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": read_arguments(call.function.arguments, f"{where}tool_calls.{place}"),
+                    "arguments": read_arguments(call.function.arguments),
                 },
             }
-            for place, call in enumerate(message.tool_calls)
+            for call in message.tool_calls
         ]
     return result
 
@@ -144,25 +148,36 @@ def read_content(message: Message, where: str, ignored: list[str]) -> str | list
 
 
 def check_arguments(messages: Sequence[Message], limit: int) -> None:
-    """Raise 413 for more than `limit` values in the arguments of all calls together, and 400 for too deep ones.
+    """Raise 413 for more than `limit` values in the arguments of all calls together, and 400 for too deep ones."""
+    num_values = 0
+    for message in messages:
+        for call in message.tool_calls or ():
+            if isinstance(call.function.arguments, str):
+                num_values = check_values(call.function.arguments.encode(), limit, "messages", num_values)
 
-    A text that is no JSON can hide values of later texts, but the texts are parsed in their order, and it ends them.
+
+def read_arguments(text: str | JsonObject) -> Any:
+    """The arguments of a call in an earlier message, as an object.
+
+    A text that is not JSON stays as it is: a model wrote it, and the conversation with its correction goes on.
     """
-    arguments = [call.function.arguments for message in messages for call in message.tool_calls or ()]
-    texts = [text for text in arguments if isinstance(text, str)]
-    check_values(",".join(texts).encode(), limit, "messages")
-
-
-def read_arguments(text: str | JsonObject, where: str) -> Any:
-    """The arguments of a call in an earlier message, as an object."""
     if not isinstance(text, str):
         return text
     try:
         arguments = json.loads(text, parse_constant=refuse_constant) if text.strip() else {}
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()  # raises for a lone surrogate
     except (ValueError, RecursionError):
-        raise invalid(where, "function.arguments is not valid JSON") from None
+        return text
     return arguments
+
+
+def check_objects(messages: Sequence[dict[str, Any]]) -> None:
+    """Raise 400 for arguments that are no object, for a template that cannot write such a conversation."""
+    for index, message in enumerate(messages):
+        for place, call in enumerate(message.get("tool_calls", ())):
+            if not isinstance(call["function"]["arguments"], dict):
+                reason = "function.arguments is not a JSON object, and the chat template of this model needs one"
+                raise invalid(f"messages.{index}.tool_calls.{place}", reason)
 
 
 def read_variables(body: ChatRequest, template: ChatTemplate) -> tuple[JsonObject, list[str]]:

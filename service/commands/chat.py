@@ -18,6 +18,11 @@ from service.commands import options as serve_options
 from service.commands.child_server import ServerFailed, started_server
 
 COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D ends the program, Ctrl-C stops an answer"
+OTHERS = {  # options of `vllm chat` and of llama-cli
+    "--model": "the model is an argument: forwardscope chat MODEL",
+    "-m": "the model is an argument: forwardscope chat MODEL",
+    "--url": "the address is an argument: forwardscope chat URL",
+}
 
 
 def main() -> None:
@@ -47,6 +52,7 @@ def main() -> None:
 
 def make_parser() -> Parser:
     parser = Parser(
+        OTHERS,
         passed_on=serve_options.make_parser(),
         prog="forwardscope chat",
         usage="forwardscope chat [URL | MODEL [options of serve]] [options]",

@@ -15,18 +15,20 @@ def max_values(max_body_bytes: int) -> int:
     return max_body_bytes // BYTES_PER_VALUE
 
 
-def check_values(content: bytes, limit: int, param: str = "body") -> None:
+def check_values(content: bytes, limit: int, param: str = "body", before: int = 0) -> int:
     """Raise 413 for more JSON values or strings than `limit`, and 400 for a nesting deeper than `MAX_DEPTH`.
 
-    Each entry of a list or object follows a comma or an opening bracket outside strings, so these are counted.
+    Returns their number, with that of texts `before` this one, which share the limit. Each entry of a list or object
+    follows a comma or an opening bracket outside strings, so these are counted.
     """
     if b"\\" in content:
         content = content.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote left begins or ends a string
-    num_values, counted = content.count(b'"') // 2, "strings"  # counted first, as `split` makes an object for each
+    num_values = before + content.count(b'"') // 2
+    counted = "strings"  # they are counted first, as `split` makes an object for each
     if num_values <= limit:
         counted = "JSON values"
         content = b"".join(content.split(b'"')[::2])
-        num_values = sum(content.count(mark) for mark in (b",", b"[", b"{"))
+        num_values = before + sum(content.count(mark) for mark in (b",", b"[", b"{"))
     if num_values > limit:
         message = (
             f"{param}: contains {num_values} {counted}; the limit is {limit}, one per {BYTES_PER_VALUE} bytes of "
@@ -38,3 +40,4 @@ def check_values(content: bytes, limit: int, param: str = "body") -> None:
         if max(accumulate(steps)) > MAX_DEPTH:
             reason = f"has lists and objects that are nested deeper than {MAX_DEPTH}, the limit"
             raise invalid(param, reason, "nested_too_deeply")
+    return num_values

@@ -104,6 +104,8 @@ class OtherServers(Nullable):
     format: Any = not_implemented("", instead="response_format")
     structural_tag: Any = not_implemented()
     logits_processors: Any = not_implemented([])
+    samplers: Any = not_implemented([])
+    lora: Any = not_implemented([], instead="model, which names an adapter,")
     typical_p: Any = not_implemented(1, 1.0)
     tfs_z: Any = not_implemented(1, 1.0)
     top_a: Any = not_implemented(0, 0.0)
@@ -127,6 +129,9 @@ class OpenAIRequest(OtherServers, GenerationRequest):
 
     top_k: int | None = Field(
         None, ge=-1, le=MAX_TOP_K, description="0 or -1 keeps all tokens; default: the checkpoint's, else 0"
+    )
+    top_p: float | None = Field(
+        None, ge=0, le=1, description="0 keeps only the most likely token; default: the checkpoint's, else 1"
     )
     seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="default: a new random seed for each request")
     stream_options: StreamOptions | None = None
@@ -161,10 +166,15 @@ class OpenAIRequest(OtherServers, GenerationRequest):
     @model_validator(mode="before")
     @classmethod
     def _drop_none(cls, values: Any) -> Any:
-        """Drop the values that mean "none" to other servers: no limit, a random seed, no stop string."""
+        """Drop the values that mean "none" to other servers: no limit, a random seed, no stop string.
+
+        OpenAI's API also allows 0 for `top_p`.
+        """
         if not isinstance(values, dict):
             return values
         values = {name: value for name, value in values.items() if not (name in MINUS_ONE and value == -1)}
+        if type(values.get("top_p")) in (int, float) and values["top_p"] == 0:
+            values |= {"top_p": 1, "top_k": 1}
         stop = values.get("stop")
         if stop == "" or (isinstance(stop, list) and "" in stop):
             values["stop"] = [text for text in stop if text != ""]

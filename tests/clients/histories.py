@@ -250,6 +250,23 @@ N8N = History(
     ("You are a helpful assistant", "Add 2 and 3", '"2+3"', "calculator"),
     ("timeout",),
 )
+# An agent whose model reached the limit of tokens inside of a call.
+CUT_CALL = History(
+    {
+        "model": None,
+        "max_tokens": 8,
+        "top_p": 0,
+        "timeout": 60000,
+        "messages": [
+            {"role": "user", "content": "Write the report"},
+            {"role": "assistant", "tool_calls": [call("call_e1", "write", '{"path": "a.txt", "content')]},
+            {"role": "tool", "content": "Error: arguments are not JSON", "tool_call_id": "call_e1", "name": "write"},
+        ],
+        "tools": [function("write", "Writes", path={"type": "string"}, content={"type": "string"})],
+    },
+    ("Write the report", "a.txt", "arguments are not JSON"),
+    ("timeout",),
+)
 HISTORIES = {
     "opencode": OPENCODE,
     "Cline": CLINE,
@@ -257,4 +274,5 @@ HISTORIES = {
     "LiteLLM": LITELLM,
     "Open WebUI": OPEN_WEBUI,
     "n8n": N8N,
+    "a cut call": CUT_CALL,
 }

@@ -254,6 +254,7 @@ class TestCommandLine:
             (["--max_num_seqs=3"], "--max_num_seqs is not an option; did you mean --max-num-seqs?"),
             (["--served-model-name", "a"], "--served-model-name is not an option; did you mean --model-name?"),
             (["-m", "a"], "-m is not an option; did you mean --model?"),
+            (["-hf", "org/name"], "-hf is not an option; did you mean --model?"),
             (["serve", "a", "b"], "'b' is one argument too many"),
         ],
     )
