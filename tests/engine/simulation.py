@@ -241,11 +241,15 @@ class Simulation:
         admitted = [sequence for sequence in self.running if sequence not in running]
         num_running = Counter(sequence.owner for sequence in self.running)
         for sequence in admitted:
+            num_before = num_running.copy()  # sequences of an owner that run, or wait before another one
             for other in (s for s in waiting if s.order < sequence.order and s in self.scheduler.waiting):
-                may_wait = other.paused or self._waits_for_prefix(other) or other.prefix_leader in admitted
+                if other.paused or self._waits_for_prefix(other) or other.prefix_leader in admitted:
+                    continue
                 is_shorter = len(sequence.tokens).bit_length() < len(other.tokens).bit_length()
-                has_as_many = other.owner != sequence.owner and (num_running[other.owner] > 0 or is_shorter)
-                assert may_wait or (has_as_many and num_running[sequence.owner] <= num_running[other.owner] + 1)
+                assert other.owner != sequence.owner, "a later sequence of an owner comes first"
+                assert num_before[other.owner] > 0 or is_shorter, "a later sequence comes first"
+                assert num_running[sequence.owner] <= num_before[other.owner] + 1, "an owner has too many places"
+                num_before[other.owner] += 1
             assert not sequence.paused
             assert sequence.num_computed % self.pool.block_size == 0
             assert sequence.num_computed < len(sequence.tokens)
