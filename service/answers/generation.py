@@ -164,9 +164,12 @@ class Generation:
                 choices[output.index].add(output)
         return choices
 
-    def encode(self, answer: Any) -> bytes:
-        """Encode a whole answer, and count its bytes in place of the reserved ones."""
-        content = to_json(answer)
+    async def encode(self, write: Callable[[], Any]) -> bytes:
+        """Encode the whole answer that `write` makes, and count its bytes in place of the reserved ones.
+
+        Other requests continue meanwhile: an answer with many choices takes a while.
+        """
+        content = await self._state.worker.executors.run_uncounted("text", lambda: to_json(write()))
         self._reservation.count(len(content) - self._reserved)
         return content
 

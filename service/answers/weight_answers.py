@@ -6,6 +6,7 @@ A weight is read, summarized and encoded in pieces, on a thread beside the netwo
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 from forwardscope.local_weights import read_weight
 from model.checkpoints.load import DTYPES
@@ -13,12 +14,10 @@ from model.errors import InvalidField, shortened
 from model.network.weight_hints import weight_hint
 from model.network.weight_indices import read_part
 from model.network.weight_views import Part, WeightView, WeightViews, tensor_views
-from model.tracing.pauses import pause
 from service.answers.budget import Budget, ResponseContents
 from service.answers.subject import Subject
-from service.http.encoding import Encoding, safetensors_bytes, to_json
+from service.http.encoding import Encoding, encoded, json_in_pieces, safetensors_bytes
 from service.http.errors import ApiError, invalid_field
-from service.http.pieces import base64_pieces, json_pieces
 from service.http.weight_schemas import INDEXED, WeightQuery
 from service.state import State
 
@@ -90,12 +89,5 @@ def encode_weight(
     values, answer = found.values, replace(found, values=None)
     if encoding == "safetensors":
         return safetensors_bytes({} if values is None else {view.name: values}, answer)
-    content = bytearray(to_json(answer))
-    if values is not None:
-        pieces = json_pieces(values) if encoding == "json" else base64_pieces(values)
-        content[-1:] = b',"values":'
-        for piece in pieces:
-            pause()
-            content += piece
-        content += b"}"
-    return memoryview(content)
+    written: Any = None if values is None else encoded(values, encoding)
+    return memoryview(json_in_pieces(replace(answer, values=written)))

@@ -98,12 +98,20 @@ async def answer(generation: Generation, state: State, adapter: str | None) -> b
     """Wait until every choice has ended, and encode the answer. With a baseline, its choices follow the others."""
     collected, num_choices = await generation.collect(), generation.params.n
     own, plain = collected[:num_choices], collected[num_choices:]
+    changed = tuple([await changes(choice, generation, state, adapter) for choice in own]) if plain else ()
+    return await generation.encode(lambda: describe(generation, own, plain, changed))
+
+
+def describe(
+    generation: Generation, own: list[Choice], plain: list[Choice], changed: tuple[generations.ChoiceChanges, ...]
+) -> generations.Generation:
+    """Describe a generation: its choices, those of the baseline, and what the edits changed."""
     choices = [generations.Choice(**choice_fields(choice, generation)) for choice in own]
     every: Any = tuple(choices) if len(choices) > 1 else None  # null in JSON
     baseline = [
         choice_fields(choice, generation) | {"choice": index, "trace": None} for index, choice in enumerate(plain)
     ]
-    content = generations.Generation(
+    return generations.Generation(
         id=generation.id,
         model=generation.model_name,
         **vars(choices[0]),
@@ -111,9 +119,8 @@ async def answer(generation: Generation, state: State, adapter: str | None) -> b
         timings=generation.timings(),
         edits=generation.edit_answers(0),
         baseline=generations.Choices(tuple(generations.Choice(**fields) for fields in baseline)),
-        changes=tuple([await changes(choice, generation, state, adapter) for choice in own]) if plain else (),
+        changes=changed,
     )
-    return generation.encode(content)
 
 
 async def changes(

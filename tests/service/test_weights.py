@@ -1,7 +1,6 @@
 """GET /weights and GET /weights/{name}: every number of every weight that a pass multiplies by."""
 
 import base64
-import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from model.network.weight_parts import Table
 from model.network.weight_views import WeightViews, tensor_views
 from model.ops.summary import summarize
 from model.worked_examples import WORKED_EXAMPLES, worked_example
-from service.http.pieces import base64_pieces, json_pieces
 from tests.service.running import PATIENCE_SECONDS, Running, Start, validate, wait_until
 
 W_Q = "/weights/blocks.0.attn.W_Q"
@@ -177,15 +175,6 @@ def test_worked_examples_show_their_weights_without_a_checkpoint(empty: Running,
         answer = get(empty, f"/weights/{weight.name}", model=name)
         assert np.array(answer["values"]).tolist() == views[weight.name].read().tolist()
         assert answer["dtype"] == "float64"
-
-
-def test_pieces_join_to_the_numbers_of_any_shape() -> None:
-    for shape in ((1,), (70_000,), (3, 5), (2, 40_000), (40_000, 2), (2, 3, 20_000), (3, 70, 300)):
-        numbers = torch.arange(float(np.prod(shape))).view(shape).transpose(0, -1)
-        found = np.array(json.loads(b"".join(json_pieces(numbers))), np.float32)
-        np.testing.assert_array_equal(found, numbers.numpy())
-        text = json.loads(b"".join(base64_pieces(numbers)))
-        assert base64.b64decode(text) == numbers.contiguous().numpy().tobytes()
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])

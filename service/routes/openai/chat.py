@@ -14,7 +14,7 @@ from service.answers.call_ids import demands_short_ids, new_call_id
 from service.answers.chat_constraints import chat_constraint
 from service.answers.constraints import compile_constraint
 from service.answers.conversations import conversation_ids, find_template
-from service.answers.generation import ChoiceOutput, Generation, start_generation, whole_answer
+from service.answers.generation import Choice, ChoiceOutput, Generation, start_generation, whole_answer
 from service.answers.generation_plan import Inputs, Options
 from service.answers.offered_tools import OfferedTools, read_tools
 from service.answers.openai_answers import (
@@ -133,8 +133,11 @@ class Writer:
 
     async def answer(self) -> bytes:
         """Wait until every choice has ended, and encode the answer."""
-        answers = []
         choices = await self._generation.collect()
+        return await self._generation.encode(lambda: self._answer(choices))
+
+    def _answer(self, choices: list[Choice]) -> dict[str, Any]:
+        answers = []
         for choice in choices:
             assert choice.last is not None
             assert choice.last.end is not None
@@ -145,8 +148,7 @@ class Writer:
             traces = choice.traces if self._generation.is_traced else None
             answers.append({"message": message} | self._part(choice.index, choice.tokens, traces, choice.last.end))
         answer = self._head | {"choices": answers, "usage": usage(self._generation)}
-        of_prompt = self._prompt_ids(0) | self._prompt_logprobs(0, choices[0].prompt_tokens)
-        return self._generation.encode(answer | of_prompt)
+        return answer | self._prompt_ids(0) | self._prompt_logprobs(0, choices[0].prompt_tokens)
 
     def events(self, output: ChoiceOutput) -> Iterator[bytes]:
         """Write the chunks for the output of one step. The first chunk of each choice has the role."""

@@ -117,6 +117,9 @@ class Writer:
     async def answer(self) -> bytes:
         """Wait until every choice has ended, and encode the answer."""
         choices = await self._generation.collect()
+        return await self._generation.encode(lambda: self._answer(choices))
+
+    def _answer(self, choices: list[Choice]) -> dict[str, Any]:
         num_generated, num_returned = self._generation.params.n, self._body.n
         returned = []
         for start in range(0, len(choices), num_generated):
@@ -125,7 +128,7 @@ class Writer:
                 of_prompt = sorted(of_prompt, key=mean_logprob, reverse=True)[:num_returned]
             returned += of_prompt
         answers = [self._choice(index, choice) for index, choice in enumerate(returned)]
-        return self._generation.encode(self._head | {"choices": answers, "usage": usage(self._generation)})
+        return self._head | {"choices": answers, "usage": usage(self._generation)}
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         assert choice.last is not None
