@@ -315,7 +315,11 @@ class Scheduler:
         oldest = min(queue, key=lambda turn: (turn.number, turn.sequence.order)).sequence
         queue.sort(key=_Turn.shortest_first)
         can_admit = oldest in self.running or self._admit(oldest)  # nothing overtakes a sequence that finds no room
-        total, reserved = budget, min(budget // 2, oldest.num_missing) if oldest in self.running else 0
+        total, reserved = budget, 0
+        if oldest in self.running:
+            if oldest not in allowances:
+                allowances[oldest] = self._take_extra_time(oldest, min(budget, oldest.num_missing))
+            reserved = min(budget // 2, oldest.num_missing, allowances[oldest])
         for number, sequence in queue:
             if sequence is oldest:
                 reserved = 0
