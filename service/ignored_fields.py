@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from service.http.request_notes import notes_of
+
 HEADER = b"x-ignored-fields"
 MAX_TEXT = 1024  # characters of the header; some proxies accept 4 KiB of headers in all
 STRICT = re.compile(r"\bhandling=strict\b", re.I)
@@ -23,18 +25,12 @@ def is_strict(scope: Scope, strict_fields: bool) -> bool:
 
 def note_ignored(scope: Scope, paths: Iterable[str]) -> None:
     """Add fields to those that a request has left out."""
-    ignored_paths(scope).extend(paths)
-
-
-def ignored_paths(scope: Scope) -> list[str]:
-    """The paths of the fields that a request has left out."""
-    paths: list[str] = scope.setdefault("state", {}).setdefault("ignored_fields", [])
-    return paths
+    notes_of(scope).ignored_fields.extend(paths)
 
 
 def ignored_text(scope: Scope) -> str:
     """The paths, separated by commas; of many, the last ones are only counted. Empty if no field was left out."""
-    paths = ignored_paths(scope)
+    paths = notes_of(scope).ignored_fields
     shown: list[str] = []
     length = 0
     for path in paths:

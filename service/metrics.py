@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from model.engine.engine import Stats
 from model.engine.request import Output, Step
 from model.text.transcript import FinishReason
-from service.ignored_fields import ignored_paths
+from service.http.request_notes import notes_of
 from service.process_metrics import ProcessMetrics
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -304,9 +304,9 @@ class HttpMetrics:
             self.metrics.http_requests.labels(route, method_label(scope), str(status)).inc()
             seconds = time.perf_counter() - start
             self.metrics.http_seconds.labels(route).observe(seconds)
-            if ignored := ignored_paths(scope):
+            if ignored := notes_of(scope).ignored_fields:
                 self.metrics.ignored_fields.labels(route).inc(len(ignored))
-            if scope.get("state", {}).get("is_edited"):  # set by answers/edits.py
+            if notes_of(scope).is_edited:
                 self.metrics.edited_requests.labels(route).inc()
                 self.metrics.edited_seconds.labels(route).observe(seconds)
 

@@ -1,7 +1,7 @@
 """The span of a request, and the spans of its phases, as plain data.
 
 OpenTelemetry is not known here: `service/otel.py` begins the span of a request, and sends it when the request has
-ended. Without it, requests have no spans, and `span_of` returns None. No text of a client enters a span.
+ended. Without it, requests have no spans, and `recorded_span` returns None. No text of a client enters a span.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,9 +57,3 @@ class Tracer(Protocol):
 
     def end(self, span: RequestSpan, name: str, end: float, error: str | None) -> None:
         """End a span with its phases. `error` is the type of the server's failure, or None."""
-
-
-def span_of(scope: Scope) -> RequestSpan | None:
-    """The span of a request if it is recorded, otherwise None."""
-    span: RequestSpan | None = scope.get("state", {}).get("span")
-    return span if span is not None and span.is_recording else None

@@ -16,6 +16,7 @@ from model.network.translators import Translators
 from model.text.grammar import Grammars
 from service.http.buffers import Buffers, Reservation
 from service.http.errors import ApiError, draining, invalid
+from service.http.request_notes import notes_of
 from service.metrics import Metrics
 from service.settings import Settings
 from service.token_rates import TokenRates
@@ -150,7 +151,8 @@ CheckpointDep = Annotated[Checkpoint, Depends(get_checkpoint)]
 
 def get_reservation(request: Request) -> Reservation:
     """The memory that the request holds until its response is sent."""
-    reservation: Reservation = request.state.reservation
+    reservation = notes_of(request.scope).reservation
+    assert reservation is not None, "gate.py makes one for each request"
     return reservation
 
 

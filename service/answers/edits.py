@@ -29,6 +29,7 @@ from service.http import edit_schemas as schemas
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
 from service.http.errors import ApiError, invalid, timed_out
+from service.http.request_notes import notes_of
 from service.state import State, get_reservation, run_plan, seconds_left
 
 Result = TypeVar("Result")
@@ -212,7 +213,7 @@ async def bind_edits(
     once. If the client disconnects, the remaining passes do not run. Raises 413 if a pass is too large, 429 if too much
     waits, and 503 after the timeout, which counts from `arrived`.
     """
-    request.state.is_edited = True  # for the metrics
+    notes_of(request.scope).is_edited = True
     passes = {source_key(each): each for plan in plans for each in plan.sources}
     check_scores(plans, state, checkpoint, max_step_tokens)
     check_sources([*passes.values()], state, checkpoint)

@@ -29,12 +29,11 @@ from service.answers.prompts import token_text
 from service.answers.request_phases import GenerationReport, add_generation
 from service.answers.step_trace_answers import TracePlan, trace_answer
 from service.http.access_log import note_tokens
-from service.http.chunk_writer import ChunkWriter
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
 from service.http.errors import ApiError, internal
+from service.http.request_notes import notes_of, recorded_span
 from service.http.sse import DONE, error_event
-from service.spans import span_of
 from service.state import get_reservation
 
 logger = logging.getLogger(__name__)
@@ -106,7 +105,7 @@ class Generation:
         """Cancel the choices that have not ended. Also called when the client disconnects."""
         self._stream.close()
         note_tokens(self._request, self.num_prompt, self.num_generated)
-        span = span_of(self._request.scope)
+        span = recorded_span(self._request.scope)
         if span is not None and not self._is_closed:
             self._report.num_generated, self._report.num_cached = self.num_generated, self.num_cached
             add_generation(span, self._report, list(self._stream.progress.values()), time.perf_counter())
@@ -185,7 +184,7 @@ class Generation:
             if output.step.error is None:
                 return b"".join(write(output))
             choice = {"id": self.id, "choice": output.index}
-            return error_event(request_state, generation_error(output.step.error), choice)
+            return error_event(notes, generation_error(output.step.error), choice)
 
         def write_at_once(output: Output) -> bool:
             try:
@@ -196,12 +195,12 @@ class Generation:
                 return True
             except Exception:  # a bug; `batches` yields the output again, and below the error is reported
                 # The worker calls this outside of the request's task.
-                extra = {"request_ids": request_state.get("request_ids")}
+                extra = {"request_ids": notes.ids}
                 logger.exception("an event of generation %s was not written at once", self.id, extra=extra)
                 return False
 
-        request_state: dict[str, Any] = self._request.scope["state"]
-        writer: ChunkWriter | None = request_state.get("chunk_writer")
+        notes = notes_of(self._request.scope)
+        writer = notes.chunk_writer
         self._stream.write_at_once = write_at_once
         try:
             async for outputs in self.batches():
@@ -210,10 +209,10 @@ class Generation:
             for last in write_last():
                 yield last
         except ApiError as error:
-            yield error_event(request_state, error, {"id": self.id})
+            yield error_event(notes, error, {"id": self.id})
         except Exception:  # a bug; the status line is already sent, so the stream has to report it
             logger.exception("generation %s failed", self.id)
-            yield error_event(request_state, internal(), {"id": self.id})
+            yield error_event(notes, internal(), {"id": self.id})
         yield DONE
 
     def timings(self) -> GenerationTimings:

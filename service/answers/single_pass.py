@@ -20,7 +20,8 @@ from service.http.access_log import note_tokens
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import json_in_pieces, safetensors_bytes
 from service.http.errors import ApiError, internal, timed_out
-from service.spans import RequestSpan, span_of
+from service.http.request_notes import recorded_span
+from service.spans import RequestSpan
 from service.state import State, get_reservation, seconds_left
 
 SAFETENSORS_MEDIA_TYPE = "application/x-safetensors"
@@ -130,7 +131,7 @@ async def answer_passes(
     reservation = get_reservation(request)
     reservation.reserve(budget.response_bytes)
     encoder = Encoder(is_list=is_list, as_safetensors=as_safetensors)
-    span = span_of(request.scope)
+    span = recorded_span(request.scope)
     content = await unless_disconnected(request, _run(state, passes, encoder, arrived or time.perf_counter(), span))
     reservation.count(len(content) - budget.response_bytes)
     return Response(content, media_type=SAFETENSORS_MEDIA_TYPE if as_safetensors else "application/json")

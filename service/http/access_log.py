@@ -15,11 +15,11 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.http.gate import OPERATION_PATHS
+from service.http.request_notes import notes_of
 from service.ignored_fields import HEADER as IGNORED_HEADER
 from service.ignored_fields import ignored_text
 from service.metrics import is_page_file, method_label, route_label
 from service.request_ids import RequestIds, handling
-from service.spans import RequestSpan
 
 logger = logging.getLogger("access")
 FREQUENT_PATHS = OPERATION_PATHS | {"/status"}
@@ -30,9 +30,8 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 class AccessLog:
     """ASGI middleware that gives each request an id, and logs the request when its response has ended.
 
-    The id is that of the client if it matches `REQUEST_ID`, otherwise a new one. It is in
-    `scope["state"]["request_id"]`, and all ids of the request are in `scope["state"]["request_ids"]`.
-    Requests for health, metrics, status and files of the web page are logged at the level DEBUG, all others at INFO.
+    The id is that of the client if it matches `REQUEST_ID`, otherwise a new one. Requests for health, metrics, status
+    and files of the web page are logged at the level DEBUG, all others at INFO.
     """
 
     def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
@@ -45,10 +44,10 @@ class AccessLog:
             return
         start = time.perf_counter()
         request_id = find_request_id(scope)
-        state = scope.setdefault("state", {})
-        span: RequestSpan | None = state.get("span")
+        notes = notes_of(scope)
+        span = notes.span
         ids = RequestIds(request_id) if span is None else RequestIds(request_id, span.trace_id, span.span_id)
-        state |= {"request_id": request_id, "request_ids": ids}
+        notes.ids = ids
         header = (HEADER, request_id.encode())
         status = 499  # stays if the client disconnects before an answer begins
 
@@ -67,7 +66,7 @@ class AccessLog:
             finally:
                 level = logging.DEBUG if is_frequent(scope) else logging.INFO
                 if logger.isEnabledFor(level):
-                    log_request(scope, route_label(scope, self._paths), status, time.perf_counter() - start, level)
+                    log_request(scope, ids, route_label(scope, self._paths), status, time.perf_counter() - start, level)
 
 
 def is_frequent(scope: Scope) -> bool:
@@ -75,10 +74,9 @@ def is_frequent(scope: Scope) -> bool:
     return scope["path"] in FREQUENT_PATHS or is_page_file(scope)
 
 
-def log_request(scope: Scope, route: str, status: int, seconds: float, level: int) -> None:
+def log_request(scope: Scope, ids: RequestIds, route: str, status: int, seconds: float, level: int) -> None:
     """Write the line of a request whose response has ended."""
-    state, method, milliseconds = scope["state"], method_label(scope), 1000 * seconds
-    num_tokens: tuple[int, int] | None = state.get("num_tokens")
+    method, milliseconds, num_tokens = method_label(scope), 1000 * seconds, notes_of(scope).num_tokens
     tokens = "" if num_tokens is None else f" tokens={num_tokens[0]}+{num_tokens[1]}"
     fields: dict[str, Any] = {"method": method, "route": route, "status": status}
     if num_tokens is not None:
@@ -95,15 +93,15 @@ def log_request(scope: Scope, route: str, status: int, seconds: float, level: in
         status,
         tokens,
         milliseconds,
-        state["request_id"],
+        ids.request_id,
         f" ignored={ignored}" if ignored else "",
-        extra={"request_fields": fields, "request_ids": state["request_ids"]},
+        extra={"request_fields": fields, "request_ids": ids},
     )
 
 
 def note_tokens(request: Request, num_prompt: int, num_generated: int = 0) -> None:
     """Set the numbers of tokens in the log line of a request."""
-    request.state.num_tokens = num_prompt, num_generated
+    notes_of(request.scope).num_tokens = num_prompt, num_generated
 
 
 def find_request_id(scope: Scope) -> str:

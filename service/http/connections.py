@@ -9,7 +9,7 @@ import logging
 import time
 from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -20,6 +20,7 @@ from service.http.chunk_writer import ChunkWriter
 from service.http.errors import ApiError, error_bytes, error_response
 from service.http.gate import OPERATION_PATHS, closing
 from service.http.http_parser import HttpParser
+from service.http.request_notes import RequestNotes, notes_of
 from service.http.tcp import hang_up_state, unacknowledged_bytes
 
 logger = logging.getLogger(__name__)
@@ -237,6 +238,10 @@ class Connection(H11Protocol):
         self.loop.call_later(PROBE_SECONDS, self._probe)
         return True
 
+    @property
+    def _notes(self) -> RequestNotes:
+        return notes_of(cast(Scope, self.cycle.scope))
+
     # Called by uvicorn
 
     def handle_events(self) -> None:
@@ -245,7 +250,7 @@ class Connection(H11Protocol):
         if self.cycle is not before:
             self.phase_began = time.monotonic()
             self._num_requests += 1
-            self.cycle.scope["state"]["chunk_writer"] = ChunkWriter(self.conn, self.cycle)
+            self._notes.chunk_writer = ChunkWriter(self.conn, self.cycle)
 
     def on_response_complete(self) -> None:
         self.phase_began = time.monotonic()
@@ -324,7 +329,7 @@ class Connection(H11Protocol):
 
     def _abort(self, reason: str, seconds: float) -> None:
         # The task of the request does not run here, so its ids are passed.
-        ids = None if self.awaits_request else self.cycle.scope["state"].get("request_ids")
+        ids = None if self.awaits_request else self._notes.ids
         logger.info("closed a connection: %s %g seconds", reason, seconds, extra={"request_ids": ids})
         self.transport.abort()
 
@@ -344,8 +349,8 @@ class Connection(H11Protocol):
         event: h11.Event | None = None
         if not self.cycle.response_started and self.cycle.scope["http_version"] == "1.1":
             event = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
-        elif self.cycle.response_started and "probe" in self.cycle.scope["state"]:
-            event = h11.Data(data=self.cycle.scope["state"]["probe"])
+        elif self.cycle.response_started and (probe := self._notes.probe) is not None:
+            event = h11.Data(data=probe)
         if event is not None:
             self.transport.write(self.conn.send(event) or b"")
 

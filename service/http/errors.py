@@ -15,6 +15,7 @@ from model.errors import ContextOverflow, InvalidField
 from model.network.ranks import LostRank
 from model.text.tokenizer import UnreadableText
 from service.http.known_routes import nearest_route
+from service.http.request_notes import notes_of
 
 logger = logging.getLogger(__name__)
 
@@ -131,14 +132,14 @@ def error_bytes(error: ApiError) -> bytes:
 
 
 class ErrorResponse(JSONResponse):
-    """An error answer. Its code is noted in `scope["state"]["error_code"]`, for the span of the request."""
+    """An error answer. Its code is noted for the span of the request."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(error_body(error), error.status, headers=error.headers)
         self._code = error.code
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("state", {})["error_code"] = self._code
+        notes_of(scope).error_code = self._code
         await super().__call__(scope, receive, send)
 
 

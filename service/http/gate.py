@@ -10,7 +10,6 @@ import re
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import Any
 from urllib.parse import quote
 
 from starlette.routing import BaseRoute, Match
@@ -19,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.http.buffers import Buffers, Reservation
 from service.http.documentation import DOCUMENTATION_FILES, DOCUMENTATION_PATHS
 from service.http.errors import ApiError, ClientGone, error_response
+from service.http.request_notes import RequestNotes, notes_of
 from service.metrics import PAGE_PATH
 from service.settings import is_address
 
@@ -40,7 +40,7 @@ DROPPED_BODY = 1 << 26  # a refused body up to this size is read and dropped, so
 class Gate:
     """ASGI middleware that checks the head of a request, and reads the body only if the head is right.
 
-    `scope["state"]["reservation"]` counts the memory that the request holds. It is released when the whole response has
+    The reservation in the notes counts the memory that the request holds. It is released when the whole response has
     been passed to the connection.
     """
 
@@ -73,7 +73,8 @@ class Gate:
         read_path(scope)
         if scope["method"] == "HEAD":  # handled like GET: the server sends no body
             scope = {**scope, "method": "GET"}
-        reservation = scope.setdefault("state", {})["reservation"] = Reservation(self._buffers)
+        notes = notes_of(scope)
+        reservation = notes.reservation = Reservation(self._buffers)
         try:
             if scope["path"] not in HEALTH_PATHS:
                 await self._turnstile.enter()
@@ -87,7 +88,7 @@ class Gate:
                 receive = replayed(await self._read_body(receive, reservation, limit), receive)
             elif needs_closing(headers):
                 send = closing(send)
-            await self.app(scope, receive, in_pieces(send, scope["state"]))
+            await self.app(scope, receive, in_pieces(send, notes))
         except ClientGone:
             pass
         except ApiError as error:
@@ -246,11 +247,11 @@ def replayed(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def in_pieces(send: Send, state: dict[str, Any]) -> Send:
+def in_pieces(send: Send, notes: RequestNotes) -> Send:
     """Send long messages in pieces, each after the operating system has taken most of the earlier ones.
 
-    The connection then holds no second copy of a long response. Between the pieces of one message, `state["probe"]`
-    (the comment that sse.py allows between events) is removed, so that `Connection._probe` writes nothing in between.
+    The connection then holds no second copy of a long response. Between the pieces of one message there is no probe
+    (the comment that sse.py allows between events), so that `Connection._probe` writes nothing in between.
     """
 
     async def send_pieces(message: Message) -> None:
@@ -259,13 +260,12 @@ def in_pieces(send: Send, state: dict[str, Any]) -> Send:
             await send(message)
             return
         content = memoryview(content)
-        probe = state.pop("probe", None)
+        probe, notes.probe = notes.probe, None
         for start in range(0, len(content), PIECE):
             is_last = start + PIECE >= len(content)
             piece = bytes(content[start : start + PIECE])
             await send({**message, "body": piece, "more_body": not is_last or message.get("more_body", False)})
-        if probe is not None:
-            state["probe"] = probe
+        notes.probe = probe
 
     return send_pieces
 

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.http.access_log import is_frequent
+from service.http.request_notes import notes_of
 from service.metrics import method_label, route_label
 from service.spans import RequestSpan, Tracer
 
@@ -17,9 +18,9 @@ from service.spans import RequestSpan, Tracer
 class RequestSpans:
     """ASGI middleware that begins a span for each request, and ends it when the response has ended.
 
-    Health checks, metrics, `/status` and files of the web page have no spans. The span is in `scope["state"]["span"]`.
-    The response names it in the headers `traceparent` and `traceresponse`: clients use the first, and the second is the
-    name in W3C's draft for responses.
+    Health checks, metrics, `/status` and files of the web page have no spans. The response
+    names the span in the headers `traceparent` and `traceresponse`: clients use the first, and the second is the name
+    in W3C's draft for responses.
     """
 
     def __init__(self, app: ASGIApp, tracer: Tracer, paths: Collection[str]) -> None:
@@ -32,7 +33,7 @@ class RequestSpans:
             await self.app(scope, receive, send)
             return
         span = self._tracer.begin(scope, method_label(scope), time.perf_counter())
-        scope.setdefault("state", {})["span"] = span
+        notes_of(scope).span = span
         value = span.traceparent.encode()
         headers = [(b"traceparent", value), (b"traceresponse", value)]
         status, is_complete = 499, False  # 499: the client disconnects before an answer begins
@@ -57,13 +58,13 @@ class RequestSpans:
                 self._end(span, scope, status, is_complete, failure)
 
     def _end(self, span: RequestSpan, scope: Scope, status: int, is_complete: bool, failure: str | None) -> None:
-        state, method = scope["state"], method_label(scope)
+        notes, method = notes_of(scope), method_label(scope)
         method = "HTTP" if method == "other" else method  # as the conventions say
         route = route_label(scope, self._paths)
-        code: str | None = state.get("error_code")
+        code = notes.error_code
         span.attributes |= {
             "http.response.status_code": status,
-            "forwardscope.request_id": state["request_id"],
+            "forwardscope.request_id": "" if notes.ids is None else notes.ids.request_id,
             "forwardscope.client_disconnected": failure is None and (status == 499 or not is_complete),
         }
         if code is not None:

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from service.http.chunk_writer import ChunkWriter
 from service.http.encoding import to_json
 from service.http.errors import ApiError, error_body
+from service.http.request_notes import RequestNotes, notes_of
 
 DONE = b"data: [DONE]\n\n"
 SHORT_FRAME = 1 << 16  # bytes; longer frames are sent in pieces, by `in_pieces` of gate.py
@@ -23,15 +24,15 @@ def event(content: Any, kind: str | None = None) -> bytes:
     return (b"" if kind is None else f"event: {kind}\n".encode()) + b"data: " + to_json(content) + b"\n\n"
 
 
-def error_event(state: dict[str, Any], error: ApiError, content: dict[str, Any] | None = None) -> bytes:
+def error_event(notes: RequestNotes, error: ApiError, content: dict[str, Any] | None = None) -> bytes:
     """Encode the `error` event of a stream: the body of an error answer with the id of the request, after `content`.
 
-    The event names the id because programs often see it without the headers of the response. `state` is
-    `scope["state"]` of the request, where the code of the error is noted for the request's span.
+    The event names the id because programs often see it without the headers of the response. The code of the error is
+    noted for the request's span.
     """
-    state["error_code"] = error.code
+    notes.error_code = error.code
     body = error_body(error)
-    body["error"]["request_id"] = state.get("request_id")
+    body["error"]["request_id"] = None if notes.ids is None else notes.ids.request_id
     return event((content or {}) | body, kind="error")
 
 
@@ -53,7 +54,7 @@ class EventStream(StreamingResponse):
         self._writer: ChunkWriter | None = None
         self._num_frames = 0
         self._keepalive_seconds = 0.0
-        self._state: dict[str, Any] = {}
+        self._notes = RequestNotes()
 
     async def stream_response(self, send: Send) -> None:
         """Send the response. A short frame is written with the `ChunkWriter` of the connection if that is ready."""
@@ -82,7 +83,7 @@ class EventStream(StreamingResponse):
         while self._keepalive_seconds:
             await asyncio.sleep(self._keepalive_seconds / CHECKS)
             num_silent = num_silent + 1 if self._num_sent == num_sent else 1
-            if num_silent >= CHECKS and "probe" in self._state:  # not between the pieces of a long event
+            if num_silent >= CHECKS and self._notes.probe is not None:  # not between the pieces of a long event
                 await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
                 num_silent = 0
             num_sent = self._num_sent
@@ -94,9 +95,9 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # `Connection._probe` may send this between events, to find out whether the client is still there.
-        self._state = state = scope.setdefault("state", {})
-        state["probe"] = COMMENT
-        self._writer = state.get("chunk_writer")
+        self._notes = notes_of(scope)
+        self._notes.probe = COMMENT
+        self._writer = self._notes.chunk_writer
         self._keepalive_seconds = scope["app"].state.forwardscope.settings.sse_keepalive_seconds
         try:
             async with aclosing(self._frames):

@@ -28,6 +28,7 @@ from service.http.attribute_schemas import PatchingRequest
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
 from service.http.errors import ApiError, draining, internal, timed_out
+from service.http.request_notes import notes_of
 from service.http.sse import DONE, EventStream, error_event, event
 from service.request_stream import RequestStream
 from service.state import get_engine, get_reservation
@@ -98,10 +99,10 @@ class SweepRun:
                         yield event(results.SweepCells(tuple(group)))
             yield event(results.SweepEnd(len(plan.cells), results.AttributionTimings(*self._timings())))
         except ApiError as error:
-            yield error_event(plan.question.request.scope["state"], error)
+            yield error_event(notes_of(plan.question.request.scope), error)
         except Exception:  # a bug; the status line is already sent, so the stream has to report it
             logger.exception("sweep %s failed", self._id)
-            yield error_event(plan.question.request.scope["state"], internal())
+            yield error_event(notes_of(plan.question.request.scope), internal())
         yield DONE
 
     def _timings(self) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 // The arithmetic of attention: scores, the mask, the pattern, and what the heads take from the tokens.
 
 import { quoted } from "../../format.js";
-import { LISTED, numOf, siblingOf, slackOf, sumOfProducts } from "./explanation.js";
+import { LISTED, numOf, siblingOf, slackOf, sumOfProducts, unitOf } from "./explanation.js";
 
 /**
  * @import { Kind, Place, Term } from "./explanation.js"
@@ -87,11 +87,15 @@ export const pattern = {
     const name = siblingOf(place, "attn.attn_scores") ?? "";
     const { pass, row, within: key, head, stage } = place;
     const scores = Array.from({ length: stage.columns }, (_, at) => numOf(place, name, row, head * stage.columns + at));
-    return softmax(
+    const share = softmax(
       place,
       scores.map((num, at) => ({ name: `${at} ${quoted(pass.tokens[at])}`, num })),
       key,
     );
+    // the service computes it from scores before they are rounded
+    const sizes = scores.map(({ value }) => Math.abs(value)).filter(Number.isFinite);
+    share.slack += place.served * unitOf(place) * Math.max(...sizes);
+    return share;
   },
 };
 

@@ -1,0 +1,53 @@
+"""What the layers of the server note of one HTTP request for each other. The notes are in the scope of the request."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from starlette.types import Scope
+
+from service.request_ids import RequestIds
+from service.spans import RequestSpan
+
+if TYPE_CHECKING:
+    from service.http.buffers import Reservation
+    from service.http.chunk_writer import ChunkWriter
+
+KEY = "forwardscope.notes"
+
+
+@dataclass
+class RequestNotes:
+    """The notes, each with the module that writes it."""
+
+    chunk_writer: "ChunkWriter | None" = None
+    """Writes parts of a response to the connection at once (connections.py)."""
+    span: RequestSpan | None = None
+    """The span of the request, if there are spans, and it has one (request_spans.py)."""
+    ids: RequestIds | None = None
+    """The id of the request, for its response and its log lines, and the ids of its span (access_log.py)."""
+    reservation: "Reservation | None" = None
+    """The memory that the request holds until its response is sent (gate.py)."""
+    ignored_fields: list[str] = field(default_factory=list)
+    """The paths of the fields that were left out (ignored_fields.py)."""
+    num_tokens: tuple[int, int] | None = None
+    """The tokens of the prompt and the generated ones (`note_tokens` of access_log.py)."""
+    is_edited: bool = False
+    """Whether the request has edits (answers/edits.py)."""
+    error_code: str | None = None
+    """The code of the error in the response (errors.py), or in its stream (sse.py)."""
+    probe: bytes | None = None
+    """What the connection may send now to find out whether the client is still there (sse.py, gate.py)."""
+
+
+def notes_of(scope: Scope) -> RequestNotes:
+    """The notes of a request."""
+    notes: RequestNotes | None = scope.get(KEY)
+    if notes is None:
+        notes = scope[KEY] = RequestNotes()
+    return notes
+
+
+def recorded_span(scope: Scope) -> RequestSpan | None:
+    """The span of a request if it is recorded, otherwise None."""
+    span = notes_of(scope).span
+    return span if span is not None and span.is_recording else None
