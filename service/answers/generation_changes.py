@@ -16,7 +16,7 @@ from model.checkpoints.load import Checkpoint
 from model.tracing.edits import BoundEdits
 from model.tracing.stages import last_residuals
 from service.answers.budget import Budget, ResponseContents
-from service.answers.edits import run_series, stage_bytes
+from service.answers.source_passes import run_series, stage_bytes
 from service.answers.subject import adapted_network
 from service.http.errors import ApiError
 from service.state import State

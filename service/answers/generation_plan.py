@@ -19,10 +19,11 @@ from model.text.sampling import SamplingParams
 from model.text.transcript import GenerationParams
 from model.tracing.edits import EditPlan
 from service.answers.budget import Budget, total
-from service.answers.edits import EditPlanner, answer_bytes, bind_edits, read_edits
+from service.answers.edits import EditPlanner, answer_bytes, read_edits
 from service.answers.generation_budget import make_budget
 from service.answers.generation_changes import make_changes_budget
 from service.answers.prompts import check_ids, param_of
+from service.answers.source_passes import bind_edits
 from service.answers.step_trace_answers import TracePlan, plan_trace, traced_stages
 from service.http.errors import invalid, invalid_field
 from service.http.generate_schemas import GenerationRequest

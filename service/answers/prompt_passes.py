@@ -15,9 +15,10 @@ from forwardscope.results.passes import PassTimings
 from model.tracing.edits import BoundEdits, EditPlan
 from model.tracing.tap import Tap
 from service.answers.budget import Budget, total
-from service.answers.edits import answer_bytes, bind_edits, read_edits
+from service.answers.edits import answer_bytes, read_edits
 from service.answers.prompts import Prompt, param_of
 from service.answers.single_pass import Pass, PassAnswer, answer_passes
+from service.answers.source_passes import bind_edits
 from service.answers.subject import Subject
 from service.http.errors import invalid
 from service.http.schemas import EditedRequest

@@ -32,7 +32,7 @@ class RequestNotes:
     num_tokens: tuple[int, int] | None = None
     """The tokens of the prompt and the generated ones (`note_tokens` of access_log.py)."""
     is_edited: bool = False
-    """Whether the request has edits (answers/edits.py)."""
+    """Whether the request has edits (answers/source_passes.py)."""
     error_code: str | None = None
     """The code of the error in the response (errors.py), or in its stream (sse.py)."""
     probe: bytes | None = None

@@ -22,7 +22,7 @@ from model.analysis.edit_sources import compute_source, edited_pass
 from model.tracing.edits import Edit, EditSource, plan_edits
 from model.tracing.tap import Recorder
 from service.answers import edits as service_edits
-from service.answers import generation_plan, single_pass
+from service.answers import generation_plan, single_pass, source_passes
 from service.answers.budget import Budget
 from tests.checkpoints.adapter_files import write_adapter
 from tests.service.checkpoints import CONTEXT, VOCAB_SIZE
@@ -667,7 +667,7 @@ def note_sources(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.0) -> list[
         time.sleep(seconds)
         return compute_source(network, source, device)
 
-    monkeypatch.setattr(service_edits, "compute_source", note)
+    monkeypatch.setattr(source_passes, "compute_source", note)
     return computed
 
 
