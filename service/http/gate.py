@@ -77,7 +77,7 @@ class Gate:
         reservation = notes.reservation = Reservation(self._buffers)
         try:
             if scope["path"] not in HEALTH_PATHS:
-                await self._turnstile.enter()
+                await self._turnstile.enter(is_file=scope["path"].startswith(PUBLIC_PREFIXES))
             headers = dict(scope["headers"])
             self._check_host(headers.get(b"host", b""))
             self._check_key(scope["path"], headers)
@@ -181,33 +181,36 @@ def too_large(size: str, limit: int) -> ApiError:
 class Turnstile:
     """Lets only a few requests begin in each turn of the event loop, in the order of their arrival.
 
-    When many requests arrive at once, health checks and running streams do not have to wait for all of them.
+    When many requests arrive at once, health checks and running streams do not have to wait for all of them. Downloads
+    of files come last: while others wait, none begins.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._files: deque[asyncio.Future[None]] = deque()
         self._num_entered = 0  # in this turn
         self._is_turning = False
 
-    async def enter(self) -> None:
+    async def enter(self, *, is_file: bool) -> None:
         """Wait until the request may begin."""
         loop = asyncio.get_running_loop()
         if not self._is_turning:
             self._is_turning = True
             loop.call_soon(self._turn, loop, time.perf_counter())
-        if self._num_entered < BEGIN_PER_TURN and not self._waiting:
+        queue = self._files if is_file else self._waiting
+        if self._num_entered < BEGIN_PER_TURN and not queue:
             self._num_entered += 1
             return
         entry = loop.create_future()
-        self._waiting.append(entry)
+        queue.append(entry)
         await entry
 
     def _turn(self, loop: asyncio.AbstractEventLoop, began: float) -> None:
         now = time.perf_counter()
         max_entries = BEGIN_PER_TURN if now < began + LONG_TURN_SECONDS else 1
         self._num_entered = 0
-        while self._waiting and self._num_entered < max_entries:
-            entry = self._waiting.popleft()
+        while self._num_entered < max_entries and (queue := self._waiting or self._files):
+            entry = queue.popleft()
             if not entry.done():  # done: its request was cancelled
                 entry.set_result(None)
                 self._num_entered += 1

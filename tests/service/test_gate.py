@@ -259,7 +259,7 @@ class TestTurnstile:
             asyncio.get_running_loop().call_soon(lambda: None)
 
             async def request(index: int) -> None:
-                await turnstile.enter()
+                await turnstile.enter(is_file=False)
                 turns[-1].append(index)
 
             tasks = [asyncio.create_task(request(index)) for index in range(5 * BEGIN_PER_TURN)]
@@ -280,7 +280,7 @@ class TestTurnstile:
             entered: list[None] = []
 
             async def request() -> None:
-                await turnstile.enter()
+                await turnstile.enter(is_file=False)
                 entered.append(None)
 
             tasks = [asyncio.create_task(request()) for _ in range(30)]
@@ -298,7 +298,7 @@ class TestTurnstile:
             turnstile, entered = Turnstile(), []
 
             async def request(name: str) -> None:
-                await turnstile.enter()
+                await turnstile.enter(is_file=False)
                 entered.append(name)
 
             first = [asyncio.create_task(request("first")) for _ in range(BEGIN_PER_TURN)]
@@ -313,11 +313,25 @@ class TestTurnstile:
 
         assert asyncio.run(arrive()) == ["first"] * BEGIN_PER_TURN + ["last"]
 
+    def test_downloads_of_files_come_last(self) -> None:
+        async def arrive() -> list[str]:
+            turnstile, entered = Turnstile(), []
+
+            async def request(name: str) -> None:
+                await turnstile.enter(is_file=name == "file")
+                entered.append(name)
+
+            names = ["file"] * 10 * BEGIN_PER_TURN + ["generation"]
+            await asyncio.gather(*map(request, names))
+            return entered
+
+        assert asyncio.run(arrive()).index("generation") == BEGIN_PER_TURN
+
     def test_few_requests_do_not_wait(self) -> None:
         async def arrive() -> bool:
             turnstile = Turnstile()
             for _ in range(3):
-                await asyncio.wait_for(turnstile.enter(), PATIENCE_SECONDS)
+                await asyncio.wait_for(turnstile.enter(is_file=False), PATIENCE_SECONDS)
                 for _ in range(3):
                     await asyncio.sleep(0)
             return turnstile._is_turning
