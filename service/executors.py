@@ -21,7 +21,9 @@ from model.tracing.pauses import PAUSE
 from service.http.errors import ClientGone, draining, queue_full, timed_out
 
 Result = TypeVar("Result")
-Kind = Literal["text", "long-text", "bodies", "grammars", "slow-grammars", "gradients", "comparisons", "weights"]
+Kind = Literal[
+    "text", "long-text", "answers", "bodies", "grammars", "slow-grammars", "gradients", "comparisons", "weights"
+]
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Lane:
 LANES: dict[Kind, Lane] = {
     "text": Lane(),
     "long-text": Lane(niceness=10),
+    "answers": Lane(),
     "bodies": Lane(),
     "grammars": Lane("grammars and schemas", max_waiting=8),
     "slow-grammars": Lane("grammars and schemas", max_waiting=8, niceness=10),

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from service.http.request_notes import notes_of
+from service.request_notes import notes_of
 
 HEADER = b"x-ignored-fields"
 MAX_TEXT = 1024  # characters of the header; some proxies accept 4 KiB of headers in all

@@ -25,8 +25,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from model.engine.engine import Stats
 from model.engine.request import Output, Step
 from model.text.transcript import FinishReason
-from service.http.request_notes import notes_of
 from service.process_metrics import ProcessMetrics
+from service.request_notes import notes_of
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 EDITED_ROUTES = ("/forward", "/logits", "/patterns", "/generate", "/v1/completions", "/v1/chat/completions")

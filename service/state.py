@@ -16,8 +16,8 @@ from model.network.translators import Translators
 from model.text.grammar import Grammars
 from service.http.buffers import Buffers, Reservation
 from service.http.errors import ApiError, draining, invalid
-from service.http.request_notes import notes_of
 from service.metrics import Metrics
+from service.request_notes import notes_of
 from service.settings import Settings
 from service.token_rates import TokenRates
 from service.vectors import VectorStore

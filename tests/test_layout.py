@@ -37,11 +37,13 @@ SERVICE_LEVELS = (
     ("service.request_stream",),
     ("service.http",),
     ("service.otel",),
-    ("service.spans", "service.metrics", "service.token_rates", "service.memory"),
-    ("service.process_metrics",),
+    ("service.metrics", "service.token_rates", "service.memory"),
+    ("service.ignored_fields",),
+    ("service.request_notes",),
+    ("service.spans", "service.process_metrics"),
     ("service.settings",),
     ("service.log_format",),
-    ("service.request_ids", "service.ignored_fields"),
+    ("service.request_ids",),
 )
 # Docstrings begin with an imperative ("Estimate ...") or a noun phrase ("The cost of ..."), not with a question word.
 DOCUMENTED = ("model", "service", "forwardscope", "tests", "deploy")

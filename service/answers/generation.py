@@ -32,8 +32,8 @@ from service.http.access_log import note_tokens
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
 from service.http.errors import ApiError, internal
-from service.http.request_notes import notes_of, recorded_span
 from service.http.sse import DONE, error_event
+from service.request_notes import notes_of, recorded_span
 from service.state import get_reservation
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class Generation:
         if trace is None or plan is None:
             return None
         encode = partial(self._timed_encoding, trace, plan)
-        content, seconds = await self._state.worker.executors.run_uncounted("text", encode)
+        content, seconds = await self._state.worker.executors.run_uncounted("answers", encode)
         self._state.metrics.trace_bytes.inc(len(content))
         times = self._report.trace
         times.step_seconds += output.trace_seconds
@@ -168,7 +168,7 @@ class Generation:
 
         Other requests continue meanwhile: an answer with many choices takes a while.
         """
-        content = await self._state.worker.executors.run_uncounted("text", lambda: to_json(write()))
+        content = await self._state.worker.executors.run_uncounted("answers", lambda: to_json(write()))
         self._reservation.count(len(content) - self._reserved)
         return content
 

@@ -20,7 +20,7 @@ from service.http.access_log import note_tokens
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import json_in_pieces, safetensors_bytes
 from service.http.errors import ApiError, internal, timed_out
-from service.http.request_notes import recorded_span
+from service.request_notes import recorded_span
 from service.spans import RequestSpan
 from service.state import State, get_reservation, seconds_left
 

@@ -19,7 +19,7 @@ from service.answers.edits import BYTES_PER_CHECK, PLANNED_BYTES
 from service.answers.subject import adapted_network
 from service.http.disconnects import unless_disconnected
 from service.http.errors import ApiError, timed_out
-from service.http.request_notes import notes_of
+from service.request_notes import notes_of
 from service.state import State, get_reservation, run_plan, seconds_left
 
 Result = TypeVar("Result")

@@ -15,11 +15,11 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.http.gate import OPERATION_PATHS
-from service.http.request_notes import notes_of
 from service.ignored_fields import HEADER as IGNORED_HEADER
 from service.ignored_fields import ignored_text
 from service.metrics import is_page_file, method_label, route_label
 from service.request_ids import RequestIds, handling
+from service.request_notes import notes_of
 
 logger = logging.getLogger("access")
 FREQUENT_PATHS = OPERATION_PATHS | {"/status"}

@@ -20,8 +20,8 @@ from service.http.chunk_writer import ChunkWriter
 from service.http.errors import ApiError, error_bytes, error_response
 from service.http.gate import OPERATION_PATHS, closing
 from service.http.http_parser import HttpParser
-from service.http.request_notes import RequestNotes, notes_of
 from service.http.tcp import hang_up_state, unacknowledged_bytes
+from service.request_notes import RequestNotes, notes_of
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from model.errors import ContextOverflow, InvalidField
 from model.network.ranks import LostRank
 from model.text.tokenizer import UnreadableText
 from service.http.known_routes import nearest_route
-from service.http.request_notes import notes_of
+from service.request_notes import notes_of
 
 logger = logging.getLogger(__name__)
 

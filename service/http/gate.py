@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.http.buffers import Buffers, Reservation
 from service.http.documentation import DOCUMENTATION_FILES, DOCUMENTATION_PATHS
 from service.http.errors import ApiError, ClientGone, error_response
-from service.http.request_notes import RequestNotes, notes_of
 from service.metrics import PAGE_PATH
+from service.request_notes import RequestNotes, notes_of
 from service.settings import is_address
 
 HEALTH_PATHS = frozenset({"/health", "/ready"})  # begin at once, without `Turnstile`

@@ -10,8 +10,8 @@ from collections.abc import Collection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.http.access_log import is_frequent
-from service.http.request_notes import notes_of
 from service.metrics import method_label, route_label
+from service.request_notes import notes_of
 from service.spans import RequestSpan, Tracer
 
 

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from service.http.chunk_writer import ChunkWriter
 from service.http.encoding import to_json
 from service.http.errors import ApiError, error_body
-from service.http.request_notes import RequestNotes, notes_of
+from service.request_notes import RequestNotes, notes_of
 
 DONE = b"data: [DONE]\n\n"
 SHORT_FRAME = 1 << 16  # bytes; longer frames are sent in pieces, by `in_pieces` of gate.py

@@ -14,6 +14,7 @@ from forwardscope.results.passes import PromptResult
 from service.answers.budget import Budget
 from service.answers.single_pass import Pass, PassAnswer, answer_passes
 from service.http.buffers import Buffers, Reservation
+from service.request_notes import KEY, RequestNotes
 from service.settings import Settings
 from tests.service.running import PATIENCE_SECONDS, Running, Start, wait_until
 
@@ -80,7 +81,7 @@ def test_passes_that_arrive_at_once_cannot_exceed_the_queue_limit(start: Start, 
         raise AssertionError
 
     async def at_once() -> list[Response | BaseException]:
-        scope = {"type": "http", "state": {"reservation": Reservation(Buffers(0))}}
+        scope = {"type": "http", KEY: RequestNotes(reservation=Reservation(Buffers(0)))}
         request, budget = Request(scope, never), Budget(0, 0, "")
         one = Pass(1, lambda waited: PassAnswer(PromptResult(model="", tokens=()), {}))
         passes = (

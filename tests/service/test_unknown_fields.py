@@ -170,7 +170,9 @@ def test_names_of_clients_cannot_break_the_header_or_the_log() -> None:
     scope: dict[str, Any] = {}
     note_ignored(scope, ["messages.0.a\r\nSet-Cookie: b=c", "naïve, x", "a" * 500])
     assert ignored_text(scope) == f"messages.0.a__Set-Cookie__b_c, na_ve__x, {'a' * 100}"
-    assert ignored_text({"state": {"ignored_fields": ["a", ""]}}) == "a, _"  # a header value cannot end with a space
+    short: dict[str, Any] = {}
+    note_ignored(short, ["a", ""])
+    assert ignored_text(short) == "a, _"  # a header value cannot end with a space
     note_ignored(scope, [f"messages.{index}.id" for index in range(1000)])
     text = ignored_text(scope)
     assert len(text) <= MAX_TEXT + 20

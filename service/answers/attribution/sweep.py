@@ -28,8 +28,8 @@ from service.http.attribute_schemas import PatchingRequest
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
 from service.http.errors import ApiError, draining, internal, timed_out
-from service.http.request_notes import notes_of
 from service.http.sse import DONE, EventStream, error_event, event
+from service.request_notes import notes_of
 from service.request_stream import RequestStream
 from service.state import get_engine, get_reservation
 

@@ -1,4 +1,4 @@
-"""What the layers of the server note of one HTTP request for each other. The notes are in the scope of the request."""
+"""The notes that the layers of the server make of one HTTP request for each other. They are in its scope."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -36,7 +36,7 @@ class RequestNotes:
     error_code: str | None = None
     """The code of the error in the response (errors.py), or in its stream (sse.py)."""
     probe: bytes | None = None
-    """What the connection may send now to find out whether the client is still there (sse.py, gate.py)."""
+    """The bytes that the connection may send now to find out whether the client is still there (sse.py, gate.py)."""
 
 
 def notes_of(scope: Scope) -> RequestNotes:
