@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
             self.refuse(rest)
         return found
 
-    def parse_known_args(  # type: ignore[override]
+    def parse_known_args(  # type: ignore[override]  # for the same reason
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         args = sys.argv[1:] if args is None else args

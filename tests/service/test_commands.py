@@ -106,6 +106,15 @@ def test_a_wrong_option_ends_every_command_with_2(
     assert ("did you mean" in line) == (name != "perplexity")
 
 
+@pytest.mark.parametrize("option", ["--model", "-m", "-hf", "--modle"])
+def test_chat_says_that_the_model_is_an_argument(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    assert run_command(monkeypatch, "chat", option, "x") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (f"forwardscope chat: {option} is not an option; the model is an argument: forwardscope chat MODEL")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -1,6 +1,7 @@
 """POST /generate: whole and streamed answers are the same, and both follow from the logits of the network."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forwardscope.results.generations import FinishEvent, Generation, TokenEvent
+from service.http.encoding import to_json
 from tests.conftest import shared
 from tests.service.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
 from tests.service.running import Running, Start, validate
@@ -343,3 +345,20 @@ class TestDefaults:
         greedy = generate(service, **body | {"temperature": 0.0})
         assert generate(service, **body)["tokens"] == greedy["tokens"]
         assert generate(service, **body, top_k=0)["tokens"] != greedy["tokens"]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+def test_whole_answers_are_encoded_outside_of_the_event_loop(
+    tiny: Running, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    threads: list[str] = []
+
+    def noted(content: Any) -> bytes:
+        threads.append(threading.current_thread().name)
+        return to_json(content)
+
+    monkeypatch.setattr("service.answers.generation.to_json", noted)
+    prompt = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": [1]}
+    tiny.answer(path, **prompt, max_tokens=2)
+    assert len(threads) == 1
+    assert threads[0].startswith("answers")

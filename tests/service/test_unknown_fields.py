@@ -308,3 +308,14 @@ def test_the_usage_so_far_is_in_each_chunk_if_asked_for(tiny: Running) -> None:
         assert counts == sorted(counts)
         assert counts[-1] == 4
         assert len(set(counts)) > 2
+
+
+def test_a_top_p_of_zero_keeps_only_the_most_likely_token(tiny: Running) -> None:
+    body: dict[str, Any] = {"prompt": [1, 2], "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
+
+    def generate(**fields: Any) -> Any:
+        return tiny.answer("/v1/completions", **body, **fields)["choices"][0]["token_ids"]
+
+    greedy = generate(temperature=0)
+    assert generate(top_p=0, seed=3) == generate(top_p=0.0, seed=3) == greedy
+    assert generate(seed=3) != greedy

@@ -12,7 +12,7 @@ def lost_and_found(story: Story) -> None:
         "But {at}, {a} could not find {t} any more.",
         "Suddenly {a} saw that {t} was gone.",
         "But then {t} was gone, and {a} did not know where it was.",
-        "When {a} looked into {a.his} bag, {t} was not there.",
+        "When {a} looked in {a.his} bag, {t} was not there.",
         a=a,
         t=thing,
         at=story.at,
@@ -33,7 +33,7 @@ def lost_and_found(story: Story) -> None:
     )
     story.perhaps(
         "{a} looked up into the trees.",
-        "{a} looked into every corner, but it was not there.",
+        "{a} looked in every corner, but it was not there.",
         "Nobody had seen it.",
         a=a,
     )
