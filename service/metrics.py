@@ -6,8 +6,10 @@ delivered. The engine's own counters are read when Prometheus asks for the metri
 """
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import get_args
 
 from prometheus_client import (
@@ -18,8 +20,9 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from model.engine.engine import Stats
@@ -84,18 +87,17 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(ProcessMetrics())
         self.num_prompt_tokens = self.num_generated_tokens = 0  # since the start
+        self.registry.register(TokenCollector(self.count_tokens))
         self._text, self._text_expires = b"", 0.0
         self.http_requests = self._counter("http_requests_total", "HTTP requests answered", "route", "method", "status")
         self.http_seconds = self._histogram(
             "http_request_duration_seconds", "Time from request to last byte of the response", "route"
         )
-        self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of passes and generations")
-        self.generation_tokens = self._counter("generation_tokens_total", "Generated tokens")
         self.finished = self._counter("request_success_total", "Continuations that ended", "finished_reason")
         for reason in get_args(FinishReason):  # each begins at 0: for Prometheus, a new series at 1 is no increase
             self.finished.labels(reason)
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Time from request to first token")
-        self.inter_token = self._histogram(
+        self.inter_token = self._step_histogram(
             "inter_token_latency_seconds",
             "Time between two tokens of a continuation; the tokens of one step share its time evenly",
         )
@@ -110,9 +112,9 @@ class Metrics:
             "request_decode_time_seconds",
             "Time from the first token of a request to the last of each continuation",
         )
-        self.step_tokens = self._histogram("iteration_tokens_total", "Tokens per step", buckets=COUNTS)
-        self.step_sequences = self._histogram("iteration_sequences", "Sequences per step", buckets=COUNTS)
-        self.step_seconds = self._histogram("iteration_seconds", "Duration of a step")
+        self.step_tokens = self._step_histogram("iteration_tokens_total", "Tokens per step", buckets=COUNTS)
+        self.step_sequences = self._step_histogram("iteration_sequences", "Sequences per step", buckets=COUNTS)
+        self.step_seconds = self._step_histogram("iteration_seconds", "Duration of a step")
         self.trace_bytes = self._counter(
             "trace_bytes_total", "Bytes of the answers of passes, and of traces in generations"
         )
@@ -194,7 +196,6 @@ class Metrics:
 
     def note_prompt_tokens(self, number: int) -> None:
         self.num_prompt_tokens += number
-        self.prompt_tokens.inc(number)
 
     def note_output(self, progress: Progress, output: Output, now: float) -> None:
         """Update the metrics of a request with the output of a step that ended at `now`."""
@@ -202,10 +203,8 @@ class Metrics:
             is_first_output = progress.first_token is None
             num_new, seconds = progress.note_tokens(output.choice, output.num_generated, now)
             self.num_generated_tokens += num_new
-            self.generation_tokens.inc(num_new)
             if seconds is not None:
-                for _ in range(num_new):
-                    self.inter_token.observe(seconds / num_new)
+                self.inter_token.observe(seconds / num_new, num_new)
             if is_first_output:
                 self._note_first_token(progress, now)
         if output.end is not None:
@@ -237,9 +236,44 @@ class Metrics:
         text = _with_labels(text, labels)
         return Histogram(f"forwardscope_{name}", text, labels, registry=self.registry, buckets=buckets)
 
+    def _step_histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> "StepHistogram":
+        histogram = StepHistogram(f"forwardscope_{name}", text, buckets)
+        self.registry.register(histogram)
+        return histogram
+
 
 def _with_labels(text: str, labels: tuple[str, ...]) -> str:
     return f"{text}, by {', '.join(labels)}" if labels else text
+
+
+class StepHistogram(Collector):
+    """A histogram that each step updates, on the event loop's thread only, and so without the library's locks."""
+
+    def __init__(self, name: str, text: str, buckets: tuple[float, ...]) -> None:
+        self._name, self._text, self._buckets = name, text, buckets
+        self._counts = [0] * (len(buckets) + 1)  # the last one is for values above all buckets
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._buckets, value)] += times
+        self._sum += value * times
+
+    def collect(self) -> Iterator[Metric]:
+        bounds = map(floatToGoString, (*self._buckets, float("inf")))
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets, self._sum)
+
+
+class TokenCollector(Collector):
+    """The numbers of tokens since the start, read when Prometheus asks for the metrics."""
+
+    def __init__(self, count: Callable[[], tuple[int, int]]) -> None:
+        self._count = count
+
+    def collect(self) -> Iterator[Metric]:
+        num_prompt, num_generated = self._count()
+        yield CounterMetricFamily("forwardscope_prompt_tokens", "Prompt tokens of passes and generations", num_prompt)
+        yield CounterMetricFamily("forwardscope_generation_tokens", "Generated tokens", num_generated)
 
 
 class EngineCollector(Collector):

@@ -161,6 +161,8 @@ class NetworkThread:
 
     def _run_posted(self, *, wait: bool) -> None:
         """Run all functions that the event loop has posted; if `wait`, wait for the first one."""
+        if not wait and self._posted.empty():  # the usual case while tokens are generated
+            return
         try:
             self._next_posted(wait=wait)()
             while True:

@@ -240,9 +240,9 @@ class Worker:
             stream.put(output)
             if not stream.open_choices[output.request_id]:
                 del self._streams[output.request_id]
+                self._note_change()
         if step.num_sequences:
             self._metrics.note_step(step)
-        self._note_change()
 
     def _fail(self, error: Exception) -> None:
         """End all requests with an error, and then the service, because the engine itself has failed."""

@@ -36,7 +36,7 @@ class Request:
     owner: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: each step makes some, and freezing them costs microseconds
 class Output:
     """The output of one step for one choice of a request.
 
@@ -62,7 +62,7 @@ class Output:
     trace_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Step:
     """The outputs of one step. `started`: the requests whose first step it was. `seconds` include `trace_seconds`."""
 

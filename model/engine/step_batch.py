@@ -71,7 +71,7 @@ def choose_tokens(sequences: Sequence[StepSequence], logits: Tensor, argmax: Arg
         return
     choosing.sort(key=lambda each: each.rows.start)
     rows = [row for each in choosing for row in each.sampled_rows]
-    if len(rows) < len(logits):
+    if len(rows) < logits.shape[0]:
         logits, argmax = logits[torch.tensor(rows, device=logits.device)], None
     samplers = [each.sampler for each in choosing for _ in each.sampled_rows]
     masks = token_masks([(each.grammar, each.scheduled.draft) for each in choosing], logits.shape[-1])

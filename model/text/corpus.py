@@ -15,6 +15,7 @@ _HEADER = re.compile(r"\A.*^\*\*\* ?START OF TH[^\n]*PROJECT GUTENBERG[^\n]*$", 
 _LICENCE = re.compile(
     r"^(End of (the |this )?Project Gutenberg|\*\*\* ?END OF TH[^\n]*PROJECT GUTENBERG).*\Z", re.M | re.S
 )
+_LINE_END_IN_PARAGRAPH = re.compile(r"(?<!\n)\n(?!\n|\Z) *")
 _TITLE = re.compile(r"\A\s*\[[^\]\n]*\]")  # as in "[Moby Dick by Herman Melville 1851]"
 
 
@@ -42,9 +43,13 @@ class Corpus:
     held_out: Sequence[str]
 
     @classmethod
-    def read(cls, paths: Sequence[Path], held_out_share: float) -> "Corpus":
-        """Read files, and hold out the last part of each: this share of its characters, from 0 to 1."""
+    def read(cls, paths: Sequence[Path], held_out_share: float, prose: Sequence[Path] = ()) -> "Corpus":
+        """Read files, and hold out the last part of each: this share of its characters, from 0 to 1.
+
+        In the files of `prose`, the lines of each paragraph are joined.
+        """
         texts = [read_text(path) for path in paths]
+        texts += [_LINE_END_IN_PARAGRAPH.sub(" ", read_text(path)) for path in prose]
         borders = [int(len(text) * (1 - held_out_share)) for text in texts]
         pairs = list(zip(texts, borders, strict=True))
         return cls([text[:border] for text, border in pairs], [text[border:] for text, border in pairs])

@@ -130,7 +130,7 @@ class GenerationParams:
         return self.echo or self.prompt_logprobs is not None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class TokenOutput:
     """One token, and the text that it completed.
 

@@ -38,7 +38,7 @@ from model.text.sampling import Sampler, SamplingParams, sample
 from model.text.tokenizer import Tokenizer
 from model.training.export import save_checkpoint
 
-SAMPLE_PROMPTS = ("It was a dark night, and the captain", "The cat sat on")
+SAMPLE_PROMPTS = ("Once upon a time", "It was a dark night, and the captain")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Recipe:
     `peak` is the highest learning rate.
     """
 
-    steps: int = 4500
+    steps: int = 5000
     vocab_size: int = 4096
     d_model: int = 256
     layers: int = 6
@@ -58,8 +58,8 @@ class Recipe:
     batch: int = 8
     peak: float = 2e-3
     weight_decay: float = 0.1
-    dropout: float = 0.1
-    held_out: float = 0.05
+    dropout: float = 0.0
+    held_out: float = 0.02
     evaluations: int = 45
     seed: int = 0
 
@@ -313,13 +313,17 @@ class Run:
         return json.dumps(entry) + "".join(f"\n  {text!r}" for text in samples)
 
 
-def train(paths: Sequence[Path], out: Path, recipe: Recipe, *, device: str, compiled: bool) -> None:
+def train(
+    paths: Sequence[Path], out: Path, recipe: Recipe, *, prose: Sequence[Path] = (), device: str, compiled: bool
+) -> None:
     """Train, or continue a stopped run, until the last step of the recipe.
+
+    In the files of `prose`, the lines of each paragraph are joined.
 
     Raises `ValueError` if there is too little text, if `out` holds a finished checkpoint or the state of another run,
     or if the loss becomes infinite or NaN.
     """
-    corpus = Corpus.read(paths, recipe.held_out)
+    corpus = Corpus.read(paths, recipe.held_out, prose)
     out.mkdir(parents=True, exist_ok=True)
     run = Run(corpus, out, recipe, device)
     run.resume()
@@ -341,6 +345,9 @@ def train(paths: Sequence[Path], out: Path, recipe: Recipe, *, device: str, comp
 def main() -> None:
     parser = Parser(description="Train a small network on text files.")
     parser.add_argument("texts", nargs="+", type=Path)
+    parser.add_argument(
+        "--prose", nargs="+", type=Path, default=[], help="books of prose, in which the lines of a paragraph are joined"
+    )
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint, the log and the state")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="use torch.compile, which needs a C++ compiler")
@@ -355,7 +362,14 @@ def main() -> None:
     options = vars(parser.parse_args())
     try:
         recipe = Recipe(**{field.name: options[field.name] for field in fields(Recipe)})
-        train(options["texts"], options["out"], recipe, device=options["device"], compiled=options["compile"])
+        train(
+            options["texts"],
+            options["out"],
+            recipe,
+            prose=options["prose"],
+            device=options["device"],
+            compiled=options["compile"],
+        )
     except (ValueError, OSError) as error:
         parser.exit(1, f"{error}\n")
     except KeyboardInterrupt:
