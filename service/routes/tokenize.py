@@ -23,7 +23,7 @@ from service.state import CheckpointDep, State, StateDep, check_model, get_reser
 
 router = APIRouter(route_class=JsonRoute, tags=["text"])
 SPECIAL_TOKENS = 16  # the most tokens that a tokenizer adds to a text
-MAX_TOKENS = 1 << 20  # of an answer: a token takes about 270 bytes of memory while a text is tokenized
+MAX_TOKENS = 1 << 19  # of an answer: each token of a text takes about 270 bytes while it is tokenized
 PIECE = 4096  # tokens that are encoded as JSON at a time, so that other threads can run in between
 
 

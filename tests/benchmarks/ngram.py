@@ -1,6 +1,6 @@
 """Compare a checkpoint with a 5-gram model on held-out text, in bits per byte: the baseline that a network must beat.
 
-    python -m tests.benchmarks.ngram TEXT... --model model/bundled
+    python -m tests.benchmarks.ngram TEXT... --prose BOOK... --model model/bundled
 
 The 5-gram model is trained on the other part of the same texts, over the same tokens. It uses interpolated modified
 Kneser-Ney smoothing (Chen & Goodman 1998), with discounts estimated for each order.
@@ -19,6 +19,7 @@ from model.analysis.perplexity import score_texts
 from model.checkpoints.load import load_checkpoint
 from model.text.corpus import END_OF_TEXT_ID, Corpus
 from model.text.tokenizer import Tokenizer
+from model.training.train import Recipe
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -98,14 +99,17 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Ints]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare a checkpoint with a 5-gram model on held-out text.")
     parser.add_argument("texts", nargs="+", type=Path, help="files of plain text")
+    parser.add_argument(
+        "--prose", nargs="+", type=Path, default=[], help="books of prose, in which the lines of a paragraph are joined"
+    )
     parser.add_argument("--model", default="model/bundled", help="directory of the checkpoint")
-    parser.add_argument("--held-out", type=float, default=0.05, help="fraction of the text that is held out")
+    parser.add_argument("--held-out", type=float, default=Recipe.held_out, help="share of each text that is held out")
     options = parser.parse_args()
     checkpoint = load_checkpoint(options.model)
     tokenizer = checkpoint.tokenizer
     if tokenizer is None:
         parser.error(f"{options.model} has no tokenizer.json")
-    corpus = Corpus.read(options.texts, options.held_out)
+    corpus = Corpus.read(options.texts, options.held_out, options.prose)
     network = score_texts(checkpoint.model, tokenizer, corpus.held_out)
     ngram = KneserNey(np.concatenate(encode(tokenizer, corpus.training)), tokenizer.vocab_size)
     bits = -sum(float(np.log2(ngram.probabilities(ids)[2:]).sum()) for ids in encode(tokenizer, corpus.held_out))

@@ -11,6 +11,7 @@ import type { DirectAttribution } from "../../service/web/views/direct_attributi
 import type { EditComparison } from "../../service/web/views/edit_comparison.js";
 import type { EditForm } from "../../service/web/views/edit_form.js";
 import type { ForwardMap } from "../../service/web/views/forward_map.js";
+import type { TourCard } from "../../service/web/network/tour_card.js";
 import type { CellArithmetic } from "../../service/web/network/cell_arithmetic.js";
 import type { NetworkCanvas } from "../../service/web/network/network_canvas.js";
 import type { Spot } from "../../service/web/network/scene.js";
@@ -38,6 +39,7 @@ declare global {
       AttentionRanking,
       { choose: Head; target: { target: string }; pair: Record<string, string> }
     >;
+    "tour-card": Emits<TourCard, { step: { step: number | null } }>;
     "cell-arithmetic": Emits<CellArithmetic, { go: { stage: string; row: number; column: number } }>;
     "cell-grid": Emits<CellGrid, { choose: { row: number; column: number } }>;
     "direct-attribution": Emits<

@@ -223,3 +223,86 @@ def test_only_rows_in_sight_of_a_long_prompt_are_read(page: "Page", base: str, f
     large = [body for body in bodies if any("resid" in name or "pattern" in name for name in body["stages"])]
     assert large
     assert all(len(body["positions"]) < 80 for body in large)
+
+
+CHOSEN_CELL = """async () => {
+  const { headPlaces } = await import("/page/network/strips.js");
+  const { layout, line, chosen } = document.querySelector("network-canvas").scene;
+  const item = line.items[chosen.item];
+  const places = headPlaces(item, layout.startOf(chosen.item), layout.widthOf(chosen.item));
+  const { begin, size } = places[Math.floor(chosen.column / item.columns)];
+  const left = begin + (size * (chosen.column % item.columns)) / item.columns;
+  return { left, right: left + size / item.columns, length: layout.length };
+}"""
+
+
+@pytest.mark.parametrize(
+    ("stage", "cell"), [("blocks.3.attn_out", 0), ("blocks.3.attn_out", 95), ("embed", 255), ("blocks.1.attn.q", 201)]
+)
+def test_a_chosen_number_is_in_sight(page: "Page", base: str, stage: str, cell: int) -> None:
+    page.emulate_media(reduced_motion="reduce")
+    open_view(page, base, "network", prompt=PROMPT, at=stage, cell=cell)
+    page.wait_for_timeout(200)
+    found = page.evaluate(CHOSEN_CELL)
+    assert 0 <= found["left"] < found["right"] <= found["length"]
+    assert found["right"] - found["left"] > 30  # wide enough to be read
+
+
+def take_tour(page: "Page", base: str, prompt: str) -> list[tuple[str, str]]:
+    """The title and the answer of each step, read as a user reads them."""
+    open_view(page, base, "network", prompt=prompt)
+    page.get_by_role("button", name="Follow a token").click()
+    card = page.locator("tour-card")
+    found: list[tuple[str, str]] = []
+    while True:
+        wait_until_ready(page)
+        heading = card.locator("h3").inner_text()
+        number, count, title = re.fullmatch(r"(\d+) of (\d+) · (.*)", heading).groups()  # type: ignore[union-attr]
+        assert int(number) == len(found) + 1
+        card.locator("summary").click()
+        found.append((title, card.locator("details p").inner_text()))
+        if number == count:
+            return found
+        card.get_by_role("button", name="Next").click()
+        card.get_by_role("heading", name=f"{int(number) + 1} of {count}").wait_for()
+
+
+def test_the_tour_follows_a_token_and_its_answers_are_the_numbers_of_the_service(
+    page: "Page", bundled: Running, base: str
+) -> None:
+    answers = dict(take_tour(page, base, PROMPT))
+    answer = bundled.answer("/forward", prompt=PROMPT, detail="values", top_k=1)
+    stages = {stage["name"]: stage["values"] for stage in answer["stages"] if "values" in stage}
+    last = answer["tokens"][-1]
+    assert f"id, {last['id']}, and its position, {last['position']}." in answers["A token"]
+    row = stages["embed"][0][-1]
+    column = max(range(len(row)), key=lambda index: abs(row[index]))
+    assert answers["Embedding"].startswith(f"Number {column}: ")
+    assert read_number(answers["Embedding"].split(": ")[1].rstrip(".")) == pytest.approx(row[column], rel=SIGNIFICANT)
+    looks = [
+        (weight, layer, head)
+        for layer in range(6)
+        for head, rows in enumerate(stages[f"blocks.{layer}.attn.pattern"][0])
+        for weight in rows[-1][1:-1]
+    ]
+    weight, layer, _ = max(looks)
+    assert answers["Attention"].startswith(percent(weight))
+    scale = stages[f"blocks.{layer}.ln1.scale"][0][-1][0]
+    assert read_number(answers["Norm"].removeprefix("By ").rstrip(".")) == pytest.approx(scale, rel=SIGNIFICANT)
+    neurons = stages[f"blocks.{layer}.mlp.post"][0][-1]
+    assert answers["Feed-forward"].startswith(f"Neuron {neurons.index(max(neurons, key=abs))}: ")
+    best = answer["predictions"][-1]["top"][0]
+    assert percent(best["probability"]) in answers["The next token"]
+    assert "at=predictions" in page.url
+    page.get_by_role("button", name="Leave the tour").click()
+    wait_until_ready(page)
+    assert page.locator("tour-card").is_hidden()
+    assert "step=" not in page.url
+
+
+def test_the_tour_fits_every_family(page: "Page", family: str) -> None:
+    titles = [title for title, _ in take_tour(page, family, "a bc")]
+    assert titles[0] == "A token"
+    assert {"Query, key and value", "Scores", "Attention", "After the layer"} <= set(titles)
+    assert len({"Feed-forward", "Experts"} & set(titles)) == 1
+    assert titles[-1] == "The next token"

@@ -125,9 +125,8 @@ export class NetworkCanvas extends HTMLElement {
     const item = line.items[from];
     if (column === null || item.kind !== "strip") return layout.fit(from, to, row);
     const camera = layout.fit(from, from + 1, row);
-    const place = headPlaces(item, 0, 1)[Math.floor(column / item.columns)];
-    const size = place.size / item.columns;
-    const middle = from + place.begin + ((column % item.columns) + 0.5) * size;
+    const size = 1 / (item.heads * item.columns); // near, the room around the heads is too small to matter
+    const middle = from + (column + 0.5) * size;
     const cells = Math.max(3, layout.length / 64);
     const half = Math.min(0.5, (cells * size) / 2);
     const centre = Math.min(from + 1 - half, Math.max(from + half, middle));

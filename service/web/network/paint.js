@@ -167,6 +167,7 @@ function drawMark({ plane, layout, line, palette }, spot, isChosen) {
     size = place.size / item.columns;
     from = place.begin + (spot.column % item.columns) * size;
   }
+  if (from + size < 0 || from > layout.length) return;
   context.strokeStyle = isChosen ? palette.path : palette.text;
   context.lineWidth = isChosen ? 3 : 1.5;
   const grow = Math.max(0, (5 - size) / 2);

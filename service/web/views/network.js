@@ -9,11 +9,13 @@ import { explainPrediction } from "../network/arithmetic/prediction.js";
 import { explain } from "../network/arithmetic/explain.js";
 import "../network/cell_arithmetic.js";
 import "../network/network_canvas.js";
+import "../network/tour_card.js";
 import { readIndex } from "../indices.js";
 import { patternOf } from "../network/bands.js";
 import { Pass } from "../network/pass.js";
 import { tableOf } from "../network/table.js";
 import { nameOf, stepsOf } from "../network/names.js";
+import { tourOf } from "../network/tour_steps.js";
 import { View } from "../view.js";
 import { isOther, isPosition, readPosition } from "./positions.js";
 
@@ -30,12 +32,17 @@ const FIRST = /(embed|resid_mid|resid_post|attn\.[qkvz]|attn\.pattern|attn_out|m
 
 export default class Network extends View {
   static showsWorkedExamples = true;
-  /** `at`: "" is the whole network, "L3" a block, else a stage. `cell`: a column of the stage, of all heads. */
-  static params = { at: "", position: "", head: "", cell: "" };
+  /**
+   * `at`: "" is the whole network, "L3" a block, else a stage. `cell`: a column of the stage, of all heads. `step`: of
+   * the tour, from 0; "" outside of it.
+   */
+  static params = { at: "", position: "", head: "", cell: "", step: "" };
 
   #answer = el("p", { class: "answer" });
   #trail = el("ol", { class: "trail" });
   #heads = el("span");
+  #start = el("button", { type: "button", class: "small", onclick: () => this.#tour(0) }, "Follow a token");
+  #card = el("tour-card", { hidden: true });
   #picture = el("network-canvas");
   #cell = el("cell-arithmetic", { hidden: true });
   #said = el("p", { class: "under-pointer", "aria-live": "polite" });
@@ -53,7 +60,9 @@ export default class Network extends View {
   build() {
     const bar = el("div", { class: "row network-bar" }, el("nav", { "aria-label": "Zoom" }, this.#trail), this.#heads);
     const stage = el("div", { class: "network-stage" }, this.#picture, this.#cell);
-    this.append(this.#answer, bar, stage, this.#said, this.#table);
+    const answer = el("div", { class: "row" }, this.#answer, this.#start);
+    this.append(answer, this.#card, bar, stage, this.#said, this.#table);
+    this.#card.addEventListener("step", ({ detail }) => this.#tour(detail.step));
     this.#cell.addEventListener("go", ({ detail: { stage: at, row, column } }) =>
       this.context.navigate({ at, position: String(row), cell: String(column) }),
     );
@@ -89,10 +98,40 @@ export default class Network extends View {
     const place = (/** @type {State | null} */ s) => s && [s.at, s.cell, s.position].join();
     if (isNew && state.at === "") this.#picture.play();
     else if (isNew || place(before) !== place(state)) this.#picture.fly(this.#picture.cameraOf(spot));
-    await Promise.all([this.#fill(), this.#showCell(state, chosen, signal)]);
+    await Promise.all([this.#fill(), this.#showCell(state, chosen, signal), this.#showTour(state, row, signal)]);
     this.#say(null);
     this.#table.refresh();
     return undefined;
+  }
+
+  /**
+   * Go to a step of the tour, or leave it.
+   * @param {number | null} step
+   */
+  async #tour(step) {
+    const { line, pass } = this.#parts();
+    const { row } = this.#spotOf(/** @type {State} */ (this.#state));
+    try {
+      const steps = step === null ? [] : await tourOf(pass, line, row, this.#signal);
+      const { at, cell } = steps[step ?? 0] ?? { at: "", cell: "" };
+      await this.context.navigate({ step: step === null ? "" : String(step), at, cell });
+    } catch (error) {
+      this.context.report(error);
+    }
+  }
+
+  /**
+   * @param {State} state
+   * @param {number} row
+   * @param {AbortSignal} signal
+   */
+  async #showTour({ step }, row, signal) {
+    this.#answer.hidden = this.#start.hidden = step !== "";
+    this.#card.hidden = step === "";
+    if (step === "") return;
+    const { line, pass } = this.#parts();
+    const steps = await tourOf(pass, line, row, signal);
+    if (!signal.aborted) this.#card.show(steps, readIndex(step, "step", steps.length));
   }
 
   /** What is shown, once there was a pass. */
@@ -312,12 +351,13 @@ export default class Network extends View {
  * @param {Line} line
  * @param {Pass} pass
  */
-function staleOf({ at, position, head, cell }, line, pass) {
+function staleOf({ at, position, head, cell, step }, line, pass) {
   const item = line.items.find(({ name }) => name === at);
   const isThere = at === "" || item || line.blocks.some(({ layer }) => at === `L${layer}`);
   const heads = numHeadsOf(pass);
   return {
     ...(!isThere && { at: "", cell: "" }),
+    ...(step !== "" && { step: "" }),
     ...(position !== "" && !isPosition(position, pass.tokens.length) && { position: "" }),
     ...(head !== "" && !isPosition(head, heads) && { head: "" }),
     ...(item && cell !== "" && !isPosition(cell, item.heads * item.columns) && { cell: "" }),

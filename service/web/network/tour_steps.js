@@ -1,0 +1,297 @@
+// Follow one token: the steps from its id to the next token, each with a question that the picture answers. The answers
+// are computed from the pass.
+
+import { count, number, percent, quoted } from "../format.js";
+import { patternOf } from "./bands.js";
+
+/**
+ * @import { Line } from "./items.js"
+ * @import { Pass, PassStage } from "./pass.js"
+ *
+ * @typedef {{ title: string, sentence: string, question: string, answer: string, at: string, cell: string }} TourStep
+ * @typedef {{ layer: number | null, head: number, key: number }} Gaze the head in which the token looks back the most
+ * @typedef {{ pass: Pass, line: Line, row: number, gaze: Gaze }} Scene
+ * @typedef {(scene: Scene) => TourStep | null} StepOf null: this network has no such stage
+ */
+
+const MOST = "No head of any layer gives an earlier token more, the first one aside.";
+
+/**
+ * The steps for the token at a position. Reads the numbers that they need.
+ * @param {Pass} pass
+ * @param {Line} line
+ * @param {number} row
+ * @param {AbortSignal} signal
+ */
+export async function tourOf(pass, line, row, signal) {
+  const patterns = line.blocks.map(({ layer }) => patternOf(layer));
+  await pass.read(patterns, [row], signal);
+  const gaze = gazeOf(pass, line, row);
+  const own = [...pass.stages.keys()].filter((name) => name.startsWith(`blocks.${gaze.layer}.`));
+  await pass.read(["embed", "pos_embed", ...own], [row], signal);
+  const scene = { pass, line, row, gaze };
+  return STEPS.map((stepOf) => stepOf(scene)).filter((step) => step !== null);
+}
+
+/**
+ * The layer and head in which a token attends the most to an earlier one, the first token aside: many heads look there
+ * when they find nothing.
+ * @param {Pass} pass
+ * @param {Line} line
+ * @param {number} row
+ * @returns {Gaze}
+ */
+function gazeOf(pass, { blocks }, row) {
+  const first = blocks.length > 0 ? blocks[0].layer : null;
+  let [best, gaze] = [-1, { layer: first, head: 0, key: 0 }];
+  for (const { layer } of blocks) {
+    const stage = pass.stages.get(patternOf(layer));
+    const weights = stage?.rows.get(row);
+    if (!stage || !weights) continue;
+    for (let head = 0; head < stage.heads; head++)
+      for (let key = Math.min(1, row); key < Math.max(1, row); key++) {
+        const weight = weights[head * stage.columns + key];
+        if (weight > best) [best, gaze] = [weight, { layer, head, key }];
+      }
+  }
+  return gaze;
+}
+
+/** @type {StepOf} */
+function tokens({ pass, row }) {
+  const { length } = pass.tokens;
+  return {
+    title: "A token",
+    sentence:
+      `The prompt is ${count(length)} tokens, one in each row. Follow the orange one: ` +
+      `${quoted(pass.tokens[row])}, at position ${row}.`,
+    question: "What does the network get of it?",
+    answer: `Its id, ${pass.tokens[row].id ?? row}, and its position, ${row}. Nothing else.`,
+    at: "",
+    cell: "",
+  };
+}
+
+/** @type {StepOf} */
+function embedding({ pass, row }) {
+  const found = largest(pass, "embed", row);
+  return (
+    found && {
+      title: "Embedding",
+      sentence:
+        `The id selects a row of the embedding table: ${count(found.stage.columns)} numbers, with ` +
+        "which the river begins.",
+      question: "Which of them is the largest, by size?",
+      answer: `Number ${found.column}: ${number(found.value)}.`,
+      at: "embed",
+      cell: "",
+    }
+  );
+}
+
+/** @type {StepOf} */
+function position({ pass, row }) {
+  const found = largest(pass, "pos_embed", row);
+  return (
+    found && {
+      title: "Position",
+      sentence: "A second table has a row for each position. Both rows are added up.",
+      question: "Which number does the position change the most?",
+      answer: `Number ${found.column}, by ${number(found.value)}.`,
+      at: "pos_embed",
+      cell: "",
+    }
+  );
+}
+
+/** @type {StepOf} */
+function norm({ pass, row, gaze }) {
+  const name = `blocks.${gaze.layer}.ln1.scale`;
+  const scale = pass.row(name, row);
+  return scale === undefined
+    ? null
+    : {
+        title: "Norm",
+        sentence:
+          "Each layer reads the river through a norm, which divides all numbers of a token by one. " +
+          `This is layer ${gaze.layer}.`,
+        question: "By which number is this token divided?",
+        answer: `By ${number(scale[0])}.`,
+        at: name,
+        cell: "0",
+      };
+}
+
+/** @type {StepOf} */
+function queries({ pass, row, gaze: { layer, head } }) {
+  const name = `blocks.${layer}.attn.q`;
+  const found = largest(pass, name, row, head);
+  return (
+    found && {
+      title: "Query, key and value",
+      sentence:
+        "Three weight matrices make a query (what the token looks for), a key (what it offers) and a " +
+        `value (what it passes on), ${count(found.stage.columns)} numbers for each head.`,
+      question: `What is the largest number of the query in head ${head}, by size?`,
+      answer: `Number ${found.column}: ${number(found.value)}. Its terms, input × weight, are at the right.`,
+      at: name,
+      cell: String(head * found.stage.columns + found.column),
+    }
+  );
+}
+
+/** @type {StepOf} */
+function scores({ pass, row, gaze: { layer, head, key } }) {
+  const name = `blocks.${layer}.attn.scores`;
+  const stage = pass.stages.get(name);
+  const numbers = pass.row(name, row);
+  if (!stage || !numbers) return null;
+  const cell = head * stage.columns + key;
+  return {
+    title: "Scores",
+    sentence:
+      "The query is multiplied with the key of every earlier token, and of its own: number by number, " +
+      "added up, scaled.",
+    question: `What is the score of ${quoted(pass.tokens[key])} in head ${head}?`,
+    answer: `${number(numbers[cell])}. The sum at the right shows how it comes about.`,
+    at: name,
+    cell: String(cell),
+  };
+}
+
+/** @type {StepOf} */
+function pattern({ pass, row, gaze: { layer, head, key } }) {
+  const name = layer === null ? "" : patternOf(layer);
+  const stage = pass.stages.get(name);
+  const weights = pass.row(name, row);
+  if (!stage || !weights) return null;
+  const cell = head * stage.columns + key;
+  return {
+    title: "Attention",
+    sentence: "Softmax turns the scores of each head into shares of 100 %.",
+    question: `How much does ${quoted(pass.tokens[row])} attend to ${quoted(pass.tokens[key])} in head ${head}?`,
+    answer: `${percent(weights[cell])}. ${row > 1 ? MOST : ""}`,
+    at: name,
+    cell: String(cell),
+  };
+}
+
+/** @type {StepOf} */
+function attentionOut({ pass, row, gaze: { layer } }) {
+  const found = largest(pass, `blocks.${layer}.attn_out`, row);
+  return (
+    found && {
+      title: "What attention adds",
+      sentence:
+        "Each head mixes the values of the tokens by these shares. A matrix turns the mixtures of all heads into " +
+        "one vector, and the river gets it.",
+      question: "Which number of the river changes the most?",
+      answer: `Number ${found.column}, by ${number(found.value)}.`,
+      at: `blocks.${layer}.attn_out`,
+      cell: String(found.column),
+    }
+  );
+}
+
+/** @type {StepOf} */
+function experts({ pass, row, gaze: { layer } }) {
+  const name = `blocks.${layer}.mlp.expert_weights`;
+  const found = largest(pass, name, row);
+  const indices = pass.row(`blocks.${layer}.mlp.expert_indices`, row);
+  return found === null || indices === undefined
+    ? null
+    : {
+        title: "Experts",
+        sentence: "A router chooses a few feed-forward networks for this token, and how much of each result it gets.",
+        question: "Which one counts the most?",
+        answer: `Expert ${indices[found.column]}, times ${number(found.value)}.`,
+        at: name,
+        cell: String(found.column),
+      };
+}
+
+/** @type {StepOf} */
+function feedForward({ pass, row, gaze: { layer } }) {
+  const name = `blocks.${layer}.mlp.post`;
+  const found = largest(pass, name, row);
+  return (
+    found && {
+      title: "Feed-forward",
+      sentence: `A wider layer of ${count(found.stage.columns)} neurons reads this token alone. Most stay near zero.`,
+      question: "Which neuron is the most active?",
+      answer: `Neuron ${found.column}: ${number(found.value)}.`,
+      at: name,
+      cell: String(found.column),
+    }
+  );
+}
+
+/** @type {StepOf} */
+function block({ pass, line, row, gaze: { layer } }) {
+  const found = largest(pass, `blocks.${layer}.resid_post`, row);
+  const others =
+    line.blocks.length > 1
+      ? `All ${line.blocks.length} layers do the same, each with its own weights.`
+      : "This network has one layer.";
+  return (
+    found && {
+      title: "After the layer",
+      sentence: `The river has what both have added. ${others}`,
+      question: "Which number of the river is the largest now, by size?",
+      answer: `Number ${found.column}: ${number(found.value)}.`,
+      at: `blocks.${layer}.resid_post`,
+      cell: String(found.column),
+    }
+  );
+}
+
+/** @type {StepOf} */
+function prediction({ pass, row }) {
+  const best = pass.predictions.get(row)?.[0];
+  return best === undefined
+    ? null
+    : {
+        title: "The next token",
+        sentence:
+          "The last vector is compared with a vector of every token of the vocabulary. Softmax turns these logits " +
+          "into probabilities.",
+        question: `Which token comes most likely after ${quoted(pass.tokens[row])}?`,
+        answer: `${quoted(best)}, with ${percent(best.probability)}.`,
+        at: "predictions",
+        cell: String(best.id),
+      };
+}
+
+const STEPS = [
+  tokens,
+  embedding,
+  position,
+  norm,
+  queries,
+  scores,
+  pattern,
+  attentionOut,
+  experts,
+  feedForward,
+  block,
+  prediction,
+];
+
+/**
+ * The largest number of a row by size, of one head or of all.
+ * @param {Pass} pass
+ * @param {string} name
+ * @param {number} row
+ * @param {number} [head]
+ * @returns {{ stage: PassStage, column: number, value: number } | null} null if there is no such stage
+ */
+function largest(pass, name, row, head) {
+  const stage = pass.stages.get(name);
+  const numbers = pass.row(name, row);
+  if (!stage || !numbers) return null;
+  const [begin, size] = head === undefined ? [0, numbers.length] : [head * stage.columns, stage.columns];
+  let column = 0;
+  for (let index = 1; index < size; index++)
+    if (Math.abs(numbers[begin + index]) > Math.abs(numbers[begin + column])) column = index;
+  return { stage, column, value: numbers[begin + column] };
+}
