@@ -148,7 +148,13 @@ export class Pass {
     const requests = [...groups.values()].flatMap((group) => this.#parts(group));
     for (const request of requests) {
       const key = JSON.stringify(request);
-      const pending = this.#pending.get(key) ?? this.#request(request, signal).finally(() => this.#pending.delete(key));
+      const isRead = await this.#pending.get(key)?.then(
+        () => true,
+        () => false, // the state that has asked may be gone, and its request with it
+      );
+      if (isRead) continue;
+      signal.throwIfAborted();
+      const pending = this.#request(request, signal).finally(() => this.#pending.delete(key));
       this.#pending.set(key, pending);
       await pending;
     }
