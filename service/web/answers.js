@@ -119,7 +119,11 @@
  */
 
 /**
- * GET /weights/{name}.
+ * GET /weights and GET /weights/{name}.
+ * @typedef {{
+ *   name: string, dims: string[], shape: number[], dtype: DType, quantization: string | null, num_parameters: number,
+ *   tied_to: string | null,
+ * }} WeightInfo
  * @typedef {{
  *   name: string, dims: string[], shape: number[], dtype: DType, quantization: string | null, values: any[],
  * }} WeightAnswer `values`: lists in lists
@@ -129,7 +133,7 @@
  * Path → answer.
  * @typedef {{
  *   "/models": { models: ModelEntry[] }, "/model": Model, "/status": Status,
- *   "/vectors": { vectors: { name: string }[] }, "/weights/": WeightAnswer,
+ *   "/vectors": { vectors: { name: string }[] }, "/weights": { weights: WeightInfo[] }, "/weights/": WeightAnswer,
  * }} GetAnswers
  * @typedef {{
  *   "/forward": ForwardAnswer, "/patterns": PatternsAnswer, "/attribute": LensAnswer & DirectAnswer,

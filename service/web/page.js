@@ -47,6 +47,11 @@ export const VIEWS = [
     intro: "Each stage of one forward pass, in the order in which the network computes it.",
   },
   {
+    name: "weights",
+    label: "Weights",
+    intro: "The matrices that the network multiplies by. Each number was learned.",
+  },
+  {
     name: "attention",
     label: "Attention",
     intro: "How much each token attends to the tokens before it, for each layer and head.",
