@@ -1,4 +1,4 @@
-// The edits of the address in the views that do not apply them, and the line that says so.
+// The edits of the address in the other views than Interventions, and the line that says whether they are applied.
 
 /** @import { Edit } from "./answers.js" */
 
@@ -6,12 +6,12 @@ import { el } from "./dom.js";
 
 /**
  * Show how many edits the address has, or nothing if there are none. `text`: the edits of the address, or undefined;
- * `href` and `open`: the address of the view that applies them, and how to open this view.
+ * `href` and `open`: the address of the view Interventions, and how to open it; `isApplied`: by the view that is shown.
  * @param {HTMLElement} box
  * @param {string | undefined} text
- * @param {{ href: string, open: () => unknown }} view
+ * @param {{ href: string, open: () => unknown, isApplied: boolean }} view
  */
-export function showEditsNote(box, text, { href, open }) {
+export function showEditsNote(box, text, { href, open, isApplied }) {
   const number = editsIn(text)?.length ?? null;
   box.hidden = number === 0;
   if (box.hidden) return;
@@ -22,7 +22,9 @@ export function showEditsNote(box, text, { href, open }) {
   };
   const what = number === null ? "Edits are" : number === 1 ? "1 edit is" : `${number} edits are`;
   box.replaceChildren(
-    `${what} set in the view Interventions. This view does not apply edits: it shows the model without them. `,
+    isApplied
+      ? `${what} applied. `
+      : `${what} set in the view Interventions. This view does not apply edits: it shows the model without them. `,
     el("a", { href, onclick: follow }, "Open Interventions"),
   );
 }

@@ -86,7 +86,7 @@ export const VIEWS = [
   { name: "status", label: "Status", intro: "What the service does at this moment." },
 ];
 
-const EDITS = "edits"; // the only view that applies edits
+const EDITS = "edits"; // the view that makes edits
 
 const LATE_MILLISECONDS = 250; // a result that is computed faster replaces the earlier one without a flicker
 
@@ -229,6 +229,7 @@ function open(entry, View) {
   showEditsNote(byId("edits-note"), edits, {
     href: addressAfter({ view: EDITS }),
     open: () => navigate({ view: EDITS }),
+    isApplied: View.appliesEdits,
   });
   document.title = `${entry.label} · Forwardscope`;
   for (const link of findAll(byId("views"), "a")) {

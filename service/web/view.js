@@ -23,7 +23,7 @@
  */
 
 /**
- * `model`: null for the served one. `prompt`: as requests take it. `edits`: only the view of interventions applies it.
+ * `model`: null for the served one. `prompt`: as requests take it. `edits`: only some views apply them.
  * @typedef {{ model: string | null, prompt: Prompt, edits?: string }} ViewState
  * @typedef {{ path: string, body: Record<string, any> | null }} ViewRequest `body`: null for GET
  * @typedef {{ name: string, element: Drawable }} Picture
@@ -37,6 +37,8 @@ export class View extends HTMLElement {
   static params = {};
   /** Whether the view shows the prompt of the form at the top. */
   static usesPrompt = true;
+  /** Whether the view applies the edits of the address: its `params` then have `edits`. */
+  static appliesEdits = false;
   /** Whether the view also shows worked examples. They have forward passes, but cannot generate. */
   static showsWorkedExamples = false;
   /**

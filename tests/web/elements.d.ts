@@ -17,6 +17,7 @@ import type { NetworkCanvas } from "../../service/web/network/network_canvas.js"
 import type { Spot } from "../../service/web/network/scene.js";
 import type { NextTokens } from "../../service/web/views/next_tokens.js";
 import type { StageValues } from "../../service/web/views/stage_card.js";
+import type { PlainContinuation } from "../../service/web/views/plain_continuation.js";
 import type { StageSearch } from "../../service/web/views/stage_search.js";
 import type { Edit } from "../../service/web/answers.js";
 import type { StageEntry } from "../../service/web/stages.js";
@@ -56,6 +57,7 @@ declare global {
     "network-canvas": Emits<NetworkCanvas, { choose: { spot: Spot }; point: { spot: Spot | null }; settle: null }>;
     "next-tokens": Emits<NextTokens, { position: { position: number } }>;
     "pattern-grid": Emits<PatternGrid, { choose: Head; point: Head | null; visible: number[] }>;
+    "plain-continuation": PlainContinuation;
     "stage-search": Emits<StageSearch, { go: { stage: StageEntry } }>;
     "stage-values": Emits<StageValues, { head: { head: string } }>;
     "token-strip": Emits<TokenStrip, { choose: { index: number } }>;

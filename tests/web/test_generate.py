@@ -1,7 +1,9 @@
 """Generate: streamed tokens, their probabilities, alternatives, and other distributions without a new pass."""
 
 import itertools
+import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -299,3 +301,26 @@ def test_a_chat_uses_the_template_of_the_model(page: "Page", start: Start, tmp_p
 def test_a_model_without_a_template_offers_no_chat(page: "Page", base: str) -> None:
     open_view(page, base, "generate")
     assert not page.get_by_label("As a chat message").is_visible()
+
+
+def test_edits_change_the_text_and_the_text_without_them_stands_below(
+    page: "Page", bundled: Running, base: str
+) -> None:
+    edits = [{"stage": "blocks.2.mlp_out", "op": "zero"}]
+    open_view(page, base, "generate", prompt=PROMPT, edits=json.dumps(edits), max_tokens=12)
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    edited, plain = bundled.answer("/generate", **body, edits=edits), bundled.answer("/generate", **body)
+    texts = [strip.inner_text() for strip in page.locator("generate-view token-strip").all()]
+    first, second = (re.sub(r"[\s␣]", "", text) for text in texts)
+    for shown, answer in ((first, edited), (second, plain)):
+        assert shown == re.sub(r"\s", "", answer["text"].replace("\n", "↵"))
+    number = next(
+        index for index, ids in enumerate(zip(edited["tokens"], plain["tokens"], strict=True)) if ids[0] != ids[1]
+    )
+    assert f"The edits change token {number + 1}: " in page.locator("plain-continuation .answer").inner_text()
+    assert "1 edit is applied." in page.locator("#edits-note").inner_text()
+
+
+def test_without_edits_one_text_is_written(page: "Page", base: str) -> None:
+    open_view(page, base, "generate", prompt=PROMPT, max_tokens=4)
+    assert page.locator("plain-continuation").count() == 0

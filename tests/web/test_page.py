@@ -74,6 +74,7 @@ STATES: dict[str, dict[str, str | int]] = {
     "network": {"at": "blocks.1.attn.pattern", "position": 3, "cell": 7, "head": 2},
     "generate": {"max_tokens": 5, "token": 2, "try_temperature": "0.5"},
     "forward": {"layer": "1", "stage": "blocks.1.attn.q", "head": 3},
+    "weights": {"weight": "blocks.1.attn.W_O", "head": 3},
     "attention": {"layer": 2, "head": 4, "pos": 3, "stage": "scores", "find": "first"},
     "lens": {"row": 2, "pos": 3, "cells": "rank"},
     "loss": {"position": 2},
@@ -337,7 +338,7 @@ def test_the_facts_of_the_header_are_all_in_sight(page: "Page", base: str, width
 EDIT = '{"stage": "blocks.5.attn.z", "op": "zero", "heads": [2]}'
 
 
-@pytest.mark.parametrize("view", ["network", "generate", "forward", "attention", "lens", "loss", "steps"])
+@pytest.mark.parametrize("view", ["network", "forward", "weights", "attention", "lens", "loss", "steps"])
 def test_a_view_that_does_not_apply_the_edits_says_so(page: "Page", base: str, view: str) -> None:
     open_view(page, base, view, prompt=PROMPT, edits=f"[{EDIT}]")
     note = page.locator("#edits-note")

@@ -9,6 +9,8 @@ import { count, percent, quoted, shown } from "../format.js";
 import { SAMPLING, SamplingControls, eachSetting, nameAndValue, numeric } from "../sampling_controls.js";
 import { term } from "../terms.js";
 import { View } from "../view.js";
+import { readEdits } from "./edit_words.js";
+import "./plain_continuation.js";
 import { TokenPanel } from "./token_panel.js";
 
 /**
@@ -35,7 +37,9 @@ const ENDS = {
 };
 
 export default class GenerateView extends View {
+  static appliesEdits = true;
   static params = {
+    edits: "[]",
     temperature: "0",
     top_k: "",
     top_p: "",
@@ -72,6 +76,8 @@ export default class GenerateView extends View {
   #room = el("span", { class: "faint" });
   #before = el("span", { class: "prompt-text" });
   #strip = el("token-strip");
+  #plain = el("plain-continuation");
+  #card = el("div", { class: "card generated" }, this.#before, this.#strip);
   #sent = el("pre", { class: "code", tabindex: "0" });
   #rendered = el(
     "details",
@@ -129,7 +135,7 @@ export default class GenerateView extends View {
       el("div", { class: "row run-line" }, this.#stop, this.#status),
       this.#notice,
       this.#rendered,
-      el("div", { class: "card generated" }, this.#before, this.#strip),
+      this.#card,
       el(
         "p",
         { class: "legend" },
@@ -155,7 +161,7 @@ export default class GenerateView extends View {
     this.#state = state;
     this.#fill(state);
     this.#showNotice(state);
-    const key = JSON.stringify([state.model, state.prompt, this.#settings(state), state.chat]);
+    const key = JSON.stringify([state.model, state.prompt, this.#settings(state), state.chat, state.edits]);
     const isResubmitted = JSON.stringify(state) === this.#lastState;
     this.#lastState = JSON.stringify(state);
     const before = this.#run;
@@ -233,13 +239,17 @@ export default class GenerateView extends View {
    */
   async #stream(run, state) {
     const { signal } = run.stopper;
+    const edits = readEdits(state.edits);
+    if (edits.length > 0) this.#card.after(this.#plain);
+    else this.#plain.remove();
     try {
       if (state.chat) await this.#renderChat(run, state, signal);
-      run.body = {
+      const body = {
         ...(state.model && { model: state.model }),
         prompt: state.chat ? run.promptIds : state.prompt,
         ...this.#settings(state),
       };
+      run.body = edits.length > 0 ? { ...body, edits } : body;
       const started = performance.now();
       for await (const event of postStream("/generate", run.body, signal)) {
         run.text += event.text ?? "";
@@ -247,6 +257,9 @@ export default class GenerateView extends View {
         else if (event.token) this.#add(run, event.token, event.text ?? "");
         if (run === this.#run) this.#say(run, performance.now() - started);
       }
+      if (edits.length === 0 || run !== this.#run) return;
+      await this.#plain.stream(body, signal);
+      this.#plain.compare(run.tokens);
     } catch (error) {
       run.end = isAbort(error) ? "stopped" : "failed";
       if (run.end === "failed") throw error;

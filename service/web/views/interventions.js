@@ -24,6 +24,7 @@ const STAGES = ["*.resid_post", "logits"];
 
 export default class Interventions extends View {
   static needs = "edits";
+  static appliesEdits = true;
   /**
    * `edits`: JSON; `pos`: the position to compare, "" is the last one; `explain`, `minus`: tokens of the attribution,
    * "" for the most likely one and for none.
