@@ -17,8 +17,9 @@ const WITH_TENSORS = ["/forward", "/logits"];
  * The request as a command for a shell.
  * @type {Write}
  */
-export function asCurl({ path, body }, { origin, withKey }) {
-  const parts = [`curl -sS${body?.stream ? "N" : ""} ${origin}${path}`];
+export function asCurl({ path, body, query }, { origin, withKey }) {
+  const address = query ? `'${origin}${path}?${new URLSearchParams(query)}'` : `${origin}${path}`;
+  const parts = [`curl -sS${body?.stream ? "N" : ""} ${address}`];
   if (withKey) parts.push('-H "Authorization: Bearer $FORWARDSCOPE_API_KEY"');
   if (body) parts.push("-H 'Content-Type: application/json'", `-d '${JSON.stringify(body).replaceAll("'", "'\\''")}'`);
   return parts.join(" \\\n  ");
@@ -59,6 +60,12 @@ const CALLS = {
     first: ["prompt"],
     ends: ["print(generation.tokens)", "print(generation.text)"],
   },
+  "/weights/": {
+    method: "weight",
+    name: "weight",
+    first: ["name"],
+    ends: ["print(weight.name, weight.shape)", "print(weight.values)"],
+  },
   "/status": { method: "status", name: "status", first: [], ends: ["print(status)"] },
 };
 
@@ -74,9 +81,10 @@ function arraysOf(name) {
  * The request as a program in Python with the client of docs/python.md. Its last lines show the object that it got.
  * @type {Write}
  */
-export function asPython({ path, body }, { origin, withKey }) {
-  const { method, name, first, ends } = CALLS[path];
-  const { stream: _stream, ...fields } = withoutEncoding(body ?? {});
+export function asPython({ path, body, query }, { origin, withKey }) {
+  const [, route, ofPath] = /** @type {string[]} */ (/^(\/weights\/|.*)(.*)$/.exec(path));
+  const { method, name, first, ends } = CALLS[route];
+  const { stream: _stream, ...fields } = { ...withoutEncoding(body ?? {}), ...(ofPath && { name: ofPath }), ...query };
   const named = Object.entries(fields).filter(([field]) => !first.includes(field));
   const values = [
     ...first.filter((field) => field in fields).map((field) => pythonOf(fields[field])),

@@ -25,7 +25,8 @@
 /**
  * `model`: null for the served one. `prompt`: as requests take it. `edits`: only some views apply them.
  * @typedef {{ model: string | null, prompt: Prompt, edits?: string }} ViewState
- * @typedef {{ path: string, body: Record<string, any> | null }} ViewRequest `body`: null for GET
+ * @typedef {{ path: string, body: Record<string, any> | null, query?: Record<string, string> }} ViewRequest `body`:
+ *   null for GET, which may have a `query`
  * @typedef {{ name: string, element: Drawable }} Picture
  */
 

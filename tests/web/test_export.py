@@ -71,6 +71,13 @@ def test_the_status_is_copied_as_a_get_request(page: "Page", base: str) -> None:
     assert re.search(r"model +'bundled'", run([sys.executable, "-c", copied(page, "Copy as Python")]))
 
 
+def test_the_copied_command_of_a_weight_reads_the_part_that_is_shown(page: "Page", bundled: Running, base: str) -> None:
+    open_view(page, base, "weights", prompt=PROMPT, weight="blocks.0.attn.W_O", head=2)
+    answer = json.loads(run(["bash", "-c", copied(page, "Copy as curl")]))
+    expected = bundled.client.get("/weights/blocks.0.attn.W_O", params={"head": 2}).json()
+    assert (answer["shape"], answer["values"]) == ([1, 32, 256], expected["values"])
+
+
 def test_python_writes_every_value_of_json(page: "Page", base: str) -> None:
     open_view(page, base, "status")
     values = {"a": [None, True, False, -1.5, "☃\u2028\"'\\"], "b": {}}
@@ -82,12 +89,18 @@ def test_python_writes_every_value_of_json(page: "Page", base: str) -> None:
     assert ast.literal_eval(line.removeprefix('trace = client.run("x", edits=').removesuffix(")")) == values
 
 
-@pytest.mark.parametrize("view", ["forward", "attention", "lens", "loss", "worked", "steps", "edits"])
+@pytest.mark.parametrize("view", ["forward", "weights", "attention", "lens", "loss", "worked", "steps", "edits"])
 def test_copied_programs_end_in_the_arrays_or_the_text(page: "Page", base: str, view: str) -> None:
     """The program of each view runs, and the object that it ends in has what the view shows."""
     open_view(page, base, view)
     output = run([sys.executable, "-c", copied(page, "Copy as Python")])
-    expected = {"attention": "attn.pattern (1, 1, ", "lens": "'layers'", "worked": "blocks.0.ln1.out (", "steps": "("}
+    expected = {
+        "weights": "blocks.0.attn.W_Q (1, ",
+        "attention": "attn.pattern (1, 1, ",
+        "lens": "'layers'",
+        "worked": "blocks.0.ln1.out (",
+        "steps": "(",
+    }
     assert expected.get(view, " (1, ") in output
     if view in ("forward", "attention", "edits", "worked"):
         assert "\n[[" in output  # the numbers of an array

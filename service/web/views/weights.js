@@ -12,7 +12,7 @@ import { isOther } from "./positions.js";
 
 /**
  * @import { PositionedToken, WeightAnswer, WeightInfo } from "../answers.js"
- * @import { ViewState } from "../view.js"
+ * @import { ViewRequest, ViewState } from "../view.js"
  * @typedef {ViewState & typeof Weights.params} State
  * @typedef {{ dim: string, size: number, start: number, part: string, labels: string[] }} Axis a part of a dim, as
  *   GET /weights names it; of the vocabulary, the tokens of the prompt
@@ -62,6 +62,8 @@ export default class Weights extends View {
   #map = el("heat-map");
   /** @type {State | null} */
   #state = null;
+  /** @type {ViewRequest | null} */
+  #request = null;
 
   build() {
     this.append(this.#controls, this.#meaning, this.#facts, this.#map);
@@ -93,11 +95,16 @@ export default class Weights extends View {
     if (headDim) query.set(headDim, String(head));
     for (const axis of [rows, columns]) if (axis.dim) query.set(axis.dim, axis.part);
     const path = /** @type {"/weights/"} */ (`/weights/${info.name}?${query}`);
+    this.#request = { path: `/weights/${info.name}`, body: null, query: Object.fromEntries(query) };
     const answer = await getJson(path, signal);
     this.#showControls(infos, info, headDim ? { size: info.shape[0], head } : null, rows, columns);
     this.#showMeaning(info, answer);
     this.#showMap(answer, rows, columns);
     return undefined;
+  }
+
+  request() {
+    return this.#request;
   }
 
   pictures() {
