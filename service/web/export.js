@@ -84,7 +84,9 @@ function arraysOf(name) {
 export function asPython({ path, body, query }, { origin, withKey }) {
   const [, route, ofPath] = /** @type {string[]} */ (/^(\/weights\/|.*)(.*)$/.exec(path));
   const { method, name, first, ends } = CALLS[route];
-  const { stream: _stream, ...fields } = { ...withoutEncoding(body ?? {}), ...(ofPath && { name: ofPath }), ...query };
+  /** @type {Record<string, any>} */
+  const given = { ...withoutEncoding(body ?? {}), ...(ofPath && { name: ofPath }), ...query };
+  const { stream: _stream, ...fields } = given;
   const named = Object.entries(fields).filter(([field]) => !first.includes(field));
   const values = [
     ...first.filter((field) => field in fields).map((field) => pythonOf(fields[field])),
