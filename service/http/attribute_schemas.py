@@ -8,7 +8,7 @@ from service.http.field_types import Indices, Prompt, Text, TokenId, at_most
 from service.http.forward_schemas import TargetIds
 from service.http.schemas import AdaptedRequest, Globs, Positions
 
-PROMPT = "It was a dark night, and the captain"
+PROMPT = "When Mary and John went to the park, John gave a ball to"
 MAX_STEPS = 512
 OneToken = Annotated[
     Annotated[Text, Field(max_length=1000)] | TokenId, Field(description="a token id, or a text that is one token")

@@ -5,7 +5,7 @@
  * @import { Service } from "./view.js"
  */
 
-const EXAMPLE = "It was a dark night, and the captain";
+const EXAMPLE = "When Mary and John went to the park, John gave a ball to";
 const EXAMPLE_IDS = 8;
 const LIST_OF_IDS = /^\s*\[[\s\d,]*\]\s*$/;
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # With everything that a shell or Python could read in another way.
 PROMPT = 'It\'s a "test" of $HOME, `id`, \\n and {braces}\nin ünïcode'
-EXAMPLE = "It was a dark night, and the captain"
+EXAMPLE = "When Mary and John went to the park, John gave a ball to"
 SECONDS = 240  # to import PyTorch on a busy machine
 
 

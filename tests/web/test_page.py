@@ -16,7 +16,7 @@ from tests.web.views import VIEWS
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-EXAMPLE = "It was a dark night, and the captain"
+EXAMPLE = "When Mary and John went to the park, John gave a ball to"
 PROMPT = "Emma was sitting in"
 REFUSED = "net::ERR_CONNECTION_REFUSED"
 
