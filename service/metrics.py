@@ -87,12 +87,12 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(ProcessMetrics())
         self.num_prompt_tokens = self.num_generated_tokens = 0  # since the start
-        self.registry.register(TokenCollector(self.count_tokens))
         self._text, self._text_expires = b"", 0.0
         self.http_requests = self._counter("http_requests_total", "HTTP requests answered", "route", "method", "status")
         self.http_seconds = self._histogram(
             "http_request_duration_seconds", "Time from request to last byte of the response", "route"
         )
+        self.registry.register(TokenCollector(self.count_tokens))
         self.finished = self._counter("request_success_total", "Continuations that ended", "finished_reason")
         for reason in get_args(FinishReason):  # each begins at 0: for Prometheus, a new series at 1 is no increase
             self.finished.labels(reason)
