@@ -137,7 +137,7 @@ def test_small_results_are_shown_on_one_line(model: LocalModel) -> None:
     trace = model.run(PROMPT, [])
     assert re.fullmatch(r"PositionPredictions\(.*'-' 0\.0.*", repr(trace.predictions[0]))
     assert re.fullmatch(r"Prediction\(.*text='-'.*\)", repr(trace.predictions[0][0]))
-    assert repr(trace.tokens[0]) == "PositionedToken(id=445, text='the', position=0)"
+    assert repr(trace.tokens[0]) == "PositionedToken(id=2313, text='the', position=0)"
 
 
 def test_long_lists_of_results_are_shown_in_part(model: LocalModel, client: Client) -> None:
