@@ -21,7 +21,7 @@ from tests.web.conftest import OpenPage
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
 
-PROMPT = "It was a dark night, and the captain"
+PROMPT = "When Mary and John went to the park, John gave a ball to"
 ICON = "/page/icon.svg"  # Chromium asks for it whenever the address changes
 SOFTMAX = "([logits, options]) => import('/page/softmax.js').then((m) => Array.from(m.distribution(logits, options)))"
 
@@ -306,7 +306,7 @@ def test_a_model_without_a_template_offers_no_chat(page: "Page", base: str) -> N
 def test_edits_change_the_text_and_the_text_without_them_stands_below(
     page: "Page", bundled: Running, base: str
 ) -> None:
-    edits = [{"stage": "blocks.2.mlp_out", "op": "zero"}]
+    edits = [{"stage": "blocks.4.attn_out", "op": "zero"}]
     open_view(page, base, "generate", prompt=PROMPT, edits=json.dumps(edits), max_tokens=12)
     body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
     edited, plain = bundled.answer("/generate", **body, edits=edits), bundled.answer("/generate", **body)

@@ -314,12 +314,12 @@ def test_the_most_likely_token_is_explained_at_once(page: "Page", base: str) -> 
 
 
 def test_a_token_without_its_space_gets_a_hint(page: "Page", base: str) -> None:
-    open_view(page, base, "edits", prompt=PROMPT, explain="was")
-    meant = post(base, "/tokenize", text=" was")["tokens"][0]
-    hint = page.locator("direct-attribution", has_text=f"Did you mean “␣was” (id {meant['id']})")
+    open_view(page, base, "edits", prompt=PROMPT, explain="the")
+    meant = post(base, "/tokenize", text=" the")["tokens"][0]
+    hint = page.locator("direct-attribution", has_text=f"Did you mean “␣the” (id {meant['id']})")
     assert hint.count() == 1
-    page.get_by_role("button", name="“␣was”").click()
-    page.locator("direct-attribution .answer", has_text=f"“␣was” (id {meant['id']})").wait_for()
+    page.get_by_role("button", name="“␣the”").click()
+    page.locator("direct-attribution .answer", has_text=f"“␣the” (id {meant['id']})").wait_for()
     wait_until_ready(page)
     assert hint.count() == 0
 

@@ -32,7 +32,7 @@ def test_each_token_has_the_loss_of_predicting_it_from_those_before(page: "Page"
     assert first == "–"  # noqa: RUF001
     *expected, last = answer["loss"]["per_token"]
     assert last is None
-    assert [read_number(text) for text in others] == pytest.approx(expected, abs=6e-4)
+    assert [read_number(text) for text in others] == pytest.approx(expected, rel=SIGNIFICANT, abs=6e-4)
 
 
 def test_it_states_the_mean_the_perplexity_and_the_most_surprising_tokens(
