@@ -27,7 +27,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """`SETTINGS` with a chat template, which the bundled model lacks, and the adapters `first` and `second`."""
     directory = tmp_path_factory.mktemp("ray")
     template = directory / "chat.jinja"
-    template.write_text("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}")
+    template.write_text("{% for message in messages %}{{ message.role }}: {{ message.content }} {% endfor %}")
     names = ("first", "second")
     adapters = [f"{name}={write_adapter(directory / name, BUNDLED, seed=seed)}" for seed, name in enumerate(names)]
     return SETTINGS | {"chat_template": str(template), "adapter": adapters}

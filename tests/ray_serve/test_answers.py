@@ -16,7 +16,7 @@ from tests.ray_serve.cluster import PATIENCE_SECONDS
 from tests.ray_serve.conftest import KEY
 
 pytestmark = pytest.mark.slow
-PROMPT = "It was a dark night, and the captain"
+PROMPT = "Lucy had a"
 CHAT: list[Any] = [
     {"role": "system", "content": "Tell a story of the sea. " * 10},
     {"role": "user", "content": PROMPT},
