@@ -36,7 +36,7 @@ class Request:
     owner: str | None = None
 
 
-@dataclass(slots=True)  # not frozen: each step makes some, and freezing them costs microseconds
+@dataclass(slots=True)  # not frozen: each step makes some, and a frozen one takes longer to make
 class Output:
     """The output of one step for one choice of a request.
 

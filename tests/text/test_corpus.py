@@ -73,3 +73,11 @@ class TestKneserNey:
     def test_a_vocabulary_that_does_not_fit_is_refused(self, ids: np.ndarray) -> None:
         with pytest.raises(ValueError, match="do not fit in 63 bits"):
             KneserNey(ids, 50257)
+
+
+def test_lines_of_prose_are_joined_and_paragraphs_stay(tmp_path: Path) -> None:
+    path = tmp_path / "prose.txt"
+    path.write_text("One line\n  goes on.\n\nA second\nparagraph.\n")
+    plain, prose = Corpus.read([path], 0.0), Corpus.read([], 0.0, [path])
+    assert plain.training == ["One line\n  goes on.\n\nA second\nparagraph.\n"]
+    assert prose.training == ["One line goes on.\n\nA second paragraph.\n"]
