@@ -131,7 +131,7 @@ def luminance(colour: list[int]) -> float:
 
 def test_numbers_and_tokens_as_texts(drawing: "Page") -> None:
     cases = [
-        ("m.number(0.00001234)", "1.23e−5"),  # noqa: RUF001
+        ("m.number(0.00001234)", "1.234e−5"),  # noqa: RUF001
         ("m.number(-1234.56)", "−1234.6"),  # noqa: RUF001
         ("m.number(Infinity)", "∞"),
         ("m.number(null)", "–"),  # noqa: RUF001
