@@ -13,7 +13,7 @@ from model.engine.engine import Engine
 from model.network.float_network import FloatNetwork
 from model.network.ranks import Ranks
 from model.network.translators import Translators
-from model.text.grammar import Grammars
+from model.text.grammar.grammars import Grammars
 from service.http.buffers import Buffers, Reservation
 from service.http.errors import ApiError, draining, invalid
 from service.metrics import Metrics

@@ -29,9 +29,9 @@ OTHERS = {
     "model/tracing/stage_hints.py": "globs, which have at most 200 characters",
     "model/network/ranks.py": "an error of torch",
     "model/network/weight_hints.py": "names of our own weights",
-    "model/text/grammar_negation.py": "single characters, in a process whose time is limited",
+    "model/text/grammar/negation.py": "single characters, in a process whose time is limited",
     "service/answers/tool_calls.py": "our own marks of calls, and quotes",
-    "model/text/grammar_schema.py": "clients' patterns, in a process whose time is limited",
+    "model/text/grammar/schema.py": "clients' patterns, in a process whose time is limited",
     "model/checkpoints/families/__init__.py": "single digits",
     "service/http/field_names.py": "single characters of names of our own fields, and of unknown ones up to a limit",
 }

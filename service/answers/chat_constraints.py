@@ -2,7 +2,7 @@
 
 import re
 
-from model.text.grammar import EmbeddedSchema
+from model.text.grammar.grammars import EmbeddedSchema
 from model.text.json_keys import JsonPlace
 from service.answers.constraints import Compile, structured_output
 from service.answers.offered_tools import OfferedTools

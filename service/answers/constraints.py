@@ -10,8 +10,8 @@ from model.checkpoints.load import Checkpoint
 from model.errors import InvalidField
 from model.network.ranks import LostRank
 from model.text.constraint import Constraint
-from model.text.grammar import Grammars, NotRemembered
-from model.text.grammar_process import NeedsMoreTime, NoAnswer
+from model.text.grammar.grammars import Grammars, NotRemembered
+from model.text.grammar.process import NeedsMoreTime, NoAnswer
 from service.http.disconnects import unless_disconnected
 from service.http.errors import ApiError, internal, invalid, invalid_field, lost_rank, unread_grammar
 from service.http.generate_schemas import StructuredOutputs

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from model.text.grammar import EmbeddedSchema
+from model.text.grammar.grammars import EmbeddedSchema
 from service.answers.offered_tools import OfferedFunction
 
 Form = Literal["tagged", "list", "bare"]

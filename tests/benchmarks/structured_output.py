@@ -24,7 +24,7 @@ from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Request
 from model.ops.torch_ops import TORCH
 from model.text.constraint import Constraint, GrammarState, token_masks
-from model.text.grammar import Grammars
+from model.text.grammar.grammars import Grammars
 from model.text.sampling import SamplingParams
 from model.text.transcript import GenerationParams
 from tests.benchmarks.trace import cpu

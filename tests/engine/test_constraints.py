@@ -24,7 +24,7 @@ from model.engine.trace_params import TraceParams
 from model.errors import InvalidField
 from model.network.transformer import Transformer
 from model.text.constraint import Constraint, GrammarState
-from model.text.grammar import Grammars
+from model.text.grammar.grammars import Grammars
 from model.text.tokenizer import Tokenizer
 from model.text.transcript import End
 from model.tracing.selection import Selection

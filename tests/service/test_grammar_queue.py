@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from model.text.grammar_process import GrammarProcess, NeedsMoreTime, NoAnswer
+from model.text.grammar.process import GrammarProcess, NeedsMoreTime, NoAnswer
 from service.executors import LANES
 from service.http.bodies import INLINE_BYTES
 from tests.service.running import PATIENCE_SECONDS, Running, wait_until

@@ -14,9 +14,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from forwardscope.local import load
 from model.errors import InvalidField
-from model.text.grammar import Grammars
-from model.text.grammar_limits import parser_limits
-from model.text.grammar_program import SmallVocabulary, read
+from model.text.grammar.grammars import Grammars
+from model.text.grammar.limits import parser_limits
+from model.text.grammar.program import SmallVocabulary, read
 from model.text.tokenizer import Tokenizer
 from service.answers.chat_constraints import free_text, json_begin
 from service.answers.offered_tools import OfferedFunction

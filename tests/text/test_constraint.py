@@ -13,8 +13,8 @@ from tokenizers import decoders, models
 
 from model.errors import InvalidField
 from model.text.constraint import GrammarState, token_masks
-from model.text.grammar import Grammars, Vocabulary
-from model.text.grammar_limits import MAX_BYTES
+from model.text.grammar.grammars import Grammars, Vocabulary
+from model.text.grammar.limits import MAX_BYTES
 from model.text.tokenizer import Detokenizer, Tokenizer
 from tests.service.checkpoints import EOS, VOCAB_SIZE, write_tokenizer
 

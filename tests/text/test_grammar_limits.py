@@ -16,12 +16,12 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from model.errors import InvalidField
-from model.text import grammar_program
-from model.text.grammar import MAX_REMEMBERED, Grammars, NotRemembered
-from model.text.grammar_limits import InvalidGrammar
-from model.text.grammar_process import GrammarProcess, NeedsMoreTime, NoAnswer
-from model.text.grammar_program import SmallVocabulary, read, read_in_fork
-from model.text.grammar_source import check_attributes
+from model.text.grammar import program
+from model.text.grammar.grammars import MAX_REMEMBERED, Grammars, NotRemembered
+from model.text.grammar.limits import InvalidGrammar
+from model.text.grammar.process import GrammarProcess, NeedsMoreTime, NoAnswer
+from model.text.grammar.program import SmallVocabulary, read, read_in_fork
+from model.text.grammar.source import check_attributes
 from tests.service.running import PATIENCE_SECONDS
 from tests.text.test_constraint import grammars, tokenizer  # noqa: F401  # fixtures
 
@@ -157,15 +157,16 @@ def test_what_is_remembered_is_found_without_compiling(grammars: Grammars, check
 def test_only_the_limited_process_loads_the_modules_that_read_grammars() -> None:
     paths = [path for package in ("forwardscope", "model", "service") for path in (ROOT / package).rglob("*.py")]
     imports = {
-        (path.stem, node.module)
+        (".".join(path.relative_to(ROOT).with_suffix("").parts), node.module)
         for path in paths
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("model.text.grammar")
+        if isinstance(node, ast.ImportFrom) and node.module is not None
     }
-    shared = {"model.text.grammar", "model.text.grammar_limits", "model.text.grammar_process"}
-    private = {f"model.text.{path.stem}" for path in (ROOT / "model/text").glob("grammar_*.py")} - shared
-    assert "model.text.grammar_program" in private
-    assert {f"model.text.{user}" for user, module in imports if module in private} <= private
+    package = "model.text.grammar"
+    shared = {f"{package}.{name}" for name in ("__init__", "grammars", "limits", "process")}
+    private = {f"{package}.{path.stem}" for path in (ROOT / "model/text/grammar").glob("*.py")} - shared
+    assert f"{package}.program" in private
+    assert {user for user, module in imports if module in private} <= private
 
 
 def test_a_schema_given_as_text_is_read_like_one_given_as_a_value(grammars: Grammars) -> None:  # noqa: F811
@@ -205,7 +206,7 @@ def test_no_answer_is_not_remembered(grammars: Grammars, monkeypatch: pytest.Mon
         return subprocess.Popen(["true"], **pipes)
 
     with monkeypatch.context() as patch:
-        patch.setattr("model.text.grammar_process.subprocess", SimpleNamespace(Popen=start, PIPE=subprocess.PIPE))
+        patch.setattr("model.text.grammar.process.subprocess", SimpleNamespace(Popen=start, PIPE=subprocess.PIPE))
         with pytest.raises(NoAnswer):
             quick.choice("choice", ["unanswered"])
         assert len(num_started) == 2, "it was replaced once"
@@ -221,7 +222,7 @@ def test_a_process_that_does_not_answer_in_time_is_ended(
     process = quick._process._process
     assert process is not None
     with monkeypatch.context() as patch:
-        patch.setattr("model.text.grammar_process.MAX_WAIT_SECONDS", 0.0)
+        patch.setattr("model.text.grammar.process.MAX_WAIT_SECONDS", 0.0)
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(NoAnswer):
             quick.choice("choice", ["late"])
@@ -252,13 +253,13 @@ def test_an_error_of_the_reader_is_no_property_of_the_grammar(
     def fails(*_: Any) -> None:
         raise failure
 
-    monkeypatch.setattr(grammar_program, "read_source", fails)
+    monkeypatch.setattr(program, "read_source", fails)
     failure: BaseException = ZeroDivisionError("a bug")
     assert "cannot be read" in json.loads(read_in_fork(tokenizer, job))["error"]
     assert "ZeroDivisionError: a bug" in capfd.readouterr().err
     failure = MemoryError()
     assert json.loads(read_in_fork(tokenizer, job)) == {"ended": "memory"}
-    monkeypatch.setattr(grammar_program, "read_source", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(program, "read_source", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     assert json.loads(read_in_fork(tokenizer, job)) == {"ended": "killed"}
 
 
@@ -270,7 +271,7 @@ def test_each_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         compiled.append(text)
         return LLMatcher(tokenizer, text, **limits)
 
-    monkeypatch.setattr(grammar_program, "LLMatcher", matcher)
+    monkeypatch.setattr(program, "LLMatcher", matcher)
     schema = {"schema": {"type": "integer"}, "is_closed": True, "is_strict": False, "name": "f", "field": "tools.0"}
     answer = read(tokenizer, {"rules": "start: arguments_0", "schemas": {"arguments_0": schema}})
     assert answer["grammar"] == compiled[-1]

@@ -3,7 +3,7 @@
 import pytest
 
 from model.text.constraint import GrammarState
-from model.text.grammar import EmbeddedSchema, Grammars
+from model.text.grammar.grammars import EmbeddedSchema, Grammars
 from model.text.json_keys import JsonPlace
 from model.text.tokenizer import Tokenizer
 from tests.text.test_constraint import allowed, grammars, tokenizer  # noqa: F401  # fixtures

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from model.errors import InvalidField
 from model.text.constraint import GrammarState, token_masks
-from model.text.grammar import Grammars
+from model.text.grammar.grammars import Grammars
 from model.text.tokenizer import Tokenizer
 from tests.service.checkpoints import VOCAB_SIZE
 from tests.text.pydantic_models import random_model

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from model.text.grammar_limits import InvalidGrammar
+from model.text.grammar.limits import InvalidGrammar
 from tests.text.random_schemas import random_schema
-from tests.text.test_grammar_json import schema_matcher
+from tests.text.test_schema_rules import schema_matcher
 
 MAX_BYTES = 300
 LIKELY = b'"]},:0123456789abcx.tfn{['

@@ -12,7 +12,7 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
 from model.errors import shortened
-from model.text.grammar_limits import InvalidGrammar, parser_limits
+from model.text.grammar.limits import InvalidGrammar, parser_limits
 
 LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 LOOK_AHEAD = re.compile(r"\(\?[=!]")

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from model.text.grammar_formats import FORMATS
-from model.text.grammar_json import MAX_DIVISOR, MAX_PATTERN_PROPERTIES, TERMINALS, SchemaRules, schema_rules
-from model.text.grammar_limits import InvalidGrammar, parser_limits
-from model.text.grammar_numbers import Bound, number_regex
-from model.text.grammar_program import START, SmallVocabulary
+from model.text.grammar.formats import FORMATS
+from model.text.grammar.lark import TERMINALS, schema_rules
+from model.text.grammar.limits import InvalidGrammar, parser_limits
+from model.text.grammar.number_keywords import MAX_DIVISOR
+from model.text.grammar.number_regex import Bound, number_regex
+from model.text.grammar.options import MAX_PATTERN_PROPERTIES
+from model.text.grammar.program import START, SmallVocabulary
 
 TOKENIZER = LLTokenizer(SmallVocabulary(0, {}))  # type: ignore[arg-type]  # one token for each byte
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/N"}}, "required": ["next"]}
@@ -278,8 +280,7 @@ def test_many_conditions_on_one_property_have_few_rules() -> None:
 
 
 def test_rules_are_written_alike_each_time() -> None:
-    rules = SchemaRules(TAGGED, "start_", is_closed=True)
-    assert rules.lines() == rules.lines()
+    assert schema_rules("start", TAGGED, is_closed=True) == schema_rules("start", TAGGED, is_closed=True)
 
 
 def test_closed_objects_have_only_the_properties_that_the_schema_names() -> None:

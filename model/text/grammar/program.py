@@ -6,7 +6,7 @@ whose CPU time, memory and stack are limited: beyond a limit, the system ends th
 priority, so that streams do not wait for grammars.
 
 Input: lines of JSON. The first is the description of the vocabulary, `{"vocab_size": V, "special": {id: name}}`. The
-others are `{"source": what grammar_source.py takes, "cpu_seconds": limit}`. For each a line of JSON is printed: the
+others are `{"source": what `source.py` takes, "cpu_seconds": limit}`. For each a line of JSON is printed: the
 answer of `read`, or, if a process has ended, `{"ended": "time"}`, `{"ended": "memory"}` (or stack), or `{"ended":
 "killed"}` if the system or a person has killed it.
 """
@@ -24,7 +24,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from model.text.grammar_limits import (
+from model.text.grammar.limits import (
     MAX_DATA_BYTES,
     MAX_RULES_CHARACTERS,
     MAX_STACK_BYTES,
@@ -32,7 +32,7 @@ from model.text.grammar_limits import (
     InvalidGrammar,
     parser_limits,
 )
-from model.text.grammar_source import read_source
+from model.text.grammar.source import read_source
 
 # Any tokens may spell a text that the grammar prescribes. Otherwise llguidance would tokenize such texts itself, which
 # takes very long for some grammars, and would be wrong for tokenizers that add a space to every text.

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
-from model.text.grammar_formats import FORMATS
-from model.text.grammar_limits import InvalidGrammar
-from model.text.grammar_patterns import alternatives
+from model.text.grammar.formats import FORMATS
+from model.text.grammar.limits import InvalidGrammar
+from model.text.grammar.patterns import alternatives
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 # Keywords whose negation asks for a smaller or a larger number: the type of the value, the keyword, and the step.

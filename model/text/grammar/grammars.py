@@ -1,7 +1,7 @@
 """Compile what a text must look like (a JSON schema, a regular expression, a list of choices or a grammar) to a
 `Constraint`.
 
-A client's text is read only in a limited process (`grammar_program.py`). This process measures it, forwards it, and
+A client's text is read only in a limited process (`program.py`). This process measures it, forwards it, and
 compiles the grammar that the other process has written.
 
 A grammar describes the bytes of the text, so it needs the bytes of every token. They are the bytes that the token adds
@@ -19,8 +19,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from model.errors import InvalidField
 from model.text.constraint import Constraint
-from model.text.grammar_limits import CPU_SECONDS, MAX_BYTES, QUICK_CPU_SECONDS, parser_limits
-from model.text.grammar_process import GrammarProcess, NeedsMoreTime
+from model.text.grammar.limits import CPU_SECONDS, MAX_BYTES, QUICK_CPU_SECONDS, parser_limits
+from model.text.grammar.process import GrammarProcess, NeedsMoreTime
 from model.text.json_keys import WHOLE_TEXT, JsonPlace, KeyFilter
 from model.text.tokenizer import Tokenizer
 

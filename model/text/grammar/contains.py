@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from model.text.grammar_limits import InvalidGrammar
+from model.text.grammar.limits import InvalidGrammar
 
 MAX_STATES = 4000
 State = tuple[int, ...]  # the number of elements, then for each `contains` the number of elements that satisfy it

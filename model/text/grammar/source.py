@@ -1,6 +1,6 @@
 """Read what a client asks of a text, and write it as one grammar for llguidance.
 
-This runs only in the limited process of `grammar_program.py`: the sources may be hostile.
+This runs only in the limited process of `program.py`: the sources may be hostile.
 """
 
 import json
@@ -13,8 +13,8 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from model.errors import shortened
-from model.text.grammar_json import TERMINALS, schema_rules
-from model.text.grammar_limits import InvalidGrammar
+from model.text.grammar.lark import TERMINALS, schema_rules
+from model.text.grammar.limits import InvalidGrammar
 
 # Texts in which attributes have no meaning, then an attribute. Special tokens such as <|"|> may contain quotes. A text
 # without an end reaches to the end of the grammar, which is then invalid. So each character is read once.

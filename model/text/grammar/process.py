@@ -1,4 +1,4 @@
-"""Read grammars in another process (grammar_program.py), so that a hostile one cannot harm this process."""
+"""Read grammars in another process (`program.py`), so that a hostile one cannot harm this process."""
 
 import json
 import select
@@ -10,10 +10,10 @@ from typing import Any
 
 from model.errors import InvalidField
 from model.text.constraint import shorten_reason
-from model.text.grammar_limits import CPU_SECONDS
+from model.text.grammar.limits import CPU_SECONDS
 
 MAX_WAIT_SECONDS = 60.0  # for the answer: the CPU time is limited to far less, but other threads go first
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class NeedsMoreTime(Exception):
@@ -38,7 +38,7 @@ class GrammarProcess:
         self._is_killed = False
 
     def read(self, field: str, source: str) -> dict[str, Any]:
-        """The answer of `grammar_program.read`. Raises `InvalidField` if the source is invalid or too expensive, and
+        """The answer of `program.read`. Raises `InvalidField` if the source is invalid or too expensive, and
         `NoAnswer` if there is none.
         """
         answer = self._exchange(source)
@@ -73,7 +73,7 @@ class GrammarProcess:
     def _ask(self, source: str) -> dict[str, Any]:
         lines = [f'{{"cpu_seconds": {self._cpu_seconds}, "source": {source}}}']
         if self._process is None:
-            program = "import sys; sys.path.insert(0, sys.argv[1]); from model.text.grammar_program import main; main()"
+            program = "import sys; sys.path.insert(0, sys.argv[1]); from model.text.grammar.program import main; main()"
             command = [sys.executable, "-P", "-c", program, str(ROOT)]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             lines.insert(0, json.dumps(self.vocabulary))

@@ -20,9 +20,9 @@ from typing import Any
 from urllib.parse import unquote
 
 from model.errors import shortened
-from model.text.grammar_formats import FORMATS
-from model.text.grammar_limits import InvalidGrammar
-from model.text.grammar_negation import TYPES, negated
+from model.text.grammar.formats import FORMATS
+from model.text.grammar.limits import InvalidGrammar
+from model.text.grammar.negation import TYPES, negated
 
 Schema = Mapping[str, Any] | bool
 Way = tuple[Mapping[str, Any], ...]
