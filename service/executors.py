@@ -79,7 +79,7 @@ class Executors:
         return sum(job.running() for job in self._jobs)
 
     async def run(self, kind: Kind, job: Callable[[], Result], num_bytes: int = 0) -> Result:
-        """Run a job on a text of `num_bytes` bytes.
+        """Run a job in the lane of its kind. `num_bytes` are those of its text, if it has one.
 
         Raises 429 if too many jobs wait, and 503 after the timeout or on shutdown. A job that runs cannot be stopped.
         """
@@ -89,7 +89,7 @@ class Executors:
         if lane.max_waiting is not None and self._num_jobs[kind] > lane.max_waiting:  # one of them runs
             raise queue_full(f"{lane.max_waiting} {lane.name} wait already")
         if len(self._jobs) >= self._max_jobs:
-            raise queue_full(f"{len(self._jobs)} texts, bodies and grammars are being handled already")
+            raise queue_full(f"{len(self._jobs)} jobs on texts, bodies, grammars and weights are being handled already")
         future = self._executors[kind].submit(copy_context().run, job)
         wait = asyncio.wrap_future(future)
         self._jobs.add(future)

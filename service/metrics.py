@@ -7,7 +7,7 @@ delivered. The engine's own counters are read when Prometheus asks for the metri
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import get_args
@@ -23,24 +23,21 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from model.engine.engine import Stats
 from model.engine.request import Output, Step
 from model.text.transcript import FinishReason
 from service.process_metrics import ProcessMetrics
-from service.request_notes import notes_of
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 EDITED_ROUTES = ("/forward", "/logits", "/patterns", "/generate", "/v1/completions", "/v1/chat/completions")
 SPAN_RESULTS = ("exported", "failed", "dropped")
-PAGE_PATH = "/page"  # of the files of the web page, which all count as one route
 TEXT_SECONDS = 1.0  # for which the text of `GET /metrics` is kept: it takes milliseconds, and Kubernetes asks often
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 @dataclass
-class Progress:
+class RequestTimes:
     """The times at which one request reached its milestones, in seconds of `time.perf_counter`."""
 
     num_prompt: int
@@ -197,7 +194,7 @@ class Metrics:
     def note_prompt_tokens(self, number: int) -> None:
         self.num_prompt_tokens += number
 
-    def note_output(self, progress: Progress, output: Output, now: float) -> None:
+    def note_output(self, progress: RequestTimes, output: Output, now: float) -> None:
         """Update the metrics of a request with the output of a step that ended at `now`."""
         if output.tokens or output.prompt_tokens:
             is_first_output = progress.first_token is None
@@ -213,7 +210,7 @@ class Metrics:
                 self.request_seconds.observe(now - progress.arrived)
                 self.decode_seconds.observe(now - (progress.first_token or now))
 
-    def _note_first_token(self, progress: Progress, now: float) -> None:
+    def _note_first_token(self, progress: RequestTimes, now: float) -> None:
         self.note_prompt_tokens(progress.num_prompt)
         self.time_to_first_token.observe(now - progress.arrived)
         self.queue_seconds.observe(progress.queue_seconds)
@@ -301,63 +298,3 @@ class EngineCollector(Collector):
             ),
         ):
             yield CounterMetricFamily(f"forwardscope_{name}", text, value)
-
-
-class HttpMetrics:
-    """ASGI middleware that counts every request by its route. A path that is not a route counts as `unmatched`."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: Mapping[str, Collection[str]]) -> None:
-        """`paths` maps each path to its methods, in lower case as in OpenAPI."""
-        self.app = app
-        self.metrics = metrics
-        self.paths = paths
-        for path in (path for path, methods in paths.items() if "post" in methods):
-            # Each series begins at 0: for Prometheus, a new series at 1 is no increase.
-            for status in ("200", "429", "500", "503"):
-                metrics.http_requests.labels(path, "POST", status)
-            if path.startswith("/v1/"):
-                metrics.ignored_fields.labels(path)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        start = time.perf_counter()
-        status = 499  # stays if the client disconnects before an answer begins
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self.app(scope, receive, send_and_note)
-        finally:
-            route = route_label(scope, self.paths)
-            self.metrics.http_requests.labels(route, method_label(scope), str(status)).inc()
-            seconds = time.perf_counter() - start
-            self.metrics.http_seconds.labels(route).observe(seconds)
-            if ignored := notes_of(scope).ignored_fields:
-                self.metrics.ignored_fields.labels(route).inc(len(ignored))
-            if notes_of(scope).is_edited:
-                self.metrics.edited_requests.labels(route).inc()
-                self.metrics.edited_seconds.labels(route).observe(seconds)
-
-
-def route_label(scope: Scope, paths: Collection[str]) -> str:
-    """The path of a request if it is one of `paths`, such as `/v1/models/{model}`, otherwise `unmatched`."""
-    if is_page_file(scope):
-        return PAGE_PATH if PAGE_PATH in paths else "unmatched"
-    path = getattr(scope.get("route"), "path_format", None) or scope["path"]  # FastAPI sets the route
-    return str(path) if path in paths else "unmatched"
-
-
-def is_page_file(scope: Scope) -> bool:
-    """Whether a request is for a file of the web page."""
-    return bool(scope["path"].startswith(f"{PAGE_PATH}/"))
-
-
-def method_label(scope: Scope) -> str:
-    """The method of a request if it is a common one, otherwise `other`."""
-    return scope["method"] if scope["method"] in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS") else "other"

@@ -35,7 +35,7 @@ class RequestNotes:
     """Whether the request has edits (answers/source_passes.py)."""
     error_code: str | None = None
     """The code of the error in the response (errors.py), or in its stream (sse.py)."""
-    probe: bytes | None = None
+    liveness_bytes: bytes | None = None
     """The bytes that the connection may send now to find out whether the client is still there (sse.py, gate.py)."""
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from model.engine.request import Output, Request
 from service.http.buffers import Buffers, Reservation
-from service.metrics import Progress
+from service.metrics import RequestTimes
 
 # Bytes that a stream may hold for a client that does not read. Above them the request is paused: no step computes it.
 # `FAIR_UNREAD_BYTES` applies while the buffers of all requests together are full (`Buffers.is_full`).
@@ -40,7 +40,7 @@ class RequestStream:
         self,
         network: Control,
         requests: Sequence[Request],
-        progress: Sequence[Progress],
+        progress: Sequence[RequestTimes],
         timeout_seconds: float,
         buffers: Buffers,
     ) -> None:
@@ -51,11 +51,7 @@ class RequestStream:
         """The choices of each request that have not ended."""
         self._num_choices = sum(map(len, self.open_choices.values()))
         self._reservation = Reservation(buffers)
-        self.write_at_once: Callable[[Output], bool] = lambda output: False
-        """Writes an output that has only new tokens, if nothing earlier waits; False if `batches` must yield it.
-
-        Waking the task that reads `batches` takes as long as writing a token.
-        """
+        self._write_at_once: Callable[[Output], bool] = lambda output: False
         self._unread: deque[Output] = deque()
         self._unread_bytes = 0
         self._paused = False
@@ -63,8 +59,16 @@ class RequestStream:
         self._arrival: asyncio.Future[None] | None = None  # of the next output, while `batches` waits for it
         self._timer = asyncio.get_running_loop().call_later(timeout_seconds, self.cancel, "timeout")
 
-    async def batches(self) -> AsyncIterator[list[Output]]:
-        """Yield the outputs as they arrive, until every choice has ended: those that wait, up to `BATCH_BYTES`."""
+    async def batches(
+        self, write_at_once: Callable[[Output], bool] = lambda output: False
+    ) -> AsyncIterator[list[Output]]:
+        """Yield the outputs as they arrive, until every choice has ended: those that wait, up to `BATCH_BYTES`.
+
+        An output that has only new tokens does not wait for the task that reads this, if nothing earlier does: `put`
+        passes it to `write_at_once`, and only if that returns False is it yielded. Waking the task takes as long as
+        writing a token.
+        """
+        self._write_at_once = write_at_once
         num_ended = 0
         while num_ended < self._num_choices:
             while not self._unread:
@@ -82,7 +86,7 @@ class RequestStream:
     def put(self, output: Output) -> None:
         """Add an output of the worker."""
         is_awaited = self._arrival is not None and not self._arrival.done()  # then no earlier output is unread
-        if not (self._is_closed or (is_awaited and self._can_skip_queue(output) and self.write_at_once(output))):
+        if not (self._is_closed or (is_awaited and self._can_skip_queue(output) and self._write_at_once(output))):
             self._unread.append(output)
             self._count(_size(output))
             if self._arrival is not None and is_awaited:

@@ -24,7 +24,7 @@ from service.vectors import VectorStore
 from service.worker import Worker, WorkerLimits
 
 Result = TypeVar("Result")
-FEW_STRINGS = 16  # stop strings or stage globs that are checked in about a millisecond
+FEW_CHECKS = 16  # stop strings or stage globs that are checked in about a millisecond
 
 
 class State:
@@ -161,6 +161,6 @@ def seconds_left(state: State, arrived: float) -> float:
     return max(0.0, arrived + state.settings.request_timeout_seconds - time.perf_counter())
 
 
-async def run_plan(state: State, num_strings: int, make_plan: Callable[[], Result]) -> Result:
-    """Call `make_plan`, outside the event loop if the request has many strings (stop strings or globs) to prepare."""
-    return await state.worker.executors.run("bodies", make_plan) if num_strings > FEW_STRINGS else make_plan()
+async def run_plan(state: State, num_checks: int, make_plan: Callable[[], Result]) -> Result:
+    """Call `make_plan`, outside the event loop if it makes many checks: of stop strings, globs, prompts or edits."""
+    return await state.worker.executors.run("bodies", make_plan) if num_checks > FEW_CHECKS else make_plan()

@@ -16,7 +16,7 @@ from model.text.transcript import End
 from service.executors import Executors
 from service.http.buffers import Buffers
 from service.http.errors import draining, queue_full
-from service.metrics import Metrics, Progress
+from service.metrics import Metrics, RequestTimes
 from service.network_thread import NetworkThread
 from service.request_stream import RequestStream
 
@@ -80,7 +80,7 @@ class Worker:
         """
         num_tokens = sum(request.params.n * len(request.prompt_ids) for request in requests)
         self.check_room(num_tokens, num_requests=len(requests), in_series=in_series)
-        progress = [Progress(num_prompt=len(request.prompt_ids), arrived=arrived) for request in requests]
+        progress = [RequestTimes(num_prompt=len(request.prompt_ids), arrived=arrived) for request in requests]
         seconds_left = max(0.0, arrived + self._limits.timeout_seconds - time.perf_counter())
         stream = RequestStream(self.network, requests, progress, seconds_left, self._buffers)
         self._streams |= dict.fromkeys(stream.requests, stream)

@@ -28,6 +28,7 @@ SERVICE_LEVELS = (
     ("service.__main__",),
     ("service.commands",),
     ("service.app",),
+    ("service.loading",),
     ("service.routes",),
     ("service.answers",),
     ("service.state",),

@@ -46,7 +46,7 @@ from service.http import (
     pattern_schemas,
     tokenize_schemas,
 )
-from service.http.edit_schemas import StageEdit
+from service.http.edit_schemas import EditRequest
 from service.settings import Settings
 from tests import published_models
 from tests.service.running import Running, process, run_command, running
@@ -466,10 +466,10 @@ def test_the_table_of_an_endpoint_has_its_fields_and_their_defaults(field: str, 
 
 def test_the_table_of_operations_has_each_with_its_own_fields() -> None:
     (table,) = tables_with("`op`")
-    ops = {get_args(model.model_fields["op"].annotation)[0]: model for model in StageEdit.__subclasses__()}
+    ops = {get_args(model.model_fields["op"].annotation)[0]: model for model in EditRequest.__subclasses__()}
     assert [row[0].strip("`") for row in table] == list(ops)
     for row in table:
-        own = ops[row[0].strip("`")].model_fields.keys() - StageEdit.model_fields.keys() - {"op"}
+        own = ops[row[0].strip("`")].model_fields.keys() - EditRequest.model_fields.keys() - {"op"}
         assert set(re.findall(r"`(\w+)`", row[1])) == own, row
 
 

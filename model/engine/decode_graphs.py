@@ -17,7 +17,7 @@ from torch import Tensor
 
 from model.engine.attention.paged import PagedBackend
 from model.engine.attention.step_context import RecordedStepContext
-from model.engine.joint_decoding import JointDecoding
+from model.engine.joint_logits import JointLogits
 from model.engine.recorded_trace import (
     MAX_TRACE_BYTES,
     RecordedTrace,
@@ -95,13 +95,13 @@ class DecodeGraph:
         self._traced = traced
         traces = self._new_traces(model, max_keys)
         tap, taps = self._tap(traces)
-        self._decode = JointDecoding(model, ops.trace_kernels, traces)
+        self._joint_logits = JointLogits(model, ops.trace_kernels, traces)
         with self._recording.record():
-            logits = model(ids, context=context, adapters=adapters, tap=tap, decode=self._decode)[0]
+            logits = model(ids, context=context, adapters=adapters, tap=tap, compute_logits=self._joint_logits)[0]
             argmax = ops.sampling.argmax(logits)
             for error in (each.error for each in taps if each.error is not None):
                 raise error
-            for trace, row, lens_logits in zip(traces, traced, self._decode.lenses, strict=True):
+            for trace, row, lens_logits in zip(traces, traced, self._joint_logits.lenses, strict=True):
                 trace.finish_recording(_num_keys(sequences[row.index]), lens_logits)
         self.result = DecodeResult(logits, argmax, traces, was_replayed=False)
         self._replayed = replace(self.result, was_replayed=True)
@@ -202,8 +202,8 @@ class DecodeGraphs:
         edits: Sequence[EditedRows] = (),
         traced: Sequence[TracedRow] = (),
     ) -> DecodeResult | None:
-        """Compute a step. The result is valid until the next call; None if the step cannot be recorded."""
-        if self._attention is None or not all(scheduled.is_decoding for scheduled in sequences):
+        """Compute a step of decoding sequences. The result is valid until the next call; None if it cannot be recorded."""
+        if self._attention is None:
             return None
         max_keys = self._room_for_keys(sequences, traced)
         if traced and not self._can_trace(traced, max_keys):

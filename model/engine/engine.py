@@ -141,7 +141,10 @@ class Engine:
         return any(not sequence.paused for sequence in self._continuations)
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidField` for a field that does not fit the vocabulary, the context or the cache."""
+        """Raise `InvalidField` for a field that does not fit the vocabulary, the context or the cache.
+
+        Any thread may call this. `add` repeats it, because edits may have been bound since.
+        """
         config, num_prompt = self._model.config, len(request.prompt_ids)
         request.params.check(config.max_positions, num_prompt, has_tokenizer=self._tokenizer is not None)
         for field, ids in (

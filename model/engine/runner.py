@@ -15,7 +15,7 @@ from model.engine.step_batch import StepSequence
 from model.network.adapters import AdaptedRows, Adapter, PassAdapters
 from model.network.transformer import Transformer
 from model.ops.interface import Argmax
-from model.tracing.edits.bound import EditedRows, UniformEdits
+from model.tracing.edits.bound import EditedRows, RecordableEdits
 from model.tracing.stages import stages_of
 from model.tracing.tap import BatchTap, Chain, SequenceTap, Tap
 
@@ -67,17 +67,17 @@ class Runner:
         Sets the `rows` of each sequence, its trace and the time that this took, and its error. Taps and tracers see the
         edited stages.
         """
-        uniform = _uniform_edits(sequences)
-        ordered = self._order(sequences, uniform or {})
+        recordable = _recordable_edits(sequences)
+        ordered = self._order(sequences, recordable or {})
         first_row = 0
         for each in ordered:
             each.rows = slice(first_row, first_row + each.num_rows)
             first_row = each.rows.stop
         scheduled = [each.scheduled for each in ordered]
         adapters = self._pass_adapters(ordered) if self._adapters else None
-        if uniform is not None:
+        if recordable is not None:
             traced = _traced_rows(ordered)
-            decoded = self._decode_graphs.run(scheduled, adapters, _edited_rows(ordered, uniform), traced)
+            decoded = self._decode_graphs.run(scheduled, adapters, _edited_rows(ordered, recordable), traced)
             if decoded is not None:
                 for row, trace in zip(traced, decoded.traces, strict=True):
                     ordered[row.index].recorded_trace = trace
@@ -108,7 +108,7 @@ class Runner:
         return ForwardResult(logits, None, was_recorded=False, was_replayed=False)
 
     def _order(
-        self, sequences: Sequence[StepSequence], uniform: Mapping[StepSequence, UniformEdits]
+        self, sequences: Sequence[StepSequence], edits: Mapping[StepSequence, RecordableEdits]
     ) -> list[StepSequence]:
         """The order of the rows of a pass.
 
@@ -116,13 +116,13 @@ class Runner:
         read them in any order, so there neighbours have equal adapters, edits and traces where possible.
         """
         ordered = sorted(sequences, key=lambda each: (not each.scheduled.is_decoding, each.scheduled.start))
-        is_customized = bool(self._adapters or uniform) or any(each.is_traced for each in sequences)
+        is_customized = bool(self._adapters or edits) or any(each.is_traced for each in sequences)
         if isinstance(self._attention, PagedBackend) and is_customized:
             ordered.sort(
                 key=lambda each: (
                     not each.scheduled.is_decoding,
                     each.scheduled.sequence.adapter or "",
-                    uniform[each].key if each in uniform else b"",
+                    edits[each].key if each in edits else b"",
                     each.tracer.kind.key if each.tracer is not None and each.tracer.kind is not None else (),
                 )
             )
@@ -170,26 +170,26 @@ def _traced_rows(ordered: Sequence[StepSequence]) -> list[TracedRow]:
     ]
 
 
-def _uniform_edits(sequences: Sequence[StepSequence]) -> dict[StepSequence, UniformEdits] | None:
-    """The edits of a step that can be recorded with them; None if it cannot."""
+def _recordable_edits(sequences: Sequence[StepSequence]) -> dict[StepSequence, RecordableEdits] | None:
+    """The edits of those sequences that have any, if the step can be recorded with them; None if it cannot."""
     if not all(each.scheduled.is_decoding and each.request.tap is None for each in sequences):
         return None
-    uniform: dict[StepSequence, UniformEdits] = {}
+    found: dict[StepSequence, RecordableEdits] = {}
     for each in sequences:
         if each.edits is not None:
-            own = each.edits.uniform(each.scheduled.start, each.scheduled.num_new)
+            own = each.edits.recordable(each.scheduled.start, each.scheduled.num_new)
             if own is None:
                 return None
-            uniform[each] = own
-    return uniform
+            found[each] = own
+    return found
 
 
-def _edited_rows(ordered: Sequence[StepSequence], uniform: Mapping[StepSequence, UniformEdits]) -> list[EditedRows]:
+def _edited_rows(ordered: Sequence[StepSequence], edits: Mapping[StepSequence, RecordableEdits]) -> list[EditedRows]:
     """The edited rows of a pass. Neighbours with equal edits are one run of rows."""
     runs: list[EditedRows] = []
     first = 0
     for each in ordered:
-        own, end = uniform.get(each), first + each.scheduled.num_new
+        own, end = edits.get(each), first + each.scheduled.num_new
         before = runs[-1] if runs else None
         if own is not None and before is not None and before.rows.stop == first and before.edits.key == own.key:
             runs[-1] = EditedRows(before.edits, slice(before.rows.start, end))

@@ -301,45 +301,53 @@ class Scheduler:
 
         `allowances` has the most tokens of the running sequences with edits or traces.
         """
-        prompts = [sequence for sequence in self.running if sequence.num_missing > 1]
-        num_free = self._max_sequences - len(self.running)
-        entering = self._waiting_turns() if num_free else []
-        entering = [turn for turn in entering if num_free > self._num_kept(turn.number)]
-        num_entering = min(len(entering), num_free)
-        queue = _turns_of(prompts, Counter()) + entering
-        budget = self._max_tokens - len(planned)
-        if queue and (planned or self._batch_invariant):
-            budget = min(budget, self._budget.max_prompt_tokens(len(planned), len(prompts) + num_entering))
-        if not queue or budget <= 0:
+        prompts, entering = self._prompt_turns()
+        queue = prompts + entering
+        token_budget = self._prompt_budget(len(planned), len(prompts), len(entering))
+        if not queue or token_budget <= 0:
             return
+        total, reserved = token_budget, 0  # `reserved` is for the oldest prompt, until its turn comes
         oldest = min(queue, key=lambda turn: (turn.number, turn.sequence.order)).sequence
-        queue.sort(key=_Turn.shortest_first)
         can_admit = oldest in self.running or self._admit(oldest)  # nothing overtakes a sequence that finds no room
-        total, reserved = budget, 0
         if oldest in self.running:
             if oldest not in allowances:
-                allowances[oldest] = self._take_extra_time(oldest, min(budget, oldest.num_missing))
-            reserved = min(budget // 2, oldest.num_missing, allowances[oldest])
-        for number, sequence in queue:
+                allowances[oldest] = self._take_extra_time(oldest, min(total, oldest.num_missing))
+            reserved = min(total // 2, oldest.num_missing, allowances[oldest])
+        for number, sequence in sorted(queue, key=_Turn.shortest_first):
             if sequence is oldest:
                 reserved = 0
-                if (num_before := total - budget) > 0:  # the step ends soon, for those that are shorter
-                    budget = min(budget, max(num_before, EFFICIENT_TOKENS))
-            if budget <= reserved:
+                if (num_before := total - token_budget) > 0:  # the step ends soon, for those that are shorter
+                    token_budget = min(token_budget, max(num_before, EFFICIENT_TOKENS))
+            if token_budget <= reserved:
                 continue
             if sequence not in self.running:
                 has_place = len(self.running) + self._num_kept(number) < self._max_sequences
                 can_admit = can_admit and has_place and self._admit(sequence)
                 if not can_admit:
                     continue
-            most = min(budget - reserved, sequence.num_missing)
+            most = min(token_budget - reserved, sequence.num_missing)
             if sequence in allowances:
                 num_new = min(most, allowances[sequence])
             else:
                 num_new = self._take_extra_time(sequence, most)
             if num_new:
                 planned.append(ScheduledSequence(sequence, num_new))
-                budget -= num_new
+                token_budget -= num_new
+
+    def _prompt_turns(self) -> tuple[list[_Turn], list[_Turn]]:
+        """The turns of the running prompts, and of the waiting sequences for which a place is free."""
+        prompts = [sequence for sequence in self.running if sequence.num_missing > 1]
+        num_free = self._max_sequences - len(self.running)
+        waiting = self._waiting_turns() if num_free else []
+        return _turns_of(prompts, Counter()), [turn for turn in waiting if num_free > self._num_kept(turn.number)]
+
+    def _prompt_budget(self, num_decoding: int, num_running: int, num_entering: int) -> int:
+        """The number of tokens that the prompts of a step may have, beside so many decoding sequences."""
+        budget = self._max_tokens - num_decoding
+        num_prompts = num_running + min(num_entering, self._max_sequences - len(self.running))
+        if not num_prompts or not (num_decoding or self._batch_invariant):
+            return budget
+        return min(budget, self._budget.max_prompt_tokens(num_decoding, num_prompts))
 
     def _num_kept(self, number: int) -> int:
         """The free places that are kept for other owners, if an owner with `number` running sequences wants one."""

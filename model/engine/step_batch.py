@@ -21,7 +21,7 @@ from model.tracing.edits import BoundEdits
 
 @dataclass(eq=False)
 class StepSequence:
-    """One sequence in one step. The step fills in the fields below `needs_all_logits`."""
+    """One sequence in one step. `Runner.run` sets `rows`, the trace and its errors; `choose_tokens` sets the rest."""
 
     scheduled: ScheduledSequence
     request: Request

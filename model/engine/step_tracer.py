@@ -162,7 +162,7 @@ class StepTracer:
         if not self._has_lens or not self._residuals.kept or self._params.logit_lens is None:
             return None
         residuals = torch.cat(list(self._residuals.kept.values()))  # (L, C)
-        logits = self._model.decode(residuals[None])[0]
+        logits = self._model.compute_logits(residuals[None])[0]
         return LensLogits.of(logits, self._params.logit_lens, self._model.backend.summaries)
 
 

@@ -1,7 +1,9 @@
 """Pauses of long passes, so that other work of the same thread can run in between: after each block, each traced stage,
 and each piece of the logits.
 
-The thread that runs a pass sets `PAUSE` to the function that runs the other work. By default, there is none.
+The thread that runs a pass sets `PAUSE`, for the pass alone: the network thread of the service to a function that runs
+steps of the engine, its other threads to one that raises if nobody waits for the result any more. By default, there is
+none.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ def has_pauses() -> bool:
 
 
 def pause() -> None:
-    """Let other work run now."""
+    """Let other work run now. May raise, which ends the pass."""
     function = PAUSE.get()
     if function is not None:
         function()

@@ -24,7 +24,7 @@ PUBLISHED_BYTES = 1 << 16  # the most bytes of an article's printed numbers and 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(PromptPlan):
+class ForwardPlan(PromptPlan):
     """A checked request, for one of its prompts."""
 
     targets: list[int | None]
@@ -50,7 +50,7 @@ class Plan(PromptPlan):
 
 def planner(
     body: ForwardRequest, subject: Subject, num_prompts: int, is_list: bool, as_safetensors: bool
-) -> Callable[[int, PromptPlan], Plan]:
+) -> Callable[[int, PromptPlan], ForwardPlan]:
     """Check a request against the network that it will run on. Raises 400 for a wrong field.
 
     The function that is returned does the rest for one prompt.
@@ -61,7 +61,7 @@ def planner(
     stages = select_stages(subject.stages, body.stages, "stages")
     targets = split_targets(body, num_prompts, is_list)
 
-    def make_plan(index: int, plan: PromptPlan) -> Plan:
+    def make_plan(index: int, plan: PromptPlan) -> ForwardPlan:
         sizes = subject.sizes(len(plan.ids))
         own_targets = find_targets(targets[index], subject, plan.ids, param_of("targets", index, is_list))
         positions = None if body.positions is None else find_positions(body.positions, len(plan.ids), "positions")
@@ -69,7 +69,7 @@ def planner(
         if body.top_k is not None and body.top_k > sizes["d_vocab"]:
             raise invalid("top_k", f"{body.top_k} is more than the vocabulary of {sizes['d_vocab']} tokens")
         detail = "values" if as_safetensors and "detail" not in body.model_fields_set else body.detail
-        return Plan(
+        return ForwardPlan(
             **vars(plan),
             targets=own_targets,
             selection=Selection(stages=stages, detail=detail, positions=positions, heads=body.heads),
@@ -109,7 +109,7 @@ def find_targets(targets: list[int | None] | None, subject: Subject, ids: list[i
     return targets
 
 
-def make_budget(plan: Plan) -> Budget:
+def make_budget(plan: ForwardPlan) -> Budget:
     """Bound the answer and the largest tensors of the pass, from shapes alone."""
     selection, subject, sizes = plan.selection, plan.subject, plan.sizes
     num_runs = 2 if plan.has_baseline else 1

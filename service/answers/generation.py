@@ -24,7 +24,7 @@ from model.network.ranks import LostRank
 from model.text.sampling import NoFiniteMaximum
 from model.text.transcript import TokenOutput
 from service.answers.constraints import generation_error
-from service.answers.generation_plan import Inputs, Plan, plan_generation
+from service.answers.generation_plan import GenerationPlan, Inputs, plan_generation
 from service.answers.prompts import token_text
 from service.answers.request_phases import GenerationReport, add_generation
 from service.answers.step_trace_answers import TracePlan, trace_answer
@@ -55,7 +55,7 @@ class Generation:
     on shutdown.
     """
 
-    def __init__(self, plan: Plan, inputs: Inputs) -> None:
+    def __init__(self, plan: GenerationPlan, inputs: Inputs) -> None:
         request, state, checkpoint, arrived = inputs.request, inputs.state, inputs.checkpoint, inputs.arrived
         self.id = plan.id
         self.arrived = arrived
@@ -78,7 +78,7 @@ class Generation:
         self._reserved = plan.reserved_bytes
         self._reservation.reserve(self._reserved)
         self._report = GenerationReport(
-            plan.id, self.model_name, self.params, self.num_prompt, self.num_choices, plan.id.startswith("chatcmpl-")
+            plan.id, self.model_name, self.params, self.num_prompt, self.num_choices, inputs.options.is_chat
         )
         self._is_closed = False
         self._stream = state.worker.admit(plan.requests, arrived)
@@ -111,9 +111,14 @@ class Generation:
             add_generation(span, self._report, list(self._stream.progress.values()), time.perf_counter())
         self._is_closed = True
 
-    async def batches(self) -> AsyncIterator[list[ChoiceOutput]]:
-        """Yield the outputs that wait, with their traces as JSON, until every choice has ended."""
-        async for outputs in self._stream.batches():
+    async def batches(
+        self, write_at_once: Callable[[Output], bool] = lambda output: False
+    ) -> AsyncIterator[list[ChoiceOutput]]:
+        """Yield the outputs that wait, with their traces as JSON, until every choice has ended.
+
+        Those that `write_at_once` has written are not yielded (see `RequestStream.batches`).
+        """
+        async for outputs in self._stream.batches(write_at_once):
             yield [self._note(output, await self._encode_trace(output)) for output in outputs]
 
     def _note(self, output: Output, trace: orjson.Fragment | None) -> ChoiceOutput:
@@ -201,9 +206,8 @@ class Generation:
 
         notes = notes_of(self._request.scope)
         writer = notes.chunk_writer
-        self._stream.write_at_once = write_at_once
         try:
-            async for outputs in self.batches():
+            async for outputs in self.batches(write_at_once):
                 if events := b"".join(map(events_of, outputs)):
                     yield events
             for last in write_last():

@@ -35,7 +35,7 @@ class Options:
     """Options of a generation that each route reads from its own fields, or from fields with another meaning there.
 
     If `max_tokens` is None, it is `default_max_tokens`, or less if the context or the cache has less room. If both are
-    None, it is all of this room. `num_choices` choices are generated for each prompt. With `baseline`, the only prompt
+    None, it is all of this room. `n` choices are generated for each prompt. With `baseline`, the only prompt
     is also continued without edits. `field_names` maps fields of the engine to the route's names for them, for error
     messages.
     """
@@ -43,7 +43,7 @@ class Options:
     id_prefix: str
     max_tokens: int | None
     default_max_tokens: int | None
-    num_choices: int
+    n: int
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False
@@ -52,9 +52,12 @@ class Options:
     field_names: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """A request to generate, as its route has read it. It `arrived` at this time of `time.perf_counter`."""
+    """A request to generate, as its route has read it. `options` have the final word over fields of `body`.
+
+    The route began, after the body was read, at `arrived`, in seconds of `time.perf_counter`.
+    """
 
     request: Request
     state: State
@@ -68,7 +71,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Plan:
+class GenerationPlan:
     """A checked request: one request of the engine for each prompt, and its edits.
 
     With a baseline, the last request has the same prompt and no edits, and its trace is not asked for.
@@ -82,7 +85,7 @@ class Plan:
     reserved_bytes: int  # reserved before the start; 0 for a stream, whose outputs are counted while they are unread
 
 
-async def plan_generation(inputs: Inputs) -> Plan:
+async def plan_generation(inputs: Inputs) -> GenerationPlan:
     """Check a request and its budget, and run the passes from which its edits take values.
 
     Raises 400 for a wrong field, and 413 for an answer that would be too large.
@@ -113,71 +116,114 @@ def num_preparations(body: GenerationRequest, num_prompts: int, planner: EditPla
     return num_strings + num_prompts * (1 + (0 if planner is None else planner.num_checks))
 
 
-def make_plan(inputs: Inputs, planner: EditPlanner | None) -> Plan:
+def make_plan(inputs: Inputs, planner: EditPlanner | None) -> GenerationPlan:
     """Check a request against the checkpoint and the settings. Raises 400 for a wrong field."""
-    body, options, prompts = inputs.body, inputs.options, inputs.prompts
-    state, checkpoint = inputs.state, inputs.checkpoint
-    is_list = len(prompts) > 1
-    check_num_choices(options, state, len(prompts))
-    request_id = f"{options.id_prefix}-{uuid.uuid4().hex}"
-    requests, budgets = [], []
-    edit_plans: list[EditPlan | None] = []
-    trace = None
-    traces: dict[int, TracePlan] = {}  # by the length of the prompt, on which alone a plan depends
-    sizes: dict[int, Budget] = {}  # likewise
-    stages = [] if body.trace is None else traced_stages(body.trace, checkpoint)
-    shared_params = read_params(inputs)
-    max_step_tokens = get_engine(state).config.max_step_tokens
-    for index, ids in enumerate(prompts):
+    options, state, checkpoint = inputs.options, inputs.state, inputs.checkpoint
+    check_num_sequences(options, state, len(inputs.prompts))
+    prompts = PromptPlanner(inputs, planner)
+    plans = [prompts.plan(index, ids) for index, ids in enumerate(inputs.prompts)]
+    budgets = [each.budget for each in plans]
+    if options.baseline:
+        plans.append(prompts.baseline(plans[0]))
+        budgets += plans[-1].budget, make_changes_budget(state, checkpoint, plans[0].num_positions, options.n)
+    budget = total(budgets)
+    edit_plans = [each.edits for each in plans]
+    uses = Counter(each for each in edit_plans if each is not None)  # prompts of one length share a plan
+    edits_bytes = options.n * sum(number * answer_bytes(each) for each, number in uses.items())
+    budget = replace(budget, response_bytes=budget.response_bytes + edits_bytes)
+    return GenerationPlan(
+        prompts.id,
+        [each.request for each in plans],
+        edit_plans,
+        plans[0].trace,
+        budget,
+        0 if inputs.body.stream else budget.response_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class PlannedPrompt:
+    """The plan for one prompt. Its request computes at most `num_positions` positions."""
+
+    request: EngineRequest
+    edits: EditPlan | None
+    trace: TracePlan | None
+    budget: Budget
+    num_positions: int
+
+
+class PromptPlanner:
+    """Plans the prompts of a request. Prompts of one length share their trace and their budget."""
+
+    def __init__(self, inputs: Inputs, planner: EditPlanner | None) -> None:
+        trace, checkpoint = inputs.body.trace, inputs.checkpoint
+        self.id = f"{inputs.options.id_prefix}-{uuid.uuid4().hex}"
+        self._inputs = inputs
+        self._planner = planner
+        self._engine = get_engine(inputs.state)
+        self._params = read_params(inputs)
+        self._stages = [] if trace is None else traced_stages(trace, checkpoint)
+        self._traces: dict[int, TracePlan] = {}  # by the length of the prompt
+        self._budgets: dict[int, Budget] = {}  # likewise
+
+    def plan(self, index: int, ids: list[int]) -> PlannedPrompt:
+        """Check a prompt, and the fields of the request that depend on its length. Raises 400 for a wrong one."""
+        inputs, options, is_list = self._inputs, self._inputs.options, len(self._inputs.prompts) > 1
         try:
-            params = shared_params.with_max_tokens(find_max_tokens(options, state, checkpoint, len(ids)))
-            num_positions = len(ids) + max(params.max_tokens, 1) - 1
-            if body.trace is not None:
-                if len(ids) not in traces:
-                    traces[len(ids)] = plan_trace(body.trace, stages, checkpoint, num_positions, len(ids))
-                trace = traces[len(ids)]
+            most = find_max_tokens(options, inputs.state, inputs.checkpoint, len(ids))
+            params = self._params.with_max_tokens(most)
+            num_positions = len(ids) + max(most, 1) - 1
+            trace = self._trace(len(ids), num_positions)
             request = EngineRequest(
-                id=f"{request_id}-{index}" if is_list else request_id,
+                id=f"{self.id}-{index}" if is_list else self.id,
                 prompt_ids=ids,
                 params=params,
                 trace=None if trace is None else trace.params,
-                cache_salt=body.cache_salt,
+                cache_salt=inputs.body.cache_salt,
                 adapter=inputs.adapter,
-                owner=request_id,
+                owner=self.id,
             )
-            get_engine(state).check(request)
+            self._engine.check(request)
         except InvalidField as error:
             name = options.field_names.get(error.field, error.field)
             raise invalid_field(error, param_of(name, index, is_list and name == "prompt")) from None
-        requests.append(request)
-        prompt_param = param_of("prompt", index, is_list)
-        edit_plans.append(None if planner is None else planner.plan(ids, num_positions, prompt_param))
-        if len(ids) not in sizes:
-            sizes[len(ids)] = make_budget(trace, params, checkpoint, len(ids), max_step_tokens)
-        budgets.append(sizes[len(ids)])
-    if options.baseline:
-        requests.append(replace(requests[0], id=f"{request_id}-baseline", trace=None))
-        edit_plans.append(None)
-        budgets.append(make_budget(None, params, checkpoint, len(ids), max_step_tokens))
-        budgets.append(make_changes_budget(state, checkpoint, num_positions, params.n))
-    budget = total(budgets)
-    uses = Counter(each for each in edit_plans if each is not None)  # prompts of one length share a plan
-    edits_bytes = params.n * sum(number * answer_bytes(each) for each, number in uses.items())
-    budget = replace(budget, response_bytes=budget.response_bytes + edits_bytes)
-    return Plan(request_id, requests, edit_plans, trace, budget, 0 if body.stream else budget.response_bytes)
+        edits = None
+        if self._planner is not None:
+            edits = self._planner.plan(ids, num_positions, param_of("prompt", index, is_list))
+        if len(ids) not in self._budgets:
+            self._budgets[len(ids)] = self._budget(request, trace)
+        return PlannedPrompt(request, edits, trace, self._budgets[len(ids)], num_positions)
+
+    def baseline(self, plan: PlannedPrompt) -> PlannedPrompt:
+        """The plan for the same prompt without edits and trace."""
+        request = replace(plan.request, id=f"{self.id}-baseline", trace=None)
+        return PlannedPrompt(request, None, None, self._budget(request, None), plan.num_positions)
+
+    def _trace(self, num_prompt: int, num_positions: int) -> TracePlan | None:
+        options = self._inputs.body.trace
+        if options is None:
+            return None
+        if num_prompt not in self._traces:
+            checkpoint = self._inputs.checkpoint
+            self._traces[num_prompt] = plan_trace(options, self._stages, checkpoint, num_positions, num_prompt)
+        return self._traces[num_prompt]
+
+    def _budget(self, request: EngineRequest, trace: TracePlan | None) -> Budget:
+        num_prompt, max_step_tokens = len(request.prompt_ids), self._engine.config.max_step_tokens
+        return make_budget(trace, request.params, self._inputs.checkpoint, num_prompt, max_step_tokens)
 
 
-def check_num_choices(options: Options, state: State, num_prompts: int) -> None:
+def check_num_sequences(options: Options, state: State, num_prompts: int) -> None:
     """Raise 400 for more choices than the server takes."""
     settings = state.settings
-    if options.num_choices > settings.max_num_seqs:
+    if options.n > settings.max_num_seqs:
         name = options.field_names.get("n", "n")
         limit = settings.max_num_seqs
-        raise invalid(name, f"{options.num_choices} is more than the {limit} sequences that can run at a time")
+        raise invalid(name, f"{options.n} is more than the {limit} sequences that can run at a time")
     num_runs = num_prompts + (1 if options.baseline else 0)
-    num_sequences, limit = num_runs * options.num_choices, settings.max_num_seqs + settings.max_waiting_requests
+    num_sequences, limit = num_runs * options.n, settings.max_num_seqs + settings.max_waiting_requests
     if num_sequences > limit:
-        reason = f"{num_runs} prompts with {options.num_choices} choices each are more than the {limit} sequences"
+        reason = f"{num_runs} prompts with {options.n} choices each are more than the {limit} sequences"
         raise invalid("prompt", f"{reason} that one request may have; send several requests")
 
 
@@ -211,7 +257,7 @@ def read_params(inputs: Inputs) -> GenerationParams:
     named_ids = frozenset() if checkpoint.tokenizer is None else checkpoint.tokenizer.special_ids(stop)
     try:
         return GenerationParams(
-            n=options.num_choices,
+            n=options.n,
             max_tokens=0,
             sampling=SamplingParams(
                 **sampling,

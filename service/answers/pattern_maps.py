@@ -29,7 +29,7 @@ TOLERANCE = 0.5 / STEPS  # a pattern that rounds to a step is not out of range
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(PromptPlan):
+class PatternPlan(PromptPlan):
     """A checked request. `layers` and `heads` are the chosen ones, and `stages` the stage of each layer."""
 
     body: PatternsRequest
@@ -48,10 +48,10 @@ class Plan(PromptPlan):
         return Selection(stages=self.stages, detail="values", heads=self.body.heads)
 
 
-def planner(body: PatternsRequest) -> Callable[[int, PromptPlan], Plan]:
+def planner(body: PatternsRequest) -> Callable[[int, PromptPlan], PatternPlan]:
     """A function that checks a request against the network that it will run on. It raises 400 for a wrong field."""
 
-    def make_plan(_: int, plan: PromptPlan) -> Plan:
+    def make_plan(_: int, plan: PromptPlan) -> PatternPlan:
         num_tokens, subject = len(plan.ids), plan.subject
         sizes, by_name = subject.sizes(num_tokens), {stage.name: stage for stage in subject.stages}
         num_layers = sum(name.endswith(".attn.pattern") for name in by_name)
@@ -61,7 +61,7 @@ def planner(body: PatternsRequest) -> Callable[[int, PromptPlan], Plan]:
             reason = f"uint8 has numbers from 0 to 1, but {body.stage} has others; use float16 or float32"
             raise invalid("dtype", reason)
         layers = range(num_layers) if body.layers is None else body.layers
-        return Plan(
+        return PatternPlan(
             **vars(plan),
             body=body,
             layers=layers,
@@ -73,7 +73,7 @@ def planner(body: PatternsRequest) -> Callable[[int, PromptPlan], Plan]:
     return make_plan
 
 
-def make_budget(plan: Plan) -> Budget:
+def make_budget(plan: PatternPlan) -> Budget:
     """Bound the answer and the largest tensors of the pass, from shapes alone."""
     num_tokens, sizes = len(plan.ids), plan.subject.sizes(len(plan.ids))
     num_maps = len(plan.layers) * len(plan.heads)
@@ -139,7 +139,7 @@ def after_copies(ids: Sequence[int], device: torch.device) -> Tensor:
     return after.tril(-1)
 
 
-def encode_map(plan: Plan, stage: Stage, values: Tensor) -> Any:
+def encode_map(plan: PatternPlan, stage: Stage, values: Tensor) -> Any:
     """The numbers of a map in the dtype of the request. Raises 400 for numbers that the dtype cannot hold."""
     name = plan.body.dtype
     pause()

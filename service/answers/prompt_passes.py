@@ -16,8 +16,8 @@ from model.tracing.edits import BoundEdits, EditPlan
 from model.tracing.tap import Tap
 from service.answers.budget import Budget, total
 from service.answers.edits import answer_bytes, read_edits
+from service.answers.passes import Pass, PassAnswer, answer_passes
 from service.answers.prompts import Prompt, param_of
-from service.answers.single_pass import Pass, PassAnswer, answer_passes
 from service.answers.source_passes import bind_edits
 from service.answers.subject import Subject
 from service.http.errors import invalid
@@ -75,9 +75,13 @@ async def answer_prompts(
 ) -> Response:
     """Plan and run a pass for each prompt, and return the response. Raises the errors of all of these steps.
 
-    `planner` checks the fields that do not depend on the prompts; they match `num_globs` globs. It returns a function
-    that takes the index of a prompt and the common part of its plan, and returns the whole plan. `run` takes the
-    seconds that the pass waited.
+    1. The prompts are tokenized.
+    2. `planner`, of the route, checks the fields that do not depend on the prompts; they match `num_globs` globs. It
+       returns a function that takes the index of a prompt and the common part of its plan, and returns the whole plan.
+    3. `make_budget`, of the route, bounds the cost of a plan.
+    4. The passes from which edits take values are run (source_passes.py).
+    5. `answer_passes` (passes.py) calls `run`, of the route, for each plan on the network's thread, with the seconds
+       that the pass waited, and encodes the answers.
     """
     params = [param_of("prompt", index, is_list) for index in range(len(prompts))]
     ids = [

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from model.text.transcript import GenerationParams
-from service.metrics import Progress
+from service.metrics import RequestTimes
 from service.spans import MAX_PHASED, Attribute, Phase, RequestSpan
 
 
@@ -44,7 +44,7 @@ class GenerationReport:
     trace: TraceTimes = field(default_factory=TraceTimes)
 
 
-def add_generation(span: RequestSpan, report: GenerationReport, progress: Sequence[Progress], now: float) -> None:
+def add_generation(span: RequestSpan, report: GenerationReport, progress: Sequence[RequestTimes], now: float) -> None:
     """Add a generation that ends `now` to the span of its request."""
     span.attributes |= generation_attributes(report)
     for index, each in enumerate(progress[:MAX_PHASED]):

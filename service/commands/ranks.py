@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from model.engine.tensor_parallel.follower import Follower
 from model.network.ranks import LostRank, Place, Ranks
-from service.app import device_of, load_model, num_threads, set_num_threads
+from service.loading import device_of, load_model, num_threads, set_num_threads
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)

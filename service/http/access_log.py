@@ -15,9 +15,9 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.http.gate import OPERATION_PATHS
+from service.http.route_labels import is_page_file, method_label, route_label
 from service.ignored_fields import HEADER as IGNORED_HEADER
 from service.ignored_fields import ignored_text
-from service.metrics import is_page_file, method_label, route_label
 from service.request_ids import RequestIds, handling
 from service.request_notes import notes_of
 

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from service.http.access_log import AccessLog, log_refusal
 from service.http.chunk_writer import ChunkWriter
-from service.http.errors import ApiError, error_bytes, error_response
+from service.http.errors import ApiError, ErrorResponse, error_bytes
 from service.http.gate import OPERATION_PATHS, closing
 from service.http.http_parser import HttpParser
 from service.http.tcp import hang_up_state, unacknowledged_bytes
@@ -246,7 +246,7 @@ class Connection(H11Protocol):
 
     def handle_events(self) -> None:
         before = self.cycle
-        super().handle_events()
+        super().handle_events()  # for a new request, uvicorn makes a cycle and starts the task of the application
         if self.cycle is not before:
             self.phase_began = time.monotonic()
             self._num_requests += 1
@@ -349,8 +349,8 @@ class Connection(H11Protocol):
         event: h11.Event | None = None
         if not self.cycle.response_started and self.cycle.scope["http_version"] == "1.1":
             event = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
-        elif self.cycle.response_started and (probe := self._notes.probe) is not None:
-            event = h11.Data(data=probe)
+        elif self.cycle.response_started and (content := self._notes.liveness_bytes) is not None:
+            event = h11.Data(data=content)
         if event is not None:
             self.transport.write(self.conn.send(event) or b"")
 
@@ -363,7 +363,7 @@ def too_many_connections() -> ApiError:
 def health_only(app: ASGIApp) -> ASGIApp:
     """Wrap the application for connections above the limit: it answers `OPERATION_PATHS`, and 429 to all others."""
 
-    refuse = AccessLog(error_response(too_many_connections()), paths=())
+    refuse = AccessLog(ErrorResponse(too_many_connections()), paths=())
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         is_health = scope["path"] in OPERATION_PATHS and scope["method"] in ("GET", "HEAD")

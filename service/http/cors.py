@@ -7,7 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from service.http.errors import ApiError, error_response
+from service.http.errors import ApiError, ErrorResponse
 
 
 class Cors(CORSMiddleware):
@@ -33,6 +33,6 @@ class Cors(CORSMiddleware):
             "this origin, method or header is not allowed for cross-origin requests; to allow the origin, start the "
             "server with --cors-origin"
         )
-        refusal = error_response(ApiError(400, message, code="cors"))
+        refusal = ErrorResponse(ApiError(400, message, code="cors"))
         refusal.headers["Vary"] = "Origin"
         return refusal

@@ -116,7 +116,7 @@ class EditSourceRequest(Request):
     )
 
 
-class StageEdit(Request):
+class EditRequest(Request):
     """The fields that all edits have."""
 
     stage: ShortText = Field(description="a glob over the stage names of GET /model")
@@ -135,19 +135,19 @@ class StageEdit(Request):
         unknown = [name for name in values if name not in cls.model_fields] if isinstance(values, dict) else []
         if unknown:
             (op,) = get_args(cls.model_fields["op"].annotation)
-            own = [name for name in cls.model_fields if name not in StageEdit.model_fields and name != "op"]
+            own = [name for name in cls.model_fields if name not in EditRequest.model_fields and name != "op"]
             has = f"its own fields are {', '.join(own)}" if own else "it has no fields of its own"
             raise ValueError(f"the operation {op!r} has no field {unknown[0][:100]!r}; {has}")
         return values
 
 
-class ZeroEdit(StageEdit):
+class ZeroEdit(EditRequest):
     """Set the numbers to 0."""
 
     op: Literal["zero"]
 
 
-class SetEdit(StageEdit):
+class SetEdit(EditRequest):
     """Replace the numbers by a vector or one number."""
 
     op: Literal["set"]
@@ -155,21 +155,21 @@ class SetEdit(StageEdit):
     value: float | None = None
 
 
-class MeanEdit(StageEdit):
+class MeanEdit(EditRequest):
     """Replace the numbers by their mean over the positions of a prompt."""
 
     op: Literal["mean"]
     source: EditSourceRequest | None = Field(None, description="default: all positions of the request's own prompt")
 
 
-class PatchEdit(StageEdit):
+class PatchEdit(EditRequest):
     """Replace the numbers by those of another prompt."""
 
     op: Literal["patch"]
     source: EditSourceRequest
 
 
-class AddEdit(StageEdit):
+class AddEdit(EditRequest):
     """Add a vector times `scale`, or one number."""
 
     op: Literal["add"]
@@ -178,14 +178,14 @@ class AddEdit(StageEdit):
     scale: float = 1.0
 
 
-class ScaleEdit(StageEdit):
+class ScaleEdit(EditRequest):
     """Multiply the numbers by a factor."""
 
     op: Literal["scale"]
     factor: float
 
 
-class ProjectEdit(StageEdit):
+class ProjectEdit(EditRequest):
     """Multiply the component along a direction by `coeff`: 0 removes it, 1 changes nothing."""
 
     op: Literal["project"]
@@ -193,7 +193,7 @@ class ProjectEdit(StageEdit):
     coeff: float = 0.0
 
 
-class CapEdit(StageEdit):
+class CapEdit(EditRequest):
     """Limit each number or, with a `vector`, the component along this direction."""
 
     op: Literal["cap"]
@@ -202,7 +202,7 @@ class CapEdit(StageEdit):
     max: float | None = None
 
 
-class NoiseEdit(StageEdit):
+class NoiseEdit(EditRequest):
     """Add normal noise, which depends on the seed, the stage, the position and the index only."""
 
     op: Literal["noise"]

@@ -143,16 +143,12 @@ class ErrorResponse(JSONResponse):
         await super().__call__(scope, receive, send)
 
 
-def error_response(error: ApiError) -> JSONResponse:
-    return ErrorResponse(error)
-
-
 def install_error_handlers(app: FastAPI) -> None:
     """Answer our own exceptions that mean an error of the request, and those of Starlette's router, such as 404."""
 
     @app.exception_handler(ApiError)
     async def _api_error(request: Request, error: ApiError) -> JSONResponse:
-        return error_response(error)
+        return ErrorResponse(error)
 
     @app.exception_handler(ClientGone)
     async def _client_gone(request: Request, error: ClientGone) -> Response:
@@ -160,11 +156,11 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(LostRank)
     async def _lost_rank(request: Request, error: LostRank) -> Response:
-        return error_response(lost_rank())
+        return ErrorResponse(lost_rank())
 
     @app.exception_handler(UnreadableText)
     async def _unreadable_text(request: Request, error: UnreadableText) -> Response:
-        return error_response(ApiError(400, str(error), code="unreadable_text"))
+        return ErrorResponse(ApiError(400, str(error), code="unreadable_text"))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
@@ -178,7 +174,7 @@ def install_error_handlers(app: FastAPI) -> None:
         elif error.status_code == 405:
             reason = f"this route takes {headers.get('Allow', 'other methods')}; /docs shows all routes"
         message = f"{request.method} {request.url.path}: {reason}"
-        return error_response(ApiError(error.status_code, message, code=code, headers=headers))
+        return ErrorResponse(ApiError(error.status_code, message, code=code, headers=headers))
 
 
 class InternalErrors:
@@ -204,4 +200,4 @@ class InternalErrors:
             if scope["type"] != "http" or has_begun:
                 raise
             logger.exception("%s %s failed", scope["method"], scope["path"])
-            await error_response(internal())(scope, receive, send)
+            await ErrorResponse(internal())(scope, receive, send)

@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.http.buffers import Buffers, Reservation
 from service.http.documentation import DOCUMENTATION_FILES, DOCUMENTATION_PATHS
-from service.http.errors import ApiError, ClientGone, error_response
-from service.metrics import PAGE_PATH
+from service.http.errors import ApiError, ClientGone, ErrorResponse
+from service.http.route_labels import PAGE_PATH
 from service.request_notes import RequestNotes, notes_of
 from service.settings import is_address
 
@@ -92,7 +92,7 @@ class Gate:
         except ClientGone:
             pass
         except ApiError as error:
-            await error_response(error)(scope, receive, closing(send) if needs_closing(headers) else send)
+            await ErrorResponse(error)(scope, receive, closing(send) if needs_closing(headers) else send)
         finally:
             reservation.release()
 
@@ -263,12 +263,12 @@ def in_pieces(send: Send, notes: RequestNotes) -> Send:
             await send(message)
             return
         content = memoryview(content)
-        probe, notes.probe = notes.probe, None
+        liveness_bytes, notes.liveness_bytes = notes.liveness_bytes, None
         for start in range(0, len(content), PIECE):
             is_last = start + PIECE >= len(content)
             piece = bytes(content[start : start + PIECE])
             await send({**message, "body": piece, "more_body": not is_last or message.get("more_body", False)})
-        notes.probe = probe
+        notes.liveness_bytes = liveness_bytes
 
     return send_pieces
 

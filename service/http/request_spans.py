@@ -10,7 +10,7 @@ from collections.abc import Collection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.http.access_log import is_frequent
-from service.metrics import method_label, route_label
+from service.http.route_labels import method_label, route_label
 from service.request_notes import notes_of
 from service.spans import RequestSpan, Tracer
 

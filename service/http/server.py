@@ -7,14 +7,16 @@ import signal
 import socket
 import sys
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
 
 from service.http.connections import RESERVED, ConnectionLimits, Connections
-from service.metrics import Metrics
 from service.settings import Settings
+
+if TYPE_CHECKING:
+    from service.state import State
 
 if sys.platform != "win32":
     import resource
@@ -27,32 +29,9 @@ OTHER_FILES = 64 + ACCEPTS_PER_TURN  # open files of the process besides its con
 LAST_EVENTS_SECONDS = 10  # for writing the ends of responses, after all computation has ended
 
 
-# Protocols instead of the classes `Worker` and `State`: those import service.http, which must not import them.
-
-
-class Work(Protocol):
-    """The requests that the service has admitted; the server waits for them or cancels them when it shuts down."""
-
-    @property
-    def is_draining(self) -> bool: ...
-    async def drain(self, grace_seconds: float) -> None: ...
-    def give_up(self) -> None: ...
-
-
-class Service(Protocol):
-    """The parts of the application's state that the server uses."""
-
-    settings: Settings
-    metrics: Metrics
-    loaded: asyncio.Event
-
-    @property
-    def worker(self) -> Work: ...
-
-
 def make_server(app: FastAPI) -> "DrainingServer":
     """Make a server for the application, with the limits of its settings."""
-    state: Service = app.state.forwardscope
+    state: State = app.state.forwardscope
     settings = state.settings
     connections = Connections(
         ConnectionLimits(
@@ -123,7 +102,7 @@ class DrainingServer(uvicorn.Server):
     idle or the grace period is over. After the second signal it cancels the remaining requests and ends at once.
     """
 
-    def __init__(self, config: uvicorn.Config, state: Service, connections: Connections) -> None:
+    def __init__(self, config: uvicorn.Config, state: "State", connections: Connections) -> None:
         super().__init__(config)
         self._state = state
         self._worker = state.worker

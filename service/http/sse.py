@@ -83,7 +83,9 @@ class EventStream(StreamingResponse):
         while self._keepalive_seconds:
             await asyncio.sleep(self._keepalive_seconds / CHECKS)
             num_silent = num_silent + 1 if self._num_sent == num_sent else 1
-            if num_silent >= CHECKS and self._notes.probe is not None:  # not between the pieces of a long event
+            if (
+                num_silent >= CHECKS and self._notes.liveness_bytes is not None
+            ):  # not between the pieces of a long event
                 await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
                 num_silent = 0
             num_sent = self._num_sent
@@ -96,7 +98,7 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # `Connection._probe` may send this between events, to find out whether the client is still there.
         self._notes = notes_of(scope)
-        self._notes.probe = COMMENT
+        self._notes.liveness_bytes = COMMENT
         self._writer = self._notes.chunk_writer
         self._keepalive_seconds = scope["app"].state.forwardscope.settings.sse_keepalive_seconds
         try:

@@ -19,10 +19,10 @@ from model.tracing.pauses import pause
 from model.tracing.predictions import predict
 from model.tracing.selection import Detail, Selection, StageTrace
 from model.tracing.tap import Tap
-from service.answers.forward_plan import Plan, make_budget, planner
+from service.answers.forward_plan import ForwardPlan, make_budget, planner
+from service.answers.passes import SAFETENSORS_MEDIA_TYPE, PassAnswer, wants_safetensors
 from service.answers.prompt_passes import answer_prompts
 from service.answers.prompts import as_list
-from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE, PassAnswer, wants_safetensors
 from service.answers.stage_answers import stage_answer
 from service.answers.subject import find_subject
 from service.answers.worked_example_answers import published_answer, worked_example_answer
@@ -61,7 +61,7 @@ async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Re
     )
 
 
-def run(plan: Plan, waited: float) -> PassAnswer:
+def run(plan: ForwardPlan, waited: float) -> PassAnswer:
     """Run the pass, or with a baseline both passes, and describe them. Called on the network's thread."""
     start = time.perf_counter()
     selection = replace(plan.selection, detail="values") if plan.has_baseline else plan.selection
@@ -79,13 +79,13 @@ def run(plan: Plan, waited: float) -> PassAnswer:
     return PassAnswer(results.Trace(**plan.head(waited, seconds), **fields), tensors)
 
 
-def run_pass(plan: Plan, selection: Selection, tap: Tap | None) -> Trace:
+def run_pass(plan: ForwardPlan, selection: Selection, tap: Tap | None) -> Trace:
     """Run one pass."""
     subject = plan.subject
     return trace(subject.network, plan.ids, plan.targets, selection, plan.sizes, subject.device, tap)
 
 
-def describe_pass(plan: Plan, found: Trace) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def describe_pass(plan: ForwardPlan, found: Trace) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The fields of a `Pass`, and the tensors of a safetensors answer."""
     stages = [with_detail(kept, plan.selection.detail) for kept in found.stages]
     values = {kept.stage.name: cast_values(plan, kept) for kept in stages}
@@ -110,13 +110,13 @@ def with_detail(kept: StageTrace, detail: Detail) -> StageTrace:
     )
 
 
-def describe_stage(plan: Plan, kept: StageTrace, values: Tensor | None) -> Stage[Any]:
+def describe_stage(plan: ForwardPlan, kept: StageTrace, values: Tensor | None) -> Stage[Any]:
     """Describe a stage, with its printed numbers if the subject is a worked example on its own prompt."""
     published = None if plan.example is None else published_answer(plan.example, kept.stage, plan.selection)
     return stage_answer(kept, values, plan.encoding, published)
 
 
-def cast_values(plan: Plan, kept: StageTrace) -> Tensor | None:
+def cast_values(plan: ForwardPlan, kept: StageTrace) -> Tensor | None:
     """The values of a stage in the dtype that the request asks for."""
     if kept.values is None or plan.dtype is None or plan.dtype == kept.values.dtype:
         return kept.values

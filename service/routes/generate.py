@@ -44,7 +44,7 @@ async def generate(body: GenerateRequest, request: Request, state: StateDep, che
         id_prefix="gen",
         max_tokens=body.max_tokens,
         default_max_tokens=DEFAULT_MAX_TOKENS,
-        num_choices=body.n,
+        n=body.n,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
         echo=body.echo,
@@ -54,7 +54,17 @@ async def generate(body: GenerateRequest, request: Request, state: StateDep, che
     if body.baseline and body.stream:
         raise invalid("baseline", "cannot be streamed, because the runs are compared at their end; leave out stream")
     constraint = await compile_constraint(request, state, checkpoint, structured_output(body.structured_outputs))
-    inputs = Inputs(request, state, checkpoint, arrived, body, options, [ids], constraint, adapter)
+    inputs = Inputs(
+        request=request,
+        state=state,
+        checkpoint=checkpoint,
+        arrived=arrived,
+        body=body,
+        options=options,
+        prompts=[ids],
+        constraint=constraint,
+        adapter=adapter,
+    )
     generation = await start_generation(inputs)
     if body.stream:
         return EventStream(generation.events(Events(generation)), on_close=generation.close)

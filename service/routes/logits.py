@@ -22,9 +22,9 @@ from model.tracing.pauses import pause, pieces
 from model.tracing.tap import Tap
 from service.answers.budget import Budget, ResponseContents, pass_bytes
 from service.answers.edits import check_baseline
+from service.answers.passes import SAFETENSORS_MEDIA_TYPE, PassAnswer, wants_safetensors
 from service.answers.prompt_passes import PromptPlan, answer_prompts
 from service.answers.prompts import as_list, find_positions
-from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE, PassAnswer, wants_safetensors
 from service.answers.subject import checkpoint_subject
 from service.http.bodies import JsonRoute
 from service.http.encoding import json_array
@@ -37,7 +37,7 @@ router = APIRouter(route_class=JsonRoute, tags=["inside"])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(PromptPlan):
+class LogitsPlan(PromptPlan):
     """A checked request, for one of its prompts. `rows` are the positions whose logits are asked for."""
 
     body: LogitsRequest
@@ -74,9 +74,9 @@ async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpo
     )
 
 
-def planner(body: LogitsRequest, as_safetensors: bool) -> Callable[[int, PromptPlan], Plan]:
-    def make_plan(_: int, plan: PromptPlan) -> Plan:
-        return Plan(**vars(plan), body=body, rows=find_rows(body, len(plan.ids)), as_safetensors=as_safetensors)
+def planner(body: LogitsRequest, as_safetensors: bool) -> Callable[[int, PromptPlan], LogitsPlan]:
+    def make_plan(_: int, plan: PromptPlan) -> LogitsPlan:
+        return LogitsPlan(**vars(plan), body=body, rows=find_rows(body, len(plan.ids)), as_safetensors=as_safetensors)
 
     return make_plan
 
@@ -92,7 +92,7 @@ def find_rows(body: LogitsRequest, num_tokens: int) -> list[int]:
     return find_positions(body.positions, num_tokens, "positions")
 
 
-def make_budget(plan: Plan) -> Budget:
+def make_budget(plan: LogitsPlan) -> Budget:
     """Bound the answer, and the logits of the passes."""
     body, vocab_size, num_rows = plan.body, plan.subject.sizes(len(plan.ids))["d_vocab"], len(plan.rows)
     num_runs = 2 if body.baseline else 1
@@ -114,7 +114,7 @@ def make_budget(plan: Plan) -> Budget:
     )
 
 
-def run(plan: Plan, waited: float) -> PassAnswer:
+def run(plan: LogitsPlan, waited: float) -> PassAnswer:
     """Run the pass, or with a baseline both passes, and describe them. Called on the network's thread."""
     start = time.perf_counter()
     with torch.inference_mode():
@@ -131,7 +131,7 @@ def run(plan: Plan, waited: float) -> PassAnswer:
     return PassAnswer(results.Logits(**head, **fields), tensors if plan.as_safetensors else {})
 
 
-def run_pass(plan: Plan, tap: Tap | None) -> Tensor:
+def run_pass(plan: LogitsPlan, tap: Tap | None) -> Tensor:
     """The logits of the rows, (rows, V)."""
     ids = torch.tensor([plan.ids], device=plan.subject.device)
     network: Any = plan.subject.network
@@ -140,7 +140,7 @@ def run_pass(plan: Plan, tap: Tap | None) -> Tensor:
 
 
 @torch.inference_mode()
-def select(plan: Plan, logits: Tensor) -> dict[str, Tensor]:
+def select(plan: LogitsPlan, logits: Tensor) -> dict[str, Tensor]:
     """The numbers that a request asks for, by their names in the answer: whole rows, or those of the top tokens."""
     tensors: dict[str, Tensor] = {"logits": logits}
     if plan.body.logprobs:
@@ -152,7 +152,7 @@ def select(plan: Plan, logits: Tensor) -> dict[str, Tensor]:
     return {name: tensor.gather(-1, top_ids) for name, tensor in tensors.items()} | {"ids": top_ids}
 
 
-def describe(plan: Plan, tensors: dict[str, Tensor]) -> results.LogitRows[Any]:
+def describe(plan: LogitsPlan, tensors: dict[str, Tensor]) -> results.LogitRows[Any]:
     """Describe each row. In a safetensors answer, the numbers are elsewhere."""
     if plan.as_safetensors:
         return results.LogitRows(plan.rows)

@@ -13,9 +13,17 @@ from model.network.adapted_network import AdaptedNetwork
 from model.network.transformer import Transformer
 from model.tracing.stages import Stage
 from model.tracing.tap import Chain, Recorder
-from service.answers.pattern_maps import STEPS, Plan, encode_map, make_budget, mean_weights, planner, reduce_blocks
+from service.answers.passes import PassAnswer
+from service.answers.pattern_maps import (
+    STEPS,
+    PatternPlan,
+    encode_map,
+    make_budget,
+    mean_weights,
+    planner,
+    reduce_blocks,
+)
 from service.answers.prompt_passes import answer_prompts
-from service.answers.single_pass import PassAnswer
 from service.answers.subject import find_subject
 from service.http.bodies import JsonRoute
 from service.http.encoding import NAMES
@@ -43,7 +51,7 @@ async def patterns(body: PatternsRequest, request: Request, state: StateDep) -> 
     )
 
 
-def run(plan: Plan, waited: float) -> PassAnswer:
+def run(plan: PatternPlan, waited: float) -> PassAnswer:
     """Run the pass, and describe its maps. Called on the network's thread."""
     start = time.perf_counter()
     computed = compute_maps(plan)
@@ -76,7 +84,7 @@ class LayerMaps(NamedTuple):
 
 
 @torch.inference_mode()
-def compute_maps(plan: Plan) -> dict[str, LayerMaps]:
+def compute_maps(plan: PatternPlan) -> dict[str, LayerMaps]:
     """Run the pass. Returns the maps of each stage by its name.
 
     The logits of one position only are computed, because no map depends on them.

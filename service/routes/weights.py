@@ -8,7 +8,7 @@ from forwardscope.local_weights import describe_weight
 from forwardscope.results.records import Named
 from forwardscope.results.weights import Weight, WeightList
 from model.network.weight_views import WeightViews
-from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE, wants_safetensors
+from service.answers.passes import SAFETENSORS_MEDIA_TYPE, wants_safetensors
 from service.answers.subject import find_subject
 from service.answers.weight_answers import encode_weight, find_part, find_weights, make_budget, unknown_weight
 from service.http.disconnects import unless_disconnected

@@ -23,7 +23,7 @@ from model.engine.engine import Engine
 from model.engine.request import Request
 from model.text.sampling import SamplingParams
 from model.text.transcript import GenerationParams
-from service.app import build_engine, load_model
+from service.loading import build_engine, load_model
 from service.settings import Settings
 from tests.benchmarks.draft_tasks import TASKS
 

@@ -32,7 +32,7 @@ def score_ours(model: str, variant: str, threads: int, options: Sequence[str], w
     import torch
     from pydantic_settings import CliApp
 
-    from service.app import load_model
+    from service.loading import load_model
     from service.settings import Settings
 
     torch.set_num_threads(threads)

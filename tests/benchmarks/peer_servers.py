@@ -56,7 +56,7 @@ class Ours:
         import torch
         from pydantic_settings import CliApp
 
-        from service.app import build_engine, load_model
+        from service.loading import build_engine, load_model
         from service.settings import Settings
 
         torch.set_num_threads(threads)

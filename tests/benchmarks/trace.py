@@ -43,7 +43,7 @@ from model.analysis.forward_trace import trace
 from model.network.transformer import Transformer
 from model.tracing.selection import Selection
 from model.tracing.stages import sizes_of, stages_of
-from service.app import load_model
+from service.loading import load_model
 from service.settings import Settings
 from tests.benchmarks.serve import end_as_a_whole, serving
 from tests.benchmarks.trace_peers import CHECKED, LIBRARIES, Measure, Skipped, interp_engine, library, posted

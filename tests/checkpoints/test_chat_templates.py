@@ -12,7 +12,7 @@ from model.checkpoints.load import load_checkpoint
 from model.checkpoints.locate import locate
 from model.errors import CheckpointError
 from model.text.tokenizer import Tokenizer
-from service.app import load_model
+from service.loading import load_model
 from service.settings import Settings
 from tests.checkpoints.files import hub_files, write_tokenizer
 

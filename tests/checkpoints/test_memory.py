@@ -18,7 +18,7 @@ from model.checkpoints.network_weights import NetworkWeights
 from model.choices import Quantization
 from model.errors import CheckpointError
 from model.memory import Memory, memory_of
-from service.app import load_model
+from service.loading import load_model
 from service.settings import Settings
 from tests.conftest import shared
 from tests.published_models import smollm2_gguf

@@ -224,7 +224,9 @@ class TestLogitLens:
             assert (step.positions, step.stages, step.predictions) == ([], [], [])
             assert step.logit_lens is not None
             assert [entry.layer for entry in step.logit_lens] == list(range(config.num_layers))
-            decoded = [model.decode(stage.values[0, position]) for stage in full.stages if stage.values is not None]
+            decoded = [
+                model.compute_logits(stage.values[0, position]) for stage in full.stages if stage.values is not None
+            ]
             assert_same_predictions([entry.top for entry in step.logit_lens], predict(torch.stack(decoded), 4))
             for entry, logits in zip(step.logit_lens, decoded, strict=True):
                 assert entry.chosen_probability == pytest.approx(logits.softmax(-1)[chosen].item(), abs=1e-6)

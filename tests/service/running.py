@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 Start = Callable[..., "Running"]
 LARGE_WIDTH = 500  # published models have more
 # A service collects and freezes all objects when it is ready. In a process of tests, that takes half a second.
-pytest.MonkeyPatch().setattr("service.app.gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None))
+pytest.MonkeyPatch().setattr("service.loading.gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None))
 pytest.MonkeyPatch().setattr("service.metrics.TEXT_SECONDS", 0.0)  # tests read what has just happened
 _schemas: dict[bool, dict[str, Any]] = {}
 

@@ -13,7 +13,7 @@ from forwardscope import Client
 from model.checkpoints.adapters import load_adapter
 from model.checkpoints.load import load_checkpoint
 from model.network.adapted_network import AdaptedNetwork
-from service.app import load_model
+from service.loading import load_model
 from service.settings import Settings
 from tests.checkpoints.adapter_files import write_adapter
 from tests.service.running import Running, running

@@ -512,7 +512,7 @@ class TestTunedLens:
             name = f"blocks.{layer}.resid_pre"
             model(torch.tensor([PROMPT]), tap=Editor({name: partial(residuals.setdefault, name)}))
             h = residuals[name][0, -1:]
-            expected = model.decode(h + h @ translators.weights[layer].T + translators.biases[layer])[0, 9]
+            expected = model.compute_logits(h + h @ translators.weights[layer].T + translators.biases[layer])[0, 9]
             assert answer["layers"][layer]["token"][0]["logit"] == pytest.approx(float(expected), abs=1e-4)
             assert plain["layers"][layer]["token"][0]["logit"] != pytest.approx(float(expected), abs=1e-2)
         assert answer["layers"][2]["token"] == plain["layers"][2]["token"]

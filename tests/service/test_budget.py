@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from model.text.tokenizer import Tokenizer
 from model.worked_examples import WORKED_EXAMPLES, WorkedExample, worked_example
-from service.answers.forward_plan import Plan, make_budget, planner
+from service.answers.forward_plan import ForwardPlan, make_budget, planner
+from service.answers.passes import SAFETENSORS_MEDIA_TYPE, Encoder
 from service.answers.prompt_passes import PromptPlan
-from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE, Encoder
 from service.answers.subject import find_subject
 from service.http.encoding import Encoding, json_array, to_json, value_bytes
 from service.http.forward_schemas import ForwardRequest
@@ -28,7 +28,7 @@ PROMPT = [257, 69, 270, 273, 264]
 BODY: dict[str, Any] = {"prompt": PROMPT, "seed": 3, "max_tokens": 12, "ignore_eos": True}
 
 
-def plan_of(body: ForwardRequest, state: State, as_safetensors: bool) -> Plan:
+def plan_of(body: ForwardRequest, state: State, as_safetensors: bool) -> ForwardPlan:
     """Plan a request as the route does."""
     subject = find_subject(state, body.model, body.adapter)
     assert not isinstance(body.prompt, str)
@@ -36,7 +36,7 @@ def plan_of(body: ForwardRequest, state: State, as_safetensors: bool) -> Plan:
     return planner(body, subject, 1, False, as_safetensors)(0, PromptPlan(subject=subject, ids=prompt_ids))
 
 
-def size_of(plan: Plan) -> int:
+def size_of(plan: ForwardPlan) -> int:
     """The size of the answer, encoded as the route does."""
     encoder = Encoder(is_list=False, as_safetensors=plan.encoding == "safetensors")
     encoder.add(run(plan, 0.0))

@@ -12,7 +12,7 @@ from model.engine.request import Output, Request
 from model.text.transcript import End, GenerationParams
 from service.http.buffers import Buffers
 from service.http.chunk_writer import ChunkWriter
-from service.metrics import Progress
+from service.metrics import RequestTimes
 from service.request_stream import BATCH_BYTES, OUTPUT_BYTES, RequestStream
 from service.routes.generate import Events
 from tests.service.running import PATIENCE_SECONDS, Running, wait_until
@@ -89,7 +89,7 @@ def test_outputs_that_wait_are_yielded_together_in_order_up_to_a_size() -> None:
     async def collect() -> list[list[Output]]:
         request = Request(id="one", prompt_ids=[1], params=GenerationParams(max_tokens=num_outputs))
         buffers = Buffers(1 << 30)
-        stream = RequestStream(NoControl(), [request], [Progress(num_prompt=1)], 60.0, buffers)
+        stream = RequestStream(NoControl(), [request], [RequestTimes(num_prompt=1)], 60.0, buffers)
         for count in range(1, num_outputs + 1):
             end = End("length") if count == num_outputs else None
             stream.put(Output("one", 0, num_generated=count, end=end))
@@ -108,7 +108,7 @@ def test_a_stream_that_is_closed_holds_no_memory_for_unread_outputs() -> None:
     async def close() -> int:
         request = Request(id="one", prompt_ids=[1], params=GenerationParams(max_tokens=9))
         buffers = Buffers(1 << 30)
-        stream = RequestStream(NoControl(), [request], [Progress(num_prompt=1)], 60.0, buffers)
+        stream = RequestStream(NoControl(), [request], [RequestTimes(num_prompt=1)], 60.0, buffers)
         stream.put(Output("one", 0, num_generated=1))
         assert buffers.num_bytes == OUTPUT_BYTES
         stream.close()
@@ -123,7 +123,7 @@ def test_an_output_skips_the_queue_only_if_it_is_awaited_and_accepted(accepts: b
 
     async def run() -> tuple[list[int], list[int]]:
         request = Request(id="one", prompt_ids=[1], params=GenerationParams(max_tokens=9))
-        stream = RequestStream(NoControl(), [request], [Progress(num_prompt=1)], 60.0, Buffers(1 << 30))
+        stream = RequestStream(NoControl(), [request], [RequestTimes(num_prompt=1)], 60.0, Buffers(1 << 30))
         at_once: list[int] = []
         queued: list[int] = []
 
@@ -132,10 +132,8 @@ def test_an_output_skips_the_queue_only_if_it_is_awaited_and_accepted(accepts: b
                 at_once.append(output.num_generated)
             return accepts
 
-        stream.write_at_once = write_at_once
-
         async def read() -> None:
-            async for batch in stream.batches():
+            async for batch in stream.batches(write_at_once):
                 queued.extend(output.num_generated for output in batch)
 
         stream.put(Output("one", 0, num_generated=1))  # nobody waits yet

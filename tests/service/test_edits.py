@@ -22,7 +22,7 @@ from model.analysis.edit_sources import compute_source, edited_pass
 from model.tracing.edits import Edit, EditSource, plan_edits
 from model.tracing.tap import Recorder
 from service.answers import edits as service_edits
-from service.answers import generation_plan, single_pass, source_passes
+from service.answers import generation_plan, passes, source_passes
 from service.answers.budget import Budget
 from tests.checkpoints.adapter_files import write_adapter
 from tests.service.checkpoints import CONTEXT, VOCAB_SIZE
@@ -620,7 +620,7 @@ def test_no_answer_with_a_baseline_is_larger_than_its_estimate(
 
     async def note(*arguments: Any, budget: Budget, **options: Any) -> Any:
         estimates.append(budget.response_bytes)
-        return await single_pass.answer_passes(*arguments, budget=budget, **options)
+        return await passes.answer_passes(*arguments, budget=budget, **options)
 
     async def plan(*arguments: Any) -> Any:
         found = await generation_plan.plan_generation(*arguments)

@@ -19,7 +19,7 @@ from model.network.parameters import count_parameters
 from model.tracing.predictions import compute_loss
 from model.tracing.stages import sizes_of, stages_of
 from model.tracing.tap import Recorder
-from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE
+from service.answers.passes import SAFETENSORS_MEDIA_TYPE
 from tests.service.checkpoints import NUM_TOKENS, VOCAB_SIZE
 from tests.service.running import Running, validate
 

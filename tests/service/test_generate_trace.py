@@ -226,7 +226,7 @@ class TestValues:
         whole = ForwardStages.of(tiny, PROMPT + choice.tokens, stages=["blocks.*.resid_post"])
         with torch.inference_mode():
             residuals = torch.cat([values.float() for _, values in whole.stages.values()])
-            logits = tiny.checkpoint.model.decode(residuals)  # (L, T, V)
+            logits = tiny.checkpoint.model.compute_logits(residuals)  # (L, T, V)
         assert len(choice.traces) == len(choice.tokens)
         for index, (step, chosen) in enumerate(zip(choice.traces, choice.tokens, strict=True)):
             assert step["stages"] == []  # none are requested

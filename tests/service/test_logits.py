@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from forwardscope.results.passes import Logits
-from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE
+from service.answers.passes import SAFETENSORS_MEDIA_TYPE
 from tests.service.checkpoints import VOCAB_SIZE
 from tests.service.running import Running, validate
 from tests.service.test_forward import ROUNDING, from_safetensors

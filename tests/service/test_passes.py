@@ -12,7 +12,7 @@ from starlette.types import Message
 
 from forwardscope.results.passes import PromptResult
 from service.answers.budget import Budget
-from service.answers.single_pass import Pass, PassAnswer, answer_passes
+from service.answers.passes import Pass, PassAnswer, answer_passes
 from service.http.buffers import Buffers, Reservation
 from service.request_notes import KEY, RequestNotes
 from service.settings import Settings
@@ -101,7 +101,7 @@ def test_the_worked_examples_answer_while_the_checkpoint_loads(
     monkeypatch: pytest.MonkeyPatch, tiny_directory: Path
 ) -> None:
     gate = threading.Event()
-    monkeypatch.setattr("service.app.load_model", lambda settings, ranks: gate.wait(20) and None)
+    monkeypatch.setattr("service.loading.load_model", lambda settings, ranks: gate.wait(20) and None)
     loading = Running(Settings(model=str(tiny_directory), threads=1))
     try:
         assert loading.get("/ready").status_code == 503

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from forwardscope.results.passes import LogitsList, Traces
-from service.answers.single_pass import SAFETENSORS_MEDIA_TYPE
+from service.answers.passes import SAFETENSORS_MEDIA_TYPE
 from service.routes import forward
 from tests.service.running import PATIENCE_SECONDS, Running, Start, validate, wait_until
 from tests.service.test_forward import from_safetensors

@@ -15,7 +15,7 @@ import pytest
 
 from service import app
 from service.__main__ import main
-from service.app import load, load_model, num_threads
+from service.loading import load, load_model, num_threads
 from service.settings import Settings
 from service.state import State
 from tests.service.checkpoints import write_checkpoint
@@ -35,7 +35,7 @@ class TestLoading:
             assert loaded.wait(PATIENCE_SECONDS)
             return load_model(settings)
 
-        monkeypatch.setattr("service.app.load_model", load_slowly)
+        monkeypatch.setattr("service.loading.load_model", load_slowly)
         loading = Running(Settings(model=str(tiny_directory), threads=1))
         try:
             assert loading.get("/health").status_code == 200

@@ -13,7 +13,7 @@ from safetensors.torch import save, save_file
 
 from forwardscope import ApiError, Client
 from model.checkpoints.load import load_checkpoint
-from service.app import load_model, load_vectors
+from service.loading import load_model, load_vectors
 from service.settings import Settings
 from tests.checkpoints.test_vector_files import HOSTILE, write_control_vector
 from tests.service.running import PATIENCE_SECONDS, Running, running, wait_until

@@ -457,7 +457,7 @@ class TestUniformEdits:
 
     def test_they_change_all_new_positions_alike(self) -> None:
         edits = bound(edit("zero", positions=[(5, 6)]), edit("add", value=1.0, positions="generated"))
-        keys = {(start, num): edits.uniform(start, num) for start in range(12) for num in (1, 2, 3)}
+        keys = {(start, num): edits.recordable(start, num) for start in range(12) for num in (1, 2, 3)}
         both = {at: None if found is None else len(found.edits) for at, found in keys.items()}
         assert both[5, 1] == both[6, 1] == both[5, 2] == both[8, 1] == both[9, 3] == 1
         assert both[0, 3] == both[7, 1] == 0
@@ -465,8 +465,8 @@ class TestUniformEdits:
 
     def test_equal_edits_have_equal_keys_wherever_they_are(self) -> None:
         add = edit("add", vector=torch.arange(24.0), positions="generated")
-        first, second = bound(add).uniform(8, 1), bound(add, ids=IDS[:5]).uniform(9, 2)
-        other = bound(replace(add, scale=2.0)).uniform(8, 1)
+        first, second = bound(add).recordable(8, 1), bound(add, ids=IDS[:5]).recordable(9, 2)
+        other = bound(replace(add, scale=2.0)).recordable(8, 1)
         assert first is not None
         assert second is not None
         assert other is not None
@@ -483,7 +483,7 @@ class TestUniformEdits:
         ],
     )
     def test_there_are_none_where_kernels_alone_do_not_compute_them(self, wrong: Edit) -> None:
-        assert bound(wrong).uniform(8, 1) is None
+        assert bound(wrong).recordable(8, 1) is None
 
 
 class TestDigests:

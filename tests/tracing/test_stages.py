@@ -212,10 +212,10 @@ class TestIdentities:
         model = build(config, dtype=torch.float64)
         last = f"blocks.{config.num_layers - 1}"
         residual = stages[f"{last}.ln2.out" if config.norm_placement == "post" else f"{last}.resid_post"]
-        assert_equal_but_for_rounding(model.decode(residual), model(ids))
-        assert_equal_but_for_rounding(model.decode(residual), stages["logits"])
+        assert_equal_but_for_rounding(model.compute_logits(residual), model(ids))
+        assert_equal_but_for_rounding(model.compute_logits(residual), stages["logits"])
         rows = [0, 5]
-        assert_equal_but_for_rounding(model.decode(residual[:, rows]), model(ids, rows=rows))
+        assert_equal_but_for_rounding(model.compute_logits(residual[:, rows]), model(ids, rows=rows))
 
     @every_config
     def test_probabilities_are_the_softmax_of_the_logits_and_loss_is_its_negative_log(self, name: str) -> None:

@@ -14,8 +14,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not say that it exports this class
 
 from model.network.ranks import TIMEOUT, Place, Ranks
-from service.app import device_of
 from service.commands.ranks import follow
+from service.loading import device_of
 from service.log_format import configure_logging
 from service.settings import Settings
 

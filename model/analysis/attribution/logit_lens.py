@@ -113,7 +113,7 @@ class LensRun:
         is_translated = translators is not None and part.layer < len(translators)
         if translators is not None and is_translated:
             residual = translators.translate(part.layer, residual)
-        logits = self._model.decode(residual[None])[0]  # (R, V)
+        logits = self._model.compute_logits(residual[None])[0]  # (R, V)
         top = predict(logits, self._top_k, self._model.backend.summaries)
         followed = None if self._token is None else follow(logits, [self._token] * len(logits))
         final = self._final.setdefault(part.first, [each.token_ids[0] for each in top])

@@ -135,7 +135,7 @@ def run_segment(network: Transformer, change: Change, segment: Segment, ids: Ten
             rotation = None if rotations is None else rotations[place - 1]
             x = changed.blocks[place - 1](x, rotation, context, probe.at("blocks").at(str(place - 1)))
         else:
-            x = probe("logits", changed.decode(x, probe))
+            x = probe("logits", changed.compute_logits(x, probe))
         pause()
     if segment.last < num_layers:  # the residual stream is also a stage of the next block
         assert x is not None

@@ -53,7 +53,7 @@ def run_pass(
 
     def decode(residual: Tensor, probe: Probe) -> Tensor:
         tap.residuals.append(residual)
-        return network.decode(residual, probe)
+        return network.compute_logits(residual, probe)
 
     logits = network(torch.tensor([list(ids)], device=network.embed.weight.device), tap=tap, decode=decode)
     compute_loss(logits, [*ids[1:], None], tap, network.backend.summaries)

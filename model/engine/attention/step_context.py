@@ -16,6 +16,8 @@ from model.ops.interface import Backend, NetworkOps
 from model.ops.torch_attention import CausalMask
 from model.tracing.tap import Probe, SequenceTap
 
+TRACED = ("scores", "attn_scores", "pattern")  # the stages that no kernel materializes
+
 
 def choose_attention(cache: PagedCache, config: ModelConfig, backend: Backend) -> AttentionBackend:
     """The fastest attention over the paged cache that the network's backend and the device have."""
@@ -49,8 +51,10 @@ class StepContext:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, probe: Probe) -> Tensor:
         z = self._attention.attend(layer, q[0], k[0], v[0])[None]
-        if probe.wants("scores", "attn_scores", "pattern"):
+        if probe.wants(*TRACED):
             for index, tap, sequence_probe in probe.sequences():
+                if not sequence_probe.wants(*TRACED):
+                    continue
                 # An error here, such as too little memory for the scores, ends this sequence alone.
                 with tap.guarded():
                     self._trace(layer, self._sequences[index], tap, q, z, sequence_probe)
@@ -60,8 +64,6 @@ class StepContext:
         self, layer: int, scheduled: PlannedSequence, tap: SequenceTap, q: Tensor, z: Tensor, probe: Probe
     ) -> None:
         """Offer the scores and the pattern of one sequence over all its keys. If the tap changes them, change `z`."""
-        if not probe.wants("scores", "attn_scores", "pattern"):
-            return
         cache = self._cache
         blocks = torch.tensor(scheduled.sequence.blocks, device=cache.device)
         end = scheduled.start + scheduled.num_new
@@ -97,10 +99,8 @@ class RecordedStepContext(StepContext):
         self, layer: int, scheduled: PlannedSequence, tap: SequenceTap, q: Tensor, z: Tensor, probe: Probe
     ) -> None:
         """Offer the scores and the pattern of one sequence. A step in which they are edited is not recorded."""
-        if not probe.wants("scores", "attn_scores", "pattern"):
-            return
         H, N, S = q.shape[2], scheduled.num_new, scheduled.start + scheduled.num_new
         index = self._sequences.index(scheduled)
         buffers = self._paged.scores(layer, index, q[0, tap.tokens], self._max_keys)
-        for name, buffer in zip(("scores", "attn_scores", "pattern"), buffers, strict=True):
+        for name, buffer in zip(TRACED, buffers, strict=True):
             probe(name, buffer[: H * N * S].view(1, H, N, S))

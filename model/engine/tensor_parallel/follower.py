@@ -68,7 +68,7 @@ class Follower:
     def _single_pass(self, message: SinglePass) -> None:
         tap = FollowingTap(self._names(message.stages), self._layout) if message.stages else None
         try:
-            self._model(self._tensor(message.ids), tap=tap, decode=no_logits)
+            self._model(self._tensor(message.ids), tap=tap, compute_logits=no_logits)
         except TapFailed:  # rank 0 has left the pass at the same stage
             return
 
@@ -89,7 +89,7 @@ class Follower:
         attention = self._attention.prepare(message.sequences)
         context = StepContext(attention, self._cache, message.sequences, self._model.backend.network)
         tap = BatchTap(taps, frozenset()) if taps else None
-        self._model(self._tensor([ids]), tap=tap, context=context, decode=no_logits)
+        self._model(self._tensor([ids]), tap=tap, context=context, compute_logits=no_logits)
 
     def _names(self, stages: Sequence[int]) -> list[str]:
         return [self._layout.names[index] for index in stages]

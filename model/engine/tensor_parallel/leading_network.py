@@ -33,7 +33,7 @@ from model.tracing.tap import BatchTap, Probe, Tap, wants_of
 class LeadingNetwork(Transformer):
     """A `Transformer` of which this process, rank 0, computes a shard. It has whole logits, and taps see whole stages.
 
-    Passes without a cache, and steps of an engine, can be computed; `decode` needs no other rank. A `KVCache` and
+    Passes without a cache, and steps of an engine, can be computed; `compute_logits` needs no other rank. A `KVCache` and
     adapters are not implemented, and raise `ValueError`. Any error of a pass but one of its tap loses the ranks:
     `LostRank` is raised, also by all later passes.
     """
@@ -52,7 +52,7 @@ class LeadingNetwork(Transformer):
         *,
         context: AttentionContext | None = None,
         adapters: PassAdapters | None = None,
-        decode: Callable[[Tensor, Probe], Tensor] | None = None,
+        compute_logits: Callable[[Tensor, Probe], Tensor] | None = None,
     ) -> Tensor:
         if cache is not None or (context is not None and not isinstance(context, StepContext)):
             raise ValueError("with tensor parallelism, passes with a cache are steps of an engine")

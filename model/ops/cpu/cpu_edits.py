@@ -6,32 +6,34 @@ import torch
 from torch import Tensor
 
 from model.ops.cpu.constants import EDIT_KINDS
+from model.ops.cpu.launch import call, empty, pointer
 from model.ops.cpu.layout import DTYPES, NUMBERS_PER_TASK, merge_outer_dims, num_tasks
-from model.ops.cpu.recording import call, empty, pointer
 from model.ops.cpu.shared_layout import Kernel, find_kernels
 from model.ops.row_edits import RowEdit, edit_rows
+
+Kernels = Mapping[torch.dtype, Mapping[str, Kernel]]  # by their names
+
+
+def find_edit_kernels() -> Kernels | None:
+    """The kernels of `CpuEdits`; None if this CPU has none."""
+    kernels: dict[torch.dtype, dict[str, Kernel]] = {}
+    for dtype in DTYPES:
+        edits = find_kernels("edits", dtype, ("copy_rows", "edit_rows", "apply_pattern"))
+        statistics = find_kernels("statistics", dtype, ["distribution"])
+        if edits is None or statistics is None:
+            return None
+        kernels[dtype] = edits | statistics
+    return kernels
 
 
 class CpuEdits:
     """The operations of `NetworkOps` that only edits need, for stages of float32 and bfloat16."""
 
-    def __init__(self, kernels: Mapping[torch.dtype, Mapping[str, Kernel]]) -> None:
-        self._kernels = kernels
-
-    @classmethod
-    def find(cls) -> "CpuEdits | None":
-        """None if this CPU has no kernels."""
-        kernels: dict[torch.dtype, dict[str, Kernel]] = {}
-        for dtype in DTYPES:
-            edits = find_kernels("edits", dtype, ("copy_rows", "edit_rows", "apply_pattern"))
-            statistics = find_kernels("statistics", dtype, ["distribution"])
-            if edits is None or statistics is None:
-                return None
-            kernels[dtype] = edits | statistics
-        return cls(kernels)
+    def __init__(self, edit_kernels: Kernels) -> None:
+        self._edit_kernels = edit_kernels
 
     def edit_rows(self, x: Tensor, edits: Sequence[RowEdit]) -> Tensor:
-        kernels = self._kernels.get(x.dtype)
+        kernels = self._edit_kernels.get(x.dtype)
         if kernels is None:
             return edit_rows(x, edits)
         out, num_rows = empty(x.shape, x.dtype), x.shape[0] * x.shape[1]
@@ -56,7 +58,7 @@ class CpuEdits:
         rows = scores.shape[:-1].numel()
         probabilities, log_totals = empty(scores.shape, torch.float32), empty((rows,), torch.float32)
         call(
-            self._kernels[scores.dtype]["distribution"],
+            self._edit_kernels[scores.dtype]["distribution"],
             rows,
             x=scores.data_ptr(),
             probabilities=probabilities.data_ptr(),
@@ -70,7 +72,7 @@ class CpuEdits:
         (B, H, T, S), (Hkv, D) = pattern.shape, v.shape[2:]
         out = empty((B, T, H, D), v.dtype)
         weights = pattern.float().contiguous()
-        kernel = self._kernels[v.dtype]["apply_pattern"]
+        kernel = self._edit_kernels[v.dtype]["apply_pattern"]
         for row_weights, values, result in zip(weights, v, out, strict=True):
             values, stride = merge_outer_dims(values, 2)
             call(
@@ -106,7 +108,7 @@ def _edit_in_place(kernel: Kernel, x: Tensor, edit: RowEdit) -> None:
         rows=edit.rows.data_ptr(),
         heads=pointer(edit.heads),
         vectors=pointer(vectors),
-        places=pointer(edit.vector_indices),
+        vector_indices=pointer(edit.vector_indices),
         num_rows=len(edit.rows),
         num_heads=num_heads,
         num_edited=num_edited,

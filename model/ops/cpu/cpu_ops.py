@@ -1,26 +1,26 @@
-"""The operations of a network with our own kernels (`csrc/elementwise.cpp`, `csrc/attention.cpp`), on a CPU.
+"""The operations of a network with our own kernels, on a CPU (`csrc/elementwise.cpp`, `csrc/attention.cpp`; others
+are in the modules that are imported here).
 
 Sums are in float32. The kernels are batch-invariant: no bit of a token's result depends on the other tokens of the
 pass, or on how a prompt is divided into passes. Dims are those of `NetworkOps`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from model.config import Activation
-from model.ops.cpu import build, recording
-from model.ops.cpu.cpu_edits import CpuEdits
+from model.ops.cpu import build, launch
+from model.ops.cpu.cpu_edits import CpuEdits, Kernels, find_edit_kernels
 from model.ops.cpu.cpu_sampling import CpuSamplingOps
 from model.ops.cpu.cpu_summaries import CpuSummaryOps
+from model.ops.cpu.launch import call, empty, pointer
 from model.ops.cpu.layout import DTYPES, merge_outer_dims, num_tasks
 from model.ops.cpu.packed_linear import pack_linear
 from model.ops.cpu.paged_attention import PagedAttention, PagedRead
-from model.ops.cpu.recording import call, empty, pointer
 from model.ops.cpu.shared_layout import Kernel, find_kernels
 from model.ops.interface import Backend, NetworkOps, NormRule, Rotation
-from model.ops.row_edits import RowEdit
 from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.torch_ops import TORCH
 from model.ops.weight_formats import GroupedWeight
@@ -33,7 +33,7 @@ def find_backend(dtype: torch.dtype, d_head: int) -> Backend | None:
     if dtype not in DTYPES:
         return None
     # The first library that cannot be loaded logs the reason; the others are not tried.
-    if recording.thread_pool() is None or build.load("elementwise") is None:
+    if launch.thread_pool() is None or build.load("elementwise") is None:
         return None
     kernels = find_kernels(
         "elementwise", dtype, (*ACTIVATIONS, "take_rows", "add", "scale", "softcap", "norm", "rotate")
@@ -42,19 +42,21 @@ def find_backend(dtype: torch.dtype, d_head: int) -> Backend | None:
         "elementwise", torch.float32, ("rotation", "select_rotation")
     )  # in float32 for every dtype
     sampling, summaries = CpuSamplingOps.find(dtype), CpuSummaryOps.find(dtype)
-    paged_attention, edits = PagedAttention.find(dtype, d_head), CpuEdits.find()
+    paged_attention, edits = PagedAttention.find(dtype, d_head), find_edit_kernels()
     if kernels is None or rotations is None or sampling is None or summaries is None or edits is None:
         return None
     network = CpuNetworkOps(kernels | rotations, paged_attention, edits)
     return Backend(network, sampling, summaries, paged_attention, summaries.kernels)
 
 
-class CpuNetworkOps:
+class CpuNetworkOps(CpuEdits):
     """`NetworkOps` with our kernels. PyTorch computes what has no kernel."""
 
-    def __init__(self, kernels: Mapping[str, Kernel], paged_attention: PagedAttention | None, edits: CpuEdits) -> None:
+    def __init__(
+        self, kernels: Mapping[str, Kernel], paged_attention: PagedAttention | None, edit_kernels: Kernels
+    ) -> None:
+        super().__init__(edit_kernels)
         self._kernels = kernels
-        self._edits = edits
         self._paged_attention = paged_attention
         self.batch_invariant = paged_attention is not None  # without it, PyTorch computes attention
         self._torch: NetworkOps = TORCH.network
@@ -64,7 +66,7 @@ class CpuNetworkOps:
 
     def embed(self, table: Tensor, index: Tensor) -> Tensor:
         # PyTorch may not compute anything during a recording. Callers record only ids that are known to be valid.
-        if not recording.is_recording() and index.numel():
+        if not launch.is_recording() and index.numel():
             low, high = torch.aminmax(index)
             if low < 0 or high >= len(table):
                 raise IndexError(f"index {int(low if low < 0 else high)} is out of range; there are {len(table)} rows")
@@ -268,12 +270,3 @@ class CpuNetworkOps:
         if self._paged_attention is None or mask is None:
             return self._torch.attention_scores(q, k, mask, rule)
         return self._paged_attention.attention_scores(q, k, mask, rule)
-
-    def softmax(self, scores: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._edits.softmax(scores, dtype)
-
-    def apply_pattern(self, pattern: Tensor, v: Tensor) -> Tensor:
-        return self._edits.apply_pattern(pattern, v)
-
-    def edit_rows(self, x: Tensor, edits: Sequence[RowEdit]) -> Tensor:
-        return self._edits.edit_rows(x, edits)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from model.ops.cpu.launch import call, empty
 from model.ops.cpu.layout import DTYPES
-from model.ops.cpu.recording import call, empty
 from model.ops.cpu.shared_layout import Kernel, Layout, check_layout, find_kernel
 from model.ops.interface import Argmax, Draw
 from model.ops.torch_ops import TORCH

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model.ops.cpu.recording import call, empty, pointer
+from model.ops.cpu.launch import call, empty, pointer
 from model.ops.cpu.shared_layout import Kernel, find_kernel
 from model.ops.cpu.trace_kernels import TraceKernels, decode_summaries
 from model.ops.interface import Top

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.ops.cpu import large_memory
+from model.ops.cpu.launch import call
 from model.ops.cpu.packing import TILE, RowAddresses
-from model.ops.cpu.recording import call
 from model.ops.cpu.shared_layout import find_kernel
 from model.ops.quantization import quantize_to
 from model.ops.stacked_groups import NUMBERS_AT_A_TIME, GroupedRows, StackedGroups, row_bounds

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from model.ops.cpu.grouped_linear import GroupedLinear, has_grouped_kernel
 from model.ops.cpu.grouped_packing import pack_weight
+from model.ops.cpu.launch import call, empty, pointer
 from model.ops.cpu.layout import OUTPUTS_PER_TASK, linear_input
 from model.ops.cpu.packing import DEPTH, PackedWeight, pack, unpack, unpack_part
-from model.ops.cpu.recording import call, empty, pointer
 from model.ops.cpu.shared_layout import Kernel, find_kernel
 from model.ops.weight_formats import GroupedWeight
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model.ops.cpu import large_memory
 from model.ops.cpu.constants import BFLOAT16_DEPTH, FLOAT32_DEPTH, VECTOR_WIDTH
-from model.ops.cpu.recording import call
+from model.ops.cpu.launch import call
 from model.ops.cpu.shared_layout import find_kernel
 from model.ops.stacked_rows import StackedRows
 

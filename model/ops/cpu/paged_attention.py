@@ -12,8 +12,8 @@ from torch import Tensor
 
 from model.ops.cpu import recording
 from model.ops.cpu.constants import KEYS_PER_CHUNK, PARTIAL_PADDING, VECTOR_WIDTH
+from model.ops.cpu.launch import call, empty, pointer
 from model.ops.cpu.layout import merge_outer_dims, num_tasks
-from model.ops.cpu.recording import call, empty, pointer
 from model.ops.cpu.shared_layout import Kernel, find_kernels
 from model.ops.quantized_rows import QuantizedRows
 from model.ops.torch_attention import CausalMask, ScoreRule

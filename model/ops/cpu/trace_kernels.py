@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from model.ops.cpu.constants import NUM_MOMENTS, SUMMARY_CHUNK
+from model.ops.cpu.launch import call
 from model.ops.cpu.layout import DTYPES, equal_rows
-from model.ops.cpu.recording import call
 from model.ops.cpu.shared_layout import Kernel, Layout, check_layout, find_kernel
 from model.ops.summary import Summary
 

@@ -1,9 +1,16 @@
 """Edits: changes of stages that a request declares. They are checked and planned here, before anything is computed.
 
-`plan_edits` checks a list of `Edit`s (`declared.py`) against the stages of a network and the length of a prompt.
-An `EditPlan` (`plan.py`) lists the passes that must run first, because edits take numbers from them (mean and patch).
-`EditPlan.bind` returns the `BoundEdits` (`bound.py`), which build the tap of every pass (`tap.py`). Positions are in
-`positions.py`, numbers in `operands.py`, and the arithmetic is in `model/ops/row_edits.py`.
+An edit has these forms, one after the other:
+
+- `Edit` (`declared.py`): as the request declares it.
+- `PlannedEdit` (`plan.py`): checked by `plan_edits` against the stages of a network and the length of a prompt, one
+  `StageEdit` for each stage that matches. An `EditPlan` also lists the passes that must run first, because edits take
+  numbers from them (mean and patch).
+- `BoundEdit` (`bound.py`): with these numbers, by `EditPlan.bind`.
+- `RowEdit` (`model/ops/row_edits.py`): for the rows of one pass. `BoundEdits.tap` makes the `EditTap` (`tap.py`) that
+  applies them.
+
+Positions are in `positions.py`, and numbers in `operands.py`.
 """
 
 import math

@@ -133,7 +133,7 @@ class BoundEdit:
 
 
 @dataclass(frozen=True, eq=False)
-class UniformEdits:
+class RecordableEdits:
     """Edits that change all rows of a run alike. Equal keys mean equal edits."""
 
     edits: Sequence[BoundEdit]
@@ -157,7 +157,7 @@ class UniformEdits:
 class EditedRows:
     """A run of rows of a pass with the same edits."""
 
-    edits: UniformEdits
+    edits: RecordableEdits
     rows: slice
 
 
@@ -168,7 +168,7 @@ class BoundEdits:
         self.num_prompt = num_prompt
         self.max_length = max_length
         self.edits = tuple(edits)
-        self._uniform: dict[tuple[int, ...], UniformEdits] = {}
+        self._recordable: dict[tuple[int, ...], RecordableEdits] = {}
 
     @cached_property
     def num_bytes(self) -> int:
@@ -206,7 +206,7 @@ class BoundEdits:
                     found.setdefault(stage.stage.name, []).append(stage.on(own.rows, own.indices, own.positions))
         return EditTap(found, ops)
 
-    def uniform(self, start: int, num_new: int) -> UniformEdits | None:
+    def recordable(self, start: int, num_new: int) -> RecordableEdits | None:
         """The edits of `start .. start + num_new - 1`, if they change all of these positions alike and can be recorded.
 
         Otherwise None.
@@ -218,9 +218,9 @@ class BoundEdits:
                 return None
             if num_edited:
                 active.append(index)
-        if tuple(active) not in self._uniform:
-            self._uniform[tuple(active)] = UniformEdits([self.edits[index] for index in active])
-        return self._uniform[tuple(active)]
+        if tuple(active) not in self._recordable:
+            self._recordable[tuple(active)] = RecordableEdits([self.edits[index] for index in active])
+        return self._recordable[tuple(active)]
 
     def digest(self, first: int, end: int) -> bytes | None:
         """A digest of all edits at the positions `first .. end - 1`; None if no edit changes them."""

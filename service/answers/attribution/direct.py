@@ -15,7 +15,7 @@ from model.analysis.attribution.target import LogitTarget
 from service.answers.attribution.gradient_jobs import NEEDS_WHOLE_WEIGHTS, Copied, answer_gradients
 from service.answers.attribution.question import Question, read_logit
 from service.answers.budget import Budget, pass_bytes
-from service.answers.single_pass import Pass, PassAnswer, answer_passes
+from service.answers.passes import Pass, PassAnswer, answer_passes
 from service.http.attribute_schemas import DirectRequest
 from service.http.errors import invalid
 

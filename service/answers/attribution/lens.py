@@ -11,8 +11,8 @@ from forwardscope.results.attributions import LensStage, LensToken, LogitLens
 from model.analysis.attribution.logit_lens import LensPart, LensResult, LensRun, lens_stages, rows_per_part
 from service.answers.attribution.question import Question, read_token
 from service.answers.budget import Budget, ResponseContents, pass_bytes
+from service.answers.passes import Pass, PassAnswer, answer_passes
 from service.answers.prompts import find_positions, longest_token_bytes, token_text
-from service.answers.single_pass import Pass, PassAnswer, answer_passes
 from service.http.attribute_schemas import LogitLensRequest
 from service.http.errors import ApiError, invalid
 

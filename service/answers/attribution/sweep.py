@@ -20,7 +20,7 @@ from model.analysis.attribution.patching_sweep import Cell, Patcher, clean_value
 from model.engine.request import Request as EngineRequest
 from model.tracing.edits import BoundEdits
 from service.answers.attribution.question import Question
-from service.answers.attribution.sweep_plan import Plan, engine_request, make_plan
+from service.answers.attribution.sweep_plan import SweepPlan, engine_request, make_plan
 from service.answers.prompts import token_answers
 from service.answers.stage_answers import effects_answer
 from service.http.access_log import note_tokens
@@ -42,7 +42,7 @@ SECONDS_BETWEEN_TRIES = 0.05  # to find room for a group
 class SweepRun:
     """One sweep while it runs. `close` cancels what is in the engine."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: SweepPlan) -> None:
         self._plan = plan
         self._state = plan.question.state
         self._id = f"sweep-{uuid.uuid4().hex}"

@@ -25,7 +25,7 @@ PARAMS = GenerationParams(max_tokens=1, sampling=SamplingParams(temperature=0))
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """A checked sweep. `corrupted` are the token ids of the pass that is patched."""
 
     question: Question
@@ -36,7 +36,7 @@ class Plan:
     response_bytes: int
 
 
-async def make_plan(body: PatchingRequest, question: Question) -> Plan:
+async def make_plan(body: PatchingRequest, question: Question) -> SweepPlan:
     """Check a request and its cost. Raises 400 for a wrong field, and 413 if the sweep is too large."""
     config = question.checkpoint.model.config
     target = await read_logit(question, body)
@@ -46,7 +46,7 @@ async def make_plan(body: PatchingRequest, question: Question) -> Plan:
     check_tokens(question, 1)
     sweep = await find_sweep(body, question)
     size = check_cost(sweep, question)
-    plan = Plan(question, corrupted, target, sweep, sweep.cells(config), size)
+    plan = SweepPlan(question, corrupted, target, sweep, sweep.cells(config), size)
     try:
         get_engine(question.state).check(engine_request(plan, "check", 0, corrupted, None))
     except InvalidField as error:
@@ -92,7 +92,9 @@ def check_cost(sweep: Sweep, question: Question) -> int:
     return size
 
 
-def engine_request(plan: Plan, owner: str, number: int, ids: Sequence[int], edits: BoundEdits | None) -> EngineRequest:
+def engine_request(
+    plan: SweepPlan, owner: str, number: int, ids: Sequence[int], edits: BoundEdits | None
+) -> EngineRequest:
     return EngineRequest(
         id=f"{owner}-{number}",
         owner=owner,

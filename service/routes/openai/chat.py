@@ -59,7 +59,17 @@ async def chat(body: ChatRequest, request: Request, state: StateDep, checkpoint:
         body = without_stop(body, request, state)
     ids = await conversation_ids(body, tools, request, state, checkpoint, template)
     constraint = await compile_constraint(request, state, checkpoint, chat_constraint(body, tools, form))
-    inputs = Inputs(request, state, checkpoint, arrived, body, options, [ids], constraint, adapter)
+    inputs = Inputs(
+        request=request,
+        state=state,
+        checkpoint=checkpoint,
+        arrived=arrived,
+        body=body,
+        options=options,
+        prompts=[ids],
+        constraint=constraint,
+        adapter=adapter,
+    )
     generation = await start_generation(inputs)
     names = [function.name for function in tools.offered]
     new_id = partial(new_call_id, is_short=demands_short_ids(source))
@@ -103,7 +113,7 @@ def read_options(body: ChatRequest) -> Options:
         max_tokens=max_tokens,
         # Memory for the whole answer is reserved, which would be much for a long context.
         default_max_tokens=DEFAULT_LARGE_MAX_TOKENS if body.logprobs or body.trace is not None else None,
-        num_choices=body.n,
+        n=body.n,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         is_chat=True,

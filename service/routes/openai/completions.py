@@ -48,7 +48,17 @@ async def completions(
     options = read_options(body)
     prompts = await read_prompts(body, request, state)
     constraint = await compile_constraint(request, state, checkpoint, structured_output(body.structured_outputs))
-    inputs = Inputs(request, state, checkpoint, arrived, body, options, prompts, constraint, adapter)
+    inputs = Inputs(
+        request=request,
+        state=state,
+        checkpoint=checkpoint,
+        arrived=arrived,
+        body=body,
+        options=options,
+        prompts=prompts,
+        constraint=constraint,
+        adapter=adapter,
+    )
     generation = await start_generation(inputs)
     writer = Writer(body, generation)
     if body.stream:
@@ -62,8 +72,8 @@ def read_options(body: CompletionRequest) -> Options:
         raise invalid("max_tokens", "0 generates nothing; send at least 1, or ask for the prompt with echo")
     if body.best_of is not None and body.best_of < body.n:
         raise invalid("best_of", f"{body.best_of} is less than n, which is {body.n}")
-    num_choices = body.best_of or body.n
-    if body.stream and num_choices > body.n:
+    n = body.best_of or body.n
+    if body.stream and n > body.n:
         raise invalid("best_of", "cannot be streamed, because the best choices are known only at the end")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "is only for streams; send stream: true")
@@ -72,9 +82,9 @@ def read_options(body: CompletionRequest) -> Options:
         id_prefix="cmpl",
         max_tokens=body.max_tokens,
         default_max_tokens=DEFAULT_MAX_TOKENS,
-        num_choices=num_choices,
+        n=n,
         # The choices are ranked by their log-probabilities.
-        logprobs=0 if body.logprobs is None and num_choices > body.n else body.logprobs,
+        logprobs=0 if body.logprobs is None and n > body.n else body.logprobs,
         prompt_logprobs=max((each for each in (body.prompt_logprobs, echoed) if each is not None), default=None),
         echo=body.echo,
         field_names={"n": "best_of"} if body.best_of is not None else {},

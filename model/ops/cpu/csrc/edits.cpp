@@ -46,7 +46,7 @@ STRUCT(
     (const int64_t*, rows),    // (N)
     (const int64_t*, heads),   // (num_edited), or null for all heads
     (const float*, vectors),   // or null
-    (const int64_t*, places),  // (N): which vector belongs to each row; or null for the first one
+    (const int64_t*, vector_indices),  // (N): which vector belongs to each row; or null for the first one
     (long, num_rows),
     (long, num_heads),
     (long, num_edited),  // how many heads of a row are edited
@@ -63,7 +63,7 @@ void edit_rows(const EditRowsArguments<Number>& args, long task, long num_tasks)
         const long row = index / args.num_edited, head = index % args.num_edited;
         const long edited_head = args.heads ? args.heads[head] : head;
         Number* const x = args.x + (args.rows[row] * args.num_heads + edited_head) * args.size;
-        const long offset = (args.places ? args.places[row] : 0) * args.vector_stride + head * args.head_stride;
+        const long offset = (args.vector_indices ? args.vector_indices[row] : 0) * args.vector_stride + head * args.head_stride;
         const float* const v = args.vectors ? args.vectors + offset : nullptr;
         apply_rule(args.kind, args.first, args.second, v, x, args.size);
     });

@@ -1,4 +1,4 @@
-"""Decode the residuals of logit lenses together with the rows of a recorded step, to read the head only once."""
+"""The logits of logit lenses, computed together with those of a recorded step, to read the head only once."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,13 @@ from torch import Tensor
 
 from model.engine.recorded_trace import RecordedTrace
 from model.network.transformer import Transformer
-from model.ops.cpu.recording import empty
+from model.ops.cpu.launch import empty
 from model.ops.cpu.trace_kernels import GatherCopy, TraceKernels
 from model.tracing.tap import Probe
 
 
-class JointDecoding:
-    """Replaces `Transformer.decode` while a step is recorded, and keeps the logits (L, V) of each lens in `lenses`.
+class JointLogits:
+    """Replaces `Transformer.compute_logits` while a step is recorded, and keeps the logits (L, V) of each lens in `lenses`.
 
     No bit of a row depends on the other rows of a product. If stages of the final norm are traced or edited, the rows
     of the step are decoded separately.
@@ -30,17 +30,17 @@ class JointDecoding:
         groups = [trace.residuals for trace in self._traces]
         residuals = [residual.flatten() for group in groups for residual in group]
         if not residuals or self._kernels is None:
-            return self._model.decode(x, probe)
+            return self._model.compute_logits(x, probe)
         is_separate = probe.at("ln_final").wants("scale", "normalized", "out")
         num_rows = 0 if is_separate else x.shape[1]
         joined = empty((num_rows + len(residuals), x.shape[-1]), x.dtype)
         self._gather = self._kernels.gather_copy([*([] if is_separate else [x.flatten()]), *residuals])
         assert self._gather.offsets[-1] == joined.nbytes
         self._gather.copy_to(joined)
-        logits = self._model.decode(joined[None])
+        logits = self._model.compute_logits(joined[None])
         first = num_rows
         for index, group in enumerate(groups):
             if group:
                 self.lenses[index] = logits[0, first : first + len(group)]
             first += len(group)
-        return self._model.decode(x, probe) if is_separate else logits[:, :num_rows]
+        return self._model.compute_logits(x, probe) if is_separate else logits[:, :num_rows]

@@ -1,4 +1,4 @@
-"""Run the forward passes of a POST /forward or POST /logits, from the check of their budget to the response."""
+"""Run the forward passes of a request, one after the other, from the check of their budget to the response."""
 
 import asyncio
 import re
@@ -158,7 +158,7 @@ async def _run_one(
     state: State, each: Pass, encoder: Encoder, span: RequestSpan | None, *, is_last: bool
 ) -> bytes | memoryview:
     """Wait for one pass, and update the metrics and the span. Returns the encoded answers after the last pass."""
-    arrived = time.perf_counter()
+    queued = time.perf_counter()
     starts, seconds = list[float](), 0.0
 
     def timed(job: Callable[[], Result]) -> tuple[Result, float]:
@@ -166,7 +166,7 @@ async def _run_one(
         return job(), time.perf_counter() - starts[-1]
 
     def finish() -> bytes | memoryview:
-        answer = each.run(starts[0] - arrived)
+        answer = each.run(starts[0] - queued)
         encoder.add(answer)
         if span is not None:
             span.attributes["gen_ai.response.model"] = answer.content.model
@@ -186,8 +186,8 @@ async def _run_one(
         raise
     finally:
         if span is not None:
-            add_pass(span, each.num_tokens, arrived, starts[0] if starts else None, time.perf_counter(), error)
-    waited, seconds = starts[0] - arrived, seconds + last_seconds
+            add_pass(span, each.num_tokens, queued, starts[0] if starts else None, time.perf_counter(), error)
+    waited, seconds = starts[0] - queued, seconds + last_seconds
     metrics = state.metrics
     metrics.queue_seconds.observe(waited)
     metrics.trace_seconds.observe(seconds)

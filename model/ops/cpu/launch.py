@@ -1,0 +1,95 @@
+"""Run kernels on the thread pool, and allocate their outputs. While a recording is made, the calls are recorded, too."""
+
+import ctypes
+import logging
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from model.ops.cpu.buffer_pool import buffer_pool
+from model.ops.cpu.shared_layout import Kernel, Layout, load_checked
+
+if TYPE_CHECKING:
+    from model.ops.cpu.recording import Recording
+
+logger = logging.getLogger(__name__)
+
+# A call has at most this many tasks, so at most this many threads compute it. With more tasks than threads, a
+# suspended thread delays the others less.
+MAX_TASKS = 32
+CURRENT: ContextVar["Recording | None"] = ContextVar("recording", default=None)  # the one that is being made
+
+
+@dataclass(frozen=True)
+class ThreadPool:
+    """The functions of thread_pool.cpp. They release Python's global lock while they run.
+
+    They return how many threads computed at most: fewer than `num_threads` if the system refused to start one.
+    """
+
+    run_call: Callable[[int, int, bytes, int], int]  # kernel, num_tasks, arguments, num_threads
+    run_calls: Callable[[int, int, int], int]  # calls, num_calls, num_threads
+    call_layout: Layout  # of each of these calls
+
+
+@cache
+def thread_pool() -> ThreadPool | None:
+    """The functions that run kernels; None if the library could not be built."""
+    library = load_checked("thread_pool")
+    if library is None:
+        return None
+    run_call, run_calls = library.run_call, library.run_calls
+    run_call.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_char_p, ctypes.c_long]
+    run_calls.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_long]
+    run_call.restype = run_calls.restype = ctypes.c_long
+    return ThreadPool(run_call, run_calls, Layout.read(library, "kernel_call"))
+
+
+def call(kernel: Kernel, num_tasks: int, /, **arguments: int | float) -> None:
+    """Run a kernel now, divided into at most `num_tasks` tasks. If a recording is being made, record the call.
+
+    The C++ declaration of the kernel says what its arguments mean. Raises TypeError if one is missing or unknown.
+    """
+    packed = kernel.arguments.pack(arguments)
+    num_tasks = max(1, min(num_tasks, MAX_TASKS))
+    recording = CURRENT.get()
+    if recording is not None:
+        recording.add_call(kernel.address, num_tasks, packed)
+    pool = thread_pool()
+    assert pool is not None, "a kernel was found, so the thread pool must be there too"
+    num_threads = torch.get_num_threads()
+    num_available = pool.run_call(kernel.address, num_tasks, packed, num_threads)
+    if num_available < num_threads:
+        warn_of_missing_threads(num_available, num_threads)
+
+
+@cache
+def warn_of_missing_threads(num_available: int, num_threads: int) -> None:
+    """Log, once, that the system refused to start threads."""
+    logger.warning(
+        "the system refused to start a thread, so kernels run on %d of %d threads; allow the process more threads "
+        "(for example by the limit of PIDs of its container) or ask for fewer with --threads",
+        num_available,
+        num_threads,
+    )
+
+
+def is_recording() -> bool:
+    """Whether the calls made now are recorded."""
+    return CURRENT.get() is not None
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialized tensor for the output of a kernel. During a recording, it lies in the recording's memory."""
+    recording = CURRENT.get()
+    return buffer_pool.empty(shape, dtype) if recording is None else recording.empty(shape, dtype)
+
+
+def pointer(tensor: Tensor | None) -> int:
+    """The address of a tensor as a kernel argument; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()

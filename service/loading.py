@@ -1,0 +1,270 @@
+"""Load what the settings name: the checkpoint with its adapters, lens and vectors; then build the engine."""
+
+import gc
+import logging
+from collections.abc import Callable, MutableMapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from model.analysis.auto_quantization import resolve
+from model.checkpoints.adapters import load_adapter
+from model.checkpoints.load import DTYPES, Checkpoint, load_checkpoint
+from model.checkpoints.memory import Need, PlannedNetwork, require_memory
+from model.checkpoints.translators import load_translators
+from model.checkpoints.vector_files import NamedVector, read_vectors
+from model.config import ModelConfig
+from model.device import find_device
+from model.engine.cache import bytes_of_token
+from model.engine.engine import Engine, EngineConfig
+from model.engine.tensor_parallel.leading_network import LeadingNetwork
+from model.network.adapters import Adapter
+from model.network.float_copy import copy_bytes
+from model.network.float_network import FloatNetwork
+from model.network.prepare import Weight
+from model.network.ranks import LostRank, Place, Ranks
+from model.network.tensor_parallel import prepare_share
+from model.network.transformer import Transformer
+from model.network.translators import Translators
+from model.worked_examples import WORKED_EXAMPLES
+from service.settings import Settings
+from service.state import State
+
+logger = logging.getLogger(__name__)
+# Two words: the CPU time per period ("max": no limit) and the length of the period, both in microseconds.
+CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+# Prompt tokens that fit into a step beside `max_num_seqs` sequences with one token each.
+CPU_PROMPT_TOKENS, CUDA_PROMPT_TOKENS = 512, 2048
+
+
+async def load(state: State, on_failure: Callable[[], None] | None) -> None:
+    """Load the checkpoint, then become ready. Until then, `check_ready` refuses requests for the checkpoint."""
+    try:
+        threads = num_threads(state.settings)
+        await state.worker.run(lambda: set_num_threads(threads))
+        state.checkpoint = await state.worker.run_detached(lambda: load_model(state.settings, state.ranks))
+        if state.checkpoint is not None:
+            checkpoint = state.checkpoint
+            state.translators = await state.worker.run_detached(lambda: load_lens(checkpoint, state.settings))
+            state.float_network = float_network(checkpoint, state.settings) if state.ranks is None else None
+            state.vectors.preload(await state.worker.run_detached(lambda: load_vectors(checkpoint, state.settings)))
+            state.engine = await state.worker.run_detached(lambda: build_engine(checkpoint, state.settings))
+            state.worker.serve(state.engine, lambda: fail(state, "the engine failed", on_failure))
+    except Exception as error:  # a service that will never be ready must end, whatever the reason
+        expected = isinstance(error, (ValueError, OSError))
+        reason = str(error).removeprefix(f"{state.settings.model}: ")
+        logger.error("cannot serve %s: %s", state.settings.model, reason, exc_info=None if expected else error)
+        fail(state, f"{error}", on_failure)
+        return
+    gc.collect()
+    gc.freeze()  # otherwise each full collection visits all loaded objects, which stops every thread for 0.2 seconds
+    state.loaded.set()
+
+
+def num_threads(settings: Settings) -> int:
+    """The number of threads for the network: that of the settings, or else torch's choice.
+
+    torch's choice is limited to the CPUs that a container may use (cgroup v2). With more threads, the system would stop
+    some of them while the others wait for their results.
+    """
+    if settings.threads is not None:
+        return settings.threads
+    chosen = torch.get_num_threads()
+    quota, _, period = CPU_MAX.read_text().strip().partition(" ") if CPU_MAX.exists() else ("max", "", "")
+    is_limited = quota.isdigit() and period.isdigit()
+    return max(1, min(chosen, int(quota) // int(period))) if is_limited else chosen
+
+
+def set_num_threads(threads: int) -> None:
+    """Set the number of threads for the calling thread, and keep it if another thread sets its own number later.
+
+    PyTorch adopts the number that was set last, by any thread, when a thread first reads the number or computes.
+    """
+    torch.set_num_threads(threads)
+    torch.get_num_threads()
+
+
+def fail(state: State, message: str, on_failure: Callable[[], None] | None) -> None:
+    """Record that the service cannot go on, and call `on_failure`."""
+    state.failure = message
+    if on_failure is not None:
+        on_failure()
+
+
+def build_engine(checkpoint: Checkpoint, settings: Settings) -> Engine:
+    """Build the engine that the settings describe. Settings that are not given get defaults for the device."""
+    weight = checkpoint.model.embed.weight
+    is_cuda = weight.device.type == "cuda"
+    if is_cuda and settings.cache_bytes is None:
+        cache_bytes = int(0.8 * torch.cuda.mem_get_info(weight.device)[0])
+    else:
+        cache_bytes = cache_bytes_for(checkpoint.model.share, weight.dtype, settings)
+    num_prompt_tokens = CUDA_PROMPT_TOKENS if is_cuda else CPU_PROMPT_TOKENS
+    engine = Engine(
+        checkpoint.model,
+        checkpoint.tokenizer,
+        EngineConfig(
+            cache_bytes=cache_bytes,
+            kv_cache_dtype=settings.kv_cache_dtype,
+            max_sequences=settings.max_num_seqs,
+            max_step_tokens=settings.max_step_tokens or num_prompt_tokens + settings.max_num_seqs,
+            max_stretch=settings.max_step_stretch,
+            speculates=settings.speculate,
+        ),
+        checkpoint.adapters,
+    )
+    logger.info("cache of %d tokens, at most %d sequences per step", engine.num_cache_tokens, settings.max_num_seqs)
+    return engine
+
+
+def cache_bytes_for(config: ModelConfig, dtype: torch.dtype, settings: Settings) -> int:
+    """The size of the cache that the settings give, or else one for the maximum number of sequences, at most 1 GiB."""
+    if settings.cache_bytes is not None:
+        return settings.cache_bytes
+    size = EngineConfig.block_size
+    num_tokens = settings.max_num_seqs * -(-config.max_positions // size) * size
+    return min(1 << 30, num_tokens * bytes_of_token(config, dtype, settings.kv_cache_dtype))
+
+
+def check_memory(planned: PlannedNetwork, settings: Settings) -> None:
+    """Check that there is memory for the weights, the cache and the copy for gradients of a network.
+
+    Raises `CheckpointError` if there is too little for the weights and the cache.
+    """
+    needs = [planned.weights("--quantize {}")]
+    if planned.device.type == "cpu" or settings.cache_bytes is not None:
+        cache_bytes = cache_bytes_for(planned.config, planned.dtype, settings)
+        needs.append(Need("the key-value cache", cache_bytes, ("a lower --cache-bytes",)))
+    if settings.gradients != "off":
+        copied = copy_bytes(planned.config, DTYPES[settings.gradients])
+        needs.append(Need("the copy for gradients", copied, ("--gradients off",), is_later=True))
+    require_memory(needs, planned.device)
+
+
+def device_of(settings: Settings) -> str:
+    """The device that the settings name, with tensor parallelism one for each process of the machine.
+
+    Raises `ValueError` if it cannot be used.
+    """
+    device = settings.device
+    if device == "auto":
+        device = find_device("auto")
+    place = Place.of_environment() if settings.tensor_parallel > 1 else None
+    if place is not None and device.startswith("cuda"):
+        if device != "cuda":
+            raise ValueError(f"device {device!r}: with --tensor-parallel each process has a GPU of its own; give cuda")
+        device = f"cuda:{place.local_rank}"
+    return find_device(device)
+
+
+def load_model(settings: Settings, ranks: Ranks | None = None) -> Checkpoint | None:
+    """Load the checkpoint that the settings name, or this rank's share of it. None if the setting is "none"."""
+    if settings.model == "none":
+        if settings.adapter:
+            raise ValueError("adapters change a model, but --model none serves none; leave --adapter out")
+        if settings.vectors is not None:
+            raise ValueError("vectors are for edits of a model, but --model none serves none; leave --vectors out")
+        logger.info("no checkpoint is served; POST /forward runs the worked examples")
+        return None
+    device = device_of(settings)
+    source = settings.model
+    checkpoint = load_checkpoint(
+        source,
+        dtype=settings.dtype,
+        device=device,
+        name=settings.model_name,
+        quantize=resolve(source, settings.quantize, settings.quantize_loss, settings.kernels, settings.revision),
+        kernels=settings.kernels,
+        chat_template=settings.chat_template,
+        revision=settings.revision,
+        prepare=None if ranks is None else partial(prepare_own_share, settings=settings, ranks=ranks),
+        check_memory=partial(check_memory, settings=settings) if ranks is None else lambda _: None,
+    )
+    network = checkpoint.model
+    logger.info(
+        "serving %s: %s parameters, %s, %s, context %d",
+        checkpoint.name,
+        f"{checkpoint.parameters.total:,}",
+        network.embed.weight.device,
+        str(network.embed.weight.dtype).removeprefix("torch."),
+        network.config.max_positions,
+    )
+    return replace(checkpoint, adapters=load_adapters(checkpoint, settings))
+
+
+def prepare_own_share(
+    config: ModelConfig, weights: MutableMapping[str, Weight], *, settings: Settings, ranks: Ranks
+) -> Transformer:
+    """Build the shard of a network that this rank computes."""
+    network = partial(LeadingNetwork, ranks=ranks) if ranks.rank == 0 else Transformer
+    allows_varlen = settings.kernels == "auto"
+    model = prepare_share(config, weights, ranks, network=network, allows_varlen=allows_varlen)
+    share = f"{model.share.num_heads} of {config.num_heads} heads"
+    logger.info("rank %d of %d computes %s of each layer, with PyTorch", ranks.rank, ranks.size, share)
+    return model
+
+
+def end_ranks(state: State) -> None:
+    """End the other ranks, if there are any."""
+    if state.ranks is None:
+        return
+    network = None if state.checkpoint is None else state.checkpoint.model
+    try:
+        if isinstance(network, LeadingNetwork) and not state.ranks.is_lost:
+            network.end()
+    except LostRank as error:
+        logger.error("%s", error)
+        fail(state, str(error), None)
+    state.ranks.disconnect()
+
+
+def load_adapters(checkpoint: Checkpoint, settings: Settings) -> dict[str, Adapter]:
+    """Load the adapters that the settings name."""
+    adapters = {}
+    for name, path in settings.adapters.items():
+        if name == checkpoint.name or name in WORKED_EXAMPLES:
+            raise ValueError(f"the adapter {name!r} has the name of a model; give it another name")
+        adapter = adapters[name] = load_adapter(checkpoint, path, name)
+        logger.info(
+            "adapter %s: %d layers, rank %s, %.1f MB",
+            name,
+            len(adapter.layers),
+            ", ".join(map(str, adapter.ranks)),
+            adapter.num_bytes / 1e6,
+        )
+    return adapters
+
+
+def float_network(checkpoint: Checkpoint, settings: Settings) -> FloatNetwork | None:
+    """The network for gradients, which copies its weights when it is first used. None if gradients are off."""
+    if settings.gradients == "off":
+        return None
+    network = FloatNetwork(checkpoint.model, checkpoint.adapters, DTYPES[settings.gradients])
+    logger.info(
+        "the first request for gradients copies the network to %s, which takes up to %.1f MB; --gradients off "
+        "refuses such requests",
+        settings.gradients,
+        network.num_bytes / 1e6,
+    )
+    return network
+
+
+def load_lens(checkpoint: Checkpoint, settings: Settings) -> Translators | None:
+    """Load the translators of a tuned lens, if the settings name a file."""
+    if settings.lens is None:
+        return None
+    translators = load_translators(settings.lens, checkpoint.model)
+    logger.info("tuned lens %s: %d layers, %.1f MB", settings.lens, len(translators), translators.num_bytes / 1e6)
+    return translators
+
+
+def load_vectors(checkpoint: Checkpoint, settings: Settings) -> dict[str, NamedVector]:
+    """Read the vectors in the directory that the settings name."""
+    if settings.vectors is None:
+        return {}
+    vectors = read_vectors(settings.vectors, checkpoint.model.config, checkpoint.stages)
+    num_bytes = sum(vector.num_bytes for vector in vectors.values())
+    logger.info("%d vectors from %s, %.1f MB", len(vectors), settings.vectors, num_bytes / 1e6)
+    return vectors
