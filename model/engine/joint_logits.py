@@ -12,10 +12,10 @@ from model.tracing.tap import Probe
 
 
 class JointLogits:
-    """Replaces `Transformer.compute_logits` while a step is recorded, and keeps the logits (L, V) of each lens in `lenses`.
+    """Replaces `Transformer.compute_logits` while a step is recorded, and keeps the logits of each lens.
 
-    No bit of a row depends on the other rows of a product. If stages of the final norm are traced or edited, the rows
-    of the step are decoded separately.
+    `lenses` has them, each (L, V). No bit of a row depends on the other rows of a product. If stages of the final norm
+    are traced or edited, the rows of the step are computed separately.
     """
 
     def __init__(self, model: Transformer, kernels: TraceKernels | None, traces: Sequence[RecordedTrace]) -> None:

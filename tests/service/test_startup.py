@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from service import app
+from service import loading
 from service.__main__ import main
 from service.loading import load, load_model, num_threads
 from service.settings import Settings
@@ -370,7 +370,8 @@ class TestProcess:
     def test_neither_the_start_nor_a_request_imports_the_compiler_of_torch(self) -> None:
         """Importing `torch._dynamo` takes as long as importing everything else."""
         code = (
-            "import sys; from service.app import *; from service.settings import Settings;"
+            "import sys; from service.app import *; from service.loading import *;"
+            "from service.settings import Settings;"
             "from model.engine.request import Request; from model.text.transcript import GenerationParams;"
             "settings = Settings(); engine = build_engine(load_model(settings), settings);"
             "engine.add(Request(id='', prompt_ids=[1, 2, 3], params=GenerationParams(max_tokens=5)));"
@@ -398,6 +399,6 @@ def test_the_default_number_of_threads_is_limited_to_the_cpus_of_the_container(
 ) -> None:
     if limit is not None:
         (tmp_path / "cpu.max").write_text(limit)
-    monkeypatch.setattr(app, "CPU_MAX", tmp_path / "cpu.max")
+    monkeypatch.setattr(loading, "CPU_MAX", tmp_path / "cpu.max")
     monkeypatch.setattr("torch.get_num_threads", lambda: 8)
     assert num_threads(Settings(threads=asked)) == expected

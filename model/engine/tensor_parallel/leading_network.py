@@ -33,8 +33,8 @@ from model.tracing.tap import BatchTap, Probe, Tap, wants_of
 class LeadingNetwork(Transformer):
     """A `Transformer` of which this process, rank 0, computes a shard. It has whole logits, and taps see whole stages.
 
-    Passes without a cache, and steps of an engine, can be computed; `compute_logits` needs no other rank. A `KVCache` and
-    adapters are not implemented, and raise `ValueError`. Any error of a pass but one of its tap loses the ranks:
+    Passes without a cache, and steps of an engine, can be computed; `compute_logits` needs no other rank. A `KVCache`
+    and adapters are not implemented, and raise `ValueError`. Any error of a pass but one of its tap loses the ranks:
     `LostRank` is raised, also by all later passes.
     """
 

@@ -1,4 +1,4 @@
-"""Run kernels on the thread pool, and allocate their outputs. While a recording is made, the calls are recorded, too."""
+"""Run kernels on the thread pool, and allocate their outputs. The calls are also recorded while a recording is made."""
 
 import ctypes
 import logging
