@@ -433,7 +433,7 @@ class TestLensJobs:
     ) -> None:
         whole = attribute(tiny, "logit_lens", **self.BODY)
         jobs: list[int] = []  # the rows that each job decodes
-        run, decode = Worker.run, Transformer.decode
+        run, decode = Worker.run, Transformer.compute_logits
 
         def counted(worker: Worker, job: Any) -> Any:
             def counted_job() -> Any:
@@ -448,7 +448,7 @@ class TestLensJobs:
 
         monkeypatch.setattr("model.analysis.attribution.logit_lens.LOGITS_PER_PART", 2 * VOCAB_SIZE)
         monkeypatch.setattr(Worker, "run", counted)
-        monkeypatch.setattr(Transformer, "decode", noted)
+        monkeypatch.setattr(Transformer, "compute_logits", noted)
         parts = attribute(tiny, "logit_lens", **self.BODY)
         assert jobs == [1, *[2, 2, 2, 1] * 3, 0]  # a row of the pass, those of each layer, and the answer's
         assert parts | {"timings": None} == whole | {"timings": None}

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.ops.cpu import recording
 from model.ops.cpu.constants import KEYS_PER_CHUNK, PARTIAL_PADDING, VECTOR_WIDTH
-from model.ops.cpu.launch import call, empty, pointer
+from model.ops.cpu.launch import MAX_TASKS, call, empty, pointer
 from model.ops.cpu.layout import merge_outer_dims, num_tasks
 from model.ops.cpu.shared_layout import Kernel, find_kernels
 from model.ops.quantized_rows import QuantizedRows
@@ -167,7 +166,7 @@ class PagedAttention:
             "scale": rule.scale,
             "softcap": rule.softcap or 0.0,
         }
-        call(self._kernels["attention"], recording.MAX_TASKS, **arguments)
+        call(self._kernels["attention"], MAX_TASKS, **arguments)
         if read.partials is not None:
             call(self._kernels["attention_combine"], q.shape[0] * q.shape[1], **arguments)
         return out
@@ -223,7 +222,7 @@ class PagedAttention:
         keys, key_magnitudes = _parts(keys)
         call(
             self._kernels["attention_scores"],
-            recording.MAX_TASKS,
+            MAX_TASKS,
             q=q.data_ptr(),
             keys=keys.data_ptr(),
             blocks=read.blocks[sequence].data_ptr(),

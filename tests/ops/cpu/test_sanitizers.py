@@ -44,14 +44,14 @@ CALL_IT = """
 import sys
 from pathlib import Path
 import torch
-from model.ops.cpu import build, recording, shared_layout
+from model.ops.cpu import build, launch, shared_layout
 
-thread_pool = recording.thread_pool()
+thread_pool = launch.thread_pool()
 build.CSRC = Path(sys.argv[1])
 x, out = torch.ones(4), torch.zeros(1)
 for name in sys.argv[3:]:
     kernel = shared_layout.find_kernel("reading", name, torch.float32)
-    recording.call(kernel, 1, x=x.data_ptr(), out=out.data_ptr(), size=int(sys.argv[2]))
+    launch.call(kernel, 1, x=x.data_ptr(), out=out.data_ptr(), size=int(sys.argv[2]))
     print("read", out.item())
 """
 

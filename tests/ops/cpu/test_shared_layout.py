@@ -6,7 +6,7 @@ import struct
 import pytest
 import torch
 
-from model.ops.cpu import build, constants, recording
+from model.ops.cpu import build, constants, launch
 from model.ops.cpu.shared_layout import FORMATS, Kernel, Layout, LayoutMismatch, check_layout, find_kernel
 from model.ops.cpu.trace_kernels import PIECE
 from tests.ops.cpu.common import NO_KERNELS
@@ -47,13 +47,13 @@ def test_a_layout_has_the_fields_of_the_struct_in_their_order(add: Kernel) -> No
 )
 def test_a_missing_or_unknown_argument_never_reaches_the_kernel(add: Kernel, arguments: dict[str, float]) -> None:
     with pytest.raises(TypeError, match="the fields are a, b, out, num_elements; given are"):
-        recording.call(add, 1, **arguments)
+        launch.call(add, 1, **arguments)
 
 
 @pytest.mark.parametrize("wrong", [{"a": 0.0}, {"num_elements": 0.5}])
 def test_an_argument_of_another_kind_never_reaches_the_kernel(add: Kernel, wrong: dict[str, float]) -> None:
     with pytest.raises(struct.error):
-        recording.call(add, 1, **{"a": 0, "b": 0, "out": 0, "num_elements": 0} | wrong)
+        launch.call(add, 1, **{"a": 0, "b": 0, "out": 0, "num_elements": 0} | wrong)
 
 
 @pytest.mark.parametrize(
