@@ -298,6 +298,7 @@ def attribute(
     stages: str | Sequence[str] | None = None,
     positions: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
+    edits: Edits | None = None,
     model: str | None = None,
     adapter: str | None = None,
     **fields: Any,
@@ -305,8 +306,8 @@ def attribute(
     """Explain the logit of `token`, or how far it is above the logit of `minus`, at the end of a prompt.
 
     `method` is "direct", "gradient", "integrated_gradients", "attribution_patching", "patching" or "logit_lens".
-    `corrupted` is the second prompt of the patching methods. Further fields are `position`, `of`, `targets`, `steps`,
-    `baseline`, `by`, `lens`, `top_k` and others.
+    `corrupted` is the second prompt of the patching methods. `edits` change the pass of the logit lens. Further fields
+    are `position`, `of`, `targets`, `steps`, `baseline`, `by`, `lens`, `top_k` and others.
     """
     body = without_none(
         method=method,
@@ -317,6 +318,7 @@ def attribute(
         stages=None if stages is None else to_texts(stages, "stages"),
         positions=to_indices(positions, "positions"),
         heads=to_indices(heads, "heads"),
+        edits=to_edits(edits),
         model=model,
         adapter=adapter,
         **not_stream(fields),

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -127,7 +128,9 @@ class Executors:
 
         def run() -> Result:
             PAUSE.set(check_wanted)  # in the context of this job
-            return job()
+            with suppress(ClientGone):
+                return job()
+            raise ClientGone  # another one: the frames of the first hold the tensors of the job
 
         self._abandonments.add(is_abandoned)
         try:

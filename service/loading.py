@@ -28,6 +28,7 @@ from model.network.ranks import LostRank, Place, Ranks
 from model.network.tensor_parallel import prepare_share
 from model.network.transformer import Transformer
 from model.network.translators import Translators
+from model.text.grammar.grammars import Grammars
 from model.worked_examples import WORKED_EXAMPLES
 from service.settings import Settings
 from service.state import State
@@ -50,6 +51,11 @@ async def load(state: State, on_failure: Callable[[], None] | None) -> None:
             state.translators = await state.worker.run_detached(lambda: load_lens(checkpoint, state.settings))
             state.float_network = float_network(checkpoint, state.settings) if state.ranks is None else None
             state.vectors.preload(await state.worker.run_detached(lambda: load_vectors(checkpoint, state.settings)))
+            if (tokenizer := checkpoint.tokenizer) is not None:
+                # Now, because llguidance reads a large vocabulary with Python's lock.
+                read = partial(Grammars, tokenizer, checkpoint.model.config.vocab_size)
+                state.slow_grammars = await state.worker.run_detached(read)
+                state.grammars = state.slow_grammars.quick()
             state.engine = await state.worker.run_detached(lambda: build_engine(checkpoint, state.settings))
             state.worker.serve(state.engine, lambda: fail(state, "the engine failed", on_failure))
     except Exception as error:  # a service that will never be ready must end, whatever the reason

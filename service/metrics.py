@@ -30,7 +30,15 @@ from model.text.transcript import FinishReason
 from service.process_metrics import ProcessMetrics
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-EDITED_ROUTES = ("/forward", "/logits", "/patterns", "/generate", "/v1/completions", "/v1/chat/completions")
+EDITED_ROUTES = (
+    "/forward",
+    "/logits",
+    "/patterns",
+    "/generate",
+    "/attribute",
+    "/v1/completions",
+    "/v1/chat/completions",
+)
 SPAN_RESULTS = ("exported", "failed", "dropped")
 TEXT_SECONDS = 1.0  # for which the text of `GET /metrics` is kept: it takes milliseconds, and Kubernetes asks often
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)

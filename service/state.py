@@ -60,7 +60,7 @@ class State:
         self.float_network: FloatNetwork | None = None  # None: gradients are off. It belongs to their thread.
         self.translators: Translators | None = None  # of a tuned lens
         self.engine: Engine | None = None
-        # Made by the first request with a grammar. Each belongs to one thread of `run_grammar`.
+        # Each belongs to one thread. None: there is no tokenizer.
         self.slow_grammars: Grammars | None = None
         self.grammars: Grammars | None = None
         # Opened by the first comparison.

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_args
 
+from forwardscope.results.passes import AppliedEdits
 from forwardscope.results.records import Array, Doc, Fields, Number, Record
 from forwardscope.results.stages import Effects, PositionedToken, PositionPredictions, Stage, StageArrays, Token
 
@@ -149,6 +150,7 @@ class LogitLens(Attribution[Any], eq=False, kw_only=True):
     token: Token | None
     final: Annotated[tuple[Token, ...], Doc("the most likely token of each position after the last layer")]
     layers: tuple[LensStage, ...]
+    edits: AppliedEdits = ()
 
 
 def method_of(kind: type[Attribution[Any]]) -> str:

@@ -6,7 +6,6 @@ from contextlib import suppress
 
 from fastapi import Request
 
-from model.checkpoints.load import Checkpoint
 from model.errors import InvalidField
 from model.network.ranks import LostRank
 from model.text.constraint import Constraint
@@ -38,9 +37,7 @@ def structured_output(asked: StructuredOutputs | None) -> Compile | None:
     return lambda grammars: grammars.grammar(f"{FIELD}.grammar", text)
 
 
-async def compile_constraint(
-    request: Request, state: State, checkpoint: Checkpoint, compile_one: Compile | None
-) -> Constraint | None:
+async def compile_constraint(request: Request, state: State, compile_one: Compile | None) -> Constraint | None:
     """Compile a constraint outside of the event loop; None if the request has none.
 
     A slow one is given up after a fraction of a second, and compiled again on a second thread, so that it delays only
@@ -49,23 +46,13 @@ async def compile_constraint(
     """
     if compile_one is None:
         return None
-    tokenizer = checkpoint.tokenizer
-    if tokenizer is None:
+    quick, slow = state.grammars, state.slow_grammars
+    if quick is None or slow is None:
         raise invalid(FIELD, "this checkpoint has no tokenizer.json, so there is no text to constrain", "no_tokenizer")
     state.worker.check_room(0)  # refuse before the work of compiling, not after it
 
-    def compile_quickly() -> Constraint:
-        if state.grammars is None:
-            state.slow_grammars = Grammars(tokenizer, checkpoint.model.config.vocab_size)
-            state.grammars = state.slow_grammars.quick()
-        return compile_one(state.grammars)
-
-    def compile_slowly() -> Constraint:
-        assert state.slow_grammars is not None, "made by compile_quickly"
-        return compile_one(state.slow_grammars)
-
     def find() -> Constraint | None:
-        for grammars in filter(None, (state.grammars, state.slow_grammars)):
+        for grammars in (quick, slow):
             with suppress(NotRemembered, NeedsMoreTime):
                 return compile_one(grammars.remembered())
         return None
@@ -74,9 +61,10 @@ async def compile_constraint(
         constraint = await state.worker.run_text(find, 0)  # it does not wait for those of others
         if constraint is None:
             try:
-                constraint = await unless_disconnected(request, state.worker.executors.run("grammars", compile_quickly))
+                run = state.worker.executors.run("grammars", lambda: compile_one(quick))
+                constraint = await unless_disconnected(request, run)
             except NeedsMoreTime:
-                run = state.worker.executors.run("slow-grammars", compile_slowly)
+                run = state.worker.executors.run("slow-grammars", lambda: compile_one(slow))
                 constraint = await unless_disconnected(request, run)
     except InvalidField as error:
         raise invalid_field(error) from None

@@ -6,7 +6,7 @@ from pydantic import ConfigDict, Field, RootModel
 
 from service.http.field_types import Indices, Prompt, Text, TokenId, at_most
 from service.http.forward_schemas import TargetIds
-from service.http.schemas import AdaptedRequest, Globs, Positions
+from service.http.schemas import AdaptedRequest, EditedRequest, Globs, Positions
 
 PROMPT = "When Mary and John went to the park, John gave a ball to"
 MAX_STEPS = 512
@@ -98,7 +98,7 @@ class PatchingRequest(PatchRequest):
     stream: bool = Field(False, description="send the cells as Server-Sent Events while they are computed")
 
 
-class LogitLensRequest(PromptRequest):
+class LogitLensRequest(PromptRequest, EditedRequest):
     method: Literal["logit_lens"]
     token: OneToken | None = Field(None, description="a token whose logit, probability and rank are followed")
     positions: Positions | None = Field(None, description="positions to decode; default: the last one")

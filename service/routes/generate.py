@@ -53,7 +53,7 @@ async def generate(body: GenerateRequest, request: Request, state: StateDep, che
     check_baseline(body.baseline, body.edits)
     if body.baseline and body.stream:
         raise invalid("baseline", "cannot be streamed, because the runs are compared at their end; leave out stream")
-    constraint = await compile_constraint(request, state, checkpoint, structured_output(body.structured_outputs))
+    constraint = await compile_constraint(request, state, structured_output(body.structured_outputs))
     inputs = Inputs(
         request=request,
         state=state,

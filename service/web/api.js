@@ -249,6 +249,15 @@ export function decode(base64, dtype) {
 }
 
 /**
+ * Numbers in base64, as edits take them.
+ * @param {Float32Array} numbers
+ */
+export function encode(numbers) {
+  const bytes = new Uint8Array(numbers.buffer, numbers.byteOffset, numbers.byteLength);
+  return { data: btoa(String.fromCharCode(...bytes)), dtype: "float32", shape: [numbers.length] };
+}
+
+/**
  * bfloat16 is the upper half of float32.
  * @param {ArrayBuffer} buffer
  */

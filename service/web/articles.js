@@ -1,6 +1,8 @@
 // The three articles whose networks are served as worked examples: where they are, and how their networks differ from a
 // standard block.
 
+import { ARTICLES as SOURCES } from "./terms_list.js";
+
 /**
  * @import { Architecture, Token } from "./answers.js"
  * @import { Service } from "./view.js"
@@ -30,8 +32,7 @@ const STANDARD = {
  */
 export const ARTICLES = {
   "ai-rocks": {
-    title: "How LLMs learn: forward pass (psychometrics.ai)",
-    address: "https://psychometrics.ai/toc/llms-forward-pass",
+    ...SOURCES.forward,
     notes: [
       "The residual connections add the normalized vectors, not the vectors that enter the norms. So both norms " +
         "change the residual stream itself.",
@@ -60,8 +61,7 @@ export const ARTICLES = {
     },
   },
   "a-tokens-journey": {
-    title: "A token's journey (mustafabirinci.com)",
-    address: "https://mustafabirinci.com/content/files/embeds/a-token-journey.html",
+    ...SOURCES.journey,
     target: { id: 4, text: "mat" },
     notes: [
       "Attention has no mask: each token also attends to the tokens after it.",
@@ -90,8 +90,7 @@ export const ARTICLES = {
     },
   },
   "i-like-transformers": {
-    title: "Understanding gradients: cross-entropy loss (zhubert.com)",
-    address: "https://zhubert.com/intro-to-transformers/understanding-gradients/loss",
+    ...SOURCES.loss,
     notes: [
       "There is no residual connection around attention: its output replaces the residual stream.",
       "The only residual connection leads from the output of attention around the feed-forward network. The only " +

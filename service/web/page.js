@@ -2,6 +2,7 @@
 
 import { moveQuery, readState, writeState } from "./address.js";
 import { keyDialog } from "./api_key.js";
+import { isWorkedExample } from "./articles.js";
 import { ApiError, getJson, isAbort, onKeyNeeded } from "./api.js";
 import { Connection, isAway } from "./connection.js";
 import { around, el, find, findAll } from "./dom.js";
@@ -204,7 +205,7 @@ async function apply() {
 
 /**
  * The `model` of requests: null for the served one. Without a served model, the first worked example is chosen.
- * @param {PageState} state
+ * @param {{ model: string }} state
  */
 function modelOf({ model }) {
   return model || (service.model ? null : service.models[0].name);
@@ -229,7 +230,7 @@ function open(entry, View) {
   showEditsNote(byId("edits-note"), edits, {
     href: addressAfter({ view: EDITS }),
     open: () => navigate({ view: EDITS }),
-    isApplied: View.appliesEdits,
+    isApplied: View.appliesEdits && !isWorkedExample(service, modelOf({ model: addressed().model ?? "" })),
   });
   document.title = `${entry.label} · Forwardscope`;
   for (const link of findAll(byId("views"), "a")) {
@@ -266,7 +267,7 @@ function showCurrentLink() {
  * @param {PageState} state
  */
 function obstacleOf(View, state) {
-  const isExample = service.models.some((model) => model.name === modelOf(state) && model.kind === "worked_example");
+  const isExample = isWorkedExample(service, modelOf(state));
   if (service.model === null && !View.showsWorkedExamples && View.usesPrompt)
     return "This service has no checkpoint, only worked examples. Start it with a model to use this view.";
   if (isExample && !View.showsWorkedExamples && View.usesPrompt)

@@ -1,6 +1,6 @@
 // The terms that the page explains: what each one means, and which article explains it at length.
 
-const ARTICLES = {
+export const ARTICLES = {
   forward: {
     title: "How LLMs learn: forward pass (psychometrics.ai)",
     address: "https://psychometrics.ai/toc/llms-forward-pass",

@@ -175,6 +175,33 @@ class TestAnswers:
             for layer, expected in zip(answer["layers"], alone["layers"], strict=True):
                 assert layer["final"][row] == pytest.approx(expected["token"][0], rel=1e-4, abs=1e-6)
 
+    def test_the_logit_lens_of_an_edited_pass_decodes_the_edited_residuals(self, tiny: Running) -> None:
+        edits = [
+            {"stage": "blocks.0.attn.z", "op": "zero", "heads": [1]},
+            {"stage": "blocks.1.resid_pre", "op": "patch", "source": {"prompt": PROMPT[::-1]}, "positions": [2]},
+        ]
+        fields: dict[str, Any] = {"prompt": PROMPT, "token": 5, "positions": [-1, 2], "top_k": 3}
+        answer = attribute(tiny, "logit_lens", **fields, edits=edits)
+        validate(LogitLens, answer)
+        assert [each["stages"] for each in answer["edits"]] == [["blocks.0.attn.z"], ["blocks.1.resid_pre"]]
+        stages = ["blocks.*.resid_pre", "blocks.1.resid_post"]
+        found = tiny.answer("/forward", prompt=PROMPT, edits=edits, stages=stages, detail="values")["stages"]
+        plain = attribute(tiny, "logit_lens", **fields)
+        assert plain["edits"] == []
+        for layer, before in zip(answer["layers"], plain["layers"], strict=True):
+            (values,) = (stage["values"] for stage in found if stage["name"] == layer["stage"])
+            logits = tiny.checkpoint.model.compute_logits(torch.tensor(values)[0, [6, 2]])
+            for row, followed in zip(logits, layer["token"], strict=True):
+                assert followed["logit"] == pytest.approx(float(row[5]), abs=1e-4)
+            assert (layer["token"] == before["token"]) == (layer["stage"] == "blocks.0.resid_pre")
+        assert "behind" in refuse(
+            tiny, 400, "edits.1.stage", "logit_lens", prompt=PROMPT, edits=[edits[0], {"stage": "logits", "op": "zero"}]
+        )
+        refuse(tiny, 400, "edits.0.heads.0", "logit_lens", prompt=PROMPT, edits=[edits[0] | {"heads": [9]}])
+        with Client(str(tiny.client.base_url)) as client:
+            lens = client.attribute("logit_lens", PROMPT, token=5, positions=[-1, 2], top_k=3, edits=edits)
+        assert lens.answer["layers"][-1].token[0].logit == answer["layers"][-1]["token"][0]["logit"]
+
     def test_a_text_that_is_one_token_is_that_token(self, tiny: Running) -> None:
         text = tiny.checkpoint.tokenizer.token_text(270)  # type: ignore[union-attr]
         answer = attribute(tiny, "direct", prompt=PROMPT, token=text)

@@ -401,3 +401,30 @@ def test_a_head_that_is_chosen_out_of_sight_of_its_picture_is_scrolled_to(page: 
 def test_a_prompt_of_one_token_is_shown(page: "Page", base: str) -> None:
     open_view(page, base, "attention", prompt="the")
     assert "one token only" in page.locator("attention-ranking .answer").inner_text()
+
+
+def test_edits_are_applied_and_the_head_that_they_change_the_most_is_found(page: "Page", base: str) -> None:
+    edits = [{"stage": "blocks.1.attn_out", "op": "zero"}]
+    state = {"prompt": PROMPT, "layer": 3, "head": 2, "find": "changed"}
+    open_view(page, base, "attention", **state, edits=json.dumps(edits))
+    moved = {}
+    for layer in range(NUM_LAYERS):
+        for head in range(NUM_HEADS):
+            edited, plain = (weights_of(base, layer, head, **fields)[-1] for fields in ({"edits": edits}, {}))
+            moved[layer, head] = float(np.abs(edited - plain).sum() / 2)
+    assert max(value for (layer, _), value in moved.items() if layer < 2) == 0.0
+    layer, head = max(moved, key=lambda place: moved[place])
+    answer = page.locator("attention-ranking .answer").inner_text()
+    assert answer.startswith(f"Head {layer}.{head} changes the most")
+    assert f"move {percent(moved[layer, head])} of the weight" in answer
+    tokens = patterns(base)["tokens"]
+    edited, plain = (weights_of(base, 3, 2, **fields)[-1] for fields in ({"edits": edits}, {}))
+    rows = page.locator("attention-head table.bars tbody tr").all()
+    found = {row.locator("td").all_inner_texts()[1]: row.locator("td").all_inner_texts()[2:] for row in rows}
+    assert found == {
+        str(position): [percent(float(plain[position])), percent(float(edited[position]))]
+        for position in range(len(tokens))
+    }
+    open_view(page, base, "attention", prompt=PROMPT)
+    assert "without the edits" not in page.locator("attention-head").inner_text()
+    assert not page.locator("attention-ranking option[value=changed]").is_visible()

@@ -1,11 +1,13 @@
 """The view "Interventions": chips, both runs and attribution show the numbers of the API."""
 
+import base64
 import json
 import re
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -331,3 +333,40 @@ def test_no_column_is_cut_off_on_a_phone(open_page: OpenPage, base: str) -> None
     assert tables
     for table in tables:
         assert table.evaluate("box => box.scrollWidth - box.clientWidth") <= 0
+
+
+def edits_of(page: "Page") -> list[dict[str, Any]]:
+    """The edits as the page has them."""
+    edits: list[dict[str, Any]] = json.loads(page.get_by_label("All edits as JSON").input_value())
+    return edits
+
+
+def test_two_texts_give_a_vector_and_a_slider_changes_its_strength(page: "Page", base: str) -> None:
+    open_view(page, base, "edits", prompt=PROMPT)
+    field(page, "op").select_option("steer")
+    field(page, "part").select_option("resid_post")
+    field(page, "layer").select_option("3")
+    page.get_by_role("button", name="Add this edit").click()
+    assert field(page, "more").get_attribute("aria-invalid") == "true"
+    texts = ("Anna was very happy", "Anna was very sad")
+    for name, text in zip(("more", "less"), texts, strict=True):
+        field(page, name).fill(text)
+    add_edit(page, "a vector of its own")
+    (edit,) = edits_of(page)
+    found = np.frombuffer(base64.b64decode(edit["vector"]["data"]), "<f4")
+    stage = "blocks.3.resid_post"
+    ends = [
+        post(base, "/forward", prompt=text, stages=[stage], positions=[-1], detail="values", dtype="float32")
+        for text in texts
+    ]
+    one, other = (np.array(answer["stages"][0]["values"][0][-1], np.float32) for answer in ends)
+    np.testing.assert_allclose(found, one - other, atol=1e-5)
+    assert {key: edit[key] for key in ("stage", "op", "scale")} == {"stage": stage, "op": "add", "scale": 1}
+    slider = page.get_by_label("Strength of")
+    slider.fill("3")
+    slider.dispatch_event("change")
+    page.locator(".chip", has_text="Add 3 ×").wait_for()
+    wait_until_ready(page)
+    assert edits_of(page) == [edit | {"scale": 3}]
+    best = both_runs(base, [edit | {"scale": 3}])["predictions"][0]["top"][0]
+    assert percent(best["probability"]) in page.locator("edit-comparison .answer").inner_text()

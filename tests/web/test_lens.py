@@ -302,3 +302,30 @@ def test_a_wrong_row_position_or_number_of_tokens_is_an_error(page: "Page", base
         assert said in page.locator("#error").inner_text()
     assert all("status of 400" in finding for finding in findings)
     findings.clear()
+
+
+def test_edits_are_applied_and_the_cells_that_they_change_are_marked(page: "Page", base: str) -> None:
+    edits = [{"stage": "blocks.2.mlp_out", "op": "scale", "factor": -3}]
+    open_view(page, base, "lens", prompt=PROMPT, edits=json.dumps(edits))
+    edited, plain = lens(base, edits=edits)["layers"], lens(base)["layers"]
+    tops = [[[place["top"][0] for place in layer["positions"]] for layer in layers] for layers in (edited, plain)]
+    texts = [[(shown(top["text"]), displayed(top["probability"])) for top in row] for row in tops[0]]
+    assert grid_of(page) == texts
+    changed = [
+        (row, column)
+        for row, (ours, theirs) in enumerate(zip(*tops, strict=True))
+        for column, (one, other) in enumerate(zip(ours, theirs, strict=True))
+        if one["id"] != other["id"]
+    ]
+    assert changed
+    assert min(row for row, _ in changed) >= 3, "rows above the edit do not change"
+    marked = page.locator("cell-grid td.is-changed").all()
+    assert [(int(td.get_attribute("data-row") or ""), int(td.get_attribute("data-column") or "")) for td in marked] == (
+        changed
+    )
+    size = len(tops[0]) * len(tops[0][0])
+    answer = page.locator("lens-view > .answer").inner_text()
+    assert f"The edits change the most likely token of {len(changed)} of {size} cells" in answer
+    assert "1 edit is applied." in page.locator("#edits-note").inner_text()
+    open_view(page, base, "lens", prompt=PROMPT)
+    assert page.locator("cell-grid td.is-changed").count() == 0

@@ -249,22 +249,30 @@ def test_a_chosen_number_is_in_sight(page: "Page", base: str, stage: str, cell: 
 
 
 def take_tour(page: "Page", base: str, prompt: str) -> list[tuple[str, str]]:
-    """The title and the answer of each step, read as a user reads them."""
+    """The title and the answer of each step of the way of a token."""
     open_view(page, base, "network", prompt=prompt)
     page.get_by_role("button", name="Follow a token").click()
+    found = read_lesson(page)
+    numbers = [re.fullmatch(r"(\d+) of (\d+) · (.*)", heading) for heading, _ in found]
+    assert [number and number[1] for number in numbers] == [str(index + 1) for index in range(len(found))]
+    assert {number and number[2] for number in numbers} == {str(len(found))}
+    return [(heading.partition(" · ")[2], answer) for heading, answer in found]
+
+
+def read_lesson(page: "Page") -> list[tuple[str, str]]:
+    """The heading and the answer of each card, read as a user reads them."""
     card = page.locator("tour-card")
     found: list[tuple[str, str]] = []
     while True:
         wait_until_ready(page)
         heading = card.locator("h3").inner_text()
-        number, count, title = re.fullmatch(r"(\d+) of (\d+) · (.*)", heading).groups()  # type: ignore[union-attr]
-        assert int(number) == len(found) + 1
         card.locator("summary").click()
-        found.append((title, card.locator("details p").inner_text()))
-        if number == count:
+        found.append((heading, card.locator("details p").inner_text()))
+        following = card.get_by_role("button", name="Next")
+        if following.is_disabled():
             return found
-        card.get_by_role("button", name="Next").click()
-        card.get_by_role("heading", name=f"{int(number) + 1} of {count}").wait_for()
+        following.click()
+        card.locator("h3").filter(has_not_text=heading).wait_for()
 
 
 def test_the_tour_follows_a_token_and_its_answers_are_the_numbers_of_the_service(
@@ -294,7 +302,7 @@ def test_the_tour_follows_a_token_and_its_answers_are_the_numbers_of_the_service
     best = answer["predictions"][-1]["top"][0]
     assert percent(best["probability"]) in answers["The next token"]
     assert "at=predictions" in page.url
-    page.get_by_role("button", name="Leave the tour").click()
+    page.get_by_role("button", name="Leave the lesson").click()
     wait_until_ready(page)
     assert page.locator("tour-card").is_hidden()
     assert "step=" not in page.url
@@ -306,3 +314,44 @@ def test_the_tour_fits_every_family(page: "Page", family: str) -> None:
     assert {"Query, key and value", "Scores", "Attention", "After the layer"} <= set(titles)
     assert len({"Feed-forward", "Experts"} & set(titles)) == 1
     assert titles[-1] == "The next token"
+
+
+def begin_lesson(page: "Page", title: str) -> list[tuple[str, str]]:
+    page.get_by_label("Lessons").select_option(label=title)
+    page.locator("tour-card h3").wait_for()
+    return read_lesson(page)
+
+
+def test_the_chapters_of_an_article_have_its_numbers_and_show_the_network_of_the_article(
+    page: "Page", bundled: Running, base: str
+) -> None:
+    open_view(page, base, "network", prompt=PROMPT)
+    chapters = dict(begin_lesson(page, "A token's journey (mustafabirinci.com)"))
+    assert [heading.split(" · ")[0] for heading in chapters] == [f"0{number}" for number in range(10)]
+    assert page.locator("#model").input_value() == "a-tokens-journey"
+    answer = bundled.answer("/forward", model="a-tokens-journey", prompt="The cat sat on the", stages=["*"])
+    loss = answer["loss"]
+    found = re.match(r"(\S+)\. The greatest surprise was .*: −ln (\S+ %) = (\S+)\.", chapters["09 · Loss"])
+    assert found is not None, chapters["09 · Loss"]
+    assert read_number(found[1]) == pytest.approx(loss["mean"], rel=SIGNIFICANT)
+    assert read_number(found[3]) == pytest.approx(max(filter(None, loss["per_token"])), rel=SIGNIFICANT)
+    first, second, total = re.findall(r"[−\d.e]+(?= [+=]|\.$)", chapters["05 · Residual connection"].split(": ")[1])
+    assert read_number(first) + read_number(second) == pytest.approx(read_number(total), abs=2e-3)
+    link = page.locator("tour-card a")
+    assert link.get_attribute("href") == "https://mustafabirinci.com/content/files/embeds/a-token-journey.html"
+    page.get_by_role("button", name="Leave the lesson").click()
+    wait_until_ready(page)
+    assert "lesson=" not in page.url
+    assert page.get_by_role("button", name="Follow a token").is_visible()
+
+
+def test_every_article_has_a_lesson(page: "Page", base: str) -> None:
+    open_view(page, base, "network", prompt=PROMPT)
+    titles = page.get_by_label("Lessons").locator("option").all_inner_texts()[1:]
+    assert len(titles) == 5
+    for title in titles:
+        chapters = begin_lesson(page, title)
+        assert len(chapters) >= 4, title
+        assert all("NaN" not in answer and "undefined" not in answer for _, answer in chapters), chapters
+        page.get_by_role("button", name="Leave the lesson").click()
+        wait_until_ready(page)

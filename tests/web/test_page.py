@@ -338,7 +338,7 @@ def test_the_facts_of_the_header_are_all_in_sight(page: "Page", base: str, width
 EDIT = '{"stage": "blocks.5.attn.z", "op": "zero", "heads": [2]}'
 
 
-@pytest.mark.parametrize("view", ["network", "forward", "weights", "attention", "lens", "loss", "steps"])
+@pytest.mark.parametrize("view", ["network", "forward", "weights", "loss", "steps"])
 def test_a_view_that_does_not_apply_the_edits_says_so(page: "Page", base: str, view: str) -> None:
     open_view(page, base, view, prompt=PROMPT, edits=f"[{EDIT}]")
     note = page.locator("#edits-note")

@@ -16,7 +16,7 @@ from model.network.transformer import Transformer
 from model.network.translators import Translators
 from model.tracing.predictions import Predictions, predict
 from model.tracing.stages import Stage, last_residuals, stages_of
-from model.tracing.tap import Recorder
+from model.tracing.tap import Chain, Recorder, Tap
 
 LOGITS_PER_PART = 1 << 21
 PREDICTIONS_PER_PART = 1 << 13
@@ -75,6 +75,7 @@ class LensRun:
         token: int | None = None,
         translators: Translators | None = None,
         adapter: Adapter | None = None,
+        edits: Tap | None = None,
     ) -> None:
         self._model = model
         self._ids = ids
@@ -83,6 +84,7 @@ class LensRun:
         self._token = token
         self._translators = translators
         self._adapter = adapter
+        self._edits = edits
         self._stages = lens_stages(model.config)
         self._residuals: dict[str, Tensor] = {}
         self._final: dict[int, list[int]] = {}  # the tokens of each part of the last residual, by its first row
@@ -104,7 +106,8 @@ class LensRun:
         recorder = Recorder(self._stages, lambda stage, tensor: tensor[0, rows])
         batch = torch.tensor([list(self._ids)], device=device)
         adapters = None if self._adapter is None else PassAdapters.of(self._adapter)
-        self._model(batch, tap=recorder, rows=[0], adapters=adapters)
+        tap = recorder if self._edits is None else Chain(self._edits, recorder)
+        self._model(batch, tap=tap, rows=[0], adapters=adapters)
         self._residuals = recorder.kept
 
     @torch.inference_mode()

@@ -51,10 +51,12 @@ def run_pass(
     """Run a pass over `ids` that records the stages `names`, each computed from the `given` values, if any."""
     tap = ForcingTap(names, given)
 
-    def decode(residual: Tensor, probe: Probe) -> Tensor:
+    def compute_logits(residual: Tensor, probe: Probe) -> Tensor:
         tap.residuals.append(residual)
         return network.compute_logits(residual, probe)
 
-    logits = network(torch.tensor([list(ids)], device=network.embed.weight.device), tap=tap, decode=decode)
+    logits = network(
+        torch.tensor([list(ids)], device=network.embed.weight.device), tap=tap, compute_logits=compute_logits
+    )
     compute_loss(logits, [*ids[1:], None], tap, network.backend.summaries)
     return PassResult({name: tensor.cpu() for name, tensor in tap.computed.items()}, tap.residuals)

@@ -58,7 +58,7 @@ async def chat(body: ChatRequest, request: Request, state: StateDep, checkpoint:
     if tools.enforced and body.stop:
         body = without_stop(body, request, state)
     ids = await conversation_ids(body, tools, request, state, checkpoint, template)
-    constraint = await compile_constraint(request, state, checkpoint, chat_constraint(body, tools, form))
+    constraint = await compile_constraint(request, state, chat_constraint(body, tools, form))
     inputs = Inputs(
         request=request,
         state=state,

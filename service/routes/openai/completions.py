@@ -47,7 +47,7 @@ async def completions(
     check_implemented(body)
     options = read_options(body)
     prompts = await read_prompts(body, request, state)
-    constraint = await compile_constraint(request, state, checkpoint, structured_output(body.structured_outputs))
+    constraint = await compile_constraint(request, state, structured_output(body.structured_outputs))
     inputs = Inputs(
         request=request,
         state=state,

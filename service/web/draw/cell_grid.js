@@ -8,9 +8,11 @@ const [NARROW, WIDE] = [66, 86]; // pixels from one column to the next on the pa
 const CELL = { width: 84, height: 36, heading: 150 }; // pixels, of the picture for a download
 
 /**
- * A cell: its text, a smaller one below, its colour as a share from 0 to 1, whether it is bold, and what a screen
- * reader says.
- * @typedef {{ text: string, small: string, share: number, strong: boolean, says: string }} GridCell
+ * A cell: its text, a smaller one below, its colour as a share from 0 to 1, whether it is bold, whether it has a mark in
+ * its corner, and what a screen reader says.
+ * @typedef {{
+ *   text: string, small: string, share: number, strong: boolean, isChanged: boolean, says: string,
+ * }} GridCell
  * @typedef {{ label: string, title: string, mark: boolean }} Column
  * @typedef {{ label: string, title: string, cells: GridCell[] }} Row
  * @typedef {{ label: string, corner: string, columns: Column[], rows: Row[] }} Grid
@@ -144,7 +146,7 @@ export class CellGrid extends HTMLElement {
    * @param {number} row
    * @param {number} column
    */
-  #cell({ text, small, strong, says }, row, column) {
+  #cell({ text, small, strong, isChanged, says }, row, column) {
     return el(
       "td",
       {
@@ -152,7 +154,7 @@ export class CellGrid extends HTMLElement {
         tabindex: "-1",
         "aria-selected": "false",
         title: says,
-        class: strong ? "is-strong" : null,
+        class: [strong && "is-strong", isChanged && "is-changed"].filter(Boolean).join(" "),
         dataset: { row, column },
       },
       el("span", {}, text),

@@ -1,5 +1,5 @@
-// Follow one token: the steps from its id to the next token, each with a question that the picture answers. The answers
-// are computed from the pass.
+// The steps of one token through the first and the middle part of a network, each with a question that the picture
+// answers. The answers are computed from the pass. lessons.js has their order.
 
 import { count, number, percent, quoted } from "../format.js";
 import { patternOf } from "./bands.js";
@@ -9,29 +9,13 @@ import { patternOf } from "./bands.js";
  * @import { Pass, PassStage } from "./pass.js"
  *
  * @typedef {{ title: string, sentence: string, question: string, answer: string, at: string, cell: string }} TourStep
+ *   `at` and `cell`: the place in the network, as in the address
  * @typedef {{ layer: number | null, head: number, key: number }} Gaze the head in which the token looks back the most
  * @typedef {{ pass: Pass, line: Line, row: number, gaze: Gaze }} Scene
  * @typedef {(scene: Scene) => TourStep | null} StepOf null: this network has no such stage
  */
 
 const MOST = "No head of any layer gives an earlier token more, the first one aside.";
-
-/**
- * The steps for the token at a position. Reads the numbers that they need.
- * @param {Pass} pass
- * @param {Line} line
- * @param {number} row
- * @param {AbortSignal} signal
- */
-export async function tourOf(pass, line, row, signal) {
-  const patterns = line.blocks.map(({ layer }) => patternOf(layer));
-  await pass.read(patterns, [row], signal);
-  const gaze = gazeOf(pass, line, row);
-  const own = [...pass.stages.keys()].filter((name) => name.startsWith(`blocks.${gaze.layer}.`));
-  await pass.read(["embed", "pos_embed", ...own], [row], signal);
-  const scene = { pass, line, row, gaze };
-  return STEPS.map((stepOf) => stepOf(scene)).filter((step) => step !== null);
-}
 
 /**
  * The layer and head in which a token attends the most to an earlier one, the first token aside: many heads look there
@@ -41,7 +25,7 @@ export async function tourOf(pass, line, row, signal) {
  * @param {number} row
  * @returns {Gaze}
  */
-function gazeOf(pass, { blocks }, row) {
+export function gazeOf(pass, { blocks }, row) {
   const first = blocks.length > 0 ? blocks[0].layer : null;
   let [best, gaze] = [-1, { layer: first, head: 0, key: 0 }];
   for (const { layer } of blocks) {
@@ -58,7 +42,7 @@ function gazeOf(pass, { blocks }, row) {
 }
 
 /** @type {StepOf} */
-function tokens({ pass, row }) {
+export function tokens({ pass, row }) {
   const { length } = pass.tokens;
   return {
     title: "A token",
@@ -73,7 +57,7 @@ function tokens({ pass, row }) {
 }
 
 /** @type {StepOf} */
-function embedding({ pass, row }) {
+export function embedding({ pass, row }) {
   const found = largest(pass, "embed", row);
   return (
     found && {
@@ -90,7 +74,7 @@ function embedding({ pass, row }) {
 }
 
 /** @type {StepOf} */
-function position({ pass, row }) {
+export function position({ pass, row }) {
   const found = largest(pass, "pos_embed", row);
   return (
     found && {
@@ -105,7 +89,7 @@ function position({ pass, row }) {
 }
 
 /** @type {StepOf} */
-function norm({ pass, row, gaze }) {
+export function norm({ pass, row, gaze }) {
   const name = `blocks.${gaze.layer}.ln1.scale`;
   const scale = pass.row(name, row);
   return scale === undefined
@@ -123,7 +107,7 @@ function norm({ pass, row, gaze }) {
 }
 
 /** @type {StepOf} */
-function queries({ pass, row, gaze: { layer, head } }) {
+export function queries({ pass, row, gaze: { layer, head } }) {
   const name = `blocks.${layer}.attn.q`;
   const found = largest(pass, name, row, head);
   return (
@@ -141,7 +125,7 @@ function queries({ pass, row, gaze: { layer, head } }) {
 }
 
 /** @type {StepOf} */
-function scores({ pass, row, gaze: { layer, head, key } }) {
+export function scores({ pass, row, gaze: { layer, head, key } }) {
   const name = `blocks.${layer}.attn.scores`;
   const stage = pass.stages.get(name);
   const numbers = pass.row(name, row);
@@ -160,7 +144,7 @@ function scores({ pass, row, gaze: { layer, head, key } }) {
 }
 
 /** @type {StepOf} */
-function pattern({ pass, row, gaze: { layer, head, key } }) {
+export function pattern({ pass, row, gaze: { layer, head, key } }) {
   const name = layer === null ? "" : patternOf(layer);
   const stage = pass.stages.get(name);
   const weights = pass.row(name, row);
@@ -177,7 +161,7 @@ function pattern({ pass, row, gaze: { layer, head, key } }) {
 }
 
 /** @type {StepOf} */
-function attentionOut({ pass, row, gaze: { layer } }) {
+export function attentionOut({ pass, row, gaze: { layer } }) {
   const found = largest(pass, `blocks.${layer}.attn_out`, row);
   return (
     found && {
@@ -194,7 +178,77 @@ function attentionOut({ pass, row, gaze: { layer } }) {
 }
 
 /** @type {StepOf} */
-function experts({ pass, row, gaze: { layer } }) {
+export function rotation({ pass, row, gaze: { layer, head } }) {
+  const name = `blocks.${layer}.attn.rot_q`;
+  const [turned, before] = [pass.row(name, row), pass.row(`blocks.${layer}.attn.q`, row)];
+  const found = largest(pass, name, row, head);
+  if (!turned || !before || !found) return null;
+  const cell = head * found.stage.columns + found.column;
+  return {
+    title: "Rotary positions",
+    sentence: "Pairs of numbers of each query and key are turned by an angle that grows with the position.",
+    question: `What does turning make of number ${found.column} of the query in head ${head}?`,
+    answer: `${number(before[cell])} becomes ${number(turned[cell])}.`,
+    at: name,
+    cell: String(cell),
+  };
+}
+
+/** @type {StepOf} */
+export function mask({ pass, row, gaze: { layer, head } }) {
+  const name = `blocks.${layer}.attn.attn_scores`;
+  const stage = pass.stages.get(name);
+  const numbers = pass.row(name, row);
+  if (!stage || !numbers) return null;
+  const own = numbers.slice(head * stage.columns, (head + 1) * stage.columns);
+  const hidden = own.filter((value) => !Number.isFinite(value)).length;
+  return {
+    title: "The mask",
+    sentence: "A token must not see what follows it: these scores become −∞, and softmax makes them 0.",
+    question: `How many of the ${count(stage.columns)} tokens are hidden from ${quoted(pass.tokens[row])}?`,
+    answer: hidden === 0 ? "None. Choose an earlier token to see it." : `${count(hidden)}.`,
+    at: name,
+    cell: "",
+  };
+}
+
+/** @type {StepOf} */
+export function residual({ pass, row, gaze: { layer } }) {
+  const [before, added, name] = [`blocks.${layer}.resid_pre`, `blocks.${layer}.attn_out`, `blocks.${layer}.resid_mid`];
+  const found = largest(pass, added, row);
+  const [from, after] = [pass.row(before, row), pass.row(name, row)];
+  if (!found || !from || !after) return null;
+  const { column, value } = found;
+  return {
+    title: "Residual connection",
+    sentence: "What attention gives is added to the river. What was there before stays, and so gradients pass, too.",
+    question: "Which number changes the most?",
+    answer: `Number ${column}: ${number(from[column])} + ${number(value)} = ${number(after[column])}.`,
+    at: name,
+    cell: String(column),
+  };
+}
+
+/** @type {StepOf} */
+export function gate({ pass, row, gaze: { layer } }) {
+  const found = largest(pass, `blocks.${layer}.mlp.post`, row);
+  const [open, linear] = [pass.row(`blocks.${layer}.mlp.pre`, row), pass.row(`blocks.${layer}.mlp.pre_linear`, row)];
+  return !found || !open || !linear
+    ? null
+    : {
+        title: "Gated feed-forward",
+        sentence: "Of each neuron there are two: the activation of one is the gate through which the other passes.",
+        question: "Which neuron gives the most, and what is its gate before the activation?",
+        answer:
+          `Neuron ${found.column} gives ${number(found.value)}; its gate is ${number(open[found.column])}, and ` +
+          `${number(linear[found.column])} passes through it.`,
+        at: found.stage.name,
+        cell: String(found.column),
+      };
+}
+
+/** @type {StepOf} */
+export function experts({ pass, row, gaze: { layer } }) {
   const name = `blocks.${layer}.mlp.expert_weights`;
   const found = largest(pass, name, row);
   const indices = pass.row(`blocks.${layer}.mlp.expert_indices`, row);
@@ -211,7 +265,7 @@ function experts({ pass, row, gaze: { layer } }) {
 }
 
 /** @type {StepOf} */
-function feedForward({ pass, row, gaze: { layer } }) {
+export function feedForward({ pass, row, gaze: { layer } }) {
   const name = `blocks.${layer}.mlp.post`;
   const found = largest(pass, name, row);
   return (
@@ -227,7 +281,7 @@ function feedForward({ pass, row, gaze: { layer } }) {
 }
 
 /** @type {StepOf} */
-function block({ pass, line, row, gaze: { layer } }) {
+export function block({ pass, line, row, gaze: { layer } }) {
   const found = largest(pass, `blocks.${layer}.resid_post`, row);
   const others =
     line.blocks.length > 1
@@ -245,38 +299,6 @@ function block({ pass, line, row, gaze: { layer } }) {
   );
 }
 
-/** @type {StepOf} */
-function prediction({ pass, row }) {
-  const best = pass.predictions.get(row)?.[0];
-  return best === undefined
-    ? null
-    : {
-        title: "The next token",
-        sentence:
-          "The last vector is compared with a vector of every token of the vocabulary. Softmax turns these logits " +
-          "into probabilities.",
-        question: `Which token comes most likely after ${quoted(pass.tokens[row])}?`,
-        answer: `${quoted(best)}, with ${percent(best.probability)}.`,
-        at: "predictions",
-        cell: String(best.id),
-      };
-}
-
-const STEPS = [
-  tokens,
-  embedding,
-  position,
-  norm,
-  queries,
-  scores,
-  pattern,
-  attentionOut,
-  experts,
-  feedForward,
-  block,
-  prediction,
-];
-
 /**
  * The largest number of a row by size, of one head or of all.
  * @param {Pass} pass
@@ -285,7 +307,7 @@ const STEPS = [
  * @param {number} [head]
  * @returns {{ stage: PassStage, column: number, value: number } | null} null if there is no such stage
  */
-function largest(pass, name, row, head) {
+export function largest(pass, name, row, head) {
   const stage = pass.stages.get(name);
   const numbers = pass.row(name, row);
   if (!stage || !numbers) return null;

@@ -13,12 +13,13 @@ import { View } from "../view.js";
 import { STAGES } from "./attention_head.js";
 import { AttentionMaps } from "./attention_maps.js";
 import { CHOICES, TARGETS, TARGET_NAMES } from "./attention_ranking.js";
+import { readEdits } from "./edit_words.js";
 import { isOther, isPosition } from "./positions.js";
 
 /**
  * @import { Means, Model } from "../answers.js"
  * @import { ViewState } from "../view.js"
- * @import { Body, MapStage } from "./attention_maps.js"
+ * @import { Body, HeadMap, MapStage } from "./attention_maps.js"
  * @typedef {ViewState & typeof Attention.params} State
  * @typedef {{ layer: number, head: number }} Place
  */
@@ -27,7 +28,8 @@ const SMALL_MAP = 64; // rows of a small map
 
 export default class Attention extends View {
   static showsWorkedExamples = true;
-  static params = { layer: "0", head: "0", pos: "", stage: "pattern", find: "previous", key: "" };
+  static appliesEdits = true;
+  static params = { layer: "0", head: "0", pos: "", stage: "pattern", find: "previous", key: "", edits: "[]" };
 
   #grid = el("pattern-grid");
   #hatched = el("span", {}, " Hatched: still loading. A row is loaded when you scroll to it.");
@@ -37,6 +39,8 @@ export default class Attention extends View {
   #head = el("attention-head");
   /** @type {AttentionMaps} */
   #maps;
+  /** @type {AttentionMaps | null} those without the edits, if there are edits */
+  #plain = null;
   /** @type {string} what #maps belong to */
   #key;
   /** @type {Model | null} likewise */
@@ -113,7 +117,9 @@ export default class Attention extends View {
    */
   async update(state, signal) {
     this.#signal = signal;
-    const body = { ...(state.model ? { model: state.model } : {}), prompt: state.prompt };
+    const plainBody = { ...(state.model ? { model: state.model } : {}), prompt: state.prompt };
+    const edits = isWorkedExample(this.context.service, state.model) ? [] : readEdits(state.edits);
+    const body = edits.length > 0 ? { ...plainBody, edits } : plainBody;
     const { layers, heads } = await this.#sizes(state, body, signal);
     const isNew = isOther(this.#state, state);
     if (isNew && !(isPosition(state.layer, layers) && isPosition(state.head, heads)))
@@ -121,7 +127,7 @@ export default class Attention extends View {
     const [layer, head] = [readIndex(state.layer, "layer", layers), readIndex(state.head, "head", heads)];
     const stage = readChoice(state.stage, "stage", STAGES);
     const target = readChoice(state.find, "find", CHOICES);
-    this.#use(body, layers, heads);
+    this.#use(body, edits.length > 0 ? plainBody : null, layers, heads);
     this.#head.canAblate =
       Boolean(this.context.service.model?.capabilities.edits) && !isWorkedExample(this.context.service, state.model);
     this.#grid.mark(layer, head);
@@ -137,10 +143,16 @@ export default class Attention extends View {
     const one = this.#showHead({ layer, head, stage, position: query }, signal);
     const all = this.#fetchRows(this.#grid.visibleLayers(), signal).then(async () => {
       const means = await this.#maps.means(layers, signal);
-      const rows = target === "chosen" ? await this.#maps.rowOfAll(query, signal) : [];
+      const rows = target === "chosen" || target === "changed" ? await this.#maps.rowOfAll(query, signal) : [];
+      const before = target === "changed" ? await this.#plain?.rowOfAll(query, signal) : undefined;
       this.#ranking.show({
-        heads: means.map((each, index) => ({ ...each, weight: rows[index]?.weights[key] })),
+        heads: means.map((each, index) => ({
+          ...each,
+          weight: rows[index]?.weights[key],
+          moved: before && movedShare(rows[index].weights, before[index].weights),
+        })),
         target,
+        isEdited: this.#plain !== null,
         tokens,
         query,
         key,
@@ -218,17 +230,19 @@ export default class Attention extends View {
   }
 
   /**
-   * Begin anew if the prompt or the model is another one.
+   * Begin anew if the prompt, the model or the edits are others.
    * @param {Body} body
+   * @param {Body | null} plainBody
    * @param {number} layers
    * @param {number} heads
    */
-  #use(body, layers, heads) {
+  #use(body, plainBody, layers, heads) {
     const key = JSON.stringify(body);
     if (key === this.#key && this.#servedModel === this.context.service.model) return;
     this.#key = key;
     this.#servedModel = this.context.service.model;
     this.#maps = new AttentionMaps(body, SMALL_MAP);
+    this.#plain = plainBody && new AttentionMaps(plainBody, SMALL_MAP);
     this.#grid.reset({ layers, heads });
   }
 
@@ -256,13 +270,11 @@ export default class Attention extends View {
   async #showHead({ layer, head, stage, position }, signal) {
     const pattern = await this.#maps.head(layer, head, "pattern", signal);
     const map = stage === "pattern" ? pattern : await this.#maps.head(layer, head, stage, signal);
-    const { block, size, values } = pattern;
-    const row =
-      block === 1
-        ? values.subarray(position * size, (position + 1) * size)
-        : await this.#maps.row(layer, head, position, signal);
+    const row = await rowOf(this.#maps, pattern, { layer, head, position }, signal);
+    const plain = (await this.#plain?.head(layer, head, "pattern", signal)) ?? null;
+    const plainRow = this.#plain && plain && (await rowOf(this.#plain, plain, { layer, head, position }, signal));
     this.#shown = { layer, head, stage };
-    this.#head.show({ layer, head, stage, position, map, pattern, row });
+    this.#head.show({ layer, head, stage, position, map, pattern, row, plain, plainRow });
   }
 
   /** @param {Place | null} place */
@@ -272,6 +284,28 @@ export default class Attention extends View {
       ? `Layer ${place.layer}, head ${place.head}: ${said}.`
       : "Point at a picture, or use the arrow keys and Enter.";
   }
+}
+
+/**
+ * The exact weights of one query.
+ * @param {AttentionMaps} maps
+ * @param {HeadMap} pattern of the head
+ * @param {Place & { position: number }} place
+ * @param {AbortSignal} signal
+ */
+async function rowOf(maps, { block, size, values }, { layer, head, position }, signal) {
+  return block === 1
+    ? values.subarray(position * size, (position + 1) * size)
+    : maps.row(layer, head, position, signal);
+}
+
+/**
+ * The share of the weight of a query that is on other keys than before.
+ * @param {Float32Array} weights
+ * @param {Float32Array} before
+ */
+function movedShare(weights, before) {
+  return weights.reduce((sum, weight, key) => sum + Math.abs(weight - before[key]), 0) / 2;
 }
 
 /**

@@ -13,7 +13,9 @@ import { TARGETS, TARGET_NAMES } from "./attention_ranking.js";
  * @import { HeadMap, MapStage } from "./attention_maps.js"
  * @typedef {{
  *   layer: number, head: number, stage: MapStage, position: number, map: HeadMap, pattern: HeadMap, row: Float32Array,
- * }} Shown `map`: the numbers of the stage; `pattern`: those of the pattern; `row`: the exact weights of the position
+ *   plain: HeadMap | null, plainRow: Float32Array | null,
+ * }} Shown `map`: the numbers of the stage; `pattern`: those of the pattern; `row`: the exact weights of the position;
+ *   `plain` and `plainRow`: the same without the edits, if there are edits
  */
 
 /** The stages of the switch → {label, the name of a value}. */
@@ -112,7 +114,7 @@ export class AttentionHead extends HTMLElement {
     this.#note.textContent = this.#noteOf();
     const ofPattern = stage === "pattern" ? "" : " (weights of the pattern, after the softmax)";
     this.#heading.textContent = `What one token attends to${ofPattern}`;
-    this.#showQuery(what.position, what.row);
+    this.#showQuery(what.position, what.row, what.plainRow);
   }
 
   /** Scroll to the picture if little of it is in sight. */
@@ -195,16 +197,18 @@ export class AttentionHead extends HTMLElement {
     this.#frame = requestAnimationFrame(() => {
       this.#frame = 0;
       const query = this.#at ?? this.#shown.position;
-      const { size, values } = this.#shown.pattern;
-      this.#showQuery(query, values.subarray(query * size, (query + 1) * size));
+      const rowOf = (/** @type {HeadMap} */ { size, values }) => values.subarray(query * size, (query + 1) * size);
+      const { pattern, plain } = this.#shown;
+      this.#showQuery(query, rowOf(pattern), plain && rowOf(plain));
     });
   }
 
   /**
    * @param {number} query
    * @param {Float32Array} weights
+   * @param {Float32Array | null} before the weights without the edits, if there are edits
    */
-  #showQuery(query, weights) {
+  #showQuery(query, weights, before) {
     const { tokens, block } = this.#shown.map;
     this.#map.framedRow = Math.floor(query / block);
     const keys = Array.from(weights, (weight, position) => ({ weight, position })).sort((a, b) => b.weight - a.weight);
@@ -212,7 +216,7 @@ export class AttentionHead extends HTMLElement {
     const listed = this.#listsAll || keys.length < 2 * NUM_KEYS ? keys : keys.slice(0, NUM_KEYS);
     const list = (/** @type {boolean} */ listsAll) => () => {
       this.#listsAll = listsAll;
-      this.#showQuery(query, weights);
+      this.#showQuery(query, weights, before);
       find(this.#bars, "button").focus();
     };
     this.#said.textContent =
@@ -226,10 +230,15 @@ export class AttentionHead extends HTMLElement {
           listed.length < keys.length
             ? `The ${listed.length} strongest of ${keys.length} keys.`
             : `All ${keys.length} keys, the strongest first.`,
-        columns: ["key", "position", "weight"],
+        columns: ["key", "position", ...(before ? ["without the edits"] : []), "weight"],
         rows: listed.map(({ weight, position }) => ({
-          cells: [shown(tokens[position]), String(position), percent(weight)],
-          shares: [weight],
+          cells: [
+            shown(tokens[position]),
+            String(position),
+            ...(before ? [percent(before[position])] : []),
+            percent(weight),
+          ],
+          shares: before ? [before[position], weight] : [weight],
           mark: position === query,
         })),
       }),

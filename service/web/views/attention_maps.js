@@ -4,9 +4,9 @@ import { decode, postJson } from "../api.js";
 import { cached } from "../passes.js";
 
 /**
- * @import { Means, PatternsAnswer, PositionedToken, Prompt } from "../answers.js"
+ * @import { Edit, Means, PatternsAnswer, PositionedToken, Prompt } from "../answers.js"
  * @typedef {"scores" | "attn_scores" | "pattern"} MapStage
- * @typedef {{ model?: string, prompt: Prompt }} Body
+ * @typedef {{ model?: string, prompt: Prompt, edits?: Edit[] }} Body
  * @typedef {{ size: number, values: Uint8Array, means: Means | null }} SmallMap
  * @typedef {{ layer: number, head: number, means: Means | null }} HeadMeans `means`: null for a prompt of one token
  * @typedef {{
@@ -17,7 +17,7 @@ import { cached } from "../passes.js";
 const SMALLEST = 4; // the least `max_size` of POST /patterns, for requests of which only the means are used
 const EXACT_SIZE = 640; // maps of longer prompts are reduced to at most this many rows
 
-/** The maps of one prompt. `body`: {model, prompt} for requests; `size`: of small maps. */
+/** The maps of one prompt. `body`: {model, prompt, edits} for requests; `size`: of small maps. */
 export class AttentionMaps {
   #body;
   #size;

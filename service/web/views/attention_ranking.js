@@ -7,11 +7,11 @@ import { term } from "../terms.js";
 
 /**
  * @import { Means, PositionedToken } from "../answers.js"
- * @typedef {"previous" | "first" | "itself" | "induction" | "chosen"} Choice
+ * @typedef {"previous" | "first" | "itself" | "induction" | "chosen" | "changed"} Choice
  * @typedef {{ layer: number, head: number }} Place
- * @typedef {Place & { means: Means | null, weight?: number }} HeadWeights
+ * @typedef {Place & { means: Means | null, weight?: number, moved?: number }} HeadWeights
  * @typedef {{
- *   heads: HeadWeights[], target: Choice, tokens: PositionedToken[], query: number, key: number, chosen: Place,
+ *   heads: HeadWeights[], target: Choice, isEdited: boolean, tokens: PositionedToken[], query: number, key: number, chosen: Place,
  * }} Shown
  */
 
@@ -23,6 +23,7 @@ export const CHOICES = {
   ...TARGETS,
   induction: "the token after an earlier copy (induction)",
   chosen: "a chosen token",
+  changed: "other tokens than without the edits",
 };
 const NUM_NAMED = 5;
 /** @type {Record<string, string | undefined>} */
@@ -33,15 +34,17 @@ const BASES = {
   chosen:
     "Each percentage is the weight of this query on this key, in one head. A click on a cell of the large picture " +
     "also chooses a query and a key.",
+  changed: "Each percentage is the share of the weight of one query that the edits move to other keys, in one head.",
 };
 const BASIS =
   "Each percentage is a mean over the tokens of this prompt. The first token is left out, because it can only " +
   "attend to itself.";
 
 /**
- * <attention-ranking>. `show({heads, target, tokens, query, key, chosen})`: `heads` are {layer, head, means, weight},
- * with the weight of the key for the query if the target is "chosen"; `chosen` is the head that is shown. Events:
- * "target" with detail {target}, "pair" with {pos} or {key}, and "choose" with {layer, head}.
+ * <attention-ranking>. `show({heads, target, isEdited, tokens, query, key, chosen})`: `heads` are {layer, head, means,
+ * weight, moved}, with the weight of the key for the query if the target is "chosen", and the share that the edits move
+ * if it is "changed"; `chosen` is the head that is shown. Events: "target" with detail {target}, "pair" with {pos} or
+ * {key}, and "choose" with {layer, head}.
  */
 export class AttentionRanking extends HTMLElement {
   /** @type {Shown} */
@@ -74,11 +77,13 @@ export class AttentionRanking extends HTMLElement {
     this.#shown = what;
     this.#select.value = target;
     const valued = heads.flatMap((each) => {
-      const value = target === "chosen" ? each.weight : each.means?.[target];
+      const values = { ...each.means, chosen: each.weight, changed: each.moved };
+      const value = values[target];
       return value === undefined || value === null ? [] : [{ ...each, value }];
     });
     this.#heads = valued.length === heads.length ? valued.sort((a, b) => b.value - a.value) : [];
-    this.#pair.hidden = target !== "chosen";
+    this.#pair.hidden = target !== "chosen" && target !== "changed";
+    for (const option of this.#select.options) option.hidden = option.value === "changed" && !what.isEdited;
     for (const control of this.#pair.querySelectorAll("select"))
       control.value = String(control.name === "pos" ? what.query : what.key);
     this.#answer.textContent = [this.#describe(), this.#whichIsShown()].filter(Boolean).join(" ");
@@ -118,15 +123,23 @@ export class AttentionRanking extends HTMLElement {
     const { target, tokens, query, key } = this.#shown;
     const [best, second] = this.#heads;
     if (tokens.length === 1) return "The prompt has one token only, which can attend to nothing but itself.";
+    if (!best && target === "changed") return "There are no edits.";
     if (!best) return "No token of this prompt occurs again after another one, so there is no earlier copy.";
     const what =
       target === "chosen"
         ? `${nameOfToken(tokens, key)}, when ${nameOfToken(tokens, query)} is the query`
         : CHOICES[target];
+    if (best.value === 0 && target === "changed")
+      return `The edits move no weight of ${nameOfToken(tokens, query)}, in no head.`;
     if (best.value === 0)
       return (
         `No head attends to ${what}` +
         `${target === "chosen" && key > query ? ": the causal mask hides later tokens" : ""}.`
+      );
+    if (target === "changed")
+      return (
+        `Head ${nameOf(best)} changes the most: the edits move ${percent(best.value)} of the weight of ` +
+        `${nameOfToken(tokens, query)} to other tokens.`
       );
     const tied = this.#heads.filter(({ value }) => value === best.value);
     const mean = target === "chosen" ? "" : " on average";
@@ -176,10 +189,14 @@ export class AttentionRanking extends HTMLElement {
     const chosen = target === "chosen" ? `, and its weight on position ${key} for the query at ${query}` : "";
     return {
       caption: `Mean weight of each head (layer.head)${chosen}, the largest first`,
-      columns: ["head", ...(target === "chosen" ? [`position ${key}`] : []), ...names.map((name) => CHOICES[name])],
+      columns: [
+        "head",
+        ...(target === "chosen" ? [`position ${key}`] : target === "changed" ? ["moved"] : []),
+        ...names.map((name) => CHOICES[name]),
+      ],
       rows: this.#heads.map((place) => [
         nameOf(place),
-        ...(target === "chosen" ? [percent(place.weight)] : []),
+        ...(target === "chosen" ? [percent(place.weight)] : target === "changed" ? [percent(place.moved)] : []),
         ...names.map((name) => percent(place.means?.[name])),
       ]),
     };

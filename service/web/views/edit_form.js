@@ -1,5 +1,6 @@
 // The form that adds an edit: what to do, with which part of which layer, at which positions.
 
+import { encode, postTensors } from "../api.js";
 import { el, labelled, select } from "../dom.js";
 import { shown } from "../format.js";
 import { cached } from "../passes.js";
@@ -8,25 +9,31 @@ import { PARTS, indicesOf, readPositions } from "./edit_words.js";
 /**
  * @import { Edit, Model, Prompt, Token } from "../answers.js"
  * @import { ApiError } from "../api.js"
- * @typedef {"op" | "part" | "layer" | "head" | "factor" | "vector" | "scale" | "source" | "positions"} Name
+ * @typedef {"op" | "part" | "layer" | "head" | "factor" | "vector" | "more" | "less" | "scale" | "source" | "positions"} Name
  */
 
 const OPERATIONS = {
   zero: "set to zero (ablate)",
   mean: "replace by its mean (ablate)",
   scale: "multiply by a factor",
+  steer: "add what tells two texts apart (steer)",
   add: "add a stored vector",
   patch: "take from another prompt (patch)",
 };
 const NUM_PAIRS = 8;
 /** @type {Record<string, Name[] | undefined>} the fields that only some operations have */
-const FIELDS = { scale: ["factor"], add: ["vector", "scale"], patch: ["source"] };
+const FIELDS = {
+  scale: ["factor"],
+  steer: ["more", "less", "scale"],
+  add: ["vector", "scale"],
+  patch: ["source"],
+};
 /** @type {Name[]} the fields that are not always shown */
-const OPTIONAL = ["factor", "vector", "scale", "source", "head"];
+const OPTIONAL = ["factor", "vector", "more", "less", "scale", "source", "head"];
 
 /**
- * <edit-form>. `prepare({model, vectors, prompt, read})`: the answer of GET /model, the names of the stored vectors,
- * the prompt, and what a typed prompt means in requests. `refuse(error)` shows why the service does not take an edit.
+ * <edit-form>. `prepare({model, name, vectors, prompt, read})`: the answer of GET /model, the `model` of requests, the
+ * names of the stored vectors, the prompt, and what a typed prompt means in requests. `refuse(error)` shows why the service does not take an edit.
  * Event: "add" with detail {edit}.
  */
 export class EditForm extends HTMLElement {
@@ -38,6 +45,8 @@ export class EditForm extends HTMLElement {
   #key = "";
   /** @type {Prompt} */
   #prompt = "";
+  /** @type {string | null} of requests */
+  #adapter = null;
   /** @type {(text: string) => Prompt} */
   #readPrompt = (text) => text;
   #message = el("p", { class: "error edit-message", id: "edit-message", role: "alert", hidden: true });
@@ -45,10 +54,13 @@ export class EditForm extends HTMLElement {
   #asked = 0; // how often the tokens of a patch were asked for
 
   /**
-   * @param {{ model: Model, vectors: string[], prompt: Prompt, read: (text: string) => Prompt }} what
+   * @param {{
+   *   model: Model, name: string | null, vectors: string[], prompt: Prompt, read: (text: string) => Prompt,
+   * }} what
    */
-  prepare({ model, vectors, prompt, read }) {
+  prepare({ model, name, vectors, prompt, read }) {
     this.#prompt = prompt;
+    this.#adapter = name;
     this.#readPrompt = read;
     this.#fill(model, vectors);
     this.#clearMessage();
@@ -102,6 +114,8 @@ export class EditForm extends HTMLElement {
         el("input", { name: "factor", type: "number", step: "any", value: "2", class: "short" }),
       ),
       vector: vectors.length > 0 ? labelled("Vector", hint) : hint,
+      more: labelled("More like", el("input", { name: "more", size: "24", spellcheck: "false" })),
+      less: labelled("less like", el("input", { name: "less", size: "24", spellcheck: "false" })),
       scale: labelled("times", el("input", { name: "scale", type: "number", step: "any", value: "1", class: "short" })),
       source: labelled("Other prompt", el("input", { name: "source", size: "40", spellcheck: "false" })),
       positions: labelled(
@@ -126,12 +140,12 @@ export class EditForm extends HTMLElement {
       this.#showPatch();
     });
     this.#form.addEventListener("input", () => this.#clearMessage());
-    this.#form.addEventListener("submit", (event) => {
+    this.#form.addEventListener("submit", async (event) => {
       event.preventDefault();
       this.#clearMessage();
       let edit;
       try {
-        edit = this.#read();
+        edit = await this.#read();
       } catch (error) {
         this.#show(
           error instanceof Error ? error.message : String(error),
@@ -150,10 +164,10 @@ export class EditForm extends HTMLElement {
     for (const name of OPTIONAL) if (this.#fields[name]) this.#fields[name].hidden = !names.includes(name);
   }
 
-  #read() {
-    const { op, part, layer, head, factor, scale, vector, source, positions } = this.#controls;
+  async #read() {
+    const { op, part, layer, head, factor, scale, vector, more, less, source, positions } = this.#controls;
     /** @type {Edit} */
-    const edit = { stage: `blocks.${layer.value}.${part.value}`, op: op.value };
+    const edit = { stage: `blocks.${layer.value}.${part.value}`, op: op.value === "steer" ? "add" : op.value };
     if (part.value === "attn.z" && head.value !== "") edit.heads = [Number(head.value)];
     const places = placesIn(positions.value);
     if (places !== "all") edit.positions = places;
@@ -167,11 +181,32 @@ export class EditForm extends HTMLElement {
       edit.vector = vector.value;
       edit.scale = readNumber(scale);
     }
+    if (op.value === "steer") {
+      if (part.value === "attn.z") throw new FieldError("Choose a part that is one vector, not one head.", "part");
+      if (layer.value === "*") throw new FieldError("Choose one layer: each has a vector of its own.", "layer");
+      for (const { name, value } of [more, less])
+        if (value === "") throw new FieldError("Write a text.", /** @type {Name} */ (name));
+      const [one, other] = await Promise.all([more, less].map(({ value }) => this.#lastVector(edit.stage, value)));
+      edit.vector = encode(one.map((number, index) => number - other[index]));
+      edit.scale = readNumber(scale);
+    }
     if (op.value === "patch") {
       if (source.value === "") throw new FieldError("Write the prompt from which the numbers are taken.", "source");
       edit.source = { prompt: this.#readPrompt(source.value) };
     }
     return edit;
+  }
+
+  /**
+   * The vector of a stage at the end of a text.
+   * @param {string} stage
+   * @param {string} text
+   * @returns {Promise<Float32Array>}
+   */
+  async #lastVector(stage, text) {
+    const body = { prompt: this.#readPrompt(text), stages: [stage], positions: [-1], dtype: "float32" };
+    const tensors = await postTensors("/forward", { ...(this.#adapter ? { model: this.#adapter } : {}), ...body });
+    return /** @type {Float32Array} */ (tensors[stage].values);
   }
 
   #clearMessage() {

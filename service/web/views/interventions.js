@@ -101,7 +101,13 @@ export default class Interventions extends View {
     this.#position.value = state.pos;
     const vectors = model.capabilities.vectors ? (await getJson("/vectors", signal)).vectors : [];
     const read = (/** @type {string} */ text) => readPrompt(this.context.service, state.model ?? "", text);
-    this.#form.prepare({ model, vectors: vectors.map(({ name }) => name), prompt: state.prompt, read });
+    this.#form.prepare({
+      model,
+      name: state.model,
+      vectors: vectors.map(({ name }) => name),
+      prompt: state.prompt,
+      read,
+    });
     this.#body = null;
     this.#state = state;
     let answer;
@@ -224,6 +230,7 @@ export default class Interventions extends View {
         { class: "chip", title: JSON.stringify(edit) },
         words,
         " ",
+        this.#strength(edit, index, words),
         el("button", { type: "button", class: "small", "aria-label": `Remove: ${words}`, onclick: remove }, "✕"),
       );
     });
@@ -235,6 +242,32 @@ export default class Interventions extends View {
       ...(chips.length > 0 ? chips : [el("li", { class: "faint" }, "There are no edits yet.")]),
       all,
     );
+  }
+
+  /**
+   * A slider for the strength of an edit, if it has one.
+   * @param {Edit} edit
+   * @param {number} index
+   * @param {string} words
+   */
+  #strength(edit, index, words) {
+    const name = edit.op === "scale" ? "factor" : edit.op === "add" ? "scale" : edit.op === "project" ? "coeff" : null;
+    if (name === null) return "";
+    const value = edit[name] ?? (name === "scale" ? 1 : 0);
+    const most = Math.max(4, 2 * Math.abs(value));
+    const change = (/** @type {string} */ chosen) => {
+      const edits = this.#edits.map((other, place) => (place === index ? { ...other, [name]: Number(chosen) } : other));
+      return this.context.navigate({ edits: JSON.stringify(edits) }, { replace: true });
+    };
+    return el("input", {
+      type: "range",
+      min: String(-most),
+      max: String(most),
+      step: String(most / 40),
+      value: String(value),
+      "aria-label": `Strength of: ${words}`,
+      onchange: ({ target }) => change(target.value),
+    });
   }
 
   /**

@@ -9,19 +9,20 @@ import { readChoice, readIndex } from "../indices.js";
 import { cached } from "../passes.js";
 import { term } from "../terms.js";
 import { View } from "../view.js";
+import { readEdits } from "./edit_words.js";
 import { chance, rowName, whereItWins } from "./lens_answers.js";
 import { isOther, isPosition } from "./positions.js";
 
 /**
- * @import { LensAnswer, Prompt } from "../answers.js"
+ * @import { Edit, LensAnswer, Prompt } from "../answers.js"
  * @import { ViewState } from "../view.js"
  * @typedef {ViewState & typeof Lens.params} State
  * @typedef {{ prompt: Prompt, size: number, numGenerated: number }} Text the tokens to look at
  * @typedef {keyof typeof CELLS} Cells
  * @typedef {Text & {
- *   state: State, body: Record<string, unknown>, answer: LensAnswer, first: number, row: number, position: number,
- *   cells: Cells,
- * }} Shown
+ *   state: State, body: Record<string, unknown>, answer: LensAnswer, plain: LensAnswer | null, first: number, row: number,
+ *   position: number, cells: Cells,
+ * }} Shown `plain`: the answer without the edits, if there are edits
  */
 
 const WINDOW = 24; // positions that are shown at once
@@ -35,10 +36,11 @@ const PIECE = "\ufffd"; // stands for bytes that are not a whole character
 
 export default class Lens extends View {
   static needs = "attribution";
+  static appliesEdits = true;
   /**
    * `row`: "" is the output; `pos`: "" is the last one; `from`: the first position shown; `token`: a token to follow.
    */
-  static params = { row: "", pos: "", from: "", generate: "0", token: "", cells: "token", lens: "" };
+  static params = { row: "", pos: "", from: "", generate: "0", token: "", cells: "token", lens: "", edits: "[]" };
 
   #answer = el("p", { class: "answer" });
   #form = el("form", { class: "row", "aria-label": "Options of the logit lens" });
@@ -135,16 +137,19 @@ export default class Lens extends View {
     this.#cells.value = state.cells;
     this.#lens.value = state.lens;
     const cells = readChoice(state.cells, "cells", CELLS);
-    const text = await this.#readText(state, signal);
+    const edits = readEdits(state.edits);
+    const text = await this.#readText(state, edits, signal);
     if (isOther(this.#shown?.state, state) && state.pos !== "" && !isPosition(state.pos, text.size))
       return this.context.navigate({ pos: "", from: "" }, { replace: true });
     const position = state.pos === "" ? text.size - 1 : readIndex(state.pos, "position", text.size);
     const first = this.#firstOf(state, position, text.size);
-    const body = this.#body(state, text.prompt, first, Math.min(WINDOW, text.size - first));
-    const answer = await cached("/attribute", body, signal).finally(() => this.#offerSpace());
+    const plainBody = this.#body(state, text.prompt, first, Math.min(WINDOW, text.size - first));
+    const body = edits.length > 0 ? { ...plainBody, edits } : plainBody;
+    const answers = [body, ...(edits.length > 0 ? [plainBody] : [])].map((each) => cached("/attribute", each, signal));
+    const [answer, plain = null] = await Promise.all(answers).finally(() => this.#offerSpace());
     const row = state.row === "" ? answer.layers.length - 1 : readIndex(state.row, "row", answer.layers.length);
     const isSame = this.#shown?.answer === answer && this.#shown.cells === cells;
-    this.#shown = { state, body, answer, first, row, position, cells, ...text };
+    this.#shown = { state, body, answer, plain, first, row, position, cells, ...text };
     if (!isSame) this.#showGrid();
     this.#grid.select(row, position - first);
     this.#showWords();
@@ -196,12 +201,20 @@ export default class Lens extends View {
   /**
    * The tokens to look at.
    * @param {State} state
+   * @param {Edit[]} edits
    * @param {AbortSignal} signal
    * @returns {Promise<Text>}
    */
-  async #readText({ model, prompt, generate }, signal) {
+  async #readText({ model, prompt, generate }, edits, signal) {
     if (generate !== "0") {
-      const body = { ...(model ? { model } : {}), prompt, max_tokens: Number(generate), temperature: 0, echo: true };
+      const body = {
+        ...(model ? { model } : {}),
+        prompt,
+        max_tokens: Number(generate),
+        temperature: 0,
+        echo: true,
+        ...(edits.length > 0 && { edits }),
+      };
       const { tokens, usage } = await cached("/generate", body, signal);
       return { prompt: tokens, size: tokens.length, numGenerated: tokens.length - usage.prompt_tokens };
     }
@@ -275,19 +288,21 @@ export default class Lens extends View {
     const rows = answer.layers.map((layer, row) => {
       const name = rowName(row, answer.layers.length);
       const drawn = layer.positions.map(({ top: [best] }, column) => {
+        const before = this.#plainBest(row, column);
+        const isChanged = before !== null && before.id !== best.id;
         const { token, track } = tracks[column];
         const { rank, probability } = track[row];
         const piece = best.text?.includes(PIECE) ? " (a piece of a character)" : "";
         const says =
           `${name}, position ${first + column}: most likely ${quoted(best)}${piece}, id ${best.id}, ` +
           `${percent(best.probability)}; rank of ${quoted(token)}: ${count(rank)}, probability ` +
-          `${chance(probability)}`;
+          `${chance(probability)}${isChanged ? `; without the edits: ${quoted(before)}` : ""}`;
         const texts = {
           token: { text: shown(best), small: percent(best.probability), share: best.probability ?? 0 },
           rank: { text: count(rank), small: shown(token), share: 1 - Math.log1p(rank) / Math.log(sizes.d_vocab) },
           probability: { text: chance(probability), small: shown(token), share: probability ?? 0 },
         };
-        return { ...texts[cells], strong: cells === "token" ? best.id === token.id : rank === 0, says };
+        return { ...texts[cells], strong: cells === "token" ? best.id === token.id : rank === 0, isChanged, says };
       });
       return { label: name, title: layer.stage, cells: drawn };
     });
@@ -298,6 +313,31 @@ export default class Lens extends View {
       rows,
     });
     this.#showLegend();
+  }
+
+  /**
+   * The most likely token of a cell without the edits; null if there are none.
+   * @param {number} row
+   * @param {number} column
+   */
+  #plainBest(row, column) {
+    return this.#shown.plain?.layers[row].positions[column].top[0] ?? null;
+  }
+
+  /** How many cells the edits change. */
+  #changed() {
+    const { answer, plain } = this.#shown;
+    if (plain === null) return "";
+    const changed = answer.layers.map(({ positions }, row) =>
+      positions.filter(({ top: [best] }, column) => this.#plainBest(row, column)?.id !== best.id),
+    );
+    const number = changed.flat().length;
+    const [rows, size] = [changed.length, changed.length * answer.layers[0].positions.length];
+    const first = changed.findIndex((cells) => cells.length > 0);
+    return number === 0
+      ? " The edits change the most likely token of no cell."
+      : ` The edits change the most likely token of ${count(number)} of ${count(size)} cells, the first ` +
+          `${rowName(first, rows)} (underlined).`;
   }
 
   #showLegend() {
@@ -335,7 +375,7 @@ export default class Lens extends View {
   #showWords() {
     const { answer, position, first, numGenerated, size } = this.#shown;
     const { token, track } = this.#followed(position - first);
-    this.#answer.textContent = whereItWins(token, position, track);
+    this.#answer.textContent = whereItWins(token, position, track) + this.#changed();
     this.#generated.hidden = numGenerated === 0;
     const added = answer.tokens.slice(size - numGenerated);
     this.#generated.textContent =
@@ -348,13 +388,15 @@ export default class Lens extends View {
     const { answer, position, first, row } = this.#shown;
     const { token, track } = this.#followed(position - first);
     const { top } = answer.layers[row].positions[position - first];
+    const before = this.#plainBest(row, position - first);
     this.#one.replaceChildren(
       el("h3", {}, `Position ${position} (${shown(answer.tokens[position])}), ${rowName(row, answer.layers.length)}`),
       el(
         "p",
         {},
         `${quoted(token)} has rank ${count(track[row].rank)} here (rank 0: the most likely token), and a ` +
-          `probability of ${chance(track[row].probability)}.`,
+          `probability of ${chance(track[row].probability)}.` +
+          (before ? ` Without the edits, ${quoted(before)} is the most likely (${percent(before.probability)}).` : ""),
       ),
       el(
         "div",

@@ -5,22 +5,24 @@ import { el, labelled, select } from "../dom.js";
 import { number, percent, quoted } from "../format.js";
 import { dataTable } from "../draw/data_table.js";
 import { lineOf } from "../network/items.js";
+import { LESSONS, chaptersOf } from "../network/lessons.js";
 import { explainPrediction } from "../network/arithmetic/prediction.js";
 import { explain } from "../network/arithmetic/explain.js";
 import "../network/cell_arithmetic.js";
 import "../network/network_canvas.js";
 import "../network/tour_card.js";
 import { readIndex } from "../indices.js";
+import { defaultPrompt } from "../prompts.js";
 import { patternOf } from "../network/bands.js";
 import { Pass } from "../network/pass.js";
 import { tableOf } from "../network/table.js";
 import { nameOf, stepsOf } from "../network/names.js";
-import { tourOf } from "../network/tour_steps.js";
 import { View } from "../view.js";
 import { isOther, isPosition, readPosition } from "./positions.js";
 
 /**
  * @import { Line } from "../network/items.js"
+ * @import { Lesson } from "../network/lessons.js"
  * @import { Spot } from "../network/scene.js"
  * @import { ViewState } from "../view.js"
  * @typedef {ViewState & typeof Network.params} State
@@ -33,15 +35,17 @@ const FIRST = /(embed|resid_mid|resid_post|attn\.[qkvz]|attn\.pattern|attn_out|m
 export default class Network extends View {
   static showsWorkedExamples = true;
   /**
-   * `at`: "" is the whole network, "L3" a block, else a stage. `cell`: a column of the stage, of all heads. `step`: of
-   * the tour, from 0; "" outside of it.
+   * `at`: "" is the whole network, "L3" a block, else a stage. `cell`: a column of the stage, of all heads. `lesson`:
+   * one of `LESSONS`. `step`: of the lesson, from 0; "" outside of it.
    */
-  static params = { at: "", position: "", head: "", cell: "", step: "" };
+  static params = { at: "", position: "", head: "", cell: "", lesson: "", step: "" };
 
   #answer = el("p", { class: "answer" });
   #trail = el("ol", { class: "trail" });
   #heads = el("span");
-  #start = el("button", { type: "button", class: "small", onclick: () => this.#tour(0) }, "Follow a token");
+  #start = el("button", { type: "button", class: "small", onclick: () => this.#begin("") }, LESSONS[""]?.title);
+  #articles = select({ onchange: ({ target }) => this.#begin(target.value) }, [["", "Read an article here"]], "");
+  #lessons = el("span", { class: "row" }, this.#start, this.#articles);
   #card = el("tour-card", { hidden: true });
   #picture = el("network-canvas");
   #cell = el("cell-arithmetic", { hidden: true });
@@ -60,9 +64,11 @@ export default class Network extends View {
   build() {
     const bar = el("div", { class: "row network-bar" }, el("nav", { "aria-label": "Zoom" }, this.#trail), this.#heads);
     const stage = el("div", { class: "network-stage" }, this.#picture, this.#cell);
-    const answer = el("div", { class: "row" }, this.#answer, this.#start);
+    this.#articles.setAttribute("aria-label", "Lessons");
+    this.#articles.append(...this.#offered().map(([value, { title }]) => el("option", { value }, title)));
+    const answer = el("div", { class: "row" }, this.#answer, this.#lessons);
     this.append(answer, this.#card, bar, stage, this.#said, this.#table);
-    this.#card.addEventListener("step", ({ detail }) => this.#tour(detail.step));
+    this.#card.addEventListener("step", ({ detail }) => this.#go(detail.step));
     this.#cell.addEventListener("go", ({ detail: { stage: at, row, column } }) =>
       this.context.navigate({ at, position: String(row), cell: String(column) }),
     );
@@ -83,7 +89,7 @@ export default class Network extends View {
     await this.#run(state, signal);
     const [pass, line] = [/** @type {Pass} */ (this.#pass), /** @type {Line} */ (this.#line)];
     this.#state = state;
-    const stale = isOther(before, state) ? staleOf(state, line, pass) : {};
+    const stale = isOther(before, state) ? staleOf(state, line, pass, before?.lesson === state.lesson) : {};
     if (Object.keys(stale).length > 0) return this.context.navigate(stale, { replace: true });
     const spot = this.#spotOf(state);
     const row = spot.row;
@@ -98,25 +104,48 @@ export default class Network extends View {
     const place = (/** @type {State | null} */ s) => s && [s.at, s.cell, s.position].join();
     if (isNew && state.at === "") this.#picture.play();
     else if (isNew || place(before) !== place(state)) this.#picture.fly(this.#picture.cameraOf(spot));
-    await Promise.all([this.#fill(), this.#showCell(state, chosen, signal), this.#showTour(state, row, signal)]);
+    await Promise.all([this.#fill(), this.#showCell(state, chosen, signal), this.#showLesson(state, row, signal)]);
     this.#say(null);
     this.#table.refresh();
     return undefined;
   }
 
+  /** The articles whose networks are served. @returns {[string, Lesson][]} */
+  #offered() {
+    const { models, model: served } = this.context.service;
+    const isServed = (/** @type {Lesson} */ { model }) =>
+      model ? models.some(({ name }) => name === model) : served !== null;
+    const lessons = /** @type {[string, Lesson][]} */ (Object.entries(LESSONS));
+    return lessons.filter(([name, lesson]) => name !== "" && isServed(lesson));
+  }
+
   /**
-   * Go to a step of the tour, or leave it.
+   * Begin a lesson, with the network and the prompt of its article.
+   * @param {string} name
+   */
+  #begin(name) {
+    const { model } = /** @type {Lesson} */ (LESSONS[name]);
+    const entry = this.context.service.models.find((each) => each.name === model);
+    const isLeft = name !== "" && !model && isWorkedExample(this.context.service, this.#state?.model ?? null);
+    return this.context.navigate({
+      ...(entry?.kind === "worked_example" && { model: entry.name, prompt: entry.prompt.text, position: "" }),
+      ...(isLeft && { model: "", prompt: defaultPrompt(this.context.service, ""), position: "" }),
+      ...{ lesson: name, step: "0", at: "", cell: "" },
+    });
+  }
+
+  /**
+   * Go to a step of the lesson, or leave it.
    * @param {number | null} step
    */
-  async #tour(step) {
-    const { line, pass } = this.#parts();
-    const { row } = this.#spotOf(/** @type {State} */ (this.#state));
+  async #go(step) {
+    const state = /** @type {State} */ (this.#state);
+    if (step === null) return this.context.navigate({ lesson: "", step: "", at: "", cell: "" });
     try {
-      const steps = step === null ? [] : await tourOf(pass, line, row, this.#signal);
-      const { at, cell } = steps[step ?? 0] ?? { at: "", cell: "" };
-      await this.context.navigate({ step: step === null ? "" : String(step), at, cell });
+      const steps = await chaptersOf(state.lesson, this.#parts(), this.#spotOf(state).row, this.#signal);
+      return await this.context.navigate({ step: String(step), at: steps[step].at, cell: steps[step].cell });
     } catch (error) {
-      this.context.report(error);
+      return this.context.report(error);
     }
   }
 
@@ -125,13 +154,14 @@ export default class Network extends View {
    * @param {number} row
    * @param {AbortSignal} signal
    */
-  async #showTour({ step }, row, signal) {
-    this.#answer.hidden = this.#start.hidden = step !== "";
+  async #showLesson({ lesson, step }, row, signal) {
+    this.#answer.hidden = this.#lessons.hidden = step !== "";
     this.#card.hidden = step === "";
+    this.#articles.value = "";
     if (step === "") return;
-    const { line, pass } = this.#parts();
-    const steps = await tourOf(pass, line, row, signal);
-    if (!signal.aborted) this.#card.show(steps, readIndex(step, "step", steps.length));
+    const steps = await chaptersOf(lesson, this.#parts(), row, signal);
+    if (signal.aborted) return;
+    this.#card.show(/** @type {Lesson} */ (LESSONS[lesson]), steps, readIndex(step, "step", steps.length));
   }
 
   /** What is shown, once there was a pass. */
@@ -350,14 +380,15 @@ export default class Network extends View {
  * @param {State} state
  * @param {Line} line
  * @param {Pass} pass
+ * @param {boolean} isSameLesson
  */
-function staleOf({ at, position, head, cell, step }, line, pass) {
+function staleOf({ at, position, head, cell, step }, line, pass, isSameLesson) {
   const item = line.items.find(({ name }) => name === at);
   const isThere = at === "" || item || line.blocks.some(({ layer }) => at === `L${layer}`);
   const heads = numHeadsOf(pass);
   return {
     ...(!isThere && { at: "", cell: "" }),
-    ...(step !== "" && { step: "" }),
+    ...(step !== "" && isSameLesson && { lesson: "", step: "" }),
     ...(position !== "" && !isPosition(position, pass.tokens.length) && { position: "" }),
     ...(head !== "" && !isPosition(head, heads) && { head: "" }),
     ...(item && cell !== "" && !isPosition(cell, item.heads * item.columns) && { cell: "" }),
