@@ -176,7 +176,7 @@ class TestAnswers:
                 assert layer["final"][row] == pytest.approx(expected["token"][0], rel=1e-4, abs=1e-6)
 
     def test_the_logit_lens_of_an_edited_pass_decodes_the_edited_residuals(self, tiny: Running) -> None:
-        edits = [
+        edits: list[dict[str, Any]] = [
             {"stage": "blocks.0.attn.z", "op": "zero", "heads": [1]},
             {"stage": "blocks.1.resid_pre", "op": "patch", "source": {"prompt": PROMPT[::-1]}, "positions": [2]},
         ]

@@ -405,8 +405,8 @@ def test_a_prompt_of_one_token_is_shown(page: "Page", base: str) -> None:
 
 def test_edits_are_applied_and_the_head_that_they_change_the_most_is_found(page: "Page", base: str) -> None:
     edits = [{"stage": "blocks.1.attn_out", "op": "zero"}]
-    state = {"prompt": PROMPT, "layer": 3, "head": 2, "find": "changed"}
-    open_view(page, base, "attention", **state, edits=json.dumps(edits))
+    text = json.dumps(edits)
+    open_view(page, base, "attention", prompt=PROMPT, layer=3, head=2, find="changed", edits=text)
     moved = {}
     for layer in range(NUM_LAYERS):
         for head in range(NUM_HEADS):

@@ -365,7 +365,7 @@ def test_two_texts_give_a_vector_and_a_slider_changes_its_strength(page: "Page",
     slider = page.get_by_label("Strength of")
     slider.fill("3")
     slider.dispatch_event("change")
-    page.locator(".chip", has_text="Add 3 ×").wait_for()
+    page.locator(".chip", has_text="Add 3 ").wait_for()
     wait_until_ready(page)
     assert edits_of(page) == [edit | {"scale": 3}]
     best = both_runs(base, [edit | {"scale": 3}])["predictions"][0]["top"][0]

@@ -331,11 +331,13 @@ def test_the_chapters_of_an_article_have_its_numbers_and_show_the_network_of_the
     assert page.locator("#model").input_value() == "a-tokens-journey"
     answer = bundled.answer("/forward", model="a-tokens-journey", prompt="The cat sat on the", stages=["*"])
     loss = answer["loss"]
-    found = re.match(r"(\S+)\. The greatest surprise was .*: −ln (\S+ %) = (\S+)\.", chapters["09 · Loss"])
+    found = re.match(r"(\S+)\. The greatest surprise was .*: \u2212ln (\S+ %) = (\S+)\.", chapters["09 · Loss"])
     assert found is not None, chapters["09 · Loss"]
     assert read_number(found[1]) == pytest.approx(loss["mean"], rel=SIGNIFICANT)
     assert read_number(found[3]) == pytest.approx(max(filter(None, loss["per_token"])), rel=SIGNIFICANT)
-    first, second, total = re.findall(r"[−\d.e]+(?= [+=]|\.$)", chapters["05 · Residual connection"].split(": ")[1])
+    first, second, total = re.findall(
+        r"[\u2212\d.e]+(?= [+=]|\.$)", chapters["05 · Residual connection"].split(": ")[1]
+    )
     assert read_number(first) + read_number(second) == pytest.approx(read_number(total), abs=2e-3)
     link = page.locator("tour-card a")
     assert link.get_attribute("href") == "https://mustafabirinci.com/content/files/embeds/a-token-journey.html"
