@@ -4,6 +4,7 @@ Files are compressed once and kept in memory, so that a page of many small modul
 file again, and gets 304 as long as the file has not changed.
 """
 
+import asyncio
 import gzip
 import hashlib
 import os
@@ -11,6 +12,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -60,6 +62,7 @@ class PageFiles(StaticFiles):
     def __init__(self, directory: Path = WEB) -> None:
         super().__init__(directory=directory)
         self._files: dict[str, PageFile] = {}
+        self._reading = asyncio.Lock()
 
     async def index(self, request: Request) -> Response:
         """The page itself."""
@@ -69,7 +72,7 @@ class PageFiles(StaticFiles):
         if scope["method"] not in ("GET", "HEAD"):
             raise HTTPException(405, headers={"Allow": "GET, HEAD"})
         headers = Headers(scope=scope)
-        file = self._find(path)
+        file = await self._find(path)
         is_compressed = file.compressed is not None and accepts_gzip(headers.get("accept-encoding", ""))
         tag = f"W/{file.tag}" if is_compressed else file.tag  # weak: the bytes are not those of the file
         answer = HEADERS | {"ETag": tag}
@@ -79,8 +82,11 @@ class PageFiles(StaticFiles):
             return Response(file.content, headers=answer, media_type=file.media_type)
         return Response(file.compressed, headers=answer | {"Content-Encoding": "gzip"}, media_type=file.media_type)
 
-    def _find(self, path: str) -> PageFile:
-        """The file at a path, which is read again only if it has changed. Raises 404 if there is none."""
+    async def _find(self, path: str) -> PageFile:
+        """The file at a path, which is read again only if it has changed. Raises 404 if there is none.
+
+        Files are read on another thread, one at a time: compressing a large one takes a tenth of a second.
+        """
         try:
             full_path, status = self.lookup_path(path)
         except (OSError, ValueError):  # a name that is too long or has a NUL character
@@ -91,7 +97,10 @@ class PageFiles(StaticFiles):
         changed = status.st_size, status.st_mtime_ns
         file = self._files.get(full_path)
         if file is None or file.changed != changed:
-            file = self._files[full_path] = read_file(Path(full_path), changed)
+            async with self._reading:
+                file = self._files.get(full_path)
+                if file is None or file.changed != changed:  # no other request has read it meanwhile
+                    file = self._files[full_path] = await run_in_threadpool(read_file, Path(full_path), changed)
         return file
 
 

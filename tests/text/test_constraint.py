@@ -31,6 +31,20 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
     return Grammars(tokenizer, VOCAB_SIZE)
 
 
+def test_a_token_with_a_very_long_text_is_never_allowed(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    write_tokenizer(path, extra_token="-" * 4000)
+    own = Tokenizer.from_file(path)
+    long_id = own.id_of("-" * 4000)
+    assert long_id is not None
+    vocabulary = Vocabulary(own, VOCAB_SIZE)
+    assert vocabulary.tokens[long_id] == b""
+    state = GrammarState(Grammars(own, VOCAB_SIZE).regex("regex", "-*"), frozenset())
+    (ids,) = allowed(state)
+    assert long_id not in ids
+    assert "-" in texts(own, ids)
+
+
 def allowed(state: GrammarState, draft: tuple[int, ...] = ()) -> list[set[int]]:
     """The allowed token ids after the newest token, and after each drafted token."""
     masks = token_masks([(state, draft)], VOCAB_SIZE)

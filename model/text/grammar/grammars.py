@@ -24,6 +24,7 @@ from model.text.grammar.process import GrammarProcess, NeedsMoreTime
 from model.text.json_keys import WHOLE_TEXT, JsonPlace, KeyFilter
 from model.text.tokenizer import Tokenizer
 
+MAX_TOKEN_BYTES = 1000  # llguidance gives up above
 MAX_REMEMBERED = 32  # grammars; compiled ones of the largest schemas have about 10 MB
 
 
@@ -157,7 +158,7 @@ class Vocabulary:
     """The bytes of all tokens, as `LLTokenizer` takes them, for the network's `vocab_size` ids and one more.
 
     The additional token stands for the end of the text. Special tokens have no text; a grammar can only name them.
-    Ids that the tokenizer does not know are never allowed.
+    Ids that the tokenizer does not know, and tokens of more than `MAX_TOKEN_BYTES`, are never allowed.
     """
 
     is_tokenizer_wrapper = True
@@ -167,7 +168,9 @@ class Vocabulary:
         known = min(vocab_size, tokenizer.vocab_size)
         self.eos_token_id = vocab_size
         self.special_token_ids = [i for i in range(known) if tokenizer.special_name(i)]
-        self.tokens = [tokenizer.streamed_bytes(i) for i in range(known)] + [b""] * (vocab_size + 1 - known)
+        texts = [tokenizer.streamed_bytes(i) for i in range(known)]
+        self.tokens = [text if len(text) <= MAX_TOKEN_BYTES else b"" for text in texts]
+        self.tokens += [b""] * (vocab_size + 1 - known)
         for token_id in self.special_token_ids:
             self.tokens[token_id] = tokenizer.special_name(token_id).encode()
 

@@ -74,6 +74,7 @@ class _Planner:
         self._sizes = sizes_of(config, len(prompt_ids))
         self._sizes_of_one = sizes_of(config, 1)
         self._num_noisy = self._num_noise = 0  # stages with noise, and random numbers for the prompt
+        self._selected: dict[str, list[Stage]] = {}  # by glob: often several edits have the same
         # Token ids of a source -> the stages and positions that are kept of its pass.
         self._sources: dict[tuple[int, ...], tuple[dict[str, Stage], set[int]]] = {}
 
@@ -105,10 +106,12 @@ class _Planner:
         return resolve_positions(positions, len(self._prompt_ids), self._max_length, field)
 
     def _matching_stages(self, edit: Edit, field: str) -> list[Stage]:
-        try:
-            stages = select(self._stages, [edit.stage])
-        except UnknownStage as error:
-            raise InvalidField(f"{field}.stage", str(error)) from error
+        if edit.stage not in self._selected:
+            try:
+                self._selected[edit.stage] = select(self._stages, [edit.stage])
+            except UnknownStage as error:
+                raise InvalidField(f"{field}.stage", str(error)) from error
+        stages = self._selected[edit.stage]
         if isinstance(edit.vector, Mapping):
             known = {stage.name for stage in self._stages}
             unknown = next((name for name in edit.vector if name not in known), None)

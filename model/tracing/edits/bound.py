@@ -77,15 +77,15 @@ class StageEdit:
     def _heads(self) -> Tensor | None:
         return None if self.heads is None else torch.tensor(self.heads)
 
-    def on(self, rows: Sequence[int], indices: Sequence[int], positions: Sequence[int]) -> RowEdit:
+    def on(self, rows: Tensor, indices: Sequence[int], positions: Sequence[int]) -> RowEdit:
         """Build the edit of some rows of a pass.
 
         Row `rows[i]` of the pass is at `positions[i]`, which is entry `indices[i]` of the edit's list of positions.
-        All three lists may be empty if the edit `can_be_recorded`.
+        Both lists may be empty if the edit `can_be_recorded`.
         """
         edit = RowEdit(
             rule=self.rule,
-            rows=torch.tensor(rows),
+            rows=rows,
             vectors=self.vectors,
             exact=self.exact,
             vector_indices=torch.tensor(indices) if self.is_positional else None,
@@ -202,7 +202,7 @@ class BoundEdits:
             in_all, in_selected = _MatchedRows.of(edit, all_positions), _MatchedRows.of(edit, selected)
             for stage in edit.stages:
                 own = in_selected if stage.stage.has_selected_rows else in_all
-                if own.rows:
+                if len(own.rows):
                     found.setdefault(stage.stage.name, []).append(stage.on(own.rows, own.indices, own.positions))
         return EditTap(found, ops)
 
@@ -237,7 +237,7 @@ def tap_of_runs(runs: Sequence[EditedRows], ops: NetworkOps) -> EditTap:
     """Build the tap of a pass over several sequences, in which some runs of rows are edited."""
     found: dict[str, list[RowEdit]] = {}
     for run in runs:
-        rows = range(run.rows.start, run.rows.stop)
+        rows = torch.arange(run.rows.start, run.rows.stop)
         for edit in run.edits.edits:
             for stage in edit.stages:
                 # Kernels read `vectors` alone. The recording lives longer than the request, so it keeps nothing else.
@@ -249,7 +249,7 @@ def tap_of_runs(runs: Sequence[EditedRows], ops: NetworkOps) -> EditTap:
 class _MatchedRows:
     """The rows of a pass that an edit changes, their positions, and the `indices` of these in the edit's list."""
 
-    rows: Sequence[int]
+    rows: Tensor  # int64
     indices: Sequence[int]
     positions: Sequence[int]
 
@@ -257,7 +257,7 @@ class _MatchedRows:
     def of(cls, edit: BoundEdit, positions: Sequence[int]) -> "_MatchedRows":
         found = edit.positions.find(positions)
         rows = [row for row, _ in found]
-        return cls(rows, [index for _, index in found], [positions[row] for row in rows])
+        return cls(torch.tensor(rows, dtype=torch.int64), [index for _, index in found], [positions[row] for row in rows])
 
 
 def _num_bytes(tensors: Iterable[Tensor | None]) -> int:
