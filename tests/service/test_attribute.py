@@ -1,10 +1,12 @@
 """POST /attribute: every method says what the library says, costs are bounded, and a sweep leaves nothing behind."""
 
+import gc
 import json
 import os
 import re
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -694,6 +696,27 @@ class TestThread:
         assert not ended.is_set()
         service.stop()
         assert ended.is_set()
+
+    def test_a_job_that_is_given_up_holds_nothing_afterwards(self, tiny: Running) -> None:
+        executors, begun = tiny.state.worker.executors, threading.Event()
+        held: list[weakref.ref[set[int]]] = []
+
+        def job() -> None:
+            stages = set[int]()  # stands for the tensors of a pass
+            held.append(weakref.ref(stages))
+            begun.set()
+            while True:
+                pause()
+
+        gc.disable()  # exceptions and their frames refer to each other, and a server seldom looks for such cycles
+        try:
+            waiting = tiny.on_loop(executors.run_long("gradients", job))
+            assert begun.wait(10)
+            waiting.cancel()
+            wait_until(lambda: executors.num_running == 0, "the job is given up")
+            wait_until(lambda: held[0]() is None, "its stages are freed")
+        finally:
+            gc.enable()
 
     def test_jobs_that_may_not_wait_are_refused_while_others_are_answered(self, tiny: Running) -> None:
         released = threading.Event()

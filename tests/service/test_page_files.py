@@ -1,11 +1,14 @@
 """The files of the web page: headers, compression, caching, and what is not served."""
 
+import asyncio
 import gzip
 import hashlib
 import logging
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -14,7 +17,8 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.testclient import TestClient
 
-from service.http.page_files import WEB, PageFiles, accepts_gzip
+from service.http import page_files
+from service.http.page_files import WEB, PageFile, PageFiles, accepts_gzip
 from tests.service.running import ROOT, Running, Start, wait_until
 from tests.service.test_connections import connect, read_all, request
 
@@ -28,6 +32,30 @@ def written(tmp_path: Path) -> TestClient:
     """The files of a directory with one script."""
     (tmp_path / "a.js").write_text("export const a = 1;\n" * 100)
     return TestClient(Starlette(routes=[Mount("/", PageFiles(tmp_path))]))
+
+
+def test_a_file_that_many_ask_for_at_once_is_read_once_and_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.js").write_text("export const a = 1;\n" * 100)
+    read, threads = page_files.read_file, list[int]()
+
+    def noted(path: Path, changed: tuple[int, int]) -> PageFile:
+        threads.append(threading.get_ident())
+        time.sleep(0.05)  # others ask meanwhile
+        return read(path, changed)
+
+    monkeypatch.setattr(page_files, "read_file", noted)
+    files = PageFiles(tmp_path)
+    scope = {"type": "http", "method": "GET", "path": "/a.js", "headers": []}
+
+    async def ask() -> list[bytes]:
+        responses = await asyncio.gather(*(files.get_response("a.js", scope) for _ in range(20)))
+        return [bytes(response.body) for response in responses]
+
+    assert set(asyncio.run(ask())) == {(tmp_path / "a.js").read_bytes()}
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
 
 
 @pytest.mark.parametrize("path", ["/", "/page/index.html", f"/page/{SCRIPTS[0]}", "/page/icon.svg"])
