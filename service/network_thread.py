@@ -69,7 +69,7 @@ class NetworkThread:
         self._posted.put(lambda: self._engine.pause(request_id, paused) if self._engine is not None else None)
 
     def submit(self, job: Callable[[], Result]) -> Future[Result]:
-        """Run a job between two steps of the engine."""
+        """Run a job between two steps of the engine. At its pauses (model/tracing/pauses.py), further steps run."""
         future: Future[Result] = Future()
         context = copy_context()  # so that log lines of the job have the ids of its request
         context.run(PAUSE.set, self._pause)

@@ -2,7 +2,7 @@
 
 The HTTP request has one request of the engine for each of its prompts.
 
-If the client disconnects, the route closes the `RequestStream`: the continuations that have not ended are aborted, and
+If the client disconnects, `Generation.close` closes the `RequestStream`: the continuations that have not ended are aborted, and
 unread outputs are dropped.
 """
 

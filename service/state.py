@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
@@ -15,7 +16,7 @@ from model.network.ranks import Ranks
 from model.network.translators import Translators
 from model.text.grammar.grammars import Grammars
 from service.http.buffers import Buffers, Reservation
-from service.http.errors import ApiError, draining, invalid
+from service.http.errors import ApiError, draining, invalid, timed_out
 from service.metrics import Metrics
 from service.request_notes import notes_of
 from service.settings import Settings
@@ -24,7 +25,7 @@ from service.vectors import VectorStore
 from service.worker import Worker, WorkerLimits
 
 Result = TypeVar("Result")
-FEW_CHECKS = 16  # stop strings or stage globs that are checked in about a millisecond
+FEW_CHECKS = 16  # of stop strings, globs, prompts or edits, which take about a millisecond
 
 
 class State:
@@ -159,6 +160,21 @@ def get_reservation(request: Request) -> Reservation:
 def seconds_left(state: State, arrived: float) -> float:
     """The seconds until the timeout of a request that arrived at this time of `time.perf_counter`."""
     return max(0.0, arrived + state.settings.request_timeout_seconds - time.perf_counter())
+
+
+@asynccontextmanager
+async def series(state: State, arrived: float) -> AsyncIterator[None]:
+    """Run several jobs of one request on the network's thread in this block; other requests are served between them.
+
+    Raises 503 if they have not ended within the timeout of the request, which counts from `arrived`, in seconds of
+    `time.perf_counter`.
+    """
+    try:
+        async with asyncio.timeout(seconds_left(state, arrived)):
+            with state.worker.series():
+                yield
+    except TimeoutError:
+        raise timed_out(state.settings.request_timeout_seconds) from None
 
 
 async def run_plan(state: State, num_checks: int, make_plan: Callable[[], Result]) -> Result:

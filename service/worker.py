@@ -104,7 +104,8 @@ class Worker:
             self._note_change()
 
     async def run(self, job: Callable[[], Result]) -> Result:
-        """Run a job on the network's thread, between two steps of the engine, and return its result.
+        """Run a job on the network's thread, and return its result. Steps of the engine run before, after and in its
+        pauses (model/tracing/pauses.py).
 
         Raises 503 if the shutdown has cancelled all requests.
         """
@@ -140,7 +141,7 @@ class Worker:
         def work() -> None:
             try:
                 result.set_result(job())
-            except Exception as error:  # raised again where the result is awaited
+            except BaseException as error:  # raised again where it is awaited; a panic of a library is no Exception
                 result.set_exception(error)
 
         thread = threading.Thread(target=work, name="detached", daemon=True)

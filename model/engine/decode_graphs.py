@@ -202,7 +202,7 @@ class DecodeGraphs:
         edits: Sequence[EditedRows] = (),
         traced: Sequence[TracedRow] = (),
     ) -> DecodeResult | None:
-        """Compute a step of decoding sequences; None if it cannot be recorded. The next call overwrites the result."""
+        """Compute a step of decoding sequences; None: it was not computed. The next call overwrites the result."""
         if self._attention is None:
             return None
         max_keys = self._room_for_keys(sequences, traced)

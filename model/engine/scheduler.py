@@ -29,7 +29,7 @@ from model.engine.sequence import SequenceState
 from model.engine.step_budget import EFFICIENT_TOKENS, StepBudget
 from model.errors import InvalidField
 
-EXTRA_BESIDE_OTHERS, EXTRA_ALONE = 0.02, 0.15  # seconds that edits and traces may add to a step
+EXTRA_BESIDE_OTHERS, EXTRA_ALONE = 0.02, 0.12  # seconds that edits and traces may add to a step
 MIN_EXTRA_SHARE, MAX_EXTRA_SHARE = 0.05, 0.3  # of the time of all steps, while sequences run that have neither
 
 
@@ -193,6 +193,9 @@ class Scheduler:
                 size = self.pool.block_size
                 for index in range(before // size, sequence.num_computed // size):
                     self.pool.register(sequence.blocks[index], sequence.block_hash(index, size))
+            if sequence.extra_cost is not None and not replayed:  # it took more than the usual time
+                cost = sequence.extra_cost(scheduled.start, scheduled.num_new)
+                self._credit -= cost.most - cost.usual
         self._last_seconds = seconds or 0.0
         if seconds is not None:
             self._budget.observe(plan.num_tokens, seconds, replayed=replayed)

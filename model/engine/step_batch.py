@@ -21,7 +21,9 @@ from model.tracing.edits import BoundEdits
 
 @dataclass(eq=False)
 class StepSequence:
-    """One sequence in one step. `Runner.run` sets `rows`, the trace and its errors; `choose_tokens` sets the rest."""
+    """One sequence in one step. The fields from `rows` on are filled in by `Runner.run` and `choose_tokens`, and the
+    error and the seconds also by `Engine` and `Continuation.advance`.
+    """
 
     scheduled: ScheduledSequence
     request: Request

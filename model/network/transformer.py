@@ -220,7 +220,7 @@ class Transformer(nn.Module):
             block_rows = index if skips_rows and layer == self.config.num_layers - 1 else None
             rotation = None if rotations is None else rotations[layer]
             x = block(x, rotation, context, probe.at("blocks").at(str(layer)), block_rows, adapters)
-            pause()
+            pause()  # steps of an engine may run here, on the same thread
         context.finish()
 
         if index is not None and not skips_rows:

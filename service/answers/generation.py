@@ -44,7 +44,7 @@ class ChoiceOutput:
     """The output of one step for one choice. `index` numbers the choices of all prompts, in prompt order."""
 
     index: int
-    step: Output
+    result: Output
     trace: orjson.Fragment | None
 
 
@@ -119,10 +119,10 @@ class Generation:
         Those that `write_at_once` has written are not yielded (see `RequestStream.batches`).
         """
         async for outputs in self._stream.batches(write_at_once):
-            yield [self._note(output, await self._encode_trace(output)) for output in outputs]
+            yield [self._receive(output, await self._encode_trace(output)) for output in outputs]
 
-    def _note(self, output: Output, trace: orjson.Fragment | None) -> ChoiceOutput:
-        """Count the tokens of an output. The error of a failed choice is logged."""
+    def _receive(self, output: Output, trace: orjson.Fragment | None) -> ChoiceOutput:
+        """Find the choice of an output, and note its tokens and its end. The error of a failed choice is logged."""
         index = self._first_choice[output.request_id] + output.choice
         if isinstance(output.error, NoFiniteMaximum) and self.edits[index // self.params.n] is not None:
             reason = "the edited pass gives logits that are not finite; use smaller numbers"
@@ -163,8 +163,8 @@ class Generation:
         choices = [Choice(index) for index in range(self.num_choices)]
         async for outputs in self.batches():
             for output in outputs:
-                if output.step.error is not None:
-                    raise generation_error(output.step.error)
+                if output.result.error is not None:
+                    raise generation_error(output.result.error)
                 choices[output.index].add(output)
         return choices
 
@@ -186,16 +186,16 @@ class Generation:
         """
 
         def events_of(output: ChoiceOutput) -> bytes:
-            if output.step.error is None:
+            if output.result.error is None:
                 return b"".join(write(output))
             choice = {"id": self.id, "choice": output.index}
-            return error_event(notes, generation_error(output.step.error), choice)
+            return error_event(notes, generation_error(output.result.error), choice)
 
         def write_at_once(output: Output) -> bool:
             try:
                 if writer is None or not writer.is_ready:
                     return False
-                if events := events_of(self._note(output, None)):
+                if events := events_of(self._receive(output, None)):
                     writer.write(events)
                 return True
             except Exception:  # a bug; `batches` yields the output again, and below the error is reported
@@ -254,12 +254,12 @@ class Choice:
         self.last: Output | None = None
 
     def add(self, output: ChoiceOutput) -> None:
-        self.prompt_tokens += output.step.prompt_tokens
-        self.tokens += output.step.tokens
+        self.prompt_tokens += output.result.prompt_tokens
+        self.tokens += output.result.tokens
         if output.trace is not None:
             self.traces.append(output.trace)
-        if output.step.end is not None:
-            self.last = output.step
+        if output.result.end is not None:
+            self.last = output.result
 
     @property
     def text(self) -> str:

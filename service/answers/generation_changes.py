@@ -16,7 +16,7 @@ from model.checkpoints.load import Checkpoint
 from model.tracing.edits import BoundEdits
 from model.tracing.stages import last_residuals
 from service.answers.budget import Budget, ResponseContents
-from service.answers.source_passes import run_series, stage_bytes
+from service.answers.source_passes import run_jobs, stage_bytes
 from service.answers.subject import adapted_network
 from service.http.errors import ApiError
 from service.state import State
@@ -44,5 +44,5 @@ async def changes_answer(
     """Describe the changes of one choice, whose computed positions have the tokens `ids`."""
     network, weight = adapted_network(checkpoint, adapter), checkpoint.model.embed.weight
     run = partial(residuals, network, checkpoint.model.config, ids, device=weight.device)
-    plain, edited = await run_series(state, [run, partial(run, edits=edits)], arrived)
+    plain, edited = await run_jobs(state, [run, partial(run, edits=edits)], arrived)
     return describe_changes(plain, edited)

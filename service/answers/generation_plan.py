@@ -161,8 +161,8 @@ class PromptPlanner:
         self._inputs = inputs
         self._planner = planner
         self._engine = get_engine(inputs.state)
-        self._params = read_params(inputs)
         self._stages = [] if trace is None else traced_stages(trace, checkpoint)
+        self._params = read_params(inputs)
         self._traces: dict[int, TracePlan] = {}  # by the length of the prompt
         self._budgets: dict[int, Budget] = {}  # likewise
 

@@ -1,6 +1,5 @@
 """Run the forward passes of a request, one after the other, from the check of their budget to the response."""
 
-import asyncio
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +18,10 @@ from service.answers.request_phases import add_pass
 from service.http.access_log import note_tokens
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import json_in_pieces, safetensors_bytes
-from service.http.errors import ApiError, internal, timed_out
+from service.http.errors import ApiError, internal
 from service.request_notes import recorded_span
 from service.spans import RequestSpan
-from service.state import State, get_reservation, seconds_left
+from service.state import State, get_reservation, series
 
 SAFETENSORS_MEDIA_TYPE = "application/x-safetensors"
 Result = TypeVar("Result")
@@ -143,13 +142,9 @@ async def _run(
     """Wait for the passes, within the timeout, and return their encoded answers."""
     content: bytes | memoryview = b""
     state.worker.check_room(sum(each.num_tokens for each in passes))
-    try:
-        async with asyncio.timeout(seconds_left(state, arrived)):
-            with state.worker.series():
-                for each in passes:
-                    content = await _run_one(state, each, encoder, span, is_last=each is passes[-1])
-    except TimeoutError:
-        raise timed_out(state.settings.request_timeout_seconds) from None
+    async with series(state, arrived):
+        for each in passes:
+            content = await _run_one(state, each, encoder, span, is_last=each is passes[-1])
     state.metrics.trace_bytes.inc(len(content))
     return content
 

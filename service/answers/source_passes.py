@@ -1,6 +1,5 @@
 """The passes of other prompts from which edits of a request take their values."""
 
-import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,9 +17,9 @@ from service.answers.budget import Budget, pass_bytes
 from service.answers.edits import BYTES_PER_CHECK, PLANNED_BYTES
 from service.answers.subject import adapted_network
 from service.http.disconnects import unless_disconnected
-from service.http.errors import ApiError, timed_out
+from service.http.errors import ApiError
 from service.request_notes import notes_of
-from service.state import State, get_reservation, run_plan, seconds_left
+from service.state import State, get_reservation, run_plan, series
 
 Result = TypeVar("Result")
 
@@ -51,7 +50,7 @@ async def bind_edits(
         state.worker.check_room(sum(len(each.ids) for each in passes.values()))
         network, device = adapted_network(checkpoint, adapter), checkpoint.model.embed.weight.device
         jobs = [partial(compute_source, network, each, device) for each in passes.values()]
-        found = await unless_disconnected(request, run_series(state, jobs, arrived))
+        found = await unless_disconnected(request, run_jobs(state, jobs, arrived))
         values = dict(zip(passes, found, strict=True))
         state.metrics.note_prompt_tokens(sum(len(each.ids) for each in passes.values()))
 
@@ -97,15 +96,7 @@ def stage_bytes(stages: Sequence[Stage], num_tokens: int, checkpoint: Checkpoint
     return itemsize * sum(math.prod(stage.shape(sizes)) for stage in stages)
 
 
-async def run_series(state: State, jobs: Sequence[Callable[[], Result]], arrived: float) -> list[Result]:
-    """Run jobs of one request on the network's thread, one after the other.
-
-    Other requests are served in between. Raises 503 if they have not ended within the timeout of the request, which
-    counts from `arrived`, in seconds of `time.perf_counter`.
-    """
-    try:
-        async with asyncio.timeout(seconds_left(state, arrived)):
-            with state.worker.series():
-                return [await state.worker.run(job) for job in jobs]
-    except TimeoutError:
-        raise timed_out(state.settings.request_timeout_seconds) from None
+async def run_jobs(state: State, jobs: Sequence[Callable[[], Result]], arrived: float) -> list[Result]:
+    """Run jobs of one request on the network's thread, one after the other. Raises as `series` does."""
+    async with series(state, arrived):
+        return [await state.worker.run(job) for job in jobs]

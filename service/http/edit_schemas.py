@@ -15,7 +15,8 @@ from pydantic import (
     model_validator,
 )
 
-from model.tracing.edits import MAX_EDITS, Op
+from model.tracing.edits import Op
+from model.tracing.edits.planner import MAX_EDITS
 from model.tracing.edits.operands import LARGEST
 from model.tracing.edits.positions import PositionWord
 from service.http.field_types import Indices, Prompt, Request, ShortText, Text, at_most

@@ -79,17 +79,17 @@ class Events:
 
     def __call__(self, output: ChoiceOutput) -> Iterator[bytes]:
         yield from self._token_events(output)
-        if output.step.end is not None:
+        if output.result.end is not None:
             generation = self._generation
             edits = generation.edit_answers(output.index)
-            end = {**end_fields(output.step), "timings": generation.timings(), "edits": edits}
+            end = {**end_fields(output.result), "timings": generation.timings(), "edits": edits}
             yield event(generations.FinishEvent(generation.id, output.index, **end))
 
     def _token_events(self, output: ChoiceOutput) -> Iterator[bytes]:
         """Yield an event for each token. The last one has the trace; without tokens, the trace has its own event."""
         generation, index = self._generation, output.index
         trace: Any = output.trace  # the JSON of a `StepTrace`
-        tokens = [*output.step.prompt_tokens, *output.step.tokens]
+        tokens = [*output.result.prompt_tokens, *output.result.tokens]
         for token in tokens:
             last = trace if token is tokens[-1] else None
             yield event(generations.TokenEvent(generation.id, index, self._token(token), token.text, last))

@@ -254,7 +254,8 @@ export function decode(base64, dtype) {
  */
 export function encode(numbers) {
   const bytes = new Uint8Array(numbers.buffer, numbers.byteOffset, numbers.byteLength);
-  return { data: btoa(String.fromCharCode(...bytes)), dtype: "float32", shape: [numbers.length] };
+  const text = Array.from(bytes, (byte) => String.fromCharCode(byte)).join("");
+  return { data: btoa(text), dtype: "float32", shape: [numbers.length] };
 }
 
 /**

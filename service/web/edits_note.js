@@ -12,7 +12,9 @@ import { el } from "./dom.js";
  * @param {{ href: string, open: () => unknown, isApplied: boolean }} view
  */
 export function showEditsNote(box, text, { href, open, isApplied }) {
-  const number = editsIn(text)?.length ?? null;
+  const edits = editsIn(text);
+  const number = edits?.length ?? null;
+  const numGenerated = edits?.filter(({ positions }) => positions === "generated").length ?? 0;
   box.hidden = number === 0;
   if (box.hidden) return;
   const follow = (/** @type {MouseEvent} */ event) => {
@@ -23,7 +25,7 @@ export function showEditsNote(box, text, { href, open, isApplied }) {
   const what = number === null ? "Edits are" : number === 1 ? "1 edit is" : `${number} edits are`;
   box.replaceChildren(
     isApplied
-      ? `${what} applied. `
+      ? `${what} applied. ${numGenerated > 0 ? `Of these, ${numGenerated} only at generated tokens. ` : ""}`
       : `${what} set in the view Interventions. This view does not apply edits: it shows the model without them. `,
     el("a", { href, onclick: follow }, "Open Interventions"),
   );

@@ -14,7 +14,8 @@ from torch import Tensor
 from model.analysis.edit_sources import compute_sources, edited_pass
 from model.config import ModelConfig
 from model.errors import InvalidField
-from model.tracing.edits import MAX_EDITS, BoundEdits, Edit, EditPlan, EditSource, plan_edits
+from model.tracing.edits import BoundEdits, Edit, EditPlan, EditSource, plan_edits
+from model.tracing.edits.planner import MAX_EDITS
 from model.tracing.edits.noise import normal_noise
 from model.tracing.edits.positions import PositionSet, resolve_positions
 from model.tracing.stages import stages_of
@@ -252,7 +253,7 @@ def test_the_number_of_edits_is_limited() -> None:
 
 
 def test_the_number_of_changed_stages_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.tracing.edits.MAX_CHANGED_STAGES", 6)
+    monkeypatch.setattr("model.tracing.edits.planner.MAX_CHANGED_STAGES", 6)
     plan(*[edit(stage="blocks.*.mlp_out")] * 2)
     with pytest.raises(InvalidField, match="edits: change 7 stages in all; at most 6 are allowed"):
         plan(*[edit(stage="blocks.*.mlp_out")] * 2, edit())
@@ -260,12 +261,12 @@ def test_the_number_of_changed_stages_is_limited(monkeypatch: pytest.MonkeyPatch
 
 def test_the_amount_of_noise_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = edit("noise", std=1.0)
-    monkeypatch.setattr("model.tracing.edits.MAX_NOISE", 2 * 8 * LLAMA.d_model)
+    monkeypatch.setattr("model.tracing.edits.planner.MAX_NOISE", 2 * 8 * LLAMA.d_model)
     plan(noise, noise)
     with pytest.raises(InvalidField, match=r"edits\.2\.positions: 576 random numbers for the prompt are more than 384"):
         plan(noise, noise, noise)
     plan(*[edit("noise", std=1.0, positions="generated")] * 9)
-    monkeypatch.setattr("model.tracing.edits.MAX_NOISY_STAGES", 2)
+    monkeypatch.setattr("model.tracing.edits.planner.MAX_NOISY_STAGES", 2)
     with pytest.raises(InvalidField, match=r"edits\.2\.stage: the request adds noise to 3 stages"):
         plan(*[edit("noise", std=1.0, positions="last")] * 3)
 
@@ -452,7 +453,7 @@ class TestTaps:
         assert [edits.is_active(start, 2) for start in (0, 2, 3, 5)] == [True, False, True, False]
 
 
-class TestUniformEdits:
+class TestRecordableEdits:
     """The edits with which a step of decoding sequences can be recorded."""
 
     def test_they_change_all_new_positions_alike(self) -> None:

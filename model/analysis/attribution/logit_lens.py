@@ -14,6 +14,7 @@ from model.config import ModelConfig
 from model.network.adapters import Adapter, PassAdapters
 from model.network.transformer import Transformer
 from model.network.translators import Translators
+from model.tracing.edits import BoundEdits
 from model.tracing.predictions import Predictions, predict
 from model.tracing.stages import Stage, last_residuals, stages_of
 from model.tracing.tap import Chain, Recorder, Tap
@@ -75,7 +76,7 @@ class LensRun:
         token: int | None = None,
         translators: Translators | None = None,
         adapter: Adapter | None = None,
-        edits: Tap | None = None,
+        edits: BoundEdits | None = None,
     ) -> None:
         self._model = model
         self._ids = ids
@@ -105,8 +106,12 @@ class LensRun:
         rows = torch.tensor(list(self._positions), device=device)
         recorder = Recorder(self._stages, lambda stage, tensor: tensor[0, rows])
         batch = torch.tensor([list(self._ids)], device=device)
-        adapters = None if self._adapter is None else PassAdapters.of(self._adapter)
-        tap = recorder if self._edits is None else Chain(self._edits, recorder)
+        # With edits, the stages of adapters are there even if no adapter is: an edit may name them.
+        is_adapted = self._adapter is not None or self._edits is not None
+        adapters = PassAdapters.of(self._adapter) if is_adapted else None
+        tap: Tap = recorder
+        if self._edits is not None:
+            tap = Chain(self._edits.tap(0, len(self._ids), None, self._model.backend.network), recorder)
         self._model(batch, tap=tap, rows=[0], adapters=adapters)
         self._residuals = recorder.kept
 

@@ -172,7 +172,7 @@ class Vocabulary:
         self.tokens = [text if len(text) <= MAX_TOKEN_BYTES else b"" for text in texts]
         self.tokens += [b""] * (vocab_size + 1 - known)
         for token_id in self.special_token_ids:
-            self.tokens[token_id] = tokenizer.special_name(token_id).encode()
+            self.tokens[token_id] = tokenizer.special_name(token_id).encode()[:MAX_TOKEN_BYTES]
 
     def __call__(self, text: str | bytes) -> list[int]:
         raise NotImplementedError("no text is tokenized, because START sets no_forcing")

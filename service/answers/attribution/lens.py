@@ -9,8 +9,7 @@ from fastapi import Response
 from forwardscope.local_results import describe_edits, describe_predictions
 from forwardscope.results.attributions import LensStage, LensToken, LogitLens
 from model.analysis.attribution.logit_lens import LensPart, LensResult, LensRun, lens_stages, rows_per_part
-from model.tracing.edits import EditPlan
-from model.tracing.tap import Tap
+from model.tracing.edits import BoundEdits, EditPlan
 from service.answers.attribution.question import Question, read_token
 from service.answers.budget import Budget, ResponseContents, pass_bytes
 from service.answers.edits import answer_bytes, read_edits
@@ -88,7 +87,7 @@ async def answer_lens(body: LogitLensRequest, question: Question) -> Response:
     edits = await plan_edits(body, question)
     budget = budget_of(question, len(positions), body.top_k, edits)
     budget.check(state)  # before the passes of sources
-    tap = None if edits is None else await edits_tap(edits, question)
+    bound = None if edits is None else await bind(edits, question)
     run = LensRun(
         checkpoint.model,
         question.ids,
@@ -97,11 +96,19 @@ async def answer_lens(body: LogitLensRequest, question: Question) -> Response:
         token=token,
         translators=None if body.lens == "plain" else state.translators,
         adapter=question.served_adapter,
-        edits=tap,
+        edits=bound,
     )
     answer = LensAnswer(run, question, positions, token, edits)
     passes = [Pass(len(question.ids), answer.finish, answer.jobs())]
-    response = await answer_passes(question.request, state, passes, budget=budget, is_list=False, as_safetensors=False)
+    response = await answer_passes(
+        question.request,
+        state,
+        passes,
+        budget=budget,
+        is_list=False,
+        as_safetensors=False,
+        arrived=question.arrived,
+    )
     state.metrics.attributions.labels("logit_lens").inc()
     return response
 
@@ -121,11 +128,11 @@ async def plan_edits(body: LogitLensRequest, question: Question) -> EditPlan | N
     return plan
 
 
-async def edits_tap(plan: EditPlan, question: Question) -> Tap:
-    """Run the passes from which the edits take values, and return the tap of the edited pass."""
-    checkpoint, state = question.checkpoint, question.state
-    (bound,) = await bind_edits([plan], question.request, state, checkpoint, question.adapter, question.arrived)
-    return bound.tap(0, len(question.ids), None, checkpoint.model.backend.network)
+async def bind(plan: EditPlan, question: Question) -> BoundEdits:
+    """Run the passes from which the edits take values."""
+    arguments = question.request, question.state, question.checkpoint, question.adapter, question.arrived
+    (bound,) = await bind_edits([plan], *arguments)
+    return bound
 
 
 def check_work(question: Question, num_positions: int) -> None:

@@ -162,7 +162,7 @@ class Writer:
 
     def events(self, output: ChoiceOutput) -> Iterator[bytes]:
         """Write the chunks for the output of one step. The first chunk of each choice has the role."""
-        step, index = output.step, output.index
+        step, index = output.result, output.index
         if not self._has_begun[index]:
             first = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
             yield self._chunk({"choices": [first | {"finish_reason": None}]} | self._prompt_ids(index))

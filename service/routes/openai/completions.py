@@ -147,7 +147,7 @@ class Writer:
 
     def events(self, output: ChoiceOutput) -> Iterator[bytes]:
         """Write one chunk for the output of one step."""
-        step = output.step
+        step = output.result
         traces = None if output.trace is None else [output.trace]
         part = self._part(output.index, output.index, step.prompt_tokens, step.tokens, traces, step.end)
         yield event(self._head | {"choices": [part]} | running_usage(self._body, self._generation))

@@ -8,8 +8,8 @@ const [NARROW, WIDE] = [66, 86]; // pixels from one column to the next on the pa
 const CELL = { width: 84, height: 36, heading: 150 }; // pixels, of the picture for a download
 
 /**
- * A cell: its text, a smaller one below, its colour as a share from 0 to 1, whether it is bold, whether it has a mark in
- * its corner, and what a screen reader says.
+ * A cell: its text, a smaller one below, its colour as a share from 0 to 1, whether it is bold, whether it is
+ * underlined, and what a screen reader says.
  * @typedef {{
  *   text: string, small: string, share: number, strong: boolean, isChanged: boolean, says: string,
  * }} GridCell

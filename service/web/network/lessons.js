@@ -1,5 +1,5 @@
-// The lessons of the view "Network": the way of one token, and the chapters of the five articles. Each chapter is a step
-// with one question, about the network that the article computes, or about the served one.
+// The lessons of the view "Network": the way of one token, and the chapters of the five articles. Each chapter is a
+// step with one question, about the network that the article computes, or about the served one.
 
 import { ARTICLES } from "../terms_list.js";
 import { patternOf } from "./bands.js";

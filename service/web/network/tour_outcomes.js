@@ -66,8 +66,8 @@ export function loss({ pass }) {
   return {
     title: "Loss",
     sentence:
-      "The loss of a token is −ln of the probability that it got: 0 if the network was sure of it. Training makes the " +
-      "mean smaller.",
+      "The loss of a token is −ln of the probability that it got: 0 if the network was sure of it. Training makes " +
+      "the mean smaller.",
     question: `What is the mean of ${count(known.length)} tokens, and which one surprised the network the most?`,
     answer:
       `${number(pass.loss.mean)}. The greatest surprise was ${what}: −ln ${percent(Math.exp(-most.value))} = ` +

@@ -201,7 +201,7 @@ export function mask({ pass, row, gaze: { layer, head } }) {
   const numbers = pass.row(name, row);
   if (!stage || !numbers) return null;
   const own = numbers.slice(head * stage.columns, (head + 1) * stage.columns);
-  const hidden = own.filter((value) => !Number.isFinite(value)).length;
+  const hidden = own.filter((value, key) => key > row && !Number.isFinite(value)).length;
   return {
     title: "The mask",
     sentence: "A token must not see what follows it: these scores become −∞, and softmax makes them 0.",

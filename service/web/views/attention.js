@@ -13,7 +13,7 @@ import { View } from "../view.js";
 import { STAGES } from "./attention_head.js";
 import { AttentionMaps } from "./attention_maps.js";
 import { CHOICES, TARGETS, TARGET_NAMES } from "./attention_ranking.js";
-import { readEdits } from "./edit_words.js";
+import { ofPrompt, readEdits } from "./edit_words.js";
 import { isOther, isPosition } from "./positions.js";
 
 /**
@@ -118,7 +118,7 @@ export default class Attention extends View {
   async update(state, signal) {
     this.#signal = signal;
     const plainBody = { ...(state.model ? { model: state.model } : {}), prompt: state.prompt };
-    const edits = isWorkedExample(this.context.service, state.model) ? [] : readEdits(state.edits);
+    const edits = isWorkedExample(this.context.service, state.model) ? [] : ofPrompt(readEdits(state.edits));
     const body = edits.length > 0 ? { ...plainBody, edits } : plainBody;
     const { layers, heads } = await this.#sizes(state, body, signal);
     const isNew = isOther(this.#state, state);

@@ -5,6 +5,7 @@ import { cached } from "../passes.js";
 
 /**
  * @import { Edit, Means, PatternsAnswer, PositionedToken, Prompt } from "../answers.js"
+ * @import { Numbers } from "../api.js"
  * @typedef {"scores" | "attn_scores" | "pattern"} MapStage
  * @typedef {{ model?: string, prompt: Prompt, edits?: Edit[] }} Body
  * @typedef {{ size: number, values: Uint8Array, means: Means | null }} SmallMap
@@ -37,6 +38,11 @@ export class AttentionMaps {
     this.#size = size;
   }
 
+  /** Edited weights need not be between 0 and 1, as a byte can hold. @returns {"uint8" | "float32"} */
+  get #dtype() {
+    return this.#body.edits ? "float32" : "uint8";
+  }
+
   /**
    * The small maps of some layers, by layer. Each layer is fetched once, also by calls side by side.
    * @param {number[]} layers
@@ -61,12 +67,13 @@ export class AttentionMaps {
    * @param {AbortSignal} signal
    */
   async #fetchRows(layers, signal) {
-    const answer = await postJson("/patterns", { ...this.#body, layers, max_size: this.#size, dtype: "uint8" }, signal);
+    const body = { ...this.#body, layers, max_size: this.#size, dtype: this.#dtype };
+    const answer = await postJson("/patterns", body, signal);
     this.#keepMeans(answer);
     const mapsOf = (/** @type {number} */ layer) =>
       answer.maps
         .filter((map) => map.layer === layer)
-        .map(({ means, values }) => ({ means, size: answer.size, values: decode(values, "uint8") }));
+        .map(({ means, values }) => ({ means, size: answer.size, values: bytesOf(decode(values, this.#dtype)) }));
     return new Map(layers.map((layer) => [layer, mapsOf(layer)]));
   }
 
@@ -81,7 +88,7 @@ export class AttentionMaps {
     const missing = layers.filter((layer) => !this.#means.has(layer));
     if (missing.length > 0)
       this.#keepMeans(
-        await cached("/patterns", { ...this.#body, layers: missing, max_size: SMALLEST, dtype: "uint8" }, signal),
+        await cached("/patterns", { ...this.#body, layers: missing, max_size: SMALLEST, dtype: this.#dtype }, signal),
       );
     return layers.flatMap((layer) => (this.#means.get(layer) ?? []).map((means, head) => ({ layer, head, means })));
   }
@@ -169,4 +176,17 @@ export class AttentionMaps {
         maps.filter((map) => map.layer === layer).map(({ means }) => means),
       );
   }
+}
+
+/**
+ * Weights as bytes: 255 is a weight of 1, or of more.
+ * @param {Numbers} weights
+ */
+function bytesOf(weights) {
+  return weights instanceof Uint8Array ? weights : Uint8Array.from(weights, (weight) => byteOf(weight));
+}
+
+/** @param {number} weight */
+function byteOf(weight) {
+  return Math.round(255 * Math.min(1, Math.max(0, weight)));
 }

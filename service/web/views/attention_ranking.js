@@ -11,7 +11,8 @@ import { term } from "../terms.js";
  * @typedef {{ layer: number, head: number }} Place
  * @typedef {Place & { means: Means | null, weight?: number, moved?: number }} HeadWeights
  * @typedef {{
- *   heads: HeadWeights[], target: Choice, isEdited: boolean, tokens: PositionedToken[], query: number, key: number, chosen: Place,
+ *   heads: HeadWeights[], target: Choice, isEdited: boolean, tokens: PositionedToken[], query: number, key: number,
+ *   chosen: Place,
  * }} Shown
  */
 
@@ -83,6 +84,7 @@ export class AttentionRanking extends HTMLElement {
     });
     this.#heads = valued.length === heads.length ? valued.sort((a, b) => b.value - a.value) : [];
     this.#pair.hidden = target !== "chosen" && target !== "changed";
+    this.#pair.classList.toggle("has-no-key", target === "changed");
     for (const option of this.#select.options) option.hidden = option.value === "changed" && !what.isEdited;
     for (const control of this.#pair.querySelectorAll("select"))
       control.value = String(control.name === "pos" ? what.query : what.key);
@@ -186,17 +188,17 @@ export class AttentionRanking extends HTMLElement {
   #tableOf() {
     const { target, query, key } = this.#shown;
     const names = /** @type {const} */ (["previous", "first", "itself", "induction"]);
+    const first = { chosen: [`position ${key}`], changed: ["moved"] }[String(target)] ?? [];
     const chosen = target === "chosen" ? `, and its weight on position ${key} for the query at ${query}` : "";
     return {
-      caption: `Mean weight of each head (layer.head)${chosen}, the largest first`,
-      columns: [
-        "head",
-        ...(target === "chosen" ? [`position ${key}`] : target === "changed" ? ["moved"] : []),
-        ...names.map((name) => CHOICES[name]),
-      ],
+      caption:
+        target === "changed"
+          ? `The share of the weight of the query at ${query} that the edits move, in each head (layer.head)`
+          : `Mean weight of each head (layer.head)${chosen}, the largest first`,
+      columns: ["head", ...first, ...names.map((name) => CHOICES[name])],
       rows: this.#heads.map((place) => [
         nameOf(place),
-        ...(target === "chosen" ? [percent(place.weight)] : target === "changed" ? [percent(place.moved)] : []),
+        ...(first.length > 0 ? [percent(place.value)] : []),
         ...names.map((name) => percent(place.means?.[name])),
       ]),
     };

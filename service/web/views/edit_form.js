@@ -1,6 +1,6 @@
 // The form that adds an edit: what to do, with which part of which layer, at which positions.
 
-import { encode, postTensors } from "../api.js";
+import { ApiError, encode, postTensors } from "../api.js";
 import { el, labelled, select } from "../dom.js";
 import { shown } from "../format.js";
 import { cached } from "../passes.js";
@@ -8,8 +8,8 @@ import { PARTS, indicesOf, readPositions } from "./edit_words.js";
 
 /**
  * @import { Edit, Model, Prompt, Token } from "../answers.js"
- * @import { ApiError } from "../api.js"
- * @typedef {"op" | "part" | "layer" | "head" | "factor" | "vector" | "more" | "less" | "scale" | "source" | "positions"} Name
+ * @typedef {"op" | "part" | "layer" | "head" | "factor" | "vector" | "more" | "less" | "scale" | "source"} Field
+ * @typedef {Field | "positions"} Name
  */
 
 const OPERATIONS = {
@@ -33,8 +33,8 @@ const OPTIONAL = ["factor", "vector", "more", "less", "scale", "source", "head"]
 
 /**
  * <edit-form>. `prepare({model, name, vectors, prompt, read})`: the answer of GET /model, the `model` of requests, the
- * names of the stored vectors, the prompt, and what a typed prompt means in requests. `refuse(error)` shows why the service does not take an edit.
- * Event: "add" with detail {edit}.
+ * names of the stored vectors, the prompt, and what a typed prompt means in requests. `refuse(error)` shows why the
+ * service does not take an edit. Events: "add" with detail {edit}, and "fail" with detail {error}.
  */
 export class EditForm extends HTMLElement {
   #form = el("form", { class: "row card", "aria-label": "Add an edit" });
@@ -47,6 +47,8 @@ export class EditForm extends HTMLElement {
   #prompt = "";
   /** @type {string | null} of requests */
   #adapter = null;
+  #prepared = 0; // how often `prepare` was called
+  #isReading = false; // whether an edit is made, which may need numbers of the service
   /** @type {(text: string) => Prompt} */
   #readPrompt = (text) => text;
   #message = el("p", { class: "error edit-message", id: "edit-message", role: "alert", hidden: true });
@@ -59,6 +61,7 @@ export class EditForm extends HTMLElement {
    * }} what
    */
   prepare({ model, name, vectors, prompt, read }) {
+    this.#prepared++;
     this.#prompt = prompt;
     this.#adapter = name;
     this.#readPrompt = read;
@@ -142,18 +145,25 @@ export class EditForm extends HTMLElement {
     this.#form.addEventListener("input", () => this.#clearMessage());
     this.#form.addEventListener("submit", async (event) => {
       event.preventDefault();
+      if (this.#isReading) return;
       this.#clearMessage();
-      let edit;
+      this.#isReading = true;
+      const asked = this.#prepared;
       try {
-        edit = await this.#read();
+        const edit = await this.#read();
+        // of another model or prompt, the vector would be another one
+        if (asked === this.#prepared) this.dispatchEvent(new CustomEvent("add", { detail: { edit } }));
       } catch (error) {
-        this.#show(
-          error instanceof Error ? error.message : String(error),
-          error instanceof FieldError ? error.field : null,
-        );
-        return;
+        const isRefused = !(error instanceof ApiError) || (error.status >= 400 && error.status < 500);
+        if (!isRefused) this.dispatchEvent(new CustomEvent("fail", { detail: { error } }));
+        else
+          this.#show(
+            error instanceof Error ? error.message : String(error),
+            error instanceof FieldError ? error.field : null,
+          );
+      } finally {
+        this.#isReading = false;
       }
-      this.dispatchEvent(new CustomEvent("add", { detail: { edit } }));
     });
   }
 

@@ -122,6 +122,38 @@ export function readPositions(text) {
 }
 
 /**
+ * The edits that change the pass over a prompt: those of generated tokens do not.
+ * @param {Edit[]} edits
+ */
+export function ofPrompt(edits) {
+  return edits.filter(({ positions, keys }) => positions !== "generated" && keys !== "generated");
+}
+
+/**
+ * The edits of a generation, for the pass over its prompt and the generated tokens: they change the same places.
+ * @param {Edit[]} edits
+ * @param {number[]} tokens of the prompt and the generated ones
+ * @param {number} numPrompt
+ * @returns {Edit[]}
+ */
+export function ofGeneration(edits, tokens, numPrompt) {
+  const numbered = (/** @type {number} */ index) => (index < 0 ? index + numPrompt : index);
+  const placed = (/** @type {Positions} */ places) => {
+    if (places === "last") return [numPrompt - 1];
+    if (places === "prompt") return [[0, numPrompt - 1]];
+    if (places === "generated") return [[numPrompt, tokens.length - 1]];
+    if (!Array.isArray(places)) return places;
+    return places.map((place) => (Array.isArray(place) ? place.map(numbered) : numbered(place)));
+  };
+  return edits.map((edit) => ({
+    ...edit,
+    ...(edit.op === "mean" && !edit.source && { source: { prompt: tokens.slice(0, numPrompt) } }),
+    ...(edit.positions !== undefined && { positions: placed(edit.positions) }),
+    ...(edit.keys !== undefined && { keys: placed(edit.keys) }),
+  }));
+}
+
+/**
  * The indices that positions name in a prompt of `count` tokens, or null if one of them is out of range.
  * @param {Positions} places
  * @param {number} count

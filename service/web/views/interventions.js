@@ -1,7 +1,7 @@
 // The view "Interventions": edits as chips, the pass without edits beside the edited one, and what writes a token.
 
 import { ApiError, getJson } from "../api.js";
-import { el, labelled } from "../dom.js";
+import { el, findAll, labelled } from "../dom.js";
 import { cached } from "../passes.js";
 import { readPrompt } from "../prompts.js";
 import { term } from "../terms.js";
@@ -85,6 +85,7 @@ export default class Interventions extends View {
       this.context.navigate({ pos: this.#position.value });
     });
     this.#form.addEventListener("add", ({ detail }) => this.#check(detail.edit));
+    this.#form.addEventListener("fail", ({ detail }) => this.context.report(detail.error));
     this.#attribution.addEventListener("ablate", ({ detail }) => this.#add(detail.edit));
     this.#attribution.addEventListener("explain", ({ detail }) => this.context.navigate(detail));
   }
@@ -222,6 +223,7 @@ export default class Interventions extends View {
   }
 
   #showChips() {
+    const focused = findAll(this.#chips, "input").indexOf(/** @type {HTMLInputElement} */ (document.activeElement));
     const chips = this.#edits.map((edit, index) => {
       const words = inWords(edit);
       const remove = () => this.#set(JSON.stringify(this.#edits.filter((_, other) => other !== index)));
@@ -242,6 +244,7 @@ export default class Interventions extends View {
       ...(chips.length > 0 ? chips : [el("li", { class: "faint" }, "There are no edits yet.")]),
       all,
     );
+    findAll(this.#chips, "input")[focused]?.focus(); // a slider that an arrow key has moved
   }
 
   /**

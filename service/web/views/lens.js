@@ -9,7 +9,7 @@ import { readChoice, readIndex } from "../indices.js";
 import { cached } from "../passes.js";
 import { term } from "../terms.js";
 import { View } from "../view.js";
-import { readEdits } from "./edit_words.js";
+import { ofGeneration, ofPrompt, readEdits } from "./edit_words.js";
 import { chance, rowName, whereItWins } from "./lens_answers.js";
 import { isOther, isPosition } from "./positions.js";
 
@@ -20,13 +20,14 @@ import { isOther, isPosition } from "./positions.js";
  * @typedef {{ prompt: Prompt, size: number, numGenerated: number }} Text the tokens to look at
  * @typedef {keyof typeof CELLS} Cells
  * @typedef {Text & {
- *   state: State, body: Record<string, unknown>, answer: LensAnswer, plain: LensAnswer | null, first: number, row: number,
- *   position: number, cells: Cells,
+ *   state: State, body: Record<string, unknown>, answer: LensAnswer, plain: LensAnswer | null, first: number,
+ *   row: number, position: number, cells: Cells,
  * }} Shown `plain`: the answer without the edits, if there are edits
  */
 
 const WINDOW = 24; // positions that are shown at once
 const NUM_TOKENS = 5;
+const BEHIND = /^(ln_final|logits)\b/; // stages behind the residuals that the lens decodes
 const CELLS = {
   token: "the most likely token",
   rank: "the rank of the followed token",
@@ -137,8 +138,12 @@ export default class Lens extends View {
     this.#cells.value = state.cells;
     this.#lens.value = state.lens;
     const cells = readChoice(state.cells, "cells", CELLS);
-    const edits = readEdits(state.edits);
-    const text = await this.#readText(state, edits, signal);
+    const given = readEdits(state.edits);
+    const text = await this.#readText(state, given, signal);
+    const { prompt, size, numGenerated } = text;
+    const placed =
+      numGenerated > 0 && Array.isArray(prompt) ? ofGeneration(given, prompt, size - numGenerated) : ofPrompt(given);
+    const edits = placed.filter(({ stage }) => !BEHIND.test(stage));
     if (isOther(this.#shown?.state, state) && state.pos !== "" && !isPosition(state.pos, text.size))
       return this.context.navigate({ pos: "", from: "" }, { replace: true });
     const position = state.pos === "" ? text.size - 1 : readIndex(state.pos, "position", text.size);
@@ -368,6 +373,8 @@ export default class Lens extends View {
       " Probabilities are at temperature 1, over the whole vocabulary.",
       hasPieces && ` ${PIECE}: a token that is a piece of a character.`,
       answer.layers.some(({ translated }) => translated) && " The residuals are translated by a tuned lens.",
+      readEdits(this.#shown.state.edits).some(({ stage }) => BEHIND.test(stage)) &&
+        " Edits of the last norm and of the logits are left out: the lens decodes the residuals before them.",
     ];
     this.#legend.replaceChildren(...colours[cells], ...notes.filter((note) => note !== false));
   }

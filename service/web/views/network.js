@@ -124,6 +124,7 @@ export default class Network extends View {
    * @param {string} name
    */
   #begin(name) {
+    this.#articles.value = "";
     const { model } = /** @type {Lesson} */ (LESSONS[name]);
     const entry = this.context.service.models.find((each) => each.name === model);
     const isLeft = name !== "" && !model && isWorkedExample(this.context.service, this.#state?.model ?? null);

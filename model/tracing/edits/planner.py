@@ -1,0 +1,251 @@
+"""Check the edits of a request, and plan them for the stages of a network and the length of a prompt."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.errors import InvalidField, shortened
+from model.ops.row_edits import EditRule
+from model.tracing.edits.bound import BoundEdits, Noise, StageEdit
+from model.tracing.edits.declared import Edit, EditSource, Op, check_fields
+from model.tracing.edits.operands import Numbers, Part, check_number, limits, read_vector
+from model.tracing.edits.plan import EditMatch, EditPlan, FromSource, PlannedEdit, SourcePass
+from model.tracing.edits.positions import Positions, PositionSet, PositionWord, resolve_positions
+from model.tracing.stages import Stage, UnknownStage, Widths, select, sizes_of
+
+MAX_EDITS = 64
+MAX_CHANGED_STAGES = 2048  # of all edits together: each costs time in every step
+FINAL_STAGES = ("probabilities", "loss")  # nothing depends on them
+MAX_NOISY_STAGES = 64  # in a request; each takes half a millisecond in every step
+MAX_NOISE = 1 << 22  # numbers of noise for one prompt, which take about half a second
+MAX_SEED = (1 << 63) - 1
+
+
+def plan_edits(
+    edits: Sequence[Edit], config: Widths, stages: Sequence[Stage], prompt_ids: Sequence[int], max_length: int
+) -> EditPlan:
+    """Check the edits of a request, whose sequence begins with `prompt_ids` and has at most `max_length` tokens.
+
+    Raises `InvalidField` for the first field that is invalid, such as `edits.2.positions`.
+    """
+    if len(edits) > MAX_EDITS:
+        raise InvalidField("edits", f"has {len(edits)} entries; at most {MAX_EDITS} are allowed")
+    planner = _Planner(config, stages, prompt_ids, max_length)
+    planned = [planner.plan(edit, f"edits.{index}") for index, edit in enumerate(edits)]
+    num_changed = sum(len(edit.stages) for edit in planned)
+    if num_changed > MAX_CHANGED_STAGES:
+        raise InvalidField("edits", f"change {num_changed} stages in all; at most {MAX_CHANGED_STAGES} are allowed")
+    sources = planner.sources()
+    return EditPlan(
+        sources=sources,
+        matches=[edit.match for edit in planned],
+        num_source_values=sum(source.num_values(config) for source in sources),
+        _edits=planned,
+        _num_prompt=len(prompt_ids),
+        _max_length=max_length,
+    )
+
+
+class _Planner:
+    """Plans the edits of one request, and collects the source passes that they need."""
+
+    def __init__(self, config: Widths, stages: Sequence[Stage], prompt_ids: Sequence[int], max_length: int) -> None:
+        self._config = config
+        self._stages = stages
+        self._prompt_ids = tuple(prompt_ids)
+        self._max_length = max_length
+        self._sizes = sizes_of(config, len(prompt_ids))
+        self._sizes_of_one = sizes_of(config, 1)
+        self._num_noisy = self._num_noise = 0  # stages with noise, and random numbers for the prompt
+        self._selected: dict[str, list[Stage]] = {}  # by glob: often several edits have the same
+        # Token ids of a source -> the stages and positions that are kept of its pass.
+        self._sources: dict[tuple[int, ...], tuple[dict[str, Stage], set[int]]] = {}
+
+    def plan(self, edit: Edit, field: str) -> PlannedEdit:
+        check_fields(edit, field)
+        positions = self._resolve(edit.positions, f"{field}.positions")
+        keys = None if edit.keys is None or edit.keys == "all" else self._resolve(edit.keys, f"{field}.keys")
+        stages = self._matching_stages(edit, field)
+        has_keys = any("key" in stage.dims for stage in stages)
+        if has_keys and (edit.op in ("mean", "project") or (edit.op == "cap" and edit.vector is not None)):
+            reason = f"{edit.op} of a vector" if edit.op == "cap" else edit.op
+            raise InvalidField(f"{field}.op", f"{reason} does not fit stages with keys (scores, attn_scores, pattern)")
+        if edit.keys is not None and not all("key" in stage.dims for stage in stages):
+            other = next(stage.name for stage in stages if "key" not in stage.dims)
+            raise InvalidField(f"{field}.keys", f"{other} has no keys; only scores, attn_scores and pattern have")
+        if keys is not None:
+            self._check_visible(stages, positions, keys, field)
+        edits = self._stage_edits(edit, stages, positions, keys, field)
+        self._check_amount(edits, positions, field)
+        source = self._source(edit, stages, positions, keys, field) if edit.op in ("mean", "patch") else None
+        word: PositionWord = "generated" if edit.positions == "generated" else "all"
+        match = EditMatch([stage.name for stage in stages], word if positions.is_open else positions.ranges())
+        return PlannedEdit(positions, edits, match, source)
+
+    def sources(self) -> list[SourcePass]:
+        return [SourcePass(ids, list(stages.values()), sorted(kept)) for ids, (stages, kept) in self._sources.items()]
+
+    def _resolve(self, positions: Positions, field: str) -> PositionSet:
+        return resolve_positions(positions, len(self._prompt_ids), self._max_length, field)
+
+    def _matching_stages(self, edit: Edit, field: str) -> list[Stage]:
+        if edit.stage not in self._selected:
+            try:
+                self._selected[edit.stage] = select(self._stages, [edit.stage])
+            except UnknownStage as error:
+                raise InvalidField(f"{field}.stage", str(error)) from error
+        stages = self._selected[edit.stage]
+        if isinstance(edit.vector, Mapping):
+            known = {stage.name for stage in self._stages}
+            unknown = next((name for name in edit.vector if name not in known), None)
+            if unknown is not None:
+                raise InvalidField(f"{field}.vector", f"{shortened(unknown)} is no stage of this network")
+            found = [stage for stage in stages if stage.name in edit.vector]
+            if not found:
+                names = ", ".join(map(shortened, list(edit.vector)[:3])) or "none"
+                reason = f"has no tensor for any of the {len(stages)} stages that match; it has tensors for {names}"
+                raise InvalidField(f"{field}.vector", reason)
+            stages = found
+        for stage in stages:
+            if stage.name in FINAL_STAGES:
+                reason = f"{stage.name} cannot be edited, because nothing depends on it; 'blocks.*' leaves it out"
+                raise InvalidField(f"{field}.stage", reason)
+        return stages
+
+    def _stage_edits(
+        self, edit: Edit, stages: Sequence[Stage], positions: PositionSet, keys: PositionSet | None, field: str
+    ) -> list[StageEdit]:
+        """Plan the edit at each stage, still without the numbers of a source."""
+        rule, vectors = _rule(edit, field), _vectors(edit, stages, field)
+        planned = []
+        for stage in stages:
+            part = Part.of(stage, positions, edit.heads, keys, self._sizes, f"{field}.heads")
+            numbers = part.fit(vectors[stage.name], f"{field}.vector") if vectors else None
+            planned.append(
+                StageEdit(
+                    stage=stage,
+                    width=math.prod(stage.shape(self._sizes_of_one)),
+                    rule=rule,
+                    vectors=None if numbers is None else numbers.single,
+                    exact=None if numbers is None else numbers.exact,
+                    heads=part.heads,
+                    keys=keys,
+                    window=self._window(stage),
+                    noise=self._noise(edit, stage, field) if edit.op == "noise" else None,
+                )
+            )
+        return planned
+
+    def _check_visible(self, stages: Sequence[Stage], positions: PositionSet, keys: PositionSet, field: str) -> None:
+        """Raise `InvalidField` unless at least one query sees one of the keys, at one of the stages."""
+        windows = {self._window(stage) for stage in stages}
+        reach = self._max_length if None in windows else max(window for window in windows if window is not None)
+        if not any(positions.touches(key, key + reach) for key in keys.indices):
+            seen = "earlier keys and its own" if None in windows else f"its own key and the {reach - 1} before"
+            raise InvalidField(f"{field}.keys", f"none is seen from the positions of the edit: a query sees {seen}")
+
+    def _check_amount(self, edits: Sequence[StageEdit], positions: PositionSet, field: str) -> None:
+        """Raise `InvalidField` for too much noise: it is drawn in each pass, which delays other requests."""
+        num_positions = max(1, positions.count(0, len(self._prompt_ids)))
+        noises = [edit.noise for edit in edits if edit.noise is not None]
+        self._num_noisy += len(noises)
+        self._num_noise += sum(num_positions * noise.num_heads * (noise.size or self._max_length) for noise in noises)
+        if self._num_noisy > MAX_NOISY_STAGES:
+            reason = f"the request adds noise to {self._num_noisy} stages; at most {MAX_NOISY_STAGES} are allowed"
+            raise InvalidField(f"{field}.stage", reason)
+        if self._num_noise > MAX_NOISE:
+            reason = (
+                f"{self._num_noise} random numbers for the prompt are more than {MAX_NOISE}; change fewer positions"
+            )
+            raise InvalidField(f"{field}.positions", f"{reason} or stages")
+
+    def _window(self, stage: Stage) -> int | None:
+        """The sliding window of the layer, for stages with keys."""
+        if "key" not in stage.dims or not isinstance(self._config, ModelConfig):
+            return None
+        return self._config.window_of(int(stage.name.split(".")[1]))
+
+    def _noise(self, edit: Edit, stage: Stage, field: str) -> Noise:
+        assert edit.std is not None
+        std = check_number(edit.std, f"{field}.std")
+        if std < 0:
+            raise InvalidField(f"{field}.std", f"{shortened(std)} is negative")
+        if type(edit.seed) is not int or not 0 <= edit.seed <= MAX_SEED:
+            raise InvalidField(f"{field}.seed", f"{shortened(edit.seed)} is no integer between 0 and {MAX_SEED}")
+        heads = [self._sizes[dim] for dim in stage.dims if dim in ("head", "kv_head")]
+        size = None if "key" in stage.dims else self._sizes[stage.dims[-1]]
+        return Noise(edit.seed, std, heads[0] if heads else 1, size)
+
+    def _source(
+        self, edit: Edit, stages: Sequence[Stage], positions: PositionSet, keys: PositionSet | None, field: str
+    ) -> FromSource:
+        """Resolve the source of a mean or a patch, and add its stages and positions to the source passes."""
+        is_mean, source_field = edit.op == "mean", f"{field}.source.positions"
+        ids = self._prompt_ids if edit.source is None else self._check_ids(edit.source.ids, f"{field}.source.prompt")
+        wanted = None if edit.source is None else edit.source.positions
+        if wanted is None:
+            wanted = "all" if is_mean else edit.positions
+        if positions.is_open and not is_mean:
+            reason = "patch needs a known number of positions: name them, or use 'prompt' or 'last'"
+            raise InvalidField(f"{field}.positions", reason)
+        found = resolve_positions(wanted, len(ids), len(ids), source_field)
+        if not is_mean and len(found.indices) != len(positions.indices):
+            reason = (
+                f"names {len(found.indices)} positions, but the edit changes {len(positions.indices)}; name as many"
+            )
+            raise InvalidField(source_field, reason)
+        if any("key" in stage.dims for stage in stages) and tuple(found.indices) != tuple(positions.indices):
+            raise InvalidField(source_field, "must be the positions of the edit, because a position has its own keys")
+        if keys is not None and max(keys.indices) >= len(ids):
+            raise InvalidField(f"{field}.keys", f"the source has {len(ids)} keys, so there is no {max(keys.indices)}")
+        kept_stages, kept_positions = self._sources.setdefault(ids, ({}, set()))
+        kept_stages |= {stage.name: stage for stage in stages}
+        kept_positions.update(found.indices)
+        return FromSource(list(self._sources).index(ids), found, is_mean)
+
+    def _check_ids(self, ids: Sequence[int], field: str) -> tuple[int, ...]:
+        limit = self._config.max_positions if isinstance(self._config, ModelConfig) else len(ids)
+        if not 0 < len(ids) <= limit:
+            raise InvalidField(field, f"has {len(ids)} tokens; a source has 1 to {limit}")
+        for token_id in ids:
+            if not 0 <= token_id < self._config.vocab_size:
+                reason = f"{shortened(token_id)} is no token id; the vocabulary has {self._config.vocab_size}"
+                raise InvalidField(field, reason)
+        return tuple(ids)
+
+
+def _rule(edit: Edit, field: str) -> EditRule:
+    """The arithmetic of an edit. Raises `InvalidField` for numbers that do not fit."""
+    match edit.op:
+        case "scale":
+            return EditRule("scale", check_number(edit.factor, f"{field}.factor"))
+        case "project":
+            return EditRule("project", check_number(edit.coeff, f"{field}.coeff"))
+        case "cap":
+            return EditRule("cap" if edit.vector is None else "cap_component", *limits(edit.min, edit.max, field))
+        case "add":
+            scale = check_number(edit.scale, f"{field}.scale")
+            value = 0.0 if edit.value is None else check_number(edit.value, f"{field}.value")
+            return EditRule("add", check_number(value * scale, f"{field}.value"))
+        case "noise":  # its numbers are drawn for each pass
+            return EditRule("add")
+        case "mean" | "patch":  # the numbers come from the source, in `EditPlan.bind`
+            return EditRule("set")
+    return EditRule("set", 0.0 if edit.value is None else check_number(edit.value, f"{field}.value"))
+
+
+def _vectors(edit: Edit, stages: Sequence[Stage], field: str) -> dict[str, Numbers]:
+    """The vector of an edit for each stage; empty if the edit has none."""
+    name, is_direction = f"{field}.vector", edit.op in ("project", "cap")
+    if edit.vector is None:
+        return {}
+    if isinstance(edit.vector, Tensor):
+        return dict.fromkeys(
+            [stage.name for stage in stages], read_vector(edit.vector, edit.scale, name, is_direction=is_direction)
+        )
+    vectors = {stage.name: edit.vector[stage.name] for stage in stages}
+    return {
+        stage: read_vector(vector, edit.scale, name, is_direction=is_direction) for stage, vector in vectors.items()
+    }
