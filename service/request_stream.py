@@ -2,8 +2,8 @@
 
 The HTTP request has one request of the engine for each of its prompts.
 
-If the client disconnects, `Generation.close` closes the `RequestStream`: the continuations that have not ended are aborted, and
-unread outputs are dropped.
+If the client disconnects, `Generation.close` closes the `RequestStream`: the continuations that have not ended are
+aborted, and unread outputs are dropped.
 """
 
 import asyncio

@@ -243,7 +243,7 @@ class Scheduler:
         num_owners = len({sequence.owner for sequence in decoding})
         if num_owners == len(decoding) or len(self._num_sequences) == 1:
             return decoding
-        most = max(self._budget.max_sequences(), num_owners)
+        most = max(self._budget.max_sequences(num_owners), num_owners)
         chosen = set(self._in_turns_of_owners(decoding)[:most])
         return [sequence for sequence in decoding if sequence in chosen]
 
@@ -305,7 +305,7 @@ class Scheduler:
         `allowances` has the most tokens of the running sequences with edits or traces.
         """
         prompts, entering = self._prompt_turns()
-        queue = prompts + entering
+        queue = sorted(prompts + entering, key=_Turn.shortest_first)
         token_budget = self._prompt_budget(len(planned), len(prompts), len(entering))
         if not queue or token_budget <= 0:
             return
@@ -316,7 +316,7 @@ class Scheduler:
             if oldest not in allowances:
                 allowances[oldest] = self._take_extra_time(oldest, min(total, oldest.num_missing))
             reserved = min(total // 2, oldest.num_missing, allowances[oldest])
-        for number, sequence in sorted(queue, key=_Turn.shortest_first):
+        for number, sequence in queue:
             if sequence is oldest:
                 reserved = 0
                 if (num_before := total - token_budget) > 0:  # the step ends soon, for those that are shorter

@@ -16,9 +16,11 @@ MAX_TOKENS = 1 << 20  # upper bound of `max_prompt_tokens`
 # a request that arrives meanwhile waits, for at most about MAX_SECONDS_ALONE.
 MAX_SECONDS, EFFICIENT_TOKENS, LONGEST_SECONDS = 0.06, 48, 0.09
 MAX_SECONDS_ALONE, EFFICIENT_TOKENS_ALONE = 0.25, 64
-# The time of a step while an owner with several sequences decodes beside another one, and the most sequences in it: a
-# few numbers only, because the first step with another number is recorded, which takes longer.
-MAX_SHARED_SECONDS, SHARED_SEQUENCES = 0.04, (64, 32, 16, 8)
+# The time of a step while an owner with several sequences decodes beside another one: in seconds, and over the time of
+# a step with one sequence of each owner. The number of sequences in it is one of a few, because the first step with
+# another number is recorded, which takes longer.
+MAX_SHARED_SECONDS, SHARED_STRETCH = 0.04, 1.3
+SHARED_SEQUENCES = 64, 32, 16, 8, 4
 # Results of `min_acceptance`: before enough steps are measured, and its lower bound.
 DEFAULT_MIN_ACCEPTANCE, LOWEST_MIN_ACCEPTANCE = 0.1, 0.03
 
@@ -110,13 +112,14 @@ class StepBudget:
         room = min((MAX_SECONDS - self._all_steps.seconds(num_decoding)) / slope, 2 * self._largest)
         return int(min(max(room, EFFICIENT_TOKENS), max(LONGEST_SECONDS * tokens / seconds, MIN_TOKENS), MAX_TOKENS))
 
-    def max_sequences(self) -> int:
-        """The number of sequences that may decode in a step whose owners share it."""
+    def max_sequences(self, num_owners: int) -> int:
+        """The number of sequences that may decode in a step that so many owners share."""
         slope = self._all_steps.marginal_seconds()
         if slope is None:
             return SHARED_SEQUENCES[1]
+        longest = min(MAX_SHARED_SECONDS, SHARED_STRETCH * self._all_steps.seconds(num_owners))
         known = [each for each in SHARED_SEQUENCES if each <= 2 * self._largest]
-        fitting = (each for each in known if self._all_steps.seconds(each) <= MAX_SHARED_SECONDS)
+        fitting = (each for each in known if self._all_steps.seconds(each) <= longest)
         return next(fitting, SHARED_SEQUENCES[-1])
 
     def min_acceptance(self, num_decoding: int) -> float:

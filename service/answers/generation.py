@@ -4,6 +4,7 @@ A route reads its `Inputs`, and writes its own form of answer from the `ChoiceOu
 for all of them: `start_generation` plans the request (generation_plan.py) and admits it.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
@@ -34,9 +35,10 @@ from service.http.encoding import to_json
 from service.http.errors import ApiError, internal
 from service.http.sse import DONE, error_event
 from service.request_notes import notes_of, recorded_span
-from service.state import get_reservation
+from service.state import get_engine, get_reservation
 
 logger = logging.getLogger(__name__)
+PAUSES_PER_ENCODING = 3.0  # after the encoding of a trace beside other requests, which wait for Python meanwhile
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,8 @@ class Generation:
         times.num_steps += 1
         times.num_bytes += len(content)
         times.ended = time.perf_counter()
+        if get_engine(self._state).num_owners > 1:
+            await asyncio.sleep(PAUSES_PER_ENCODING * seconds)
         return orjson.Fragment(content)
 
     def _timed_encoding(self, trace: StepTrace, plan: TracePlan) -> tuple[bytes, float]:

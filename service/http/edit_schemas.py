@@ -16,8 +16,8 @@ from pydantic import (
 )
 
 from model.tracing.edits import Op
-from model.tracing.edits.planner import MAX_EDITS
 from model.tracing.edits.operands import LARGEST
+from model.tracing.edits.planner import MAX_EDITS
 from model.tracing.edits.positions import PositionWord
 from service.http.field_types import Indices, Prompt, Request, ShortText, Text, at_most
 

@@ -182,7 +182,7 @@ class Turnstile:
     """Lets only a few requests begin in each turn of the event loop, in the order of their arrival.
 
     When many requests arrive at once, health checks and running streams do not have to wait for all of them. Downloads
-    of files come last: while others wait, none begins.
+    of files come last: while others wait, none begins, and only one in a turn.
     """
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class Turnstile:
             self._is_turning = True
             loop.call_soon(self._turn, loop, time.perf_counter())
         queue = self._files if is_file else self._waiting
-        if self._num_entered < BEGIN_PER_TURN and not queue:
+        if self._num_entered < (1 if is_file else BEGIN_PER_TURN) and not queue:
             self._num_entered += 1
             return
         entry = loop.create_future()
@@ -214,6 +214,8 @@ class Turnstile:
             if not entry.done():  # done: its request was cancelled
                 entry.set_result(None)
                 self._num_entered += 1
+            if queue is self._files:
+                break
         self._is_turning = bool(self._num_entered)
         if self._is_turning:
             loop.call_soon(self._turn, loop, now)

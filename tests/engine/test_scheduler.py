@@ -574,7 +574,7 @@ class TestOwners:
         assert simulation.scheduler.num_preemptions <= 2
         simulation.finish()
 
-    @pytest.mark.parametrize(("seconds_per_token", "most"), [(0.00001, 64), (0.0009, 32), (0.0015, 16), (0.1, 8)])
+    @pytest.mark.parametrize(("seconds_per_token", "most"), [(3e-5, 64), (9e-5, 32), (1.8e-4, 16), (3e-4, 8), (0.1, 4)])
     def test_beside_another_owner_many_sequences_take_turns_so_that_steps_end_soon(
         self, seconds_per_token: float, most: int
     ) -> None:

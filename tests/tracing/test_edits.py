@@ -15,8 +15,8 @@ from model.analysis.edit_sources import compute_sources, edited_pass
 from model.config import ModelConfig
 from model.errors import InvalidField
 from model.tracing.edits import BoundEdits, Edit, EditPlan, EditSource, plan_edits
-from model.tracing.edits.planner import MAX_EDITS
 from model.tracing.edits.noise import normal_noise
+from model.tracing.edits.planner import MAX_EDITS
 from model.tracing.edits.positions import PositionSet, resolve_positions
 from model.tracing.stages import stages_of
 from model.tracing.tap import Recorder

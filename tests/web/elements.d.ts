@@ -48,7 +48,7 @@ declare global {
       { explain: { explain: string; minus: string }; ablate: { edit: Edit } }
     >;
     "edit-comparison": EditComparison;
-    "edit-form": Emits<EditForm, { add: { edit: Edit } }>;
+    "edit-form": Emits<EditForm, { add: { edit: Edit }; fail: { error: unknown } }>;
     "forward-map": Emits<
       ForwardMap,
       { layer: { layer: string }; stage: { name: string }; head: { head: string }; position: { position: number } }

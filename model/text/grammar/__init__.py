@@ -1,1 +1,1 @@
-"""What a text must look like: JSON schemas, regular expressions, choices and grammars of clients, as constraints."""
+"""Constraints on texts, from the JSON schemas, regular expressions, choices and grammars of clients."""

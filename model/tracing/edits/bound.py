@@ -257,7 +257,9 @@ class _MatchedRows:
     def of(cls, edit: BoundEdit, positions: Sequence[int]) -> "_MatchedRows":
         found = edit.positions.find(positions)
         rows = [row for row, _ in found]
-        return cls(torch.tensor(rows, dtype=torch.int64), [index for _, index in found], [positions[row] for row in rows])
+        return cls(
+            torch.tensor(rows, dtype=torch.int64), [index for _, index in found], [positions[row] for row in rows]
+        )
 
 
 def _num_bytes(tensors: Iterable[Tensor | None]) -> int:

@@ -8,8 +8,8 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.errors import InvalidField, shortened
 from model.ops.row_edits import EditRule
-from model.tracing.edits.bound import BoundEdits, Noise, StageEdit
-from model.tracing.edits.declared import Edit, EditSource, Op, check_fields
+from model.tracing.edits.bound import Noise, StageEdit
+from model.tracing.edits.declared import Edit, check_fields
 from model.tracing.edits.operands import Numbers, Part, check_number, limits, read_vector
 from model.tracing.edits.plan import EditMatch, EditPlan, FromSource, PlannedEdit, SourcePass
 from model.tracing.edits.positions import Positions, PositionSet, PositionWord, resolve_positions
