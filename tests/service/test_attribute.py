@@ -199,7 +199,7 @@ class TestAnswers:
         assert "behind" in refuse(
             tiny, 400, "edits.1.stage", "logit_lens", prompt=PROMPT, edits=[edits[0], {"stage": "logits", "op": "zero"}]
         )
-        refuse(tiny, 400, "edits.0.heads.0", "logit_lens", prompt=PROMPT, edits=[edits[0] | {"heads": [9]}])
+        refuse(tiny, 400, "edits.0.heads", "logit_lens", prompt=PROMPT, edits=[edits[0] | {"heads": [9]}])
         with Client(str(tiny.client.base_url)) as client:
             lens = client.attribute("logit_lens", PROMPT, token=5, positions=[-1, 2], top_k=3, edits=edits)
         assert lens.answer["layers"][-1].token[0].logit == answer["layers"][-1]["token"][0]["logit"]
