@@ -29,7 +29,7 @@ from model.engine.sequence import SequenceState
 from model.engine.step_budget import EFFICIENT_TOKENS, StepBudget
 from model.errors import InvalidField
 
-EXTRA_BESIDE_OTHERS, EXTRA_ALONE = 0.02, 0.12  # seconds that edits and traces may add to a step
+EXTRA_BESIDE_OTHERS, EXTRA_ALONE = 0.02, 0.04  # seconds that edits and traces may add to a step
 MIN_EXTRA_SHARE, MAX_EXTRA_SHARE = 0.05, 0.3  # of the time of all steps, while sequences run that have neither
 
 
