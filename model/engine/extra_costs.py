@@ -5,6 +5,7 @@ the proportions are similar.
 """
 
 import math
+from operator import add
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,7 @@ NOISY_STAGE = 250e-6
 EDITED_NUMBER, NOISY_NUMBER, SUMMARIZED_NUMBER, COPIED_NUMBER = 0.8e-9, 120e-9, 0.1e-9, 3.6e-9
 EDITED_KEY, TRACED_KEY = 18e-9, 7e-9  # a number of a stage with keys
 PREDICTION = 0.5e-6  # a reported token, of many
+MAX_KNOWN = 256  # costs of steps that are remembered for a request
 LOGIT = 13e-12  # of each of the `d_model` products that a logit adds
 
 
@@ -42,11 +44,12 @@ class ExtraCosts:
     """The costs of one request in any step. With `traces`, those of its traces and log-probabilities count, too."""
 
     def __init__(self, request: Request, config: ModelConfig, *, traces: bool) -> None:
-        self._prices: list[tuple[PositionSet | None, Price]] = []  # None: all positions
+        self._prices: dict[PositionSet | None, Price] = {}  # None: all positions
+        self._known: dict[tuple[int, int], ExtraCost] = {}  # the continuations of a request ask for the same ones
         for edit in () if request.edits is None else request.edits.edits:
             if edit not in _EDIT_PRICES:
                 _EDIT_PRICES[edit] = _price_of_edit(edit)
-            self._prices.append((edit.positions, _EDIT_PRICES[edit]))
+            self._add(edit.positions, _EDIT_PRICES[edit])
         trace, logits = request.trace, LOGIT * config.d_model * config.vocab_size
         if not traces:
             return
@@ -56,20 +59,32 @@ class ExtraCosts:
             price = _price_of_trace(selection, config)
             if trace.needs_logits:
                 price = price._replace(position=price.position + logits + PREDICTION * trace.top_k)
-            self._prices.append((positions, price))
+            self._add(positions, price)
             if trace.logit_lens is not None:
                 seconds = config.num_layers * (logits + PREDICTION * trace.logit_lens)
-                self._prices.append((None, Price(seconds, seconds, 0.0, 0.0)))
+                self._add(None, Price(seconds, seconds, 0.0, 0.0))
         if request.params.prompt_logprobs is not None:
-            self._prices.append((PositionSet(range(len(request.prompt_ids))), Price(0.0, 0.0, logits, 0.0)))
+            self._add(PositionSet(range(len(request.prompt_ids))), Price(0.0, 0.0, logits, 0.0))
+
+    def _add(self, positions: PositionSet | None, price: Price) -> None:
+        before = self._prices.get(positions)
+        self._prices[positions] = price if before is None else Price(*map(add, before, price))
 
     def __bool__(self) -> bool:
         return bool(self._prices)
 
     def __call__(self, start: int, num_new: int) -> ExtraCost:
         """Of a step that computes the positions `start .. start + num_new - 1`."""
+        key = start, num_new
+        if key not in self._known:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            self._known[key] = self._cost(start, num_new)
+        return self._known[key]
+
+    def _cost(self, start: int, num_new: int) -> ExtraCost:
         usual = most = 0.0
-        for positions, price in self._prices:
+        for positions, price in self._prices.items():
             number = num_new if positions is None else positions.count(start, start + num_new)
             if number:
                 of_positions = number * (price.position + price.key * (start + num_new))

@@ -664,8 +664,8 @@ class TestExtraCosts:
 
     def test_all_take_their_turns_one_owner_after_the_other(self) -> None:
         simulation = Simulation(max_sequences=64, max_tokens=600)
-        many = [simulation.add([1], 60, owner="many", extra=(0.06, 0.0)) for _ in range(20)]
-        one = simulation.add([2], 60, owner="one", extra=(0.06, 0.0))
+        many = [simulation.add([1], 60, owner="many", extra=(0.015, 0.0)) for _ in range(20)]
+        one = simulation.add([2], 60, owner="one", extra=(0.015, 0.0))
         for _ in range(60):
             simulation.step()
         assert one not in simulation.final_lengths or len(one.tokens) >= 50, "one of two owners has its turn each time"
@@ -675,7 +675,7 @@ class TestExtraCosts:
 
     def test_costs_that_fit_delay_nobody(self) -> None:
         num_steps = []
-        for extra in (None, (0.001, 0.0)):
+        for extra in (None, (0.0005, 0.0)):
             simulation = Simulation(max_sequences=64, max_tokens=600)
             for _ in range(60):
                 simulation.add([1, 2, 3], 20, extra=extra)
