@@ -329,7 +329,8 @@ def test_the_chapters_of_an_article_have_its_numbers_and_show_the_network_of_the
     chapters = dict(begin_lesson(page, "A token's journey (mustafabirinci.com)"))
     assert [heading.split(" · ")[0] for heading in chapters] == [f"0{number}" for number in range(10)]
     assert page.locator("#model").input_value() == "a-tokens-journey"
-    answer = bundled.answer("/forward", model="a-tokens-journey", prompt="The cat sat on the", stages=["*"])
+    (entry,) = (each for each in bundled.get("/models").json()["models"] if each["name"] == "a-tokens-journey")
+    answer = bundled.answer("/forward", model=entry["name"], prompt=entry["prompt"]["text"], stages=["*"])
     loss = answer["loss"]
     found = re.match(r"(\S+)\. The greatest surprise was .*: \u2212ln (\S+ %) = (\S+)\.", chapters["09 · Loss"])
     assert found is not None, chapters["09 · Loss"]

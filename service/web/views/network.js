@@ -45,7 +45,7 @@ export default class Network extends View {
   #heads = el("span");
   #start = el("button", { type: "button", class: "small", onclick: () => this.#begin("") }, LESSONS[""]?.title);
   #articles = select({ onchange: ({ target }) => this.#begin(target.value) }, [["", "Read an article here"]], "");
-  #lessons = el("span", { class: "row" }, this.#start, this.#articles);
+  #lessons = el("span", { class: "row lessons" }, this.#start, this.#articles);
   #card = el("tour-card", { hidden: true });
   #picture = el("network-canvas");
   #cell = el("cell-arithmetic", { hidden: true });
