@@ -52,7 +52,7 @@ class Options:
     field_names: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Inputs:
     """A request to generate, as its route has read it. `options` have the final word over fields of `body`.
 

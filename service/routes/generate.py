@@ -54,17 +54,7 @@ async def generate(body: GenerateRequest, request: Request, state: StateDep, che
     if body.baseline and body.stream:
         raise invalid("baseline", "cannot be streamed, because the runs are compared at their end; leave out stream")
     constraint = await compile_constraint(request, state, structured_output(body.structured_outputs))
-    inputs = Inputs(
-        request=request,
-        state=state,
-        checkpoint=checkpoint,
-        arrived=arrived,
-        body=body,
-        options=options,
-        prompts=[ids],
-        constraint=constraint,
-        adapter=adapter,
-    )
+    inputs = Inputs(request, state, checkpoint, arrived, body, options, [ids], constraint, adapter)
     generation = await start_generation(inputs)
     if body.stream:
         return EventStream(generation.events(Events(generation)), on_close=generation.close)

@@ -50,6 +50,15 @@ def test_an_edit_costs_nothing_where_it_changes_nothing() -> None:
     ]
 
 
+def test_several_edits_cost_the_sum_also_at_the_same_and_at_other_positions() -> None:
+    edits = [SCALE, SCALE, replace(SCALE, positions=[2, 7]), replace(SCALE, stage="blocks.*.resid_post")]
+    found = costs(edited(MODEL, ask("a", prompt(9), max_tokens=8), *edits))
+    singles = [costs(edited(MODEL, ask("a", prompt(9), max_tokens=8), edit)) for edit in edits]
+    for start, number in ((0, 2), (2, 1), (0, 9), (9, 1), (2, 1)):
+        sums = [sum(values) for values in zip(*(single(start, number) for single in singles), strict=True)]
+        assert found(start, number) == pytest.approx(sums)
+
+
 @pytest.mark.parametrize(
     "edit",
     [

@@ -662,6 +662,18 @@ class TestExtraCosts:
         assert 0 < num_computed * 0.015 <= 0.4 * sum(seconds)
         simulation.finish()
 
+    def test_steps_that_are_not_replayed_are_charged_as_what_they_took(self) -> None:
+        numbers = []
+        for replays in (True, False):
+            simulation = Simulation(max_sequences=64, max_tokens=600, cost=lambda _: 0.01)
+            simulation.replays = replays
+            plain = simulation.add([1], 300)
+            costly = [simulation.add([1], 300, owner="many", extra=(0.03, 0.0)) for _ in range(4)]
+            while plain in simulation.final_lengths:
+                simulation.step()
+            numbers.append(sum(sequence.num_computed for sequence in costly))
+        assert numbers[1] < 0.7 * numbers[0]  # the usual cost is half of the other
+
     def test_all_take_their_turns_one_owner_after_the_other(self) -> None:
         simulation = Simulation(max_sequences=64, max_tokens=600)
         many = [simulation.add([1], 60, owner="many", extra=(0.015, 0.0)) for _ in range(20)]

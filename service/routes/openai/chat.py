@@ -59,17 +59,7 @@ async def chat(body: ChatRequest, request: Request, state: StateDep, checkpoint:
         body = without_stop(body, request, state)
     ids = await conversation_ids(body, tools, request, state, checkpoint, template)
     constraint = await compile_constraint(request, state, chat_constraint(body, tools, form))
-    inputs = Inputs(
-        request=request,
-        state=state,
-        checkpoint=checkpoint,
-        arrived=arrived,
-        body=body,
-        options=options,
-        prompts=[ids],
-        constraint=constraint,
-        adapter=adapter,
-    )
+    inputs = Inputs(request, state, checkpoint, arrived, body, options, [ids], constraint, adapter)
     generation = await start_generation(inputs)
     names = [function.name for function in tools.offered]
     new_id = partial(new_call_id, is_short=demands_short_ids(source))

@@ -48,17 +48,7 @@ async def completions(
     options = read_options(body)
     prompts = await read_prompts(body, request, state)
     constraint = await compile_constraint(request, state, structured_output(body.structured_outputs))
-    inputs = Inputs(
-        request=request,
-        state=state,
-        checkpoint=checkpoint,
-        arrived=arrived,
-        body=body,
-        options=options,
-        prompts=prompts,
-        constraint=constraint,
-        adapter=adapter,
-    )
+    inputs = Inputs(request, state, checkpoint, arrived, body, options, prompts, constraint, adapter)
     generation = await start_generation(inputs)
     writer = Writer(body, generation)
     if body.stream:
