@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.attacker [--seconds 3600] [--phase-seconds 300] [--row-seconds 20] [--model DIRECTORY]
 
-Honest clients generate 24 tokens after short prompts, and then think for 1 to 3 seconds. The attacker sends the
+An honest client sends one of `honest_request`, and thinks for 1 to 3 seconds after the answer. The attacker sends the
 requests of `hostile_requests.py` in turn, and leaves each after `--row-seconds`. The latency of an honest request
 counts for the row that was attacked when it began, or else when it ended; the first 5 seconds after a phase with the
 attacker count for neither side. After each phase a line shows the latency of its honest requests (seconds, median and
@@ -34,6 +34,21 @@ ALONE, SETTLING = "alone", "settling"
 SETTLING_SECONDS = 5.0
 
 
+def honest_request(chance: random.Random) -> tuple[str, dict[str, Any]]:
+    """A route and a body of mixed load: generations of 16 to 200 tokens, streamed or not, logits, and a traced pass."""
+    prompt = [chance.randrange(1, 4000) for _ in range(chance.choice([3, 10, 40, 150]))]
+    greedy = {"temperature": 0, "ignore_eos": True, "max_tokens": chance.choice([16, 50, 100, 200])}
+    return chance.choice(
+        [
+            ("/generate", {"prompt": prompt} | greedy),
+            ("/generate", {"prompt": prompt, "stream": True} | greedy),
+            ("/v1/completions", {"prompt": prompt, "logprobs": 2} | greedy),
+            ("/logits", {"prompt": prompt, "top_k": 5}),
+            ("/forward", {"prompt": prompt[:40], "stages": ["*.resid_post"], "detail": "summary"}),
+        ]
+    )
+
+
 class Load:
     """The honest clients, and the latencies of their requests by the row that was attacked meanwhile."""
 
@@ -46,12 +61,11 @@ class Load:
     async def be_honest(self, chance: random.Random) -> None:
         while True:
             await asyncio.sleep(chance.uniform(1, 3))
-            prompt = [chance.randrange(1, 4000) for _ in range(chance.choice([3, 10, 40]))]
-            body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+            path, body = honest_request(chance)
             row, began = self.row, time.perf_counter()
-            status, _ = await self.service.ask("/generate", json.dumps(body).encode(), headers=HEADERS)
+            status, _ = await self.service.ask(path, json.dumps(body).encode(), headers=HEADERS)
             self.seconds[row if row != ALONE else self.row].append(time.perf_counter() - began)
-            self.outcomes[str(status)] += 1
+            self.outcomes[f"{path} {status}"] += 1
 
     async def attack(
         self, rows: Iterator[tuple[str, Sequence[HostileRequest]]], end: float, row_seconds: float

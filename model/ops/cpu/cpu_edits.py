@@ -48,8 +48,8 @@ class CpuEdits:
             size=size,
             x_stride=stride,
         )
-        for edit in edits:
-            for part in out:
+        for part in out:
+            for edit in edits:
                 _edit_in_place(kernels["edit_rows"], part, edit)
         return out
 

@@ -77,11 +77,14 @@ class StageEdit:
     def _heads(self) -> Tensor | None:
         return None if self.heads is None else torch.tensor(self.heads)
 
+    def on_all(self, rows: Tensor) -> RowEdit:
+        """Build the edit of rows that change alike, for a recording. It outlives the request, so `exact` is not kept."""
+        return RowEdit(rule=self.rule, rows=rows, vectors=self.vectors, heads=self._heads)
+
     def on(self, rows: Tensor, indices: Sequence[int], positions: Sequence[int]) -> RowEdit:
         """Build the edit of some rows of a pass.
 
         Row `rows[i]` of the pass is at `positions[i]`, which is entry `indices[i]` of the edit's list of positions.
-        Both lists may be empty if the edit `can_be_recorded`.
         """
         edit = RowEdit(
             rule=self.rule,
@@ -240,8 +243,7 @@ def tap_of_runs(runs: Sequence[EditedRows], ops: NetworkOps) -> EditTap:
         rows = torch.arange(run.rows.start, run.rows.stop)
         for edit in run.edits.edits:
             for stage in edit.stages:
-                # Kernels read `vectors` alone. The recording lives longer than the request, so it keeps nothing else.
-                found.setdefault(stage.stage.name, []).append(replace(stage.on(rows, (), ()), exact=None))
+                found.setdefault(stage.stage.name, []).append(stage.on_all(rows))
     return EditTap(found, ops)
 
 

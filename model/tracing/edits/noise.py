@@ -20,8 +20,6 @@ def normal_noise(seed: int, stage: str, coordinates: Iterable[tuple[int, ...]], 
     """
     words = [f"{seed} {stage} {' '.join(map(str, each))}".encode() for each in coordinates]
     digests = [hashlib.blake2b(word, digest_size=16, person=b"noise").digest() for word in words]
-    first, second = (
-        uniforms_of([int.from_bytes(digest[half : half + 8], "little") for digest in digests], size).double()
-        for half in (0, 8)
-    )
+    seeds = [int.from_bytes(digest[half : half + 8], "little") for half in (0, 8) for digest in digests]
+    first, second = uniforms_of(seeds, size).double().chunk(2)
     return (-2 * first.log()).sqrt() * (2 * math.pi * second).cos()
