@@ -25,13 +25,20 @@ from typing import Any
 
 from tests.benchmarks.client import percentile
 from tests.benchmarks.hostile import Service, attack_with, memory, serving
-from tests.benchmarks.hostile_requests import ROWS, HostileRequest
+from tests.benchmarks.hostile_requests import ROWS, HostileRequest, Row, as_json
 
 NUM_HONEST = 32
 KEY = "key"
 HEADERS = f"Authorization: Bearer {KEY}\r\n"
 ALONE, SETTLING = "alone", "settling"
 SETTLING_SECONDS = 5.0
+# The first row is no attack: one more client, who generates without pauses. What it costs the others is the least that
+# an attacker can cost them.
+HARMLESS = "0 one stream"
+ONE_STREAM = as_json("/generate", {"prompt": [1, 2], "max_tokens": 450, "ignore_eos": True})
+ATTACKS = {HARMLESS: Row(lambda _: [ONE_STREAM] * 100)} | {
+    name: row for name, row in ROWS.items() if "--compare-directory" not in row.options
+}
 
 
 def honest_request(chance: random.Random) -> tuple[str, dict[str, Any]]:
@@ -86,7 +93,7 @@ async def measure(
     honest = [asyncio.create_task(load.be_honest(random.Random(index))) for index in range(NUM_HONEST)]
     sizes = []
     with tempfile.TemporaryDirectory() as directory:
-        made = {name: list(ROWS[name].make(Path(directory))) for name in names}
+        made = {name: list(ATTACKS[name].make(Path(directory))) for name in names}
     rows = cycle(made.items())
     for phase in range(max(2, round(seconds / phase_seconds))):
         number = {row: len(values) for row, values in load.seconds.items()}
@@ -123,8 +130,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600, help="duration of all phases")
     parser.add_argument("--phase-seconds", type=float, default=300, help="duration of one phase")
     parser.add_argument("--row-seconds", type=float, default=20, help="the most time for one row")
-    names = [name for name, row in ROWS.items() if "--compare-directory" not in row.options]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="rows to attack with")
+    parser.add_argument("--only", nargs="+", choices=ATTACKS, default=list(ATTACKS), help="rows to attack with")
     parser.add_argument("--model", default="bundled", help="checkpoint of the service")
     arguments = parser.parse_args()
     durations = arguments.seconds, arguments.phase_seconds, arguments.row_seconds
