@@ -67,6 +67,8 @@ async def load(state: State, on_failure: Callable[[], None] | None) -> None:
     gc.collect()
     gc.freeze()  # otherwise each full collection visits all loaded objects, which stops every thread for 0.2 seconds
     state.loaded.set()
+    if state.engine is not None:
+        await state.worker.run_detached(state.engine.populate_cache)  # takes up to seconds, and requests need not wait
 
 
 def num_threads(settings: Settings) -> int:

@@ -52,7 +52,6 @@ class PagedCache:
         shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.d_head)
         stored_dtype = torch.int8 if self.is_quantized else dtype
         try:
-            # Written now: the system provides each page of memory at the first write, which would slow down steps.
             self._pools = [_zeros(shape, stored_dtype, device) for _ in range(2)]  # keys, values
             # (layers, slots, Hkv)
             self._magnitudes = [_zeros(shape[:3], MAGNITUDE_DTYPE, device) for _ in range(2 * self.is_quantized)]
@@ -63,6 +62,15 @@ class PagedCache:
             torch.empty(0, block_size * config.num_kv_heads * config.d_head, dtype=stored_dtype, device=device)
             for _ in range(2)
         ]
+
+    def populate(self) -> None:
+        """Let the system provide all memory now: each page that a step is the first to write slows the step down.
+
+        Steps may run on another thread meanwhile.
+        """
+        if self.device.type == "cpu":
+            for slots in (*self._pools, *self._magnitudes):
+                large_memory.populate(slots)
 
     def keys(self, layer: int) -> Rows:
         """The keys of a layer, (num_blocks * block_size, Hkv, D)."""
@@ -124,7 +132,7 @@ class PagedCache:
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type == "cpu":
-        return large_memory.empty(shape, dtype).zero_()
+        return large_memory.zeros(shape, dtype)
     return torch.zeros(*shape, dtype=dtype, device=device)
 
 

@@ -291,6 +291,10 @@ class Engine:
         if self._leading_network is not None:
             self._leading_network.keep_alive()
 
+    def populate_cache(self) -> None:
+        """Let the system provide the memory of the cache. Another thread may call it while this one computes steps."""
+        self._cache.populate()
+
     def stats(self) -> Stats:
         """The state now. Another thread may call it; then the numbers may come from different moments of a step."""
         scheduler = self._scheduler

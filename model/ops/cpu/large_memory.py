@@ -4,23 +4,55 @@ The system provides memory one page at a time, on the first write to each page. 
 instead of 4 KB save most of that time, and later reads need fewer address translations.
 """
 
+import ctypes
 import mmap
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
 LARGE = 1 << 22  # bytes: less than this is taken from PyTorch
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14 and later, which Python does not name
+STEP = 1 << 25  # bytes that are provided at a time
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An uninitialized tensor on the CPU, for values that stay in memory."""
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    memory = _map(torch.Size(shape).numel() * dtype.itemsize)
+    return torch.empty(shape, dtype=dtype) if memory is None else torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor of zeros on the CPU. The system provides its pages at the first write to each, or with `populate`."""
+    memory = _map(torch.Size(shape).numel() * dtype.itemsize)
+    return torch.zeros(shape, dtype=dtype) if memory is None else torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def populate(tensor: Tensor) -> None:
+    """Let the system provide the pages of a tensor now. Its values stay, and other threads may use it meanwhile."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    for address in range(start, end, STEP):
+        size = min(STEP, end - address)
+        if _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), POPULATE_WRITE):
+            return  # an older Linux: each page is provided at the first write
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def _map(num_bytes: int) -> mmap.mmap | None:
+    """New memory, which the system fills with zeros. None if it is small, or the system has no large pages."""
     if num_bytes < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype)
+        return None
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:  # no large pages, or too little memory, for which PyTorch has a clear error
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+        return None
+    return memory
