@@ -78,7 +78,7 @@ class StageEdit:
         return None if self.heads is None else torch.tensor(self.heads)
 
     def on_all(self, rows: Tensor) -> RowEdit:
-        """Build the edit of rows that change alike, for a recording, which outlives the request and needs no `exact`."""
+        """Build the edit of rows that change alike, for a recording, which outlives the request: without `exact`."""
         return RowEdit(rule=self.rule, rows=rows, vectors=self.vectors, heads=self._heads)
 
     def on(self, rows: Tensor, indices: Sequence[int], positions: Sequence[int]) -> RowEdit:
