@@ -45,15 +45,14 @@ def honest_request(chance: random.Random) -> tuple[str, dict[str, Any]]:
     """A route and a body of mixed load: generations of 16 to 200 tokens, streamed or not, logits, and a traced pass."""
     prompt = [chance.randrange(1, 4000) for _ in range(chance.choice([3, 10, 40, 150]))]
     greedy = {"temperature": 0, "ignore_eos": True, "max_tokens": chance.choice([16, 50, 100, 200])}
-    return chance.choice(
-        [
-            ("/generate", {"prompt": prompt} | greedy),
-            ("/generate", {"prompt": prompt, "stream": True} | greedy),
-            ("/v1/completions", {"prompt": prompt, "logprobs": 2} | greedy),
-            ("/logits", {"prompt": prompt, "top_k": 5}),
-            ("/forward", {"prompt": prompt[:40], "stages": ["*.resid_post"], "detail": "summary"}),
-        ]
-    )
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("/generate", {"prompt": prompt} | greedy),
+        ("/generate", {"prompt": prompt, "stream": True} | greedy),
+        ("/v1/completions", {"prompt": prompt, "logprobs": 2} | greedy),
+        ("/logits", {"prompt": prompt, "top_k": 5}),
+        ("/forward", {"prompt": prompt[:40], "stages": ["*.resid_post"], "detail": "summary"}),
+    ]
+    return chance.choice(requests)
 
 
 class Load:
