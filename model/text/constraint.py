@@ -5,6 +5,7 @@ continuation has a `GrammarState`, which depends only on the tokens that the con
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from model.errors import InvalidField
 from model.text.json_keys import WHOLE_TEXT, JsonPlace, KeyFilter
+from model.text.thinking import Thoughts
 
 WORD_BITS = 32
 Words = NDArray[np.int32]
@@ -43,6 +45,8 @@ class Constraint:
         """The fields of functions whose arguments may be any JSON object, because their schemas are not enforced, and
         why. Nothing else of the client is in the reasons, so that they can be logged.
         """
+        self.thoughts: Thoughts | None = None
+        """The beginning of a text that thinks before the constraint applies; None if it applies at once."""
         self.vocab_size = vocab_size
         self._matcher = matcher
         # The first mask is computed here, in the thread of the caller, because it takes longer than later ones.
@@ -53,6 +57,12 @@ class Constraint:
             raise InvalidField(field, reason_of(matcher))
         if not allows_tokens(words, vocab_size):
             raise InvalidField(field, "allows nothing but the empty text")
+
+    def after_thinking(self, thoughts: Thoughts) -> "Constraint":
+        """The same constraint on the answer alone, for a text that thinks before it, or may do so."""
+        changed = copy(self)
+        changed.thoughts = thoughts
+        return changed
 
     def new_matcher(self) -> LLMatcher:
         """A matcher at the beginning of the text. It shares nothing with others."""
@@ -73,10 +83,16 @@ class GrammarState:
         self._tokens: list[int] = []
         self._keys = constraint.key_filter
         self._place = constraint.begin
+        self._thoughts = constraint.thoughts  # None in the answer
         self._stop_ids = [token_id for token_id in stop_token_ids if token_id < constraint.vocab_size]
 
     def append(self, token_id: int) -> None:
         """Add a generated token. The mask must have allowed it, and it must not be a stop token."""
+        thoughts = self._thoughts
+        if thoughts is not None:
+            self._thoughts = thoughts.after(token_id)
+            if thoughts.takes(token_id):
+                return
         self._tokens.append(token_id)
         if not self._matcher.consume_token(token_id):
             raise self._error()
@@ -101,7 +117,14 @@ class GrammarState:
         """
         num_ahead = 0
         place: JsonPlace | None = self._place
+        thoughts = self._thoughts
         for row in range(1 + len(draft)):
+            if thoughts is not None and thoughts.is_open:
+                words[row] = -1
+                for token_id in self._stop_ids:  # they would end the text before the answer
+                    set_bit(words[row], token_id, False)
+                thoughts = thoughts.after(draft[row]) if row < len(draft) else None
+                continue
             fill(self._matcher, words[row])
             if self._matcher.is_error():
                 error = self._error()
@@ -112,6 +135,12 @@ class GrammarState:
                 return None
             if not self._mark_stop_ids(words[row]) and row == 0:
                 return self._error("every token that can follow is in stop_token_ids, but the text is not complete")
+            if thoughts is not None and thoughts.begin_id is not None:
+                set_bit(words[row], thoughts.begin_id, True)
+                if row < len(draft) and thoughts.takes(draft[row]):
+                    thoughts = thoughts.after(draft[row])
+                    continue
+            thoughts = None
             if self._keys is not None and place is not None:
                 self._keys.remove(place, words[row])
                 if row == 0 and not words[row].any():
@@ -129,15 +158,10 @@ class GrammarState:
     def _mark_stop_ids(self, words: Words) -> bool:
         """Allow the stop tokens if the text is complete, otherwise exclude them. Returns whether any token is left."""
         is_accepting = has_bit(words, self.constraint.vocab_size)
-        bits = words.view(np.uint32)
         removed = False
         for token_id in self._stop_ids:
-            word, bit = token_id // WORD_BITS, np.uint32(1 << token_id % WORD_BITS)
-            if is_accepting:
-                bits[word] |= bit
-            elif bits[word] & bit:
-                bits[word] &= ~bit
-                removed = True
+            removed |= not is_accepting and has_bit(words, token_id)
+            set_bit(words, token_id, is_accepting)
         return not removed or bool(words.any())
 
     def _restart(self) -> None:
@@ -197,6 +221,11 @@ def fill(matcher: LLMatcher, words: Words) -> None:
 
 def has_bit(words: Words, index: int) -> bool:
     return bool(int(words[index // WORD_BITS]) >> index % WORD_BITS & 1)
+
+
+def set_bit(words: Words, index: int, value: bool) -> None:
+    bits, bit = words.view(np.uint32), np.uint32(1 << index % WORD_BITS)
+    bits[index // WORD_BITS] = bits[index // WORD_BITS] | bit if value else bits[index // WORD_BITS] & ~bit
 
 
 def allows_tokens(words: Words, vocab_size: int) -> bool:

@@ -4,9 +4,10 @@ import re
 
 from model.text.grammar.grammars import EmbeddedSchema
 from model.text.json_keys import JsonPlace
+from service.answers.call_forms import FORMS, Form
+from service.answers.call_rules import argument_schemas, call_rules, layout_of
 from service.answers.constraints import Compile, structured_output
 from service.answers.offered_tools import OfferedTools
-from service.answers.tool_calls import MARKS, Form, argument_schemas, call_rules
 from service.http.errors import invalid
 from service.http.openai_schemas import ChatRequest
 
@@ -63,15 +64,15 @@ def free_text(form: Form) -> str:
     The text before calls is none that `ToolCallParser` reads as calls: it has no mark, and in the forms whose
     calls need no mark, it does not begin like JSON.
     """
-    mark = MARKS[form][0]
-    anything = r"/(.|\n)*/" if form == "tagged" else r"/[ \t\r\n]*[^ \t\r\n\[{](.|\n)*/"
+    mark, layout = FORMS[form].begin[0], layout_of(form)
+    anything = r"/(.|\n)*/" if layout == "tagged" else r"/[ \t\r\n]*[^ \t\r\n\[{](.|\n)*/"
     prose = rf"({anything} & ~/(.|\n)*{re.escape(mark)}(.|\n)*/)"
-    lead = f'{prose}? "{mark}"' if form == "bare" else f'{prose} "{mark}"'
-    start = "TEXT | LEAD marked" if form == "tagged" else "TEXT | LEAD? SPACE? calls"
+    lead = f'{prose}? "{mark}"' if layout == "bare" else f'{prose} "{mark}"'
+    start = "TEXT | LEAD marked" if layout == "tagged" else "TEXT | LEAD? SPACE? calls"
     return lines(f"start: {start}", f"TEXT: {prose}", f"LEAD: {lead}", r"SPACE: /[ \t\r\n]{1,40}/")
 
 
 def json_begin(form: Form) -> JsonPlace:
     """The beginning of a text of `free_text`: calls follow a mark, or may be the whole text if they need none."""
-    mark = MARKS[form][0].encode()
-    return JsonPlace(mark, b"" if form == "tagged" else mark)
+    mark = FORMS[form].begin[0].encode()
+    return JsonPlace(mark, b"" if layout_of(form) == "tagged" else mark)

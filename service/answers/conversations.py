@@ -11,10 +11,10 @@ from model.errors import InvalidField
 from model.text.chat_template import ChatTemplate
 from model.text.roles import standard_role
 from service.answers.call_ids import demands_short_ids, with_short_ids
+from service.answers.call_text import refuse_constant
 from service.answers.offered_tools import OfferedTools
 from service.answers.openai_answers import check_implemented
 from service.answers.prompts import tokenize
-from service.answers.tool_calls import refuse_constant
 from service.answers.tools_as_text import without_tools
 from service.http.errors import invalid, invalid_field
 from service.http.json_values import check_values, max_values
@@ -70,13 +70,15 @@ async def conversation_ids(
         note_ignored(request.scope, ignored)
         definitions = tools.definitions
         if not template.uses("tools"):
+            if template.uses("xml_tools"):  # of SmolLM3
+                variables["xml_tools"], definitions = definitions, []
             messages, definitions = without_tools(messages, definitions), []
         elif demands_short_ids(template.source_for(with_tools=bool(definitions))):
             messages = with_short_ids(messages)
-        adapted = template.adapted(messages, with_tools=bool(definitions))
-        try:
+
+        def encode_messages() -> list[int]:
             return template.encode(
-                adapted,
+                template.adapted(messages, with_tools=bool(definitions)),
                 tools=definitions or None,
                 documents=body.documents,
                 add_generation_prompt=begins_message,
@@ -85,9 +87,16 @@ async def conversation_ids(
                 allow_special_tokens=body.allow_special_tokens,
                 max_tokens=checkpoint.model.config.max_positions,
             )
+
+        try:
+            return encode_messages()
         except InvalidField:
-            check_objects(messages)
-            raise
+            effort = variables.pop("reasoning_effort", None)  # templates refuse values that they do not know
+            if effort is not None and body.reasoning_effort is not None:
+                note_ignored(request.scope, ["reasoning_effort"])
+            elif not replace_broken_arguments(messages):
+                raise
+            return encode_messages()
 
     try:
         return await tokenize(encode, get_reservation(request).num_bytes, request, state, checkpoint, "messages")
@@ -171,13 +180,19 @@ def read_arguments(text: str | JsonObject) -> Any:
     return arguments
 
 
-def check_objects(messages: Sequence[dict[str, Any]]) -> None:
-    """Raise 400 for arguments that are no object, for a template that cannot write such a conversation."""
-    for index, message in enumerate(messages):
-        for place, call in enumerate(message.get("tool_calls", ())):
-            if not isinstance(call["function"]["arguments"], dict):
-                reason = "function.arguments is not a JSON object, and the chat template of this model needs one"
-                raise invalid(f"messages.{index}.tool_calls.{place}", reason)
+def replace_broken_arguments(messages: Sequence[dict[str, Any]]) -> bool:
+    """Make objects of arguments that are none, for a template that cannot write them. Returns whether there were any.
+
+    A model wrote them, and the conversation goes on with the error that its program has reported.
+    """
+    is_changed = False
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            if not isinstance(arguments, dict):
+                call["function"]["arguments"] = {"invalid_json": arguments}
+                is_changed = True
+    return is_changed
 
 
 def read_variables(body: ChatRequest, template: ChatTemplate) -> tuple[JsonObject, list[str]]:
@@ -190,8 +205,23 @@ def read_variables(body: ChatRequest, template: ChatTemplate) -> tuple[JsonObjec
     unused = [f"chat_template_kwargs.{name}" for name in variables if not template.uses(name) and variables[name]]
     if body.documents is not None and not template.uses("documents"):
         raise invalid("documents", "the chat template of this model does not use documents", "unknown_variable")
-    if body.reasoning_effort is not None:
-        variables["reasoning_effort"] = body.reasoning_effort
-        if not template.uses("reasoning_effort") and body.reasoning_effort != "none":
-            unused.append("reasoning_effort")
+    if body.enable_thinking is not None:
+        is_used = set_thinking(variables, template, body.enable_thinking)
+        unused += ["enable_thinking"] if body.enable_thinking and not is_used else []
+    effort = body.reasoning_effort
+    if effort == "none" and set_thinking(variables, template, False):
+        return variables, unused
+    if effort is not None and template.uses("reasoning_effort"):
+        variables["reasoning_effort"] = effort
+    elif effort not in (None, "none") and not set_thinking(variables, template, True):
+        unused.append("reasoning_effort")
     return variables, unused
+
+
+def set_thinking(variables: JsonObject, template: ChatTemplate, value: bool) -> bool:
+    """Switch the thinking on or off, unless the variables do already. Returns whether the template has a switch."""
+    for name in ("enable_thinking", "thinking"):
+        if template.uses(name):
+            variables.setdefault(name, value)
+            return True
+    return False

@@ -33,11 +33,13 @@ from service.http.access_log import note_tokens
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
 from service.http.errors import ApiError, internal
-from service.http.sse import DONE, error_event
+from service.http.sse import DONE, error_content, error_event
 from service.request_notes import notes_of, recorded_span
 from service.state import get_engine, get_reservation
 
 logger = logging.getLogger(__name__)
+WriteError = Callable[[dict[str, Any]], bytes]
+"""Encodes the event of an error, from the body of an error answer with the `id` of the generation."""
 PAUSES_PER_ENCODING = 3.0  # after the encoding of a trace beside other requests, which wait for Python meanwhile
 
 
@@ -182,18 +184,22 @@ class Generation:
         return content
 
     async def events(
-        self, write: Callable[[ChoiceOutput], Iterable[bytes]], write_last: Callable[[], Iterable[bytes]] = tuple
+        self,
+        write: Callable[[ChoiceOutput], Iterable[bytes]],
+        write_last: Callable[[], Iterable[bytes]] = tuple,
+        write_error: WriteError = error_event,
+        done: bytes = DONE,
     ) -> AsyncGenerator[bytes]:
-        """Yield Server-Sent Events: those that `write` makes of each output, those of `write_last`, and `[DONE]`.
+        """Yield Server-Sent Events: those that `write` makes of each output, those of `write_last`, and `done`.
 
-        The events of all outputs that wait are one item. A choice that fails ends with an `error` event.
+        The events of all outputs that wait are one item. A choice that fails ends with the event of `write_error`.
         """
 
         def events_of(output: ChoiceOutput) -> bytes:
             if output.result.error is None:
                 return b"".join(write(output))
-            choice = {"id": self.id, "choice": output.index}
-            return error_event(notes, generation_error(output.result.error), choice)
+            content = error_content(notes, generation_error(output.result.error))
+            return write_error({"id": self.id, "choice": output.index} | content)
 
         def write_at_once(output: Output) -> bool:
             try:
@@ -217,11 +223,12 @@ class Generation:
             for last in write_last():
                 yield last
         except ApiError as error:
-            yield error_event(notes, error, {"id": self.id})
+            yield write_error({"id": self.id} | error_content(notes, error))
         except Exception:  # a bug; the status line is already sent, so the stream has to report it
             logger.exception("generation %s failed", self.id)
-            yield error_event(notes, internal(), {"id": self.id})
-        yield DONE
+            yield write_error({"id": self.id} | error_content(notes, internal()))
+        if done:
+            yield done
 
     def timings(self) -> GenerationTimings:
         progress = self._stream.progress[next(iter(self._first_choice))]

@@ -1,15 +1,23 @@
 """Parts of answers that both OpenAI routes have: usage, token strings, and the log-probabilities of a prompt."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
+import orjson
+
+from forwardscope.results.openai import (
+    CompletionTokensDetails,
+    CompletionUsage,
+    PromptLogprob,
+    PromptLogprobs,
+    PromptTokensDetails,
+)
 from model.text.sampling import TokenLogprobs
 from model.text.tokenizer import REPLACEMENT, Tokenizer
 from model.text.transcript import End, TokenOutput
 from service.answers.generation import Generation
 from service.http.errors import draining, invalid, timed_out
 from service.http.openai_schemas import Nullable, OpenAIRequest
-from service.http.sse import event
 
 
 def check_implemented(body: Nullable, where: str = "") -> None:
@@ -26,40 +34,44 @@ def check_implemented(body: Nullable, where: str = "") -> None:
                 raise invalid(f"{where}{name}", reason, "not_implemented")
 
 
-def usage(generation: Generation) -> dict[str, Any]:
+def usage(generation: Generation, num_reasoning: int | None = None) -> CompletionUsage:
     """Count the tokens of a generation, those of all choices so far. Each prompt counts once."""
-    return {
-        "prompt_tokens": generation.num_prompt,
-        "completion_tokens": generation.num_generated,
-        "total_tokens": generation.num_prompt + generation.num_generated,
-        "prompt_tokens_details": {"cached_tokens": generation.num_cached},
-    }
+    return CompletionUsage(
+        generation.num_prompt,
+        generation.num_generated,
+        generation.num_prompt + generation.num_generated,
+        PromptTokensDetails(generation.num_cached),
+        None if num_reasoning is None else CompletionTokensDetails(num_reasoning),
+    )
 
 
-def edits(generation: Generation, index: int) -> dict[str, Any]:
-    """Describe what the edits of a choice matched, as a field of the choice; no field without edits."""
-    applied = generation.edit_answers(index)
-    return {"edits": applied} if applied else {}
+def has_last_usage(body: OpenAIRequest) -> bool:
+    """Whether a stream ends with a chunk that has the usage and no choices."""
+    return body.stream_options is not None and body.stream_options.include_usage
 
 
-def usage_events(body: OpenAIRequest, head: dict[str, Any], generation: Generation) -> list[bytes]:
-    """The last chunk of a stream, with the usage and without choices, if the request asks for it."""
-    if body.stream_options is None or not body.stream_options.include_usage:
-        return []
-    return [event(head | {"choices": [], "usage": usage(generation)})]
+def has_running_usage(body: OpenAIRequest) -> bool:
+    """Whether each chunk of a stream has the usage so far."""
+    return body.stream_options is not None and body.stream_options.continuous_usage_stats
 
 
-def running_usage(body: OpenAIRequest, generation: Generation) -> dict[str, Any]:
-    """The usage so far, as a field of each chunk of a stream, if the request asks for it."""
-    has_usage = body.stream_options is not None and body.stream_options.continuous_usage_stats
-    return {"usage": usage(generation)} if has_usage else {}
-
-
-def finish_reason(end: End, generation: Generation) -> str:
-    """Name the reason: "stop" or "length". Raises 503 for a cancelled choice, for which OpenAI's API has no name."""
+def finish_reason(end: End, generation: Generation) -> Literal["stop", "length"]:
+    """Name the reason. Raises 503 for a cancelled choice, for which OpenAI's API has no name."""
     if end.finish_reason == "cancelled":
         raise timed_out(generation.timeout_seconds) if end.stop_reason == "timeout" else draining()
+    assert end.finish_reason != "error", "`Generation` raises it"
     return end.finish_reason
+
+
+class ChunkTemplate:
+    """A chunk of a stream with any text. Everything else in it is encoded once, as it is the same for most tokens."""
+
+    def __init__(self, chunk_with: Callable[[str], bytes]) -> None:
+        mark = "\0"  # no other text of a chunk has this character
+        self._before, _, self._after = chunk_with(mark).partition(orjson.dumps(mark))
+
+    def fill(self, text: str) -> bytes:
+        return self._before + orjson.dumps(text) + self._after
 
 
 class TokenStrings:
@@ -105,22 +117,22 @@ class TokenStrings:
         return result
 
 
-def prompt_logprobs(tokens: Sequence[TokenOutput], num_top: int, strings: TokenStrings) -> list[dict[str, Any] | None]:
+def prompt_logprobs(tokens: Sequence[TokenOutput], num_top: int, strings: TokenStrings) -> PromptLogprobs:
     """Describe the tokens of a prompt as vLLM does: for each, token id -> log-probability, rank and text.
 
     Each entry has the token itself and the `num_top` most likely ones. The first token has no prediction.
     """
 
-    def describe(token: TokenOutput) -> dict[str, Any] | None:
+    def describe(token: TokenOutput) -> dict[str, PromptLogprob] | None:
         logprobs = token.logprobs
         if logprobs is None:
             return None
         entries = {
-            str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": strings.text(token_id)}
+            str(token_id): PromptLogprob(logprob, rank, strings.text(token_id))
             for rank, (token_id, logprob) in enumerate(logprobs.top[:num_top], 1)
             if token_id != token.token_id
         }
-        own = {"logprob": logprobs.chosen, "rank": logprobs.rank, "decoded_token": strings.text(token.token_id)}
+        own = PromptLogprob(logprobs.chosen, logprobs.rank, strings.text(token.token_id))
         return {str(token.token_id): own} | entries
 
     return [describe(token) for token in tokens]

@@ -1,328 +1,148 @@
-"""Calls of functions ("tools") by a model: the forms in which models write calls, and a parser for them.
+"""Separate the calls of functions ("tools") in the text of a model from its other content, while it is written."""
 
-Models write calls in one of three forms, which the chat template shows:
-- tagged: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen do. For models whose
-  template has no tools, the system message describes this form;
-- list: `[{"name": ..., "arguments": {...}}]`, after a special token, as Mistral does;
-- bare: `{"name": ..., "parameters": {...}}` as the whole text, as Llama 3 does.
-"""
-
-import json
 import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 
-from model.text.grammar.grammars import EmbeddedSchema
-from service.answers.offered_tools import OfferedFunction
+from model.text.thinking import num_partial
+from service.answers.call_forms import FORMS, Form
+from service.answers.call_text import CallText, NoCall, Read
+from service.answers.chat_pieces import CallArguments, Content, Piece
+from service.http.openai_schemas import JsonObject
 
-Form = Literal["tagged", "list", "bare"]
-BEGIN, END = "<tool_call>", "</tool_call>"
-LIST_MARK, BARE_MARK = "[TOOL_CALLS]", "<|python_tag|>"
-MARKS: dict[Form, tuple[str, ...]] = {"tagged": (BEGIN, END), "list": (LIST_MARK,), "bare": (BARE_MARK,)}
-"""The mark before calls, and the one after them, if there is one."""
-MARK_TOKENS = (BEGIN, END, LIST_MARK, BARE_MARK, "[ARGS]", "[CALL_ID]")
-"""Marks that are special tokens in some vocabularies, which have no text there."""
-# After a mark of the list form, newer models write `name[ARGS]{...}`, with or without an id.
-NAMED_CALL = re.compile(r"\s*(?P<name>[^\s\[{]+)(\[CALL_ID\]\w*)?(\[ARGS\])?\s*(?={)")
-PAIR = r"u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # of surrogates, which is one character
-ESCAPE = re.compile(rf"\\({PAIR}|u[dD][89a-fA-F][0-9a-fA-F]{{2}}|.)", re.DOTALL)
-IN_STRING = re.compile(r'["\\]')
-NO_SPACE = re.compile(r"\S")
-MAX_RETRIES = 8
-
-
-def form_of(template: str) -> Form:
-    """The form of calls that a chat template shows."""
-    if BEGIN not in template and LIST_MARK in template:
-        return "list"
-    if BEGIN not in template and BARE_MARK in template:
-        return "bare"
-    return "tagged"
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call. `arguments` is a JSON object as text, as the model wrote it."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True)
-class Delta:
-    """The content and the calls that a piece of text completes."""
-
-    content: str
-    calls: list[Call]
+FREE_RETRIES = 4096  # characters that are read again in any text
 
 
 class ToolCallParser:
-    """Separates the calls in a text, which arrives in pieces, from its other content.
+    """Separates the calls in a text, which arrives in parts, from its other content.
 
-    A text that looks like a call, but is not a complete call of a known function, is returned as content. A model may
-    mention the mark before it calls, so marks in such a text are tried, too: at most `MAX_RETRIES` times, because each
-    try may read the whole text again.
+    A text is a call from where it names a known function in the form of calls. If it is broken or cut after its name,
+    the call has the arguments so far, and the rest is content. A text that names no known function is content.
+
+    A model may mention a mark before it calls. So marks in a text that is no call are tried, too, as long as the
+    characters that are read again are not much more than those that have arrived.
     """
 
-    def __init__(self, form: Form, names: Collection[str], new_id: Callable[[], str]) -> None:
-        self._begin, *ends = MARKS[form]
-        self._names = names
-        self._new_id = new_id
-        self._end = "".join(ends)
-        self._outside_string = re.compile("|".join(map(re.escape, ('"', *MARKS[form]))))
-        self._max_mark = max(map(len, MARKS[form]))
-        self._pending = ""  # text that is not decided: a part of a mark, or the text behind an open mark
-        self._mark: str | None = None  # the open mark, as it was written; None if none is open
-        self._begun = 0  # white space behind the open mark ends here, or later
-        self._scanned = 0  # characters of the pending text without a mark outside of strings
-        self._in_string = False  # at this place
-        self._num_retries = 0
-        if form != "tagged":
-            self._open("", 0)  # a text that begins with a list or an object is a call without a mark
-        self.num_calls = 0
+    def __init__(self, form: Form, functions: Mapping[str, JsonObject], new_id: Callable[[], str]) -> None:
+        self._form = form
+        self._marks = FORMS[form]
+        self._begin = re.compile("|".join(map(re.escape, self._marks.begin)))
+        self._text = CallText(functions, new_id, self._marks.end)
+        self._tried: int | None = None  # the place of the text that may be calls; None outside of such a text
+        self._num_before = 0  # calls before this place
+        self._num_received = self._num_repeated = 0
+        self._reading = self._read()
 
-    def push(self, piece: str) -> Delta:
-        """Add a piece of text."""
-        self._pending += piece
-        return self._take(is_end=False)
+    def push(self, text: str) -> list[Piece]:
+        """Add a part of the text."""
+        source = self._text
+        is_undecided = self._tried is not None and source.num_calls == self._num_before
+        kept_from = self._tried if is_undecided and self._tried is not None else source.place
+        source.text = source.text[kept_from:] + text
+        source.place -= kept_from
+        self._tried = None if self._tried is None else 0
+        self._num_received += len(text)
+        next(self._reading)
+        return self._take_pieces()
 
-    def finish(self) -> Delta:
+    def finish(self) -> list[Piece]:
         """Read what is still pending, at the end of the text. Some models end the text in place of the closing mark."""
-        return self._take(is_end=True)
+        self._text.is_whole = True
+        for _ in self._reading:
+            raise AssertionError("the whole text is there")
+        return self._take_pieces()
 
-    def _take(self, *, is_end: bool) -> Delta:
-        """Take the pending text that can be decided."""
-        text, place = self._pending, 0
-        content: list[str] = []
-        calls: list[Call] = []
-        while True:
-            if self._mark is None:
-                begin = text.find(self._begin, place)
-                end = begin if begin >= 0 else len(text) - (0 if is_end else self._num_partial(text[place:]))
-                content.append(self._outside(text[place:end]))
-                place = end
-                if begin < 0:
-                    break
-                place += len(self._begin)
-                self._open(self._begin, place)
-            begun = NO_SPACE.search(text, self._begun)
-            self._begun = begun.start() if begun else len(text)
-            if begun and not self._can_begin_calls(text):
-                content.append(self._give_up())
-                continue
-            mark = self._next_mark() if begun else None
-            if mark is None and not is_end:
-                break
-            end = mark.start() if mark else len(text)
-            new = self._read(text[place:end])
-            if new is not None:
-                calls += new
-                place = mark.end() if mark and mark[0] == self._end else end
-                self._mark = None
-                continue
-            content.append(self._give_up())
-            if self._num_retries < MAX_RETRIES and text.find(self._begin, place, end) >= 0:
-                self._num_retries += 1
+    def _take_pieces(self) -> list[Piece]:
+        """The new pieces. Neighbours of one kind become one."""
+        joined: list[Piece] = []
+        for piece in self._text.pieces:
+            last = joined[-1] if joined else None
+            if isinstance(piece, Content) and isinstance(last, Content):
+                joined[-1] = Content(last.text + piece.text)
+            elif isinstance(piece, CallArguments) and isinstance(last, CallArguments):
+                joined[-1] = CallArguments(piece.index, last.text + piece.text)
             else:
-                content.append(self._outside(text[place:end]))
-                place = end
-        self._pending = text[place:]
-        self._begun -= place
-        self._scanned -= place
-        return Delta("".join(content), calls)
+                joined.append(piece)
+        self._text.pieces.clear()
+        return joined
 
-    def _num_partial(self, text: str) -> int:
-        """The number of characters at the end of a text with which the opening mark may begin."""
-        longest = range(len(self._begin) - 1, -1, -1)
-        return next(n for n in longest if text.endswith(self._begin[:n]))
+    def _read(self) -> Read[None]:
+        """Read the whole text."""
+        if self._marks.is_optional:
+            yield from self._try_calls("")
+        while mark := (yield from self._find_mark()):
+            yield from self._try_calls(mark)
 
-    def _open(self, mark: str, place: int) -> None:
-        self._mark, self._begun, self._scanned, self._in_string = mark, place, place, False
-
-    def _give_up(self) -> str:
-        """Close the mark without a call, and return it as content."""
-        mark, self._mark = self._mark, None
-        assert mark is not None
-        return mark
-
-    def _can_begin_calls(self, text: str) -> bool:
-        """Whether the text behind the white space can begin calls."""
-        if text[self._begun] in "[{":
-            return True
-        is_named = self._mark == LIST_MARK
-        return is_named and any(name.startswith(text[self._begun : self._begun + len(name)]) for name in self._names)
-
-    def _next_mark(self) -> re.Match[str] | None:
-        """The next mark outside of JSON strings. Each character is searched once."""
+    def _find_mark(self) -> Read[str]:
+        """Read content up to the next mark, and the mark; empty at the end of the text."""
+        source = self._text
         while True:
-            pattern = IN_STRING if self._in_string else self._outside_string
-            match = pattern.search(self._pending, self._scanned)
-            if match is None:  # the end may be a part of a mark
-                num_partial = 0 if self._in_string else self._max_mark - 1
-                self._scanned = max(self._scanned, len(self._pending) - num_partial)
-                return None
-            if match[0] == "\\":
-                if match.end() == len(self._pending):
-                    return None
-                self._scanned = match.end() + 1
-            elif match[0] == '"':
-                self._in_string = not self._in_string
-                self._scanned = match.end()
-            else:
-                return match
+            found = self._begin.search(source.text, source.place)
+            if found is not None:
+                self._add_content(source.text[source.place : found.start()])
+                source.place = found.end()
+                return found[0]
+            end = len(source.text)
+            if not source.is_whole:
+                end -= max(num_partial(source.text[source.place :], mark) for mark in self._marks.begin)
+            self._add_content(source.text[source.place : end])
+            source.place = end
+            if source.is_whole:
+                return ""
+            yield
 
-    def _outside(self, text: str) -> str:
-        """Text outside of calls. White space that models write between and after calls is dropped."""
-        return "" if self.num_calls and not text.strip() else text
+    def _try_calls(self, mark: str) -> Read[None]:
+        """Read the calls after a mark. Without any, the mark is content, and the text after it is read again."""
+        source = self._text
+        self._tried, self._num_before = source.place, source.num_calls
+        with suppress(NoCall):
+            yield from self._calls(mark)
+        if source.num_calls == self._num_before:
+            self._give_up(mark)
+            return
+        self._tried = None
+        yield from source.skip()
+        if self._marks.end and (yield from source.accept(self._marks.end)):
+            yield from source.skip()
 
-    def _read(self, text: str) -> list[Call] | None:
-        """The calls in a text of one or several JSON values; None if it has anything else."""
-        try:
-            calls = self._read_named(text) or [self._call(dict_of(entry)) for entry in entries(text)]
-        except (ValueError, RecursionError):
-            return None
-        found = [call for call in calls if call is not None]
-        if not found or len(found) < len(calls):
-            return None
-        self.num_calls += len(found)
-        return found
-
-    def _read_named(self, text: str) -> list[Call | None] | None:
-        """The call in the form `name[ARGS]{...}`; None if the text has another form."""
-        match = NAMED_CALL.match(text) if self._mark == LIST_MARK else None
-        if match is None:
-            return None
-        value, end = DECODER.raw_decode(text, match.end())
-        if text[end:].strip():
-            raise ValueError("more text follows")
-        return [self._call({"name": (match["name"], ""), "arguments": (value, text[match.end() : end])})]
-
-    def _call(self, entry: dict[str, tuple[Any, str]]) -> Call | None:
-        """The call that an object with these members describes: name -> value and text. None if it describes none."""
-        name, _ = entry.get("name", (None, ""))
-        arguments, text = entry.get("arguments", entry.get("parameters", ({}, "{}")))
-        if not isinstance(name, str) or name not in self._names:
-            return None
-        if isinstance(arguments, str):
-            text = arguments.strip()
-            arguments, end = DECODER.raw_decode(text)
-            if end < len(text):
-                return None
-        if arguments is None:
-            arguments, text = {}, "{}"
-        if not isinstance(arguments, dict):
-            return None
-        json.dumps(arguments, allow_nan=False)  # raises for a number that is not finite
-        return Call(self._new_id(), name, ESCAPE.sub(without_lone_surrogate, text))
-
-
-def entries(text: str) -> list[list[tuple[str, Any, str]]]:
-    """The objects in a text of JSON objects and lists of them, which may be separated by semicolons.
-
-    Each is a list of its members: key, value, and the text of the value. Raises `ValueError` for anything else.
-    """
-    found = []
-    place = after_spaces(text, 0)
-    while place < len(text):
-        if text[place] != "[":
-            members, place = read_members(text, place)
-            found.append(members)
+    def _calls(self, mark: str) -> Read[None]:
+        source = self._text
+        first = "<function=" if mark == "<function=" else (yield from source.skip())
+        if first == "{" or (first == "[" and not (yield from self._is_python_list())):
+            yield from source.json_calls()
+        elif first == "[" or (self._form == "block" and mark):
+            yield from source.python_calls()
+        elif first.startswith("<"):
+            if mark != first:
+                yield from source.expect("<function=")
+            yield from source.xml_call()
+        elif self._form == "list" and mark:
+            yield from source.named_call()
         else:
-            place = after_spaces(text, place + 1)
-            while not text.startswith("]", place):
-                members, place = read_members(text, place)
-                found.append(members)
-                place = after_comma(text, place, "]")
-            place += 1
-        place = after_spaces(text, place, "; \t\r\n")
-    return found
+            raise NoCall
 
+    def _is_python_list(self) -> Read[bool]:
+        """Whether a list has calls as Python writes them."""
+        source = self._text
+        assert self._tried is not None
+        offset = source.place - self._tried
+        source.place += 1
+        found = yield from source.skip()
+        source.place = self._tried + offset
+        return found.isidentifier()
 
-def read_members(text: str, place: int) -> tuple[list[tuple[str, Any, str]], int]:
-    """The members of the object at a place, and the place after it."""
-    if not text.startswith("{", place):
-        raise ValueError("no object")
-    members: list[tuple[str, Any, str]] = []
-    place = after_spaces(text, place + 1)
-    while not text.startswith("}", place):
-        key, place = DECODER.raw_decode(text, place)
-        place = after_spaces(text, place)
-        if not isinstance(key, str) or not text.startswith(":", place):
-            raise ValueError("no member")
-        begin = after_spaces(text, place + 1)
-        value, end = DECODER.raw_decode(text, begin)
-        members.append((key, value, text[begin:end]))
-        place = after_comma(text, end, "}")
-    return members, place + 1
+    def _give_up(self, mark: str) -> None:
+        source, tried = self._text, self._tried
+        assert tried is not None
+        self._add_content(mark)
+        self._tried = None
+        num_read = source.place - tried
+        if self._num_repeated + num_read <= self._num_received + FREE_RETRIES:
+            self._num_repeated += num_read
+            source.place = tried
+        else:
+            self._add_content(source.text[tried : source.place])
 
-
-def dict_of(members: Sequence[tuple[str, Any, str]]) -> dict[str, tuple[Any, str]]:
-    return {key: (value, text) for key, value, text in members}
-
-
-def after_comma(text: str, place: int, end: str) -> int:
-    """The place of the next entry, or of the `end`. Raises `ValueError` if neither follows."""
-    place = after_spaces(text, place)
-    if text.startswith(end, place):
-        return place
-    after = after_spaces(text, place + 1)
-    if not text.startswith(",", place) or text.startswith(end, after):
-        raise ValueError("no comma")
-    return after
-
-
-def after_spaces(text: str, place: int, spaces: str = " \t\r\n") -> int:
-    while place < len(text) and text[place] in spaces:
-        place += 1
-    return place
-
-
-def without_lone_surrogate(escape: re.Match[str]) -> str:
-    """The same escape of JSON, but one that is no character becomes U+FFFD, as no answer can contain it."""
-    return "\\ufffd" if escape[1][0] == "u" and len(escape[1]) == 5 else escape[0]
-
-
-def refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-DECODER = json.JSONDecoder(parse_constant=refuse_constant)
-
-
-def call_rules(form: Form, functions: Sequence[OfferedFunction], *, several: bool) -> list[str]:
-    """Rules, in llguidance's dialect of Lark, for `calls`: one or `several` calls of these functions.
-
-    They use the rules of `argument_schemas`. In the tagged form, `marked` is the part of `calls` after the first mark.
-    """
-    rules = []
-    key = "parameters" if form == "bare" else "arguments"
-    for index, function in enumerate(functions):
-        head = json.dumps(f'{{"name": {json.dumps(function.name)}, "{key}": ')
-        rules.append(f'call_{index}: {head} arguments_{index} "}}"')
-    names = " | ".join(f"call_{index}" for index in range(len(functions)))
-    rules.append(f"call: {names}")
-    if form == "tagged":
-        calls = f'"{BEGIN}" marked'
-        more = f' ("\\n{BEGIN}\\n" call "\\n{END}")*' if several else ""
-        rules.append(f'marked: "\\n" call "\\n{END}"{more}')
-    elif form == "list":
-        calls = '"[" call' + (' (", " call)*' if several else "") + ' "]"'
-    else:
-        calls = "call"
-    return [*rules, f"calls: {calls}"]
-
-
-def argument_schemas(functions: Sequence[OfferedFunction]) -> dict[str, EmbeddedSchema]:
-    """The JSON schemas of the arguments, by the names of their rules in `call_rules`.
-
-    If the schema of a function that is not strict cannot be enforced, its arguments are any JSON object: the prompt
-    describes the function anyway, and the other functions are not concerned.
-    """
-    return {
-        f"arguments_{index}": EmbeddedSchema(
-            function.parameters, function.place, function.name, is_strict=function.is_strict
-        )
-        for index, function in enumerate(functions)
-    }
+    def _add_content(self, text: str) -> None:
+        if text:
+            self._text.pieces.append(Content(text))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from model.text.roles import joined, joined_text
-from service.answers.tool_calls import BEGIN, END
+from service.answers.call_forms import BEGIN, END
 
 
 def without_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -94,6 +95,19 @@ def invalid_field(error: InvalidField, param: str | None = None) -> ApiError:
     """400: a field that a part of `model/` refuses. `param` is the name of the field in the request, if it differs."""
     code = "context_length_exceeded" if isinstance(error, ContextOverflow) else "invalid_value"
     return invalid(error.field if param is None else param, error.reason, code)
+
+
+@contextmanager
+def renamed_params(rename: Callable[[str], str]) -> Iterator[None]:
+    """Rename the field that an error names, for a route that converts its body to that of another route."""
+    try:
+        yield
+    except ApiError as error:
+        if error.param is None:
+            raise
+        param = rename(error.param)
+        message = f"{param}{error.message.removeprefix(error.param)}"
+        raise ApiError(error.status, message, param=param, code=error.code, headers=error.headers) from None
 
 
 def wrong_shape(param: str, message: str, code: str) -> ApiError:

@@ -10,10 +10,8 @@ from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, Tag, model_validator
 
-from forwardscope.results.generations import StepTrace
-from forwardscope.results.passes import AppliedEdit
 from service.http.field_names import alternatives
-from service.http.field_types import Answer, Request, ShortText, Text, TokenIds, at_most
+from service.http.field_types import Request, ShortText, Text, TokenIds, at_most
 from service.http.generate_schemas import MAX_TOP_K, GenerationRequest
 from service.http.schemas import PROMPT, PROMPT_KIND, example
 
@@ -212,59 +210,6 @@ class CompletionRequest(OpenAIRequest):
     suffix: Any = not_implemented("")
 
 
-class CompletionLogprobs(Answer):
-    """One entry per token. The first token of an echoed prompt has no log-probabilities (null)."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int] = Field(description="where the text of each token begins in `text`")
-
-
-class PromptLogprob(Answer):
-    logprob: float
-    rank: int | None = Field(description="1 for the most likely token")
-    decoded_token: str | None
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
-
-
-class CompletionChoice(Answer):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
-    stop_reason: str | int | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    prompt_token_ids: list[int] | None = None
-    token_ids: list[int] | None = None
-    trace: list[StepTrace] | None = None
-    edits: list[AppliedEdit] | None = Field(None, description="what each edit matched, when the choice has ended")
-
-
-class PromptTokensDetails(Answer):
-    cached_tokens: int
-
-
-class OpenAIUsage(Answer):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class CompletionAnswer(Answer):
-    """A whole answer, or one chunk of a stream (with the new part of each choice)."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: OpenAIUsage | None = None
-
-
 # POST /v1/chat/completions
 
 
@@ -399,7 +344,10 @@ class ChatRequest(OpenAIRequest):
     audio: Any = not_implemented()
     functions: Any = not_implemented([], instead="tools")
     function_call: Any = not_implemented("none", "auto", instead="tool_choice")
-    reasoning_effort: ShortText | None = Field(None, description="passed to a chat template that uses it")
+    reasoning_effort: ShortText | None = Field(
+        None, description="passed to a chat template that uses it; if the template only has a switch, none turns it off"
+    )
+    enable_thinking: bool | None = Field(None, description="passed to a chat template with a switch for thinking")
     verbosity: Any = not_implemented("medium")
     web_search_options: Any = not_implemented()
     moderation: Any = not_implemented()
@@ -407,97 +355,3 @@ class ChatRequest(OpenAIRequest):
     chat_template: Any = not_implemented()
     echo: Any = not_implemented(False)
     add_special_tokens: Any = not_implemented(False)
-
-
-class TopLogprob(Answer):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class ChatLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(Answer):
-    content: list[ChatLogprob]
-    refusal: None = None
-
-
-class FunctionCallAnswer(Answer):
-    name: str | None = None
-    arguments: str
-
-
-class ToolCallAnswer(Answer):
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: FunctionCallAnswer
-    index: int | None = Field(None, description="in streams")
-
-
-class MessageAnswer(Answer):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    refusal: None = None
-    tool_calls: list[ToolCallAnswer] | None = None
-
-
-class ChatChoice(Answer):
-    """`message` in a whole answer, `delta` in a chunk of a stream."""
-
-    index: int
-    message: MessageAnswer | None = None
-    delta: MessageAnswer | None = None
-    logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"] | None
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
-    trace: list[StepTrace] | None = None
-    edits: list[AppliedEdit] | None = Field(None, description="what each edit matched, when the choice has ended")
-
-
-class ChatAnswer(Answer):
-    """A whole answer, or one chunk of a stream (with the new part of each choice)."""
-
-    id: str
-    object: Literal["chat.completion", "chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: OpenAIUsage | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-# GET
-
-
-class OpenAIModel(Answer):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str
-    max_model_len: int
-    parent: str | None = Field(None, description="of an adapter: the served model, which the adapter changes")
-
-
-class OpenAIModels(Answer):
-    object: Literal["list"] = "list"
-    data: list[OpenAIModel]
-
-
-class TokenizerInfo(Answer):
-    """The fields of a tokenizer_config.json that clients need."""
-
-    tokenizer_class: str
-    model_max_length: int
-    vocab_size: int
-    chat_template: str | None
-    bos_token: str | None = None
-    eos_token: str | None = None
-    unk_token: str | None = None
-    sep_token: str | None = None
-    pad_token: str | None = None
-    cls_token: str | None = None
-    mask_token: str | None = None

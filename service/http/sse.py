@@ -24,8 +24,8 @@ def event(content: Any, kind: str | None = None) -> bytes:
     return (b"" if kind is None else f"event: {kind}\n".encode()) + b"data: " + to_json(content) + b"\n\n"
 
 
-def error_event(notes: RequestNotes, error: ApiError, content: dict[str, Any] | None = None) -> bytes:
-    """Encode the `error` event of a stream: the body of an error answer with the id of the request, after `content`.
+def error_content(notes: RequestNotes, error: ApiError) -> dict[str, Any]:
+    """The content of the event of an error in a stream: the body of an error answer with the id of the request.
 
     The event names the id because programs often see it without the headers of the response. The code of the error is
     noted for the request's span.
@@ -33,7 +33,12 @@ def error_event(notes: RequestNotes, error: ApiError, content: dict[str, Any] | 
     notes.error_code = error.code
     body = error_body(error)
     body["error"]["request_id"] = None if notes.ids is None else notes.ids.request_id
-    return event((content or {}) | body, kind="error")
+    return body
+
+
+def error_event(content: dict[str, Any]) -> bytes:
+    """Encode the `error` event of a stream."""
+    return event(content, kind="error")
 
 
 class EventStream(StreamingResponse):

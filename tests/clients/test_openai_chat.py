@@ -178,10 +178,13 @@ def test_a_call_that_is_enforced_follows_its_schema(chat: Complete, tool_choice:
     }
     if stream:
         chunks = read_stream(chat(stream=True, **fields))
-        (call,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
-        assert call.index == 0
-        assert call.function is not None
-        name, arguments = call.function.name, call.function.arguments or ""
+        begin, *rest = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+        assert begin.id is not None
+        assert begin.function is not None
+        assert begin.function.arguments == ""
+        assert all(call.index == 0 and call.id is None and call.function is not None for call in rest)
+        name = begin.function.name
+        arguments = "".join(call.function.arguments or "" for call in rest if call.function is not None)
         content = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         reason = chunks[-1].choices[0].finish_reason
     else:

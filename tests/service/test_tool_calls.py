@@ -1,6 +1,7 @@
 """Calls of functions in the text of a model: they are read from any pieces of the text, and nothing is lost."""
 
 import json
+from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,52 +13,95 @@ from hypothesis import strategies as st
 from model.engine.request import Output
 from model.text.roles import without_system_role
 from model.text.transcript import End, FinishReason, TokenOutput
+from service.answers.call_forms import BEGIN, END, Form, form_of
 from service.answers.call_ids import demands_short_ids, new_call_id, with_short_ids
+from service.answers.chat_pieces import CallArguments, CallBegin, Content, WholeMessage, join_pieces
+from service.answers.chat_stream import ChatStream
 from service.answers.generation import ChoiceOutput, Generation
-from service.answers.tool_calls import BEGIN, END, LIST_MARK, Form, ToolCallParser, form_of
+from service.answers.tool_calls import ToolCallParser
 from service.answers.tools_as_text import as_text, without_tools
 from service.http.openai_schemas import ChatRequest
 from service.routes.openai.chat import Writer
 
-NAMES = ["get_weather", "get_time"]
+LIST_MARK = "[TOOL_CALLS]"
+WEATHER_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "hours": {"type": "array"},
+        "is_metric": {"type": ["boolean", "null"]},
+    },
+}
+FUNCTIONS: dict[str, dict[str, Any]] = {"get_weather": WEATHER_SCHEMA, "get_time": {"type": "object"}}
 CALL = '{"name": "get_weather", "arguments": {"city": "Zürich"}}'
 TAGGED = f"{BEGIN}\n{CALL}\n{END}"
 
 
 def new_parser(form: Form) -> ToolCallParser:
-    return ToolCallParser(form, NAMES, partial(new_call_id, is_short=False))
+    return ToolCallParser(form, FUNCTIONS, partial(new_call_id, is_short=False))
 
 
 def read(form: Form, pieces: list[str]) -> tuple[str, list[tuple[str, Any]]]:
     """The content and the calls of a text that arrives in pieces."""
-    parser = new_parser(form)
-    deltas = [*map(parser.push, pieces), parser.finish()]
-    calls = [call for delta in deltas for call in delta.calls]
-    assert parser.num_calls == len(calls) == len({call.id for call in calls})
-    return "".join(delta.content for delta in deltas), [(call.name, json.loads(call.arguments)) for call in calls]
+    found = message_of(new_parser(form), pieces)
+    assert len(found.calls) == len({call.id for call in found.calls})
+    return found.content, [(call.name, json.loads(call.arguments)) for call in found.calls]
+
+
+def message_of(parser: ToolCallParser, parts: Iterable[str]) -> WholeMessage:
+    """The message that a text makes, which arrives in parts."""
+    pieces = [piece for part in parts for piece in parser.push(part)]
+    return join_pieces([*pieces, *parser.finish()])
 
 
 WEATHER = ("get_weather", {"city": "Zürich"})
+FORECAST = ("get_weather", {"city": "Zürich", "days": 3, "hours": [6, 12], "is_metric": True})
+FORECAST_JSON = (
+    '{"name": "get_weather", "arguments": {"city": "Zürich", "days": 3, "hours": [6, 12], "is_metric": true}}'
+)
+FORECAST_XML = (
+    "<function=get_weather>\n<parameter=city>\nZürich\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    "<parameter=hours>\n[6, 12]\n</parameter>\n<parameter=is_metric>\nTrue\n</parameter>\n</function>"
+)
+FORECAST_PYTHON = "get_weather(city='Zürich', days=3, hours=[6, 12], is_metric=True)"
+LINES = 'if a < b:\n    print("</p>")\n'
+# As the model cards and templates of these families show their calls:
+PUBLISHED: list[tuple[Form, str, str, list[Any]]] = [
+    ("tagged", f"{BEGIN}\n{FORECAST_JSON}\n{END}", "", [FORECAST]),  # Hermes, Qwen, SmolLM3, Granite 4
+    ("tagged", f"I look.\n{BEGIN}\n{FORECAST_JSON}\n{END}\n{TAGGED}", "I look.\n", [FORECAST, WEATHER]),
+    ("xml", f"I look.\n\n{BEGIN}\n{FORECAST_XML}\n{END}", "I look.\n\n", [FORECAST]),  # Qwen3-Coder
+    ("xml", f"{FORECAST_XML}\n{BEGIN}\n<function=get_time>\n</function>\n{END}", "", [FORECAST, ("get_time", {})]),
+    ("list", f"{LIST_MARK}[{FORECAST_JSON}]", "", [FORECAST]),  # Mistral
+    ("list", f'Sure.{LIST_MARK}get_weather[CALL_ID]a1b2c3d4e[ARGS]{{"city": "Zürich"}}', "Sure.", [WEATHER]),
+    ("piped", f"<|tool_call|>[{FORECAST_JSON}, {CALL}]", "", [FORECAST, WEATHER]),  # Granite 3
+    ("piped", f"<|tool_call|>{FORECAST_JSON}<|/tool_call|>", "", [FORECAST]),  # Phi-4-mini
+    ("functools", f"functools[{FORECAST_JSON}, {CALL}]", "", [FORECAST, WEATHER]),  # Phi-4-mini
+    ("function_call", f"<function_call> {FORECAST_JSON}", "", [FORECAST]),  # Granite 20B
+    ("bare", FORECAST_JSON.replace("arguments", "parameters"), "", [FORECAST]),  # Llama 3
+    ("bare", f"<|python_tag|>{FORECAST_JSON.replace('arguments', 'parameters')}", "", [FORECAST]),
+    ("pythonic", f"[{FORECAST_PYTHON}, get_time()]", "", [FORECAST, ("get_time", {})]),  # Llama 3.2
+    ("pythonic", f"<|python_start|>[{FORECAST_PYTHON}]<|python_end|>", "", [FORECAST]),  # Llama 4
+    ("block", f"Yes:\n```tool_code\n{FORECAST_PYTHON}\n```", "Yes:\n", [FORECAST]),  # Gemma
+    ("block", f"```tool_code\nprint({FORECAST_PYTHON})\nget_time()\n```", "", [FORECAST, ("get_time", {})]),
+]
 TEXTS: list[tuple[Form, str, str, list[Any]]] = [
-    ("tagged", TAGGED, "", [WEATHER]),
-    ("tagged", f"I look.\n{TAGGED}\n{TAGGED}", "I look.\n", [WEATHER, WEATHER]),
+    *PUBLISHED,
     ("tagged", f"{BEGIN}{CALL}", "", [WEATHER]),
-    ("tagged", f"{BEGIN}\n{CALL[:-3]}", f"{BEGIN}\n{CALL[:-3]}", []),
     ("tagged", TAGGED.replace("get_weather", "fly"), TAGGED.replace("get_weather", "fly"), []),
     ("tagged", "5 < 6 and <tool", "5 < 6 and <tool", []),
     ("tagged", CALL, CALL, []),
     ("tagged", TAGGED.replace("Zürich", END), "", [("get_weather", {"city": END})]),
     ("tagged", TAGGED.replace("Zürich", "\\ud800"), "", [("get_weather", {"city": "\ufffd"})]),
     ("tagged", TAGGED.replace("Zürich", "\\ud83d\\ude00\\\\ud800"), "", [("get_weather", {"city": "😀\\ud800"})]),
-    ("tagged", TAGGED.replace('"Zürich"', "NaN"), TAGGED.replace('"Zürich"', "NaN"), []),
-    ("tagged", TAGGED.replace('"Zürich"', "1e999"), TAGGED.replace('"Zürich"', "1e999"), []),
+    ("tagged", f"{TAGGED}\n\nDone.", "Done.", [WEATHER]),
     ("bare", f"{CALL}; {CALL}", "", [WEATHER, WEATHER]),
+    ("bare", f"{CALL}; so", "; so", [WEATHER]),
     ("bare", '{"name": "get_time", "arguments": "{}"}', "", [("get_time", {})]),
-    ("bare", '{"name": "get_time", "arguments": "now"}', '{"name": "get_time", "arguments": "now"}', []),
     ("list", f"[{CALL}, {CALL}]", "", [WEATHER, WEATHER]),
     ("list", "[1, 2]", "[1, 2]", []),
     ("list", "no call", "no call", []),
-    ("bare", CALL.replace("arguments", "parameters"), "", [WEATHER]),
+    ("bare", '{"arguments": {"city": "Zürich"}, "id": 3, "name": "get_weather"}', "", [WEATHER]),
     ("bare", '{"name": "get_time"}', "", [("get_time", {})]),
     ("bare", '{"name": 3}', '{"name": 3}', []),
     ("bare", f"Well: {CALL}", f"Well: {CALL}", []),
@@ -71,7 +115,6 @@ TEXTS: list[tuple[Form, str, str, list[Any]]] = [
     ("tagged", f"{BEGIN}[{CALL}, {CALL}]{END}", "", [WEATHER, WEATHER]),
     ("tagged", f"{BEGIN}{BEGIN}{BEGIN}\n{CALL}{END}", f"{BEGIN}{BEGIN}", [WEATHER]),
     ("list", f"Use {LIST_MARK} for it.{LIST_MARK} [{CALL}]", f"Use {LIST_MARK} for it.", [WEATHER]),
-    ("list", f"{LIST_MARK}[{CALL}]", "", [WEATHER]),
     ("list", f"[1] says so.{LIST_MARK}[{CALL}]", "[1] says so.", [WEATHER]),
     (
         "list",
@@ -79,10 +122,19 @@ TEXTS: list[tuple[Form, str, str, list[Any]]] = [
         "Sure.",
         [("get_time", {}), WEATHER],
     ),
-    ("list", f"{LIST_MARK}get_time[CALL_ID]a1b2c3d4e[ARGS]{{}}", "", [("get_time", {})]),
     ("list", f"{LIST_MARK}get_times[ARGS]{{}}", f"{LIST_MARK}get_times[ARGS]{{}}", []),
-    ("bare", f"I look.<|python_tag|>{CALL}", "I look.", [WEATHER]),
     ("bare", '{"name": "get_time", "parameters": null}', "", [("get_time", {})]),
+    ("pythonic", "[1, 2] and [fly()]", "[1, 2] and [fly()]", []),
+    ("pythonic", "[get_weather('Zürich, (CH)', 3)]", "", [("get_weather", {"city": "Zürich, (CH)", "days": 3})]),
+    ("pythonic", '[get_weather(city="""a \'b\', \\n""")]', "", [("get_weather", {"city": "a 'b', \n"})]),
+    ("pythonic", "[get_weather(city=Zürich)]", "", [WEATHER]),
+    ("block", "```python\nget_time()\n```", "```python\nget_time()\n```", []),
+    (
+        "xml",
+        f"{BEGIN}<function=get_weather><parameter=city>\n{LINES}\n</parameter><parameter=other>x</parameter>{END}",
+        "",
+        [("get_weather", {"city": LINES, "other": "x"})],
+    ),
 ]
 
 
@@ -110,9 +162,35 @@ def test_arguments_are_the_text_that_the_model_wrote(form: Form, arguments: str,
     """The numbers, the order of the keys, the spaces and the escapes."""
     written = json.dumps(arguments) if is_text else arguments
     call = f'{{"name": "get_weather", "arguments": {written}}}'
+    text = {"tagged": f"{BEGIN}{call}{END}", "list": f"[{call}]", "bare": call}[form]
+    assert [call.arguments for call in message_of(new_parser(form), [text]).calls] == [arguments]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), PUBLISHED)
+def test_a_call_arrives_while_it_is_written(form: Form, text: str, content: str, calls: list[Any]) -> None:
+    """The name comes before the text of the arguments is there, and the arguments before their end."""
     parser = new_parser(form)
-    deltas = [parser.push({"tagged": f"{BEGIN}{call}{END}", "list": f"[{call}]", "bare": call}[form]), parser.finish()]
-    assert [call.arguments for delta in deltas for call in delta.calls] == [arguments]
+    steps = [(len(text[:end]), piece) for end in range(len(text)) for piece in parser.push(text[end : end + 1])]
+    begin = next(place for place, piece in steps if isinstance(piece, CallBegin))
+    arguments = [(place, piece.text) for place, piece in steps if isinstance(piece, CallArguments) and piece.index == 0]
+    assert begin <= text.index(calls[0][0]) + len(calls[0][0]) + len("[CALL_ID]a1b2c3d4e[ARGS]")
+    assert len(arguments) > 3
+    assert begin <= arguments[0][0] < arguments[-1][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "arguments"),
+    [
+        (f"{BEGIN}\n{CALL[:-4]}", "", '{"city": "Züric'),
+        (TAGGED.replace('"Zürich"', "NaN"), "", '{"city": NaN}'),
+        (TAGGED.replace("}}", ""), "", '{"city": "Zürich"\n'),
+        (TAGGED.replace("}}", "}"), "", '{"city": "Zürich"}'),
+        (TAGGED.replace("}}", "}.}") + " So", ".}\n</tool_call> So", '{"city": "Zürich"}'),
+    ],
+)
+def test_a_broken_call_has_the_arguments_that_were_written(text: str, content: str, arguments: str) -> None:
+    found = message_of(new_parser("tagged"), text)
+    assert (found.content, [call.arguments for call in found.calls]) == (content, [arguments])
 
 
 OPEN = f'{BEGIN}{{"'  # a text of JSON begins, in which marks do not count
@@ -138,9 +216,8 @@ MARKS_IN_TEXT = f'{BEGIN}{{\\"'
 def test_a_long_text_of_marks_is_read_in_linear_time(begin: str, piece: str, end: str, length: int) -> None:
     """Quadratic work on these texts would take many seconds."""
     text = begin + piece * ((40_000 if length == 1 else 100_000) // len(piece)) + end
-    parser = new_parser("tagged")
-    deltas = [parser.push(text[start : start + length]) for start in range(0, len(text), length)]
-    assert "".join(delta.content for delta in [*deltas, parser.finish()]) == text
+    parts = (text[start : start + length] for start in range(0, len(text), length))
+    assert message_of(new_parser("tagged"), parts).content == text
 
 
 def test_calls_behind_many_broken_ones_are_read() -> None:
@@ -160,20 +237,35 @@ def test_a_text_without_a_whole_call_is_returned_as_it_is(form: Form, pieces: li
 
 def test_content_that_cannot_begin_a_call_is_not_kept_back() -> None:
     parser = new_parser("tagged")
-    assert [parser.push(piece).content for piece in ("Hello", " <", "b>", "<tool_c", "an")] == [
-        "Hello",
-        " ",
-        "<b>",
-        "",
-        "<tool_can",
+    assert [parser.push(text) for text in ("Hello", " <", "b>", "<tool_c", "an")] == [
+        [Content("Hello")],
+        [Content(" ")],
+        [Content("<b>")],
+        [],
+        [Content("<tool_can")],
     ]
 
 
-def test_the_form_of_calls_follows_from_the_template() -> None:
-    assert form_of("{{ tools }} <tool_call>") == "tagged"
-    assert form_of("{{ tools }} [TOOL_CALLS]") == "list"
-    assert form_of("{{ tools }} <|python_tag|>") == "bare"
-    assert form_of("{{ messages }}") == "tagged"
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("{{ '<tool_call>' }}", "tagged"),
+        ("<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>", "xml"),
+        ("[TOOL_CALLS]", "list"),
+        ("respond with <|tool_call|> followed by a JSON list of tools used", "piped"),
+        ('formatted as functools[{"name": [function name], ...', "functools"),
+        ('please output "<function_call> {...}"', "function_call"),
+        (
+            "[func_name1(params_name1=params_value1...), func_name2(params)] <|python_tag|>",
+            "pythonic",
+        ),
+        ("wrap it in ```tool_code", "block"),
+        ("<|python_tag|>", "bare"),
+        ("{{ messages }}", "tagged"),
+    ],
+)
+def test_the_form_of_calls_follows_from_the_template(template: str, form: Form) -> None:
+    assert form_of("{{ tools }} " + template) == form
 
 
 def test_a_conversation_for_a_template_without_tools_has_them_as_text() -> None:
@@ -258,12 +350,13 @@ def test_the_ids_of_calls_fit_a_template_that_checks_them() -> None:
 @pytest.mark.parametrize(("ended", "reason"), [("stop", "tool_calls"), ("length", "length")])
 def test_an_answer_that_is_cut_off_after_a_complete_call_says_so(ended: FinishReason, reason: str) -> None:
     generation = SimpleNamespace(
-        id="c", model_name="m", num_choices=1, checkpoint=SimpleNamespace(tokenizer=None), edit_answers=lambda index: {}
+        id="c", model_name="m", num_choices=1, checkpoint=SimpleNamespace(tokenizer=None), edit_answers=lambda index: ()
     )
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Weather?"}], "stream": True})
-    writer = Writer(body, cast(Generation, generation), [new_parser("tagged")])
+    stream = ChatStream(cast(Generation, generation), [new_parser("tagged")])
     step = Output("c", 0, tokens=[TokenOutput(1, TAGGED)], end=End(ended))
-    *_, last = writer.events(ChoiceOutput(0, step, None))
+    *_, last = Writer(body, stream).chunks(stream.read(ChoiceOutput(0, step, None)))
     (choice,) = json.loads(last.removeprefix(b"data: "))["choices"]
     assert choice["finish_reason"] == reason
-    assert [call["function"]["name"] for call in choice["delta"]["tool_calls"]] == ["get_weather"]
+    begin, arguments = choice["delta"]["tool_calls"]
+    assert (begin["function"]["name"], json.loads(arguments["function"]["arguments"])) == WEATHER

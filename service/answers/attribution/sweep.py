@@ -28,7 +28,7 @@ from service.http.attribute_schemas import PatchingRequest
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
 from service.http.errors import ApiError, draining, internal, timed_out
-from service.http.sse import DONE, EventStream, error_event, event
+from service.http.sse import DONE, EventStream, error_content, error_event, event
 from service.request_notes import notes_of
 from service.request_stream import RequestStream
 from service.state import get_engine, get_reservation
@@ -99,10 +99,10 @@ class SweepRun:
                         yield event(results.SweepCells(tuple(group)))
             yield event(results.SweepEnd(len(plan.cells), results.AttributionTimings(*self._timings())))
         except ApiError as error:
-            yield error_event(notes_of(plan.question.request.scope), error)
+            yield error_event(error_content(notes_of(plan.question.request.scope), error))
         except Exception:  # a bug; the status line is already sent, so the stream has to report it
             logger.exception("sweep %s failed", self._id)
-            yield error_event(notes_of(plan.question.request.scope), internal())
+            yield error_event(error_content(notes_of(plan.question.request.scope), internal()))
         yield DONE
 
     def _timings(self) -> tuple[float, float]:

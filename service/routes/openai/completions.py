@@ -2,29 +2,31 @@
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request, Response
 
+from forwardscope.results.openai import Completion, CompletionChoice, CompletionLogprobs
 from model.text.transcript import End, TokenOutput
 from service.answers.constraints import compile_constraint, structured_output
 from service.answers.generation import Choice, ChoiceOutput, Generation, start_generation, whole_answer
 from service.answers.generation_plan import Inputs, Options
 from service.answers.openai_answers import (
+    ChunkTemplate,
     TokenStrings,
     check_implemented,
-    edits,
     finish_reason,
+    has_last_usage,
+    has_running_usage,
     prompt_logprobs,
-    running_usage,
     usage,
-    usage_events,
 )
 from service.answers.prompts import as_list, param_of, prompt_ids
 from service.http.bodies import JsonRoute
 from service.http.errors import invalid
-from service.http.openai_schemas import CompletionAnswer, CompletionRequest
+from service.http.openai_schemas import CompletionRequest
 from service.http.openapi import EVENT, also
 from service.http.sse import EventStream, event
 from service.state import CheckpointDep, State, StateDep, find_adapter
@@ -36,7 +38,7 @@ DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 @router.post(
     "/v1/completions",
     summary="Continue prompts, in OpenAI's form",
-    response_model=CompletionAnswer,
+    response_model=Completion,
     responses=also("text/event-stream", EVENT),
 )
 async def completions(
@@ -106,20 +108,23 @@ class Writer:
         self._body = body
         self._generation = generation
         self._strings = TokenStrings(generation.checkpoint.tokenizer, as_ids=body.return_tokens_as_token_ids)
-        self._head = {
+        self._has_running_usage = has_running_usage(body)
+        self._head: dict[str, Any] = {
             "id": generation.id,
-            "object": "text_completion",
             "created": int(time.time()),
             "model": generation.model_name,
         }
         self._has_begun = [False] * generation.num_choices
+        asks_more = body.logprobs is not None or body.return_token_ids or self._has_running_usage
+        indices = range(generation.num_choices if body.stream and not asks_more else 0)
+        self._templates = [ChunkTemplate(partial(self._text_chunk, index)) for index in indices]
 
     async def answer(self) -> bytes:
         """Wait until every choice has ended, and encode the answer."""
         choices = await self._generation.collect()
         return await self._generation.encode(lambda: self._answer(choices))
 
-    def _answer(self, choices: list[Choice]) -> dict[str, Any]:
+    def _answer(self, choices: list[Choice]) -> Completion:
         num_generated, num_returned = self._generation.params.n, self._body.n
         returned = []
         for start in range(0, len(choices), num_generated):
@@ -128,9 +133,9 @@ class Writer:
                 of_prompt = sorted(of_prompt, key=mean_logprob, reverse=True)[:num_returned]
             returned += of_prompt
         answers = [self._choice(index, choice) for index, choice in enumerate(returned)]
-        return self._head | {"choices": answers, "usage": usage(self._generation)}
+        return Completion(**self._head, choices=answers, usage=usage(self._generation))
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: Choice) -> CompletionChoice:
         assert choice.last is not None
         traces = choice.traces if self._generation.is_traced else None
         return self._part(index, choice.index, choice.prompt_tokens, choice.tokens, traces, choice.last.end)
@@ -138,12 +143,27 @@ class Writer:
     def events(self, output: ChoiceOutput) -> Iterator[bytes]:
         """Write one chunk for the output of one step."""
         step = output.result
+        if self._templates and output.trace is None and step.end is None and not step.prompt_tokens:
+            yield self._templates[output.index].fill("".join([token.text for token in step.tokens]))
+            return
         traces = None if output.trace is None else [output.trace]
         part = self._part(output.index, output.index, step.prompt_tokens, step.tokens, traces, step.end)
-        yield event(self._head | {"choices": [part]} | running_usage(self._body, self._generation))
+        yield self._chunk(part)
+
+    def _chunk(self, part: CompletionChoice) -> bytes:
+        counts = usage(self._generation) if self._has_running_usage else None
+        return event(Completion(**self._head, choices=[part], usage=counts))
+
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        """Write a chunk that has nothing but a text of one choice."""
+        return self._chunk(
+            CompletionChoice(index=index, text=text, logprobs=None, finish_reason=None, stop_reason=None)
+        )
 
     def last_events(self) -> list[bytes]:
-        return usage_events(self._body, self._head, self._generation)
+        if not has_last_usage(self._body):
+            return []
+        return [event(Completion(**self._head, choices=(), usage=usage(self._generation)))]
 
     def _part(
         self,
@@ -153,40 +173,40 @@ class Writer:
         tokens: list[TokenOutput],
         traces: list[orjson.Fragment] | None,
         end: End | None,
-    ) -> dict[str, Any]:
+    ) -> CompletionChoice:
         """Describe a choice, or the new part of it. `index` is its number in the answer, `choice` in the generation."""
-        body = self._body
+        body, generation = self._body, self._generation
         returned = [*prompt_tokens, *tokens] if body.echo else tokens
-        part: dict[str, Any] = {
-            "index": index,
-            "text": "".join(token.text for token in returned),
-            "logprobs": None if body.logprobs is None else self._logprobs(returned, body.logprobs),
-            "finish_reason": None if end is None else finish_reason(end, self._generation),
-            "stop_reason": None if end is None else end.stop_reason,
-        }
-        if body.prompt_logprobs is not None and prompt_tokens:
-            part["prompt_logprobs"] = prompt_logprobs(prompt_tokens, body.prompt_logprobs, self._strings)
-        if body.return_token_ids:
-            part["token_ids"] = [token.token_id for token in tokens]
-            if not self._has_begun[choice]:
-                part["prompt_token_ids"] = self._generation.prompts[choice // self._generation.params.n]
-        if traces is not None:
-            part["trace"] = traces
-        self._has_begun[choice] = True
-        return part if end is None else part | edits(self._generation, choice)
+        is_first, self._has_begun[choice] = not self._has_begun[choice], True
+        trace: Any = traces  # the JSON of each `StepTrace`
+        num_top, has_ids = body.prompt_logprobs, body.return_token_ids
+        return CompletionChoice(
+            index=index,
+            text="".join(token.text for token in returned),
+            logprobs=None if body.logprobs is None else self._logprobs(returned, body.logprobs),
+            finish_reason=None if end is None else finish_reason(end, generation),
+            stop_reason=None if end is None else end.stop_reason,
+            prompt_logprobs=None
+            if num_top is None or not prompt_tokens
+            else prompt_logprobs(prompt_tokens, num_top, self._strings),
+            prompt_token_ids=generation.prompts[choice // generation.params.n] if has_ids and is_first else None,
+            token_ids=[token.token_id for token in tokens] if has_ids else None,
+            trace=trace,
+            edits=() if end is None else generation.edit_answers(choice),
+        )
 
-    def _logprobs(self, tokens: list[TokenOutput], num_top: int) -> dict[str, Any]:
+    def _logprobs(self, tokens: list[TokenOutput], num_top: int) -> CompletionLogprobs:
         """Describe the log-probabilities of tokens, and where the text of each begins."""
         entries = [token.logprobs for token in tokens]
-        return {
-            "tokens": [self._strings.text(token.token_id) for token in tokens],
-            "token_logprobs": [None if entry is None else entry.chosen for entry in entries],
-            "top_logprobs": [
+        return CompletionLogprobs(
+            [self._strings.text(token.token_id) for token in tokens],
+            [None if entry is None else entry.chosen for entry in entries],
+            [
                 None if entry is None else self._strings.top(token.token_id, entry, num_top)
                 for token, entry in zip(tokens, entries, strict=True)
             ],
-            "text_offset": [token.offset for token in tokens],
-        }
+            [token.offset for token in tokens],
+        )
 
 
 def mean_logprob(choice: Choice) -> float:

@@ -1,31 +1,36 @@
 """GET /v1/models, GET /v1/models/{model} and GET /tokenizer_info: what is served, as OpenAI and vLLM show it."""
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 
+from forwardscope.results.openai import OpenAIModel, OpenAIModels, TokenizerInfo
 from model.checkpoints.load import Checkpoint
+from service.http.encoding import json_response
 from service.http.errors import ApiError
-from service.http.openai_schemas import OpenAIModel, OpenAIModels, TokenizerInfo
 from service.http.openapi import error_answers
 from service.state import CheckpointDep, State, StateDep, check_model
 
 router = APIRouter(tags=["openai"], responses=error_answers(503))
 
 
-@router.get("/v1/models", summary="The served model and its adapters, in OpenAI's form")
-async def models(state: StateDep, checkpoint: CheckpointDep) -> OpenAIModels:
-    return OpenAIModels(data=[describe(state, checkpoint, name) for name in (checkpoint.name, *checkpoint.adapters)])
+@router.get("/v1/models", summary="The served model and its adapters, in OpenAI's form", response_model=OpenAIModels)
+async def models(state: StateDep, checkpoint: CheckpointDep) -> Response:
+    found = [describe(state, checkpoint, name) for name in (checkpoint.name, *checkpoint.adapters)]
+    return json_response(OpenAIModels(data=found))
 
 
 @router.get(
-    "/v1/models/{model:path}", summary="The served model or adapter of this name", responses=error_answers(404, 422)
+    "/v1/models/{model:path}",
+    summary="The served model or adapter of this name",
+    response_model=OpenAIModel,
+    responses=error_answers(404, 422),
 )
-async def model(model: str, state: StateDep, checkpoint: CheckpointDep) -> OpenAIModel:
+async def model(model: str, state: StateDep, checkpoint: CheckpointDep) -> Response:
     check_model(checkpoint, model)
-    return describe(state, checkpoint, model)
+    return json_response(describe(state, checkpoint, model))
 
 
 def describe(state: State, checkpoint: Checkpoint, name: str) -> OpenAIModel:
-    """Describe the checkpoint or one of its adapters. `created` is the start of the service, in seconds since 1970."""
+    """Describe the checkpoint or one of its adapters."""
     limit = checkpoint.model.config.max_positions
     if state.engine is not None:
         limit = min(limit, state.engine.num_cache_tokens)
@@ -39,17 +44,21 @@ def describe(state: State, checkpoint: Checkpoint, name: str) -> OpenAIModel:
 
 
 @router.get(
-    "/tokenizer_info", summary="The special tokens and the chat template, in vLLM's form", responses=error_answers(404)
+    "/tokenizer_info",
+    summary="The special tokens and the chat template, in vLLM's form",
+    response_model=TokenizerInfo,
+    responses=error_answers(404),
 )
-async def tokenizer_info(checkpoint: CheckpointDep) -> TokenizerInfo:
+async def tokenizer_info(checkpoint: CheckpointDep) -> Response:
     tokenizer, template = checkpoint.tokenizer, checkpoint.chat_template
     if tokenizer is None:
         raise ApiError(404, "this checkpoint has no tokenizer.json", code="no_tokenizer")
     eos_token = next((tokenizer.token_text(token_id) for token_id in checkpoint.generation.eos_token_ids), None)
-    return TokenizerInfo(
+    info = TokenizerInfo(
         tokenizer_class="PreTrainedTokenizerFast",
         model_max_length=checkpoint.model.config.max_positions,
         vocab_size=tokenizer.vocab_size,
         chat_template=None if template is None else template.source_for(with_tools=False),
         **({"eos_token": eos_token} | dict(checkpoint.special_tokens)),
     )
+    return json_response(info)

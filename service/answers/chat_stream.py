@@ -1,0 +1,129 @@
+"""The answer of a chat, before any protocol: an ordered stream of pieces, tokens and ends.
+
+Chat completions, Responses and Messages are three ways to write the same stream. A route starts it with `start_chat`
+(chats.py), and its writer gets one `ChatOutput` for each step of each choice, or one for each whole choice.
+"""
+
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import orjson
+
+from model.text import thinking
+from model.text.tokenizer import Tokenizer
+from model.text.transcript import End, TokenOutput
+from service.answers import call_forms
+from service.answers.chat_pieces import CallBegin, Content, Piece, PieceReader
+from service.answers.chat_thinking import PieceThinkingReader
+from service.answers.generation import Choice, ChoiceOutput, Generation, WriteError
+from service.answers.openai_answers import finish_reason
+from service.http.sse import DONE, error_event
+
+
+@dataclass(slots=True)
+class ChatEnd:
+    """The end of a choice. `stop_reason`: the stop string, or the id of the stop token."""
+
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: str | int | None
+
+
+@dataclass(slots=True)
+class ChatOutput:
+    """The new part of choice `index`: that of one step, or the whole of it.
+
+    `tokens` have their log-probabilities, if the request asks for them. `traces` are JSON. `end` is in the last output.
+    """
+
+    index: int
+    pieces: Sequence[Piece]
+    tokens: Sequence[TokenOutput]
+    prompt_tokens: Sequence[TokenOutput]
+    traces: Sequence[orjson.Fragment] | None
+    end: ChatEnd | None
+
+
+class ChatStream:
+    """The answer to a conversation while it is generated.
+
+    `readers` has one for each choice; None if all text is content. The caller must close the `generation`, which also
+    counts the tokens for the usage.
+    """
+
+    def __init__(self, generation: Generation, readers: Sequence[PieceReader | None]) -> None:
+        self.generation = generation
+        self.num_reasoning = 0
+        """Tokens of all choices that belong to the thinking, up to its last mark."""
+        self._readers = readers
+        self._marks = mark_names(generation.checkpoint.tokenizer) if any(readers) else {}
+        self._has_calls = [False] * generation.num_choices
+
+    def events(
+        self,
+        write: Callable[[ChatOutput], Iterable[bytes]],
+        write_last: Callable[[], Iterable[bytes]] = tuple,
+        write_error: WriteError = error_event,
+        done: bytes = DONE,
+    ) -> AsyncGenerator[bytes]:
+        """The events that `write` makes of each output, and those at the end. See `Generation.events`."""
+        return self.generation.events(lambda output: write(self.read(output)), write_last, write_error, done)
+
+    def read(self, output: ChoiceOutput) -> ChatOutput:
+        """Read the output of one step. Raises 503 for a choice that was cancelled."""
+        step = output.result
+        traces = None if output.trace is None else [output.trace]
+        return self._read(output.index, step.tokens, step.prompt_tokens, traces, step.end)
+
+    async def collect(self) -> list[Choice]:
+        """Wait until every choice has ended. `read_whole` reads one, which may take long."""
+        return await self.generation.collect()
+
+    def read_whole(self, choice: Choice) -> ChatOutput:
+        """Read a choice that has ended. Raises 503 if it was cancelled."""
+        assert choice.last is not None
+        traces = choice.traces if self.generation.is_traced else None
+        return self._read(choice.index, choice.tokens, choice.prompt_tokens, traces, choice.last.end)
+
+    def _read(
+        self,
+        index: int,
+        tokens: Sequence[TokenOutput],
+        prompt_tokens: Sequence[TokenOutput],
+        traces: Sequence[orjson.Fragment] | None,
+        end: End | None,
+    ) -> ChatOutput:
+        pieces = self._pieces(index, tokens, is_last=end is not None)
+        return ChatOutput(index, pieces, tokens, prompt_tokens, traces, None if end is None else self._end(index, end))
+
+    def _pieces(self, index: int, tokens: Sequence[TokenOutput], *, is_last: bool) -> Sequence[Piece]:
+        reader = self._readers[index]
+        if reader is None:
+            text = "".join(token.text for token in tokens)
+            return [Content(text)] if text else []
+        texts = [self._marks.get(token.token_id, "") + token.text for token in tokens]
+        pieces: list[Piece] = []
+        num_read = 0
+        if isinstance(reader, PieceThinkingReader):
+            while num_read < len(texts) and not reader.is_over:
+                was_thinking = reader.is_thinking
+                pieces += reader.push(texts[num_read])
+                self.num_reasoning += was_thinking or reader.is_thinking
+                num_read += 1
+        pieces += reader.push("".join(texts[num_read:]))
+        if is_last:
+            pieces += reader.finish()
+        self._has_calls[index] |= any(isinstance(piece, CallBegin) for piece in pieces)
+        return pieces
+
+    def _end(self, index: int, end: End) -> ChatEnd:
+        reason = finish_reason(end, self.generation)
+        return ChatEnd("tool_calls" if reason == "stop" and self._has_calls[index] else reason, end.stop_reason)
+
+
+def mark_names(tokenizer: Tokenizer | None) -> dict[int, str]:
+    """The marks in answers that are special tokens, which have no text of their own: id -> name."""
+    if tokenizer is None:
+        return {}
+    ids = {tokenizer.id_of(name): name for name in (*call_forms.MARK_TOKENS, *thinking.MARK_TOKENS)}
+    return {token_id: ids[token_id] for token_id in ids if token_id is not None and tokenizer.special_name(token_id)}

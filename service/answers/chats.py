@@ -1,0 +1,107 @@
+"""Start the answer to a conversation: the work that is the same for every protocol of chats."""
+
+from functools import partial
+
+from fastapi import Request
+
+from model.checkpoints.load import Checkpoint
+from service.answers.call_forms import form_of
+from service.answers.call_ids import demands_short_ids, new_call_id
+from service.answers.chat_constraints import chat_constraint
+from service.answers.chat_pieces import PieceReader
+from service.answers.chat_stream import ChatStream
+from service.answers.chat_thinking import find_thinking
+from service.answers.constraints import compile_constraint
+from service.answers.conversations import conversation_ids, find_template
+from service.answers.generation import start_generation
+from service.answers.generation_plan import Inputs, Options
+from service.answers.offered_tools import OfferedTools, read_tools
+from service.answers.openai_answers import check_implemented
+from service.answers.tool_calls import ToolCallParser
+from service.http.errors import invalid, wrong_shape
+from service.http.openai_schemas import ChatRequest
+from service.ignored_fields import is_strict, note_ignored
+from service.state import State, find_adapter
+
+DEFAULT_LARGE_MAX_TOKENS = 1024  # with log-probabilities or a trace for each token
+
+
+async def start_chat(
+    body: ChatRequest,
+    request: Request,
+    state: State,
+    checkpoint: Checkpoint,
+    arrived: float,
+    id_prefix: str = "chatcmpl",
+) -> ChatStream:
+    """Check a conversation, and begin to generate its answer. `arrived` is as in `Inputs`.
+
+    Routes of other protocols convert their body to a `ChatRequest`, and rename the fields in errors with
+    `renamed_params`. Raises the errors of `start_generation`.
+    """
+    adapter = find_adapter(checkpoint, body.model, body.adapter)
+    check_implemented(body)
+    options = read_options(body, id_prefix)
+    template = find_template(checkpoint)
+    tools = find_tools(body, request, state)
+    source = template.source_for(with_tools=bool(tools.offered))
+    form = form_of(source)
+    if tools.enforced and body.stop:
+        body = without_stop(body, request, state)
+    ids = await conversation_ids(body, tools, request, state, checkpoint, template)
+    thinking = find_thinking(source, ids, body, checkpoint.tokenizer)
+    constraint = await compile_constraint(request, state, chat_constraint(body, tools, form))
+    if constraint is not None and thinking is not None and checkpoint.tokenizer is not None:
+        constraint = thinking.constrained(constraint, checkpoint.tokenizer)
+    inputs = Inputs(request, state, checkpoint, arrived, body, options, [ids], constraint, adapter)
+    generation = await start_generation(inputs)
+    functions = {function.name: function.parameters for function in tools.offered}
+    new_id = partial(new_call_id, is_short=demands_short_ids(source))
+
+    def new_reader() -> PieceReader | None:
+        calls = ToolCallParser(form, functions, new_id) if functions else None
+        return calls if thinking is None else thinking.reader(calls)
+
+    return ChatStream(generation, [new_reader() for _ in range(body.n)])
+
+
+def find_tools(body: ChatRequest, request: Request, state: State) -> OfferedTools:
+    """The tools of a request. Tools of types that nobody here runs are left out, or a 422 if the request is strict."""
+    tools = read_tools(body)
+    if is_strict(request.scope, state.settings.strict_fields) and tools.left_out:
+        raise wrong_shape(f"{tools.left_out[0]}.type", "only tools of the type 'function' are known", "literal_error")
+    note_ignored(request.scope, tools.left_out)
+    return tools
+
+
+def without_stop(body: ChatRequest, request: Request, state: State) -> ChatRequest:
+    """The same request without stop strings, which could end the text inside a call that the request demands."""
+    if is_strict(request.scope, state.settings.strict_fields):
+        raise invalid("stop", "cannot be combined with a tool_choice that demands a call; leave out one of them")
+    note_ignored(request.scope, ["stop"])
+    return body.model_copy(update={"stop": []})
+
+
+def read_options(body: ChatRequest, id_prefix: str) -> Options:
+    """The fields that only chats have. Raises 400 for fields that contradict each other."""
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise invalid("max_tokens", f"{body.max_tokens} is not max_completion_tokens; send only one of them")
+    if body.max_tokens == 0:
+        raise invalid("max_tokens", "0 generates nothing; send at least 1")
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", "is only for answers with log-probabilities; send logprobs: true")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "is only for streams; send stream: true")
+    max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    max_tokens_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    return Options(
+        id_prefix=id_prefix,
+        max_tokens=max_tokens,
+        # Memory for the whole answer is reserved, which would be much for a long context.
+        default_max_tokens=DEFAULT_LARGE_MAX_TOKENS if body.logprobs or body.trace is not None else None,
+        n=body.n,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+        is_chat=True,
+        field_names={"prompt": "messages", "max_tokens": max_tokens_name},
+    )
