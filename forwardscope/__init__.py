@@ -21,6 +21,7 @@ from model import __version__
 
 if TYPE_CHECKING:
     from forwardscope.local import LocalModel, load
+    from forwardscope.local_harvest import Harvest
 
 __all__ = [
     "ApiError",
@@ -28,6 +29,7 @@ __all__ = [
     "Client",
     "ConnectionFailed",
     "ForwardscopeError",
+    "Harvest",
     "InvalidArgument",
     "LocalModel",
     "RequestTimeout",
@@ -39,9 +41,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import PyTorch only when `load` is used: it takes seconds, and clients do not need it."""
+    """Import PyTorch only when `load` or `Harvest` is used: it takes seconds, and clients do not need it."""
     if name in ("load", "LocalModel"):
         from forwardscope import local
 
         return getattr(local, name)
+    if name == "Harvest":
+        from forwardscope.local_harvest import Harvest
+
+        return Harvest
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -25,6 +25,7 @@ from forwardscope.arguments import (
 from forwardscope.errors import InvalidArgument
 from forwardscope.local_edits import bind_edits
 from forwardscope.local_generation import GenerationCollector, build_engine, read_params
+from forwardscope.local_harvest import Harvest, to_sources
 from forwardscope.local_results import (
     describe_changes,
     describe_loss,
@@ -43,6 +44,8 @@ from model.analysis.edit_changes import residuals
 from model.analysis.edit_sources import Network
 from model.analysis.forward_trace import Trace as PassTrace
 from model.analysis.forward_trace import trace as trace_pass
+from model.analysis.harvest.harvest import HarvestOptions, harvest
+from model.analysis.surprisal import TextSurprisal, score_text
 from model.checkpoints.adapters import load_adapter
 from model.checkpoints.load import DTYPES, Checkpoint, load_checkpoint
 from model.choices import Kernels, KVCacheDtype, Quantization
@@ -306,6 +309,44 @@ class LocalModel:
             usage=found.usage,
             edits=found.edits,
         )
+
+    def harvest(
+        self,
+        corpus: str | PathLike[str] | Sequence[str | PathLike[str] | Sequence[int]],
+        stages: str | Sequence[str],
+        out: str | PathLike[str],
+        **options: Any,
+    ) -> Harvest:
+        """Run the model over a corpus, and write the rows of stages, one for each token, to the directory `out`.
+
+        The corpus is a text, a path, or a list of texts, paths and lists of token ids. `options` are the fields of
+        `HarvestOptions`: `context`, `packed`, `store`, `statistics`, `top_k`, `file_bytes`, `field`. The same call goes
+        on with a harvest that was interrupted. docs/harvesting.md describes the files.
+        """
+        unknown = options.keys() - {each.name for each in fields(HarvestOptions)}
+        if unknown:
+            raise InvalidArgument(min(unknown), "is not an option of `harvest`")
+        own = HarvestOptions(**options | {"statistics": tuple(to_texts(options.get("statistics", ()), "statistics"))})
+        harvest(self.checkpoint, to_sources(corpus), to_texts(stages, "stages"), Path(out), own)
+        return Harvest(out)
+
+    def score_text(self, text: str, *, stride: int | None = None, bos: bool = False) -> TextSurprisal:
+        """The surprisal of the tokens, words and sentences of a text, in bits.
+
+        The text may be longer than the context: it is scored in windows, each of which begins at most `stride` tokens
+        after the one before it, by default half a context. `bos` puts the begin-of-sequence token of the checkpoint
+        before the text, if its tokenizer does not do so. Otherwise the first token may have no surprisal.
+        """
+        if not isinstance(text, str):
+            raise InvalidArgument("text", f"{shown(text)} is not a text")
+        tokenizer, first_ids = self._tokenizer("text"), []
+        if bos:
+            first = self.checkpoint.special_tokens.get("bos_token")
+            token_id = None if first is None else tokenizer.id_of(first)
+            if token_id is None:
+                raise InvalidField("bos", f"{self.name} names no begin-of-sequence token")
+            first_ids = [] if tokenizer.encode("")[:1] == [token_id] else [token_id]
+        return score_text(self.checkpoint.model, tokenizer, text, stride=stride, first_ids=first_ids)
 
     @property
     def weights(self) -> LocalWeights:

@@ -36,6 +36,10 @@ def test_a_terminal_gets_a_bar_that_is_removed_at_the_end(clock: list[float], ca
     clock[0] = 2.1
     shown.advance(1)
     assert stream.getvalue() == before, "the next update is due 0.2 s later"
+    clock[0] = 4.0
+    shown.advance(1)
+    before = stream.getvalue()
+    assert before.endswith("]  70%, 0:00:03 left"), "two units took two seconds, and three are left"
     shown.finish()
     assert stream.getvalue().removeprefix(before).strip() == ""
     assert not caplog.records
@@ -49,7 +53,10 @@ def test_other_streams_get_a_log_line_every_five_seconds(clock: list[float], cap
         clock[0] = second
         shown.advance(1)
     shown.finish()
-    assert [record.message for record in caplog.records] == ["reading: 42 %", "reading: 83 %"]
+    assert [record.message for record in caplog.records] == [
+        "reading: 42 %, 0:00:07 left",
+        "reading: 83 %, 0:00:02 left",
+    ]
     assert not stream.getvalue()
 
 

@@ -2,11 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
+from forwardscope.errors import InvalidArgument
 from forwardscope.results.passes import AppliedEdits
 from forwardscope.results.records import Array, Doc, Fields, Number, Record
 from forwardscope.results.stages import Effects, PositionedToken, PositionPredictions, Stage, StageArrays, Token
+from forwardscope.stage_keys import StageKey
+
+if TYPE_CHECKING:
+    from forwardscope.plots import Picture
 
 
 class Target(Fields):
@@ -45,6 +50,14 @@ class Attribution(Record, StageArrays[Array], eq=False, kw_only=True):
         """All fields by their names, except the tokens and the stages."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("tokens", "stages")}
 
+    def plot(self, name: StageKey | None = None) -> "Picture":
+        """A picture of the whole answer, or of one of its stages. It needs `pip install "forwardscope[plots]"`."""
+        return self.draw() if name is None else super().plot(name)
+
+    def draw(self) -> "Picture":
+        """The picture of the whole answer."""
+        raise InvalidArgument("name", f"is missing; name one of the stages of {self.method!r}")
+
     def top_heads(self, count: int = 10) -> list[HeadShare]:
         """The heads with the largest shares, positive or negative, for the method "direct"."""
         shares = [
@@ -80,6 +93,12 @@ class DirectAttribution(Attribution[Any], eq=False, kw_only=True):
     layers: tuple[LayerShares, ...]
     final_norm_bias: float | None
 
+    def draw(self) -> "Picture":
+        """A picture of the shares of all heads and feed-forward networks."""
+        from forwardscope.plots import draw_shares
+
+        return draw_shares(self.layers)
+
 
 class Gradients(Attribution[Array], eq=False, kw_only=True):
     """The stages have the shapes of the stages of a pass, and gradients as values."""
@@ -102,8 +121,24 @@ class IntegratedGradients(Attribution[Any], eq=False, kw_only=True):
     error: float | None
     steps: int
 
+    def draw(self) -> "Picture":
+        """A picture with a bar for each token."""
+        from forwardscope.plots import draw_bars, texts
 
-class AttributionPatching(Attribution[Array], eq=False, kw_only=True):
+        return draw_bars(texts(self.tokens), self.attributions, "attribution")
+
+
+class SweptCells(Attribution[Array], eq=False, kw_only=True):
+    """The cells of a patching sweep."""
+
+    def draw(self) -> "Picture":
+        """A picture of all cells, with a row or a map for each stage."""
+        from forwardscope.plots import draw_sweep
+
+        return draw_sweep(self)
+
+
+class AttributionPatching(SweptCells[Array], eq=False, kw_only=True):
     """`stages` has about how much each patch would change the target from `corrupted_value` on."""
 
     method: Literal["attribution_patching"]
@@ -114,7 +149,7 @@ class AttributionPatching(Attribution[Array], eq=False, kw_only=True):
     stages: tuple[Effects[Array], ...]
 
 
-class Patching(Attribution[Array], eq=False, kw_only=True):
+class Patching(SweptCells[Array], eq=False, kw_only=True):
     """`stages` has the value of the target after each patch."""
 
     method: Literal["patching"]
@@ -151,6 +186,14 @@ class LogitLens(Attribution[Any], eq=False, kw_only=True):
     final: Annotated[tuple[Token, ...], Doc("the most likely token of each position after the last layer")]
     layers: tuple[LensStage, ...]
     edits: AppliedEdits = ()
+
+    def draw(self) -> "Picture":
+        """A picture with the most likely token of each layer and position."""
+        from forwardscope.plots import draw_lens, texts
+
+        positions = [each.position for each in self.layers[0].positions]
+        tops = [[each[0] for each in layer.positions] for layer in self.layers]
+        return draw_lens(tops, [layer.stage for layer in self.layers], texts(self.tokens, positions))
 
 
 def method_of(kind: type[Attribution[Any]]) -> str:

@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import field, fields
-from typing import Annotated, Any, Generic, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal
 
+from forwardscope.errors import InvalidArgument
 from forwardscope.results.passes import AppliedEdits, StageChange
 from forwardscope.results.records import Array, Doc, Fields, Named, Number, OrNull, Record
 from forwardscope.results.stages import PositionPredictions, Prediction, Stage, StageArrays, Token
 from forwardscope.tensor_files import NumpyArray
+
+if TYPE_CHECKING:
+    from forwardscope.plots import Picture
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -83,6 +87,20 @@ class Choice(Record, Generic[Array], kw_only=True):
         str | int | None, Doc("the stop string, the id of the stop token, or the reason of a cancellation")
     ]
     usage: Usage
+
+    def plot(self) -> "Picture":
+        """A picture of the logit lens of each step: the most likely token after each block. The call must ask for it.
+
+        It needs `pip install "forwardscope[plots]"`.
+        """
+        from forwardscope.plots import draw_lens, plain
+
+        steps = [(step.logit_lens, step.predictions) for step in self.trace or () if step.logit_lens]
+        if not steps:
+            raise InvalidArgument("trace", 'has no logit lens; generate with trace={"logit_lens": True}')
+        layers = [[lens[index].top[0] for lens, _ in steps] for index in range(len(steps[0][0]))]
+        chosen = [plain(predictions[-1][0].text) if predictions else "" for _, predictions in steps]
+        return draw_lens(layers, [f"block {each}" for each in range(len(layers))], chosen)
 
 
 class Choices(Record, Generic[Array]):

@@ -3,11 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
-from typing import Annotated, Any, Generic
+from typing import TYPE_CHECKING, Annotated, Any, Generic
 
 from forwardscope.results.records import Array, Doc, Fields, Number, Record
 from forwardscope.stage_keys import StageKey, stage_name
 from forwardscope.tensor_files import nested_array, read_base64
+
+if TYPE_CHECKING:
+    from forwardscope.plots import Picture
 
 Nested = "nested lists of numbers (null if not finite), or base64"
 
@@ -147,3 +150,9 @@ class StageArrays(Mapping[str, Array]):
         """The names of the axes of a stage, such as ("batch", "head", "query", "key")."""
         dims: tuple[str, ...] = self._stage(name).dims
         return dims
+
+    def plot(self, name: StageKey) -> "Picture":
+        """A picture of a stage: a map for each head, or one map. It needs `pip install "forwardscope[plots]"`."""
+        from forwardscope.plots import draw_stage
+
+        return draw_stage(self, name)

@@ -8,19 +8,18 @@ differ.
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-import torch
-import torch.nn.functional as F
-
+from model.analysis.surprisal import score_text
+from model.analysis.token_losses import token_nats
 from model.checkpoints.load import load_checkpoint
 from model.choices import Dtype
 from model.command_line import MODEL_HELP, SHARE, Parser, one_of
 from model.network.transformer import Transformer
-from model.text.corpus import Corpus
+from model.text.corpus import Corpus, read_utf8
 from model.text.tokenizer import Tokenizer
 
 
@@ -54,21 +53,6 @@ class TextScore:
         }
 
 
-def windows(num_tokens: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Divide a text into windows of `length` tokens that together score every token but the first exactly once.
-
-    Yields (start, first scored, end). In every window except the first, at least `length - stride` tokens of context
-    precede the first token that is scored.
-    """
-    if not 1 <= stride <= length:
-        raise ValueError(f"a stride of {stride} does not fit windows of {length} tokens; it must be 1 to {length}")
-    scored = 1
-    while scored < num_tokens:
-        end = min(num_tokens, length if scored == 1 else scored + stride)
-        yield max(0, end - length), scored, end
-        scored = end
-
-
 def score_texts(model: Transformer, tokenizer: Tokenizer, texts: Sequence[str]) -> TextScore:
     """Score every token of each text, except the first token of each."""
     sequences = [tokenizer.encode(text) for text in texts]
@@ -77,23 +61,28 @@ def score_texts(model: Transformer, tokenizer: Tokenizer, texts: Sequence[str]) 
     return replace(score, num_bytes=sum(len(text.encode()) for text in texts) - first_bytes)
 
 
-@torch.inference_mode()
 def score_ids(model: Transformer, sequences: Sequence[Sequence[int]]) -> TextScore:
-    """Score every token of each sequence, except the first token of each.
-
-    The windows are as long as the network's context, and each starts at most half a context after the one before it.
-    """
-    length, device = model.config.max_positions, model.embed.weight.device
-    nats, num_tokens = 0.0, 0
-    for sequence in sequences:
-        ids = torch.tensor(sequence, device=device)
-        for start, scored, end in windows(len(ids), length, max(length // 2, 1)):
-            logits = model(ids[None, start:end], rows=range(scored - 1 - start, end - 1 - start))[0]  # (R, V)
-            nats += float(F.cross_entropy(logits.float(), ids[scored:end], reduction="sum"))
-            num_tokens += end - scored
+    """Score every token of each sequence, except the first token of each."""
+    scores = [token_nats(model, sequence) for sequence in sequences]
+    num_tokens = sum(map(len, scores))
     if num_tokens == 0:
         raise ValueError("the texts are too short: none of them has two tokens")
-    return TextScore(nats, num_tokens)
+    return TextScore(sum(float(each.sum()) for each in scores), num_tokens)
+
+
+def print_words(model: Transformer, tokenizer: Tokenizer, paths: Sequence[Path]) -> TextScore:
+    """Print the surprisal of every word of some files, and score the files."""
+    nats, num_tokens, num_bytes = 0.0, 0, 0
+    for path in paths:
+        found = score_text(model, tokenizer, read_utf8(path))
+        for word in found.words:
+            print(json.dumps({"file": str(path), **asdict(word)}, ensure_ascii=False))  # noqa: T201 (likewise)
+        nats += math.log(2) * sum(token.bits or 0.0 for token in found.tokens)
+        num_tokens += sum(token.bits is not None for token in found.tokens)
+        num_bytes += len(found.text.encode()) - len(found.text[: found.tokens[0].end].encode())
+    if num_tokens == 0:
+        raise ValueError("the texts are too short: none of them has two tokens")
+    return TextScore(nats, num_tokens, num_bytes)
 
 
 def main() -> None:
@@ -104,13 +93,21 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto", type=one_of(*dtypes), help=", ".join(dtypes))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--held-out", type=SHARE, default=1.0, help="which share of each text to score, from its end")
+    parser.add_argument(
+        "--words", action="store_true", help="first print a line of JSON for each word, with its surprisal in bits"
+    )
     options = parser.parse_args()
+    if options.words and options.held_out < 1:
+        parser.error("--words scores whole texts, so that it can count their characters; leave --held-out out")
     try:
         checkpoint = load_checkpoint(options.model, dtype=options.dtype, device=options.device)
         if checkpoint.tokenizer is None:
             raise ValueError(f"{options.model} has no tokenizer.json")
-        corpus = Corpus.read(options.texts, options.held_out)
-        score = score_texts(checkpoint.model, checkpoint.tokenizer, corpus.held_out)
+        if options.words:
+            score = print_words(checkpoint.model, checkpoint.tokenizer, options.texts)
+        else:
+            corpus = Corpus.read(options.texts, options.held_out)
+            score = score_texts(checkpoint.model, checkpoint.tokenizer, corpus.held_out)
     except (ValueError, OSError) as error:
         parser.exit(1, f"{error}\n")
     print(json.dumps(score.figures()))  # noqa: T201 (command-line output)

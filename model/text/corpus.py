@@ -19,6 +19,15 @@ _LINE_END_IN_PARAGRAPH = re.compile(r"(?<!\n)\n(?!\n|\Z) *")
 _TITLE = re.compile(r"\A\s*\[[^\]\n]*\]")  # as in "[Moby Dick by Herman Melville 1851]"
 
 
+def read_utf8(path: Path) -> str:
+    """Read a text in UTF-8 as it is, so that offsets count its characters. Raises `ValueError` if it is not UTF-8."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: the byte at {error.start} is wrong") from None
+
+
 def read_text(path: Path) -> str:
     """Read a text in UTF-8, or in Latin-1 if it is not UTF-8.
 

@@ -2,7 +2,8 @@
 
 import codecs
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -104,14 +105,20 @@ class Tokenizer:
         if max_tokens is not None:
             self.check_bytes(text, max_tokens)
             self._check_pieces(text, max_tokens)
-        try:
-            # A batch of one, because the library's `encode` holds the GIL, which would stop all other threads.
+        # A batch of one, because the library's `encode` holds the GIL, which would stop all other threads.
+        with _unreadable_texts():
             ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        except BaseException as error:
-            if not _is_panic(error):
-                raise
-            raise UnreadableText(f"the tokenizer of this model cannot split this text: {error}") from error
         return ids
+
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int] | None]]:
+        """The token ids of a text, and the characters of each token, from begin to before end.
+
+        Tokens that share a character have the same span. Those that the post-processor adds have none.
+        """
+        with _unreadable_texts():
+            encoding = self._backend.encode_batch([text])[0]
+        marked = zip(encoding.offsets, encoding.special_tokens_mask, strict=True)
+        return encoding.ids, [None if is_added else span for span, is_added in marked]
 
     def check_bytes(self, text: str, max_tokens: int) -> None:
         """Raise `TooManyTokens` if the bytes of a text need more than `max_tokens` tokens."""
@@ -195,6 +202,17 @@ class Tokenizer:
             if self.has_text(token_id) and not self.is_byte(token_id) and self.decode([token_id]).isalpha():
                 return [token_id]
         return []
+
+
+@contextmanager
+def _unreadable_texts() -> Iterator[None]:
+    """Raise `UnreadableText` if the library gives up on a text."""
+    try:
+        yield
+    except BaseException as error:
+        if not _is_panic(error):
+            raise
+        raise UnreadableText(f"the tokenizer of this model cannot split this text: {error}") from error
 
 
 def _is_panic(error: BaseException) -> bool:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.analysis import perplexity
+from model.analysis.token_losses import windows
 from model.config import ModelConfig
 from model.network.transformer import Transformer
 from model.text.corpus import train_tokenizer
@@ -25,7 +26,7 @@ def test_windows_score_every_token_but_the_first_once_and_have_enough_context(
 ) -> None:
     stride = min(stride, length - 1)
     scored: list[int] = []
-    for start, first, end in perplexity.windows(num_tokens, length, stride):
+    for start, first, end in windows(num_tokens, length, stride):
         assert 0 <= start < first < end <= min(start + length, num_tokens)
         assert start == 0 or first - start >= length - stride
         scored += range(first, end)
@@ -35,7 +36,7 @@ def test_windows_score_every_token_but_the_first_once_and_have_enough_context(
 @pytest.mark.parametrize("stride", [0, 5])
 def test_a_stride_of_zero_or_longer_than_the_window_is_refused(stride: int) -> None:
     with pytest.raises(ValueError, match="does not fit windows"):
-        list(perplexity.windows(10, 4, stride))
+        list(windows(10, 4, stride))
 
 
 def network(context: int) -> Transformer:

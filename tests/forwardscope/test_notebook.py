@@ -1,6 +1,6 @@
-"""docs/first_steps.ipynb runs, and shows what it prints.
+"""The notebooks of the documentation run, and show what they print.
 
-To write the outputs into the notebook again, after a change:
+To write the outputs into the notebooks again, after a change:
 
     python -m tests.forwardscope.test_notebook
 """
@@ -19,7 +19,7 @@ from tests.forwardscope.conftest import url_of
 from tests.service.running import ROOT, Running, running
 from tests.test_readme import assert_alike
 
-PATH = ROOT / "docs" / "first_steps.ipynb"
+NOTEBOOKS = sorted((ROOT / "docs").glob("*.ipynb"))
 SHOWN_URL = "http://localhost:8000"
 # In a process of its own, because Jupyter's packages raise warnings.
 EXECUTE = """
@@ -31,10 +31,10 @@ nbformat.write(notebook, sys.argv[1])
 """
 
 
-def executed(service: Running, directory: Path) -> dict[str, Any]:
+def executed(path: Path, service: Running, directory: Path) -> dict[str, Any]:
     """Run all cells against a service, and return the notebook with its outputs."""
     copy = directory / "notebook.ipynb"
-    copy.write_text(PATH.read_text(encoding="utf-8").replace(SHOWN_URL, url_of(service)), encoding="utf-8")
+    copy.write_text(path.read_text(encoding="utf-8").replace(SHOWN_URL, url_of(service)), encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", EXECUTE, str(copy)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
@@ -54,28 +54,32 @@ def outputs(notebook: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_every_cell_of_the_notebook_prints_what_it_shows(service: Running, tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_cell_of_the_notebook_prints_what_it_shows(path: Path, service: Running, tmp_path: Path) -> None:
     for name in ("nbclient", "ipykernel"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"needs {name}, which the extra `dev` installs")
-    shown = outputs(json.loads(PATH.read_text(encoding="utf-8")))
-    found = outputs(executed(service, tmp_path))
-    assert len(shown) == len(found) > 8
+    shown = outputs(json.loads(path.read_text(encoding="utf-8")))
+    found = outputs(executed(path, service, tmp_path))
+    assert len(shown) == len(found) > 3
     for printed, expected in zip(found, shown, strict=True):
         assert_alike(printed, expected)
 
 
-def test_the_notebook_is_small_and_has_no_pictures() -> None:
-    assert PATH.stat().st_size < 32_000
-    assert "image/png" not in PATH.read_text(encoding="utf-8")
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_small_and_has_no_pictures(path: Path) -> None:
+    assert path.stat().st_size < 32_000
+    assert "image/png" not in path.read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":
     import tempfile
 
-    with running(model="bundled") as service, tempfile.TemporaryDirectory() as directory:
-        content = executed(service, Path(directory))
-    for cell in content["cells"]:
-        cell["metadata"] = {}
-    content["metadata"]["language_info"] = {"name": "python"}
-    PATH.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    with running(model="bundled") as service:
+        for path in NOTEBOOKS:
+            with tempfile.TemporaryDirectory() as directory:
+                content = executed(path, service, Path(directory))
+            for cell in content["cells"]:
+                cell["metadata"] = {}
+            content["metadata"]["language_info"] = {"name": "python"}
+            path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -94,6 +94,7 @@ def test_a_wrong_option_ends_every_command_with_2(
     required = {
         "chat": ["http://localhost:1"],
         "compare": ["a", "b"],
+        "harvest": ["a", "b", "--stages", "embed", "--out", "x"],
         "perplexity": ["text"],
         "train": ["text", "--out", "x"],
     }

@@ -1,0 +1,1 @@
+"""Run a network over a corpus and store the rows of some stages, or statistics of them."""

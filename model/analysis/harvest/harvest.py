@@ -1,0 +1,164 @@
+"""Harvest a corpus: run a network over its contexts, and write the rows of stages, or their statistics, to a directory.
+
+The rows are those of a pass over the context alone, bit for bit. A harvest that was interrupted goes on where its last
+file ends.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from model.analysis.harvest.contexts import Context, Place, contexts
+from model.analysis.harvest.documents import Corpus, Source, Tokens
+from model.analysis.harvest.manifest import Manifest
+from model.analysis.harvest.passes import run_stages
+from model.analysis.harvest.rows import Rows, bytes_per_token
+from model.analysis.harvest.statistics import Statistic, Statistics, check_size
+from model.checkpoints.load import DTYPES, Checkpoint
+from model.errors import InvalidField, join_words, short_repr
+from model.network.transformer import Transformer
+from model.progress import Progress
+from model.tracing.stages import OUTPUT_STAGES, Stage, UnknownStage, select, sizes_of, stages_of
+
+DEFAULT_CONTEXT = 1024
+DEFAULT_FILE_BYTES = 256 << 20
+DEFAULT_TOP_K = 10
+MAX_TOP_K = 1000
+Store = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarvestOptions:
+    """The settings of a harvest.
+
+    `context` is the number of tokens of a context, at most that of the network; None: the smaller of 1,024 and that.
+    `packed` contexts are full, and go on across the ends of documents; otherwise each document has its own. `store` is
+    the dtype of the rows; "auto" is that of the network. With `statistics`, no rows are stored. `file_bytes` is about
+    the size of a file, and the memory for its rows. `field` is the key or the column of documents in files.
+    """
+
+    context: int | None = None
+    packed: bool = True
+    store: Store = "auto"
+    statistics: tuple[Statistic, ...] = ()
+    top_k: int = DEFAULT_TOP_K
+    file_bytes: int = DEFAULT_FILE_BYTES
+    field: str = "text"
+
+    def __post_init__(self) -> None:
+        if self.store not in get_args(Store):
+            raise InvalidField("store", f"{short_repr(self.store)} is not {join_words(get_args(Store), 'or')}")
+        for each in self.statistics:
+            if each not in get_args(Statistic):
+                words = join_words(get_args(Statistic), "or")
+                raise InvalidField("statistics", f"{short_repr(each)} is not {words}")
+        if not 1 <= self.top_k <= MAX_TOP_K:
+            raise InvalidField("top_k", f"{self.top_k} must be from 1 to {MAX_TOP_K}")
+        if self.file_bytes < 1:
+            raise InvalidField("file_bytes", f"{self.file_bytes} must be at least 1")
+
+
+def harvest(
+    checkpoint: Checkpoint, sources: Sequence[Source], stages: Sequence[str], directory: Path, options: HarvestOptions
+) -> Manifest:
+    """Harvest the stages that match the globs `stages`, or go on with a harvest that was interrupted.
+
+    Raises `InvalidField`, `CheckpointError` or `OSError`.
+    """
+    network = checkpoint.model
+    chosen, length = choose_stages(network, stages), context_of(network, options.context)
+    sizes = sizes_of(network.config, 1)
+    if options.statistics:
+        check_size(chosen, sizes, options.statistics, options.top_k)
+    end_ids = checkpoint.generation.eos_token_ids if options.packed else ()
+    corpus = Corpus(
+        sources,
+        checkpoint.tokenizer,
+        network.config.vocab_size,
+        field=options.field,
+        end_id=end_ids[0] if end_ids else None,
+    )
+    settings = asdict(options) | {
+        "model": checkpoint.name,
+        "dtype": str(network.embed.weight.dtype).removeprefix("torch."),
+        "quantization": str(checkpoint.quantization),
+        "stages": {stage.name: [list(stage.dims[2:]), list(stage.shape(sizes)[2:])] for stage in chosen},
+        "context": length,
+        "corpus": corpus.describe(),
+    }
+    manifest = Manifest.open(directory, settings)
+    if manifest.is_complete:
+        return manifest
+    sink: Sink
+    if options.statistics:
+        sink = Statistics(options.statistics, options.top_k, manifest)
+    else:
+        store = DTYPES.get(options.store)
+        num_bytes = bytes_per_token(chosen, sizes, (store or network.embed.weight.dtype).itemsize)
+        sink = Rows(max(length, options.file_bytes // num_bytes), store)
+    run(network, chosen, contexts(corpus, length, packed=options.packed, start=manifest.next), sink, manifest, corpus)
+    return manifest
+
+
+class Sink(Protocol):
+    """Takes the stages of passes, and writes files of them."""
+
+    def must_write(self, num_tokens: int) -> bool: ...
+    def begin(self, tokens: Tokens) -> None: ...
+    def keep(self, stage: Stage, tensor: Tensor) -> None: ...
+    def write(self, manifest: Manifest, place: Place) -> None: ...
+
+
+def run(
+    network: Transformer,
+    stages: Sequence[Stage],
+    passes: Iterable[Context],
+    sink: Sink,
+    manifest: Manifest,
+    corpus: Corpus,
+) -> None:
+    """Run the passes that are left, and write the files."""
+    device, place, progress = network.embed.weight.device, manifest.next, Progress("harvesting", corpus.size)
+    try:
+        for context in passes:
+            if sink.must_write(len(context.tokens)):
+                sink.write(manifest, place)
+            sink.begin(context.tokens)
+            ids = torch.from_numpy(context.tokens[:, 0]).to(device)[None]
+            run_stages(network, ids, stages, sink.keep)
+            place = context.next
+            progress.advance(context.size)
+        sink.write(manifest, place)
+    finally:
+        progress.finish()
+    if not manifest.files:
+        raise InvalidField("corpus", "has no tokens")
+    manifest.finish()
+
+
+def choose_stages(network: Transformer, globs: Sequence[str]) -> list[Stage]:
+    """The stages that match any of the globs. Raises `InvalidField` if one matches none, or a stage without rows."""
+    try:
+        chosen = select(stages_of(network.config), globs)
+    except UnknownStage as error:
+        raise InvalidField("stages", str(error)) from None
+    for stage in chosen:
+        if "key" in stage.dims:
+            raise InvalidField("stages", f"{stage.name} has a number for each key, not a row for each token; use `run`")
+        if stage in OUTPUT_STAGES:
+            raise InvalidField("stages", f"{stage.name} is not harvested, because the head is not computed; use `run`")
+    return chosen
+
+
+def context_of(network: Transformer, context: int | None) -> int:
+    """The number of tokens of a context."""
+    longest = network.config.max_positions
+    if context is None:
+        return min(DEFAULT_CONTEXT, longest)
+    if not 1 <= context <= longest:
+        raise InvalidField("context", f"{context} must be from 1 to {longest}, the context of this model")
+    return context
