@@ -4,6 +4,7 @@
 PyTorch. docs/python.md shows how.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from forwardscope.async_client import AsyncClient
@@ -20,7 +21,7 @@ from forwardscope.errors import (
 from model import __version__
 
 if TYPE_CHECKING:
-    from forwardscope.local import LocalModel, load
+    from forwardscope.local import HookContext, LocalModel, load
     from forwardscope.local_harvest import Harvest
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "ConnectionFailed",
     "ForwardscopeError",
     "Harvest",
+    "HookContext",
     "InvalidArgument",
     "LocalModel",
     "RequestTimeout",
@@ -42,12 +44,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import PyTorch only when `load` or `Harvest` is used: it takes seconds, and clients do not need it."""
-    if name in ("load", "LocalModel"):
-        from forwardscope import local
-
-        return getattr(local, name)
-    if name == "Harvest":
-        from forwardscope.local_harvest import Harvest
-
-        return Harvest
+    if name in ("Harvest", "HookContext", "LocalModel", "load"):
+        return getattr(importlib.import_module("forwardscope.local"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,5 @@
 """Read the arguments of calls, for the clients and for `load`. An error names the argument, and says what it takes."""
 
-import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,8 +9,6 @@ from forwardscope.errors import InvalidArgument
 MAX_SHOWN = 60
 Index = int | slice | str | Sequence[int]
 """The chosen indices of a dim of a weight."""
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def to_prompt(prompt: Any, name: str = "prompt") -> str | list[int]:
@@ -88,38 +85,6 @@ def to_messages(messages: Any) -> list[dict[str, Any]]:
     """A conversation; one question may be a text."""
     own = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     return to_mappings(own, "messages", "message")
-
-
-def to_conversation(messages: Any) -> list[dict[str, Any]]:
-    """A conversation for a chat template in this process, checked and read as the server does it."""
-    own = to_messages(messages)
-    for index, message in enumerate(own):
-        where, role, content = f"messages.{index}", message.get("role"), message.get("content")
-        if role not in ROLES:
-            raise InvalidArgument(f"{where}.role", f"{shown(role)} is not a role; use one of {', '.join(ROLES)}")
-        if content is None:
-            if role not in ("assistant", "tool", "function"):
-                raise InvalidArgument(f"{where}.content", "is missing; send a text")
-            message["content"] = ""
-        elif not isinstance(content, str):
-            parts = to_mappings(content, f"{where}.content", "part")
-            if not all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
-                raise InvalidArgument(f"{where}.content", "has a part that is no text; this model reads only texts")
-        if message.get("tool_calls"):
-            message["tool_calls"] = [_with_arguments(call, where) for call in message["tool_calls"]]
-    return own
-
-
-def _with_arguments(call: Any, where: str) -> dict[str, Any]:
-    """A call of an earlier answer, with its arguments as an object."""
-    try:
-        function = dict(call["function"])
-        if isinstance(function["arguments"], str):
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-    except (KeyError, TypeError, ValueError):
-        reason = "has a call that is not {'function': {'name': ..., 'arguments': JSON}}"
-        raise InvalidArgument(f"{where}.tool_calls", reason) from None
-    return {**call, "function": function}
 
 
 def to_list(values: Any, name: str, takes: str) -> list[Any]:

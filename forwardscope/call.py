@@ -12,6 +12,9 @@ from forwardscope.events import EventDecoder, RawEvent
 Result = TypeVar("Result")
 Event = TypeVar("Event")
 JSON, SAFETENSORS, EVENTS = "application/json", "application/x-safetensors", "text/event-stream"
+HOOKS = "forwardscope.hooks"  # the extension of an httpx request that holds its hooks
+Hook = Callable[[Any, Any], Any]
+"""Takes a tensor and a `HookContext`, and returns a tensor or None (model/tracing/hooks.py)."""
 MAX_WAIT_SECONDS = 30.0
 """A server that asks a client to wait longer than this gets no second request."""
 RETRIED = (429, 503)  # the server refused the request before any work; other errors would occur again
@@ -22,13 +25,16 @@ MAX_SHOWN = 300  # characters of an answer that is not JSON, in an error message
 class Request:
     """One HTTP request. `body` is the object of a JSON body, or the bytes of a safetensors file; None for neither.
 
-    `verb` is the method; by default GET without a body, otherwise POST.
+    `verb` is the method; by default GET without a body, otherwise POST. `hooks` are functions, which only a model of
+    `load` can call: it passes them on as an extension of the httpx request.
     """
 
     path: str
     body: Mapping[str, Any] | bytes | None = None
     accept: str = JSON
     verb: str | None = None
+    hooks: Mapping[str, Hook] | None = None
+    extensions: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def method(self) -> str:

@@ -34,6 +34,9 @@ def to_edit(edit: Mapping[str, Any], field: str) -> dict[str, Any]:
             source["prompt"] = to_prompt(source["prompt"], f"{field}.source.prompt")
         if source.get("positions") is not None:
             source["positions"] = to_positions(source["positions"], f"{field}.source.positions")
+    if isinstance(body.get("vector"), Mapping) and "data" not in body["vector"]:
+        reason = "a mapping is for `run` of a model of `load`; a server takes it with `put_vector`, and edits name it"
+        raise InvalidArgument(f"{field}.vector", reason)
     if hasattr(body.get("vector"), "shape"):
         array = to_array(body["vector"])
         data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()

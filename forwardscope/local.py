@@ -1,30 +1,28 @@
-"""`load`: a model in this process, with the methods of a client and PyTorch's tensors. It needs no server."""
+"""`load`: a model in this process, with the methods of a client and PyTorch's tensors. It needs no server.
 
-import secrets
+A pass of `run` calls the network directly. Every other request goes through the routes of a server, without a socket
+(service/in_process.py), so `load` and the clients have one meaning for every argument.
+"""
+
+import functools
+import os
 import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, cast, get_args, overload
 
 from torch import Tensor
 
-from forwardscope.arguments import (
-    Index,
-    shown,
-    to_conversation,
-    to_index_text,
-    to_indices,
-    to_prompt,
-    to_targets,
-    to_texts,
-)
-from forwardscope.errors import InvalidArgument
+from forwardscope import requests
+from forwardscope.arguments import Index, shown, to_index_text, to_indices, to_prompt, to_targets, to_texts
+from forwardscope.call import HOOKS, Call, Event, Hook, Request, Result, StreamCall
+from forwardscope.client import Client, Stream, as_method
+from forwardscope.errors import ApiError, InvalidArgument
 from forwardscope.local_edits import bind_edits
-from forwardscope.local_generation import GenerationCollector, build_engine, read_params
 from forwardscope.local_harvest import Harvest, to_sources
 from forwardscope.local_results import (
     describe_changes,
@@ -33,14 +31,16 @@ from forwardscope.local_results import (
     describe_stage,
     describe_tokens,
 )
+from forwardscope.local_tensors import with_tensors
 from forwardscope.local_trace import check_indices, values_of
 from forwardscope.local_weights import LocalWeights, find_view, read_weight
-from forwardscope.results.chats import ChatAnswer
-from forwardscope.results.generations import ChoiceChanges, Choices, Generation
-from forwardscope.results.passes import AppliedEdit, Pass, PassTimings, Trace
+from forwardscope.results.attributions import Attribution
+from forwardscope.results.comparisons import Comparison
+from forwardscope.results.generations import FinishEvent, Generation, StreamEvent, TokenEvent
+from forwardscope.results.passes import AppliedEdit, Logits, Pass, PassTimings, Patterns, Trace
 from forwardscope.results.weights import Weight
+from forwardscope.tensor_files import NumpyArray
 from model.analysis.auto_quantization import resolve
-from model.analysis.edit_changes import residuals
 from model.analysis.edit_sources import Network
 from model.analysis.forward_trace import Trace as PassTrace
 from model.analysis.forward_trace import trace as trace_pass
@@ -50,8 +50,6 @@ from model.checkpoints.adapters import load_adapter
 from model.checkpoints.load import DTYPES, Checkpoint, load_checkpoint
 from model.choices import Kernels, KVCacheDtype, Quantization
 from model.device import find_device
-from model.engine.engine import Engine
-from model.engine.request import Request
 from model.errors import ContextOverflow, InvalidField, join_names, join_words, shortened
 from model.network.adapted_network import AdaptedNetwork
 from model.network.adapters import Adapter
@@ -60,10 +58,18 @@ from model.network.weight_indices import read_part
 from model.network.weight_views import WeightViews
 from model.text.tokenizer import Tokenizer
 from model.tracing.edits import BoundEdits
+from model.tracing.hooks import HookContext, Hooks
 from model.tracing.predictions import predict
 from model.tracing.selection import Selection
 from model.tracing.stages import UnknownStage, select, sizes_of
+from model.tracing.tap import Chain, Tap
 
+if TYPE_CHECKING:
+    from service.in_process import InProcessTransport
+
+Arguments = ParamSpec("Arguments")
+__all__ = ["Harvest", "HookContext", "LocalModel", "load"]
+LocalEvent = TokenEvent[Tensor] | FinishEvent
 DEFAULT_TOP_K = 10
 
 
@@ -108,17 +114,102 @@ def load(
     return LocalModel(replace(checkpoint, adapters=loaded), kv_cache_dtype)
 
 
+@overload
+def method(
+    describe: Callable[Arguments, Call[Logits[NumpyArray]]],
+) -> Callable[Concatenate["LocalModel", Arguments], Logits[Tensor]]: ...
+@overload
+def method(
+    describe: Callable[Arguments, Call[Patterns[NumpyArray]]],
+) -> Callable[Concatenate["LocalModel", Arguments], Patterns[Tensor]]: ...
+@overload
+def method(
+    describe: Callable[Arguments, Call[Generation[NumpyArray]]],
+) -> Callable[Concatenate["LocalModel", Arguments], Generation[Tensor]]: ...
+@overload
+def method(
+    describe: Callable[Arguments, Call[Attribution[NumpyArray]]],
+) -> Callable[Concatenate["LocalModel", Arguments], Attribution[Tensor]]: ...
+@overload
+def method(describe: Callable[Arguments, Call[Result]]) -> Callable[Concatenate["LocalModel", Arguments], Result]: ...
+def method(describe: Callable[..., Call[Any]]) -> Callable[..., Any]:
+    """A method that sends the request that `describe` returns for its arguments, and reads the answer."""
+
+    def send(model: "LocalModel", /, *args: Any, **kwargs: Any) -> Any:
+        return model._send(describe(*args, **kwargs))
+
+    return as_method(describe, send)
+
+
+@overload
+def stream_method(
+    describe: Callable[Arguments, StreamCall[StreamEvent]],
+) -> Callable[Concatenate["LocalModel", Arguments], Stream[LocalEvent]]: ...
+@overload
+def stream_method(
+    describe: Callable[Arguments, StreamCall[Event]],
+) -> Callable[Concatenate["LocalModel", Arguments], Stream[Event]]: ...
+def stream_method(describe: Callable[..., StreamCall[Any]]) -> Callable[..., Stream[Any]]:
+    """The same for a request that is answered with a stream."""
+
+    def send(model: "LocalModel", /, *args: Any, **kwargs: Any) -> Stream[Any]:
+        return Stream(model._stream(describe(*args, **kwargs)))
+
+    return as_method(describe, send)
+
+
+@functools.wraps(requests.compare)
+def compare(*args: Any, path: str | None = None, **fields: Any) -> Call[Any]:
+    """A path is one of this process, not one below the directory of a server."""
+    if path is not None and not os.path.exists(path):
+        raise InvalidField("path", f"{path}: no such file or directory")
+    return requests.compare(*args, path=None if path is None else os.path.abspath(path), **fields)
+
+
+@contextmanager
+def own_errors(hooks: Hooks | None) -> Iterator[None]:
+    """Raise the exception of a hook, or `InvalidField`, a `ValueError`, for an argument that a route refuses."""
+    try:
+        yield
+    except (ApiError, InvalidField) as error:
+        if hooks is not None and hooks.error is not None:
+            raise hooks.error from None
+        if not isinstance(error, ApiError) or error.param is None:
+            raise
+        raise InvalidField(error.param, error.message.removeprefix(f"{error.param}: ")) from None
+
+
+def with_hooks(request: Request, hooks: Hooks | None) -> Request:
+    """The request whose hooks go beside its body, as the functions that they are."""
+    return replace(request, hooks=None, extensions={} if hooks is None else {HOOKS: hooks})
+
+
 class LocalModel:
-    """A loaded model. Its methods work like those of `Client` with the same names. One thread at a time may use it.
+    """A loaded model. Its methods work like those of `Client` with the same names.
 
     `checkpoint` has the network, the tokenizer and the configuration, for everything that these methods do not do.
     """
+
+    logits = method(requests.logits)
+    patterns = method(requests.patterns)
+    compare = method(cast("Callable[Arguments, Call[Comparison]]", compare))
+    generate = method(requests.generate)
+    stream = stream_method(requests.stream)
+    chat = method(requests.chat)
+    stream_chat = stream_method(requests.stream_chat)
+    attribute = method(requests.attribute)
+    stream_sweep = stream_method(requests.stream_sweep)
+    model = method(requests.model)
+    models = method(requests.models)
+    status = method(requests.status)
+    health = method(requests.health)
 
     def __init__(self, checkpoint: Checkpoint, kv_cache_dtype: KVCacheDtype = "auto") -> None:
         self.checkpoint = checkpoint
         self._kv_cache_dtype = kv_cache_dtype
         self.name = checkpoint.name
-        self._engine: Engine | None = None
+        self._client: Client | None = None
+        self._transport: InProcessTransport | None = None
 
     def __repr__(self) -> str:
         weight = self.checkpoint.model.embed.weight
@@ -138,15 +229,22 @@ class LocalModel:
         heads: Sequence[int] | None = None,
         targets: Sequence[int | None] | None = None,
         top_k: int | None = None,
+        model: str | None = None,
         adapter: str | None = None,
         edits: Sequence[Mapping[str, Any]] | None = None,
-        baseline: bool = False,
+        baseline: bool | None = None,
+        hooks: Mapping[str, Hook] | None = None,
+        **fields: Any,
     ) -> Trace[Tensor]:
         """Run one forward pass over a prompt and return the tensors of its stages.
 
         The arguments are those of `Client.run`. The trace always has the logits, because every pass computes them. A
-        `vector` of an edit is a tensor, or a mapping of stages to tensors.
+        `vector` of an edit may also be a mapping of stages to tensors.
         """
+        if fields or model is not None:
+            fields |= {"positions": positions, "heads": heads, "targets": targets, "top_k": top_k, "adapter": adapter}
+            call = requests.run(prompt, stages, model=model, edits=edits, baseline=baseline, hooks=hooks, **fields)
+            return cast(Trace[Tensor], self._send(call))
         network, ids = self.checkpoint.model, self._ids_of(prompt)
         config, weight = network.config, network.embed.weight
         if len(ids) > config.max_positions:
@@ -175,19 +273,26 @@ class LocalModel:
             raise InvalidField("baseline", "compares with the pass without edits, but there are no edits")
         num_predictions = min(DEFAULT_TOP_K, config.vocab_size) if top_k is None else top_k
         run_pass = partial(trace_pass, adapted, ids, own_targets, selection, sizes, weight.device)
+        own_hooks = self._read_hooks(hooks, {"baseline": baseline})
         describe = partial(self._describe, rows=selection.positions or range(len(ids)), top_k=num_predictions)
-        fields: dict[str, Any] = {"model": self.name, "tokens": describe_tokens(ids, self._text_of)}
-        tap, began = None, time.perf_counter()
-        if edits:
-            bound, fields["edits"] = self._bind(edits, adapted, ids, len(ids))
-            tap = bound.tap(0, len(ids), ops=network.backend.network)
-        found = run_pass(tap)
-        if baseline:
-            plain = run_pass()
-            fields["changes"] = describe_changes(plain.stages, found.stages)
-            fields["baseline"] = Pass(**describe(plain))
-        timings = PassTimings(0.0, time.perf_counter() - began)
-        return Trace(**fields, **describe(found), timings=timings).at(selection.positions)
+
+        def compute() -> Trace[Tensor]:
+            head: dict[str, Any] = {"model": self.name, "tokens": describe_tokens(ids, self._text_of)}
+            taps, began = list[Tap](), time.perf_counter()
+            if edits:
+                bound, head["edits"] = self._bind(edits, adapted, ids, len(ids))
+                taps.append(bound.tap(0, len(ids), ops=network.backend.network))
+            if own_hooks is not None:
+                taps.append(own_hooks.tap(0, len(ids)))
+            found = run_pass(Chain(*taps) if taps else None)
+            if baseline:
+                plain = run_pass()
+                head["changes"] = describe_changes(plain.stages, found.stages)
+                head["baseline"] = Pass(**describe(plain))
+            return Trace(**head, **describe(found), timings=PassTimings(0.0, time.perf_counter() - began))
+
+        with own_errors(own_hooks):
+            return self._compute(compute).at(selection.positions)
 
     def _describe(self, found: PassTrace, rows: Sequence[int], top_k: int) -> dict[str, Any]:
         """The fields of a `Pass`."""
@@ -206,110 +311,6 @@ class LocalModel:
         config, device = checkpoint.model.config, checkpoint.model.embed.weight.device
         return bind_edits(edits, network, config, checkpoint.stages, ids, max_length, self._ids_of, device)
 
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        n: int = 1,
-        logprobs: int | None = None,
-        adapter: str | None = None,
-        edits: Sequence[Mapping[str, Any]] | None = None,
-        baseline: bool = False,
-        **sampling: Any,
-    ) -> Generation[Tensor]:
-        """Continue a prompt, and return the whole text with its tokens.
-
-        Further arguments: `top_k`, `top_p`, `min_p`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`,
-        `logit_bias`, `stop_token_ids`, `ignore_eos`, `echo`. The defaults are those of the server. To look inside, call
-        `run` with the prompt and the generated tokens: it computes the same stages as the steps that generated them.
-        """
-        ids = self._ids_of(prompt)
-        self._check_ids("stop_token_ids", to_indices(sampling.get("stop_token_ids"), "stop_token_ids") or ())
-        if baseline and not edits:
-            raise InvalidField("baseline", "compares with the run without edits, but there are no edits")
-        if baseline and seed is None:
-            seed = secrets.randbits(32)  # the same for both runs
-        params = read_params(
-            self.checkpoint,
-            len(ids),
-            max_tokens=max_tokens,
-            n=n,
-            stop=to_texts(stop, "stop"),
-            logprobs=logprobs,
-            sampling=sampling | {"temperature": temperature, "seed": seed},
-        )
-        request = Request(id=f"gen-{uuid.uuid4().hex}", prompt_ids=ids, params=params, adapter=adapter)
-        self._running_engine().check(request)
-        if not edits:
-            return self._run(request)
-        network, num_positions = self._network(adapter), len(ids) + max(params.max_tokens, 1) - 1
-        bound, applied = self._bind(edits, network, ids, num_positions)
-        edited = replace(self._run(replace(request, edits=bound)), edits=applied)
-        if not baseline:
-            return edited
-        config, device = self.checkpoint.model.config, self.checkpoint.model.embed.weight.device
-        changes = []
-        for choice in edited.choices:
-            new = choice.tokens[len(ids) :] if params.echo else choice.tokens
-            run = partial(residuals, network, config, [*ids, *new[:-1]], device=device)  # the computed positions
-            changes.append(ChoiceChanges(choice.choice, describe_changes(run(), run(edits=bound))))
-        return replace(edited, baseline=Choices(self._run(request).choices), changes=tuple(changes))
-
-    def _run(self, request: Request) -> Generation[Tensor]:
-        """Run one request, and collect what it generates."""
-        engine = self._running_engine()
-        collector = GenerationCollector(request, self.name, self._text_of)
-        engine.add(request)
-        try:
-            while engine.has_work:
-                for output in engine.step().outputs:
-                    collector.add(output)
-        except BaseException:  # Ctrl-C, for example: the next call must not continue this request
-            self._engine = None
-            raise
-        return collector.generation()
-
-    def chat(
-        self,
-        messages: str | Sequence[Mapping[str, Any]],
-        *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        **sampling: Any,
-    ) -> ChatAnswer:
-        """Answer a conversation: messages `{"role": "user", "content": "..."}`, or one question as a string.
-
-        The model needs a chat template. Without `max_tokens`, an answer may fill the context. Further arguments are
-        those of `generate`. The text of special tokens in a message is plain text. Tools need a server.
-        """
-        own = to_conversation(messages)
-        template = self.checkpoint.chat_template
-        if template is None:
-            raise InvalidField("messages", f"{self.name} has no chat template; `generate` continues a text instead")
-        ids = template.encode(template.adapted(own, with_tools=False), add_generation_prompt=True)
-        if max_tokens is None:
-            context = min(self.checkpoint.model.config.max_positions, self._running_engine().num_cache_tokens)
-            max_tokens = max(1, context - len(ids))
-        if not sampling.get("ignore_eos"):
-            ends = self.checkpoint.generation.chat_eos_token_ids
-            sampling["stop_token_ids"] = [*(sampling.get("stop_token_ids") or ()), *ends]
-        found = self.generate(ids, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop, **sampling)
-        return ChatAnswer(
-            id=found.id,
-            model=self.name,
-            text=found.text,
-            message={"role": "assistant", "content": found.text},
-            finish_reason=found.finish_reason,
-            usage=found.usage,
-            edits=found.edits,
-        )
-
     def harvest(
         self,
         corpus: str | PathLike[str] | Sequence[str | PathLike[str] | Sequence[int]],
@@ -327,7 +328,8 @@ class LocalModel:
         if unknown:
             raise InvalidArgument(min(unknown), "is not an option of `harvest`")
         own = HarvestOptions(**options | {"statistics": tuple(to_texts(options.get("statistics", ()), "statistics"))})
-        harvest(self.checkpoint, to_sources(corpus), to_texts(stages, "stages"), Path(out), own)
+        job = partial(harvest, self.checkpoint, to_sources(corpus), to_texts(stages, "stages"), Path(out), own)
+        self._compute(job)
         return Harvest(out)
 
     def score_text(self, text: str, *, stride: int | None = None, bos: bool = False) -> TextSurprisal:
@@ -346,7 +348,8 @@ class LocalModel:
             if token_id is None:
                 raise InvalidField("bos", f"{self.name} names no begin-of-sequence token")
             first_ids = [] if tokenizer.encode("")[:1] == [token_id] else [token_id]
-        return score_text(self.checkpoint.model, tokenizer, text, stride=stride, first_ids=first_ids)
+        model = self.checkpoint.model
+        return self._compute(lambda: score_text(model, tokenizer, text, stride=stride, first_ids=first_ids))
 
     @property
     def weights(self) -> LocalWeights:
@@ -385,10 +388,36 @@ class LocalModel:
         self._check_ids("ids", ids)
         return self._tokenizer("ids").decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def _running_engine(self) -> Engine:
-        """The engine, which is built for the first generation, because its cache takes memory."""
-        self._engine = self._engine or build_engine(self.checkpoint, self._kv_cache_dtype)
-        return self._engine
+    def _send(self, call: Call[Result]) -> Result:
+        hooks = self._read_hooks(call.request.hooks, call.request.body)
+        with own_errors(hooks):
+            return with_tensors(self._server()._send(replace(call, request=with_hooks(call.request, hooks))))
+
+    def _stream(self, call: StreamCall[Event]) -> Generator[Event]:
+        hooks = self._read_hooks(call.request.hooks, call.request.body)
+        with own_errors(hooks):
+            events = self._server()._stream(replace(call, request=with_hooks(call.request, hooks)))
+            yield from map(with_tensors, events)
+
+    def _read_hooks(self, hooks: Mapping[str, Hook] | None, body: Any) -> Hooks | None:
+        if hooks is None:
+            return None
+        if body.get("baseline"):
+            raise InvalidField("hooks", "cannot be compared with a baseline, which is only without edits; run both")
+        return Hooks(hooks, self.checkpoint.stages)
+
+    def _server(self) -> Client:
+        """The client of the application, which begins with the first request, because its cache takes memory."""
+        if self._client is None:
+            from service.in_process import API_KEY, InProcessTransport  # takes a second, and `run` does not need it
+
+            self._transport = InProcessTransport(self.checkpoint, self._kv_cache_dtype)
+            self._client = Client("http://localhost", API_KEY, transport=self._transport)
+        return self._client
+
+    def _compute(self, job: Callable[[], Result]) -> Result:
+        """Run a job on the network, between the steps and passes of other requests."""
+        return job() if self._transport is None else self._transport.run(job)
 
     def _network(self, adapter: str | None) -> AdaptedNetwork | Transformer:
         """The network with one of its adapters, or with none."""

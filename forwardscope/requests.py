@@ -3,11 +3,13 @@
 The signature and docstring of each function here are those of the clients' method of the same name. `**fields` are
 further fields of the request, as docs/api.md lists them; the server refuses unknown ones and names the nearest.
 `adapter` is the name of a LoRA adapter that the server has loaded. `edits` change stages of the pass, and with
-`baseline` the result also has the run without them; docs/interventions.md describes both.
+`baseline` the result also has the run without them; docs/interventions.md describes both. `hooks` are functions that
+a model of `load` calls with stages (docs/python.md); a client refuses them.
 """
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, ParamSpec
 from urllib.parse import quote, urlencode
 
@@ -23,7 +25,7 @@ from forwardscope.arguments import (
     to_texts,
     to_token,
 )
-from forwardscope.call import EVENTS, SAFETENSORS, Call, Event, Request, StreamCall
+from forwardscope.call import EVENTS, SAFETENSORS, Call, Event, Hook, Request, StreamCall
 from forwardscope.edits import to_array, to_edits, vector_file
 from forwardscope.results import (
     Attribution,
@@ -47,6 +49,8 @@ from forwardscope.tensor_files import NumpyArray, read_safetensors, write_base64
 Arguments = ParamSpec("Arguments")
 Prompt = str | Sequence[int]
 Messages = str | Sequence[Mapping[str, Any]]
+Hooks = Mapping[str, Hook]
+"""Functions by the globs of their stages, for a model of `load`: docs/python.md describes them."""
 Edits = Sequence[Mapping[str, Any]]
 """Changes of stages, as docs/interventions.md describes them; a `vector` may be an array or a tensor."""
 
@@ -63,6 +67,7 @@ def run(
     adapter: str | None = None,
     edits: Edits | None = None,
     baseline: bool | None = None,
+    hooks: Hooks | None = None,
     **fields: Any,
 ) -> Call[Trace[NumpyArray]]:
     """Run one forward pass over a prompt and return the arrays of its stages.
@@ -84,7 +89,7 @@ def run(
         baseline=baseline,
         **fields,
     )
-    request = Request("/forward", body, SAFETENSORS)
+    request = Request("/forward", body, SAFETENSORS, hooks=hooks)
     return Call(request, lambda content: answers.trace(*read_safetensors(content), body.get("positions")))
 
 
@@ -98,6 +103,7 @@ def logits(
     adapter: str | None = None,
     edits: Edits | None = None,
     baseline: bool | None = None,
+    hooks: Hooks | None = None,
     **fields: Any,
 ) -> Call[Logits[NumpyArray]]:
     """The logits of the next token, at the last position or at others.
@@ -116,7 +122,8 @@ def logits(
         baseline=baseline,
         **fields,
     )
-    return Call(Request("/logits", body, SAFETENSORS), lambda content: answers.logits(*read_safetensors(content)))
+    request = Request("/logits", body, SAFETENSORS, hooks=hooks)
+    return Call(request, lambda content: answers.logits(*read_safetensors(content)))
 
 
 def patterns(
@@ -129,8 +136,9 @@ def patterns(
     model: str | None = None,
     adapter: str | None = None,
     edits: Edits | None = None,
+    hooks: Hooks | None = None,
     **fields: Any,
-) -> Call[Patterns]:
+) -> Call[Patterns[NumpyArray]]:
     """The attention maps of heads, (layer, head, query, key).
 
     With `max_size`, each map has at most so many rows and columns. Its numbers are then the largest ones of blocks of
@@ -147,7 +155,7 @@ def patterns(
         edits=to_edits(edits),
         **fields,
     )
-    return Call(Request("/patterns", body), parser(Patterns))
+    return Call(Request("/patterns", body, hooks=hooks), parser(Patterns))
 
 
 def compare(
@@ -194,6 +202,7 @@ def generate(
     adapter: str | None = None,
     edits: Edits | None = None,
     baseline: bool | None = None,
+    hooks: Hooks | None = None,
     **fields: Any,
 ) -> Call[Generation[NumpyArray]]:
     """Continue a prompt, and return the whole text with its tokens.
@@ -220,7 +229,7 @@ def generate(
         baseline=baseline,
         **not_stream(fields),
     )
-    return Call(Request("/generate", body), parser(Generation))
+    return Call(Request("/generate", body, hooks=hooks), parser(Generation))
 
 
 def streamed(
@@ -232,7 +241,7 @@ def streamed(
     def describe_stream(*args: Arguments.args, **kwargs: Arguments.kwargs) -> StreamCall[Event]:
         request = describe(*args, **kwargs).request
         assert isinstance(request.body, dict)
-        return StreamCall(Request(request.path, request.body | {"stream": True}, EVENTS), parse)
+        return StreamCall(replace(request, body=request.body | {"stream": True}, accept=EVENTS), parse)
 
     describe_stream.__name__, describe_stream.__doc__ = name, doc
     return describe_stream
@@ -260,6 +269,7 @@ def chat(
     model: str | None = None,
     adapter: str | None = None,
     edits: Edits | None = None,
+    hooks: Hooks | None = None,
     **fields: Any,
 ) -> Call[ChatAnswer]:
     """Answer a conversation: a list of messages `{"role": "user", "content": "..."}`, or one question as a string.
@@ -277,7 +287,7 @@ def chat(
         edits=to_edits(edits),
         **not_stream(fields),
     )
-    return Call(Request("/v1/chat/completions", body), answers.chat_answer)
+    return Call(Request("/v1/chat/completions", body, hooks=hooks), answers.chat_answer)
 
 
 stream_chat = streamed(

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import httpx
 
 from forwardscope.call import Request, error_of, retry_delay
-from forwardscope.errors import ConnectionFailed, RequestTimeout
+from forwardscope.errors import ConnectionFailed, InvalidArgument, RequestTimeout
 from model import __version__
 
 CONNECT_SECONDS = 10.0
@@ -64,15 +64,24 @@ class ServerAddress:
         *,
         timeout: float = 600.0,
         max_retries: int = 3,
+        transport: httpx.BaseTransport | httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.url = url
         self.timeout = timeout
         self.max_retries = max_retries
-        self._http = self._transport(**http_options(url, api_key, timeout))
+        self._http = self._transport(**http_options(url, api_key, timeout), transport=transport)
 
     def _message(self, request: Request) -> httpx.Request:
+        if request.hooks is not None:
+            raise InvalidArgument(
+                "hooks", "are functions, which only a model of `load` can call; a server takes `edits`"
+            )
         message: httpx.Request = self._http.build_request(
-            request.method, request.path, content=request.content, headers=request.headers
+            request.method,
+            request.path,
+            content=request.content,
+            headers=request.headers,
+            extensions=dict(request.extensions),
         )
         return message
 

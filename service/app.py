@@ -19,7 +19,7 @@ from service.http.openapi import API_KEY, error_answers
 from service.http.page_files import PageFiles
 from service.http.request_spans import RequestSpans
 from service.http.route_labels import PAGE_PATH
-from service.loading import end_ranks, load
+from service.loading import close, load
 from service.memory import trim_forever
 from service.routes import (
     attribute,
@@ -69,10 +69,7 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None,
             task.cancel()
         if tracer is not None:
             await close_tracer(tracer, state.worker)
-        for grammars in filter(None, (state.grammars, state.slow_grammars)):
-            grammars.kill()
-        state.worker.close()
-        end_ranks(state)
+        close(state)
 
     app = FastAPI(
         title="Forwardscope",
@@ -84,20 +81,40 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None,
         redoc_url=None,
     )
     add_documentation(app)
-    app.state.forwardscope = state
-    install_error_handlers(app)
-    # For the documentation. The gate checks the key.
-    protected = [] if settings.api_key is None else [Depends(API_KEY)]
-    for route in (forward, logits, patterns, generate, attribute, compare, tokenize, completions, chat):
-        app.include_router(route.router, responses=error_answers(), dependencies=protected)
-    for route in (model_route, vectors, weights, status, openai_models):
-        app.include_router(route.router, responses=error_answers(401), dependencies=protected)
-    app.include_router(health.router)
+    add_routes(app, state)
     if settings.page:
         files = PageFiles()
         app.add_route("/", files.index, include_in_schema=False)
         app.mount(PAGE_PATH, files)
     # A request passes those that are added last first: spans, log, metrics, CORS, internal errors, the gate, a route.
+    add_gate(app, state)
+    app.add_middleware(InternalErrors)
+    if settings.cors_origin:
+        app.add_middleware(Cors, origins=settings.cors_origin)
+    paths = {**app.openapi()["paths"], **({"/": {"get"}, PAGE_PATH: {"get"}} if settings.page else {})}
+    app.add_middleware(HttpMetrics, metrics=state.metrics, paths=paths)
+    app.add_middleware(AccessLog, paths=paths)
+    if tracer is not None:
+        app.add_middleware(RequestSpans, tracer=tracer, paths=paths)
+    return app
+
+
+def add_routes(app: FastAPI, state: State) -> None:
+    """Add the routes to an application, with the errors that they raise."""
+    app.state.forwardscope = state
+    install_error_handlers(app)
+    # For the documentation. The gate checks the key.
+    protected = [] if state.settings.api_key is None else [Depends(API_KEY)]
+    for route in (forward, logits, patterns, generate, attribute, compare, tokenize, completions, chat):
+        app.include_router(route.router, responses=error_answers(), dependencies=protected)
+    for route in (model_route, vectors, weights, status, openai_models):
+        app.include_router(route.router, responses=error_answers(401), dependencies=protected)
+    app.include_router(health.router)
+
+
+def add_gate(app: FastAPI, state: State) -> None:
+    """Add the middleware that checks each request and counts its memory."""
+    settings = state.settings
     app.add_middleware(
         Gate,
         routes=app.routes,
@@ -108,12 +125,3 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None,
         max_put_bytes=settings.max_vector_bytes,
         body_seconds=settings.body_timeout_seconds,
     )
-    app.add_middleware(InternalErrors)
-    if settings.cors_origin:
-        app.add_middleware(Cors, origins=settings.cors_origin)
-    paths = {**app.openapi()["paths"], **({"/": {"get"}, PAGE_PATH: {"get"}} if settings.page else {})}
-    app.add_middleware(HttpMetrics, metrics=state.metrics, paths=paths)
-    app.add_middleware(AccessLog, paths=paths)
-    if tracer is not None:
-        app.add_middleware(RequestSpans, tracer=tracer, paths=paths)
-    return app

@@ -45,19 +45,9 @@ async def load(state: State, on_failure: Callable[[], None] | None) -> None:
     try:
         threads = num_threads(state.settings)
         await state.worker.run(lambda: set_num_threads(threads))
-        state.checkpoint = await state.worker.run_detached(lambda: load_model(state.settings, state.ranks))
-        if state.checkpoint is not None:
-            checkpoint = state.checkpoint
-            state.translators = await state.worker.run_detached(lambda: load_lens(checkpoint, state.settings))
-            state.float_network = float_network(checkpoint, state.settings) if state.ranks is None else None
-            state.vectors.preload(await state.worker.run_detached(lambda: load_vectors(checkpoint, state.settings)))
-            if (tokenizer := checkpoint.tokenizer) is not None:
-                # Now, because llguidance reads a large vocabulary with Python's lock.
-                read = partial(Grammars, tokenizer, checkpoint.model.config.vocab_size)
-                state.slow_grammars = await state.worker.run_detached(read)
-                state.grammars = state.slow_grammars.quick()
-            state.engine = await state.worker.run_detached(lambda: build_engine(checkpoint, state.settings))
-            state.worker.serve(state.engine, lambda: fail(state, "the engine failed", on_failure))
+        checkpoint = await state.worker.run_detached(lambda: load_model(state.settings, state.ranks))
+        if checkpoint is not None:
+            await serve(state, checkpoint, on_failure)
     except Exception as error:  # a service that will never be ready must end, whatever the reason
         expected = isinstance(error, (ValueError, OSError))
         reason = str(error).removeprefix(f"{state.settings.model}: ")
@@ -69,6 +59,21 @@ async def load(state: State, on_failure: Callable[[], None] | None) -> None:
     state.loaded.set()
     if state.engine is not None:
         await state.worker.run_detached(state.engine.populate_cache)  # takes up to seconds, and requests need not wait
+
+
+async def serve(state: State, checkpoint: Checkpoint, on_failure: Callable[[], None] | None) -> None:
+    """Build the engine of a loaded checkpoint, and everything else that its requests need."""
+    state.checkpoint = checkpoint
+    state.translators = await state.worker.run_detached(lambda: load_lens(checkpoint, state.settings))
+    state.float_network = float_network(checkpoint, state.settings) if state.ranks is None else None
+    state.vectors.preload(await state.worker.run_detached(lambda: load_vectors(checkpoint, state.settings)))
+    if (tokenizer := checkpoint.tokenizer) is not None:
+        # Now, because llguidance reads a large vocabulary with Python's lock.
+        read = partial(Grammars, tokenizer, checkpoint.model.config.vocab_size)
+        state.slow_grammars = await state.worker.run_detached(read)
+        state.grammars = state.slow_grammars.quick()
+    state.engine = await state.worker.run_detached(lambda: build_engine(checkpoint, state.settings))
+    state.worker.serve(state.engine, lambda: fail(state, "the engine failed", on_failure))
 
 
 def num_threads(settings: Settings) -> int:
@@ -212,6 +217,14 @@ def prepare_own_share(
     share = f"{model.share.num_heads} of {config.num_heads} heads"
     logger.info("rank %d of %d computes %s of each layer, with PyTorch", ranks.rank, ranks.size, share)
     return model
+
+
+def close(state: State) -> None:
+    """End the processes that read grammars, the threads, and the other ranks."""
+    for grammars in filter(None, (state.grammars, state.slow_grammars)):
+        grammars.kill()
+    state.worker.close()
+    end_ranks(state)
 
 
 def end_ranks(state: State) -> None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
+from model.tracing.hooks import Hooks
 from service.request_ids import RequestIds
 from service.spans import RequestSpan
 
@@ -35,6 +36,8 @@ class RequestNotes:
     """Whether the request has edits (answers/source_passes.py)."""
     error_code: str | None = None
     """The code of the error in the response (errors.py), or in its stream (sse.py)."""
+    hooks: Hooks | None = None
+    """The functions of a caller in this process that read or change stages (in_process.py)."""
     liveness_bytes: bytes | None = None
     """The bytes that the connection may send now to find out whether the client is still there (sse.py, gate.py)."""
 

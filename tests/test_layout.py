@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # From top to bottom. A package may import packages of lower levels, and itself; not another package of its own level.
 LEVELS = (
+    ("forwardscope.local",),
     ("service",),
     ("forwardscope",),
     ("model.training",),
@@ -27,6 +28,7 @@ LEVELS = (
 SERVICE_LEVELS = (
     ("service.__main__",),
     ("service.commands",),
+    ("service.in_process",),
     ("service.app",),
     ("service.loading",),
     ("service.routes",),
@@ -50,7 +52,7 @@ SERVICE_LEVELS = (
 DOCUMENTED = ("model", "service", "forwardscope", "tests", "deploy")
 QUESTION_WORD = re.compile(r"(What|Which|Where)\b")
 FORBIDDEN_IN_MODEL = {"fastapi", "starlette", "uvicorn", "asyncio", "threading"}
-THREADS = {"service.executors", "service.network_thread", "service.worker"}
+THREADS = {"service.executors", "service.in_process", "service.network_thread", "service.worker"}
 POLICY = ("scheduler", "sequence", "block_pool", "step_budget", "prompt_lookup")
 
 

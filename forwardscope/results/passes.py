@@ -9,7 +9,7 @@ import numpy as np
 
 from forwardscope.results.records import EMPTY, Array, Doc, Fields, Named, Number, Record
 from forwardscope.results.stages import PositionedToken, PositionPredictions, Stage, StageArrays
-from forwardscope.tensor_files import NumpyArray, read_base64
+from forwardscope.tensor_files import read_base64
 
 
 class AppliedEdit(Record):
@@ -254,7 +254,7 @@ class PatternMap(Record):
     values: Annotated[str, Doc("base64 of the numbers, little-endian, in row-major order")] = field(repr=False)
 
 
-class Patterns(PromptResult, kw_only=True):
+class Patterns(PromptResult, Generic[Array], kw_only=True):
     """The maps of the chosen heads, layer by layer; `values` has all of them as one array.
 
     Row i of a map stands for the queries from i * block to i * block + block - 1, as far as the prompt has them, and
@@ -280,14 +280,14 @@ class Patterns(PromptResult, kw_only=True):
         return tuple(dict.fromkeys(each.head for each in self.maps))
 
     @cached_property
-    def values(self) -> NumpyArray:
+    def values(self) -> Array:
         """The maps (layer, head, row, column) of `layers` and `heads`."""
         arrays = [read_base64(each.values, self.dtype, (self.size, self.size)) for each in self.maps]
         values = np.stack(arrays).reshape(len(self.layers), len(self.heads), self.size, self.size)
-        return values if self.dtype != "uint8" else values.astype(np.float32) * np.float32(self.scale)
+        return cast(Array, values if self.dtype != "uint8" else values.astype(np.float32) * np.float32(self.scale))
 
     @cached_property
-    def means(self) -> dict[str, NumpyArray]:
+    def means(self) -> dict[str, Array]:
         """The means (layer, head) of the weights to the "previous" token and others, as in `maps`; NaN for null.
 
         Empty if the maps have none.
@@ -295,4 +295,5 @@ class Patterns(PromptResult, kw_only=True):
         shape = (len(self.layers), len(self.heads))
         rows = [each.means for each in self.maps if each.means is not None]
         names = [each.name for each in fields(PatternMeans)] if rows else []
-        return {name: np.array([getattr(row, name) for row in rows], np.float64).reshape(shape) for name in names}
+        means: Any = {name: np.array([getattr(row, name) for row in rows], np.float64).reshape(shape) for name in names}
+        return cast("dict[str, Array]", means)

@@ -63,6 +63,7 @@ class Continuation:
             tracer,
             edits if edits is not None and edits.is_active(scheduled.start, scheduled.num_new) else None,
             needs_all_logits=needs_prompt or (tracer is not None and tracer.needs_logits),
+            choice=self.index,
         )
 
     def advance(self, step: StepSequence) -> Output | None:

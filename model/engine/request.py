@@ -7,16 +7,18 @@ from model.engine.step_tracer import StepTrace
 from model.engine.trace_params import TraceParams
 from model.text.transcript import End, GenerationParams, TokenOutput
 from model.tracing.edits import BoundEdits
+from model.tracing.hooks import Hooks
 from model.tracing.tap import Tap
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt, and what to generate after it. `trace` reports stages of its steps. `tap` reads or changes
-    stages, for callers in the same process. `adapter` is the name of a loaded adapter that changes the network for
-    this request. `edits` change stages; they come before the trace and the tap, which see the changed values.
-    `scored_ids` are tokens whose logits are reported wherever a token is chosen. The sequences of all requests with the
-    same `owner` share the places that one owner gets; by default, each request is its own owner.
+    stages, for callers in the same process; `Hooks` know the positions that they see. `adapter` is the name of a loaded
+    adapter that changes the network for this request. `edits` change stages; they come before the trace and the tap,
+    which see the changed values. `scored_ids` are tokens whose logits are reported wherever a token is chosen. The
+    sequences of all requests with the same `owner` share the places that one owner gets; by default, each request is
+    its own owner.
 
     A sequence with a `tap` neither shares its keys and values nor takes those of others. Two requests share the keys
     and values of a common prefix only if their `adapter`, their `cache_salt` and the edits of that prefix are the same.
@@ -28,7 +30,7 @@ class Request:
     prompt_ids: Sequence[int]
     params: GenerationParams
     trace: TraceParams | None = None
-    tap: Tap | None = None
+    tap: Tap | Hooks | None = None
     cache_salt: str | None = None
     adapter: str | None = None
     scored_ids: Sequence[int] = ()

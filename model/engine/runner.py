@@ -16,6 +16,7 @@ from model.network.adapters import AdaptedRows, Adapter, PassAdapters
 from model.network.transformer import Transformer
 from model.ops.interface import Argmax
 from model.tracing.edits.bound import EditedRows, RecordableEdits
+from model.tracing.hooks import Hooks
 from model.tracing.stages import stages_of
 from model.tracing.tap import BatchTap, Chain, SequenceTap, Tap
 
@@ -131,15 +132,15 @@ class Runner:
     def _sequence_tap(self, each: StepSequence, tokens: slice) -> SequenceTap:
         """The tap of one sequence: its edits, the request's own tap, and its tracer."""
         taps: list[Tap] = []
-        num_new = each.scheduled.num_new
+        start, num_new, own = each.scheduled.start, each.scheduled.num_new, each.request.tap
+        selected = range(num_new - each.num_rows, num_new)
         try:
             if each.edits is not None:
-                selected = range(num_new - each.num_rows, num_new)
-                taps.append(each.edits.tap(each.scheduled.start, num_new, selected, self._model.backend.network))
+                taps.append(each.edits.tap(start, num_new, selected, self._model.backend.network))
         except Exception as error:  # too little memory, for example: the error ends this sequence only
             return SequenceTap(Chain(), tokens, each.rows, error)
-        if each.request.tap is not None:
-            taps.append(each.request.tap)
+        if own is not None:
+            taps.append(own.tap(start, num_new, selected, each.choice) if isinstance(own, Hooks) else own)
         if each.tracer is not None and each.is_traced:
             taps.append(each.tracer.tap)
         return SequenceTap(taps[0] if len(taps) == 1 else Chain(*taps), tokens, each.rows)

@@ -32,6 +32,7 @@ class StepSequence:
     tracer: StepTracer | None  # if the request is traced
     edits: BoundEdits | None  # if they change the new tokens
     needs_all_logits: bool  # of all new tokens, not only of those after which a token is chosen
+    choice: int = 0  # the number of the continuation
 
     rows: slice = field(init=False)  # of the logits of the step
     logits: Tensor | None = None  # (T, V) of all new tokens, if they are needed

@@ -27,6 +27,7 @@ from service.answers.source_passes import bind_edits
 from service.answers.step_trace_answers import TracePlan, plan_trace, traced_stages
 from service.http.errors import invalid, invalid_field
 from service.http.generate_schemas import GenerationRequest
+from service.request_notes import notes_of
 from service.state import State, get_engine, run_plan
 
 
@@ -182,6 +183,7 @@ class PromptPlanner:
                 cache_salt=inputs.body.cache_salt,
                 adapter=inputs.adapter,
                 owner=self.id,
+                tap=notes_of(inputs.request.scope).hooks,
             )
             self._engine.check(request)
         except InvalidField as error:

@@ -13,7 +13,8 @@ from fastapi import Request, Response
 from forwardscope.local_results import describe_edits, describe_tokens
 from forwardscope.results.passes import PassTimings
 from model.tracing.edits import BoundEdits, EditPlan
-from model.tracing.tap import Tap
+from model.tracing.hooks import Hooks
+from model.tracing.tap import Chain, Tap
 from service.answers.budget import Budget, total
 from service.answers.edits import answer_bytes, read_edits
 from service.answers.passes import Pass, PassAnswer, answer_passes
@@ -22,6 +23,7 @@ from service.answers.source_passes import bind_edits
 from service.answers.subject import Subject
 from service.http.errors import invalid
 from service.http.schemas import EditedRequest
+from service.request_notes import notes_of
 from service.state import State, run_plan
 
 
@@ -33,6 +35,7 @@ class PromptPlan:
     ids: list[int]
     edits: EditPlan | None = None
     bound_edits: BoundEdits | None = None
+    hooks: Hooks | None = None
 
     @property
     def edits_bytes(self) -> int:
@@ -40,10 +43,13 @@ class PromptPlan:
         return 0 if self.edits is None else answer_bytes(self.edits)
 
     def tap(self, rows: Sequence[int] | None = None) -> Tap | None:
-        """The tap that edits the pass; None without edits."""
-        if self.bound_edits is None:
-            return None
-        return self.bound_edits.tap(0, len(self.ids), rows, self.subject.network.backend.network)
+        """The tap that changes the pass; None without edits and hooks."""
+        taps: list[Tap] = []
+        if self.bound_edits is not None:
+            taps.append(self.bound_edits.tap(0, len(self.ids), rows, self.subject.network.backend.network))
+        if self.hooks is not None:
+            taps.append(self.hooks.tap(0, len(self.ids), rows))
+        return Chain(*taps) if taps else None
 
     def head(self, waited: float, seconds: float) -> dict[str, Any]:
         """The fields of an answer that all routes have."""
@@ -92,11 +98,13 @@ async def answer_prompts(
         raise invalid("edits", f"change the served model, but not the worked example {subject.name!r}; leave them out")
     edits = None if checkpoint is None else await read_edits(body.edits, ids, request, state, checkpoint)
 
+    hooks = notes_of(request.scope).hooks
+
     def make_plans() -> tuple[list[Plan], Budget]:
         make_plan, plans = planner(), []
         for index, each in enumerate(ids):
             plan = None if edits is None else edits.plan(each, len(each), params[index])
-            plans.append(make_plan(index, PromptPlan(subject=subject, ids=each, edits=plan)))
+            plans.append(make_plan(index, PromptPlan(subject=subject, ids=each, edits=plan, hooks=hooks)))
         sizes = {len(plan.ids): plan for plan in plans}  # a budget depends on the length of the prompt alone
         budgets = {length: make_budget(plan) for length, plan in sizes.items()}
         return plans, total([budgets[len(plan.ids)] for plan in plans])

@@ -22,6 +22,7 @@ from model.text.constraint import GrammarState, token_masks
 from model.text.sampling import Sampler, SamplingParams, TokenLogprobs, sample, token_logprobs
 from model.text.tokenizer import Tokenizer
 from model.text.transcript import End, GenerationParams, Transcript
+from model.tracing.hooks import Hooks
 from model.tracing.tap import Tap
 from tests.tiny import random_ids
 
@@ -62,7 +63,7 @@ def ask(
     *,
     max_tokens: int = 8,
     trace: TraceParams | None = None,
-    tap: Tap | None = None,
+    tap: Tap | Hooks | None = None,
     **params: Any,
 ) -> Request:
     """A request; `params` are those of `GenerationParams` and `SamplingParams`.

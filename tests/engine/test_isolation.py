@@ -20,6 +20,7 @@ from model.network.transformer import Transformer
 from model.ops.interface import Draw
 from model.text.sampling import Sampler
 from model.text.transcript import End
+from model.tracing.hooks import Hooks
 from model.tracing.selection import Selection
 from model.tracing.stages import stages_of
 from model.tracing.tap import Editor, Tap
@@ -423,6 +424,7 @@ class TestEditing:
 
     @staticmethod
     def alone_edited(model: Transformer, request: Request) -> Result:
+        assert not isinstance(request.tap, Hooks)
         return alone(model, request, tap=request.tap)
 
     @pytest.mark.parametrize("name", ["gpt2", pytest.param("qwen3", marks=pytest.mark.slow)])

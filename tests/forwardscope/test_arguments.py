@@ -66,10 +66,11 @@ def test_a_wrong_argument_is_named(message: str, model: LocalModel) -> None:
         ("layers: 'x' is not a list", lambda client: client.patterns("a", "x")),
     ],
 )
-def test_a_client_names_what_it_cannot_send(message: str, call: Callable[[Client], Any]) -> None:
-    with pytest.raises(InvalidArgument) as raised:
-        call(Client("http://localhost:1"))
-    assert str(raised.value).startswith(message)
+def test_a_caller_is_told_what_cannot_be_sent(message: str, call: Callable[[Any], Any], model: LocalModel) -> None:
+    for caller in (Client("http://localhost:1"), model):
+        with pytest.raises(InvalidArgument) as raised:
+            call(caller)
+        assert str(raised.value).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -85,23 +86,6 @@ def test_the_model_of_load_names_wrong_arguments_of_run(
 ) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         model.run("a", **arguments)
-
-
-@pytest.mark.parametrize(
-    ("message", "arguments"),
-    [
-        ("stop_token_ids: 5 is not a list", {"stop_token_ids": 5}),
-        ("logit_bias: .* is not a mapping", {"logit_bias": [1]}),
-        ("echo: 'yes' is not True or False", {"echo": "yes"}),
-        ("ignore_eos: 'no' is not True or False", {"ignore_eos": "no"}),
-        ("temperature: 'hot' must be a number", {"temperature": "hot"}),
-    ],
-)
-def test_the_model_of_load_names_wrong_arguments_of_generate(
-    message: str, arguments: dict[str, Any], model: LocalModel
-) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        model.generate("a", **arguments)
 
 
 @pytest.mark.parametrize(

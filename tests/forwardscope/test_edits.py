@@ -85,10 +85,11 @@ def test_a_vector_may_have_a_tensor_for_each_stage(local: LocalModel) -> None:
     ids=str,
 )
 def test_a_wrong_edit_is_an_error_that_names_its_field(local: LocalModel, edit: dict[str, Any], field: str) -> None:
-    for call in (local.run, local.generate):
-        with pytest.raises(InvalidField) as error:
-            call(PROMPT, edits=[edit])
-        assert error.value.field == field
+    with pytest.raises(InvalidField) as error:
+        local.run(PROMPT, edits=[edit])
+    assert error.value.field == field
+    with pytest.raises(ValueError, match=r"^edits\.0"):
+        local.generate(PROMPT, edits=[edit])
 
 
 def test_a_baseline_needs_edits(local: LocalModel) -> None:

@@ -1,0 +1,171 @@
+"""`load`, `Client` and `AsyncClient` have the same methods, with the same arguments, types and numbers.
+
+The calls of `EVERY_CALL` are those of a user: `mypy --strict` checks this file, too.
+"""
+
+import gc
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any, assert_type
+
+import numpy as np
+import pytest
+import torch
+
+from forwardscope import AsyncClient, Client, InvalidArgument, load
+from forwardscope.local import LocalModel
+from forwardscope.results import Attribution, ChatAnswer, Comparison, Generation, Logits, Patterns, Trace
+from forwardscope.results.generations import StepTrace
+from forwardscope.tensor_files import NumpyArray
+from model.errors import InvalidField
+from tests.service.running import wait_until
+
+PROMPT, OTHER = "the cat sat on", "the dog ran to"
+STREAMS = ["stream", "stream_chat", "stream_sweep"]
+METHODS = ["run", "logits", "patterns", "compare", "generate", "chat", "attribute", "model", "status", *STREAMS]
+SWEEP: dict[str, Any] = {"token": " the", "stages": ["blocks.*.resid_pre"], "positions": [1, -1]}
+EVERY_CALL: dict[str, Callable[[Any], Any]] = {
+    "logits": lambda model: model.logits(PROMPT, top_k=5, logprobs=True),
+    "edited logits": lambda model: model.logits(PROMPT, edits=[{"stage": "embed", "op": "mean"}], baseline=True),
+    "patterns": lambda model: model.patterns(f"{PROMPT} {OTHER}", layers=[0, 3], max_size=4),
+    "run": lambda model: model.run(PROMPT, "blocks.0.*", detail="summary"),
+    "trace": lambda model: model.generate(
+        PROMPT, max_tokens=3, seed=1, trace={"stages": "blocks.1.*", "logit_lens": True, "top_k": 2}
+    ),
+    "constrained": lambda model: model.generate(PROMPT, max_tokens=9, seed=1, structured_outputs={"regex": "[ab]{4}"}),
+    "stream": lambda model: list(model.stream(PROMPT, max_tokens=3, n=2, seed=1, trace={"stages": ["embed"]})),
+    "direct": lambda model: model.attribute("direct", PROMPT, token=" the"),
+    "gradient": lambda model: model.attribute("gradient", PROMPT, token=" the", stages=["*.resid_pre"]),
+    "integrated": lambda model: model.attribute("integrated_gradients", PROMPT, token=" the", steps=4),
+    "attribution patching": lambda model: model.attribute(
+        "attribution_patching", PROMPT, corrupted=OTHER, token=" the", stages=["*.attn.z"]
+    ),
+    "lens": lambda model: model.attribute("logit_lens", PROMPT, token=" the"),
+    "patching": lambda model: model.attribute("patching", PROMPT, corrupted=OTHER, **SWEEP),
+    "sweep": lambda model: sorted(map(repr, model.stream_sweep(PROMPT, OTHER, **SWEEP))),
+    "compare": lambda model: model.compare("a b", {"embed": np.ones((2, 256), np.float32)}, dtype="bfloat16"),
+    "to_tokens": lambda model: model.to_tokens(PROMPT),
+    "to_text": lambda model: model.to_text([5, 6, 7]),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_has_the_same_arguments_in_load_and_in_both_clients(name: str) -> None:
+    first, *others = [
+        [(each.name, each.kind, each.default) for each in inspect.signature(getattr(kind, name)).parameters.values()][
+            1:
+        ]
+        for kind in (Client, AsyncClient, LocalModel)
+    ]
+    assert others == [first, first]
+
+
+def plain(value: Any) -> Any:
+    """Every number and text of a result, without ids, times and counts of the prefix cache."""
+    if isinstance(value, torch.Tensor):
+        return value.float().tolist() if value.is_floating_point() else value.tolist()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if hasattr(value, "columns"):
+        return {name: plain(each) for name, each in value.columns.items()}
+    if hasattr(value, "as_list"):
+        return plain(value.as_list())
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if hasattr(value, "__dict__"):
+        skipped = {"id", "timings", "cached_tokens"} | ({"values", "means"} if isinstance(value, Patterns) else set())
+        own = {name: plain(each) for name, each in vars(value).items() if name not in skipped}
+        return own | ({"maps": plain(value.values)} if isinstance(value, Patterns) else {})
+    return value
+
+
+def assert_same(ours: Any, theirs: Any, tolerance: float) -> None:
+    """Compare nested lists and mappings. The summands of a gradient in float32 are added by several threads."""
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys()
+        ours, theirs = list(ours.values()), list(theirs.values())
+    if isinstance(ours, list):
+        for own, other in zip(ours, theirs, strict=True):
+            assert_same(own, other, tolerance)
+    elif isinstance(ours, float):
+        assert ours == pytest.approx(theirs, abs=tolerance, nan_ok=True)
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("name", EVERY_CALL)
+def test_a_call_has_the_same_numbers_in_this_process_and_over_http(
+    name: str, local: LocalModel, client: Client
+) -> None:
+    call = EVERY_CALL[name]
+    ours, theirs = call(local), call(client)
+    assert_same(plain(ours), plain(theirs), tolerance=1e-3 if "attribution" in name else 0.0)
+
+
+def test_the_types_of_every_result_are_known() -> None:
+    """Nothing of this runs: mypy reads it."""
+
+    def use(local: LocalModel, client: Client) -> None:
+        assert_type(local.run(PROMPT), Trace[torch.Tensor])
+        assert_type(client.run(PROMPT), Trace[NumpyArray])
+        assert_type(local.logits(PROMPT), Logits[torch.Tensor])
+        assert_type(local.patterns(PROMPT), Patterns[torch.Tensor])
+        assert_type(local.patterns(PROMPT).values, torch.Tensor)
+        assert_type(client.patterns(PROMPT).values, NumpyArray)
+        assert_type(local.compare(PROMPT, path="x"), Comparison)
+        generation = local.generate(PROMPT, max_tokens=3, temperature=0, n=2)
+        assert_type(generation, Generation[torch.Tensor])
+        assert_type(generation.trace, tuple[StepTrace[torch.Tensor], ...] | None)
+        with local.stream(PROMPT, max_tokens=3) as events:
+            for event in events:
+                assert_type(event.trace, StepTrace[torch.Tensor] | None)
+        assert_type(local.chat("Hello"), ChatAnswer)
+        assert_type([event.text for event in local.stream_chat("Hello")], list[str])
+        assert_type(local.attribute("direct", PROMPT, token=5), Attribution[torch.Tensor])
+        assert_type([cell.value for cell in local.stream_sweep(PROMPT, OTHER, token=5)], list[float])
+        local.generate(PROMPT, max_tokens="3")  # type: ignore[arg-type]
+
+    assert use.__annotations__
+
+
+def test_a_refused_argument_is_a_value_error_that_names_it(local: LocalModel) -> None:
+    with pytest.raises(InvalidField, match=r"^temprature: .*temperature") as raised:
+        local.generate(PROMPT, temprature=1)
+    assert raised.value.field == "temprature"
+    with pytest.raises(InvalidField, match="max_tokens"):
+        next(local.stream(PROMPT, max_tokens=100_000))
+    with pytest.raises(InvalidField, match=r"^path: no/such/file: no such file"):
+        local.compare(PROMPT, path="no/such/file")
+    with pytest.raises(InvalidArgument, match=r"^edits\.0\.vector: a mapping is for `run`"):
+        local.logits(PROMPT, edits=[{"stage": "embed", "op": "set", "vector": {"embed": [1.0]}}])
+
+
+def test_streams_run_beside_each_other_and_beside_passes(local: LocalModel) -> None:
+    alone = [list(local.stream(PROMPT, max_tokens=8, seed=seed)) for seed in (1, 2)]
+    traced = local.run(OTHER)
+    streams = [local.stream(PROMPT, max_tokens=8, seed=seed) for seed in (1, 2)]
+    together: list[list[Any]] = [[], []]
+    for _ in range(9):
+        for index, stream in enumerate(streams):
+            together[index].append(next(stream))
+        assert torch.equal(local.run(OTHER).logits, traced.logits)
+    for ours, theirs in zip(alone, together, strict=True):
+        assert [event.text for event in ours] == [event.text for event in theirs]
+
+
+def test_a_stream_that_is_left_early_ends_its_generation(local: LocalModel) -> None:
+    with local.stream(PROMPT, max_tokens=400, ignore_eos=True) as events:
+        next(events)
+    wait_until(lambda: local.status().requests_running == 0, "the generation ends")
+    assert local.generate(PROMPT, max_tokens=2).usage.completion_tokens == 2
+
+
+def test_a_deleted_model_leaves_no_thread_behind() -> None:
+    before = set(threading.enumerate())
+    model = load("bundled")
+    model.generate(PROMPT, max_tokens=1)
+    assert len(set(threading.enumerate()) - before) > 1
+    del model
+    gc.collect()
+    wait_until(lambda: not set(threading.enumerate()) - before, "the threads end")
