@@ -40,8 +40,9 @@ class Continuation:
 
     @property
     def can_draft(self) -> bool:
-        """Whether tokens may be drafted: sampling is greedy, and the request has neither a trace nor a tap."""
-        return self.sampler.is_greedy and self.request.trace is None and self.request.tap is None
+        """Whether tokens may be drafted: the request has neither a trace nor functions of its own."""
+        request = self.request
+        return request.trace is None and request.tap is None and not request.params.sampling.processors
 
     def mark_started(self) -> bool:
         """Note that a step begins, and return whether it is the first one."""

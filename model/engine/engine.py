@@ -40,7 +40,7 @@ class EngineConfig:
 
     At most `max_sequences` run at a time, and a step computes at most `max_step_tokens` tokens. If a step has fewer
     prompts than decoding sequences, its prompt tokens are limited so that the step takes at most about `max_stretch`
-    times as long as without them. With `speculates`, greedy sequences draft tokens from their own text (prompt lookup),
+    times as long as without them. With `speculates`, sequences draft tokens from their own text (prompt lookup),
     if this changes no bit of their results. `kv_cache_dtype` says how keys and values are stored.
     """
 

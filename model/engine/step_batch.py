@@ -76,7 +76,7 @@ def choose_tokens(sequences: Sequence[StepSequence], logits: Tensor, argmax: Arg
     rows = [row for each in choosing for row in each.sampled_rows]
     if len(rows) < logits.shape[0]:
         logits, argmax = logits[torch.tensor(rows, device=logits.device)], None
-    samplers = [each.sampler for each in choosing for _ in each.sampled_rows]
+    samplers = [sampler for each in choosing for sampler in each.sampler.ahead(each.scheduled.draft)]
     masks = token_masks([(each.grammar, each.scheduled.draft) for each in choosing], logits.shape[-1])
     chosen = sample(logits, samplers, backend.sampling, argmax, masks)
     first = 0
@@ -84,6 +84,8 @@ def choose_tokens(sequences: Sequence[StepSequence], logits: Tensor, argmax: Arg
     for each in choosing:
         end = first + each.scheduled.num_sampled
         each.token_ids, each.error = accept_draft(chosen[first:end], each.scheduled.draft)
+        for token_id in each.token_ids[1:]:  # `sample` has added the first one
+            each.sampler.append(token_id)
         if masks is not None and each.grammar and each.tracer and each.token_ids:
             each.constraint = constraint_effect(logits[first], masks.words[first], each.token_ids[0])
         if each.request.params.logprobs is not None and each.token_ids:

@@ -9,6 +9,7 @@ excludes are removed after biases and penalties.
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
@@ -120,8 +121,6 @@ class Sampler:
             params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         )
         self.changes_logits = self._has_penalties or len(params.logit_bias) > 0 or len(params.processors) > 0
-        self.is_greedy = params.temperature == 0 and not self.changes_logits
-        """Whether the next token is always the argmax of unchanged logits."""
         self._columns: dict[int, int] = {}  # token id -> its column in `_ids_and_counts`
         self._ids_and_counts = torch.zeros(2, 64, dtype=torch.int64)  # doubled in size when it is full
         if self._has_penalties:
@@ -148,14 +147,27 @@ class Sampler:
         return logits
 
     def draw(self, row: int) -> Draw:
-        """Describe how to draw the next token from the logits of row `row`. Each call counts as one drawn token."""
-        params, self._num_drawn = self.params, self._num_drawn + 1
+        """Describe how to draw the next token from the logits of row `row`."""
+        params = self.params
         # A float, because PyTorch would convert an int such as 2**64 to an integer type, which it does not fit.
         temperature = float(min(max(params.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE))
-        return Draw(row, temperature, params.top_k, params.top_p, params.min_p, key_of(self._seed, self._num_drawn))
+        return Draw(row, temperature, params.top_k, params.top_p, params.min_p, key_of(self._seed, self._num_drawn + 1))
+
+    def ahead(self, draft: Sequence[int]) -> "list[Sampler]":
+        """The samplers of the next token, this one, and of the tokens after 1, 2 ... drafted ones."""
+        samplers = [self]
+        for token_id in draft:
+            latest = copy(samplers[-1])
+            if latest._has_penalties:
+                latest._columns = dict(latest._columns)
+                latest._ids_and_counts = latest._ids_and_counts.clone()
+            latest.append(token_id)
+            samplers.append(latest)
+        return samplers
 
     def append(self, token_id: int) -> None:
         """Add a token to the output."""
+        self._num_drawn += 1
         if self.params.processors:
             self._tokens.append(token_id)
         if self._has_penalties:

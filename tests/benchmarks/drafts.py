@@ -1,10 +1,10 @@
 """Compare decoding with and without drafts from earlier text (prompt lookup) in five tasks with real text.
 
-    python -m tests.benchmarks.drafts --model DIRECTORY [--dtype bfloat16] [--rounds 5] [--tokens 200] [--threads 2]
+    python -m tests.benchmarks.drafts --model DIRECTORY [--dtype bfloat16] [--rounds 5] [--tokens 200] [--temperature 0]
 
 The model must have a chat template. Two engines in this process, with and without drafts, take turns: each round runs
 every task on both, and the order alternates. A ratio compares tokens per second between the first and the last token
-of an answer, which is the same greedy answer with both. Other options are passed to the service's loader, such as
+of an answer, which is the same answer with both. Other options are passed to the service's loader, such as
 `--quantize int8`.
 """
 
@@ -51,8 +51,7 @@ class Figures:
     ratios: list[float]
 
 
-def answer(engine: Engine, prompt_ids: list[int], num_tokens: int) -> Answer:
-    params = GenerationParams(max_tokens=num_tokens, sampling=SamplingParams(temperature=0.0))
+def answer(engine: Engine, prompt_ids: list[int], params: GenerationParams) -> Answer:
     before = engine.stats()
     engine.add(Request(id="task", prompt_ids=prompt_ids, params=params))
     ids: list[int] = []
@@ -72,12 +71,12 @@ def answer(engine: Engine, prompt_ids: list[int], num_tokens: int) -> Answer:
     )
 
 
-def compare(engines: tuple[Engine, Engine], prompt_ids: list[int], num_tokens: int, rounds: int) -> Figures:
+def compare(engines: tuple[Engine, Engine], prompt_ids: list[int], params: GenerationParams, rounds: int) -> Figures:
     """Run one task on both engines, with and without drafts, in turn."""
-    drafting, plain = ([answer(engine, prompt_ids, num_tokens)] for engine in engines)  # the first ones warm up
+    drafting, plain = ([answer(engine, prompt_ids, params)] for engine in engines)  # the first ones warm up
     for number in range(rounds):
         for index in (0, 1) if number % 2 else (1, 0):
-            (drafting, plain)[index].append(answer(engines[index], prompt_ids, num_tokens))
+            (drafting, plain)[index].append(answer(engines[index], prompt_ids, params))
     if any(each.ids != plain[0].ids for each in (*drafting, *plain)):
         raise SystemExit("drafts changed an answer, which they must never do")
     num_after_first = len(plain[0].ids) - 1
@@ -95,7 +94,7 @@ def make_engines(model: str, threads: int, options: list[str]) -> tuple[Checkpoi
     """One checkpoint, and two engines of it: with and without drafts."""
     torch.set_num_threads(threads)
     common = ["--model", model, "--threads", str(threads), *options]
-    settings = [CliApp.run(Settings, cli_args=[*common, *more]) for more in ([], ["--no-speculate"])]
+    settings = [CliApp.run(Settings, cli_args=[*common, *more]) for more in ([], ["--speculate", "false"])]
     checkpoint = load_model(settings[0])
     assert checkpoint is not None
     drafting, plain = (build_engine(checkpoint, each) for each in settings)
@@ -109,23 +108,26 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=200, help="most tokens of an answer")
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     arguments, options = parser.parse_known_args()
     checkpoint, engines = make_engines(arguments.model, arguments.threads, ["--dtype", arguments.dtype, *options])
     template = checkpoint.chat_template
     if template is None:
         parser.error(f"{arguments.model} has no chat template")
+    sampling = SamplingParams(temperature=arguments.temperature, seed=0)
+    params = GenerationParams(max_tokens=arguments.tokens, sampling=sampling)
     sys.stdout.write("task  tokens  tokens/step  drafted  accepted  tokens/s  ratio median (min-max)\n")
     found = {}
     for name in arguments.tasks:
         ids = template.encode([{"role": "user", "content": TASKS[name]}], add_generation_prompt=True)
-        task = compare(engines, ids, arguments.tokens, arguments.rounds)
+        task = compare(engines, ids, params, arguments.rounds)
         found[name] = vars(task)
         ratios = f"{statistics.median(task.ratios):.2f} ({min(task.ratios):.2f}-{max(task.ratios):.2f})"
         counts = f"{task.num_tokens}  {task.tokens_per_step:.2f}  {task.num_drafted}  {task.num_accepted}"
         sys.stdout.write(f"{name}: {counts}  {task.tokens_per_second:.0f}  {ratios}\n")
-    result = {"benchmark": "drafts", "model": arguments.model, "dtype": arguments.dtype, "options": options}
-    sys.stdout.write(json.dumps({**result, "threads": arguments.threads, "tasks": found}) + "\n")
+    own = {name: getattr(arguments, name) for name in ("model", "dtype", "threads", "temperature")}
+    sys.stdout.write(json.dumps({"benchmark": "drafts", **own, "options": options, "tasks": found}) + "\n")
 
 
 if __name__ == "__main__":

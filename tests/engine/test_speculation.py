@@ -48,6 +48,17 @@ def mixed() -> list[Request]:
     return [*requests, *repeating, sampled, ended]
 
 
+SAMPLED: list[dict[str, Any]] = [
+    {"temperature": 0.1},
+    {"temperature": 0.1, "repetition_penalty": 1.1},
+    {"temperature": 0.05, "frequency_penalty": 0.02, "presence_penalty": 0.1},
+    {"temperature": 0.1, "logit_bias": {3: 1.0}},
+    {"temperature": 0.7, "top_k": 2},
+    {"temperature": 1.0, "top_p": 0.05},
+    {"temperature": 1.0, "min_p": 0.5},
+]
+
+
 def both(model: Transformer, requests: Sequence[Request], **options: Any) -> tuple[Engine, Any, Any]:
     """An engine that speculates, its results, and the results of an engine that does not."""
     speculating, plain = (new_engine(model, speculates=speculates, **options) for speculates in (True, False))
@@ -64,6 +75,19 @@ def test_results_are_bitwise_the_same_with_and_without_drafts(name: str, dtype: 
     assert with_drafts == without_drafts
     stats = engine.stats()
     assert 0 < stats.num_accepted < stats.num_drafted
+
+
+@pytest.mark.parametrize("params", SAMPLED, ids=str)
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_sampled_requests_are_bitwise_the_same_with_and_without_drafts(dtype: str, params: dict[str, Any]) -> None:
+    """Also their penalties, which count drafted tokens only where these are chosen."""
+    requests = [
+        ask(f"{seed}", prompt(6, seed=seed) * 4, n=2, seed=seed, max_tokens=60, logprobs=2, **params)
+        for seed in range(4)
+    ]
+    engine, with_drafts, without_drafts = both(network(dtype=dtype), requests, num_blocks=256)
+    assert with_drafts == without_drafts
+    assert 0 < engine.stats().num_accepted < engine.stats().num_drafted
 
 
 def test_drafts_save_steps() -> None:
@@ -130,16 +154,12 @@ def traced(model: Transformer) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "params",
     [
-        {"temperature": 0.5},
-        {"repetition_penalty": 1.1},
-        {"frequency_penalty": 0.1},
-        {"logit_bias": {3: 1.0}},
         {"processors": [lambda tokens, logits: logits]},
         {"tap": lambda name, tensor: tensor},
         traced,
     ],
 )
-def test_only_plain_greedy_requests_use_drafts(params: Any) -> None:
+def test_nothing_is_drafted_for_traces_and_functions_of_the_caller(params: Any) -> None:
     model = network()
     engine = new_engine(model)
     params = params(model) if callable(params) else params
