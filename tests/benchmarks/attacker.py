@@ -13,6 +13,7 @@ attacker count for neither side. After each phase a line shows the latency of it
 import argparse
 import asyncio
 import json
+import multiprocessing
 import random
 import sys
 import tempfile
@@ -20,12 +21,13 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import cycle
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.client import percentile
-from tests.benchmarks.hostile import Service, attack_with, memory, serving
-from tests.benchmarks.hostile_requests import ROWS, HostileRequest, Row, as_json
+from tests.benchmarks.hostile import Client, Service, attack_with, memory, serving
+from tests.benchmarks.hostile_requests import ROWS, Row, as_json
 
 NUM_HONEST = 32
 KEY = "key"
@@ -55,6 +57,20 @@ def honest_request(chance: random.Random) -> tuple[str, dict[str, Any]]:
     return chance.choice(requests)
 
 
+def attack(port: int, names: Sequence[str], orders: Connection) -> None:
+    """Attack with a row whenever its name and the most seconds for it arrive, and answer when it has ended.
+
+    This runs in a process of its own: what the attacker computes must not delay the clocks of the honest clients.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        made = {name: list(ATTACKS[name].make(Path(directory))) for name in names}
+    orders.send(None)
+    while True:
+        name, seconds = orders.recv()
+        asyncio.run(attack_with(Client(port), made[name], HEADERS, seconds))
+        orders.send(None)
+
+
 class Load:
     """The honest clients, and the latencies of their requests by the row that was attacked meanwhile."""
 
@@ -73,12 +89,11 @@ class Load:
             self.seconds[row if row != ALONE else self.row].append(time.perf_counter() - began)
             self.outcomes[f"{path} {status}"] += 1
 
-    async def attack(
-        self, rows: Iterator[tuple[str, Sequence[HostileRequest]]], end: float, row_seconds: float
-    ) -> None:
+    async def be_attacked(self, attacker: Connection, rows: Iterator[str], end: float, row_seconds: float) -> None:
         while (left := end - time.monotonic()) > 0:
-            self.row, requests = next(rows)
-            await attack_with(self.service, requests, HEADERS, min(left, row_seconds))
+            self.row = next(rows)
+            attacker.send((self.row, min(left, row_seconds)))
+            await asyncio.to_thread(attacker.recv)
         self.row = SETTLING
 
     def line(self, name: str, seconds: Sequence[float]) -> str:
@@ -90,14 +105,17 @@ async def measure(
 ) -> dict[str, Any]:
     load = Load(service)
     honest = [asyncio.create_task(load.be_honest(random.Random(index))) for index in range(NUM_HONEST)]
-    sizes = []
-    with tempfile.TemporaryDirectory() as directory:
-        made = {name: list(ATTACKS[name].make(Path(directory))) for name in names}
-    rows = cycle(made.items())
+    sizes: list[int] = []
+    context = multiprocessing.get_context("spawn")
+    attacker, orders = context.Pipe()
+    process = context.Process(target=attack, args=(service.port, names, orders), daemon=True)
+    process.start()
+    await asyncio.to_thread(attacker.recv)  # the requests are made
+    rows = cycle(names)
     for phase in range(max(2, round(seconds / phase_seconds))):
         number = {row: len(values) for row, values in load.seconds.items()}
         if phase % 2:
-            await load.attack(rows, time.monotonic() + phase_seconds, row_seconds)
+            await load.be_attacked(attacker, rows, time.monotonic() + phase_seconds, row_seconds)
         else:
             settling = SETTLING_SECONDS if phase else 0
             await asyncio.sleep(settling)
@@ -108,6 +126,7 @@ async def measure(
         line = load.line("attacker" if phase % 2 else ALONE, found)
         sys.stdout.write(f"{line} {dict(load.outcomes)} {sizes[-1]} MB\n")
         sys.stdout.flush()
+    process.terminate()
     for task in honest:
         task.cancel()
     for row, values in load.seconds.items():

@@ -57,11 +57,10 @@ TARGETS = {
 }
 
 
-class Service:
-    """A running service, started for one attack."""
+class Client:
+    """A client of a service at a port of this machine."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
-        self.process = process
+    def __init__(self, port: int) -> None:
         self.port = port
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -103,6 +102,14 @@ class Service:
             if line.startswith(f"forwardscope_{name} "):
                 return float(line.rpartition(" ")[2])
         return 0.0
+
+
+class Service(Client):
+    """A running service, started for one attack."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+        super().__init__(port)
+        self.process = process
 
 
 @contextlib.contextmanager
@@ -460,7 +467,7 @@ def run_attack(service: Service, attack: Attack) -> dict[str, Any]:
     return result
 
 
-async def send(service: Service, request: HostileRequest, headers: str) -> list[int | str]:
+async def send(service: Client, request: HostileRequest, headers: str) -> list[int | str]:
     """The statuses of the answers. An unread answer counts as "unread"."""
 
     async def leave_unread() -> tuple[str, asyncio.StreamWriter | None]:
@@ -484,7 +491,7 @@ async def send(service: Service, request: HostileRequest, headers: str) -> list[
 
 
 async def attack_with(
-    service: Service, requests: Sequence[HostileRequest], headers: str, seconds: float
+    service: Client, requests: Sequence[HostileRequest], headers: str, seconds: float
 ) -> dict[str, Any]:
     answers: Counter[str] = Counter()
     with contextlib.suppress(TimeoutError):
