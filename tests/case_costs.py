@@ -49,7 +49,7 @@ class CaseCosts:
         self._run_compiler = build.run_compiler
         build.run_compiler = self._note_compiler
 
-    def _note_compiler(self, compiler: str, source: Path, level: InstructionLevel, library: Path) -> None:
+    def _note_compiler(self, compiler: build.Compiler, source: Path, level: InstructionLevel, library: Path) -> None:
         if not self._fixture_depth:
             self._compiled.append(source.name)
         self._run_compiler(compiler, source, level, library)

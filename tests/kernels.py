@@ -1,11 +1,14 @@
-"""Compile the kernels once for all processes of the tests."""
+"""The kernels for all processes of the tests, compiled once, and packaged as in a wheel."""
 
 import fcntl
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 from model.ops.cpu import build
+from model.ops.cpu.instruction_levels import chosen_level
 
 
 def compile_kernels() -> None:
@@ -24,3 +27,12 @@ def compile_kernels() -> None:
     ):
         fcntl.flock(lock, fcntl.LOCK_EX)
         list(threads.map(build.compile_source, sorted(build.CSRC.glob("*.cpp"))))
+
+
+def package_kernels(directory: Path) -> None:
+    """Copy the compiled kernels into a directory, under the names that they have in a wheel."""
+    level = chosen_level()
+    assert level is not None
+    directory.mkdir(parents=True)
+    for source in build.CSRC.glob("*.cpp"):
+        shutil.copy(build.compile_source(source), directory / build.library_name(source, level))

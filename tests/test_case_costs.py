@@ -34,10 +34,10 @@ def shared():
     work()
 
 @pytest.fixture
-def compiled(monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "find_compiler", lambda: "true")  # a program that does nothing, and is no compiler
+def compiled(tmp_path):
     (tmp_path / "a.so").touch()
-    build.run_compiler("true", tmp_path / "a.cpp", build.LEVELS[0], tmp_path / "a.so")
+    does_nothing = build.Compiler(("true",), (), ("true",))
+    build.run_compiler(does_nothing, tmp_path / "a.cpp", build.LEVELS[0], tmp_path / "a.so")
 
 def test_cheap(): pass
 def test_shared(shared): pass

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from model.ops.cpu.build import LIBRARIES
+from model.ops.cpu.build import SHIPPED
 from service.settings import Settings
 from tests.service.running import running
 
@@ -316,10 +317,16 @@ def test_alerts_fire_when_they_should_and_not_otherwise() -> None:
     promtool("test", "rules", "alerts_test.yaml")
 
 
+def stages() -> dict[str, str]:
+    """The stages of the Dockerfile by name. The last one has none."""
+    texts = re.split(r"^FROM ", (DEPLOY.parent / "Dockerfile").read_text(encoding="utf-8"), flags=re.M)[1:]
+    return {text.split("\n")[0].partition(" AS ")[2]: text for text in texts}
+
+
 def test_only_the_files_that_decide_what_is_compiled_are_copied_before_the_kernels(tmp_path: Path) -> None:
-    """Docker compiles the kernels of all levels again only if a file that was copied before has changed."""
+    """The kernels of all levels are compiled again only if a file that was copied before has changed."""
     root = DEPLOY.parent
-    before = (root / "Dockerfile").read_text(encoding="utf-8").partition("RUN python -m model.ops.cpu.build")[0]
+    before = stages()["wheel"].partition("RUN python -m model.ops.cpu.build")[0]
     copied = [words[:-1] for words in map(str.split, re.findall(r"^COPY (.+)$", before, re.M))]
     names = {name for group in copied for name in group}
     assert names == {f"model/ops/cpu/{name}" for name in ("build.py", "instruction_levels.py", "csrc")}
@@ -336,11 +343,10 @@ def test_only_the_files_that_decide_what_is_compiled_are_copied_before_the_kerne
     assert found.stdout == f"{num_files}\n"
 
 
-def test_the_image_contains_the_kernels_of_every_instruction_level_and_no_compiler() -> None:
-    build, final = re.split(r"^FROM ", (DEPLOY.parent / "Dockerfile").read_text(encoding="utf-8"), flags=re.M)[1:]
-    (directory,) = re.findall(r"python -m model\.ops\.cpu\.build --all (\S+)", build)
-    assert re.search(r"apt-get install .*\bg\+\+", build)
-    assert "apt-get" not in final
-    assert f"{LIBRARIES}={directory}" in final
-    (copied,) = re.findall(r"COPY --from=build (\S+) \1$", final, re.M)
-    assert directory.startswith(f"{copied}/")
+def test_the_wheel_takes_the_kernels_that_were_compiled_before_and_no_stage_that_runs_has_a_compiler() -> None:
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    (directory,) = re.findall(r"python -m model\.ops\.cpu\.build --all (\S+)", stages()["wheel"])
+    libraries = SHIPPED.relative_to(DEPLOY.parent)
+    assert directory == f"{project['tool']['distutils']['build']['build-lib']}/{libraries}"
+    assert {name for name, text in stages().items() if re.search(r"g\+\+|ZIG|apt-get", text)} == {"wheel"}
+    assert set(re.findall(r"--from=(\w+)", stages()[""])) == {"dependencies", "package"}

@@ -36,10 +36,11 @@ from tests.service.running import LOADING_SECONDS, ROOT
 @pytest.mark.parametrize("pod", [POD, JOB_POD], ids=["service", "download"])
 def test_pods_have_no_privileges_no_token_and_a_read_only_root(pod: Document) -> None:
     (uid,) = re.findall(r"useradd --uid (\d+)", DOCKERFILE)
-    assert f"USER {uid}:{uid}" in DOCKERFILE
+    assert f"USER {uid}:0" in DOCKERFILE
     security = pod["securityContext"]
     assert security["runAsNonRoot"] is True
-    assert security["runAsUser"] == security["runAsGroup"] == security["fsGroup"] == int(uid)
+    assert security["runAsUser"] == security["fsGroup"] == int(uid)
+    assert security["runAsGroup"] == 0
     assert security["seccompProfile"] == {"type": "RuntimeDefault"}
     assert pod["automountServiceAccountToken"] is False
     assert pod["containers"][0]["securityContext"] == {

@@ -1,19 +1,19 @@
-"""Compile the C++ files in `csrc` for the instructions of this CPU, once, and load them as libraries.
+"""Compile the C++ files in `csrc` for the instructions of this CPU, unless an installed package has them compiled.
 
-Flags in the environment variable `CXXFLAGS` follow our own.
+Wheels hold libraries of these files in `SHIPPED` (`wheels.py`). A file that has none there, as in an editable install
+or after a change of the source, is compiled once, and its library is kept in a cache directory. If that directory
+cannot be written, each library is compiled into a temporary directory, which is removed as soon as the library is
+loaded. A process that is killed while it compiles leaves a directory behind; a later start removes that directory.
 
-`python -m model.ops.cpu.build --all DIRECTORY` compiles all files for all instruction levels into a directory. If the
-environment variable `KERNEL_LIBRARIES` names that directory, its libraries are used, and no compiler is needed.
-
-Libraries are otherwise kept in a cache directory. If that directory cannot be written, each library is compiled into a
-temporary directory, which is removed as soon as the library is loaded. A process that is killed while it compiles
-leaves a directory behind; a later start removes that directory. This module does not know what the libraries compute.
+The environment variable `CXX` names the compiler, and flags in `CXXFLAGS` follow our own.
+`python -m model.ops.cpu.build --all DIRECTORY` compiles all files for all instruction levels into a directory. This
+module does not know what the libraries compute.
 """
 
 import argparse
 import atexit
-import ctypes
 import hashlib
+import importlib.util
 import logging
 import os
 import shlex
@@ -25,57 +25,54 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from model.ops.cpu.instruction_levels import LEVELS, InstructionLevel, chosen_level
 
 logger = logging.getLogger(__name__)
 
-# -fno-tree-pre: otherwise GCC 12 keeps some of the sums of a product in memory instead of registers.
 # -ffp-contract=off: otherwise the compiler fuses products and sums in some places and not in others, and bits differ.
-FLAGS = ("-O3", "-fno-tree-pre", "-ffp-contract=off", "-std=c++20", "-pthread", "-shared", "-fPIC")
+FLAGS = ("-O3", "-ffp-contract=off", "-std=c++20", "-pthread", "-fPIC")
 COMPILERS = ("g++", "c++")
-LIBRARIES = "KERNEL_LIBRARIES"  # environment variable: a directory of libraries that were compiled before
+GCC_FLAG = "-fno-tree-pre"  # otherwise GCC 12 keeps some of the sums of a product in memory instead of registers
+ZIG = "ziglang==0.17.*"  # with which what is shipped was measured
+GLIBC_TARGET = "x86_64-linux-gnu.2.28"  # what PyTorch needs, too: manylinux_2_28
 CSRC = Path(__file__).parent / "csrc"
+SHIPPED = Path(__file__).parent / "libraries"  # of an installed package; not there in a checkout
+# Environment variables: where compilers put temporary files, and Zig what it has compiled of C's library.
+TEMPORARY = ("TMPDIR", "ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")
 COMPILE_SECONDS = 10  # about what the slowest file takes; only logged
 COMPILING = "forwardscope-compiling-"  # prefix of the directories in which processes compile
 STALE_SECONDS = 3600.0  # far longer than a compiler takes: the process that made an older directory has ended
 
 
-@cache
-def load(name: str) -> ctypes.CDLL | None:
-    """Load the library of `name`.cpp, compiled if necessary. If that fails, log the reason and return None."""
-    source = CSRC / f"{name}.cpp"
-    try:
-        library = compile_source(source)
-        try:
-            return ctypes.CDLL(str(library))
-        finally:
-            if library.parent.name.startswith(COMPILING):
-                shutil.rmtree(library.parent, ignore_errors=True)  # a loaded library does not need its file
-    except OSError as error:
-        logger.info("%s could not be built or loaded, so PyTorch is used in its place: %s", source.name, error)
-        return None
+@dataclass(frozen=True)
+class Compiler:
+    """The commands of a compiler: `command` with `flags` compiles a file, and `link` makes a library."""
+
+    command: tuple[str, ...]
+    flags: tuple[str, ...]
+    link: tuple[str, ...]
 
 
 def compile_source(source: Path) -> Path:
     """Compile a C++ file, unless it was compiled before, and return the path of the library.
 
-    A library in the directory of `KERNEL_LIBRARIES` is used if source, headers and flags are the same; one in the
-    cache, if the compiler is the same, too. Without a cache, the library lies in a temporary directory of its own.
-    `load` removes that directory after loading, or else the end of the process does. Raises `OSError` if this CPU has
-    no instruction level, if there is no compiler, or if it fails.
+    A library of the package is used if source, headers and our flags are the same; one in the cache, if the compiler
+    and `CXXFLAGS` are the same, too. Without a cache, the library lies in a temporary directory of its own. `load`
+    removes that directory after loading, or else the end of the process does. Raises `OSError`, which says what to do,
+    if this CPU has no instruction level, if there is no compiler, or if it fails.
     """
     level = chosen_level()
     if level is None:
-        raise OSError("this CPU has neither AVX-512 nor AVX2 (with FMA and F16C)")
-    compiled_before = os.environ.get(LIBRARIES)
-    if compiled_before and is_whole(library := Path(compiled_before, library_name(source, level))):
+        raise OSError("this CPU has neither AVX-512 nor AVX2 (with FMA and F16C); use an x86-64 CPU that has them")
+    if is_whole(library := SHIPPED / library_name(source, level)):
         return library
+    level = replace(level, compiler_flags=(*level.compiler_flags, *shlex.split(os.environ.get("CXXFLAGS", ""))))
     compiler = find_compiler()
-    version = subprocess.run([compiler, "-v"], capture_output=True, text=True).stderr
-    name = library_name(source, level, version)
+    version = subprocess.run([*compiler.command, "-v"], capture_output=True, text=True).stderr
+    name = library_name(source, level, " ".join((*compiler.flags, version)))
     cache_path = prepare_cache()
     if cache_path is not None and is_whole(cache_path / name):
         return cache_path / name
@@ -95,25 +92,32 @@ def compile_source(source: Path) -> Path:
     return cache_path / name
 
 
-def compile_all(directory: Path) -> None:
-    """Compile all files for all levels into a directory. Raises `OSError` if there is no compiler, or it fails.
+def compile_all(directory: Path, levels: Sequence[InstructionLevel] = LEVELS) -> None:
+    """Compile all files for some levels into a directory of libraries to ship, and remove other libraries from it.
 
-    A library gets its name only when it is complete, so an interrupted run leaves no broken library with a right name.
+    Intact libraries of the same sources and flags are kept. `CXXFLAGS` has no effect: libraries are shipped with our
+    flags alone. A library gets its name only when it is complete, so an interrupted run leaves no broken library with a
+    right name. Raises `OSError` if there is no compiler, or it fails.
     """
-    compiler = find_compiler()
+    libraries = {library_name(source, level): (source, level) for level in levels for source in CSRC.glob("*.cpp")}
     directory.mkdir(parents=True, exist_ok=True)
+    for path in directory.glob("*.so"):
+        if path.name not in libraries:
+            path.unlink()
+    missing = sorted(name for name in libraries if not is_whole(directory / name))
+    if not missing:
+        return
+    compiler = find_shipping_compiler()
     with (
         tempfile.TemporaryDirectory(prefix=COMPILING, dir=directory) as unfinished,
         ThreadPoolExecutor(os.cpu_count()) as threads,
     ):
 
-        def compile_one(source: Path, level: InstructionLevel) -> None:
-            name = library_name(source, level)
-            run_compiler(compiler, source, level, Path(unfinished, name))
+        def compile_one(name: str) -> None:
+            run_compiler(compiler, *libraries[name], Path(unfinished, name))
             Path(unfinished, name).replace(directory / name)
 
-        sources = sorted(CSRC.glob("*.cpp"))
-        tasks = [threads.submit(compile_one, source, level) for level in LEVELS for source in sources]
+        tasks = [threads.submit(compile_one, name) for name in missing]
         try:
             for task in tasks:
                 task.result()
@@ -122,35 +126,68 @@ def compile_all(directory: Path) -> None:
             raise
 
 
-def find_compiler() -> str:
-    """The path of a C++ compiler. Raises `OSError` if there is none."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        raise OSError("there is no C++ compiler")
-    return compiler
+def find_compiler() -> Compiler:
+    """A C++ compiler: `CXX`, one of `COMPILERS`, or Zig. Raises `OSError` if there is none."""
+    if wanted := find_wanted():
+        return wanted
+    if path := next(filter(None, map(shutil.which, COMPILERS)), None):
+        return Compiler((path,), (GCC_FLAG,), (path,))
+    if zig := find_zig():
+        return zig
+    raise OSError("there is no C++ compiler; install the package from its wheel, or run `pip install ziglang`")
 
 
-def library_name(source: Path, level: InstructionLevel, compiler_version: str = "") -> str:
+def find_shipping_compiler() -> Compiler:
+    """The compiler for libraries that are shipped: `CXX` or Zig. Raises `OSError` if there is none."""
+    if compiler := find_wanted() or find_zig():
+        return compiler
+    raise OSError(f"there is no Zig; run `pip install '{ZIG}'`, or name another compiler in the variable CXX")
+
+
+def find_wanted() -> Compiler | None:
+    """The compiler that the variable `CXX` names; None without one. Raises `OSError` if its program does not exist."""
+    wanted = tuple(shlex.split(os.environ.get("CXX", "")))
+    if wanted and shutil.which(wanted[0]) is None:
+        raise OSError(f"there is no compiler {wanted[0]!r}, which the variable CXX names; correct or unset it")
+    return Compiler(wanted, (GCC_FLAG,), wanted) if wanted else None
+
+
+def find_zig() -> Compiler | None:
+    """The Clang of PyPI's package `ziglang`, for an old glibc; None if it is not installed.
+
+    Libraries are linked with C's library alone: see `csrc/cxx_library.h`.
+    """
+    package = importlib.util.find_spec("ziglang")
+    if package is None or package.origin is None:
+        return None
+    zig, target = str(Path(package.origin).with_name("zig")), ("-target", GLIBC_TARGET)
+    flags = ("-DWITHOUT_CXX_LIBRARY", "-fno-exceptions", "-fvisibility-global-new-delete=force-hidden")
+    return Compiler((zig, "c++", *target), flags, (zig, "cc", *target, "-s"))
+
+
+def library_name(source: Path, level: InstructionLevel, compiler: str = "") -> str:
     """The name of a library's file. It depends on everything that its content depends on."""
     headers = [header.read_text() for header in sorted(CSRC.glob("*.h"))]
-    inputs = (source.read_text(), *headers, compiler_version, *compiler_flags(level))
+    inputs = (source.read_text(), *headers, compiler, *FLAGS, *level.compiler_flags)
     key = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
     return f"{source.stem}-{level.name}-{key}.so"
 
 
-def compiler_flags(level: InstructionLevel) -> list[str]:
-    return [*FLAGS, *level.compiler_flags, *shlex.split(os.environ.get("CXXFLAGS", ""))]
-
-
-def run_compiler(compiler: str, source: Path, level: InstructionLevel, library: Path) -> None:
+def run_compiler(compiler: Compiler, source: Path, level: InstructionLevel, library: Path) -> None:
     """Compile a file. The compiler's temporary files lie next to the library, so that none is left elsewhere."""
-    command = [compiler, *compiler_flags(level), f"-I{CSRC}", str(source), "-o", str(library)]
-    environment = os.environ | {"TMPDIR": str(library.parent)}
+    compiled = str(library.with_suffix(".o"))
+    flags = (*FLAGS, *level.compiler_flags)
+    commands = [
+        [*compiler.command, *compiler.flags, *flags, f"-I{CSRC}", "-c", str(source), "-o", compiled],
+        [*compiler.link, *flags, "-shared", compiled, "-o", str(library)],
+    ]
+    environment = os.environ | dict.fromkeys(TEMPORARY, str(library.parent))
     start = time.monotonic()
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if result.returncode != 0:
-        lines = result.stderr.splitlines()
-        raise OSError(next((line for line in lines if "error" in line), f"{compiler} failed"))
+    for command in commands:
+        result = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if result.returncode != 0:
+            lines = result.stderr.splitlines()
+            raise OSError(next((line for line in lines if "error" in line), f"{command[0]} failed"))
     seal(library)
     logger.info("compiled %s for %s in %.1f seconds", source.name, level.name, time.monotonic() - start)
 

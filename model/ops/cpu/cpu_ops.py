@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import Activation
-from model.ops.cpu import build, launch
+from model.ops.cpu import launch, libraries
 from model.ops.cpu.cpu_edits import CpuEdits, Kernels, find_edit_kernels
 from model.ops.cpu.cpu_sampling import CpuSamplingOps
 from model.ops.cpu.cpu_summaries import CpuSummaryOps
@@ -33,7 +33,7 @@ def find_backend(dtype: torch.dtype, d_head: int) -> Backend | None:
     if dtype not in DTYPES:
         return None
     # The first library that cannot be loaded logs the reason; the others are not tried.
-    if launch.thread_pool() is None or build.load("elementwise") is None:
+    if launch.thread_pool() is None or libraries.load("elementwise") is None:
         return None
     kernels = find_kernels(
         "elementwise", dtype, (*ACTIVATIONS, "take_rows", "add", "scale", "softcap", "norm", "rotate")

@@ -23,7 +23,7 @@ def _extended(level: InstructionLevel, name: str, features: dict[str, str]) -> I
     return InstructionLevel(name, (*level.compiler_flags, *features.values()), level.cpu_features | features.keys())
 
 
-AVX2 = InstructionLevel("avx2", ("-mavx2", "-mfma", "-mf16c"), frozenset(("avx2", "fma", "f16c")))
+AVX2 = InstructionLevel("avx2", ("-mavx2", "-mfma", "-mf16c", "-mpopcnt"), frozenset(("avx2", "fma", "f16c", "popcnt")))
 AVX2_VNNI = _extended(AVX2, "avx2-vnni", {"avx_vnni": "-mavxvnni"})
 AVX512 = _extended(
     AVX2,

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from model.ops.cpu import build
+from model.ops.cpu import libraries
 from model.ops.cpu.constants import CONSTANTS
 
 # The kinds of fields as C++ names them, with their format in the module `struct`. All of them have FIELD_BYTES.
@@ -92,7 +92,7 @@ def find_kernels(library: str, dtype: torch.dtype, names: Sequence[str]) -> dict
 
 def load_checked(library: str) -> ctypes.CDLL | None:
     """Load the library of a C++ file, and compare its constants with ours."""
-    loaded = build.load(library)
+    loaded = libraries.load(library)
     if loaded is not None:
         for name, ours in CONSTANTS.get(library, {}).items():
             theirs = ctypes.c_int64.in_dll(loaded, f"constant_{name}").value

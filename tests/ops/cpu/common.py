@@ -14,7 +14,7 @@ from torch import Tensor
 from model.choices import Quantization
 from model.network.prepare import prepare_model
 from model.network.transformer import Transformer
-from model.ops.cpu import build, instruction_levels, launch
+from model.ops.cpu import instruction_levels, launch, libraries
 from model.ops.cpu.cpu_ops import find_backend
 from model.ops.cpu.instruction_levels import AVX512, AVX512_VNNI, LEVELS
 from model.ops.cpu.packed_linear import pack_linear
@@ -91,7 +91,7 @@ def set_variable(name: str, value: str) -> Iterator[None]:
 
 def forget_kernels() -> None:
     """Make the next call load the kernels again, as after a change of the compiler or its flags."""
-    build.load.cache_clear()
+    libraries.forget()
     launch.thread_pool.cache_clear()
 
 

@@ -12,9 +12,10 @@ from torch import nn
 
 from model.checkpoints.load import BUNDLED, load_checkpoint
 from model.choices import Quantization
-from model.ops.cpu import build, instruction_levels
+from model.ops.cpu import build, instruction_levels, libraries
 from model.ops.torch_ops import TORCH
 from model.ops.weight_formats import FORMATS
+from tests.kernels import package_kernels
 from tests.ops.cpu.common import (
     EMULATED,
     INSTRUCTIONS,
@@ -86,25 +87,55 @@ class TestCompiling:
     @pytest.mark.parametrize(
         ("change", "reason"),
         [
-            (lambda patch: patch.setattr(build, "COMPILERS", ("no-such-compiler",)), "no C++ compiler"),
+            (
+                lambda patch: patch.setenv("CXX", "no-such-compiler"),
+                "no compiler 'no-such-compiler', which the variable CXX names",
+            ),
             (lambda patch: patch.setattr(build, "chosen_level", lambda: None), "neither AVX-512 nor AVX2"),
         ],
     )
-    def test_without_kernels_one_log_line_says_why_and_pytorchs_layers_are_used(
+    def test_without_kernels_one_warning_says_why_and_pytorchs_layers_are_used(
         self, change: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         change(monkeypatch)
         forget_kernels()
         try:
-            with caplog.at_level(logging.INFO):
-                model = load_checkpoint(str(BUNDLED), kernels="auto").model
-            explained = [record.message for record in caplog.records if not record.message.startswith("compil")]
-            assert [reason in message for message in explained] == [True]
+            model = load_checkpoint(str(BUNDLED), kernels="auto").model
+            (warning,) = (record.message for record in caplog.records if record.levelno == logging.WARNING)
+            assert reason in warning
+            assert "PyTorch computes, with one stream up to 16 times slower" in warning
+            status = libraries.kernel_status()
+            assert (status.level, status.origin) == (None, None)
+            assert status.problem is not None
+            assert reason in status.problem
             assert model.backend is TORCH
             assert isinstance(model.head, nn.Linear)
             assert model(torch.zeros(1, 8, dtype=torch.int64)).shape == (1, 8, 4096)
         finally:
             forget_kernels()
+
+
+def test_the_status_of_the_kernels_says_whether_all_came_with_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    level = instruction_levels.chosen_level()
+    if level is None or libraries.load("thread_pool") is None:
+        pytest.skip(NO_KERNELS)
+    compiled = libraries.KernelStatus(level.name, "compiled", None)
+    assert libraries.kernel_status() == compiled
+    package_kernels(tmp_path / "package")
+    try:
+        monkeypatch.setattr(build, "SHIPPED", tmp_path / "package")
+        forget_kernels()
+        assert libraries.kernel_status() == libraries.KernelStatus(level.name, "package", None)
+        next((tmp_path / "package").glob("linear-*")).unlink()
+        forget_kernels()
+        assert libraries.kernel_status() == compiled
+        monkeypatch.setattr(build, "find_compiler", lambda: (_ for _ in ()).throw(OSError("no compiler")))
+        forget_kernels()
+        assert libraries.kernel_status() == libraries.KernelStatus(level.name, "package", "no compiler")
+    finally:
+        forget_kernels()
 
 
 @torch.inference_mode()

@@ -24,10 +24,10 @@ OLD_SECONDS = 2 * 3600
 LOAD = """
 import os, signal, sys
 from pathlib import Path
-from model.ops.cpu import build
+from model.ops.cpu import build, libraries
 
 build.CSRC = Path(sys.argv[1])
-library = build.load("answer")
+library = libraries.load("answer")
 assert library.answer() == 42  # a loaded library works after its file is removed
 sys.stdout.write("loaded")
 sys.stdout.flush()
@@ -44,9 +44,14 @@ exec sleep 60
 
 
 @pytest.fixture(autouse=True)
-def _compiler() -> None:
-    if not any(map(shutil.which, build.COMPILERS)):
+def compiler(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The compiler of the system, and no other one."""
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build, "find_zig", lambda: None)
+    found = next(filter(None, map(shutil.which, build.COMPILERS)), None)
+    if found is None:
         pytest.skip("there is no C++ compiler")
+    return found
 
 
 @pytest.fixture
@@ -121,13 +126,14 @@ def test_the_cache_holds_only_the_library(sources: Path, temporary: Path, cache:
 
 @pytest.mark.parametrize("is_prebuilt", [False, True])
 def test_a_damaged_library_is_compiled_again(
-    sources: Path, tmp_path: Path, cache: Path, is_prebuilt: bool, monkeypatch: pytest.MonkeyPatch
+    sources: Path, tmp_path: Path, cache: Path, compiler: str, is_prebuilt: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that loads a part of a library, as after a crash of the system, would end with SIGBUS."""
     if is_prebuilt:
         monkeypatch.setattr(build, "CSRC", sources)
-        build.compile_all(tmp_path / "prebuilt")
-        monkeypatch.setenv(build.LIBRARIES, str(tmp_path / "prebuilt"))
+        monkeypatch.setattr(build, "SHIPPED", tmp_path / "prebuilt")
+        monkeypatch.setenv("CXX", compiler)
+        build.compile_all(build.SHIPPED)
     library = build.compile_source(sources / "answer.cpp")
     assert library.is_relative_to(tmp_path / "prebuilt") == is_prebuilt
     whole = library.read_bytes()
@@ -271,7 +277,7 @@ exit 1
 
 class TestInstructionLevels:
     @pytest.fixture(autouse=True)
-    def prebuilt(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    def prebuilt(self, tmp_path: Path, compiler: str, monkeypatch: pytest.MonkeyPatch) -> Path:
         """A directory with the library of one small source for all levels."""
         sources = tmp_path / "levels"
         sources.mkdir()
@@ -279,8 +285,11 @@ class TestInstructionLevels:
         monkeypatch.setattr(build, "CSRC", sources)
         monkeypatch.delenv("CXXFLAGS", raising=False)
         monkeypatch.delenv(instruction_levels.VARIABLE, raising=False)
-        build.main(["--all", str(tmp_path / "prebuilt")])
-        return tmp_path / "prebuilt"
+        monkeypatch.setattr(build, "SHIPPED", tmp_path / "prebuilt")
+        with monkeypatch.context() as patch:
+            patch.setenv("CXX", compiler)
+            build.main(["--all", str(build.SHIPPED)])
+        return build.SHIPPED
 
     @pytest.fixture(autouse=True)
     def _other_cpus(self) -> Iterator[None]:
@@ -303,7 +312,6 @@ class TestInstructionLevels:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(build, "COMPILERS", ())
-        monkeypatch.setenv(build.LIBRARIES, str(prebuilt))
         self.emulate_cpu(level.cpu_features, tmp_path, monkeypatch)
         library = build.compile_source(build.CSRC / "level.cpp")
         assert library.parent == prebuilt
@@ -318,7 +326,7 @@ class TestInstructionLevels:
         compiler = tmp_path / "compiler"
         compiler.write_text(FAILING_COMPILER)
         compiler.chmod(0o755)
-        monkeypatch.setattr(build, "COMPILERS", (str(compiler),))
+        monkeypatch.setenv("CXX", str(compiler))
         with pytest.raises(SystemExit) as ended:
             build.main(["--all", str(tmp_path / "failed")])
         assert ended.value.code == 1
@@ -351,7 +359,6 @@ class TestInstructionLevels:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        monkeypatch.setenv(build.LIBRARIES, str(prebuilt))
         self.emulate_cpu(instruction_levels.AVX2.cpu_features, tmp_path, monkeypatch)
         source = build.CSRC / "level.cpp"
         source.write_text(source.read_text() + "// changed")

@@ -14,7 +14,7 @@ from model.engine.decode_graphs import DecodeGraphs
 from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Request
 from model.network.transformer import Transformer
-from model.ops.cpu import build
+from model.ops.cpu import libraries
 from model.ops.cpu.packed_linear import PackedLinear
 from model.text.sampling import SamplingParams
 from model.text.transcript import GenerationParams
@@ -121,7 +121,7 @@ def test_the_service_gives_the_same_text_and_parameter_count_with_our_kernels_an
     for kernels in ("auto", "torch"):
         with running(model="bundled", dtype="float32", kernels=kernels) as service:
             is_packed = isinstance(service.checkpoint.model.head, PackedLinear)
-            assert is_packed == (kernels == "auto" and build.load("elementwise") is not None)
+            assert is_packed == (kernels == "auto" and libraries.load("elementwise") is not None)
             text = service.answer("/generate", prompt="the cat sat on", max_tokens=20, temperature=0)["text"]
             answers.append((text, service.get("/model").json()["parameters"]))
     assert answers[0] == answers[1]

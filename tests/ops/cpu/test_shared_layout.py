@@ -6,7 +6,7 @@ import struct
 import pytest
 import torch
 
-from model.ops.cpu import build, constants, launch
+from model.ops.cpu import build, constants, launch, libraries
 from model.ops.cpu.shared_layout import FORMATS, Kernel, Layout, LayoutMismatch, check_layout, find_kernel
 from model.ops.cpu.trace_kernels import PIECE
 from tests.ops.cpu.common import NO_KERNELS
@@ -14,7 +14,7 @@ from tests.ops.cpu.common import NO_KERNELS
 
 @pytest.fixture(autouse=True)
 def _kernels() -> None:
-    if build.load("elementwise") is None:
+    if libraries.load("elementwise") is None:
         pytest.skip(NO_KERNELS)
 
 
@@ -79,7 +79,7 @@ def test_a_constant_that_differs_is_an_error_that_names_it(monkeypatch: pytest.M
 def test_every_kernel_of_every_library_describes_its_arguments() -> None:
     num_kernels = 0
     for source in sorted(build.CSRC.glob("*.cpp")):
-        library = build.load(source.stem)
+        library = libraries.load(source.stem)
         assert library is not None
         for name in exported_descriptions(library):
             layout = Layout.read(library, name)

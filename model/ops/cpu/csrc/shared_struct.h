@@ -8,8 +8,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
 #include <type_traits>
+
+#include "cxx_library.h"
 
 // FOR_EACH(macro, (a, b), (c, d)) expands to macro(a, b) macro(c, d). The preprocessor has no loops: each round of
 // EXPAND scans the text again, which handles one more element, and there are enough rounds for 81 elements.
@@ -32,27 +33,50 @@ constexpr const char* kind_of_field() {
     if constexpr (std::is_same_v<Field, double>) return "number";
 }
 
+// A text that the compiler puts together. It is an error of the compilation if the text is too long.
+struct Description {
+    char text[2048] = {};
+    long size = 0;
+
+    constexpr void add(const char* part) {
+        while (*part) text[size++] = *part++;
+    }
+    constexpr void add(long number) {
+        if (number >= 10) add(number / 10);
+        text[size++] = '0' + number % 10;
+    }
+    constexpr void add_line(const char* name, const char* kind, long offset) {
+        add(name);
+        add(" ");
+        add(kind);
+        add(" ");
+        add(offset);
+        add("\n");
+    }
+};
+
 #define DECLARE_FIELD(type, name) type name;
-#define DESCRIBE_FIELD(type, name) \
-    text += std::string(#name " ") + kind_of_field<type>() + " " + std::to_string(offsetof(Self, name)) + "\n";
+#define DESCRIBE_FIELD(type, name) description.add_line(#name, kind_of_field<type>(), offsetof(Self, name));
 
 // Declares a struct: STRUCT(Name, (type, field), (type, field)). A field is a pointer, a long or a double.
-#define STRUCT(Name, ...)                                         \
-    struct Name {                                                 \
-        FOR_EACH(DECLARE_FIELD, __VA_ARGS__)                      \
-        static std::string describe() {                           \
-            using Self = Name;                                    \
-            std::string text;                                     \
-            FOR_EACH(DESCRIBE_FIELD, __VA_ARGS__)                 \
-            return text + "size " + std::to_string(sizeof(Self)); \
-        }                                                         \
+#define STRUCT(Name, ...)                         \
+    struct Name {                                 \
+        FOR_EACH(DECLARE_FIELD, __VA_ARGS__)      \
+        static constexpr Description describe() { \
+            using Self = Name;                    \
+            Description description;              \
+            FOR_EACH(DESCRIBE_FIELD, __VA_ARGS__) \
+            description.add("size ");             \
+            description.add((long)sizeof(Self));  \
+            return description;                   \
+        }                                         \
     }
 
 // Exports the description of a struct as the function `name`.
-#define EXPORT_DESCRIPTION(name, ...)                            \
-    extern "C" const char* name() {                              \
-        static const std::string text = __VA_ARGS__::describe(); \
-        return text.c_str();                                     \
+#define EXPORT_DESCRIPTION(name, ...)                                       \
+    extern "C" const char* name() {                                         \
+        static constexpr Description description = __VA_ARGS__::describe(); \
+        return description.text;                                            \
     }
 
 // Exports an integer constant, as `constant_NAME`.

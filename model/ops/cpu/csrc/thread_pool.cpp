@@ -10,36 +10,41 @@
 // the threads that it has.
 
 #include <immintrin.h>
+#include <linux/futex.h>
+#include <pthread.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <limits>
-#include <mutex>
-#include <system_error>
-#include <thread>
 #include <vector>
 
 #include "shared_struct.h"
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr int SPINS_BEFORE_YIELD = 2000;
-constexpr std::chrono::milliseconds IDLE_BEFORE_SLEEP{5};
+constexpr int64_t IDLE_BEFORE_SLEEP = 5'000'000;  // nanoseconds
+
+int64_t now() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1'000'000'000 + time.tv_nsec;
+}
 
 // Waits, awake, until `is_done` holds or the deadline has passed. Returns whether it holds.
 template <class IsDone>
-bool spin_until(IsDone is_done, Clock::time_point deadline = Clock::time_point::max()) {
+bool spin_until(IsDone is_done, int64_t deadline = std::numeric_limits<int64_t>::max()) {
     for (int spins = 0; spins < SPINS_BEFORE_YIELD; spins++) {
         if (is_done()) return true;
         _mm_pause();
     }
     while (!is_done()) {
-        if (Clock::now() > deadline) return false;
+        if (now() > deadline) return false;
         sched_yield();
     }
     return true;
@@ -77,28 +82,45 @@ struct CallList {
 
 // Worker threads that help the calling thread with one list at a time. They end with the process.
 struct ThreadPool {
-    std::mutex in_use;
+    std::atomic<bool> in_use{false};
     long num_workers = 0;
     long max_workers = std::numeric_limits<long>::max();  // smaller after the system has refused to start a thread
     CallList* list = nullptr;             // the list to help with
     std::atomic<uint32_t> generation{0};  // grows with each list, so that workers notice a new one
     std::atomic<long> num_wanted{0};      // workers with a smaller index help with the list
     std::atomic<long> num_active{0};      // workers that may be using `list`
+    std::atomic<long> num_asleep{0};      // workers that sleep, or are about to
 
     // Starts workers until there are `total`, unless the system refuses one: then no more are started later, either.
     void start_workers(long total) {
-        try {
-            for (; num_workers < std::min(total, max_workers); num_workers++)
-                std::thread(&ThreadPool::work, this, num_workers).detach();
-        } catch (const std::system_error&) {
-            max_workers = num_workers;
+        while (num_workers < std::min(total, max_workers)) {
+            pthread_t thread;
+            if (pthread_create(&thread, nullptr, start_worker, (void*)num_workers)) {
+                max_workers = num_workers;
+            } else {
+                pthread_detach(thread);
+                num_workers++;
+            }
         }
+    }
+
+    static void* start_worker(void* index);
+
+    // Sleeps while the generation is `seen`.
+    void sleep(uint32_t seen) {
+        num_asleep.fetch_add(1);
+        while (generation.load() == seen) syscall(SYS_futex, &generation, FUTEX_WAIT_PRIVATE, seen, nullptr);
+        num_asleep.fetch_sub(1);
+    }
+
+    void wake_all() {
+        if (num_asleep.load()) syscall(SYS_futex, &generation, FUTEX_WAKE_PRIVATE, std::numeric_limits<int>::max());
     }
 
     void work(long index) {
         for (uint32_t seen = 0;;) {
             const auto is_new = [&] { return generation.load(std::memory_order_acquire) != seen; };
-            if (!spin_until(is_new, Clock::now() + IDLE_BEFORE_SLEEP)) generation.wait(seen, std::memory_order_acquire);
+            if (!spin_until(is_new, now() + IDLE_BEFORE_SLEEP)) sleep(seen);
             seen = generation.load(std::memory_order_acquire);
             num_active.fetch_add(1);
             if (index < num_wanted.load()) list->run();
@@ -110,17 +132,19 @@ struct ThreadPool {
         start_workers(num_threads - 1);
         list = &new_list;
         num_wanted.store(num_threads - 1);
-        generation.fetch_add(1, std::memory_order_release);
-        generation.notify_all();
+        generation.fetch_add(1);
+        wake_all();
         new_list.run();
         num_wanted.store(0);  // a worker that has not begun by now has nothing left to do
         spin_until([&] { return num_active.load() == 0; });
     }
 };
 
-ThreadPool& thread_pool() {
-    static ThreadPool* pool = new ThreadPool;  // never destroyed: its threads use it until the process ends
-    return *pool;
+constinit ThreadPool pool;  // never destroyed: its threads use it until the process ends
+
+void* ThreadPool::start_worker(void* index) {
+    pool.work((long)index);
+    return nullptr;
 }
 
 }  // namespace
@@ -135,14 +159,15 @@ extern "C" long run_calls(const KernelCall* calls, long num_calls, long num_thre
         return num_threads;
     }
     CallList list{calls, num_calls, std::vector<Progress>(num_calls)};
-    std::unique_lock lock(thread_pool().in_use, std::defer_lock);
     // One thread needs no pool. While another caller uses the pool, this one computes alone.
-    if (num_threads == 1 || !lock.try_lock()) {
+    if (num_threads == 1 || pool.in_use.exchange(true, std::memory_order_acquire)) {
         list.run();
         return num_threads;
     }
-    thread_pool().run(list, num_threads);
-    return std::min(num_threads, thread_pool().num_workers + 1);
+    pool.run(list, num_threads);
+    const long num_available = std::min(num_threads, pool.num_workers + 1);
+    pool.in_use.store(false, std::memory_order_release);
+    return num_available;
 }
 
 // Runs one call.

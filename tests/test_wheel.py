@@ -1,0 +1,73 @@
+"""A wheel holds the compiled kernels, and an installation from it runs them without a compiler."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from model import __version__
+from model.ops.cpu import build, instruction_levels, libraries
+from tests.kernels import package_kernels
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[1]
+STATUS = "from model.ops.cpu import libraries; print(libraries.__file__); print(libraries.kernel_status())"
+
+
+def make_wheel(checkout: Path, levels: str) -> Path:
+    to = ["--wheel-dir", str(checkout / levels), str(checkout)]
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", *to]
+    # `CXX` keeps Zig, a large download, away.
+    environment = os.environ | {"KERNEL_LEVELS": levels, "CXX": "c++"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    if "No matching distribution found for setuptools" in result.stderr:
+        pytest.skip("pip cannot download setuptools")
+    assert result.returncode == 0, result.stderr
+    (wheel,) = (checkout / levels).iterdir()
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package, with the kernels of the tests where the build would compile them."""
+    if libraries.load("thread_pool") is None:
+        pytest.skip("there are no kernels for this machine")
+    checkout = tmp_path_factory.mktemp("checkout")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout / name)
+    for name in ("forwardscope", "model", "service"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__", "*.pt"))
+    stale = checkout / "build/lib" / build.SHIPPED.relative_to(ROOT)
+    package_kernels(stale)
+    shutil.copy(next(stale.glob("linear-*.so")), stale / "linear-avx2-0123456789abcdef.so")
+    return checkout
+
+
+def test_an_installed_wheel_runs_its_kernels_without_a_compiler_and_a_cache(checkout: Path, tmp_path: Path) -> None:
+    level = instruction_levels.chosen_level()
+    assert level is not None
+    wheel = make_wheel(checkout, "own")
+    assert wheel.name == f"forwardscope-{__version__}-py3-none-linux_x86_64.whl"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path), str(wheel)]
+    subprocess.run(install, check=True, timeout=100)
+    environment = {"PATH": "/nowhere", "PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": "/proc/nothing"}
+    found = subprocess.run(
+        [sys.executable, "-c", STATUS], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.splitlines() == [
+        str(tmp_path / "model/ops/cpu/libraries.py"),
+        str(libraries.KernelStatus(level.name, "package", None)),
+    ]
+    assert found.stderr == ""  # nothing was compiled, and no library of another source was packaged
+    assert len(list((tmp_path / "model/ops/cpu/libraries").iterdir())) == len(list(build.CSRC.glob("*.cpp")))
+
+
+def test_a_wheel_without_kernels_is_for_any_system(checkout: Path) -> None:
+    wheel = make_wheel(checkout, "none")
+    assert wheel.name == f"forwardscope-{__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
