@@ -35,6 +35,7 @@ from service.routes import (
     weights,
 )
 from service.routes import model as model_route
+from service.routes.anthropic import messages
 from service.routes.openai import chat, completions
 from service.routes.openai import models as openai_models
 from service.settings import Settings
@@ -105,7 +106,7 @@ def add_routes(app: FastAPI, state: State) -> None:
     install_error_handlers(app)
     # For the documentation. The gate checks the key.
     protected = [] if state.settings.api_key is None else [Depends(API_KEY)]
-    for route in (forward, logits, patterns, generate, attribute, compare, tokenize, completions, chat):
+    for route in (forward, logits, patterns, generate, attribute, compare, tokenize, completions, chat, messages):
         app.include_router(route.router, responses=error_answers(), dependencies=protected)
     for route in (model_route, vectors, weights, status, openai_models):
         app.include_router(route.router, responses=error_answers(401), dependencies=protected)

@@ -6,7 +6,7 @@ Chat completions, Responses and Messages are three ways to write the same stream
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import orjson
 
@@ -33,14 +33,15 @@ class ChatEnd:
 class ChatOutput:
     """The new part of choice `index`: that of one step, or the whole of it.
 
-    `tokens` have their log-probabilities, if the request asks for them. `traces` are JSON. `end` is in the last output.
+    `tokens` have their log-probabilities, if the request asks for them. `traces` are the JSON of `StepTrace`s. The last
+    output has the `end`.
     """
 
     index: int
     pieces: Sequence[Piece]
     tokens: Sequence[TokenOutput]
     prompt_tokens: Sequence[TokenOutput]
-    traces: Sequence[orjson.Fragment] | None
+    traces: Sequence[Any] | None
     end: ChatEnd | None
 
 

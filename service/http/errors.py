@@ -145,23 +145,41 @@ def error_bytes(error: ApiError) -> bytes:
     return json.dumps(error_body(error)).encode()
 
 
-class ErrorResponse(JSONResponse):
-    """An error answer. Its code is noted for the span of the request."""
+ANTHROPIC_PATHS = "/v1/messages"
+ANTHROPIC_TYPES = {
+    "too_large_error": "request_too_large",
+    "overloaded_error": "rate_limit_error",
+    "internal_error": "api_error",
+    "unavailable_error": "overloaded_error",
+}
+
+
+def anthropic_error(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of an error answer in the form of Anthropic's API, with our `param` and `code`."""
+    error = body["error"]
+    return {"type": "error", "error": error | {"type": ANTHROPIC_TYPES.get(error["type"], error["type"])}}
+
+
+class ErrorResponse(Response):
+    """An error answer, in the form of the API of the path. Its code is noted for the span of the request."""
 
     def __init__(self, error: ApiError) -> None:
-        super().__init__(error_body(error), error.status, headers=error.headers)
-        self._code = error.code
+        super().__init__(status_code=error.status)
+        self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        notes_of(scope).error_code = self._code
-        await super().__call__(scope, receive, send)
+        notes_of(scope).error_code = self._error.code
+        body = error_body(self._error)
+        if scope["path"].startswith(ANTHROPIC_PATHS):
+            body = anthropic_error(body)
+        await JSONResponse(body, self._error.status, headers=self._error.headers)(scope, receive, send)
 
 
 def install_error_handlers(app: FastAPI) -> None:
     """Answer our own exceptions that mean an error of the request, and those of Starlette's router, such as 404."""
 
     @app.exception_handler(ApiError)
-    async def _api_error(request: Request, error: ApiError) -> JSONResponse:
+    async def _api_error(request: Request, error: ApiError) -> Response:
         return ErrorResponse(error)
 
     @app.exception_handler(ClientGone)
@@ -177,7 +195,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return ErrorResponse(ApiError(400, str(error), code="unreadable_text"))
 
     @app.exception_handler(HTTPException)
-    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+    async def _http(request: Request, error: HTTPException) -> Response:
         code = HTTPStatus(error.status_code).name.lower()
         headers = dict(error.headers or {})
         reason = error.detail

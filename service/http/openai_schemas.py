@@ -18,6 +18,7 @@ from service.http.schemas import PROMPT, PROMPT_KIND, example
 MAX_TOP = 20
 MINUS_ONE = frozenset({"max_tokens", "max_completion_tokens", "seed"})  # -1 means the default
 MAX_MESSAGES = 4096
+FUNCTION_NAME = r"^[a-zA-Z0-9_.:/-]{1,128}$"
 Ignored = Annotated[Any, Field(None, description="accepted; it does not change the answer")]
 JsonObject = dict[str, Any]
 
@@ -252,7 +253,7 @@ class Message(Nullable):
 
 
 class Function(Nullable):
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")
+    name: str = Field(pattern=FUNCTION_NAME)
     description: Text | None = None
     parameters: JsonObject | None = Field(None, description="JSON schema of the arguments; default: no arguments")
     strict: bool = Field(False, description="calls follow the schema even if the model decides whether to call")

@@ -4,6 +4,7 @@ from typing import Any
 
 from fastapi.security import HTTPBearer
 
+from forwardscope.results.records import Record
 from forwardscope.results.server import ErrorAnswer
 
 # Only a description, with which /docs shows its Authorize button: the key itself is checked in gate.py.
@@ -22,10 +23,10 @@ ERRORS = {
 }
 
 
-def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def error_answers(*statuses: int, model: type[Record] = ErrorAnswer) -> dict[int | str, dict[str, Any]]:
     """Describe the error answers with these statuses; without arguments, those of an endpoint with a JSON body."""
     chosen = statuses or tuple(status for status in ERRORS if status != 403)
-    return {status: {"model": ErrorAnswer, "description": ERRORS[status]} for status in chosen}
+    return {status: {"model": model, "description": ERRORS[status]} for status in chosen}
 
 
 BINARY = {"type": "string"}
@@ -34,6 +35,14 @@ EVENT = {
     "description": "One event: a TokenEvent, a FinishEvent, or (`event: error`) an error as JSON; at the end [DONE]",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
+}
+MESSAGE_EVENT = {
+    "type": "object",
+    "description": "One event, whose `event` is the `type` in its JSON: a MessageStart, then for each block a "
+    "ContentBlockStart, ContentBlockDeltas and a ContentBlockStop, then a MessageDelta and a MessageStop; a Ping "
+    "anywhere; or an error as JSON",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["event", "data"],
 }
 SWEEP_EVENT = {
     "type": "object",
@@ -44,6 +53,7 @@ SWEEP_EVENT = {
 }
 
 
-def also(media_type: str, schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+def also(media_type: str, schema: dict[str, Any], error: type[Record] = ErrorAnswer) -> dict[int | str, dict[str, Any]]:
     """Describe the answers of an endpoint with a JSON body: its `response_model`, or on request a `media_type`."""
-    return {200: {"description": "The answer", "content": {media_type: {"schema": schema}}}, **error_answers()}
+    content = {media_type: {"schema": schema}}
+    return {200: {"description": "The answer", "content": content}, **error_answers(model=error)}

@@ -48,14 +48,18 @@ class EventStream(StreamingResponse):
     `on_close` is called at the same time, even if no event was read from the generator. POST /generate passes
     `Generation.close`, which cancels the requests.
 
-    A stream without events sends comments, because proxies close a connection on which nothing arrives for a while.
+    A stream without events sends comments, or another `keep_alive`, because proxies close a connection on which nothing
+    arrives for a while.
     """
 
-    def __init__(self, frames: AsyncGenerator[bytes], on_close: Callable[[], None]) -> None:
+    def __init__(
+        self, frames: AsyncGenerator[bytes], on_close: Callable[[], None], keep_alive: bytes = COMMENT
+    ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not delay events
         super().__init__(frames, media_type="text/event-stream", headers=headers)
         self._frames = frames
         self._on_close = on_close
+        self._keep_alive_bytes = keep_alive
         self._writer: ChunkWriter | None = None
         self._num_frames = 0
         self._keepalive_seconds = 0.0
@@ -79,7 +83,7 @@ class EventStream(StreamingResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _keep_alive(self, send: Send) -> None:
-        """Send a comment whenever nothing was sent for the period of the keep-alive.
+        """Send the keep-alive whenever nothing was sent for the period of the keep-alive.
 
         The stream only counts what it sends, and the counts are compared `CHECKS` times in a period, so that no event
         has to set a timer. What was sent before a check may be older by the time between two checks.
@@ -91,7 +95,7 @@ class EventStream(StreamingResponse):
             if (
                 num_silent >= CHECKS and self._notes.liveness_bytes is not None
             ):  # not between the pieces of a long event
-                await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+                await send({"type": "http.response.body", "body": self._keep_alive_bytes, "more_body": True})
                 num_silent = 0
             num_sent = self._num_sent
 

@@ -64,3 +64,20 @@ def errors_logged() -> Iterator[list[str]]:
     finally:
         logging.getLogger().removeHandler(handler)
     assert handler.messages == []
+
+
+THINKING_TEMPLATE = (
+    "{% if reasoning_effort == 'absurd' %}{{ raise_exception('no such effort') }}{% endif %}"
+    "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<think>\n"
+    "{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A service with a random network, whose prompts end inside the thinking. The token `NUM_TOKENS` ends it."""
+    directory = tmp_path_factory.mktemp("checkpoints") / "thinking"
+    write_checkpoint(directory, extra_token="</think>", max_position_embeddings=256)
+    (directory / "chat_template.jinja").write_text(THINKING_TEMPLATE)
+    with running(model=str(directory)) as service:
+        yield service

@@ -37,6 +37,8 @@ GOOD: dict[str, dict[str, Any]] = {
 OPENAI_GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": [1, 2], "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
 }
 WITH_PROMPT = ("/forward", "/logits", "/patterns", "/generate", "/attribute", "/compare")
 

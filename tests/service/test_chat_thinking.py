@@ -1,52 +1,37 @@
 """The thinking of a model in POST /v1/chat/completions: apart from the answer, counted, and free of its grammar."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from model.text.constraint import GrammarState, has_bit, num_words
 from model.text.grammar.grammars import Grammars
 from model.text.thinking import Thoughts
 from model.text.tokenizer import Tokenizer
-from tests.service.checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.service.running import Running, read_events, running
+from tests.service.checkpoints import NUM_TOKENS, VOCAB_SIZE
+from tests.service.running import Running, read_events
 
 CHAT = "/v1/chat/completions"
-TEMPLATE = (
-    "{% if reasoning_effort == 'absurd' %}{{ raise_exception('no such effort') }}{% endif %}"
-    "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<think>\n"
-    "{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}{% endif %}"
-)
-BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 60, "seed": 1}
+# With this bias, the random model ends its thinking after about ten tokens.
+BODY: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "the cat"}],
+    "max_tokens": 60,
+    "seed": 1,
+    "logit_bias": {str(NUM_TOKENS): 5},
+}
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A random model that ends its thinking after about ten tokens, with the bias of `BODY`."""
-    directory = write_checkpoint(
-        tmp_path_factory.mktemp("thinking") / "thinking", extra_token="</think>", max_position_embeddings=256
-    )
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    with running(model=str(directory)) as found:
-        tokenizer = found.checkpoint.tokenizer
-        assert tokenizer is not None
-        BODY["logit_bias"] = {str(tokenizer.id_of("</think>")): 5}
-        yield found
-
-
-def test_the_thinking_is_apart_from_the_answer_in_streams_and_whole(service: Running) -> None:
-    whole = service.answer(CHAT, **BODY, return_token_ids=True)
+def test_the_thinking_is_apart_from_the_answer_in_streams_and_whole(thinking: Running) -> None:
+    whole = thinking.answer(CHAT, **BODY, return_token_ids=True)
     message, ids = whole["choices"][0]["message"], whole["choices"][0]["token_ids"]
     assert message["reasoning_content"]
     assert message["content"]
-    text = service.answer("/detokenize", tokens=ids)["text"]
-    thinking, _, answer = text.partition("</think>")
-    assert (message["reasoning_content"], message["content"]) == (thinking.strip(), answer.lstrip())
-    streamed = service.post(CHAT, BODY | {"stream": True, "stream_options": {"include_usage": True}})
+    text = thinking.answer("/detokenize", tokens=ids)["text"]
+    thought, _, answer = text.partition("</think>")
+    assert (message["reasoning_content"], message["content"]) == (thought.strip(), answer.lstrip())
+    streamed = thinking.post(CHAT, BODY | {"stream": True, "stream_options": {"include_usage": True}})
     events = read_events(streamed.content)
     deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
     for name in ("reasoning_content", "content"):
@@ -56,34 +41,34 @@ def test_the_thinking_is_apart_from_the_answer_in_streams_and_whole(service: Run
     assert events[-1]["usage"] == whole["usage"]
 
 
-def test_a_grammar_constrains_the_answer_and_not_the_thinking(service: Running) -> None:
+def test_a_grammar_constrains_the_answer_and_not_the_thinking(thinking: Running) -> None:
     schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes", "no"]}}}
     for seed in range(3):
-        answer = service.answer(CHAT, **BODY | {"response_format": schema, "max_tokens": 200, "seed": seed})
+        answer = thinking.answer(CHAT, **BODY | {"response_format": schema, "max_tokens": 200, "seed": seed})
         message = answer["choices"][0]["message"]
         assert json.loads(message["content"]) in ("yes", "no")
         assert message["reasoning_content"]
 
 
-def test_a_prompt_whose_thinking_is_over_is_answered_at_once(service: Running) -> None:
+def test_a_prompt_whose_thinking_is_over_is_answered_at_once(thinking: Running) -> None:
     for setting in (
         {"reasoning_effort": "none"},
         {"enable_thinking": False},
         {"chat_template_kwargs": {"enable_thinking": False}},
     ):
-        answer = service.answer(CHAT, **BODY | setting)
+        answer = thinking.answer(CHAT, **BODY | setting)
         assert "reasoning_content" not in answer["choices"][0]["message"]
         assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
-def test_settings_of_thinking_without_effect_are_named_and_never_an_error(tiny: Running, service: Running) -> None:
+def test_settings_of_thinking_without_effect_are_named_and_never_an_error(tiny: Running, thinking: Running) -> None:
     settings = {"reasoning_effort": "high", "enable_thinking": True, "chat_template_kwargs": {"thinking": True}}
     for name, value in settings.items():
         response = tiny.post(CHAT, BODY | {"logit_bias": {}, "max_tokens": 1, name: value})
         assert response.status_code == 200, response.text
         path = "chat_template_kwargs.thinking" if name == "chat_template_kwargs" else name
         assert response.headers["x-ignored-fields"] == path
-    refused = service.post(CHAT, BODY | {"reasoning_effort": "absurd"})
+    refused = thinking.post(CHAT, BODY | {"reasoning_effort": "absurd"})
     assert (refused.status_code, refused.headers["x-ignored-fields"]) == (200, "reasoning_effort")
 
 

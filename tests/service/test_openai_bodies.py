@@ -1,4 +1,4 @@
-"""Bodies of the OpenAI routes: wrong ones are answered with an error that names the field, and never with 500."""
+"""Wrong bodies of the routes of other APIs are answered with an error that names the field, and never with 500."""
 
 import json
 import os
@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 
-from service.http.openai_schemas import ChatRequest, CompletionRequest, OpenAIRequest
+from service.http.anthropic_schemas import MessagesRequest
+from service.http.generate_schemas import GenerationRequest
+from service.http.openai_schemas import ChatRequest, CompletionRequest
 from tests.service.checkpoints import write_checkpoint
 from tests.service.running import Running, Start, running
 from tests.service.test_bad_input import OPENAI_GOOD
 
-MODELS: dict[str, type[OpenAIRequest]] = {
+MODELS: dict[str, type[GenerationRequest]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/messages": MessagesRequest,
 }
 # FORWARDSCOPE_TEST_BODIES=10000 sends more of them.
 NUM_BODIES = int(os.environ.get("FORWARDSCOPE_TEST_BODIES", "300"))
@@ -76,6 +79,26 @@ RICH: dict[str, dict[str, Any]] = {
         "tool_choice": "auto",
         "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}},
         "chat_template_kwargs": {"x": False},
+    },
+    "/v1/messages": {
+        "system": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "b", "signature": "c"},
+                    {"type": "tool_use", "id": "x", "name": "f", "input": {"a": 1}},
+                ],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "b"}]},
+        ],
+        "max_tokens": 2,
+        "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA}],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
+        "stop_sequences": ["x"],
     },
 }
 

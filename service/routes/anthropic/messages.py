@@ -1,0 +1,226 @@
+"""POST /v1/messages and POST /v1/messages/count_tokens: answer a conversation, in the form of Anthropic's API."""
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from forwardscope.results.anthropic import (
+    AssistantMessage,
+    ContentBlockDelta,
+    ContentBlockStart,
+    ContentBlockStop,
+    InputJsonDelta,
+    MessageBlock,
+    MessageDelta,
+    MessageEnd,
+    MessageEvent,
+    MessagesError,
+    MessageStart,
+    MessageStop,
+    MessageStopReason,
+    MessageTokensCount,
+    MessageUsage,
+    OutputTokensDetails,
+    Ping,
+    SignatureDelta,
+    TextBlock,
+    TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    ToolUseBlock,
+)
+from service.answers.anthropic_conversations import ChatConversion, input_of
+from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning
+from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
+from service.answers.chats import find_tools, start_chat
+from service.answers.conversations import conversation_ids, find_template
+from service.answers.generation import Choice, whole_answer
+from service.answers.openai_answers import ChunkTemplate
+from service.http.access_log import note_tokens
+from service.http.anthropic_schemas import ConversationRequest, CountTokensRequest, MessagesRequest
+from service.http.bodies import INLINE_BYTES, JsonRoute
+from service.http.encoding import json_response
+from service.http.errors import anthropic_error, renamed_params
+from service.http.openapi import MESSAGE_EVENT, also, error_answers
+from service.http.sse import EventStream, event
+from service.ignored_fields import note_ignored, renamed_fields
+from service.state import CheckpointDep, State, StateDep, find_adapter, get_reservation
+
+router = APIRouter(route_class=JsonRoute, tags=["anthropic"])
+SIGNATURE = "unsigned"
+
+
+@router.post(
+    "/v1/messages",
+    summary="Answer a conversation, in Anthropic's form",
+    response_model=AssistantMessage,
+    responses=also("text/event-stream", MESSAGE_EVENT, MessagesError),
+)
+async def messages(body: MessagesRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
+    arrived = time.perf_counter()
+    conversion = await convert(body, request, state)
+    with renamed_params(conversion.name), renamed_fields(request.scope, conversion.name):
+        stream = await start_chat(conversion.chat, request, state, checkpoint, arrived, id_prefix="msg")
+    writer = Writer(stream)
+    if body.stream:
+        events = stream.events(writer.events, write_error=write_error, done=b"")
+        return EventStream(events, on_close=stream.generation.close, keep_alive=write(Ping()))
+    return await whole_answer(request, stream.generation, writer.answer())
+
+
+@router.post(
+    "/v1/messages/count_tokens",
+    summary="Count the tokens of a conversation, in Anthropic's form",
+    response_model=MessageTokensCount,
+    responses=error_answers(model=MessagesError),
+)
+async def count_tokens(
+    body: CountTokensRequest, request: Request, state: StateDep, checkpoint: CheckpointDep
+) -> Response:
+    conversion = await convert(body, request, state)
+    with renamed_params(conversion.name), renamed_fields(request.scope, conversion.name):
+        chat = conversion.chat
+        find_adapter(checkpoint, chat.model, chat.adapter)
+        tools = find_tools(chat, request, state)
+        ids = await conversation_ids(chat, tools, request, state, checkpoint, find_template(checkpoint))
+    note_tokens(request, len(ids))
+    return json_response(MessageTokensCount(len(ids)))
+
+
+async def convert(body: ConversationRequest, request: Request, state: State) -> ChatConversion:
+    """Convert a request to a chat; a large one outside of the event loop."""
+    if get_reservation(request).num_bytes <= INLINE_BYTES:
+        conversion = ChatConversion(body)
+    else:
+        conversion = await state.worker.executors.run("bodies", lambda: ChatConversion(body))
+    note_ignored(request.scope, conversion.left_out)
+    return conversion
+
+
+class Writer:
+    """Writes the answer of a chat, whole or as the events of a stream."""
+
+    def __init__(self, stream: ChatStream) -> None:
+        self._stream = stream
+        self._generation = stream.generation
+        self._has_begun = False
+        self._num_blocks = 0  # that have begun
+        self._block: MessageBlock | None = None  # the open one
+        self._key: object = None  # of the open block
+        self._text_delta = ChunkTemplate(lambda text: b"")  # of the open block
+
+    async def answer(self) -> bytes:
+        """Wait until the answer has ended, and encode it."""
+        (choice,) = await self._stream.collect()
+        return await self._generation.encode(partial(self._answer, choice))
+
+    def _answer(self, choice: Choice) -> AssistantMessage:
+        output = self._stream.read_whole(choice)
+        assert output.end is not None
+        return AssistantMessage(
+            id=self._generation.id,
+            model=self._generation.model_name,
+            content=[whole_block(list(pieces)) for _, pieces in groupby(output.pieces, block_key)],
+            **end_fields(output.end),
+            usage=self._usage(),
+            trace=output.traces,
+            edits=self._generation.edit_answers(0),
+        )
+
+    def _usage(self) -> MessageUsage:
+        generation = self._generation
+        return MessageUsage(
+            input_tokens=generation.num_prompt - generation.num_cached,
+            cache_read_input_tokens=generation.num_cached,
+            output_tokens=generation.num_generated,
+            output_tokens_details=OutputTokensDetails(self._stream.num_reasoning),
+        )
+
+    def events(self, output: ChatOutput) -> Iterator[bytes]:
+        """Write the events for the output of one step. A trace is in a ping, which clients skip."""
+        if not self._has_begun:
+            self._has_begun = True
+            yield write(MessageStart(message=self._empty_message()))
+        for trace in output.traces or ():
+            yield write(Ping(trace=trace))
+        for piece in output.pieces:
+            yield from self._piece_events(piece)
+        if output.end is not None:
+            yield from self._end_block()
+            end = MessageEnd(**end_fields(output.end))
+            yield write(MessageDelta(delta=end, usage=self._usage(), edits=self._generation.edit_answers(0)))
+            yield write(MessageStop())
+
+    def _empty_message(self) -> AssistantMessage:
+        return AssistantMessage(
+            id=self._generation.id,
+            model=self._generation.model_name,
+            content=(),
+            stop_reason=None,
+            stop_sequence=None,
+            usage=self._usage(),
+        )
+
+    def _piece_events(self, piece: Piece) -> Iterator[bytes]:
+        if block_key(piece) != self._key:
+            yield from self._end_block()
+            self._key, self._block = block_key(piece), empty_block(piece)
+            yield write(ContentBlockStart(index=self._num_blocks, content_block=self._block))
+            self._num_blocks += 1
+            self._text_delta = ChunkTemplate(lambda text: self._delta(TextDelta(text=text)))
+        if isinstance(piece, Content):
+            yield self._text_delta.fill(piece.text)
+        elif isinstance(piece, Reasoning):
+            yield self._delta(ThinkingDelta(thinking=piece.text))
+        elif isinstance(piece, CallArguments):
+            yield self._delta(InputJsonDelta(partial_json=piece.text))
+
+    def _delta(self, delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta) -> bytes:
+        return write(ContentBlockDelta(index=self._num_blocks - 1, delta=delta))
+
+    def _end_block(self) -> Iterator[bytes]:
+        if isinstance(self._block, ThinkingBlock):
+            yield self._delta(SignatureDelta(signature=SIGNATURE))
+        if self._block is not None:
+            yield write(ContentBlockStop(index=self._num_blocks - 1))
+
+
+def write(content: MessageEvent) -> bytes:
+    return event(content, kind=content.type)
+
+
+def write_error(content: dict[str, Any]) -> bytes:
+    return event(anthropic_error(content), kind="error")
+
+
+def block_key(piece: Piece) -> object:
+    """A key that is the same for neighbouring pieces of one block."""
+    return piece.index if isinstance(piece, CallBegin | CallArguments) else type(piece)
+
+
+def empty_block(piece: Piece) -> MessageBlock:
+    """The block that begins with a piece, without its content."""
+    if isinstance(piece, CallBegin):
+        return ToolUseBlock(id=piece.id, name=piece.name, input={})
+    return ThinkingBlock(thinking="", signature="") if isinstance(piece, Reasoning) else TextBlock(text="")
+
+
+def whole_block(pieces: Sequence[Piece]) -> MessageBlock:
+    """The block that some pieces make."""
+    first = pieces[0]
+    text = "".join(piece.text for piece in pieces if not isinstance(piece, CallBegin))
+    if isinstance(first, CallBegin):
+        return ToolUseBlock(id=first.id, name=first.name, input=input_of(text))
+    return ThinkingBlock(thinking=text, signature=SIGNATURE) if isinstance(first, Reasoning) else TextBlock(text=text)
+
+
+def end_fields(end: ChatEnd) -> dict[str, Any]:
+    """The reason of the end, and the stop string that was found."""
+    reasons: dict[str, MessageStopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+    if isinstance(end.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
+    return {"stop_reason": reasons[end.finish_reason], "stop_sequence": None}

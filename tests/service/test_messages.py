@@ -1,0 +1,135 @@
+"""POST /v1/messages with a random model that thinks: blocks, events, our own fields, what is left out, and errors."""
+
+import json
+from typing import Any
+
+import pytest
+
+from service.answers.anthropic_conversations import ChatConversion, input_of
+from service.http.anthropic_schemas import MessagesRequest
+from tests.service.running import Running, Start
+from tests.service.test_chat_thinking import BODY
+
+MESSAGES = "/v1/messages"
+
+
+def read_stream(content: bytes) -> list[dict[str, Any]]:
+    """The JSON of the events. Checks that each event is named by its type."""
+    events = []
+    for frame in content.removesuffix(b"\n\n").split(b"\n\n"):
+        name, data = frame.split(b"\n")
+        events.append(json.loads(data.removeprefix(b"data: ")))
+        assert name == b"event: " + events[-1]["type"].encode()
+    return events
+
+
+def test_the_events_join_to_the_blocks_of_the_whole_answer(thinking: Running) -> None:
+    whole = thinking.answer(MESSAGES, **BODY)
+    assert [block["type"] for block in whole["content"]] == ["thinking", "text"]
+    chat = thinking.answer("/v1/chat/completions", **BODY)["choices"][0]["message"]
+    thought, text = whole["content"]
+    assert (thought["thinking"], text["text"]) == (chat["reasoning_content"], chat["content"])
+    events = read_stream(thinking.post(MESSAGES, BODY | {"stream": True}).content)
+    blocks = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    for event in events:
+        if event["type"] == "content_block_delta":
+            name = event["delta"]["type"].removesuffix("_delta")
+            blocks[event["index"]][name] += event["delta"][name]
+    assert blocks == whole["content"]
+    assert [event["type"] for event in (events[0], *events[-2:])] == ["message_start", "message_delta", "message_stop"]
+    assert events[-2]["delta"]["stop_reason"] == whole["stop_reason"]
+    assert events[-2]["usage"]["output_tokens_details"] == whole["usage"]["output_tokens_details"]
+    assert whole["usage"]["output_tokens_details"]["thinking_tokens"] > 2
+
+
+def test_our_own_fields_work_here_too(thinking: Running) -> None:
+    own = {
+        "trace": {"stages": ["embed"], "detail": "none"},
+        "edits": [{"stage": "blocks.0.mlp_out", "op": "scale", "factor": 0.5}],
+        "max_tokens": 3,
+        "top_k": 5,
+    }
+    whole = thinking.answer(MESSAGES, **BODY | own)
+    events = read_stream(thinking.post(MESSAGES, BODY | own | {"stream": True}).content)
+    assert len(whole["trace"]) == 3
+    assert [event["trace"] for event in events if event["type"] == "ping"] == whole["trace"]
+    (described,) = whole["edits"]
+    assert described["stages"] == ["blocks.0.mlp_out"]
+    assert events[-2]["edits"] == whole["edits"]
+
+
+def test_what_has_no_effect_is_left_out_and_named(tiny: Running) -> None:
+    body = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}
+        ],
+        "tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 3}],
+        "thinking": {"type": "enabled", "budget_tokens": 2048},
+        "output_config": {"effort": "high"},
+        "metadata": {"user_id": "x"},
+        "mcp_servers": [],
+        "max_tokens": 1,
+    }
+    response = tiny.post(MESSAGES, body)
+    assert response.status_code == 200, response.text
+    names = "tools.0.max_uses, mcp_servers, thinking.budget_tokens, tools.0, thinking, output_config.effort"
+    assert sorted(response.headers["x-ignored-fields"].split(", ")) == sorted(names.split(", "))
+
+
+def test_a_conversation_becomes_a_chat_whose_places_keep_their_names() -> None:
+    thinking, text = {"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "So:"}
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "rain"}]}
+    body = MessagesRequest.model_validate(
+        {
+            "system": "Be kind.",
+            "messages": [
+                {"role": "user", "content": "Weather?"},
+                {
+                    "role": "assistant",
+                    "content": [thinking, text, call],
+                },
+                {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
+            ],
+            "stop_sequences": ["x"],
+            "max_tokens": 3,
+        }
+    )
+    conversion = ChatConversion(body)
+    chat = conversion.chat
+    assert [message.role for message in chat.messages] == ["system", "user", "assistant", "tool", "user"]
+    assert (chat.messages[2].content, chat.messages[2].reasoning_content) == ("So:", "Hm.")
+    assert [each.function.arguments for each in chat.messages[2].tool_calls or ()] == [{"a": 1}]
+    assert (chat.messages[3].content, chat.messages[3].tool_call_id) == ("rain", "t")
+    assert (chat.stop, chat.max_tokens, chat.continue_final_message) == (["x"], 3, False)
+    places = [conversion.name(f"messages.{index}") for index in range(5)]
+    assert places == ["system", "messages.0", "messages.1", "messages.2", "messages.2"]
+    assert conversion.name("stop") == "stop_sequences"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [("", {}), ('{"a": 1}', {"a": 1}), ('{"a', {"invalid_json": '{"a'}), ("[]", {"invalid_json": "[]"})],
+)
+def test_the_input_of_a_call_is_always_an_object(arguments: str, found: Any) -> None:
+    assert input_of(arguments) == found
+
+
+def test_every_error_has_the_form_of_the_api(tiny: Running, start: Start) -> None:
+    locked = start(model="none", api_key="secret")
+    question = {"messages": [{"role": "user", "content": "a"}]}
+    answers = [
+        (locked.client.post(MESSAGES, json={}), 401, "authentication_error"),
+        (tiny.post(MESSAGES, {"messages": []}), 422, "invalid_request_error"),
+        (
+            tiny.post(MESSAGES, {"messages": [{"role": "user", "content": "a"}], "top_p": 7}),
+            422,
+            "invalid_request_error",
+        ),
+        (tiny.post(MESSAGES, question | {"model": "other"}), 404, "not_found_error"),
+        (tiny.client.get(f"{MESSAGES}/x"), 404, "not_found_error"),
+    ]
+    for response, status, kind in answers:
+        error = response.json()
+        assert (response.status_code, error["type"], error["error"]["type"]) == (status, "error", kind)
+        assert error["error"]["message"]
