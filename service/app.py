@@ -76,6 +76,7 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None,
         title="Forwardscope",
         version=__version__,
         description=DESCRIPTION,
+        servers=[{"url": ".", "description": "this service"}],  # relative to openapi.json, so it works below any path
         lifespan=lifespan,
         redirect_slashes=False,
         docs_url=None,  # the pages are those of `add_documentation`

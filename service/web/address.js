@@ -18,11 +18,12 @@ export function readState(fragment, defaults) {
 
 /** Move a state that an older link has in its query into the fragment. */
 export function moveQuery() {
-  if (location.search.length > 1) history.replaceState(null, "", `/#${location.search.slice(1)}`);
+  if (location.search.length > 1) history.replaceState(null, "", `./#${location.search.slice(1)}`);
 }
 
 /**
- * The address of a state. Values that are equal to the defaults are left out.
+ * The address of a state, relative to the page, which a proxy may serve below any path. Values that are equal to the
+ * defaults are left out.
  * @param {State} state
  * @param {State} defaults
  */
@@ -31,5 +32,5 @@ export function writeState(state, defaults) {
     value === undefined || value === defaults[name] ? [] : [[name, value]],
   );
   const fragment = new URLSearchParams(changed).toString();
-  return fragment === "" ? "/" : `/#${fragment}`;
+  return fragment === "" ? "./" : `./#${fragment}`;
 }

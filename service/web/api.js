@@ -43,6 +43,7 @@ export function onKeyNeeded(ask) {
 }
 
 /**
+ * Send a request to the service. Its address is relative to the page, which a proxy may serve below any path.
  * @param {"GET" | "POST"} method
  * @param {string} path
  * @param {object | undefined} body
@@ -58,7 +59,7 @@ async function send(method, path, body, signal, accept) {
   if (key !== null) headers.Authorization = `Bearer ${key}`;
   let response;
   try {
-    response = await fetch(path, {
+    response = await fetch(`.${path}`, {
       method,
       headers,
       body: body === undefined ? undefined : JSON.stringify(body),

@@ -54,7 +54,7 @@ export class Connection {
 
   async #ask() {
     const timer = this.#timer;
-    const status = await fetch("/ready").then(
+    const status = await fetch("./ready").then(
       (response) => response.status,
       () => 0,
     );

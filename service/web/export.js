@@ -8,7 +8,7 @@ import { asPng, asSvg } from "./draw/pictures.js";
  * @import { Drawable } from "./draw/pictures.js"
  * @import { View, ViewRequest } from "./view.js"
  * @typedef {{ method: string, name: string, first: string[], ends: string[] }} Call
- * @typedef {(request: ViewRequest, options: { origin: string, withKey?: boolean }) => string} Write
+ * @typedef {(request: ViewRequest, options: { base: string, withKey?: boolean }) => string} Write
  */
 
 const WITH_TENSORS = ["/forward", "/logits"];
@@ -17,8 +17,8 @@ const WITH_TENSORS = ["/forward", "/logits"];
  * The request as a command for a shell.
  * @type {Write}
  */
-export function asCurl({ path, body, query }, { origin, withKey }) {
-  const address = query ? `'${origin}${path}?${new URLSearchParams(query)}'` : `${origin}${path}`;
+export function asCurl({ path, body, query }, { base, withKey }) {
+  const address = query ? `'${base}${path}?${new URLSearchParams(query)}'` : `${base}${path}`;
   const parts = [`curl -sS${body?.stream ? "N" : ""} ${address}`];
   if (withKey) parts.push('-H "Authorization: Bearer $FORWARDSCOPE_API_KEY"');
   if (body) parts.push("-H 'Content-Type: application/json'", `-d '${JSON.stringify(body).replaceAll("'", "'\\''")}'`);
@@ -81,7 +81,7 @@ function arraysOf(name) {
  * The request as a program in Python with the client of docs/python.md. Its last lines show the object that it got.
  * @type {Write}
  */
-export function asPython({ path, body, query }, { origin, withKey }) {
+export function asPython({ path, body, query }, { base, withKey }) {
   const [, route, ofPath] = /** @type {string[]} */ (/^(\/weights\/|.*)(.*)$/.exec(path));
   const { method, name, first, ends } = CALLS[route];
   /** @type {Record<string, any>} */
@@ -97,7 +97,7 @@ export function asPython({ path, body, query }, { origin, withKey }) {
     ...(withKey ? ["import os", ""] : []),
     "from forwardscope import Client  # to install it: pip install . in a checkout of the server",
     "",
-    `client = Client("${origin}"${key})`,
+    `client = Client("${base}"${key})`,
     `${name} = client.${method}(${values.join(", ")})`,
     ...ends,
   ].join("\n");
@@ -192,7 +192,8 @@ export class ExportBar extends HTMLElement {
    */
   async #copyRequest(view, write) {
     const request = view.request();
-    if (request) await this.#copy(write(request, { origin: location.origin, withKey: hasKey() }));
+    const base = new URL(".", location.href).href.slice(0, -1); // of the page, which a proxy may serve below any path
+    if (request) await this.#copy(write(request, { base, withKey: hasKey() }));
   }
 
   /** @param {string} code */

@@ -128,7 +128,7 @@ async function load(name) {
   if (!entry) throw new Error(`There is no view “${name}”. Choose one of the menu.`);
   const path = `./views/${entry.module ?? entry.name}.js`;
   const module = await import(path).catch(async (error) => {
-    if ((await fetch("/ready").catch(() => null)) !== null) throw error; // the service answers: the file is wrong
+    if ((await fetch("./ready").catch(() => null)) !== null) throw error; // the service answers: the file is wrong
     isIncomplete = true;
     throw new ApiError(0, "The service does not answer.");
   });
@@ -339,7 +339,7 @@ async function refreshExport(signal) {
 
 /** While the model loads, the service answers, but does not say yet what it will serve. */
 async function checkReady() {
-  const response = await fetch("/ready").catch(() => null);
+  const response = await fetch("./ready").catch(() => null);
   if (response === null) throw new ApiError(0, "The service does not answer.");
   if (!response.ok) throw new ApiError(503, "The model is loading.", null, "loading");
 }
@@ -378,7 +378,7 @@ function changeModel() {
 function connect() {
   byId("views").append(
     ...VIEWS.map(({ name, label, intro }) =>
-      el("a", { href: `/#view=${name}`, title: intro, dataset: { name } }, label),
+      el("a", { href: `./#view=${name}`, title: intro, dataset: { name } }, label),
     ),
   );
   byId("views").addEventListener("click", (event) => {

@@ -1,12 +1,7 @@
 """A stream behind a real nginx that closes a connection on which nothing arrives: it stays open, and arrives whole."""
 
 import contextlib
-import os
-import shutil
-import socket
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,47 +9,10 @@ import httpx
 import pytest
 
 from tests.service.checkpoints import write_checkpoint
-from tests.service.running import PATIENCE_SECONDS, Running, read_events, running, wait_until
+from tests.service.nginx import needs_nginx, nginx
+from tests.service.running import PATIENCE_SECONDS, Running, read_events, running
 
-NGINX = shutil.which("nginx", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"]))
-pytestmark = pytest.mark.skipif(NGINX is None, reason="needs nginx (Debian: apt-get install nginx-light)")
-CONFIG = """
-daemon off; master_process off; pid {directory}/pid; error_log {directory}/error.log;
-events {{}}
-http {{
-  access_log off;
-  client_body_temp_path {directory}/body; proxy_temp_path {directory}/proxy; fastcgi_temp_path {directory}/fastcgi;
-  uwsgi_temp_path {directory}/uwsgi; scgi_temp_path {directory}/scgi;
-  server {{
-    listen 127.0.0.1:{port};
-    location / {{ proxy_pass http://127.0.0.1:{upstream}; proxy_http_version 1.1; proxy_read_timeout {seconds}s; }}
-  }}
-}}
-"""
-
-
-@contextlib.contextmanager
-def nginx(service: Running, directory: Path, seconds: int) -> Iterator[str]:
-    """Run nginx before a service. It closes a connection to the service that is silent for so many seconds."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    config = directory / "nginx.conf"
-    config.write_text(CONFIG.format(directory=directory, port=port, upstream=service.address[1], seconds=seconds))
-    assert NGINX is not None
-    with subprocess.Popen([NGINX, "-c", str(config), "-p", str(directory)], stderr=subprocess.DEVNULL) as proxy:
-        try:
-            url = f"http://127.0.0.1:{port}"
-            wait_until(lambda: is_up(url), "nginx answers")
-            yield url
-        finally:
-            proxy.terminate()
-
-
-def is_up(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
+pytestmark = needs_nginx
 
 
 def read_silent_stream(service: Running, url: str, silent_seconds: float) -> bytes:

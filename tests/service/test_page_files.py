@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import hashlib
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import threading
 import time
 import zipfile
 from pathlib import Path
+from urllib.parse import urljoin
 
 import pytest
 from starlette.applications import Starlette
@@ -217,6 +219,18 @@ def test_files_count_as_one_route_and_are_logged_at_debug(tiny: Running, caplog:
     ]
     after = {status: tiny.metric(counter % status) for status in (200, 404)}
     assert {status: after[status] - before[status] for status in after} == {200: 2, 404: 1}
+
+
+def test_no_address_in_the_page_begins_with_a_slash() -> None:
+    """A proxy may serve the page below any path."""
+    sources = {name: (WEB / name).read_text(encoding="utf-8") for name in FILES if name.endswith((".html", ".js"))}
+    absolute = re.compile(r"(?:href|src)=\"/|(?:fetch|import)\(\s*[\"`]/|(?:href: |null, \"\", )[\"`]/")
+    assert [name for name, source in sources.items() if absolute.search(source)] == []
+
+
+def test_the_schema_names_the_folder_of_its_own_address_as_the_server(tiny: Running) -> None:
+    (server,) = tiny.get("/openapi.json").json()["servers"]
+    assert urljoin("http://host/some/path/openapi.json", server["url"]) == "http://host/some/path/"
 
 
 def test_the_tag_is_that_of_the_content(tiny: Running) -> None:

@@ -82,7 +82,7 @@ def test_python_writes_every_value_of_json(page: "Page", base: str) -> None:
     open_view(page, base, "status")
     values = {"a": [None, True, False, -1.5, "☃\u2028\"'\\"], "b": {}}
     code = page.evaluate(
-        "body => import('/page/export.js').then((m) => m.asPython({path: '/forward', body}, {origin: ''}))",
+        "body => import('/page/export.js').then((m) => m.asPython({path: '/forward', body}, {base: ''}))",
         {"prompt": "x", "edits": values},
     )
     line = next(line for line in code.split("\n") if line.startswith("trace = "))
