@@ -21,6 +21,15 @@ def to_prompt(prompt: Any, name: str = "prompt") -> str | list[int]:
     return [to_integer(item, name, "token ids are integers") for item in items]
 
 
+def to_continuations(continuations: Any) -> list[str] | list[list[int]]:
+    """Texts, or lists of token ids."""
+    items = to_list(continuations, "continuations", "a list of texts, or of lists of token ids")
+    read: list[Any] = [to_prompt(item, f"continuations.{index}") for index, item in enumerate(items)]
+    if len(set(map(type, read))) != 1:
+        raise InvalidArgument("continuations", "has texts and token ids; give one kind" if read else "is empty")
+    return read
+
+
 def to_token(token: Any, name: str) -> str | int | None:
     """A token as its text or its id."""
     if token is None or isinstance(token, str):

@@ -86,6 +86,7 @@ class Client(ServerAddress):
     stream = stream_method(requests.stream)
     chat = method(requests.chat)
     stream_chat = stream_method(requests.stream_chat)
+    score = method(requests.score)
     attribute = method(requests.attribute)
     stream_sweep = stream_method(requests.stream_sweep)
     to_tokens = method(requests.to_tokens)

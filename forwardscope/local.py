@@ -197,6 +197,7 @@ class LocalModel:
     stream = stream_method(requests.stream)
     chat = method(requests.chat)
     stream_chat = stream_method(requests.stream_chat)
+    score = method(requests.score)
     attribute = method(requests.attribute)
     stream_sweep = stream_method(requests.stream_sweep)
     model = method(requests.model)

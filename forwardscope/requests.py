@@ -17,6 +17,7 @@ from forwardscope import answers
 from forwardscope.answers import parser
 from forwardscope.arguments import (
     Index,
+    to_continuations,
     to_index_text,
     to_indices,
     to_messages,
@@ -35,6 +36,7 @@ from forwardscope.results import (
     Logits,
     ModelInfo,
     Patterns,
+    Scores,
     ServedModel,
     ServiceStatus,
     StoredVector,
@@ -296,6 +298,30 @@ stream_chat = streamed(
     answers.chat_events,
     """Answer a conversation, and iterate over the pieces of the answer. The arguments are those of `chat`.""",
 )
+
+
+def score(
+    prompt: Prompt,
+    continuations: Sequence[str] | Sequence[Sequence[int]],
+    *,
+    model: str | None = None,
+    adapter: str | None = None,
+    edits: Edits | None = None,
+    **fields: Any,
+) -> Call[Scores]:
+    """The log-probability of each of some continuations of a prompt, in all and for each token.
+
+    Prompt and continuations are texts, or all of them are lists of token ids. The prompt is computed once.
+    """
+    body = without_none(
+        prompt=to_prompt(prompt),
+        continuations=to_continuations(continuations),
+        model=model,
+        adapter=adapter,
+        edits=to_edits(edits),
+        **fields,
+    )
+    return Call(Request("/score", body), parser(Scores))
 
 
 def attribute(

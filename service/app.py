@@ -29,6 +29,7 @@ from service.routes import (
     health,
     logits,
     patterns,
+    score,
     status,
     tokenize,
     vectors,
@@ -36,7 +37,7 @@ from service.routes import (
 )
 from service.routes import model as model_route
 from service.routes.anthropic import messages
-from service.routes.openai import chat, completions
+from service.routes.openai import chat, completions, embeddings
 from service.routes.openai import models as openai_models
 from service.settings import Settings
 from service.span_export import close_tracer, open_tracer
@@ -107,7 +108,20 @@ def add_routes(app: FastAPI, state: State) -> None:
     install_error_handlers(app)
     # For the documentation. The gate checks the key.
     protected = [] if state.settings.api_key is None else [Depends(API_KEY)]
-    for route in (forward, logits, patterns, generate, attribute, compare, tokenize, completions, chat, messages):
+    for route in (
+        forward,
+        logits,
+        patterns,
+        generate,
+        score,
+        attribute,
+        compare,
+        tokenize,
+        completions,
+        chat,
+        embeddings,
+        messages,
+    ):
         app.include_router(route.router, responses=error_answers(), dependencies=protected)
     for route in (model_route, vectors, weights, status, openai_models):
         app.include_router(route.router, responses=error_answers(401), dependencies=protected)

@@ -35,9 +35,11 @@ EDITED_ROUTES = (
     "/logits",
     "/patterns",
     "/generate",
+    "/score",
     "/attribute",
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/embeddings",
 )
 SPAN_RESULTS = ("exported", "failed", "dropped")
 TEXT_SECONDS = 1.0  # for which the text of `GET /metrics` is kept: it takes milliseconds, and Kubernetes asks often

@@ -44,6 +44,7 @@ from service.http import (
     generate_schemas,
     logits_schemas,
     pattern_schemas,
+    score_schemas,
     tokenize_schemas,
 )
 from service.http.edit_schemas import EditRequest
@@ -449,6 +450,7 @@ def test_the_table_of_answers_has_every_field() -> None:
         ("`structured_outputs` field", generate_schemas.StructuredOutputs),
         ("`POST /forward` field", forward_schemas.ForwardRequest),
         ("`POST /logits` field", logits_schemas.LogitsRequest),
+        ("`POST /score` field", score_schemas.ScoreRequest),
         ("`POST /patterns` field", pattern_schemas.PatternsRequest),
         ("`POST /compare` field", compare_schemas.CompareRequest),
         ("`POST /tokenize` field", tokenize_schemas.TokenizeRequest),

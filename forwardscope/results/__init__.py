@@ -8,6 +8,7 @@ from forwardscope.results.chats import ChatAnswer, ChatEvent
 from forwardscope.results.comparisons import ComparedStage, Comparison, Hint
 from forwardscope.results.generations import Choice, Generation, LensLayer, StepTrace, StreamEvent, TokenLogprob, Usage
 from forwardscope.results.passes import AppliedEdit, Logits, Loss, Patterns, StageChange, Trace
+from forwardscope.results.scores import ContinuationScore, Scores
 from forwardscope.results.server import ModelInfo, ServedModel, ServiceStatus, StoredVector
 from forwardscope.results.stages import Prediction, Stage, StageArrays, Token
 from forwardscope.results.weights import Weight, WeightInfo
@@ -20,6 +21,7 @@ __all__ = [
     "Choice",
     "ComparedStage",
     "Comparison",
+    "ContinuationScore",
     "Generation",
     "HeadShare",
     "Hint",
@@ -29,6 +31,7 @@ __all__ = [
     "ModelInfo",
     "Patterns",
     "Prediction",
+    "Scores",
     "ServedModel",
     "ServiceStatus",
     "Stage",

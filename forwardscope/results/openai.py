@@ -218,3 +218,27 @@ class TokenizerInfo(Record, kw_only=True):
     pad_token: str | None = None
     cls_token: str | None = None
     mask_token: str | None = None
+
+
+# POST /v1/embeddings
+
+
+class Embedding(Record, kw_only=True):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: Annotated[Sequence[float | None] | str, Doc("null for a number that is not finite")]
+    edits: AppliedEdits = ()
+
+
+class EmbeddingUsage(Record):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(Record, kw_only=True):
+    """A vector for each input."""
+
+    object: Literal["list"] = "list"
+    data: Sequence[Embedding]
+    model: str
+    usage: EmbeddingUsage

@@ -36,7 +36,7 @@ class Continuation:
         self.traced_until = 0  # positions below this are not traced again after preemption
         self.num_generated = 0
         self.has_started = False
-        self.prompt_logprobs: list[TokenLogprobs] = []  # from the second prompt token on, if they are asked for
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt tokens after `first_predicting`, if asked for
 
     @property
     def can_draft(self) -> bool:
@@ -55,6 +55,17 @@ class Continuation:
         tracer = None if trace is None else StepTracer(model, trace, scheduled, self.traced_until)
         is_prompt = scheduled.start < self.sequence.num_prompt and self.num_generated == 0
         needs_prompt = request.params.prompt_logprobs is not None and is_prompt
+        needs_logits = tracer is not None and tracer.needs_logits
+        num_new = num_final = num_logits = scheduled.num_new
+        if not needs_logits:
+            num_logits = scheduled.num_sampled
+            if needs_prompt:
+                num_scored = scheduled.start + num_new - request.params.first_predicting
+                num_logits = max(num_logits, min(num_new, num_scored))
+            if tracer is None or not tracer.needs_final_norm:
+                num_final = num_logits
+            elif request.edits is not None or request.tap is not None:  # which may change the logits of all positions
+                num_logits = num_new
         edits = request.edits
         return StepSequence(
             scheduled,
@@ -62,8 +73,10 @@ class Continuation:
             self.sampler,
             self.grammar,
             tracer,
-            edits if edits is not None and edits.is_active(scheduled.start, scheduled.num_new) else None,
-            needs_all_logits=needs_prompt or (tracer is not None and tracer.needs_logits),
+            edits if edits is not None and edits.is_active(scheduled.start, num_new) else None,
+            num_final=num_final,
+            num_logits=num_logits,
+            keeps_logits=needs_logits or needs_prompt,
             choice=self.index,
         )
 
@@ -110,17 +123,18 @@ class Continuation:
         return self.grammar.is_complete
 
     def _add_prompt_logprobs(self, scheduled: ScheduledSequence, logits: Tensor) -> None:
-        """Add the logprobs of prompt tokens, from the logits (T, V) of the new tokens.
+        """Add the logprobs of prompt tokens, from the logits (R, V) of the last new tokens.
 
         The logprobs of tokens that are computed again after preemption are known already.
         """
-        begin = max(scheduled.start, len(self.prompt_logprobs))
+        params = self.request.params
+        first_row = scheduled.start + scheduled.num_new - len(logits)
+        begin = max(first_row, params.first_predicting + len(self.prompt_logprobs))
         end = min(scheduled.start + scheduled.num_new, self.sequence.num_prompt - 1)
-        num_top = self.request.params.prompt_logprobs
-        if begin < end and num_top is not None:
+        if begin < end and params.prompt_logprobs is not None:
             next_tokens = self.sequence.tokens[begin + 1 : end + 1].tolist()
-            rows = logits[begin - scheduled.start : end - scheduled.start]
-            self.prompt_logprobs += token_logprobs(rows, next_tokens, num_top)
+            rows = logits[begin - first_row : end - first_row]
+            self.prompt_logprobs += token_logprobs(rows, next_tokens, params.prompt_logprobs)
 
     def output(self, **fields: Any) -> Output:
         return Output(

@@ -166,14 +166,15 @@ class Engine:
             except ValueError as error:
                 raise InvalidField("tap", str(error)) from None
         if request.edits is not None:
-            self._check_edits(request.edits, num_prompt, request.params.max_tokens)
+            self._check_edits(request, request.edits)
         if num_prompt + request.params.max_tokens > self.num_cache_tokens:
             field = "prompt" if num_prompt >= self.num_cache_tokens else "max_tokens"
             hint = "the limit is that of the cache, which --cache-bytes makes larger"
             raise ContextOverflow(field, self.num_cache_tokens, num_prompt, request.params.max_tokens, hint=hint)
 
-    def _check_edits(self, edits: BoundEdits, num_prompt: int, max_tokens: int) -> None:
-        num_positions = num_prompt + max(max_tokens - 1, 0)  # the last token is not computed
+    def _check_edits(self, request: Request, edits: BoundEdits) -> None:
+        num_positions = len(request.prompt_ids) + max(request.params.max_tokens - 1, 0)  # the last one is not computed
+        num_prompt = request.params.prompt_logprobs_start or len(request.prompt_ids)
         if edits.num_prompt != num_prompt or edits.max_length < num_positions:
             planned = f"a prompt of {edits.num_prompt} tokens and at most {edits.max_length} in all"
             raise InvalidField("edits", f"were planned for {planned}, but {num_positions} are computed")
@@ -189,23 +190,25 @@ class Engine:
         self.check(request)
         if request.id in self._requests:
             raise InvalidField("id", f"{request.id!r} is running already")
-        shares_prefix = request.tap is None and request.params.prompt_logprobs is None
-        traced_positions = None if request.trace is None else request.trace.selection.positions
+        # Traced and scored positions must be computed by this sequence, so only tokens before them come from others.
+        own_positions = list((request.trace and request.trace.selection.positions) or ())
+        if request.params.prompt_logprobs is not None:
+            own_positions.append(request.params.first_predicting)
         scaling = self._model.config.rope_scaling
         has_lengths = scaling is not None and scaling.kind == "longrope"
         short_length = scaling.original_max_positions if scaling is not None and has_lengths else sys.maxsize
         salts = (request.cache_salt, request.adapter)  # sequences share blocks only if their keys depend on the same
         # Traces do not count where bits depend on which sequences share a step: they would change the tokens.
         extra_costs = ExtraCosts(request, self._model.config, traces=self._model.batch_invariant)
-        leader: SequenceState | None = None
+        leaders = self._requests.get(request.prefix_leader or "")
+        leader = None if leaders is None else leaders[0].sequence
         for index in range(request.params.n):
             self._num_sequences += 1
             sequence = SequenceState(
                 self._num_sequences,
                 request.prompt_ids,
-                shares_prefix=shares_prefix,
-                # Traced positions must be computed by this sequence, so only tokens before them are taken from others.
-                max_cached=min(traced_positions or (), default=sys.maxsize),
+                shares_prefix=request.tap is None,
+                max_cached=min(own_positions, default=sys.maxsize),
                 prefix_leader=leader,
                 cache_salt=None if salts == (None, None) else repr(salts),
                 short_length=short_length,

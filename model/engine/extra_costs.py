@@ -64,7 +64,8 @@ class ExtraCosts:
                 seconds = config.num_layers * (logits + PREDICTION * trace.logit_lens)
                 self._add(None, Price(seconds, seconds, 0.0, 0.0))
         if request.params.prompt_logprobs is not None:
-            self._add(PositionSet(range(len(request.prompt_ids))), Price(0.0, 0.0, logits, 0.0))
+            scored = range(request.params.first_predicting, len(request.prompt_ids))
+            self._add(PositionSet(scored), Price(0.0, 0.0, logits, 0.0))
 
     def _add(self, positions: PositionSet | None, price: Price) -> None:
         before = self._prices.get(positions)

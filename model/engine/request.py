@@ -18,7 +18,8 @@ class Request:
     adapter that changes the network for this request. `edits` change stages; they come before the trace and the tap,
     which see the changed values. `scored_ids` are tokens whose logits are reported wherever a token is chosen. The
     sequences of all requests with the same `owner` share the places that one owner gets; by default, each request is
-    its own owner.
+    its own owner. A request waits until the prompt of its `prefix_leader`, an earlier request with the same beginning,
+    is computed, to take its prefix.
 
     A sequence with a `tap` neither shares its keys and values nor takes those of others. Two requests share the keys
     and values of a common prefix only if their `adapter`, their `cache_salt` and the edits of that prefix are the same.
@@ -36,6 +37,7 @@ class Request:
     scored_ids: Sequence[int] = ()
     edits: BoundEdits | None = None
     owner: str | None = None
+    prefix_leader: str | None = None
 
 
 @dataclass(slots=True)  # not frozen: each step makes some, and a frozen one takes longer to make

@@ -70,10 +70,11 @@ class Runner:
         """
         recordable = _recordable_edits(sequences)
         ordered = self._order(sequences, recordable or {})
-        first_row = 0
+        first_row = first_final = 0
         for each in ordered:
-            each.rows = slice(first_row, first_row + each.num_rows)
-            first_row = each.rows.stop
+            each.rows = slice(first_row, first_row + each.num_logits)
+            each.final_rows = slice(first_final, first_final + each.num_final)
+            first_row, first_final = each.rows.stop, each.final_rows.stop
         scheduled = [each.scheduled for each in ordered]
         adapters = self._pass_adapters(ordered) if self._adapters else None
         if recordable is not None:
@@ -86,11 +87,13 @@ class Runner:
                 return ForwardResult(decoded.logits, decoded.argmax, was_recorded=not replayed, was_replayed=replayed)
         ids: list[int] = []
         selected: list[int] = []
+        head_rows: list[int] = []
         taps: dict[int, SequenceTap] = {}
         for index, each in enumerate(ordered):
             tokens = slice(len(ids), len(ids) + each.scheduled.num_new)
             ids += each.scheduled.new_tokens
-            selected += range(tokens.stop - each.num_rows, tokens.stop)
+            selected += range(tokens.stop - each.num_final, tokens.stop)
+            head_rows += range(each.final_rows.stop - each.num_logits, each.final_rows.stop)
             if each.request.tap is not None or each.edits is not None or each.is_traced:
                 taps[index] = self._sequence_tap(each, tokens)
         attention = self._attention.prepare(scheduled)
@@ -100,6 +103,7 @@ class Runner:
             rows=selected,
             context=StepContext(attention, self._cache, scheduled, self._model.backend.network),
             adapters=adapters,
+            head_rows=head_rows if len(head_rows) < len(selected) else None,
         )[0]
         for index, tap in taps.items():
             each = ordered[index]
@@ -133,17 +137,18 @@ class Runner:
         """The tap of one sequence: its edits, the request's own tap, and its tracer."""
         taps: list[Tap] = []
         start, num_new, own = each.scheduled.start, each.scheduled.num_new, each.request.tap
-        selected = range(num_new - each.num_rows, num_new)
+        selected = range(num_new - each.num_final, num_new)
         try:
             if each.edits is not None:
                 taps.append(each.edits.tap(start, num_new, selected, self._model.backend.network))
         except Exception as error:  # too little memory, for example: the error ends this sequence only
-            return SequenceTap(Chain(), tokens, each.rows, error)
+            return SequenceTap(Chain(), tokens, each.final_rows, error)
         if own is not None:
             taps.append(own.tap(start, num_new, selected, each.choice) if isinstance(own, Hooks) else own)
         if each.tracer is not None and each.is_traced:
             taps.append(each.tracer.tap)
-        return SequenceTap(taps[0] if len(taps) == 1 else Chain(*taps), tokens, each.rows)
+        tap = taps[0] if len(taps) == 1 else Chain(*taps)
+        return SequenceTap(tap, tokens, each.final_rows, logit_rows=each.rows)
 
     def _pass_adapters(self, ordered: Sequence[StepSequence]) -> PassAdapters:
         """The adapters of a pass. Neighbours with the same adapter are one run of rows."""
@@ -154,7 +159,7 @@ class Runner:
             run = list(group)
             end = first + sum(each.scheduled.num_new for each in run)
             if name is not None:
-                adapter, own = self._adapters[name], slice(run[0].rows.start, run[-1].rows.stop)
+                adapter, own = self._adapters[name], slice(run[0].final_rows.start, run[-1].final_rows.stop)
                 tokens.append(AdaptedRows(adapter, slice(first, end)))
                 if own.start < own.stop:
                     selected.append(AdaptedRows(adapter, own))

@@ -31,11 +31,14 @@ class StepSequence:
     grammar: GrammarState | None
     tracer: StepTracer | None  # if the request is traced
     edits: BoundEdits | None  # if they change the new tokens
-    needs_all_logits: bool  # of all new tokens, not only of those after which a token is chosen
+    num_final: int  # the last new tokens that the pass computes to the final norm
+    num_logits: int  # the last of these, which have logits
+    keeps_logits: bool  # whether more is read from the logits than the next token
     choice: int = 0  # the number of the continuation
 
+    final_rows: slice = field(init=False)  # of the stages of the final norm
     rows: slice = field(init=False)  # of the logits of the step
-    logits: Tensor | None = None  # (T, V) of all new tokens, if they are needed
+    logits: Tensor | None = None  # (R, V) of the last `num_logits` tokens, if the step keeps them
     token_ids: list[int] = field(default_factory=list)  # that the sequence gets; none before its prompt is computed
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of `token_ids`, if they are asked for
     scores: list[float] = field(default_factory=list)  # the logits of `scored_ids`
@@ -50,10 +53,6 @@ class StepSequence:
         return self.tracer is not None and self.tracer.kind is not None
 
     @property
-    def num_rows(self) -> int:
-        return self.scheduled.num_new if self.needs_all_logits else self.scheduled.num_sampled
-
-    @property
     def sampled_rows(self) -> range:
         """The rows after which tokens are chosen: the last ones."""
         return range(self.rows.stop - self.scheduled.num_sampled, self.rows.stop)
@@ -65,7 +64,7 @@ def choose_tokens(sequences: Sequence[StepSequence], logits: Tensor, argmax: Arg
     `logits` (R, V) are those of the step, and `argmax` is that of each row, if the pass computed it.
     """
     for each in sequences:
-        if each.needs_all_logits:
+        if each.keeps_logits:
             each.logits = logits[each.rows]
         if each.scheduled.reaches_newest_token and each.request.scored_ids:
             each.scores = logits[each.sampled_rows.start, list(each.request.scored_ids)].tolist()

@@ -62,6 +62,10 @@ class StepTracer:
         return bool(self.positions) and self._params.needs_logits
 
     @property
+    def needs_final_norm(self) -> bool:
+        return bool(self.positions) and self._params.needs_final_norm
+
+    @property
     def kind(self) -> StepTraceKind | None:
         """The part of the trace that the pass must keep; None if there is none."""
         has_stages = bool(self.positions) and bool(self._params.selection.stages)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from model.tracing.selection import Selection
+from model.tracing.stages import OUTPUT_STAGES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,12 @@ class TraceParams:
     @cached_property
     def needs_logits(self) -> bool:
         """Whether the logits of every traced position are needed, not only those of the last one."""
-        return self.top_k > 0 or any(stage.has_selected_rows for stage in self.selection.stages)
+        return self.top_k > 0 or any(stage in OUTPUT_STAGES for stage in self.selection.stages)
+
+    @cached_property
+    def needs_final_norm(self) -> bool:
+        """Whether the final norm of every traced position is needed."""
+        return self.needs_logits or any(stage.has_selected_rows for stage in self.selection.stages)
 
     @cached_property
     def names(self) -> frozenset[str]:

@@ -194,6 +194,7 @@ class Transformer(nn.Module):
         context: AttentionContext | None = None,
         adapters: PassAdapters | None = None,
         compute_logits: Callable[[Tensor, Probe], Tensor] | None = None,
+        head_rows: Sequence[int] | None = None,
     ) -> Tensor:
         """ids (B, T) int64 -> logits (B, T, V).
 
@@ -201,7 +202,8 @@ class Transformer(nn.Module):
         the cache if the tokens belong to several sequences. `rows` limits the logits to R of the T positions:
         (B, R, V); a tap then sees `ln_final` and `logits` of those rows only. Without a tap, and if the network is
         batch-invariant, the last block skips everything after attention for the other rows. `adapters` change some of
-        the rows. `compute_logits` replaces the method of this name, and must have the same result.
+        the rows. `compute_logits` replaces the method of this name, and must have the same result. `head_rows` are
+        indices into `rows`: only these go on after the final norm, and have logits.
 
         Without a `context`, raises `ValueError` if the positions exceed `max_positions`.
         """
@@ -225,7 +227,10 @@ class Transformer(nn.Module):
 
         if index is not None and not skips_rows:
             x = x.index_select(1, index)
-        return probe("logits", (compute_logits or self.compute_logits)(x, probe))
+        if compute_logits is None:
+            return probe("logits", self.compute_logits(x, probe, head_rows))
+        assert head_rows is None, "a replacement computes the logits of all rows"
+        return probe("logits", compute_logits(x, probe))
 
     def embed_tokens(self, ids: Tensor, positions: Tensor, probe: Probe) -> Tensor:
         """ids (B, T) at positions (T,) -> the residual stream (B, T, C) that enters the first block."""
@@ -243,10 +248,17 @@ class Transformer(nn.Module):
             table = sinusoidal_positions(positions, x.shape[-1]).to(x.dtype)
         return ops.add(x, probe("pos_embed", table.expand_as(x)))
 
-    def compute_logits(self, residual: Tensor, probe: Probe | None = None) -> Tensor:
-        """Decode a residual (..., C) to logits (..., V): the final norm, the head, and the scale and cap of logits."""
+    def compute_logits(
+        self, residual: Tensor, probe: Probe | None = None, head_rows: Sequence[int] | None = None
+    ) -> Tensor:
+        """Decode a residual (..., C) to logits (..., V): the final norm, the head, and the scale and cap of logits.
+
+        With `head_rows`, the residual is (B, R, C), and only these of its R rows go on after the final norm.
+        """
         if self.ln_final is not None:
             residual = self.ln_final(residual, (probe or Probe(None)).at("ln_final"))
+        if head_rows is not None:
+            residual = residual.index_select(1, torch.tensor(head_rows, dtype=torch.int64, device=residual.device))
         ops, config = self.backend.network, self.config
         logits = self._head(residual)
         if config.logits_scale != 1.0:

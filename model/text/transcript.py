@@ -73,7 +73,8 @@ class GenerationParams:
     - `stop`: strings that end a continuation. Its text ends before the string.
     - `stop_token_ids`: tokens that end a continuation. They are its last token, without text.
     - `logprobs`: for each new token, the number of most likely tokens to report beside it; None reports no logprobs.
-    - `prompt_logprobs`: the same for each token of the prompt.
+    - `prompt_logprobs`: the same for each token of the prompt, from the token `prompt_logprobs_start` on. With such a
+      start, the tokens before it are the prompt for edits, and may be taken from the prefix of other requests.
     - `echo`: return the prompt's tokens with their texts first, like generated tokens.
     - `constraint`: what the text must look like. The text ends where no token can follow. A stop token can end it
       earlier, wherever the text is complete.
@@ -86,6 +87,7 @@ class GenerationParams:
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     echo: bool = False
     constraint: Constraint | None = None
     stop_index: StopIndex | None = field(init=False, repr=False, compare=False)
@@ -123,6 +125,11 @@ class GenerationParams:
             raise InvalidField(self.constraint.field, "the checkpoint has no tokenizer, so there is no text")
         if self.stop and not has_tokenizer:
             raise InvalidField("stop", "the checkpoint has no tokenizer, so there is no text; use stop_token_ids")
+
+    @property
+    def first_predicting(self) -> int:
+        """The position whose logits give the first of the prompt's log-probabilities. No token predicts the first."""
+        return max(self.prompt_logprobs_start - 1, 0)
 
     @property
     def returns_prompt(self) -> bool:
@@ -201,9 +208,9 @@ class Transcript:
     def prompt_outputs(self, logprobs: Sequence[TokenLogprobs]) -> list[TokenOutput]:
         """The outputs of the prompt's tokens. They have texts if the prompt is echoed.
 
-        `logprobs` are those of all tokens except the first, which has no prediction. They may be empty.
+        `logprobs` are those of the last tokens. The first token of a prompt has no prediction.
         """
-        entries = [None, *logprobs] if logprobs else [None] * len(self._prompt_ids)
+        entries = [*[None] * (len(self._prompt_ids) - len(logprobs)), *logprobs]
         texts, offsets = [""] * len(self._prompt_ids), [0] * len(self._prompt_ids)
         if self._params.echo and self._detokenizer is not None:
             for index, token_id in enumerate(self._prompt_ids):

@@ -139,7 +139,9 @@ def changed(new: Tensor, old: Tensor) -> Tensor:
 
 @dataclass
 class SequenceTap:
-    """The tap of one sequence of a batch, and where its rows are: `tokens` in the pass, `rows` in the logits.
+    """The tap of one sequence of a batch, and where its rows are.
+
+    They are `tokens` in the pass, `rows` in the final norm, and `logit_rows` (by default the same) in the logits.
 
     The first exception of the tap is kept as `error`; from then on the tap is not called again, so that the other
     sequences of the batch are not affected. `seconds` is the time that the tap took.
@@ -150,6 +152,13 @@ class SequenceTap:
     rows: slice
     error: Exception | None = None
     seconds: float = 0.0
+    logit_rows: slice | None = None
+
+    def rows_of(self, name: str, has_selected_rows: bool) -> slice:
+        """The rows of the sequence in a stage."""
+        if not has_selected_rows:
+            return self.tokens
+        return self.logit_rows if name == "logits" and self.logit_rows is not None else self.rows
 
     def wants(self, name: str) -> bool:
         if self.error is not None:
@@ -185,7 +194,7 @@ class BatchTap:
     """The taps of several sequences as one tap of the pass that computes them together.
 
     `sequences` maps the index of a sequence in the batch to its tap; sequences that are not traced have none. Stages
-    in `row_selected_stages` have only the rows whose logits are computed. `edits` is a tap of all rows, which comes
+    in `row_selected_stages` have only the selected rows. `edits` is a tap of all rows, which comes
     before the taps of the sequences.
     """
 
@@ -206,7 +215,7 @@ class BatchTap:
         result = tensor
         for tap in self.sequences.values():
             if tap.wants(name):
-                rows = tap.rows if name in self.row_selected_stages else tap.tokens
+                rows = tap.rows_of(name, name in self.row_selected_stages)
                 own = tensor[:, rows]
                 returned = tap(name, own)
                 if returned is not own:

@@ -36,8 +36,9 @@ def make_budget(
         # For each token: its id, its log-probability, and the most likely tokens.
         num_predictions += params.max_tokens * (1 + 1 + (params.logprobs or 0))
     if params.prompt_logprobs is not None:
-        num_records += num_prompt
-        num_predictions += num_prompt * (1 + 1 + params.prompt_logprobs)
+        num_scored = num_prompt - params.prompt_logprobs_start
+        num_records += num_scored
+        num_predictions += num_scored * (1 + 1 + params.prompt_logprobs)
     if plan is not None:
         num_positions = num_prompt + params.max_tokens - 1
         selection, lens_top = plan.params.selection, plan.params.logit_lens

@@ -13,6 +13,7 @@ from fastapi import Request
 
 from model.checkpoints.load import Checkpoint
 from model.engine.request import Request as EngineRequest
+from model.engine.trace_params import TraceParams
 from model.errors import InvalidField
 from model.text.constraint import Constraint
 from model.text.sampling import SamplingParams
@@ -22,6 +23,7 @@ from service.answers.budget import Budget, total
 from service.answers.edits import EditPlanner, answer_bytes, read_edits
 from service.answers.generation_budget import make_budget
 from service.answers.generation_changes import make_changes_budget
+from service.answers.pooling import Pooling
 from service.answers.prompts import check_ids, param_of
 from service.answers.source_passes import bind_edits
 from service.answers.step_trace_answers import TracePlan, plan_trace, traced_stages
@@ -37,8 +39,10 @@ class Options:
 
     If `max_tokens` is None, it is `default_max_tokens`, or less if the context or the cache has less room. If both are
     None, it is all of this room. `n` choices are generated for each prompt. With `baseline`, the only prompt
-    is also continued without edits. `field_names` maps fields of the engine to the route's names for them, for error
-    messages.
+    is also continued without edits. With `num_shared`, all prompts begin with the same tokens: these are the prompt for
+    edits, they are computed once, and the log-probabilities of the others are reported. `pooling` reads a stage of each
+    prompt, and needs no text of the answer. `field_names` maps fields of the engine to the route's names for them, for
+    error messages.
     """
 
     id_prefix: str
@@ -49,6 +53,8 @@ class Options:
     prompt_logprobs: int | None = None
     echo: bool = False
     baseline: bool = False
+    num_shared: int = 0
+    pooling: Pooling | None = None
     is_chat: bool = False  # ends at the end-of-sequence tokens of chats
     field_names: dict[str, str] = field(default_factory=dict)
 
@@ -170,6 +176,7 @@ class PromptPlanner:
     def plan(self, index: int, ids: list[int]) -> PlannedPrompt:
         """Check a prompt, and the fields of the request that depend on its length. Raises 400 for a wrong one."""
         inputs, options, is_list = self._inputs, self._inputs.options, len(self._inputs.prompts) > 1
+        param = param_of(options.field_names.get("prompt", "prompt"), index, is_list)
         try:
             most = find_max_tokens(options, inputs.state, inputs.checkpoint, len(ids))
             params = self._params.with_max_tokens(most)
@@ -179,19 +186,20 @@ class PromptPlanner:
                 id=f"{self.id}-{index}" if is_list else self.id,
                 prompt_ids=ids,
                 params=params,
-                trace=None if trace is None else trace.params,
+                trace=self._trace_params(trace, len(ids)),
                 cache_salt=inputs.body.cache_salt,
                 adapter=inputs.adapter,
                 owner=self.id,
+                prefix_leader=f"{self.id}-0" if options.num_shared and index else None,
                 tap=notes_of(inputs.request.scope).hooks,
             )
             self._engine.check(request)
         except InvalidField as error:
             name = options.field_names.get(error.field, error.field)
-            raise invalid_field(error, param_of(name, index, is_list and name == "prompt")) from None
+            raise invalid_field(error, param if error.field == "prompt" else name) from None
         edits = None
         if self._planner is not None:
-            edits = self._planner.plan(ids, num_positions, param_of("prompt", index, is_list))
+            edits = self._planner.plan(ids[: options.num_shared or None], num_positions, param)
         if len(ids) not in self._budgets:
             self._budgets[len(ids)] = self._budget(request, trace)
         return PlannedPrompt(request, edits, trace, self._budgets[len(ids)], num_positions)
@@ -210,7 +218,14 @@ class PromptPlanner:
             self._traces[num_prompt] = plan_trace(options, self._stages, checkpoint, num_positions, num_prompt)
         return self._traces[num_prompt]
 
+    def _trace_params(self, trace: TracePlan | None, num_prompt: int) -> TraceParams | None:
+        if self._inputs.options.pooling is not None:
+            return self._inputs.options.pooling.trace_params(num_prompt)
+        return None if trace is None else trace.params
+
     def _budget(self, request: EngineRequest, trace: TracePlan | None) -> Budget:
+        if self._inputs.options.pooling is not None:
+            return self._inputs.options.pooling.make_budget(self._engine.config.max_step_tokens)
         num_prompt, max_step_tokens = len(request.prompt_ids), self._engine.config.max_step_tokens
         return make_budget(trace, request.params, self._inputs.checkpoint, num_prompt, max_step_tokens)
 
@@ -226,7 +241,8 @@ def check_num_sequences(options: Options, state: State, num_prompts: int) -> Non
     num_sequences, limit = num_runs * options.n, settings.max_num_seqs + settings.max_waiting_requests
     if num_sequences > limit:
         reason = f"{num_runs} prompts with {options.n} choices each are more than the {limit} sequences"
-        raise invalid("prompt", f"{reason} that one request may have; send several requests")
+        name = options.field_names.get("prompt", "prompt")
+        raise invalid(name, f"{reason} that one request may have; send several requests")
 
 
 def find_max_tokens(options: Options, state: State, checkpoint: Checkpoint, num_prompt: int) -> int:
@@ -272,6 +288,7 @@ def read_params(inputs: Inputs) -> GenerationParams:
             stop_token_ids=frozenset(body.stop_token_ids) | frozenset(eos_token_ids) | named_ids,
             logprobs=options.logprobs,
             prompt_logprobs=options.prompt_logprobs,
+            prompt_logprobs_start=options.num_shared,
             echo=options.echo,
             constraint=inputs.constraint,
         )

@@ -5,6 +5,7 @@ Tracing changes no result, neither of the traced sequence nor of others.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from model.tracing.predictions import Predictions, predict
 from model.tracing.selection import Selection
 from model.tracing.stages import Stage, select, sizes_of, stages_of
 from tests.engine.driving import Drive, Result, alone, ask, assert_each_equals_alone, new_engine, prompt, run
-from tests.tiny import CONFIGS, ROUNDING, build, every_engine_config, exact
+from tests.tiny import CONFIGS, ROUNDING, build, every_engine_config, exact, record
 
 NEIGHBOURS = [
     ask("short", [1, 2], max_tokens=20, temperature=1.2),
@@ -305,3 +306,29 @@ class TestTracingChangesNothing:
         drive.add(ask("traced", prompt(13), trace=all_stages("llama")))
         step = drive.step()
         assert 0 < step.trace_seconds < step.seconds
+
+
+@pytest.mark.parametrize("max_step_tokens", [512, 8], ids=["whole prompts", "prompts in parts"])
+def test_the_final_norm_of_a_prompt_is_traced_without_the_logits_of_its_positions(
+    max_step_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids, num_rows = build(CONFIGS["llama"]), prompt(21), 0
+    head = Transformer._head
+
+    def counted(self: Transformer, residual: Tensor) -> Tensor:
+        nonlocal num_rows
+        num_rows += residual.shape[1]
+        return head(self, residual)
+
+    stages = select(stages_of(model.config), ["ln_final.out"])
+    request = ask("traced", ids, max_tokens=1, trace=TraceParams(selection=Selection(stages=stages, detail="values")))
+    alone_logits = model(torch.tensor([ids]))[0, -1].log_softmax(-1)
+    expected = record(model, torch.tensor([ids]))[1]["ln_final.out"]
+    monkeypatch.setattr(Transformer, "_head", counted)
+    engine = new_engine(model, max_step_tokens=max_step_tokens)
+    result = run(engine, *NEIGHBOURS, request)["traced", 0]
+    values = [step.stages[0].values for step in result.traces]
+    assert_equal = partial(torch.testing.assert_close, atol=1e-4, rtol=1e-4)
+    assert_equal(torch.cat([each for each in values if each is not None], 1), expected)
+    assert_equal(torch.tensor(result.logprob_values[0]), alone_logits[result.ids[0]])
+    assert num_rows == sum(each.params.max_tokens for each in NEIGHBOURS) + 1

@@ -23,7 +23,19 @@ from tests.service.running import wait_until
 
 PROMPT, OTHER = "the cat sat on", "the dog ran to"
 STREAMS = ["stream", "stream_chat", "stream_sweep"]
-METHODS = ["run", "logits", "patterns", "compare", "generate", "chat", "attribute", "model", "status", *STREAMS]
+METHODS = [
+    "run",
+    "logits",
+    "patterns",
+    "compare",
+    "generate",
+    "chat",
+    "score",
+    "attribute",
+    "model",
+    "status",
+    *STREAMS,
+]
 SWEEP: dict[str, Any] = {"token": " the", "stages": ["blocks.*.resid_pre"], "positions": [1, -1]}
 EVERY_CALL: dict[str, Callable[[Any], Any]] = {
     "logits": lambda model: model.logits(PROMPT, top_k=5, logprobs=True),
@@ -35,6 +47,7 @@ EVERY_CALL: dict[str, Callable[[Any], Any]] = {
     ),
     "constrained": lambda model: model.generate(PROMPT, max_tokens=9, seed=1, structured_outputs={"regex": "[ab]{4}"}),
     "stream": lambda model: list(model.stream(PROMPT, max_tokens=3, n=2, seed=1, trace={"stages": ["embed"]})),
+    "score": lambda model: model.score(PROMPT, [" the mat", " a log"], edits=[{"stage": "embed", "op": "mean"}]),
     "direct": lambda model: model.attribute("direct", PROMPT, token=" the"),
     "gradient": lambda model: model.attribute("gradient", PROMPT, token=" the", stages=["*.resid_pre"]),
     "integrated": lambda model: model.attribute("integrated_gradients", PROMPT, token=" the", steps=4),

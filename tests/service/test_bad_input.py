@@ -29,6 +29,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/logits": {"prompt": [1, 2], "top_k": 1},
     "/patterns": {"prompt": [1, 2]},
     "/generate": {"prompt": [1, 2], "max_tokens": 2, "ignore_eos": True},
+    "/score": {"prompt": [1, 2], "continuations": [[3], [4, 5]]},
     "/attribute": {"method": "direct", "prompt": [1, 2], "token": 3},
     "/compare": {"prompt": [1, 2], "b": {"setting": {}}},
     "/tokenize": {"text": "a"},
@@ -39,8 +40,9 @@ OPENAI_GOOD: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
     "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/embeddings": {"input": [1, 2]},
 }
-WITH_PROMPT = ("/forward", "/logits", "/patterns", "/generate", "/attribute", "/compare")
+WITH_PROMPT = ("/forward", "/logits", "/patterns", "/generate", "/score", "/attribute", "/compare")
 
 
 @dataclass(frozen=True)
@@ -402,7 +404,7 @@ def test_another_method_is_405_and_the_answer_names_the_allowed_one(tiny: Runnin
     assert response.headers["allow"] == "POST"
 
 
-@pytest.mark.parametrize("path", ["/nope", "/forwards/", "/forward/x", "/v1/embeddings", "/%00", "/%ff"])
+@pytest.mark.parametrize("path", ["/nope", "/forwards/", "/forward/x", "/v1/rerank", "/%00", "/%ff"])
 def test_an_unknown_path_is_404_in_the_common_form(tiny: Running, path: str) -> None:
     for method in ("GET", "POST"):
         check_error(tiny.client.request(method, path), 404, None, "not_found")

@@ -53,6 +53,7 @@ class LeadingNetwork(Transformer):
         context: AttentionContext | None = None,
         adapters: PassAdapters | None = None,
         compute_logits: Callable[[Tensor, Probe], Tensor] | None = None,
+        head_rows: Sequence[int] | None = None,
     ) -> Tensor:
         if cache is not None or (context is not None and not isinstance(context, StepContext)):
             raise ValueError("with tensor parallelism, passes with a cache are steps of an engine")
@@ -61,7 +62,7 @@ class LeadingNetwork(Transformer):
         if context is None:
             return self._single_pass(ids, tap, rows)
         assert tap is None or isinstance(tap, BatchTap), "the tap of a step must be a BatchTap"
-        return self._step(ids, tap, rows, context)
+        return self._step(ids, tap, rows, context, head_rows)
 
     def open_cache(self, cache: PagedCache) -> None:
         """Let each rank allocate a cache like this one, for its own heads."""
@@ -94,12 +95,18 @@ class LeadingNetwork(Transformer):
             return super().forward(ids, tap=shared, rows=rows)
 
     def _step(
-        self, ids: Tensor, tap: BatchTap | None, rows: Sequence[int] | Tensor | None, context: StepContext
+        self,
+        ids: Tensor,
+        tap: BatchTap | None,
+        rows: Sequence[int] | Tensor | None,
+        context: StepContext,
+        head_rows: Sequence[int] | None,
     ) -> Tensor:
         taps = {} if tap is None else tap.sequences
         leading = {index: self._leading_tap(each.tap, each.wants) for index, each in taps.items()}
         shared = {
-            index: SharedSequenceTap(leading[index], each.tokens, each.rows, each.error) for index, each in taps.items()
+            index: SharedSequenceTap(leading[index], each.tokens, each.rows, each.error, logit_rows=each.logit_rows)
+            for index, each in taps.items()
         }
         wanted = {index: self._in_blocks(each) for index, each in leading.items()}
         self.tell(
@@ -118,7 +125,7 @@ class LeadingNetwork(Transformer):
         )
         batch = None if tap is None else BatchTap(shared, tap.row_selected_stages)
         with self._checked(None):
-            logits: Tensor = super().forward(ids, tap=batch, rows=rows, context=context)
+            logits: Tensor = super().forward(ids, tap=batch, rows=rows, context=context, head_rows=head_rows)
         for index, each in taps.items():
             each.error, each.seconds = shared[index].error, shared[index].seconds
         return logits

@@ -1,0 +1,114 @@
+"""POST /v1/embeddings: a vector for each text, pooled from a stage of the served model, in OpenAI's form."""
+
+import math
+import time
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from forwardscope.results.openai import Embedding, Embeddings, EmbeddingUsage
+from model.checkpoints.load import Checkpoint
+from model.tracing.stages import sizes_of
+from service.answers.constraints import generation_error
+from service.answers.generation import Generation, start_generation, whole_answer
+from service.answers.generation_plan import Inputs, Options
+from service.answers.openai_answers import check_implemented, finish_reason
+from service.answers.pooling import PooledPrompts, Pooling
+from service.answers.prompts import as_list, param_of, prompt_ids
+from service.answers.stage_answers import select_stages
+from service.http.bodies import JsonRoute
+from service.http.embedding_schemas import EmbeddingRequest
+from service.http.encoding import encoded
+from service.http.errors import invalid
+from service.http.generate_schemas import GenerationRequest
+from service.http.openapi import error_answers
+from service.state import CheckpointDep, State, StateDep, find_adapter
+
+router = APIRouter(route_class=JsonRoute, tags=["openai"])
+
+
+@router.post(
+    "/v1/embeddings",
+    summary="Vectors of texts, in OpenAI's form",
+    response_model=Embeddings,
+    responses=error_answers(),
+)
+async def embeddings(body: EmbeddingRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
+    arrived = time.perf_counter()
+    adapter = find_adapter(checkpoint, body.model, body.adapter)
+    check_implemented(body)
+    pooling = find_pooling(body, checkpoint)
+    inputs, is_list = as_list(body.input)
+    prompts = [
+        await prompt_ids(
+            request,
+            state,
+            checkpoint,
+            each,
+            param_of("input", index, is_list),
+            add_special_tokens=body.add_special_tokens,
+        )
+        for index, each in enumerate(inputs)
+    ]
+    options = Options(
+        id_prefix="embd",
+        max_tokens=0,
+        default_max_tokens=None,
+        n=1,
+        pooling=pooling,
+        field_names={"prompt": "input"},
+    )
+    fields = GenerationRequest(edits=body.edits)
+    generation = await start_generation(
+        Inputs(request, state, checkpoint, arrived, fields, options, prompts, None, adapter)
+    )
+    return await whole_answer(request, generation, answer(body, pooling, generation, state))
+
+
+def find_pooling(body: EmbeddingRequest, checkpoint: Checkpoint) -> Pooling:
+    """The stage of a request, and how it is reduced. Raises 400 for a stage that cannot be pooled."""
+    config = checkpoint.model.config
+    stages = select_stages(checkpoint.stages, [body.stage], "stage")
+    if len(stages) > 1:
+        raise invalid("stage", f"matches {len(stages)} stages, such as {stages[0].name}; name one")
+    stage, sizes = stages[0], sizes_of(config, 1)
+    if stage.dims[1] != "position" or len(stage.dims) < 3:
+        reason = f"{stage.name} ({', '.join(stage.dims)}) has no vector for each position; choose another stage"
+        raise invalid("stage", reason)
+    width = math.prod(sizes[dim] for dim in stage.dims[2:])
+    if body.dimensions is not None and body.dimensions > width:
+        raise invalid("dimensions", f"{body.dimensions} is more than the {width} numbers of {stage.name}")
+    return Pooling(
+        stage=stage,
+        kind=body.pooling,
+        width=width,
+        num_values=body.dimensions or width,
+        vocab_size=config.vocab_size,
+        encoding="json" if body.encoding_format == "float" else "base64",
+    )
+
+
+async def answer(body: EmbeddingRequest, pooling: Pooling, generation: Generation, state: State) -> bytes:
+    """Wait until every prompt is computed, and encode the answer."""
+    pooled = PooledPrompts(generation.num_choices, pooling.width)
+    async for outputs in generation.batches():
+        for output in outputs:
+            if output.result.error is not None:
+                raise generation_error(output.result.error)
+            if output.result.end is not None:
+                finish_reason(output.result.end, generation)
+        traces = [(each.index, each.result.trace) for each in outputs if each.result.trace is not None]
+        await state.worker.executors.run_uncounted("answers", partial(pooled.add, traces))
+
+    def describe() -> Embeddings:
+        vectors = pooled.vectors(pooling.num_values, normalize=body.normalize)
+        values: list[Any] = [encoded(vector, pooling.encoding) for vector in vectors]
+        data = [
+            Embedding(index=index, embedding=each, edits=generation.edit_answers(index))
+            for index, each in enumerate(values)
+        ]
+        usage = EmbeddingUsage(generation.num_prompt, generation.num_prompt)
+        return Embeddings(data=data, model=generation.model_name, usage=usage)
+
+    return await generation.encode(describe)
