@@ -159,6 +159,7 @@ ENDPOINT_PICKER_CONFIG = record(
     dataLayer=record(injectDefaults=YES, sources=many(record(**PLUGIN_REF, extractors_=many(record(**PLUGIN_REF))))),
 )
 
+PATCHES = many(record(path=TEXT, patch=TEXT, target=record(kind=TEXT, name=TEXT)))
 KUSTOMIZATION = record(
     apiVersion_=TEXT,
     kind_=TEXT,
@@ -168,7 +169,8 @@ KUSTOMIZATION = record(
         record(name_=TEXT, behavior=one_of("create", "replace", "merge"), literals=many(TEXT), files=many(TEXT))
     ),
     images=many(record(name_=TEXT, newName=TEXT, newTag=TEXT, digest=TEXT)),
-    patches=many(record(path=TEXT, patch=TEXT, target=record(kind=TEXT, name=TEXT))),
+    components=many(TEXT),
+    patches=PATCHES,
 )
 
 FIELDS: dict[tuple[str, str], Schema] = {
@@ -179,4 +181,5 @@ FIELDS: dict[tuple[str, str], Schema] = {
     ("keda.sh/v1alpha1", "ScaledObject"): resource(SCALED_OBJECT),
     ("llm-d.ai/v1alpha1", "EndpointPickerConfig"): ENDPOINT_PICKER_CONFIG,
     ("kustomize.config.k8s.io/v1beta1", "Kustomization"): KUSTOMIZATION,
+    ("kustomize.config.k8s.io/v1alpha1", "Component"): record(apiVersion_=TEXT, kind_=TEXT, patches_=PATCHES),
 }

@@ -28,7 +28,7 @@ def test_every_file_has_only_known_fields_with_the_right_types(path: str) -> Non
         check(document)
 
 
-@pytest.mark.parametrize("directory", DIRECTORIES)
+@pytest.mark.parametrize("directory", sorted({*DIRECTORIES} - {"openshift-user"}))  # this is a part of others
 def test_every_directory_is_built_and_what_is_built_is_valid(directory: str) -> None:
     for document in build(directory):
         check(document)
@@ -84,7 +84,7 @@ def test_every_file_belongs_to_a_kustomization_and_every_file_of_a_kustomization
     used = {f"{directory}/kustomization.yaml" for directory in DIRECTORIES}
     for directory in DIRECTORIES:
         kustomization = read(f"{directory}/kustomization.yaml")[0]
-        names = list(kustomization["resources"])
+        names = [*kustomization.get("resources", []), *kustomization.get("components", [])]
         names += [patch["path"] for patch in kustomization.get("patches", []) if "path" in patch]
         names += [name for each in kustomization.get("configMapGenerator", []) for name in each.get("files", [])]
         for name in names:

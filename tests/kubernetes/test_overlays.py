@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import yaml
@@ -70,6 +71,23 @@ def test_the_picker_reads_the_built_configuration_and_its_parts_fit_together() -
     profile = {plugin["pluginRef"] for plugin in PICKER["schedulingProfiles"][0]["plugins"]}
     assert plugins - profile == {"metrics-data-source", "core-metrics-extractor"}
     assert profile <= plugins
+
+
+def test_openshift_changes_only_fields_that_exist_and_leaves_no_user() -> None:
+    (component,) = read("openshift-user/kustomization.yaml")
+    bases = [*(read(f"{name}.yaml")[0] for name in ("base/deployment", "base/networkpolicy", "model/job"))]
+    removed: dict[str, set[str]] = {}
+    for patch in component["patches"]:
+        for base in (base for base in bases if re.fullmatch(patch["target"]["kind"], base["kind"])):
+            for change in yaml.safe_load(patch["patch"]):
+                *path, last = (step.replace("~1", "/") for step in change["path"].split("/")[1:])
+                part: Any = base
+                for step in path:
+                    part = part[int(step) if isinstance(part, list) else step]
+                assert last in part, (base["kind"], change["path"])
+                if change["op"] == "remove":
+                    removed.setdefault(base["kind"], set()).add(last)
+    assert removed == {kind: {"runAsUser", "runAsGroup", "fsGroup"} for kind in ("Deployment", "Job")}
 
 
 @pytest.fixture(scope="module")
