@@ -37,7 +37,7 @@ from service.routes import (
 )
 from service.routes import model as model_route
 from service.routes.anthropic import messages
-from service.routes.openai import chat, completions, embeddings
+from service.routes.openai import chat, completions, embeddings, responses, stored_responses
 from service.routes.openai import models as openai_models
 from service.settings import Settings
 from service.span_export import close_tracer, open_tracer
@@ -120,10 +120,11 @@ def add_routes(app: FastAPI, state: State) -> None:
         completions,
         chat,
         embeddings,
+        responses,
         messages,
     ):
         app.include_router(route.router, responses=error_answers(), dependencies=protected)
-    for route in (model_route, vectors, weights, status, openai_models):
+    for route in (model_route, vectors, weights, status, openai_models, stored_responses):
         app.include_router(route.router, responses=error_answers(401), dependencies=protected)
     app.include_router(health.router)
 

@@ -167,6 +167,9 @@ class Metrics:
     def watch_vectors(self, num_bytes: Callable[[], int]) -> None:
         self._gauge("vector_bytes", "Bytes of the stored vectors for edits").set_function(num_bytes)
 
+    def watch_responses(self, num_bytes: Callable[[], int]) -> None:
+        self._gauge("stored_response_bytes", "Bytes of the stored responses of /v1/responses").set_function(num_bytes)
+
     def watch_ready(self, is_ready: Callable[[], bool]) -> None:
         ready = self._gauge("ready", "1 if the service takes requests; 0 while it loads or shuts down, or if it failed")
         ready.set_function(is_ready)

@@ -215,6 +215,15 @@ class Settings(BaseSettings):
         8 * MIB, description="maximum size of a vector that a client stores with PUT /vectors/{name}"
     )
     max_vectors: int = Field(64, ge=0, description="maximum number of vectors that clients store")
+    max_stored_responses: int = Field(
+        0,
+        ge=0,
+        description="number of responses of /v1/responses that are kept in memory, so that requests can continue after "
+        "them with `previous_response_id`; 0: none",
+    )
+    max_stored_response_bytes: ByteSize = Field(
+        64 * MIB, description="memory for stored responses and their conversations; the oldest are dropped beyond it"
+    )
     max_compare_tokens: int = Field(
         256, ge=1, description="longest prompt of /compare, which computes the network several times in float64"
     )

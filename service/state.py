@@ -20,6 +20,7 @@ from service.http.errors import ApiError, draining, invalid, timed_out
 from service.metrics import Metrics
 from service.request_notes import notes_of
 from service.settings import Settings
+from service.stored_responses import ResponseStore
 from service.token_rates import TokenRates
 from service.vectors import VectorStore
 from service.worker import Worker, WorkerLimits
@@ -57,6 +58,8 @@ class State:
         )
         self.vectors = VectorStore(settings.max_vectors)
         self.metrics.watch_vectors(lambda: self.vectors.num_bytes)
+        self.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
+        self.metrics.watch_responses(lambda: self.responses.num_bytes)
         self.checkpoint: Checkpoint | None = None
         self.float_network: FloatNetwork | None = None  # None: gradients are off. It belongs to their thread.
         self.translators: Translators | None = None  # of a tuned lens

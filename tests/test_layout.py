@@ -34,7 +34,7 @@ SERVICE_LEVELS = (
     ("service.routes",),
     ("service.answers",),
     ("service.state",),
-    ("service.vectors", "service.span_export"),
+    ("service.vectors", "service.stored_responses", "service.span_export"),
     ("service.worker",),
     ("service.executors", "service.network_thread"),
     ("service.request_stream",),

@@ -4,7 +4,7 @@ Chat completions, Responses and Messages are three ways to write the same stream
 (chats.py), and its writer gets one `ChatOutput` for each step of each choice, or one for each whole choice.
 """
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -85,6 +85,12 @@ class ChatStream:
         assert choice.last is not None
         traces = choice.traces if self.generation.is_traced else None
         return self._read(choice.index, choice.tokens, choice.prompt_tokens, traces, choice.last.end)
+
+    def read_tokens(self, choice: Choice) -> Iterator[ChatOutput]:
+        """Read a choice that has ended token by token, as a stream does, so that each piece goes with its token."""
+        assert choice.last is not None
+        for number, token in enumerate(choice.tokens, 1):
+            yield self._read(choice.index, [token], (), None, choice.last.end if number == len(choice.tokens) else None)
 
     def _read(
         self,

@@ -32,7 +32,7 @@ async def start_chat(
     state: State,
     checkpoint: Checkpoint,
     arrived: float,
-    id_prefix: str = "chatcmpl",
+    id_prefix: str = "chatcmpl-",
 ) -> ChatStream:
     """Check a conversation, and begin to generate its answer. `arrived` is as in `Inputs`.
 

@@ -164,7 +164,7 @@ class PromptPlanner:
 
     def __init__(self, inputs: Inputs, planner: EditPlanner | None) -> None:
         trace, checkpoint = inputs.body.trace, inputs.checkpoint
-        self.id = f"{inputs.options.id_prefix}-{uuid.uuid4().hex}"
+        self.id = f"{inputs.options.id_prefix}{uuid.uuid4().hex}"
         self._inputs = inputs
         self._planner = planner
         self._engine = get_engine(inputs.state)

@@ -28,6 +28,7 @@ OPERATION_PATHS = HEALTH_PATHS | {"/metrics"}
 PUBLIC_PATHS = OPERATION_PATHS | DOCUMENTATION_PATHS | {"/", "/openapi.json"}
 PUBLIC_PREFIXES = (f"{DOCUMENTATION_FILES}/", f"{PAGE_PATH}/")
 KEY_HEADERS = (b"x-api-key", b"api-key")  # of clients of other APIs; the others send Authorization
+RESPONSES_PATH = "/v1/responses"
 STORING_METHODS = frozenset({"PUT", "DELETE"})  # allowed only if the server has an API key
 HOST = re.compile(r"(\[(?P<address>[^\]]*)\]|(?P<name>[^:]*))(:\d*)?")
 PIECE = 1 << 18  # bytes of a response that are passed to the connection at a time
@@ -83,7 +84,7 @@ class Gate:
             self._check_key(scope["path"], headers)
             has_route = any(route.matches(scope)[0] is Match.FULL for route in self._routes)
             if has_route and scope["method"] != "GET":
-                limit = self._body_limit(scope["method"])
+                limit = self._body_limit(scope["method"], scope["path"])
                 self._check_body_headers(headers, limit)
                 receive = replayed(await self._read_body(receive, reservation, limit), receive)
             elif needs_closing(headers):
@@ -120,12 +121,13 @@ class Gate:
             message = "send the header 'Authorization: Bearer <key>' (or 'x-api-key: <key>') with the server's API key"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
-    def _body_limit(self, method: str) -> int:
+    def _body_limit(self, method: str, path: str) -> int:
         """The largest body of a request. Raises 403 for a method that changes the server's state if no key is set.
 
-        Without a key, any web page or program that reaches the port could change what other requests compute.
+        Without a key, any web page or program that reaches the port could change what other requests compute. The id
+        of a stored response is as good as a key: only its client knows it.
         """
-        if method not in STORING_METHODS:
+        if method not in STORING_METHODS or path.startswith(f"{RESPONSES_PATH}/"):
             return self._max_body_bytes
         if self._api_key is None:
             message = f"{method} needs an API key, and this server has none; start it with --api-key"

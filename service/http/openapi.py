@@ -44,6 +44,14 @@ MESSAGE_EVENT = {
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["event", "data"],
 }
+RESPONSE_EVENT = {
+    "type": "object",
+    "description": "One event, whose `event` is the `type` in its JSON: two ResponseEvents, then for each item an "
+    "ItemEvent, a PartEvent, ItemDeltas, a TextDone or ArgumentsDone, a PartEvent and an ItemEvent, then a "
+    "ResponseEvent",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["event", "data"],
+}
 SWEEP_EVENT = {
     "type": "object",
     "description": "One event of a streamed sweep: a SweepStart, then SweepCells, then a SweepEnd, or (`event: error`) "

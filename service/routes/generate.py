@@ -41,7 +41,7 @@ async def generate(body: GenerateRequest, request: Request, state: StateDep, che
         raise invalid("max_tokens", "0 generates nothing; send at least 1, or ask for the prompt with echo")
     ids = await prompt_ids(request, state, checkpoint, body.prompt)
     options = Options(
-        id_prefix="gen",
+        id_prefix="gen-",
         max_tokens=body.max_tokens,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         n=body.n,

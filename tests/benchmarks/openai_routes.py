@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.openai_routes [--dtype bfloat16] [--threads 2] [--rounds 5]
 
-SmolLM2-135M-Instruct streams 128 tokens to 1, 8 and 32 clients. Each round asks all three routes in turn for the same
+SmolLM2-135M-Instruct streams 128 tokens to 1, 8 and 32 clients. Each round asks all routes in turn for the same
 texts: /generate gets the conversation as a text, with the special tokens that the chat template writes. Decoding is
 greedy, and drafts are off. The figures are medians of tokens per second, and of the ratio to /generate in its round.
 """
@@ -31,6 +31,9 @@ DIALECTS = {
     "generate": Dialect("/generate", re.compile(rb'"token":\{"id":(\d+)'), b"[DONE]"),
     "completions": Dialect("/v1/completions", re.compile(rb'"choices":\[\{"index":(\d+)'), b"[DONE]"),
     "chat": Dialect("/v1/chat/completions", re.compile(rb'"index":(\d+)'), b"[DONE]"),
+    "responses": Dialect(
+        "/v1/responses", re.compile(rb'text\.delta","sequence_number":(\d+)'), b'"type":"response.incomplete"'
+    ),
 }
 
 
@@ -38,6 +41,9 @@ def body(route: str, number: int) -> dict[str, Any]:
     """A request for a conversation that no other request of the round has."""
     question = f"Question {number}: what do you know of the number {number}?"
     fields: dict[str, Any] = {"max_tokens": NUM_OUT, "temperature": 0, "ignore_eos": True}
+    if route == "responses":
+        del fields["max_tokens"]
+        return fields | {"input": question, "max_output_tokens": NUM_OUT}
     if route == "chat":
         return fields | {"messages": [{"role": "user", "content": question}]}
     text = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"

@@ -27,8 +27,8 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def instruct() -> Iterator[Running]:
-    """A service with SmolLM2-135M-Instruct, in float32, so that rounding swaps no likely tokens."""
-    with running(model=str(smollm2()), dtype="float32", threads=None) as service:
+    """A service with SmolLM2-135M-Instruct, in float32, so that rounding swaps no likely tokens. It keeps responses."""
+    with running(model=str(smollm2()), dtype="float32", threads=None, max_stored_responses=64) as service:
         yield service
 
 

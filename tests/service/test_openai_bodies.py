@@ -12,6 +12,7 @@ import pytest
 from service.http.anthropic_schemas import MessagesRequest
 from service.http.generate_schemas import GenerationRequest
 from service.http.openai_schemas import ChatRequest, CompletionRequest
+from service.http.responses_schemas import ResponsesRequest
 from tests.service.checkpoints import write_checkpoint
 from tests.service.running import Running, Start, running
 from tests.service.test_bad_input import OPENAI_GOOD
@@ -19,6 +20,7 @@ from tests.service.test_bad_input import OPENAI_GOOD
 MODELS: dict[str, type[GenerationRequest]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
 }
 # FORWARDSCOPE_TEST_BODIES=10000 sends more of them.
@@ -79,6 +81,22 @@ RICH: dict[str, dict[str, Any]] = {
         "tool_choice": "auto",
         "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}},
         "chat_template_kwargs": {"x": False},
+    },
+    "/v1/responses": {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "b"}]},
+            {"type": "function_call", "call_id": "x", "name": "f", "arguments": '{"a": 1}'},
+            {"type": "function_call_output", "call_id": "x", "output": "b"},
+        ],
+        "max_output_tokens": 2,
+        "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+        "text": {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}},
+        "reasoning": {"effort": "low"},
+        "include": ["message.output_text.logprobs"],
+        "stream": True,
+        "metadata": {"a": "b"},
     },
     "/v1/messages": {
         "system": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}],
@@ -146,6 +164,7 @@ def test_wrong_bodies_are_answered_with_an_error_that_names_the_field(roomy: Run
         if response.status_code == 200:
             num_good += 1
             assert b"event: error" not in response.content, body
+            assert b"event: response.failed" not in response.content, body
             continue
         assert response.status_code in (400, 404, 413, 422), (body, response.text)
         error = response.json()["error"]

@@ -32,7 +32,11 @@ GETS = (
     "/v1/models/{model}",
     "/tokenizer_info",
 )
-VECTORS = {"/vectors": {"get"}, "/vectors/{name}": {"put", "delete"}}
+STORES = {
+    "/vectors": {"get"},
+    "/vectors/{name}": {"put", "delete"},
+    "/v1/responses/{response_id}": {"get", "delete"},
+}
 POSTS = (*GOOD, *OPENAI_GOOD)
 
 
@@ -64,8 +68,8 @@ def test_random_requests_are_answered_as_documented(
 
 def test_the_page_lists_every_endpoint(tiny: Running) -> None:
     paths = tiny.get("/openapi.json").json()["paths"]
-    assert set(paths) == {*POSTS, *GETS, *VECTORS}
-    assert all(set(paths[path]) == methods for path, methods in VECTORS.items())
+    assert set(paths) == {*POSTS, *GETS, *STORES}
+    assert all(set(paths[path]) == methods for path, methods in STORES.items())
     assert all(set(paths[path]) == {"post"} for path in POSTS)
     assert all(set(paths[path]) == {"get"} for path in GETS)
     assert all(operation["summary"] for methods in paths.values() for operation in methods.values())

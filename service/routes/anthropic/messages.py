@@ -64,7 +64,7 @@ async def messages(body: MessagesRequest, request: Request, state: StateDep, che
     arrived = time.perf_counter()
     conversion = await convert(body, request, state)
     with renamed_params(conversion.name), renamed_fields(request.scope, conversion.name):
-        stream = await start_chat(conversion.chat, request, state, checkpoint, arrived, id_prefix="msg")
+        stream = await start_chat(conversion.chat, request, state, checkpoint, arrived, id_prefix="msg_")
     writer = Writer(stream)
     if body.stream:
         events = stream.events(writer.events, write_error=write_error, done=b"")

@@ -71,7 +71,7 @@ def read_options(body: CompletionRequest) -> Options:
         raise invalid("stream_options", "is only for streams; send stream: true")
     echoed = body.logprobs if body.echo else None
     return Options(
-        id_prefix="cmpl",
+        id_prefix="cmpl-",
         max_tokens=body.max_tokens,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         n=n,
