@@ -19,6 +19,7 @@ COMMANDS = {  # the function `main` of each module reads `sys.argv`
     "drift": ("model.analysis.drift", "compare a faster setting with float32, stage by stage"),
     "compare": ("service.commands.compare", "find the first stage at which two models differ"),
     "harvest": ("service.commands.harvest", "write the activations of texts to files"),
+    "mcp": ("service.commands.mcp", "let an assistant examine the model of a running server"),
     "perplexity": ("model.analysis.perplexity", "measure how well a model predicts text files"),
     "train": ("model.training.train", "train a tokenizer and a small model on text files"),
 }

@@ -100,7 +100,7 @@ def test_a_wrong_option_ends_every_command_with_2(
     }
     assert run_command(monkeypatch, name, *required.get(name, []), "--no-such-option") == 2
     assert "--no-such-option is not an option; `forwardscope" in capsys.readouterr().err
-    near = {"serve": "--modle", "chat": "--temprature", "train": "--batsh"}.get(name, "--quantise")
+    near = {"serve": "--modle", "chat": "--temprature", "train": "--batsh", "mcp": "--prot"}.get(name, "--quantise")
     assert run_command(monkeypatch, name, *required.get(name, []), near, "1") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"forwardscope {name}: {near} is not an option; ")
