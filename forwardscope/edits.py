@@ -25,22 +25,27 @@ def to_edit(edit: Mapping[str, Any], field: str) -> dict[str, Any]:
     for name in ("positions", "keys"):
         if body.get(name) is not None:
             body[name] = to_positions(body[name], f"{field}.{name}")
-    body["heads"] = to_indices(body.get("heads"), f"{field}.heads")
+    for name in ("heads", "neurons"):
+        body[name] = to_indices(body.get(name), f"{field}.{name}")
     if body.get("source") is not None:
         if not isinstance(body["source"], Mapping):
             raise InvalidArgument(f"{field}.source", f"{shown(body['source'])} is not a mapping with a `prompt`")
         source = body["source"] = dict(body["source"])
         if source.get("prompt") is not None:
             source["prompt"] = to_prompt(source["prompt"], f"{field}.source.prompt")
+        if source.get("prompts") is not None:
+            given = to_list(source["prompts"], f"{field}.source.prompts", "a list of prompts")
+            source["prompts"] = [to_prompt(each, f"{field}.source.prompts.{i}") for i, each in enumerate(given)]
         if source.get("positions") is not None:
             source["positions"] = to_positions(source["positions"], f"{field}.source.positions")
     if isinstance(body.get("vector"), Mapping) and "data" not in body["vector"]:
         reason = "a mapping is for `run` of a model of `load`; a server takes it with `put_vector`, and edits name it"
         raise InvalidArgument(f"{field}.vector", reason)
-    if hasattr(body.get("vector"), "shape"):
-        array = to_array(body["vector"])
-        data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-        body["vector"] = {"data": data, "dtype": array.dtype.name, "shape": list(array.shape)}
+    for name in ("vector", "subspace"):
+        if hasattr(body.get(name), "shape"):
+            array = to_array(body[name])
+            data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+            body[name] = {"data": data, "dtype": array.dtype.name, "shape": list(array.shape)}
     for name in ("value", "scale", "factor", "coeff", "min", "max", "std"):
         if hasattr(body.get(name), "item"):  # a number of numpy or PyTorch
             body[name] = body[name].item()
@@ -53,11 +58,15 @@ def to_positions(positions: Any, name: str) -> Any:
     """A word, or a list of indices and ranges."""
     if isinstance(positions, str):
         return positions
-    takes = 'a word such as "last", or a list of indices and ranges such as [0, [3, 5]]'
-    return [
-        to_indices(each, name) if isinstance(each, list | tuple) else to_integer(each, name, f"give {takes}")
-        for each in to_list(positions, name, takes)
-    ]
+    takes = 'a word such as "last", or a list of indices and ranges such as [0, [3, 5], [7, None]]'
+    return [to_position(each, name, f"give {takes}") for each in to_list(positions, name, takes)]
+
+
+def to_position(position: Any, name: str, hint: str) -> Any:
+    """An index, or a range, which may end with None."""
+    if not isinstance(position, list | tuple):
+        return to_integer(position, name, hint)
+    return [None if end is None else to_integer(end, name, hint) for end in position]
 
 
 def to_array(vector: Any) -> NumpyArray:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forwardscope.arguments import to_indices, to_mappings
+from forwardscope.arguments import to_indices, to_list, to_mappings
 from forwardscope.edits import to_positions
 from forwardscope.local_results import describe_edits
 from forwardscope.results.passes import AppliedEdit
@@ -55,12 +55,14 @@ def read_edit(edit: Mapping[str, Any], field: str, ids_of: Callable[[Any], list[
             given[name] = read_positions(given[name], f"{field}.{name}")
     if not isinstance(given["stage"], str):
         raise InvalidField(f"{field}.stage", f"{shortened(given['stage'])} is not the name of a stage, or a glob")
-    if "heads" in given:
-        given["heads"] = to_indices(given["heads"], f"{field}.heads")
+    for name in ("heads", "neurons"):
+        if name in given:
+            given[name] = to_indices(given[name], f"{field}.{name}")
     if "source" in given:
         given["source"] = read_source(given["source"], f"{field}.source", ids_of)
-    if "vector" in given:
-        given["vector"] = read_vector(given["vector"], f"{field}.vector")
+    for name in ("vector", "subspace"):
+        if name in given:
+            given[name] = read_vector(given[name], f"{field}.{name}")
     return Edit(**given)
 
 
@@ -70,11 +72,16 @@ def read_positions(positions: Any, name: str) -> Any:
 
 
 def read_source(source: Mapping[str, Any], field: str, ids_of: Callable[[Any], list[int]]) -> EditSource:
-    if not isinstance(source, Mapping) or not {"prompt"} <= source.keys() <= {"prompt", "positions"}:
-        raise InvalidField(field, "is a mapping with `prompt`, and optionally `positions`")
+    given = set(source) - {"positions"} if isinstance(source, Mapping) else set()
+    if given not in ({"prompt"}, {"prompts"}):
+        raise InvalidField(field, "is a mapping with `prompt` or `prompts`, and optionally `positions`")
+    prompts = [source["prompt"]] if "prompt" in given else to_list(source["prompts"], f"{field}.prompts", "a list")
+    if not prompts:
+        raise InvalidField(f"{field}.prompts", "is empty; it needs at least one prompt")
     positions = source.get("positions")
     read = None if positions is None else read_positions(positions, f"{field}.positions")
-    return EditSource(ids=ids_of(source["prompt"]), positions=read)
+    first, *others = map(ids_of, prompts)
+    return EditSource(ids=first, positions=read, more=others)
 
 
 def read_vector(vector: Any, field: str) -> Tensor | NamesToTensors:

@@ -17,8 +17,8 @@ class AppliedEdit(Record):
 
     stages: tuple[str, ...]
     positions: Annotated[
-        str | tuple[int | tuple[int, ...], ...],
-        Doc("indices and [first, last] ranges; `generated` and `all` stay words while their end is not known"),
+        str | tuple[int | tuple[int | None, ...], ...],
+        Doc("indices and [first, last] ranges; `generated`, `all` and a range without an end stay as they are"),
     ]
 
 

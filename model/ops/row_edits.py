@@ -34,7 +34,8 @@ class RowEdit:
 
     `rows` (N,) int64 are their indices in T, each at most once. `vectors` (P or 1, h or 1, D) float32 are the v of the
     rule; row n takes `vectors[vector_indices[n]]`, or the first one if `vector_indices` is None. `exact` are the same
-    vectors in float64, if float32 cannot hold them. `heads` (h,) int64 are the heads that are changed; None: all.
+    vectors in float64, if float32 cannot hold them. `heads` (h,) int64 are the heads that are changed; None: all. With
+    `is_per_number`, each number of a stage without heads counts as a head of size 1.
     """
 
     rule: EditRule
@@ -43,6 +44,7 @@ class RowEdit:
     exact: Tensor | None = None
     vector_indices: Tensor | None = None
     heads: Tensor | None = None
+    is_per_number: bool = False
 
 
 def apply_rule(rule: EditRule, x: Tensor, v: Tensor | None) -> Tensor:
@@ -71,8 +73,10 @@ def widen(x: Tensor) -> Tensor:
 def edit_rows(x: Tensor, edits: Sequence[RowEdit]) -> Tensor:
     """A copy of x (B, T, D) or (B, T, H, D), changed by one edit after the other."""
     out = x.clone()
-    heads = out.unsqueeze(2) if out.dim() == 3 else out  # (B, T, H, D), the same memory
     for edit in edits:
+        heads = (
+            out if out.dim() == 4 else out.unsqueeze(3 if edit.is_per_number else 2)
+        )  # (B, T, H, D), the same memory
         rows = edit.rows.to(x.device)
         chosen = slice(None) if edit.heads is None else edit.heads.to(x.device)
         old = heads[:, rows][:, :, chosen]  # (B, N, h, D)

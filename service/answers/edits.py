@@ -44,15 +44,18 @@ async def read_edits(
     """
     if not edits:
         return None
-    sources: dict[int, list[int]] = {}
+    sources: dict[int, list[list[int]]] = {}
     named: dict[int, Operand] = {}
     for index, edit in enumerate(edits):
-        source, vector = getattr(edit, "source", None), getattr(edit, "vector", None)
+        source, (name, vector) = getattr(edit, "source", None), operand_of(edit)
         if source is not None:
             param = f"edits.{index}.source.prompt"
-            sources[index] = await prompt_ids(request, state, checkpoint, source.prompt, param)
+            given = {param: source.prompt}
+            if source.prompts is not None:
+                given = {f"{param}s.{i}": prompt for i, prompt in enumerate(source.prompts)}
+            sources[index] = [await prompt_ids(request, state, checkpoint, given[each], each) for each in given]
         if isinstance(vector, str):
-            named[index] = state.vectors.find(vector, f"edits.{index}.vector")
+            named[index] = state.vectors.find(vector, f"edits.{index}.{name}")
     planner = EditPlanner(edits, sources, named, checkpoint)
     num_plans = len({planner.key(ids, len(ids)) for ids in prompts})
     get_reservation(request).reserve(num_plans * planner.num_operand_bytes)
@@ -62,13 +65,14 @@ async def read_edits(
 class EditPlanner:
     """Plans the edits of one request for each of its prompts.
 
-    `sources` has the token ids of the prompts of sources, and `named` the vectors, both by the index of their edit.
+    `sources` has the token ids of the prompts of sources, and `named` the vectors that are given by name, both by the
+    index of their edit.
     """
 
     def __init__(
         self,
         bodies: Sequence[schemas.Edit],
-        sources: Mapping[int, list[int]],
+        sources: Mapping[int, list[list[int]]],
         named: Mapping[int, Operand],
         checkpoint: Checkpoint,
     ) -> None:
@@ -89,7 +93,7 @@ class EditPlanner:
     @property
     def num_operand_bytes(self) -> int:
         """The bytes of the vectors in one plan, in float32 and float64."""
-        given = [self._named.get(index, getattr(body, "vector", None)) for index, body in enumerate(self._bodies)]
+        given = [self._named.get(index, operand_of(body)[1]) for index, body in enumerate(self._bodies)]
         return PLANNED_BYTES * sum(map(num_values, given))
 
     def key(self, ids: Sequence[int], max_length: int) -> tuple[int, ...]:
@@ -124,21 +128,28 @@ class EditPlanner:
         return [self._edit(index, body) for index, body in enumerate(self._bodies)]
 
     def _edit(self, index: int, body: schemas.Edit) -> Edit:
-        own = body.model_dump(exclude={"positions", "keys", "source", "vector"})
-        vector = getattr(body, "vector", None)
+        own = body.model_dump(exclude={"positions", "keys", "source", "vector", "subspace"})
+        name, vector = operand_of(body)
+        own[name] = self._named.get(index) if isinstance(vector, str) else read_vector(vector, f"edits.{index}.{name}")
         source: schemas.EditSourceRequest | None = getattr(body, "source", None)
         return Edit(
             **own,
             positions=_positions(body.positions),
             keys=None if body.keys is None else _positions(body.keys),
-            vector=self._named.get(index) if isinstance(vector, str) else read_vector(vector, f"edits.{index}.vector"),
             source=None
             if source is None
             else EditSource(
-                ids=self._sources[index],
+                ids=self._sources[index][0],
+                more=self._sources[index][1:],
                 positions=None if source.positions is None else _positions(source.positions),
             ),
         )
+
+
+def operand_of(body: schemas.Edit) -> tuple[str, Any]:
+    """The field of an edit that has vectors, and these; None if it has none. Both fields together are refused later."""
+    name = "vector" if getattr(body, "subspace", None) is None else "subspace"
+    return name, getattr(body, name, None)
 
 
 def num_values(vector: Operand | list[Any] | schemas.EncodedTensor | None) -> int:

@@ -4,7 +4,7 @@ This module checks the form of the fields only. `plan_edits` of model/tracing/ed
 network and the prompt.
 """
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -22,6 +22,7 @@ from model.tracing.edits.positions import PositionWord
 from service.http.field_types import Indices, Prompt, Request, ShortText, Text, at_most
 
 MAX_POSITIONS = 4096  # entries of one list of positions; a range is one entry
+MAX_SOURCES = 64  # prompts of one mean
 MAX_DEPTH = 4  # of nested lists of numbers
 MAX_SIZE = 1 << 31  # of one dim
 
@@ -33,7 +34,7 @@ def _kind_of_positions(value: Any) -> str:
     return "list" if isinstance(value, list) else "word"
 
 
-PositionRange = Annotated[list[int], Field(min_length=2, max_length=2)]
+PositionRange = Annotated[list[int | None], Field(min_length=2, max_length=2)]
 PositionList = Annotated[list[int | PositionRange], Field(fail_fast=True, min_length=1), at_most(MAX_POSITIONS)]
 PositionSpec = Annotated[
     Annotated[PositionWord, Tag("word")] | Annotated[PositionList, Tag("list")], Discriminator(_kind_of_positions)
@@ -107,14 +108,25 @@ Vector = Annotated[
 
 # Edits
 
+SUBSPACE: Any = Field(None, description="vectors (k, D) that span a subspace; only the component in it is changed")
+
 
 class EditSourceRequest(Request):
-    """Another prompt, from whose unedited pass values are taken."""
+    """Another prompt, or several for a mean, from whose unedited passes values are taken."""
 
-    prompt: Prompt
+    prompt: Prompt | None = None
+    prompts: Annotated[list[Prompt], Field(fail_fast=True, min_length=1), at_most(MAX_SOURCES)] | None = Field(
+        None, description="for a mean over the positions of several prompts, in place of `prompt`"
+    )
     positions: PositionSpec | None = Field(
         None, description="positions in this prompt; default: for patch those of the edit, for mean all"
     )
+
+    @model_validator(mode="after")
+    def _check_prompts(self) -> Self:
+        if (self.prompt is None) == (self.prompts is None):
+            raise ValueError("send either `prompt` or `prompts`")
+        return self
 
 
 class EditRequest(Request):
@@ -124,9 +136,10 @@ class EditRequest(Request):
     positions: PositionSpec = Field(
         "all",
         description="positions to change: all, prompt, generated, last (the last position of the prompt), or a list of "
-        "indices and [first, last] ranges; a negative index counts from the end of the prompt",
+        "indices and [first, last] ranges (no end: [first, null]); negative indices count from the end of the prompt",
     )
     heads: Indices | None = Field(None, description="query heads, and for k and v the key-value heads that they read")
+    neurons: Indices | None = Field(None, description="for stages without heads: the numbers of the last dim to change")
     keys: PositionSpec | None = Field(None, description="for stages with a dim `key`: the keys to change; default: all")
 
     @model_validator(mode="before")
@@ -161,6 +174,7 @@ class MeanEdit(EditRequest):
 
     op: Literal["mean"]
     source: EditSourceRequest | None = Field(None, description="default: all positions of the request's own prompt")
+    subspace: Vector | None = SUBSPACE
 
 
 class PatchEdit(EditRequest):
@@ -168,6 +182,7 @@ class PatchEdit(EditRequest):
 
     op: Literal["patch"]
     source: EditSourceRequest
+    subspace: Vector | None = SUBSPACE
 
 
 class AddEdit(EditRequest):
@@ -187,10 +202,11 @@ class ScaleEdit(EditRequest):
 
 
 class ProjectEdit(EditRequest):
-    """Multiply the component along a direction by `coeff`: 0 removes it, 1 changes nothing."""
+    """Multiply the component along a direction, or in a subspace, by `coeff`: 0 removes it, 1 changes nothing."""
 
     op: Literal["project"]
-    vector: Vector
+    vector: Vector | None = None
+    subspace: Vector | None = SUBSPACE
     coeff: float = 0.0
 
 

@@ -63,6 +63,25 @@ EDITS: Mapping[str, Sequence[Edit]] = {
     "patch": [
         Edit(stage="blocks.1.resid_pre", op="patch", source=EditSource(ids=prompt(9, seed=9)), positions=[(2, 5), -1])
     ],
+    "neurons": [
+        Edit(stage="blocks.1.mlp.post", op="set", vector=vector(3), neurons=[5, 0, 17]),
+        Edit(stage="blocks.*.resid_post", op="scale", factor=-2, neurons=[3]),
+    ],
+    "remove a subspace from a position on": [
+        Edit(stage="blocks.1.resid_post", op="project", subspace=torch.eye(24)[3:5] + 0.3, positions=[(3, None)])
+    ],
+    "a subspace of a patch": [
+        Edit(
+            stage="blocks.1.resid_pre",
+            op="patch",
+            subspace=torch.eye(24)[3:9] + 0.1,
+            source=EditSource(ids=prompt(9, seed=9)),
+            positions=[(2, 5), -1],
+        )
+    ],
+    "mean over several prompts": [
+        Edit(stage="blocks.1.mlp_out", op="mean", source=EditSource(ids=prompt(9, seed=9), more=[prompt(5, seed=3)]))
+    ],
     "noise": [Edit(stage="blocks.1.resid_mid", op="noise", std=0.7, seed=3)],
     "noise on the scores": [Edit(stage="blocks.0.attn.scores", op="noise", std=0.7, seed=3, heads=[1, 2])],
     "hide a key": [Edit(stage="blocks.*.attn.pattern", op="zero", keys=[0, 4, 12])],
@@ -100,7 +119,12 @@ UNRECORDED = (
     "a norm before its gain",
     "the final norm",
 )
-IN_PROMPTS = ("set keys and values", "patch", "the last position")  # decoding steps with them are plain ones
+IN_PROMPTS = (
+    "set keys and values",
+    "patch",
+    "a subspace of a patch",
+    "the last position",
+)  # decoding steps with them are plain ones
 
 
 def assert_equals_one_pass(model: Transformer, request: Request, result: Result, network: Any = None) -> None:

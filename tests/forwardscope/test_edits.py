@@ -16,6 +16,11 @@ EDITS: list[list[dict[str, Any]]] = [
     [{"stage": RESIDUAL, "op": "add", "vector": None, "scale": 2, "positions": [(1, 2), -1]}],
     [{"stage": "blocks.*.attn.z", "op": "zero", "heads": [1]}],
     [{"stage": RESIDUAL, "op": "patch", "source": {"prompt": OTHER}, "positions": "last"}],
+    [
+        {"stage": "blocks.1.mlp.post", "op": "set", "value": 3, "neurons": range(2, 5), "positions": [(1, None)]},
+        {"stage": RESIDUAL, "op": "mean", "source": {"prompts": [OTHER, [5, 6]]}, "neurons": [7]},
+        {"stage": RESIDUAL, "op": "patch", "subspace": np.eye(256)[2:4] + 0.1, "source": {"prompt": OTHER}},
+    ],
     [{"stage": "blocks.1.mlp_out", "op": "noise", "std": 0.1, "seed": 2}, {"stage": "embed", "op": "mean"}],
 ]
 

@@ -50,6 +50,8 @@ class TestPositions:
         (-1, -8): [7, 0],
         (11, (1, 3), -3): [11, 1, 2, 3, 5],
         ((-4, 9),): [4, 5, 6, 7, 8, 9],
+        ((3, None),): range(3, 12),
+        (1, (-1, None)): [1, 7, 8, 9, 10, 11],
     }
     WRONG: Mapping[Any, str] = {
         (): "the list is empty",
@@ -70,7 +72,7 @@ class TestPositions:
     def test_words_indices_and_ranges_mean_absolute_positions(self, positions: Any) -> None:
         found = resolve_positions(positions, 8, 12, "positions")
         assert list(found.indices) == list(self.RESOLVED[positions])
-        assert found.is_open == (positions in ("all", "generated"))
+        assert found.is_open == (positions in ("all", "generated", ((3, None),), (1, (-1, None))))
 
     @pytest.mark.parametrize("positions", WRONG, ids=str)
     def test_wrong_ones_are_refused_with_the_field_and_what_fits(self, positions: Any) -> None:
@@ -89,13 +91,13 @@ class TestPositions:
         expected = [(i, listed.index(p)) for i, p in enumerate(pass_positions) if p in listed]
         assert found.find(pass_positions) == expected
         assert found.touches(start, start + num_new) == bool(expected)
-        assert [
-            p for each in found.ranges() for p in ([each] if isinstance(each, int) else range(each[0], each[1] + 1))
-        ]
+        runs = [(each, each) if isinstance(each, int) else each for each in found.ranges()]
+        assert [p for first, last in runs if last is not None for p in range(first, last + 1)] == sorted(listed)
 
     def test_ranges_are_short(self) -> None:
         assert PositionSet((9, 3, 4, 5, 1)).ranges() == [1, (3, 5), 9]
         assert PositionSet(range(2, 9)).ranges() == [(2, 8)]
+        assert PositionSet((0, 4, 5, 6), is_open=True).ranges() == [0, (4, None)]
 
 
 class TestMatches:
@@ -141,7 +143,7 @@ REFUSED: Mapping[str, tuple[Edit, str]] = {
     "no factor": (edit("scale"), "factor: is required by scale"),
     "no source": (edit("patch"), "source: is required by patch"),
     "no deviation": (edit("noise"), "std: is required by noise"),
-    "no direction": (edit("project"), "vector: is required by project"),
+    "no direction": (edit("project"), "vector: project takes either `vector` or `subspace`"),
     "neither vector nor value": (edit("add"), "vector: add takes either `vector` or `value`"),
     "vector and value": (edit("set", vector=torch.ones(24), value=1.0), "vector: set takes either `vector` or `value`"),
     "no limit": (edit("cap"), "min: cap takes `min`, `max`, or both"),
@@ -427,6 +429,81 @@ class TestSources:
     def test_the_values_of_every_source_pass_are_needed(self) -> None:
         with pytest.raises(ValueError, match="1 source passes, but values of 0"):
             plan(edit("mean")).bind()
+
+    def test_a_mean_over_several_prompts_counts_each_of_their_positions_once(self) -> None:
+        model, table = build(LLAMA), [each for each in stages_of(LLAMA) if each.name == "blocks.0.mlp_out"]
+        rows = []
+        for ids in (OTHER, IDS[:3]):
+            plain = Recorder(table)
+            model(torch.tensor([list(ids)]), tap=plain)
+            rows.append(plain.kept["blocks.0.mlp_out"][0])
+        found, source = Recorder(table), EditSource(ids=OTHER, more=[IDS[:3]])
+        edited_pass(model, IDS, bound(edit("mean", "blocks.0.mlp_out", source=source), max_length=8), tap=found)
+        torch.testing.assert_close(found.kept["blocks.0.mlp_out"][0, 3], torch.cat(rows).mean(0))
+        with pytest.raises(InvalidField, match=r"edits\.0\.source\.prompts: are for a mean"):
+            plan(edit("patch", source=source, positions="last"))
+
+
+class TestParts:
+    """Edits of single numbers, and of the component in a subspace."""
+
+    def values(self, ids: list[int], *edits: Edit, stage: str) -> Tensor:
+        recorder = Recorder([each for each in stages_of(LLAMA) if each.name == stage])
+        edited_pass(build(LLAMA), ids, bound(*edits, max_length=8), tap=recorder)
+        found: Tensor = recorder.kept[stage][0].clone()
+        return found
+
+    def test_neurons_are_changed_alone(self) -> None:
+        stage, neurons = "blocks.1.mlp.post", [5, 0, 17]
+        vectors = torch.arange(6.0).view(2, 3)
+        set_some = edit("set", stage, vector=vectors, neurons=neurons, positions=[1, 4])
+        expected = self.values(IDS, stage=stage)
+        patch = edit("patch", stage, neurons=[2, 9], source=EditSource(ids=OTHER), positions=[6])
+        found = self.values(IDS, set_some, patch, stage=stage)
+        for row, position in enumerate((1, 4)):
+            expected[position, neurons] = vectors[row]
+        expected[6, [2, 9]] = self.values(OTHER, stage=stage)[6, [2, 9]]
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+    @pytest.mark.parametrize("coeff", [0.0, 2.0])
+    def test_a_projection_changes_the_component_in_a_subspace(self, coeff: float) -> None:
+        stage, subspace = "blocks.1.resid_mid", torch.randn(3, 24, generator=torch.Generator().manual_seed(1))
+        plain = self.values(IDS, stage=stage)
+        found = self.values(IDS, edit("project", stage, subspace=subspace, coeff=coeff), stage=stage)
+        onto = torch.linalg.pinv(subspace) @ subspace
+        torch.testing.assert_close(found, plain + (coeff - 1) * plain @ onto, atol=1e-4, rtol=0)
+
+    def test_a_patch_of_a_subspace_takes_its_component_alone(self) -> None:
+        stage, subspace = "blocks.1.attn.z", torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
+        source, heads = EditSource(ids=OTHER), [1]
+        plain, other = self.values(IDS, stage=stage), self.values(OTHER, stage=stage)
+        found = self.values(
+            IDS, edit("patch", stage, subspace=subspace, source=source, heads=heads, positions=[2, 7]), stage=stage
+        )
+        expected = plain.clone()
+        for position in (2, 7):
+            difference = (other - plain)[position, 1]
+            expected[position, 1] += difference @ torch.linalg.pinv(subspace) @ subspace
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            (edit("zero", "blocks.0.attn.z", neurons=[1]), "neurons: blocks.0.attn.z has heads"),
+            (edit("zero", "blocks.0.mlp.post", neurons=[999]), "neurons: 999 is no index of blocks.0.mlp.post"),
+            (edit("zero", "embed", neurons=[1, 1]), "neurons: a neuron is listed twice"),
+            (edit("noise", "embed", neurons=[1], std=1.0), "neurons: do not fit noise"),
+            (edit("project", "embed", subspace=torch.ones(2, 24)), "subspace: has linearly dependent vectors"),
+            (edit("project", "embed", subspace=torch.ones(24)), "subspace: has the shape"),
+            (edit("project", "embed", subspace=torch.eye(7)), "subspace: has vectors of 7 numbers, but embed takes 24"),
+            (edit("zero", "embed", subspace=torch.eye(24)), "subspace: does not belong to zero"),
+            (edit("zero", "embed", positions=[(None, 3)]), "positions: "),
+        ],
+        ids=str,
+    )
+    def test_a_wrong_part_is_refused(self, wrong: Edit, message: str) -> None:
+        with pytest.raises(InvalidField, match=rf"^edits\.0\.{message}"):
+            plan(wrong)
 
 
 class TestTaps:

@@ -50,7 +50,7 @@ class CpuEdits:
         )
         for part in out:
             for edit in edits:
-                _edit_in_place(kernels["edit_rows"], part, edit)
+                _edit_in_place(kernels["edit_rows"], part.unsqueeze(-1) if edit.is_per_number else part, edit)
         return out
 
     def softmax(self, scores: Tensor, dtype: torch.dtype) -> Tensor:

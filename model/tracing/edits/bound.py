@@ -58,9 +58,11 @@ class StageEdit:
     vectors: Tensor | None = None
     exact: Tensor | None = None
     heads: Sequence[int] | None = None
+    is_per_number: bool = False
     keys: PositionSet | None = None
     window: int | None = None
     noise: Noise | None = None
+    needs_values: bool = False  # of source passes, which give it its `vectors`
 
     @property
     def is_positional(self) -> bool:
@@ -79,7 +81,9 @@ class StageEdit:
 
     def on_all(self, rows: Tensor) -> RowEdit:
         """Build the edit of rows that change alike, for a recording, which outlives the request: without `exact`."""
-        return RowEdit(rule=self.rule, rows=rows, vectors=self.vectors, heads=self._heads)
+        return RowEdit(
+            rule=self.rule, rows=rows, vectors=self.vectors, heads=self._heads, is_per_number=self.is_per_number
+        )
 
     def on(self, rows: Tensor, indices: Sequence[int], positions: Sequence[int]) -> RowEdit:
         """Build the edit of some rows of a pass.
@@ -93,6 +97,7 @@ class StageEdit:
             exact=self.exact,
             vector_indices=torch.tensor(indices) if self.is_positional else None,
             heads=self._heads,
+            is_per_number=self.is_per_number,
         )
         keys = None if self.keys is None else torch.tensor(self.keys.indices)
         if self.noise is not None:
@@ -107,7 +112,7 @@ class StageEdit:
     def content(self) -> Iterable[bytes]:
         """Yield everything that determines the edit, except for the positions, for a digest."""
         keys = None if self.keys is None else self.keys.indices
-        yield repr((self.stage.name, tuple(self.rule), self.heads, keys, self.noise)).encode()
+        yield repr((self.stage.name, tuple(self.rule), self.heads, self.is_per_number, keys, self.noise)).encode()
         vectors = self.vectors if self.exact is None else self.exact
         if vectors is not None:
             yield repr(vectors.shape).encode()

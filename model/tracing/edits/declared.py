@@ -14,31 +14,37 @@ Op = Literal["zero", "set", "mean", "patch", "add", "scale", "project", "cap", "
 FIELDS: Mapping[Op, Sequence[str]] = {
     "zero": (),
     "set": ("vector", "value"),
-    "mean": ("source",),
-    "patch": ("source",),
+    "mean": ("source", "subspace"),
+    "patch": ("source", "subspace"),
     "add": ("vector", "value", "scale"),
     "scale": ("factor",),
-    "project": ("vector", "coeff"),
+    "project": ("vector", "subspace", "coeff"),
     "cap": ("vector", "min", "max"),
     "noise": ("std", "seed"),
 }
 REQUIRED: Mapping[Op, Sequence[str]] = {
     "patch": ("source",),
     "scale": ("factor",),
-    "project": ("vector",),
     "noise": ("std",),
 }
+EITHER: Mapping[Op, tuple[str, str]] = {
+    "set": ("vector", "value"),
+    "add": ("vector", "value"),
+    "project": ("vector", "subspace"),
+}
+"""Operations that take exactly one of two fields."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EditSource:
-    """The prompt from whose pass an edit takes its numbers.
+    """The prompt from whose pass an edit takes its numbers. A mean may also take those of `more` prompts.
 
-    `positions` are positions of this prompt. By default, they are the positions of the edit, or all for a mean.
+    `positions` are positions of each prompt. By default, they are the positions of the edit, or all for a mean.
     """
 
     ids: Sequence[int]
     positions: Positions | None = None
+    more: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -49,20 +55,24 @@ class Edit:
     - mean, patch: replace the numbers by those of the source.
     - add: add `scale` times `vector` or `value`.
     - scale: multiply by `factor`.
-    - project: multiply the component along `vector` by `coeff`.
+    - project: multiply the component along `vector`, or in a `subspace`, by `coeff`.
     - cap: limit every number, or with a `vector` the component along it, to the range from `min` to `max`.
     - noise: add normal noise with the standard deviation `std`.
 
     A `vector` has the shape of the last dims of the changed part. A tensor is used for all stages; a mapping has one
-    tensor for each stage by name, and stages without a tensor are not changed.
+    tensor for each stage by name, and stages without a tensor are not changed. `neurons` select numbers of the last dim
+    of a stage without heads. With a `subspace` (k, D), which vectors span, mean and patch replace only the component
+    in it.
     """
 
     stage: str
     op: Op
     positions: Positions = "all"
     heads: Sequence[int] | None = None
+    neurons: Sequence[int] | None = None
     keys: Positions | None = None
     vector: Tensor | Mapping[str, Tensor] | None = None
+    subspace: Tensor | None = None
     value: float | None = None
     scale: float = 1.0
     factor: float | None = None
@@ -93,5 +103,7 @@ def check_fields(edit: Edit, field: str) -> None:
     for name in REQUIRED.get(edit.op, ()):
         if getattr(edit, name) is None:
             raise InvalidField(f"{field}.{name}", f"is required by {edit.op}")
-    if edit.op in ("set", "add") and (edit.vector is None) == (edit.value is None):
-        raise InvalidField(f"{field}.vector", f"{edit.op} takes either `vector` or `value`")
+    if edit.op in EITHER:
+        first, second = EITHER[edit.op]
+        if (getattr(edit, first) is None) == (getattr(edit, second) is None):
+            raise InvalidField(f"{field}.{first}", f"{edit.op} takes either `{first}` or `{second}`")

@@ -13,6 +13,8 @@ from model.tracing.edits.positions import PositionSet
 from model.tracing.stages import Stage
 
 LARGEST = torch.finfo(torch.float32).max
+MAX_SUBSPACE = 64  # vectors; each is a step of the arithmetic of every edited stage
+MIN_INDEPENDENT = 1e-6  # the length of the part of a vector of length 1 that the vectors before it do not span
 
 
 class Numbers(NamedTuple):
@@ -33,7 +35,8 @@ class Numbers(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a stage that an edit changes. `heads` are heads of the stage itself; None: all.
+    """The part of a stage that an edit changes. `heads` are heads of the stage itself; None: all. If the part
+    `is_per_number`, they are numbers of the last dim.
 
     `sizes` are the lengths of the part's dims after the batch; None for a length that is not known before the pass.
     """
@@ -41,6 +44,7 @@ class Part:
     stage: Stage
     heads: Sequence[int] | None
     sizes: Sequence[int | None]
+    is_per_number: bool
 
     @classmethod
     def of(
@@ -48,18 +52,22 @@ class Part:
         stage: Stage,
         positions: PositionSet,
         heads: Sequence[int] | None,
+        neurons: Sequence[int] | None,
         keys: PositionSet | None,
         sizes: Mapping[str, int],
         field: str,
     ) -> "Part":
-        """Raises `InvalidField` for `field` if the stage has no such heads."""
-        own_heads = None if heads is None else _own_heads(stage, heads, sizes, field)
+        """Raises `InvalidField` for a field of the edit `field` if the stage has no such heads or neurons."""
+        own_heads = None if heads is None else _own_heads(stage, heads, sizes, f"{field}.heads")
         lengths: dict[str, int | None] = {**sizes}
         lengths["position"] = lengths["query"] = None if positions.is_open else len(positions.indices)
         lengths["key"] = None if keys is None or keys.is_open else len(keys.indices)
         if own_heads is not None:
             lengths["head"] = lengths["kv_head"] = len(own_heads)
-        return cls(stage, own_heads, [lengths[dim] for dim in stage.dims[1:]])
+        if neurons is not None:
+            own_heads = _own_neurons(stage, neurons, sizes, f"{field}.neurons")
+            lengths[stage.dims[-1]] = len(own_heads)
+        return cls(stage, own_heads, [lengths[dim] for dim in stage.dims[1:]], neurons is not None)
 
     def fit(self, numbers: Numbers, field: str) -> Numbers:
         """Reshape numbers to (P or 1, h or 1, D). If they lack first dims of the part, they are broadcast over these.
@@ -76,7 +84,7 @@ class Part:
             if has_heads:  # (position, head, d_head), or (head, query, key)
                 full = tensor[(None,) * num_lacking]
                 return full.transpose(0, 1) if has_keys else full
-            return tensor[(None,) * num_lacking].unsqueeze(1)
+            return tensor[(None,) * num_lacking].unsqueeze(2 if self.is_per_number else 1)
 
         return numbers.view(change)
 
@@ -107,6 +115,19 @@ def _own_heads(stage: Stage, heads: Sequence[int], sizes: Mapping[str, int], fie
     return tuple(dict.fromkeys(head // group for head in heads))
 
 
+def _own_neurons(stage: Stage, neurons: Sequence[int], sizes: Mapping[str, int], field: str) -> tuple[int, ...]:
+    """Check neurons: numbers of the last dim of a stage without heads and keys."""
+    if len(stage.dims) != 3 or "key" in stage.dims:
+        raise InvalidField(field, f"{stage.name} has heads, so `heads` select a part of it; leave `neurons` out")
+    size = sizes[stage.dims[-1]]
+    for neuron in neurons:
+        if type(neuron) is not int or not 0 <= neuron < size:
+            raise InvalidField(field, f"{shortened(neuron)} is no index of {stage.name}, which has {size} numbers")
+    if not neurons or len(set(neurons)) < len(neurons):
+        raise InvalidField(field, "a neuron is listed twice" if neurons else "the list is empty")
+    return tuple(neurons)
+
+
 def check_number(number: float | None, field: str) -> float:
     """Return the number. Raises `InvalidField` if it is not finite, or too large for float32."""
     if isinstance(number, bool) or not isinstance(number, int | float):
@@ -135,6 +156,22 @@ def read_vector(vector: Tensor, scale: float, field: str, *, is_direction: bool)
             raise InvalidField(field, "has no direction, because all its numbers are 0")
         wide = wide / length
     return Numbers.of(wide)
+
+
+def read_basis(vectors: Tensor, field: str) -> Tensor:
+    """An orthonormal basis (k, D) float64 of the span of vectors (k, D).
+
+    Raises `InvalidField` unless they are a short list of linearly independent vectors of finite numbers.
+    """
+    if not isinstance(vectors, Tensor) or vectors.dim() != 2 or not 0 < len(vectors) <= MAX_SUBSPACE:
+        shape = list(vectors.shape) if isinstance(vectors, Tensor) else "of a mapping"
+        raise InvalidField(field, f"has the shape {shape}; a subspace takes a list of 1 to {MAX_SUBSPACE} vectors")
+    numbers = read_vector(vectors, 1.0, field, is_direction=True)
+    basis, triangle = torch.linalg.qr((numbers.single if numbers.exact is None else numbers.exact).double().mT)
+    if len(vectors) > vectors.shape[1] or triangle.diagonal().abs().min() < MIN_INDEPENDENT:
+        raise InvalidField(field, "has linearly dependent vectors; leave out those that the others span")
+    orthonormal: Tensor = basis.mT.contiguous()
+    return orthonormal
 
 
 def limits(minimum: float | None, maximum: float | None, field: str) -> tuple[float, float]:

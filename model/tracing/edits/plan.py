@@ -10,7 +10,7 @@ from torch import Tensor
 
 from model.tracing.edits.bound import BoundEdit, BoundEdits, StageEdit
 from model.tracing.edits.operands import Numbers
-from model.tracing.edits.positions import PositionSet, PositionWord
+from model.tracing.edits.positions import PositionRange, PositionSet, PositionWord
 from model.tracing.stages import Stage, Widths, sizes_of
 
 
@@ -38,16 +38,19 @@ class EditMatch:
     """The stages that an edit changes, and the positions: "all", "generated", or a list of indices and ranges."""
 
     stages: Sequence[str]
-    positions: PositionWord | Sequence[int | tuple[int, int]]
+    positions: PositionWord | Sequence[int | PositionRange]
 
 
 @dataclass(frozen=True)
 class FromSource:
-    """The numbers that an edit takes from a source pass: those at `positions`, or the mean over them."""
+    """The numbers that an edit takes from source passes: those at `positions` of each, or the mean over all of them.
 
-    index: int  # of the source pass
-    positions: PositionSet
+    With a `basis` (k, D) of orthonormal vectors, only the parts of the numbers in its span are taken.
+    """
+
+    passes: Sequence[tuple[int, PositionSet]]  # the index of a source pass, and its positions
     is_mean: bool
+    basis: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +66,12 @@ class PlannedEdit:
         source = self.source
         if source is None:
             return BoundEdit(self.positions, self.stages)
-        kept = {position: row for row, position in enumerate(sources[source.index].positions)}
-        rows = torch.tensor([kept[position] for position in source.positions.indices])
+        found = []
+        for index, positions in source.passes:
+            kept = {position: row for row, position in enumerate(sources[index].positions)}
+            found.append((values[index], torch.tensor([kept[position] for position in positions.indices])))
         return BoundEdit(
-            self.positions,
-            [_with_values(each, values[source.index][each.stage.name], rows, source) for each in self.stages],
+            self.positions, [_with_values(each, found, source) if each.needs_values else each for each in self.stages]
         )
 
 
@@ -100,15 +104,22 @@ class EditPlan:
         return BoundEdits(edits, self._num_prompt, self._max_length)
 
 
-def _with_values(edit: StageEdit, value: Tensor, rows: Tensor, source: FromSource) -> StageEdit:
-    """Give an edit the numbers of a source pass: some rows of value (1, P, D), (1, P, H, D) or (1, H, P, S)."""
-    value = value[0].cpu()
-    value = value.transpose(0, 1) if "key" in edit.stage.dims else value
-    value = value[rows]
-    value = value.unsqueeze(1) if value.dim() == 2 else value  # (P, H or 1, D)
+def _with_values(
+    edit: StageEdit, found: Sequence[tuple[Mapping[str, Tensor], Tensor]], source: FromSource
+) -> StageEdit:
+    """Give an edit the numbers of source passes: some rows of each value (1, P, D), (1, P, H, D) or (1, H, P, S)."""
+    values = []
+    for stages, rows in found:
+        value = stages[edit.stage.name][0].cpu()
+        values.append((value.transpose(0, 1) if "key" in edit.stage.dims else value)[rows])
+    value = torch.cat(values)
+    if value.dim() == 2:  # (P, H or 1, D), or numbers (P, D, 1)
+        value = value.unsqueeze(2 if edit.is_per_number else 1)
+    if source.basis is not None:
+        value = value.double() @ source.basis.mT @ source.basis
     if edit.heads is not None:
         value = value[:, list(edit.heads)]
     if edit.keys is not None:
         value = value[..., list(edit.keys.indices)]
     numbers = Numbers.of(value.double().mean(0, keepdim=True) if source.is_mean else value)
-    return dataclasses.replace(edit, vectors=numbers.single, exact=numbers.exact)
+    return dataclasses.replace(edit, vectors=numbers.single, exact=numbers.exact, needs_values=False)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -10,7 +11,7 @@ from model.errors import InvalidField, shortened
 from model.ops.row_edits import EditRule
 from model.tracing.edits.bound import Noise, StageEdit
 from model.tracing.edits.declared import Edit, check_fields
-from model.tracing.edits.operands import Numbers, Part, check_number, limits, read_vector
+from model.tracing.edits.operands import Numbers, Part, check_number, limits, read_basis, read_vector
 from model.tracing.edits.plan import EditMatch, EditPlan, FromSource, PlannedEdit, SourcePass
 from model.tracing.edits.positions import Positions, PositionSet, PositionWord, resolve_positions
 from model.tracing.stages import Stage, UnknownStage, Widths, select, sizes_of
@@ -72,6 +73,12 @@ class _Planner:
         if has_keys and (edit.op in ("mean", "project") or (edit.op == "cap" and edit.vector is not None)):
             reason = f"{edit.op} of a vector" if edit.op == "cap" else edit.op
             raise InvalidField(f"{field}.op", f"{reason} does not fit stages with keys (scores, attn_scores, pattern)")
+        if edit.neurons is not None and (
+            edit.op in ("project", "noise")
+            or edit.subspace is not None
+            or (edit.op == "cap" and edit.vector is not None)
+        ):
+            raise InvalidField(f"{field}.neurons", f"do not fit {edit.op} of vectors or with noise; leave them out")
         if edit.keys is not None and not all("key" in stage.dims for stage in stages):
             other = next(stage.name for stage in stages if "key" not in stage.dims)
             raise InvalidField(f"{field}.keys", f"{other} has no keys; only scores, attn_scores and pattern have")
@@ -81,7 +88,8 @@ class _Planner:
         self._check_amount(edits, positions, field)
         source = self._source(edit, stages, positions, keys, field) if edit.op in ("mean", "patch") else None
         word: PositionWord = "generated" if edit.positions == "generated" else "all"
-        match = EditMatch([stage.name for stage in stages], word if positions.is_open else positions.ranges())
+        is_word = positions.is_open and isinstance(edit.positions, str)
+        match = EditMatch([stage.name for stage in stages], word if is_word else positions.ranges())
         return PlannedEdit(positions, edits, match, source)
 
     def sources(self) -> list[SourcePass]:
@@ -118,25 +126,40 @@ class _Planner:
         self, edit: Edit, stages: Sequence[Stage], positions: PositionSet, keys: PositionSet | None, field: str
     ) -> list[StageEdit]:
         """Plan the edit at each stage, still without the numbers of a source."""
-        rule, vectors = _rule(edit, field), _vectors(edit, stages, field)
+        rule, vectors, basis = _rule(edit, field), _vectors(edit, stages, field), _basis(edit, field)
         planned = []
         for stage in stages:
-            part = Part.of(stage, positions, edit.heads, keys, self._sizes, f"{field}.heads")
+            part = Part.of(stage, positions, edit.heads, edit.neurons, keys, self._sizes, field)
             numbers = part.fit(vectors[stage.name], f"{field}.vector") if vectors else None
-            planned.append(
-                StageEdit(
-                    stage=stage,
-                    width=math.prod(stage.shape(self._sizes_of_one)),
-                    rule=rule,
-                    vectors=None if numbers is None else numbers.single,
-                    exact=None if numbers is None else numbers.exact,
-                    heads=part.heads,
-                    keys=keys,
-                    window=self._window(stage),
-                    noise=self._noise(edit, stage, field) if edit.op == "noise" else None,
-                )
+            whole = StageEdit(
+                stage=stage,
+                width=math.prod(stage.shape(self._sizes_of_one)),
+                rule=rule,
+                vectors=None if numbers is None else numbers.single,
+                exact=None if numbers is None else numbers.exact,
+                heads=part.heads,
+                is_per_number=part.is_per_number,
+                keys=keys,
+                window=self._window(stage),
+                noise=self._noise(edit, stage, field) if edit.op == "noise" else None,
+                needs_values=edit.op in ("mean", "patch"),
             )
+            if basis is not None:
+                planned += self._along_each(basis, whole, edit.coeff, f"{field}.subspace")
+            if basis is None or whole.needs_values:
+                planned.append(whole)
         return planned
+
+    def _along_each(self, basis: Tensor, whole: StageEdit, coeff: float, field: str) -> list[StageEdit]:
+        """The edits that multiply the component in the span of a basis: one along each of its vectors."""
+        size = self._sizes[whole.stage.dims[-1]]
+        if basis.shape[1] != size:
+            raise InvalidField(field, f"has vectors of {basis.shape[1]} numbers, but {whole.stage.name} takes {size}")
+        rule, found = EditRule("project", check_number(coeff, f"{field}.coeff")), []
+        for vector in basis:
+            numbers = Numbers.of(vector[None, None])
+            found.append(replace(whole, rule=rule, vectors=numbers.single, exact=numbers.exact, needs_values=False))
+        return found
 
     def _check_visible(self, stages: Sequence[Stage], positions: PositionSet, keys: PositionSet, field: str) -> None:
         """Raise `InvalidField` unless at least one query sees one of the keys, at one of the stages."""
@@ -183,27 +206,42 @@ class _Planner:
     ) -> FromSource:
         """Resolve the source of a mean or a patch, and add its stages and positions to the source passes."""
         is_mean, source_field = edit.op == "mean", f"{field}.source.positions"
-        ids = self._prompt_ids if edit.source is None else self._check_ids(edit.source.ids, f"{field}.source.prompt")
+        prompts = [self._prompt_ids]
+        if edit.source is not None:
+            given = [edit.source.ids, *edit.source.more]
+            names = [f"{field}.source.prompt", *(f"{field}.source.prompts.{i}" for i in range(1, len(given)))]
+            prompts = [self._check_ids(ids, name) for ids, name in zip(given, names, strict=True)]
+            if len(prompts) > 1 and not is_mean:
+                raise InvalidField(f"{field}.source.prompts", "are for a mean; a patch takes one `prompt`")
         wanted = None if edit.source is None else edit.source.positions
         if wanted is None:
             wanted = "all" if is_mean else edit.positions
         if positions.is_open and not is_mean:
             reason = "patch needs a known number of positions: name them, or use 'prompt' or 'last'"
             raise InvalidField(f"{field}.positions", reason)
-        found = resolve_positions(wanted, len(ids), len(ids), source_field)
-        if not is_mean and len(found.indices) != len(positions.indices):
+        passes = []
+        for ids in prompts:
+            found = resolve_positions(wanted, len(ids), len(ids), source_field)
+            if not is_mean:
+                self._check_patched(found, positions, stages, source_field)
+            if keys is not None and max(keys.indices) >= len(ids):
+                reason = f"the source has {len(ids)} keys, so there is no {max(keys.indices)}"
+                raise InvalidField(f"{field}.keys", reason)
+            kept_stages, kept_positions = self._sources.setdefault(ids, ({}, set()))
+            kept_stages |= {stage.name: stage for stage in stages}
+            kept_positions.update(found.indices)
+            passes.append((list(self._sources).index(ids), found))
+        return FromSource(passes, is_mean, _basis(edit, field))
+
+    def _check_patched(self, found: PositionSet, positions: PositionSet, stages: Sequence[Stage], field: str) -> None:
+        """Raise `InvalidField` unless a source has a position for each one of the edit, with the same keys."""
+        if len(found.indices) != len(positions.indices):
             reason = (
                 f"names {len(found.indices)} positions, but the edit changes {len(positions.indices)}; name as many"
             )
-            raise InvalidField(source_field, reason)
+            raise InvalidField(field, reason)
         if any("key" in stage.dims for stage in stages) and tuple(found.indices) != tuple(positions.indices):
-            raise InvalidField(source_field, "must be the positions of the edit, because a position has its own keys")
-        if keys is not None and max(keys.indices) >= len(ids):
-            raise InvalidField(f"{field}.keys", f"the source has {len(ids)} keys, so there is no {max(keys.indices)}")
-        kept_stages, kept_positions = self._sources.setdefault(ids, ({}, set()))
-        kept_stages |= {stage.name: stage for stage in stages}
-        kept_positions.update(found.indices)
-        return FromSource(list(self._sources).index(ids), found, is_mean)
+            raise InvalidField(field, "must be the positions of the edit, because a position has its own keys")
 
     def _check_ids(self, ids: Sequence[int], field: str) -> tuple[int, ...]:
         limit = self._config.max_positions if isinstance(self._config, ModelConfig) else len(ids)
@@ -232,8 +270,12 @@ def _rule(edit: Edit, field: str) -> EditRule:
         case "noise":  # its numbers are drawn for each pass
             return EditRule("add")
         case "mean" | "patch":  # the numbers come from the source, in `EditPlan.bind`
-            return EditRule("set")
+            return EditRule("set" if edit.subspace is None else "add")  # the component in the subspace is 0 then
     return EditRule("set", 0.0 if edit.value is None else check_number(edit.value, f"{field}.value"))
+
+
+def _basis(edit: Edit, field: str) -> Tensor | None:
+    return None if edit.subspace is None else read_basis(edit.subspace, f"{field}.subspace")
 
 
 def _vectors(edit: Edit, stages: Sequence[Stage], field: str) -> dict[str, Numbers]:

@@ -7,14 +7,15 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from model.errors import InvalidField, shortened
 
 PositionWord = Literal["all", "prompt", "generated", "last"]
-Positions = PositionWord | Sequence[int | tuple[int, int]]
+PositionRange = tuple[int, int | None]
+Positions = PositionWord | Sequence[int | PositionRange]
 """A word, or a list of indices and ranges. "last" is the last position of the prompt. A negative index counts from the
-end of the prompt. A range (first, last) contains both ends."""
+end of the prompt. A range (first, last) contains both ends; (first, None) has no end."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,18 @@ class PositionSet:
             return max(0, min(end, self.indices.stop) - max(first, self.indices.start))
         return bisect_left(self._sorted, end) - bisect_left(self._sorted, first)
 
-    def ranges(self) -> list[int | tuple[int, int]]:
-        """The positions as a short list of indices and ranges, in ascending order."""
+    def ranges(self) -> list[int | PositionRange]:
+        """The positions as a short list of indices and ranges, in ascending order. The last one of an open set ends
+        with None.
+        """
         runs: list[tuple[int, int]] = []
         for position in sorted(self.indices):
             if runs and runs[-1][1] == position - 1:
                 runs[-1] = (runs[-1][0], position)
             else:
                 runs.append((position, position))
-        return [first if first == last else (first, last) for first, last in runs]
+        found: list[int | PositionRange] = [first if first == last else (first, last) for first, last in runs]
+        return [*found[:-1], (runs[-1][0], None)] if self.is_open else found
 
 
 def resolve_positions(positions: Positions, num_prompt: int, max_length: int, field: str) -> PositionSet:
@@ -72,6 +76,7 @@ def resolve_positions(positions: Positions, num_prompt: int, max_length: int, fi
     if isinstance(positions, str):
         return _resolve_word(positions, num_prompt, max_length, field)
     listed: dict[int, None] = {}
+    has_no_end = any(isinstance(entry, Sequence) and list(entry)[1:] == [None] for entry in positions)
     for entry in positions:
         for position in _resolve_entry(entry, num_prompt, max_length, field):
             if position in listed:
@@ -81,7 +86,8 @@ def resolve_positions(positions: Positions, num_prompt: int, max_length: int, fi
         raise InvalidField(field, "the list is empty, so the edit matches no position")
     indices = tuple(listed)
     is_run = indices == tuple(range(indices[0], indices[0] + len(indices)))
-    return PositionSet(range(indices[0], indices[-1] + 1) if is_run else indices)
+    is_open = has_no_end and max_length > num_prompt
+    return PositionSet(range(indices[0], indices[-1] + 1) if is_run else indices, is_open)
 
 
 def _resolve_word(word: str, num_prompt: int, max_length: int, field: str) -> PositionSet:
@@ -101,9 +107,11 @@ def _resolve_word(word: str, num_prompt: int, max_length: int, field: str) -> Po
     return PositionSet(range(first, end), is_open=end > num_prompt)
 
 
-def _resolve_entry(entry: int | Sequence[int], num_prompt: int, max_length: int, field: str) -> Iterable[int]:
+def _resolve_entry(entry: int | Sequence[int | None], num_prompt: int, max_length: int, field: str) -> Iterable[int]:
     """List the positions of an index or of a range."""
-    ends = list(entry) if isinstance(entry, Sequence) else [entry, entry]
+    ends: list[Any] = list(entry) if isinstance(entry, Sequence) else [entry, entry]
+    if len(ends) == 2 and ends[1] is None:
+        ends[1] = max_length - 1
     if len(ends) != 2 or any(type(end) is not int for end in ends):
         raise InvalidField(field, f"{shortened(entry)} is neither an index nor a range [first, last]")
     for end in ends:

@@ -80,6 +80,17 @@ def test_edited_rows_agree_with_pytorch_and_others_keep_their_bits(
 
 
 @every_dtype
+@pytest.mark.parametrize("name", ["set", "scale", "cap"])
+def test_single_numbers_are_edited_as_pytorch_does_it(name: str, dtype: torch.dtype) -> None:
+    x = flat(45, dtype)
+    edit = replace(edit_of(name, x.unsqueeze(-1), shared=False), is_per_number=True)
+    found = cpu_backend(dtype).network.edit_rows(x, [edit])
+    assert torch.equal(found, edit_rows(x, [edit]))
+    assert (found != x).sum() > 0
+    assert torch.equal(found[..., 5:], x[..., 5:]), "only the numbers 4, 0 and 1 are changed"
+
+
+@every_dtype
 def test_a_batch_is_edited_row_by_row(dtype: torch.dtype) -> None:
     x = randn(3, 5, 24, dtype=dtype)
     edit = RowEdit(rule=EditRule("project"), rows=torch.tensor([1, 4]), vectors=randn(1, 1, 24, seed=1) / 5)
