@@ -8,6 +8,7 @@ import anyio
 import httpx
 
 from forwardscope import requests
+from forwardscope.batches import AsyncBatches
 from forwardscope.call import Call, Event, Request, Result, StreamCall
 from forwardscope.client import Arguments, as_method
 from forwardscope.transport import ServerAddress, translated_errors
@@ -54,7 +55,7 @@ def stream_method(
     return as_method(describe, send)
 
 
-class AsyncClient(ServerAddress):
+class AsyncClient(ServerAddress, AsyncBatches):
     """The client of a server at `url` for asynchronous programs. The arguments and methods are those of `Client`.
 
     Read streams with `async for`, and await every other method.

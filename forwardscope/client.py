@@ -10,6 +10,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 import httpx
 
 from forwardscope import requests
+from forwardscope.batches import Batches
 from forwardscope.call import Call, Event, Request, Result, StreamCall
 from forwardscope.transport import ServerAddress, translated_errors
 
@@ -67,7 +68,7 @@ def stream_method(
     return as_method(describe, send)
 
 
-class Client(ServerAddress):
+class Client(ServerAddress, Batches):
     """The client of a server at `url`. Several threads may share one client.
 
     `timeout` is the longest time, in seconds, for which the server may send nothing. If the server refuses a request

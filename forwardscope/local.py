@@ -19,6 +19,7 @@ from torch import Tensor
 
 from forwardscope import requests
 from forwardscope.arguments import Index, shown, to_index_text, to_indices, to_prompt, to_targets, to_texts
+from forwardscope.batches import Batches
 from forwardscope.call import HOOKS, Call, Event, Hook, Request, Result, StreamCall
 from forwardscope.client import Client, Stream, as_method
 from forwardscope.errors import ApiError, InvalidArgument
@@ -184,7 +185,7 @@ def with_hooks(request: Request, hooks: Hooks | None) -> Request:
     return replace(request, hooks=None, extensions={} if hooks is None else {HOOKS: hooks})
 
 
-class LocalModel:
+class LocalModel(Batches):
     """A loaded model. Its methods work like those of `Client` with the same names.
 
     `checkpoint` has the network, the tokenizer and the configuration, for everything that these methods do not do.
@@ -220,6 +221,9 @@ class LocalModel:
     def stages(self) -> list[str]:
         """The names of all stages, in the order of computation."""
         return [stage.name for stage in self.checkpoint.stages]
+
+    def _begin_batch(self) -> None:
+        self._server()  # its thread then runs the passes of `run`, too, which several threads ask for
 
     def run(
         self,

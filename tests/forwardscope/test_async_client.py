@@ -57,6 +57,10 @@ def test_results_and_errors_are_those_of_the_client(client: Client, service: Run
             trace = await other.run("the cat sat on", "blocks.0.*")
             assert np.array_equal(trace["blocks.0.attn.z"], client.run("the cat sat on")["blocks.0.attn.z"])
             assert await other.model() == client.model()
+            texts = ["the cat", "sat", "on"]
+            assert await other.batch(other.to_tokens, texts) == [client.to_tokens(text) for text in texts]
+            with pytest.raises(ApiError, match="max_tokens"):
+                await other.batch(other.generate, texts, max_tokens=100_000)
             with pytest.raises(ApiError) as raised:
                 await other.run("the cat sat on", "blocks.77.*")
             assert raised.value.code == "unknown_stage"

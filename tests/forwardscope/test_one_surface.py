@@ -18,12 +18,15 @@ from forwardscope.local import LocalModel
 from forwardscope.results import Attribution, ChatAnswer, Comparison, Generation, Logits, Patterns, Trace
 from forwardscope.results.generations import StepTrace
 from forwardscope.tensor_files import NumpyArray
+from model.engine.engine import Engine
+from model.engine.request import Step
 from model.errors import InvalidField
 from tests.service.running import wait_until
 
 PROMPT, OTHER = "the cat sat on", "the dog ran to"
 STREAMS = ["stream", "stream_chat", "stream_sweep"]
 METHODS = [
+    "batch",
     "run",
     "logits",
     "patterns",
@@ -137,6 +140,8 @@ def test_the_types_of_every_result_are_known() -> None:
         assert_type([event.text for event in local.stream_chat("Hello")], list[str])
         assert_type(local.attribute("direct", PROMPT, token=5), Attribution[torch.Tensor])
         assert_type([cell.value for cell in local.stream_sweep(PROMPT, OTHER, token=5)], list[float])
+        assert_type(local.batch(local.generate, [PROMPT, [1, 2]], max_tokens=3), list[Generation[torch.Tensor]])
+        assert_type(client.batch(client.run, [PROMPT]), list[Trace[NumpyArray]])
         local.generate(PROMPT, max_tokens="3")  # type: ignore[arg-type]
 
     assert use.__annotations__
@@ -165,6 +170,33 @@ def test_streams_run_beside_each_other_and_beside_passes(local: LocalModel) -> N
         assert torch.equal(local.run(OTHER).logits, traced.logits)
     for ours, theirs in zip(alone, together, strict=True):
         assert [event.text for event in ours] == [event.text for event in theirs]
+
+
+def test_a_batch_is_computed_in_the_same_steps_with_the_bits_of_single_calls(
+    local: LocalModel, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [PROMPT, OTHER, "Once upon"]
+    fields: dict[str, Any] = {"max_tokens": 100, "seed": 3, "ignore_eos": True, "logprobs": 1}
+    alone = [local.generate(each, **fields) for each in prompts]
+    step, sizes = Engine.step, list[int]()
+
+    def count(engine: Engine) -> Step:
+        found = step(engine)
+        sizes.append(found.num_sequences)
+        return found
+
+    monkeypatch.setattr(Engine, "step", count)
+    model: Any
+    for model in (local, client):
+        sizes.clear()
+        found = model.batch(model.generate, prompts, **fields)
+        assert [(each.tokens, each.logprobs) for each in found] == [(each.tokens, each.logprobs) for each in alone]
+        assert max(sizes) == 3
+        assert [trace.loss.mean for trace in model.batch(model.run, prompts)] == [
+            local.run(each).loss.mean for each in prompts
+        ]
+    with pytest.raises(InvalidField, match="max_tokens"):
+        local.batch(local.generate, prompts, max_tokens=-1)
 
 
 def test_a_stream_that_is_left_early_ends_its_generation(local: LocalModel) -> None:
