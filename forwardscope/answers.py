@@ -81,12 +81,18 @@ def chat_answer(content: bytes) -> ChatAnswer:
         finish_reason=first["finish_reason"],
         usage=read(Usage, {"cached_tokens": details.get("cached_tokens") or 0} | usage),
         edits=tuple(read(AppliedEdit, each) for each in first.get("edits") or ()),
+        reasoning=first["message"].get("reasoning_content"),
     )
 
 
 def chat_events(answer: Json) -> list[ChatEvent]:
     """The change of each choice. A chunk without choices has only the usage."""
     return [
-        ChatEvent(text=entry["delta"].get("content") or "", delta=entry["delta"], finish_reason=entry["finish_reason"])
+        ChatEvent(
+            text=entry["delta"].get("content") or "",
+            delta=entry["delta"],
+            finish_reason=entry["finish_reason"],
+            reasoning=entry["delta"].get("reasoning_content") or "",
+        )
         for entry in answer["choices"]
     ]

@@ -12,7 +12,8 @@ from forwardscope.results.passes import AppliedEdit
 class ChatAnswer:
     """The answer to a conversation. Append `message` to the messages before you ask the next question.
 
-    `text` is None if the model answered with tool calls alone; they are in `message`.
+    `text` is None if the model answered with tool calls alone; they are in `message`. `reasoning` is what the model
+    thought before the answer, or None.
     """
 
     id: str
@@ -22,11 +23,12 @@ class ChatAnswer:
     finish_reason: str
     usage: Usage
     edits: tuple[AppliedEdit, ...] = ()
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatEvent:
-    """One event of a streamed chat answer: a piece of its text, or its end with `finish_reason`.
+    """One event of a streamed chat answer: a piece of its text or of its thinking, or its end with `finish_reason`.
 
     `delta` is the change of the message as the server sent it.
     """
@@ -34,3 +36,4 @@ class ChatEvent:
     text: str
     delta: Mapping[str, Any]
     finish_reason: str | None = None
+    reasoning: str = ""

@@ -6,6 +6,7 @@ names to the text.
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ MARK_TOKENS = (*(mark for marks in KNOWN[:3] for mark in (marks.begin, marks.end
 """Marks that are special tokens in some vocabularies, which have no text there."""
 
 
+@lru_cache(maxsize=16)
 def find_marks(template: str) -> ThinkingMarks | None:
     """The marks of thinking that the source of a chat template shows."""
     for marks in KNOWN:

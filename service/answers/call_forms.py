@@ -17,6 +17,7 @@ A template without tools has no form: the system message then describes the tagg
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 Form = Literal["tagged", "xml", "list", "piped", "functools", "function_call", "bare", "pythonic", "block"]
@@ -48,6 +49,7 @@ MARK_TOKENS = ("[ARGS]", "[CALL_ID]", *(mark for marks in FORMS.values() for mar
 PYTHONIC = re.compile(r"\[\w+\(\w+=")  # an example of the form, such as [func_name(params_name=params_value)]
 
 
+@lru_cache(maxsize=16)
 def form_of(template: str) -> Form:
     """The form of calls that the source of a chat template shows."""
     if "<function=" in template:

@@ -23,12 +23,12 @@ SPACES = " \t\r\n"
 MAX_NAME = 200  # characters of a name before the text is no call
 OUTSIDE_STRING = re.compile(r'["{}\[\]<]')
 IN_STRING = re.compile(r'["\\]')
-SEPARATORS = re.compile(r"[\s;,]*")
-SCALAR = re.compile(r"[-+.\w]*")
+SEPARATORS = re.compile(r"[\s;,]{0,200}")
+SCALAR = re.compile(r"[-+.\w]{0,200}")
 HIGH_SURROGATE, LOW_SURROGATE = re.compile(r"\\u[dD][89abAB]"), re.compile(r"\\u[dD][c-fC-F]")
 PYTHON_DELIMITER = re.compile(r"""["'()\[\]{},]""")
 KEYWORD = re.compile(r"\s*([A-Za-z_]\w*)\s*=(?!=)\s*(.*)", re.DOTALL)
-NAMED = re.compile(r"[^\s\[{(]*")
+NAMED = re.compile(r"[^\s\[{(]{0,200}")
 OTHER_NAMES = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -95,15 +95,13 @@ class CallText:
             raise NoCall
 
     def match(self, pattern: re.Pattern[str]) -> Read[str]:
-        """Read all characters that a pattern of any number of characters matches."""
+        """Read the characters that a pattern matches, which has a limit, because it may be tried at many places."""
         while True:
             found = pattern.match(self.text, self.place)
             assert found is not None
             if found.end() < len(self.text) or self.is_whole:
                 self.place = found.end()
                 return found[0]
-            if found.end() - self.place > MAX_NAME:
-                raise NoCall
             yield
 
     # JSON
@@ -316,8 +314,8 @@ class CallText:
         self.add_arguments('"' if is_text else json_of("".join(parts), schema))
 
     def _until(self, end: str) -> Read[str]:
-        while (found := self.text.find(end, self.place)) < 0:
-            if self.is_whole or len(self.text) - self.place > MAX_NAME:
+        while (found := self.text.find(end, self.place, self.place + MAX_NAME)) < 0:
+            if self.is_whole or len(self.text) - self.place >= MAX_NAME:
                 raise NoCall
             yield
         begin, self.place = self.place, found + len(end)

@@ -15,7 +15,7 @@ TAIL_TOKENS = 24  # of a prompt, in which its last mark of thinking is
 
 @dataclass(frozen=True)
 class ChatThinking:
-    """The marks of thinking, and where the answer begins: inside it, after it, or before it, if the model thinks."""
+    """The marks of the thinking, and where the answer begins: inside it, after it, or before it, if there is one."""
 
     marks: ThinkingMarks
     place: Literal["inside", "after", "before"]
@@ -44,15 +44,13 @@ def find_thinking(
     marks = find_marks(source)
     if marks is None or tokenizer is None:
         return None
-    tail = tokenizer.decode(ids[-TAIL_TOKENS:], skip_special_tokens=False).rstrip()
-    if body.continue_final_message:
-        content = body.messages[-1].content
-        tail = content if isinstance(content, str) else ""
-        is_inside = tail.rfind(marks.begin) > tail.rfind(marks.end)
-        return ChatThinking(marks, "inside" if is_inside else "after")
-    if tail.endswith(marks.begin):
-        return ChatThinking(marks, "inside")
-    return ChatThinking(marks, "after" if tail.endswith(marks.end) else "before")
+    if not body.continue_final_message:
+        tail = tokenizer.decode(ids[-TAIL_TOKENS:], skip_special_tokens=False).rstrip()
+        is_open, is_closed = tail.endswith(marks.begin), tail.endswith(marks.end)
+        return ChatThinking(marks, "inside" if is_open else "after" if is_closed else "before")
+    content = body.messages[-1].content
+    text = content if isinstance(content, str) else ""
+    return ChatThinking(marks, "inside" if text.rfind(marks.begin) > text.rfind(marks.end) else "after")
 
 
 class PieceThinkingReader:

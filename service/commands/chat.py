@@ -102,9 +102,14 @@ class Conversation:
         """Print the answer while it arrives. Keep what was printed of a stopped answer, but drop a failed question."""
         messages = [*self._messages, {"role": "user", "content": question}]
         pieces: list[str] = []
+        thinks = False  # the last event did
         try:
             with self._client.stream_chat(messages, **self._fields) as events:
                 for event in events:
+                    say(event.reasoning)
+                    if event.text and thinks:
+                        say("\n\n")
+                    thinks = bool(event.reasoning)
                     pieces.append(event.text)
                     sys.stdout.write(event.text)
                     sys.stdout.flush()

@@ -47,8 +47,8 @@ def events(*contents: Any, pause: float = 0.0, done: bool = True) -> Canned:
     return Canned([*pieces, b"data: [DONE]\n\n"] if done else pieces, pause=pause)
 
 
-def chat_chunks(*texts: str, pause: float = 0.0) -> Canned:
-    """A streamed answer of OpenAI's chat completions."""
+def chat_chunks(*texts: str, pause: float = 0.0, reasoning: Sequence[str] = ()) -> Canned:
+    """A streamed answer of OpenAI's chat completions, after some `reasoning`."""
 
     def chunk(delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
         choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
@@ -56,7 +56,7 @@ def chat_chunks(*texts: str, pause: float = 0.0) -> Canned:
 
     usage = {"prompt_tokens": 3, "completion_tokens": len(texts), "total_tokens": 3 + len(texts)}
     last = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "model": "m", "choices": [], "usage": usage}
-    pieces = [chunk({"content": text}) for text in texts]
+    pieces = [chunk({"reasoning_content": text}) for text in reasoning] + [chunk({"content": text}) for text in texts]
     return events(chunk({"role": "assistant", "content": ""}), *pieces, chunk({}, "stop"), last, pause=pause)
 
 

@@ -38,6 +38,13 @@ def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
+def test_the_thinking_is_shown_and_is_no_part_of_the_answer() -> None:
+    with canned(HEALTHY, chat_chunks("Four.", reasoning=("Two ", "twos."))) as server:
+        found = chat(server.url, lines="Two and two?\n")
+    assert found.stdout == "Four.\n"
+    assert "Two twos.\n\n" in found.stderr
+
+
 def test_answers_are_printed_and_the_conversation_is_sent_with_each_question() -> None:
     system = {"role": "system", "content": "Be brief."}
     with canned(HEALTHY, chat_chunks("Par", "is."), chat_chunks("Two."), chat_chunks("Hello.")) as server:

@@ -9,6 +9,7 @@ from service.http.sse import COMMENT
 from tests.service.running import PATIENCE_SECONDS, Running, Start
 
 SECONDS = 0.4
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 BODIES: dict[str, dict[str, Any]] = {
     "/generate": {"prompt": [1, 2], "max_tokens": 3, "ignore_eos": True},
     "/v1/completions": {"prompt": [1, 2], "max_tokens": 3, "ignore_eos": True},
@@ -37,6 +38,16 @@ def body_of(received: bytes) -> bytes:
         body += rest[: int(size, 16)]
         rest = rest[int(size, 16) + 2 :]
     return body
+
+
+def test_a_silent_stream_of_messages_sends_pings(service: Running) -> None:
+    received = b""
+    with service.blocked():
+        connection = service.send("/v1/messages", BODIES["/v1/chat/completions"] | {"stream": True})
+        while body_of(received) != 2 * PING:
+            received += connection.recv(1 << 16)
+            assert (2 * PING).startswith(body_of(received)), received
+    connection.close()
 
 
 @pytest.mark.parametrize("path", BODIES)

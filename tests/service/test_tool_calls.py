@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from model.engine.request import Output
 from model.text.roles import without_system_role
 from model.text.transcript import End, FinishReason, TokenOutput
-from service.answers.call_forms import BEGIN, END, Form, form_of
+from service.answers.call_forms import BEGIN, END, FORMS, Form, form_of
 from service.answers.call_ids import demands_short_ids, new_call_id, with_short_ids
 from service.answers.chat_pieces import CallArguments, CallBegin, Content, WholeMessage, join_pieces
 from service.answers.chat_stream import ChatStream
@@ -233,6 +233,31 @@ def test_a_text_without_a_whole_call_is_returned_as_it_is(form: Form, pieces: li
     content, calls = read(form, pieces)
     if not calls:
         assert content == "".join(pieces)
+
+
+ATOMS = [
+    *(mark for marks in FORMS.values() for mark in (*marks.begin, marks.end) if mark),
+    *("get_time", "get_weather", "fly", "city=", "'a'", '"name": "get_weather"', '"arguments": {', '"parameters": "{'),
+    *("<function=get_weather>", "<parameter=city>", "<parameter=days>", "</parameter>", "</function>", "[ARGS]"),
+    *("[CALL_ID]x", "print(", "\\ud83d", *'()=[]{},:;<a \n"\\'),
+]
+
+
+@given(form=st.sampled_from(list(FORMS)), atoms=st.lists(st.sampled_from(ATOMS), max_size=14), length=st.integers(1, 9))
+def test_the_parts_of_a_text_do_not_matter(form: Form, atoms: list[str], length: int) -> None:
+    text = "".join(atoms)
+    parts = [text[start : start + length] for start in range(0, len(text), length)]
+    found, whole = (message_of(ToolCallParser(form, FUNCTIONS, lambda: "id"), each) for each in (parts, [text]))
+    assert found == whole
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_long_text_in_any_form_is_read_in_linear_time(form: Form) -> None:
+    """Quadratic work on these texts would take many seconds."""
+    begin = FORMS[form].begin[0]
+    for atom in ('{"a": "', "[", "\\ud83d", "get_time(", "<parameter=days>", "'", " "):
+        for text in (begin + atom * 3000, (begin + atom) * 3000):
+            message_of(new_parser(form), [*text[:300], text[300:]])
 
 
 def test_content_that_cannot_begin_a_call_is_not_kept_back() -> None:
