@@ -3,6 +3,7 @@
 import asyncio
 import ipaddress
 import logging
+import math
 import signal
 import socket
 import sys
@@ -67,32 +68,40 @@ def listen(host: str, port: int) -> list[socket.socket]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio turns Nagle's algorithm off only for sockets whose protocol is given as TCP.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.bind((host, port))
-    listening.listen(BACKLOG)
+    if sys.platform != "win32":  # there, it would let another program take the port
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
+    except OSError:
+        listening.close()
+        raise
     return [listening, *(listening.dup() for _ in range(ACCEPTS_PER_TURN - 1))]
 
 
 def max_connections(settings: Settings) -> int:
-    """The limit of the settings, or less if the system allows too few open files.
+    """The limit of the settings, or less if the system allows too few open files."""
+    room = room_for_connections()
+    if room < settings.max_connections:
+        logger.warning(
+            "connections are limited to %d: the system allows too few open files for --max-connections %d",
+            room,
+            settings.max_connections,
+        )
+    return int(min(room, settings.max_connections))
+
+
+def room_for_connections() -> float:
+    """The connections that may be open at a time; infinity if the system does not limit the number of open files.
 
     Also increases the process's own limit of open files as far as the system allows.
     """
     if sys.platform == "win32":
-        return settings.max_connections
+        return math.inf
     allowed, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed < maximum:
         resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, maximum))
-        allowed = maximum
-    room = max(1, allowed - OTHER_FILES - RESERVED) if allowed != resource.RLIM_INFINITY else settings.max_connections
-    if room < settings.max_connections:
-        logger.warning(
-            "connections are limited to %d: the system allows %d open files, too few for --max-connections %d",
-            room,
-            allowed,
-            settings.max_connections,
-        )
-    return min(room, settings.max_connections)
+    return math.inf if maximum == resource.RLIM_INFINITY else max(1, maximum - OTHER_FILES - RESERVED)
 
 
 class DrainingServer(uvicorn.Server):

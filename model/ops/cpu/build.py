@@ -20,6 +20,7 @@ import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -64,6 +65,8 @@ def compile_source(source: Path) -> Path:
     removes that directory after loading, or else the end of the process does. Raises `OSError`, which says what to do,
     if this CPU has no instruction level, if there is no compiler, or if it fails.
     """
+    if sys.platform != "linux":
+        raise OSError("they are for Linux; run the server there, in WSL 2 or in a container")
     level = chosen_level()
     if level is None:
         raise OSError("this CPU has neither AVX-512 nor AVX2 (with FMA and F16C); use an x86-64 CPU that has them")

@@ -1,6 +1,7 @@
 """Read grammars in another process (`program.py`), so that a hostile one cannot harm this process."""
 
 import json
+import os
 import select
 import subprocess
 import sys
@@ -41,6 +42,12 @@ class GrammarProcess:
         """The answer of `program.read`. Raises `InvalidField` if the source is invalid or too expensive, and
         `NoAnswer` if there is none.
         """
+        if not hasattr(os, "fork"):
+            raise InvalidField(
+                field,
+                "cannot be used on this system, which cannot limit the process that reads it; run the server on Linux "
+                "or macOS, in WSL or in a container",
+            )
         answer = self._exchange(source)
         ended = answer.get("ended")
         if ended == "killed":

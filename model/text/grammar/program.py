@@ -14,7 +14,6 @@ answer of `read`, or, if a process has ended, `{"ended": "time"}`, `{"ended": "m
 import json
 import os
 import re
-import resource
 import signal
 import sys
 import traceback
@@ -33,6 +32,9 @@ from model.text.grammar.limits import (
     parser_limits,
 )
 from model.text.grammar.source import read_source
+
+if sys.platform != "win32":
+    import resource
 
 # Any tokens may spell a text that the grammar prescribes. Otherwise llguidance would tokenize such texts itself, which
 # takes very long for some grammars, and would be wrong for tokenizers that add a space to every text.
