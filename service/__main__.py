@@ -11,19 +11,10 @@ from importlib import import_module
 from typing import NoReturn
 
 from model import __version__
+from service.commands import COMMANDS
 from service.commands.interrupts import LINE, STATUS, leave_from_now_on, leaving_at_once
 
-COMMANDS = {  # the function `main` of each module reads `sys.argv`
-    "serve": ("service.commands.serve", "serve a model over HTTP; also runs if only options are given"),
-    "chat": ("service.commands.chat", "talk to a running server, or to a model"),
-    "drift": ("model.analysis.drift", "compare a faster setting with float32, stage by stage"),
-    "compare": ("service.commands.compare", "find the first stage at which two models differ"),
-    "harvest": ("service.commands.harvest", "write the activations of texts to files"),
-    "mcp": ("service.commands.mcp", "let an assistant examine the model of a running server"),
-    "perplexity": ("model.analysis.perplexity", "measure how well a model predicts text files"),
-    "train": ("model.training.train", "train a tokenizer and a small model on text files"),
-}
-OTHER_NAMES = {"run": "chat", "pull": "serve", "start": "serve", "server": "serve", "api": "serve"}
+OTHER_NAMES = {"check": "doctor", "run": "chat", "pull": "serve", "start": "serve", "server": "serve", "api": "serve"}
 HELP = """usage: forwardscope COMMAND [arguments]
 
 {commands}

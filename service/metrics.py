@@ -175,9 +175,11 @@ class Metrics:
         ready.set_function(is_ready)
 
     def watch_engine(
-        self, stats: Callable[[], Stats], block_size: int, num_blocks: int, adapters: Collection[str]
+        self, stats: Callable[[], Stats], block_size: int, num_blocks: int, adapters: Collection[str], kernels: str
     ) -> None:
-        """Expose the state of an engine, its cache of `num_blocks` blocks of `block_size` tokens, and its adapters."""
+        """Expose the state of an engine, its cache of `num_blocks` blocks of `block_size` tokens, its adapters, and the
+        kernels that compute its network.
+        """
         cache = GaugeMetricFamily(
             "forwardscope_cache_config_info",
             "1, with the blocks of the cache and the tokens of a block as labels",
@@ -191,7 +193,13 @@ class Metrics:
             labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
         )
         loaded.add_metric((str(len(adapters)), ",".join(adapters), ""), time.time())
-        self.registry.register(EngineCollector(stats, (cache, loaded)))
+        computing = GaugeMetricFamily(
+            "forwardscope_kernels_info",
+            "1, with the instruction level of our kernels as label, or torch if PyTorch computes the network",
+            labels=("kernels",),
+        )
+        computing.add_metric((kernels,), 1)
+        self.registry.register(EngineCollector(stats, (cache, loaded, computing)))
 
     def text(self) -> bytes:
         """The text of `GET /metrics`, which is at most `TEXT_SECONDS` old."""

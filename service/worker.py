@@ -67,9 +67,8 @@ class Worker:
         """Start to run requests on `engine`. `on_failure` is called if the engine itself fails."""
         self._on_failure = on_failure
         block_size = engine.config.block_size
-        self._metrics.watch_engine(
-            engine.stats, block_size, engine.num_cache_tokens // block_size, sorted(engine.adapter_names)
-        )
+        num_blocks, adapters = engine.num_cache_tokens // block_size, sorted(engine.adapter_names)
+        self._metrics.watch_engine(engine.stats, block_size, num_blocks, adapters, engine.kernels)
         self.network.serve(engine)
 
     def admit(self, requests: Sequence[Request], arrived: float, *, in_series: bool = False) -> RequestStream:

@@ -31,6 +31,7 @@ NOT_ON_BOARD = {
     "process_open_fds": "follows the number of connections",
     "process_max_fds": "never changes",
     "forwardscope_cache_config_info": "never changes; it is for endpoint pickers",
+    "forwardscope_kernels_info": "never changes",
     "forwardscope_ignored_fields_total": "belongs to clients, and is in the log and in headers",
     "forwardscope_lora_requests_info": "never changes; it is for endpoint pickers",
 }
@@ -350,3 +351,19 @@ def test_the_wheel_takes_the_kernels_that_were_compiled_before_and_no_stage_that
     assert directory == f"{project['tool']['distutils']['build']['build-lib']}/{libraries}"
     assert {name for name, text in stages().items() if re.search(r"g\+\+|ZIG|apt-get", text)} == {"wheel"}
     assert set(re.findall(r"--from=(\w+)", stages()[""])) == {"dependencies", "package"}
+
+
+def test_systemd_accepts_the_unit_and_its_command_is_ours(tmp_path: Path) -> None:
+    """`verify` only warns of unknown keys, so nothing may be written about the unit."""
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("needs systemd-analyze (Debian: apt-get install systemd)")
+    unit = (DEPLOY / "systemd" / "forwardscope.service").read_text(encoding="utf-8")
+    assert "ExecStart=/opt/forwardscope/bin/forwardscope serve\n" in unit
+    command = tmp_path / "forwardscope"  # the program must exist
+    command.write_text("#!/bin/sh\n")
+    command.chmod(0o755)
+    copy = tmp_path / "forwardscope.service"
+    copy.write_text(unit.replace("/opt/forwardscope/bin/forwardscope", str(command)))
+    found = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert "forwardscope" not in found.stderr

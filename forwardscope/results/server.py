@@ -46,6 +46,13 @@ class ServiceStatus(Record, kw_only=True):
 
     version: str
     model: Annotated[str | None, Doc("null while the model loads, or if no checkpoint is served")]
+    kernels: Annotated[
+        str | None,
+        Doc(
+            "the instruction level of our kernels, such as avx512-bf16, or torch if PyTorch computes the network; null "
+            "while the model loads, or if no checkpoint is served"
+        ),
+    ]
     ready: bool
     uptime_seconds: float
     requests_running: Annotated[int, Doc("requests that have started, including passes and work on texts")]

@@ -139,7 +139,7 @@ def report(errors: Sequence[StageError], scores: Sequence[TextScore], speeds: Se
     return "\n".join(lines)
 
 
-def main() -> None:
+def make_parser() -> Parser:
     parser = Parser(description=__doc__)
     parser.add_argument("texts", nargs="*", type=Path)
     parser.add_argument("--model", default="bundled", help=MODEL_HELP)
@@ -148,6 +148,11 @@ def main() -> None:
     parser.add_argument("--quantize", default="none", type=one_of(*quantizations), help=", ".join(quantizations))
     parser.add_argument("--kernels", default="auto", type=one_of(*get_args(Kernels)), help="of both networks")
     parser.add_argument("--held-out", type=SHARE, default=1.0, help="which share of each text to read, from its end")
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
     options = parser.parse_args()
     try:
         reference = load_checkpoint(options.model, dtype="float32", kernels=options.kernels)

@@ -85,7 +85,7 @@ def print_words(model: Transformer, tokenizer: Tokenizer, paths: Sequence[Path])
     return TextScore(nats, num_tokens, num_bytes)
 
 
-def main() -> None:
+def make_parser() -> Parser:
     parser = Parser(description="Measure perplexity and bits per byte of a checkpoint on text files.")
     parser.add_argument("texts", nargs="+", type=Path)
     parser.add_argument("--model", default="bundled", help=MODEL_HELP)
@@ -96,6 +96,11 @@ def main() -> None:
     parser.add_argument(
         "--words", action="store_true", help="first print a line of JSON for each word, with its surprisal in bits"
     )
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
     options = parser.parse_args()
     if options.words and options.held_out < 1:
         parser.error("--words scores whole texts, so that it can count their characters; leave --held-out out")

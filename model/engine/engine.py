@@ -123,6 +123,11 @@ class Engine:
         return frozenset(self._adapters)
 
     @property
+    def kernels(self) -> str:
+        """The kernels that compute the network, as `Backend.kernels` names them."""
+        return self._model.backend.kernels
+
+    @property
     def has_work(self) -> bool:
         return bool(self._continuations)
 

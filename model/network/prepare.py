@@ -16,6 +16,7 @@ from model.ops.cpu.constants import VECTOR_WIDTH
 from model.ops.cpu.cpu_ops import find_backend
 from model.ops.cpu.grouped_linear import GroupedLinear, has_grouped_kernel
 from model.ops.cpu.grouped_packing import pack_stored, quantize_rows
+from model.ops.cpu.layout import DTYPES
 from model.ops.cpu.packed_linear import has_kernel, packed_layer
 from model.ops.cpu.packing import pack_rows
 from model.ops.interface import Backend
@@ -134,6 +135,9 @@ def choose_backend(config: ModelConfig, dtype: torch.dtype, device: torch.device
     """Our kernels if they are wanted, and there are any for this dtype and device; otherwise PyTorch."""
     if kernels == "torch":
         return replace(TORCH, allows_varlen=False)
+    if device.type == "cpu" and dtype not in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        logger.warning("our kernels do not compute %s, so PyTorch does, much slower; give --dtype bfloat16", name)
     return (find_backend(dtype, config.d_head) if device.type == "cpu" else None) or TORCH
 
 

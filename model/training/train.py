@@ -342,7 +342,7 @@ def train(
     run.state_path.unlink()
 
 
-def main() -> None:
+def make_parser() -> Parser:
     parser = Parser(description="Train a small network on text files.")
     parser.add_argument("texts", nargs="+", type=Path)
     parser.add_argument(
@@ -359,6 +359,11 @@ def main() -> None:
             default=field.default,
             help="default: %(default)s",
         )
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
     options = vars(parser.parse_args())
     try:
         recipe = Recipe(**{field.name: options[field.name] for field in fields(Recipe)})

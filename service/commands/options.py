@@ -19,12 +19,19 @@ from model.errors import InvalidField, join_words, shortened
 from service import PREFIX
 from service.settings import Settings
 
-PROGRAM = "forwardscope serve"
 TRUTHS = ("true", "false")
 NO_CODE = "code of a checkpoint never runs, so no option is needed"
 NO_TOOLS = "tools need no option: the chat template says how the model calls them"
 NO_LIMIT = "the context is that of the checkpoint"
 NO_TLS = "the server speaks plain HTTP; put a reverse proxy in front of it for TLS"
+NO_PREFIX = "it works below any path if the proxy in front of it takes the path off"
+NO_REQUEST = "it is a field of each request, not an option of the server"
+ALWAYS_ON = "it is always on and has no option"
+HUB_TOKEN = "the environment variable HF_TOKEN has the token of the hub"
+OWN_DRAFTS = "drafts come from the text itself; --no-speculate switches them off"
+NO_THINKING = "the chat template says how the model thinks, so no option is needed"
+REPLICAS = "run several replicas: deploy/README.md says how"
+NO_PARALLEL = "only --tensor-parallel divides a network"
 OTHERS = {  # options of vLLM, llama-server, TGI and transformers
     "-m": "--model",
     "--hf-repo": "--model",
@@ -36,7 +43,10 @@ OTHERS = {  # options of vLLM, llama-server, TGI and transformers
     "-a": "--model-name",
     "-p": "--port",
     "-t": "--threads",
+    "-hff": "--model",
+    "--hf-file": "--model",
     "--tp": "--tensor-parallel",
+    "-tp": "--tensor-parallel",
     "--tensor-parallel-size": "--tensor-parallel",
     "--num-shard": "--tensor-parallel",
     "--quantization": "--quantize",
@@ -60,6 +70,49 @@ OTHERS = {  # options of vLLM, llama-server, TGI and transformers
     "--lora-modules": "--adapter",
     "--allowed-origins": "--cors-origin",
     "--chat-template-file": "--chat-template",
+    "--control-vector": "--vectors",
+    "--control-vector-scaled": "--vectors",
+    "--uvicorn-log-level": "--log-level",
+    "--log-verbosity": "--log-level",
+    "--verbose": "--log-level debug",
+    "-v": "--log-level debug",
+    "--otlp-traces-endpoint": "--otlp-endpoint",
+    "--timeout": "--request-timeout-seconds",
+    "-to": "--request-timeout-seconds",
+    "--max-queue-size": "--max-waiting-requests",
+    "--no-webui": "--no-page",
+    "--download-dir": "the environment variable HF_HUB_CACHE names the directory of downloads",
+    "--hf-token": HUB_TOKEN,
+    "-hft": HUB_TOKEN,
+    "--enforce-eager": "there is nothing to compile, so no option is needed",
+    "--swap-space": "a sequence without room in the cache is computed again later; give --cache-bytes for more room",
+    "--cpu-offload-gb": "a network lies on one device as a whole, or is divided with --tensor-parallel",
+    "--speculative-config": OWN_DRAFTS,
+    "--model-draft": OWN_DRAFTS,
+    "-md": OWN_DRAFTS,
+    "--reasoning-parser": NO_THINKING,
+    "--reasoning-format": NO_THINKING,
+    "--pipeline-parallel-size": NO_PARALLEL,
+    "-pp": NO_PARALLEL,
+    "--data-parallel-size": REPLICAS,
+    "-dp": REPLICAS,
+    "--root-path": NO_PREFIX,
+    "--api-prefix": NO_PREFIX,
+    "--enable-prefix-caching": ALWAYS_ON,
+    "--enable-chunked-prefill": ALWAYS_ON,
+    "--flash-attn": ALWAYS_ON,
+    "-fa": ALWAYS_ON,
+    "--cont-batching": ALWAYS_ON,
+    "-cb": ALWAYS_ON,
+    "--metrics": ALWAYS_ON,
+    "--enable-lora": "give each adapter as --adapter NAME=PATH",
+    "--n-predict": NO_REQUEST,
+    "-n": NO_REQUEST,
+    "--temp": NO_REQUEST,
+    "--temperature": NO_REQUEST,
+    "--top-p": NO_REQUEST,
+    "--top-k": NO_REQUEST,
+    "--seed": NO_REQUEST,
     "--trust-remote-code": NO_CODE,
     "--enable-auto-tool-choice": NO_TOOLS,
     "--tool-call-parser": NO_TOOLS,
@@ -76,12 +129,12 @@ OTHERS = {  # options of vLLM, llama-server, TGI and transformers
 }
 
 
-def read_settings(arguments: Sequence[str]) -> Settings:
+def read_settings(arguments: Sequence[str], parser: Parser | None = None) -> Settings:
     """The settings of a command line and of the environment. A first argument that is not an option is the model.
 
-    Ends the command with status 2, and a line for each mistake.
+    Ends the command with status 2, and a line for each mistake. `parser` is that of the command; default: of `serve`.
     """
-    parser = make_parser()
+    parser = parser or make_parser()
     options = vars(parser.parse_args(arguments))
     model = options.pop("MODEL", None)
     if model is not None:
@@ -92,18 +145,24 @@ def read_settings(arguments: Sequence[str]) -> Settings:
     try:
         return Settings(**given)
     except ValidationError as error:
-        lines = [f"{PROGRAM}: {describe_error(each, given)}\n" for each in error.errors()]
+        lines = [f"{parser.prog}: {describe_error(each, given)}\n" for each in error.errors()]
         parser.exit(2, "".join(lines))
 
 
-def make_parser() -> Parser:
+DESCRIPTION = (
+    "Serve a model over HTTP. MODEL is a checkpoint directory, a *.gguf file or a hub id such as org/name; without "
+    f"one, the bundled model is served. Every option is also an environment variable, such as {PREFIX}PORT for --port. "
+    "Sizes may have units, as in 512M or 4G."
+)
+
+
+def make_parser(command: str = "serve", description: str = DESCRIPTION) -> Parser:
+    """The parser of a command that has the options of `forwardscope serve`."""
     parser = Parser(
         OTHERS,
-        prog=PROGRAM,
-        usage="forwardscope serve [MODEL] [options]",
-        description="Serve a model over HTTP. MODEL is a checkpoint directory, a *.gguf file or a hub id such as "
-        "org/name; without one, the bundled model is served. Every option is also an environment variable, such as "
-        f"{PREFIX}PORT for --port. Sizes may have units, as in 512M or 4G.",
+        prog=f"forwardscope {command}",
+        usage=f"forwardscope {command} [MODEL] [options]",
+        description=description,
         formatter_class=argparse.HelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
@@ -119,6 +178,12 @@ def make_parser() -> Parser:
         else:
             parser.add_argument(option, metavar=metavar_of(name, field), help=text)
     return parser
+
+
+def unknown_variables() -> list[str]:
+    """The variables of the environment that are named like a setting, but are none."""
+    names = sorted(name for name in os.environ if name.startswith(PREFIX))
+    return [name for name in names if name.removeprefix(PREFIX).lower() not in Settings.model_fields]
 
 
 def option_of(name: str) -> str:

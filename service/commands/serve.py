@@ -4,11 +4,9 @@ import logging
 import os
 import sys
 
-from service import PREFIX
 from service.commands.interrupts import leaving_at_once
-from service.commands.options import read_settings
+from service.commands.options import make_parser, read_settings, unknown_variables
 from service.log_format import configure_logging
-from service.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -23,12 +21,11 @@ def main() -> None:
     fails, with 2 if a setting is wrong. With --tensor-parallel, only rank 0 serves, and the other processes follow it.
     """
     arguments = sys.argv[1:]
-    settings = read_settings(arguments)
+    settings = read_settings(arguments, make_parser())
     configure_logging(settings.log_level, settings.log_format)
 
-    for name in sorted(os.environ):
-        if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in Settings.model_fields:
-            logger.warning("%s is ignored: there is no such setting", name)
+    for name in unknown_variables():
+        logger.warning("%s is ignored: there is no such setting", name)
     if settings.otlp_endpoint is None and (found := [name for name in OTEL_ENDPOINTS if name in os.environ]):
         logger.info("%s is set, but traces are sent only with --otlp-endpoint", found[0])
 

@@ -18,6 +18,7 @@ async def status(state: StateDep) -> Response:
     found = ServiceStatus(
         version=__version__,
         model=None if state.checkpoint is None else state.checkpoint.name,
+        kernels=None if state.checkpoint is None else state.checkpoint.model.backend.kernels,
         ready=state.is_ready,
         uptime_seconds=time.perf_counter() - state.started,
         requests_running=state.worker.num_running,

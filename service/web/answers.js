@@ -109,7 +109,8 @@
  * @typedef {{ text?: string, token?: TokenLogprob, finish_reason?: FinishReason, usage?: Usage }} GenerateEvent
  * @typedef {{ tokens: PositionedToken[], count: number }} TokenizeAnswer
  * @typedef {{
- *   version: string, uptime_seconds: number, requests_running: number, requests_waiting: number,
+ *   version: string, kernels: string | null, uptime_seconds: number,
+ *   requests_running: number, requests_waiting: number,
  *   sequences_running: number, sequences_waiting: number, max_sequences: number,
  *   cache: {
  *     used_tokens: number, total_tokens: number, prompt_tokens_looked_up: number, prompt_tokens_found: number,

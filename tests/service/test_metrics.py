@@ -132,6 +132,7 @@ class TestMetrics:
         assert int(labels["block_size"]) * int(labels["num_gpu_blocks"]) == num_tokens
         adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
         assert family(service, "lora_requests_info") == [adapters]
+        assert family(service, "kernels_info") == [{"kernels": service.get("/status").json()["kernels"]}]
 
     def test_labels_never_contain_text_of_a_user(self, tiny: Running) -> None:
         secret = "Zanzibar42"

@@ -10,6 +10,7 @@ import pytest
 import service.token_rates
 from forwardscope.results.server import ModelInfo, ServedModels, ServiceStatus
 from model import __version__
+from model.ops.cpu.libraries import kernel_status
 from model.worked_examples import WORKED_EXAMPLES
 from service.token_rates import TokenRates
 from tests.service.running import Running, Start, validate, wait_until
@@ -22,6 +23,14 @@ def test_an_idle_service_says_what_it_serves(tiny: Running) -> None:
     assert status.uptime_seconds > 0
     assert status.cache is not None
     assert status.cache.total_tokens == tiny.get("/model").json()["limits"]["cache_tokens"]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_the_kernels_that_compute_are_named(start: Start, tiny_directory: Path, kernels: str) -> None:
+    """The instruction level of this CPU where our kernels run, and "torch" where PyTorch computes."""
+    service = start(model=str(tiny_directory), kernels=kernels)
+    expected = (kernel_status().level if kernels == "auto" else None) or "torch"
+    assert service.get("/status").json()["kernels"] == expected
 
 
 def test_the_numbers_of_the_engine_are_shown(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ def test_the_values_are_those_of_the_service(page: "Page", bundled: Running, bas
     )
     found, looked_up = cache["prompt_tokens_found"], cache["prompt_tokens_looked_up"]
     assert value(page, "Prompt tokens found") == f"{found:,} of {looked_up:,}"
+    assert value(page, "Kernels") == status["kernels"]
     assert value(page, "Version") == status["version"]
     assert float(value(page, "Generated tokens a second")) == pytest.approx(speed["generated"], abs=0.051)
     assert float(value(page, "Prompt tokens a second")) == pytest.approx(speed["prompt"], abs=0.051)

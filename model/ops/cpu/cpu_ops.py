@@ -15,6 +15,7 @@ from model.ops.cpu import launch, libraries
 from model.ops.cpu.cpu_edits import CpuEdits, Kernels, find_edit_kernels
 from model.ops.cpu.cpu_sampling import CpuSamplingOps
 from model.ops.cpu.cpu_summaries import CpuSummaryOps
+from model.ops.cpu.instruction_levels import chosen_level
 from model.ops.cpu.launch import call, empty, pointer
 from model.ops.cpu.layout import DTYPES, merge_outer_dims, num_tasks
 from model.ops.cpu.packed_linear import pack_linear
@@ -45,8 +46,10 @@ def find_backend(dtype: torch.dtype, d_head: int) -> Backend | None:
     paged_attention, edits = PagedAttention.find(dtype, d_head), find_edit_kernels()
     if kernels is None or rotations is None or sampling is None or summaries is None or edits is None:
         return None
+    level = chosen_level()
+    assert level is not None, "a library was loaded"
     network = CpuNetworkOps(kernels | rotations, paged_attention, edits)
-    return Backend(network, sampling, summaries, paged_attention, summaries.kernels)
+    return Backend(network, sampling, summaries, paged_attention, summaries.kernels, kernels=level.name)
 
 
 class CpuNetworkOps(CpuEdits):

@@ -13,7 +13,7 @@ import { View } from "../view.js";
  * @import { ViewState } from "../view.js"
  * @import { Child } from "../dom.js"
  * @typedef {"running" | "waiting" | "sequences" | "cache" | "found"} CountName
- * @typedef {CountName | "generated" | "prompt" | "uptime" | "version"} Name
+ * @typedef {CountName | "generated" | "prompt" | "uptime" | "kernels" | "version"} Name
  */
 
 const INTERVAL_MILLISECONDS = 1000;
@@ -65,6 +65,7 @@ export default class StatusView extends View {
           row("generated", "Generated tokens a second"),
           row("prompt", "Prompt tokens a second"),
           row("uptime", "Time since the start"),
+          row("kernels", "Kernels that compute"),
           row("version", "Version"),
         ),
       ),
@@ -155,6 +156,7 @@ export default class StatusView extends View {
       generated: speed.generated.toFixed(1),
       prompt: speed.prompt.toFixed(1),
       uptime: duration(status.uptime_seconds),
+      kernels: status.kernels ?? "–",
       version: status.version,
     };
     this.#answer.textContent = sentence(status);
