@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from forwardscope.stage_keys import StageKey, stage_name
 from model.analysis.harvest.documents import Source
 from model.analysis.harvest.manifest import Manifest
 from model.analysis.harvest.rows import COLUMNS
+from model.analysis.harvest.statistics import EDGES
 from model.checkpoints.safetensors_directory import SafetensorsFiles
 from model.errors import InvalidField
 
@@ -37,13 +38,16 @@ class TopExamples:
 class StageStatistics:
     """Statistics of the D numbers of a row. The ones that were not asked for are None.
 
-    `mean` (D,), `variance` (D,) and `covariance` (D, D) are float64; the latter two are divided by N - 1.
+    `mean` (D,), `variance` (D,) and `covariance` (D, D) are float64; the latter two are divided by N - 1. `histogram`
+    (D, 67) counts the numbers between `edges` (66,), powers of two of both signs; the first and the last bin are open.
     """
 
     mean: Tensor | None
     variance: Tensor | None
     covariance: Tensor | None
+    histogram: Tensor | None
     top: TopExamples | None
+    edges: ClassVar[Tensor] = EDGES
 
 
 class Harvest(Mapping[str, Tensor]):
@@ -112,7 +116,7 @@ class Harvest(Mapping[str, Tensor]):
         (file,) = self._files
         found = {}
         for name in self._stages:
-            kinds = ("mean", "variance", "covariance", "top")
+            kinds = ("mean", "variance", "covariance", "histogram", "top")
             tensors = {each: file.read(f"{name}/{each}") for each in kinds if f"{name}/{each}" in file.headers}
             top = tensors.pop("top", None)
             places = {} if top is None else {each: file.read(f"{name}/top_{each}") for each in COLUMNS}

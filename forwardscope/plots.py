@@ -57,8 +57,10 @@ def draw_stage(result: Any, name: Any) -> Picture:
     return draw_maps(maps, titles, dims, [labels[dims[0]], labels[dims[-1]]])
 
 
-def draw_maps(maps: Floats, titles: Sequence[str], dims: Sequence[str], labels: Sequence[Sequence[str]]) -> Picture:
-    """Maps (M, rows, columns) with one colour scale; numbers that are not finite are blank."""
+def draw_maps(values: Any, titles: Sequence[str], dims: Sequence[str], labels: Sequence[Sequence[str]]) -> Picture:
+    """Maps (..., rows, columns) with one colour scale; numbers that are not finite are blank."""
+    maps = to_floats(values)
+    maps = maps.reshape(-1, *maps.shape[-2:])
     if len(maps) > MAX_MAPS:
         raise InvalidArgument("name", f"has {len(maps)} maps, more than {MAX_MAPS}; choose heads in the call")
     num_columns = min(NUM_COLUMNS, len(maps))
@@ -72,10 +74,8 @@ def draw_maps(maps: Floats, titles: Sequence[str], dims: Sequence[str], labels: 
     scale = (
         {"cmap": "Blues", "vmin": 0.0, "vmax": high} if low >= 0 else {"cmap": "RdBu", "vmin": -bound, "vmax": bound}
     )
-    for axes, values, title in zip(grid, maps, titles, strict=False):
-        image = axes.imshow(
-            np.where(np.isfinite(values), values, np.nan), aspect="auto", interpolation="nearest", **scale
-        )
+    for axes, each, title in zip(grid, maps, titles, strict=False):
+        image = axes.imshow(np.where(np.isfinite(each), each, np.nan), aspect="auto", interpolation="nearest", **scale)
         axes.set_title(title, fontsize="small")
         label_axes(axes, dims, labels)
     for axes in grid[len(maps) :]:

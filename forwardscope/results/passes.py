@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import field, fields
 from functools import cached_property
-from typing import Annotated, Any, Generic, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, Self, cast
 
 import numpy as np
 
 from forwardscope.results.records import EMPTY, Array, Doc, Fields, Named, Number, Record
 from forwardscope.results.stages import PositionedToken, PositionPredictions, Stage, StageArrays
 from forwardscope.tensor_files import read_base64
+
+if TYPE_CHECKING:
+    from forwardscope.plots import Picture
 
 
 class AppliedEdit(Record):
@@ -270,6 +273,14 @@ class Patterns(PromptResult, Generic[Array], kw_only=True):
     maps: tuple[PatternMap, ...] = field(repr=False)
     timings: PassTimings
     edits: AppliedEdits = ()
+
+    def plot(self) -> "Picture":
+        """A picture with a map for each head. It needs `pip install "forwardscope[plots]"`."""
+        from forwardscope.plots import draw_maps, plain
+
+        tokens = [plain(token.text) for token in self.tokens] if self.block == 1 else list(map(str, range(self.size)))
+        titles = [f"head {each.layer}.{each.head}" for each in self.maps]
+        return draw_maps(self.values, titles, ["query", "key"], [tokens, tokens])
 
     @property
     def layers(self) -> tuple[int, ...]:

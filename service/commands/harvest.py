@@ -26,6 +26,8 @@ def main() -> None:
     options = make_parser().parse_args()
     logging.basicConfig(level="INFO", format="%(levelname)s %(message)s")
     try:
+        for path in options.texts:
+            path.stat()  # a wrong path is told before the model is loaded
         checkpoint = load_checkpoint(
             options.model,
             dtype=options.dtype,

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,6 +20,7 @@ from forwardscope.local import LocalModel, load
 from forwardscope.local_harvest import Harvest
 from model.analysis.harvest import harvest as harvesting
 from model.analysis.harvest.passes import run_stages
+from model.analysis.harvest.statistics import EDGES, Histogram
 from model.checkpoints.load import load_checkpoint
 from model.errors import InvalidField
 from model.tracing.tap import Recorder
@@ -202,7 +204,7 @@ def test_statistics_are_those_of_the_rows_also_after_an_interruption(
     model: LocalModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = model.harvest(TEXTS, STAGES, tmp_path / "rows", context=20)
-    options: dict[str, Any] = {"context": 20, "statistics": ["mean", "covariance", "top"], "top_k": 3}
+    options: dict[str, Any] = {"context": 20, "statistics": ["covariance", "histogram", "top"], "top_k": 3}
     monkeypatch.setattr("model.analysis.harvest.statistics.SECONDS_PER_FILE", 0.0)
     interrupted(model, tmp_path / "out", 4, monkeypatch, **options)
     assert 0 < Harvest(tmp_path / "out").num_tokens < rows.num_tokens
@@ -217,6 +219,10 @@ def test_statistics_are_those_of_the_rows_also_after_an_interruption(
         assert own.top is not None
         torch.testing.assert_close(own.mean, values.double().mean(0), rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(own.covariance, values.double().T.cov(), rtol=1e-10, atol=1e-14)
+        assert own.histogram is not None
+        for counts, numbers in zip(own.histogram, values.T, strict=True):
+            expected = np.histogram(numbers, np.array([-np.inf, *own.edges.tolist(), np.inf]))[0]
+            assert counts.tolist() == expected.tolist()
         assert torch.equal(own.top.values, values.topk(3, dim=0).values)
         index = values.argmax(0)
         for column in ("ids", "documents", "begins", "ends", "positions"):
@@ -225,6 +231,14 @@ def test_statistics_are_those_of_the_rows_also_after_an_interruption(
     for name in STAGES:
         assert variances[name].covariance is None
         torch.testing.assert_close(variances[name].variance, rows[name].flatten(1).double().var(0))
+
+
+def test_a_bin_of_a_histogram_has_its_lower_edge_and_not_its_upper_one() -> None:
+    numbers = torch.cat([EDGES, torch.tensor([0.0, 1e9, -1e9, 3.0])])
+    histogram = Histogram(torch.zeros((1, len(EDGES) + 1), dtype=torch.int64))
+    histogram.add(numbers[:, None])
+    expected = np.histogram(numbers, np.array([-np.inf, *EDGES.tolist(), np.inf]))[0]
+    assert histogram.counts[0].tolist() == expected.tolist()
 
 
 @pytest.mark.slow

@@ -44,6 +44,12 @@ def test_every_kind_of_stage_has_a_picture(local: LocalModel, stage: str) -> Non
         assert sum(np.isfinite(np.ma.filled(each, np.nan)).sum() for each in images(picture)) == int(finite.sum())
 
 
+def test_the_maps_of_many_heads_are_one_picture(local: LocalModel) -> None:
+    patterns = local.patterns(PROMPT, layers=[1, 4], heads=[0, 3])
+    shown = images(patterns.plot())
+    assert np.array_equal(np.stack(shown), patterns.values.reshape(4, *shown[0].shape))
+
+
 def test_attributions_and_sweeps_have_pictures_of_their_numbers(client: Client) -> None:
     direct = client.attribute("direct", PROMPT, token=" the")
     (shares,) = images(direct.plot())

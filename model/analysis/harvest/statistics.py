@@ -1,4 +1,4 @@
-"""Statistics of stages over a corpus, updated context by context: mean, variance, covariance, and top examples.
+"""Statistics of stages over a corpus, updated context by context: moments, histograms, and top examples.
 
 Each is computed for the numbers of a row: a stage (batch, position, ...) has D of them. Sums are in float64.
 """
@@ -19,7 +19,10 @@ from model.analysis.harvest.rows import COLUMNS, columns_of
 from model.errors import InvalidField
 from model.tracing.stages import Stage
 
-Statistic = Literal["mean", "covariance", "top"]
+Statistic = Literal["mean", "covariance", "histogram", "top"]
+POWERS = 2.0 ** torch.arange(-16, 17)
+EDGES = torch.cat([-POWERS.flip(0), POWERS])
+"""The edges of the bins of histograms: powers of two of both signs. A bin has numbers from its lower edge on."""
 MAX_BYTES = 4 << 30
 SECONDS_PER_FILE = 30.0  # between two files
 
@@ -47,6 +50,19 @@ class Moments:
         self.num_tokens = total
 
 
+class Histogram:
+    """Counts (D, 67) of numbers in the bins between `EDGES`, of which the first and the last are open."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self.counts = counts
+
+    def add(self, rows: Tensor) -> None:
+        """Add rows (T, D)."""
+        size, num_bins = self.counts.shape
+        bins = torch.bucketize(rows.float(), EDGES, right=True) + num_bins * torch.arange(size)
+        self.counts += bins.flatten().bincount(minlength=self.counts.numel()).view(size, num_bins)
+
+
 class TopExamples:
     """The `k` tokens at which each of D numbers is largest: the values (k, D), and the columns (5, k, D) of the tokens.
 
@@ -72,6 +88,7 @@ class Statistics:
         self._top_k = top_k
         self._moments: dict[str, Moments] = {}
         self._top: dict[str, TopExamples] = {}
+        self._histograms: dict[str, Histogram] = {}
         self._columns = torch.empty(0)
         self._num_tokens = manifest.num_tokens
         if manifest.files:
@@ -89,14 +106,18 @@ class Statistics:
     def keep(self, stage: Stage, tensor: Tensor) -> None:
         """Add a stage (1, T, ...) of the pass."""
         rows, name = tensor[0].flatten(1).cpu(), stage.name
+        size = rows.shape[1]
         if "top" in self._kinds:
             if name not in self._top:
-                values = torch.full((self._top_k, rows.shape[1]), -math.inf)
+                values = torch.full((self._top_k, size), -math.inf)
                 self._top[name] = TopExamples(values, torch.full((len(COLUMNS), *values.shape), -1))
             self._top[name].add(rows, self._columns)
-        if self._kinds != ["top"]:
+        if "histogram" in self._kinds:
+            if name not in self._histograms:
+                self._histograms[name] = Histogram(torch.zeros((size, len(EDGES) + 1), dtype=torch.int64))
+            self._histograms[name].add(rows)
+        if "mean" in self._kinds or "covariance" in self._kinds:
             if name not in self._moments:
-                size = rows.shape[1]
                 shape = (size, size) if "covariance" in self._kinds else (size,)
                 mean, deviations = (torch.zeros(each, dtype=torch.float64) for each in ((size,), shape))
                 self._moments[name] = Moments(0, mean, deviations)
@@ -104,7 +125,7 @@ class Statistics:
 
     def write(self, manifest: Manifest, place: Place) -> None:
         """Write a file with the statistics so far: STAGE/mean (D,), STAGE/variance (D,) or STAGE/covariance (D, D),
-        STAGE/top (k, D), and STAGE/top_ids and others (k, D), the columns of the examples.
+        STAGE/histogram (D, 67), STAGE/top (k, D), and STAGE/top_ids and others (k, D), the columns of the examples.
 
         Variances are divided by N - 1. `place` is that of the next token.
         """
@@ -113,6 +134,7 @@ class Statistics:
             kind = "covariance" if moments.deviations.dim() == 2 else "variance"
             tensors[f"{name}/mean"] = moments.mean
             tensors[f"{name}/{kind}"] = moments.deviations / max(moments.num_tokens - 1, 1)
+        tensors |= {f"{name}/histogram": histogram.counts for name, histogram in self._histograms.items()}
         for name, top in self._top.items():
             tensors[f"{name}/top"] = top.values
             tensors |= {f"{name}/top_{column}": each for column, each in zip(COLUMNS, top.columns, strict=True)}
@@ -127,6 +149,8 @@ class Statistics:
             if kind in ("variance", "covariance"):
                 deviations = tensor * max(self._num_tokens - 1, 1)
                 self._moments[name] = Moments(self._num_tokens, tensors[f"{name}/mean"], deviations)
+            elif kind == "histogram":
+                self._histograms[name] = Histogram(tensor)
             elif kind == "top":
                 columns = torch.stack([tensors[f"{name}/top_{column}"] for column in COLUMNS])
                 self._top[name] = TopExamples(tensor, columns)
@@ -138,6 +162,7 @@ def check_size(stages: Sequence[Stage], sizes: Mapping[str, int], kinds: Sequenc
     for stage in stages:
         size = math.prod(stage.shape(sizes))
         num_bytes += 8 * size * (size if "covariance" in kinds else 2)
+        num_bytes += 8 * size * (len(EDGES) + 1) if "histogram" in kinds else 0
         num_bytes += size * top_k * (4 + 8 * len(COLUMNS)) if "top" in kinds else 0
     if num_bytes > MAX_BYTES:
         raise InvalidField("statistics", f"would take {num_bytes} bytes, more than {MAX_BYTES}; choose fewer stages")
