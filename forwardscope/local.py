@@ -15,6 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, cast, get_args, overload
 
+import torch
 from torch import Tensor
 
 from forwardscope import requests
@@ -41,6 +42,7 @@ from forwardscope.results.generations import FinishEvent, Generation, StreamEven
 from forwardscope.results.passes import AppliedEdit, Logits, Pass, PassTimings, Patterns, Trace
 from forwardscope.results.weights import Weight
 from forwardscope.tensor_files import NumpyArray
+from model.analysis.attribution.gradients import GradientTap, differentiable_stages
 from model.analysis.auto_quantization import resolve
 from model.analysis.edit_sources import Network
 from model.analysis.forward_trace import Trace as PassTrace
@@ -53,7 +55,8 @@ from model.choices import Kernels, KVCacheDtype, Quantization
 from model.device import find_device
 from model.errors import ContextOverflow, InvalidField, join_names, join_words, shortened
 from model.network.adapted_network import AdaptedNetwork
-from model.network.adapters import Adapter
+from model.network.adapters import Adapter, PassAdapters
+from model.network.float_network import FloatNetwork
 from model.network.transformer import Transformer
 from model.network.weight_indices import read_part
 from model.network.weight_views import WeightViews
@@ -62,7 +65,7 @@ from model.tracing.edits import BoundEdits
 from model.tracing.hooks import HookContext, Hooks
 from model.tracing.predictions import predict
 from model.tracing.selection import Selection
-from model.tracing.stages import UnknownStage, select, sizes_of
+from model.tracing.stages import Stage, UnknownStage, select, sizes_of
 from model.tracing.tap import Chain, Tap
 
 if TYPE_CHECKING:
@@ -185,6 +188,14 @@ def with_hooks(request: Request, hooks: Hooks | None) -> Request:
     return replace(request, hooks=None, extensions={} if hooks is None else {HOOKS: hooks})
 
 
+def select_stages(table: Sequence[Stage], globs: str | Sequence[str]) -> list[Stage]:
+    """The stages that globs match, and the logits. Raises `InvalidField` for a glob that matches none."""
+    try:
+        return select(table, [*to_texts(globs, "stages"), "logits"])
+    except UnknownStage as error:
+        raise InvalidField("stages", str(error)) from None
+
+
 class LocalModel(Batches):
     """A loaded model. Its methods work like those of `Client` with the same names.
 
@@ -210,6 +221,7 @@ class LocalModel(Batches):
         self.checkpoint = checkpoint
         self._kv_cache_dtype = kv_cache_dtype
         self.name = checkpoint.name
+        self._float_network = FloatNetwork(checkpoint.model, checkpoint.adapters, torch.float32)
         self._client: Client | None = None
         self._transport: InProcessTransport | None = None
 
@@ -250,23 +262,16 @@ class LocalModel(Batches):
             fields |= {"positions": positions, "heads": heads, "targets": targets, "top_k": top_k, "adapter": adapter}
             call = requests.run(prompt, stages, model=model, edits=edits, baseline=baseline, hooks=hooks, **fields)
             return cast(Trace[Tensor], self._send(call))
-        network, ids = self.checkpoint.model, self._ids_of(prompt)
+        network, ids = self.checkpoint.model, self._ids_in_context(prompt)
         config, weight = network.config, network.embed.weight
-        if len(ids) > config.max_positions:
-            raise ContextOverflow("prompt", config.max_positions, len(ids))
         targets = to_targets(targets)
         if top_k is not None and not (type(top_k) is int and 0 <= top_k <= config.vocab_size):
             raise InvalidField("top_k", f"{shortened(top_k)} must be from 0 to {config.vocab_size}, the vocabulary")
         if targets is not None and len(targets) != len(ids):
             raise InvalidField("targets", f"has {len(targets)} entries for {len(ids)} tokens")
         self._check_ids("targets", [each for each in targets or () if each is not None])
-        globs = to_texts(stages, "stages")
-        try:
-            selected = select(self.checkpoint.stages, [*globs, "logits"])
-        except UnknownStage as error:
-            raise InvalidField("stages", str(error)) from None
         selection = Selection(
-            stages=selected,
+            stages=select_stages(self.checkpoint.stages, stages),
             detail="values",
             positions=check_indices("positions", positions, len(ids), "tokens"),
             heads=check_indices("heads", heads, config.num_heads, "heads"),
@@ -298,6 +303,33 @@ class LocalModel(Batches):
 
         with own_errors(own_hooks):
             return self._compute(compute).at(selection.positions)
+
+    def differentiable(
+        self,
+        prompt: str | Sequence[int],
+        stages: str | Sequence[str] = "*",
+        *,
+        adapter: str | None = None,
+        hooks: Mapping[str, Hook] | None = None,
+    ) -> dict[str, Tensor]:
+        """Run a pass with automatic differentiation, and return its stages as tensors of one graph of PyTorch.
+
+        So `torch.autograd.grad` gives the gradient of any number that is computed from these tensors with respect to
+        any of them. The pass is computed in float32, by a copy of the network that the first call makes. The logits are
+        always returned.
+        """
+        ids, checkpoint = self._ids_in_context(prompt), self.checkpoint
+        self._find_adapter(adapter)
+        own_hooks = self._read_hooks(hooks, {})
+        tap = GradientTap(select_stages(differentiable_stages(checkpoint.model.config), stages))
+        network, own_adapter = self._float_network.get(), self._float_network.adapter(adapter)
+        with torch.enable_grad(), own_errors(own_hooks):
+            network(
+                torch.tensor([ids], device=network.embed.weight.device),
+                tap=tap if own_hooks is None else Chain(own_hooks.tap(0, len(ids)), tap),
+                adapters=None if own_adapter is None else PassAdapters.of(own_adapter),
+            )
+        return tap.kept
 
     def _describe(self, found: PassTrace, rows: Sequence[int], top_k: int) -> dict[str, Any]:
         """The fields of a `Pass`."""
@@ -446,6 +478,12 @@ class LocalModel(Batches):
         if not ids:
             raise InvalidField("prompt", "is empty; it needs at least one token")
         self._check_ids("prompt", ids)
+        return ids
+
+    def _ids_in_context(self, prompt: str | Sequence[int]) -> list[int]:
+        ids, limit = self._ids_of(prompt), self.checkpoint.model.config.max_positions
+        if len(ids) > limit:
+            raise ContextOverflow("prompt", limit, len(ids))
         return ids
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
