@@ -11,7 +11,7 @@ from model.errors import InvalidField
 from model.text.chat_template import ChatTemplate
 from model.text.roles import standard_role
 from service.answers.call_ids import demands_short_ids, with_short_ids
-from service.answers.call_text import refuse_constant
+from service.answers.json_calls import refuse_constant
 from service.answers.offered_tools import OfferedTools
 from service.answers.openai_answers import check_implemented
 from service.answers.prompts import tokenize

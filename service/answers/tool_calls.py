@@ -8,6 +8,9 @@ from model.text.thinking import num_partial
 from service.answers.call_forms import FORMS, Form
 from service.answers.call_text import CallText, NoCall, Read
 from service.answers.chat_pieces import CallArguments, Content, Piece
+from service.answers.json_calls import read_json_calls, read_named_call
+from service.answers.python_calls import read_python_calls
+from service.answers.xml_calls import read_xml_call
 from service.http.openai_schemas import JsonObject
 
 FREE_RETRIES = 4096  # characters that are read again in any text
@@ -109,15 +112,15 @@ class ToolCallParser:
         source = self._text
         first = "<function=" if mark == "<function=" else (yield from source.skip())
         if first == "{" or (first == "[" and not (yield from self._is_python_list())):
-            yield from source.json_calls()
+            yield from read_json_calls(source)
         elif first == "[" or (self._form == "block" and mark):
-            yield from source.python_calls()
+            yield from read_python_calls(source)
         elif first.startswith("<"):
             if mark != first:
                 yield from source.expect("<function=")
-            yield from source.xml_call()
+            yield from read_xml_call(source)
         elif self._form == "list" and mark:
-            yield from source.named_call()
+            yield from read_named_call(source)
         else:
             raise NoCall
 

@@ -178,6 +178,13 @@ def test_a_call_arrives_while_it_is_written(form: Form, text: str, content: str,
     assert begin <= arguments[0][0] < arguments[-1][0]
 
 
+@pytest.mark.parametrize("properties", [[1], {"city": 7}, {"city": {"type": 5, "anyOf": 3}}, {"city": {"oneOf": [1]}}])
+def test_any_schema_of_a_client_may_have_arguments_that_are_text(properties: Any) -> None:
+    functions = {"get_weather": {"type": "object", "properties": properties}}
+    text = "<function=get_weather><parameter=city>Zürich</parameter></function>"
+    assert message_of(ToolCallParser("xml", functions, lambda: "id"), [text]).calls[0].arguments == '{"city": "Zürich"}'
+
+
 @pytest.mark.parametrize(
     ("text", "content", "arguments"),
     [

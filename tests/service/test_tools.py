@@ -332,6 +332,22 @@ def test_system_messages_at_any_place_are_text_of_the_user(tmp_path: Path, start
     assert model.chat(messages, max_tokens=1).usage.prompt_tokens == usage["prompt_tokens"]
 
 
+def test_a_template_with_another_name_for_tools_writes_them(tmp_path: Path, start: Start) -> None:
+    """That of SmolLM3 reads `xml_tools`, and no calls: those of earlier answers become text."""
+    template = "{% if xml_tools %}<tools>{{ xml_tools }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    service = start_with(start, tmp_path / "xml", template + "{% endfor %}")
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        USER,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "b", "tool_call_id": "a"},
+    ]
+    prompt = prompt_of(service, messages=messages, tools=[tool("f", None)])
+    assert prompt.startswith("<tools>[{'type': 'function', 'function': {'name': 'f'")
+    assert "You can call" not in prompt
+    assert '<assistant><tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>' in prompt
+
+
 def test_marks_that_are_special_tokens_are_seen_in_the_text(tmp_path: Path, start: Start) -> None:
     """In a vocabulary of Mistral the mark has no text. The answer here is forced with a bias, token by token."""
     directory = write_checkpoint(tmp_path / "mark", extra_token="[TOOL_CALLS]", max_position_embeddings=2048)
