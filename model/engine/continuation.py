@@ -40,9 +40,9 @@ class Continuation:
 
     @property
     def can_draft(self) -> bool:
-        """Whether tokens may be drafted: the request has neither a trace nor functions of its own."""
+        """Whether tokens may be drafted: the request has neither a trace nor functions or rules of its own."""
         request = self.request
-        return request.trace is None and request.tap is None and not request.params.sampling.processors
+        return request.trace is None and request.tap is None and not request.params.sampling.reads_tokens
 
     def mark_started(self) -> bool:
         """Note that a step begins, and return whether it is the first one."""

@@ -21,6 +21,7 @@ from model.ops.interface import Argmax, Draw, SamplingOps
 from model.ops.torch_ops import TORCH
 from model.ops.torch_sampling import unpack_masks
 from model.text.constraint import TokenMasks
+from model.text.token_rules import TokenRules
 
 Processor = Callable[[Sequence[int], Tensor], Tensor]
 """(tokens so far, logits (V,)) -> logits (V,). Processors run before biases, penalties and all other parameters."""
@@ -72,6 +73,7 @@ class SamplingParams:
     - `logit_bias`: added to the logits of its token ids.
     - `seed`: determines the noise; None takes a random seed.
     - `processors`: functions that change the logits before all other parameters apply.
+    - `rules`: which tokens may be chosen; they apply after the processors.
     """
 
     temperature: float = 1.0
@@ -84,6 +86,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     processors: Sequence[Processor] = ()
+    rules: TokenRules = field(default_factory=TokenRules)
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, 0, math.inf)
@@ -102,6 +105,11 @@ class SamplingParams:
                 reason = f"{shortened(bias)} for token {token_id} must be a number between -100 and 100"
                 raise InvalidField("logit_bias", reason)
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the logits change depending on the tokens so far."""
+        return bool(self.processors or self.rules)
+
     def for_continuation(self, index: int) -> "SamplingParams":
         """The parameters of continuation `index` of a request. Its seed is the request's seed plus `index`."""
         return self if self.seed is None else replace(self, seed=(self.seed + index) % 2**63)
@@ -114,13 +122,13 @@ class Sampler:
         self.params = params
         self._seed = secrets.randbits(63) if params.seed is None else params.seed
         self._num_drawn = 0
-        self._tokens = list(prompt_ids) if params.processors else []
+        self._tokens = list(prompt_ids) if params.reads_tokens else []
         self.bias = _bias_tensors(params.logit_bias)
         """Token ids (K,), and the values (K,) to add to their logits."""
         self._has_penalties = bool(
             params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         )
-        self.changes_logits = self._has_penalties or len(params.logit_bias) > 0 or len(params.processors) > 0
+        self.changes_logits = self._has_penalties or len(params.logit_bias) > 0 or params.reads_tokens
         self._columns: dict[int, int] = {}  # token id -> its column in `_ids_and_counts`
         self._ids_and_counts = torch.zeros(2, 64, dtype=torch.int64)  # doubled in size when it is full
         if self._has_penalties:
@@ -138,13 +146,14 @@ class Sampler:
         return self._ids_and_counts[:, : len(self._columns)]
 
     def run_processors(self, logits: Tensor) -> Tensor:
-        """Apply the request's own processors: logits (V,) -> logits (V,)."""
+        """Apply the request's own processors and rules: logits (V,) -> logits (V,)."""
         for processor in self.params.processors:
             processed = processor(self._tokens, logits)
             if processed.shape != logits.shape:
                 raise ValueError(f"a processor returned {tuple(processed.shape)} for logits {tuple(logits.shape)}")
             logits = processed
-        return logits
+        rules = self.params.rules
+        return rules.apply(logits, self._tokens, self._num_drawn) if rules else logits
 
     def draw(self, row: int) -> Draw:
         """Describe how to draw the next token from the logits of row `row`."""
@@ -168,7 +177,7 @@ class Sampler:
     def append(self, token_id: int) -> None:
         """Add a token to the output."""
         self._num_drawn += 1
-        if self.params.processors:
+        if self.params.reads_tokens:
             self._tokens.append(token_id)
         if self._has_penalties:
             column = self._columns.setdefault(token_id, len(self._columns))
@@ -264,7 +273,7 @@ def _draw_each(
 def _adjust_logits(logits: Tensor, samplers: Sequence[Sampler], failures: dict[int, Exception]) -> Tensor:
     """Apply processors, biases and penalties: logits (R, V) -> (R, V). The errors of rows are added to `failures`."""
     for row, sampler in enumerate(samplers):
-        if sampler.params.processors:
+        if sampler.params.reads_tokens:
             try:
                 processed = sampler.run_processors(logits[row].clone())
                 logits = logits.index_copy(0, torch.tensor([row], device=logits.device), processed.float()[None])

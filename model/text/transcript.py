@@ -71,6 +71,9 @@ class GenerationParams:
     - `max_tokens`: the maximum number of tokens of each continuation; 0 only computes the prompt.
     - `n`: the number of continuations of the prompt. Continuation i uses the request's seed plus i.
     - `stop`: strings that end a continuation. Its text ends before the string.
+    - `min_tokens`: stop strings are searched for only after this many tokens. `SamplingParams.rules` excludes stop
+      tokens before.
+    - `includes_stop`: the text ends after the stop string, not before it.
     - `stop_token_ids`: tokens that end a continuation. They are its last token, without text.
     - `logprobs`: for each new token, the number of most likely tokens to report beside it; None reports no logprobs.
     - `prompt_logprobs`: the same for each token of the prompt, from the token `prompt_logprobs_start` on. With such a
@@ -89,6 +92,8 @@ class GenerationParams:
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
     echo: bool = False
+    min_tokens: int = 0
+    includes_stop: bool = False
     constraint: Constraint | None = None
     stop_index: StopIndex | None = field(init=False, repr=False, compare=False)
 
@@ -121,6 +126,8 @@ class GenerationParams:
         if self.max_tokens > room:
             field = "prompt" if room < 1 else "max_tokens"
             raise ContextOverflow(field, max_positions, num_prompt, self.max_tokens)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidField("min_tokens", f"{self.min_tokens} is more than max_tokens, which is {self.max_tokens}")
         if self.constraint is not None and not has_tokenizer:
             raise InvalidField(self.constraint.field, "the checkpoint has no tokenizer, so there is no text")
         if self.stop and not has_tokenizer:
@@ -242,7 +249,10 @@ class Transcript:
             rest = self._detokenizer.flush() if is_last else ""
             piece, self._num_decoded = piece + rest, self._num_decoded + len(rest)
             offset = self._num_decoded if is_stop_token else offset
-        text, stop = self._stops.push(piece)
+        is_searched = self._num_generated > self._params.min_tokens
+        text, stop = self._stops.push(piece) if is_searched else (piece, None)
+        if stop is not None and self._params.includes_stop:
+            text += stop
         self._num_returned += len(text)
         if stop is not None:
             offset = min(offset, self._num_returned)

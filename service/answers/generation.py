@@ -131,6 +131,10 @@ class Generation:
         if isinstance(output.error, NoFiniteMaximum) and self.edits[index // self.params.n] is not None:
             reason = "the edited pass gives logits that are not finite; use smaller numbers"
             output = replace(output, error=InvalidField("edits", reason))
+        if isinstance(output.error, NoFiniteMaximum) and (rules := self.params.sampling.rules):
+            field = "bad_words" if rules.banned else "min_tokens" if rules.min_tokens else "allowed_token_ids"
+            reason = "no token is left that could follow; exclude fewer, or leave out the grammar"
+            output = replace(output, error=InvalidField(field, reason))
         if output.error is not None and not isinstance(output.error, (InvalidField, LostRank)):
             logger.error("generation %s failed", self.id, exc_info=output.error)
         if output.error is not None:

@@ -17,6 +17,7 @@ from model.engine.trace_params import TraceParams
 from model.errors import InvalidField
 from model.text.constraint import Constraint
 from model.text.sampling import SamplingParams
+from model.text.token_rules import TokenRules
 from model.text.transcript import GenerationParams
 from model.tracing.edits import EditPlan
 from service.answers.budget import Budget, total
@@ -120,6 +121,7 @@ def num_preparations(body: GenerationRequest, num_prompts: int, planner: EditPla
     """The number of strings, prompts and edits that `make_plan` prepares, as an estimate of its time."""
     stages = body.trace.stages if body.trace is not None else None
     num_strings = len(stages or ()) + (len(body.stop) if isinstance(body.stop, list) else 0)
+    num_strings += len(body.bad_words)
     return num_strings + num_prompts * (1 + (0 if planner is None else planner.num_checks))
 
 
@@ -273,6 +275,7 @@ def read_params(inputs: Inputs) -> GenerationParams:
     eos_token_ids = () if body.ignore_eos else eos_token_ids
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
     named_ids = frozenset() if checkpoint.tokenizer is None else checkpoint.tokenizer.special_ids(stop)
+    stop_token_ids = frozenset(body.stop_token_ids) | frozenset(eos_token_ids) | named_ids
     try:
         return GenerationParams(
             n=options.n,
@@ -283,9 +286,12 @@ def read_params(inputs: Inputs) -> GenerationParams:
                 frequency_penalty=body.frequency_penalty,
                 logit_bias=read_bias(body.logit_bias, config.vocab_size),
                 seed=find_seed(body, options),
+                rules=read_rules(body, checkpoint, stop_token_ids),
             ),
             stop=stop,
-            stop_token_ids=frozenset(body.stop_token_ids) | frozenset(eos_token_ids) | named_ids,
+            stop_token_ids=stop_token_ids,
+            min_tokens=body.min_tokens,
+            includes_stop=body.include_stop_str_in_output,
             logprobs=options.logprobs,
             prompt_logprobs=options.prompt_logprobs,
             prompt_logprobs_start=options.num_shared,
@@ -294,6 +300,33 @@ def read_params(inputs: Inputs) -> GenerationParams:
         )
     except InvalidField as error:
         raise invalid_field(error) from None
+
+
+def read_rules(body: GenerationRequest, checkpoint: Checkpoint, stop_token_ids: frozenset[int]) -> TokenRules:
+    """The rules on which tokens may be chosen. Raises 400 for those that exclude all."""
+    vocab_size, tokenizer = checkpoint.model.config.vocab_size, checkpoint.tokenizer
+    check_ids(body.allowed_token_ids or (), vocab_size, "allowed_token_ids")
+    banned: dict[tuple[int, ...], None] = {}
+    if body.bad_words and tokenizer is None:
+        raise invalid("bad_words", "this checkpoint has no tokenizer.json, so there are no words", "no_tokenizer")
+    for index, word in enumerate(body.bad_words):
+        assert tokenizer is not None
+        for text in (word, f" {word.lstrip()}"):  # at the beginning of a text, and inside of it
+            if ids := tuple(tokenizer.encode(text, add_special_tokens=False)):
+                banned[ids] = None
+            else:
+                raise invalid(f"bad_words.{index}", "is empty; send a word")
+    rules = TokenRules(
+        allowed=body.allowed_token_ids or (),
+        min_tokens=body.min_tokens,
+        stop_token_ids=sorted(stop_token_ids) if body.min_tokens else (),
+        banned=list(banned),
+    )
+    excluded = {*rules.stop_token_ids, *(ids[-1] for ids in rules.banned)}
+    if body.allowed_token_ids is not None and not set(body.allowed_token_ids) - excluded:
+        reason = "leaves no token, as min_tokens excludes stop tokens and bad_words their last ones; send more"
+        raise invalid("allowed_token_ids", reason)
+    return rules
 
 
 def find_seed(body: GenerationRequest, options: Options) -> int | None:

@@ -10,6 +10,8 @@ from service.http.schemas import PROMPT, EditedRequest, Globs, Positions, exampl
 ChoiceText = Annotated[Text, Field(min_length=1, max_length=1 << 12)]
 MAX_TOP_K = 2**31 - 1
 MAX_ENTRIES = 1024
+MAX_BAD_WORDS = 64
+BadWord = Annotated[Text, Field(min_length=1, max_length=200)]
 MAX_GRAMMAR_BYTES = 1 << 16
 
 
@@ -92,6 +94,18 @@ class GenerationRequest(EditedRequest):
     )
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), at_most(MAX_ENTRIES)] = Field(
         [], max_length=MAX_ENTRIES, description="token ids that end the text"
+    )
+    min_tokens: int = Field(
+        0, ge=0, description="no stop token is chosen, and no stop string found, before the text has this many tokens"
+    )
+    include_stop_str_in_output: bool = Field(False, description="end the text after the stop string, not before it")
+    bad_words: Annotated[list[BadWord], Field(fail_fast=True), at_most(MAX_BAD_WORDS)] = Field(
+        [],
+        max_length=MAX_BAD_WORDS,
+        description="words whose tokens are never chosen, as vLLM tokenizes them: alone and after a space",
+    )
+    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True), at_most(MAX_ENTRIES)] | None = Field(
+        None, min_length=1, max_length=MAX_ENTRIES, description="no other tokens are chosen"
     )
     ignore_eos: bool = Field(False, description="continue after the end-of-sequence tokens of the checkpoint")
     structured_outputs: StructuredOutputs | None = Field(

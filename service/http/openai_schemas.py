@@ -86,7 +86,7 @@ class OtherServers(Nullable):
     max_output_tokens: Any = not_implemented(-1, instead="max_tokens")
     n_predict: Any = not_implemented(-1, instead="max_tokens")
     num_predict: Any = not_implemented(-1, instead="max_tokens")
-    min_new_tokens: Any = not_implemented(0)
+    min_new_tokens: Any = not_implemented(0, instead="min_tokens")
     stop_sequences: Any = not_implemented([], "", instead="stop")
     do_sample: Any = not_implemented(True, instead="temperature: 0")
     repeat_penalty: Any = not_implemented(1, 1.0, instead="repetition_penalty")
@@ -152,14 +152,10 @@ class OpenAIRequest(OtherServers, GenerationRequest):
     priority: Ignored
     use_beam_search: Any = not_implemented(False)
     length_penalty: Any = not_implemented(1, 1.0)
-    min_tokens: Any = not_implemented(0)
-    include_stop_str_in_output: Any = not_implemented(False)
     skip_special_tokens: Any = not_implemented(True)
     spaces_between_special_tokens: Ignored
     truncate_prompt_tokens: Any = not_implemented()
     detokenize: Any = not_implemented(True)
-    bad_words: Any = not_implemented([])
-    allowed_token_ids: Any = not_implemented()
     request_id: Ignored
 
     @model_validator(mode="before")
@@ -208,7 +204,10 @@ class CompletionRequest(OpenAIRequest):
         None, ge=1, description="generate this many continuations, and return the `n` with the highest mean logprob"
     )
     add_special_tokens: bool = Field(True, description="add the checkpoint's special tokens to a text")
-    suffix: Any = not_implemented("")
+    suffix: Text = Field(
+        "",
+        description="the text after the new one, for models that fill in the middle; the prompt is what is before it",
+    )
 
 
 # POST /v1/chat/completions

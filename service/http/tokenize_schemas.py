@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from service.http.field_types import Text, TokenIds, at_most
-from service.http.openai_schemas import MAX_MESSAGES, Message
+from service.http.openai_schemas import MAX_MESSAGES, JsonObject, Message, Tool
 from service.http.schemas import PROMPT, ModelRequest, example
 
 
@@ -25,6 +25,10 @@ class TokenizeRequest(ModelRequest):
     add_generation_prompt: bool = Field(
         True, description="with `messages`: end the prompt with the beginning of an answer"
     )
+    tools: Annotated[list[Tool], Field(fail_fast=True), at_most(128)] = Field(
+        [], description="with `messages`: the functions that the chat would offer"
+    )
+    chat_template_kwargs: JsonObject = Field({}, description="with `messages`: variables for the chat template")
     add_special_tokens: bool = Field(
         True, description="add the special tokens of the checkpoint to a text; a chat template writes its own"
     )

@@ -9,7 +9,7 @@ from model.checkpoints.load import Checkpoint
 from model.text.tokenizer import Tokenizer, TooManyTokens
 from service.answers.budget import Budget, ResponseContents
 from service.answers.conversations import conversation_ids, find_template
-from service.answers.offered_tools import OfferedTools
+from service.answers.offered_tools import read_tools
 from service.answers.prompts import check_ids, longest_token_bytes, token_answers, token_text
 from service.http.access_log import note_tokens
 from service.http.bodies import JsonRoute
@@ -33,6 +33,9 @@ async def tokenize(body: TokenizeRequest, request: Request, state: StateDep, che
     field, text = find_text(body)
     if body.messages is not None:
         return await tokenize_messages(body, request, state, checkpoint)
+    for name in ("tools", "chat_template_kwargs"):
+        if getattr(body, name):
+            raise wrong_shape(name, "is for a conversation; send messages, or leave it out", "invalid_value")
     tokenizer = _require(checkpoint.tokenizer, field)
     num_bytes = len(text.encode())
     max_tokens = num_bytes + SPECIAL_TOKENS  # each token of the text has at least one byte
@@ -61,9 +64,9 @@ async def tokenize_messages(body: TokenizeRequest, request: Request, state: Stat
         reason = "must be false with messages, because the chat template writes special tokens itself"
         raise wrong_shape("add_special_tokens", reason, "invalid_value")
     template = find_template(checkpoint)
-    fields = {"messages": body.messages, "add_generation_prompt": body.add_generation_prompt}
-    chat = ChatRequest.model_validate(fields)
-    ids = await conversation_ids(chat, OfferedTools(), request, state, checkpoint, template)
+    names = ("messages", "add_generation_prompt", "tools", "chat_template_kwargs")
+    chat = ChatRequest.model_validate({name: getattr(body, name) for name in names})
+    ids = await conversation_ids(chat, read_tools(chat), request, state, checkpoint, template)
     note_tokens(request, len(ids))
     contents = ResponseContents(num_tokens=len(ids), token_bytes=longest_token_bytes(checkpoint))
     budget = Budget(contents.num_bytes, 0, "messages")

@@ -43,9 +43,26 @@ def test_the_beginning_of_an_answer_can_be_left_out(tmp_path: Path, start: Start
     assert "".join(token["text"] for token in without).endswith("on")
 
 
+def test_tools_and_variables_of_the_template_count_as_in_a_chat(tmp_path: Path, start: Start) -> None:
+    directory = write_checkpoint(tmp_path / "tools")
+    template = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{{ mood }}{{ messages[0].content }}"
+    (directory / "chat_template.jinja").write_text(template)
+    service = start(model=str(directory))
+    body = {
+        "messages": [{"role": "user", "content": "sat"}],
+        "tools": [{"type": "function", "function": {"name": "mat"}}],
+        "chat_template_kwargs": {"mood": "log"},
+    }
+    tokens = service.answer("/tokenize", **body)["tokens"]
+    assert "".join(token["text"] for token in tokens) == "matlogsat"
+    chat = service.answer("/v1/chat/completions", **body, max_tokens=1, return_token_ids=True)
+    assert chat["prompt_token_ids"] == [token["id"] for token in tokens]
+
+
 @pytest.mark.parametrize(
     ("body", "status", "param"),
     [
+        ({"text": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, 422, "tools"),
         ({"messages": []}, 422, "messages"),
         ({"messages": [{"role": "nobody", "content": "a"}]}, 422, "messages.0.role"),
         ({"messages": [{"role": "user"}]}, 400, "messages.0.content"),

@@ -161,7 +161,7 @@ def test_they_are_in_the_log_and_counted(tiny: Running, caplog: pytest.LogCaptur
 
 
 def test_a_refused_request_names_them_as_well(tiny: Running) -> None:
-    response = tiny.post(CHAT, after(USER | {"parsed": 1}) | {"suffix": "x", "bad_words": ["y"]})
+    response = tiny.post(CHAT, after(USER | {"parsed": 1}) | {"suffix": "x", "use_beam_search": True})
     assert response.status_code == 400
     assert response.headers["x-ignored-fields"] == "suffix, messages.0.parsed"
 
@@ -183,10 +183,8 @@ def test_names_of_clients_cannot_break_the_header_or_the_log() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "neutral"),
     [
-        ("bad_words", ["a"], []),
         ("functions", [{"name": "f"}], []),
         ("function_call", {"name": "f"}, "auto"),
-        ("min_tokens", 5, 0),
         ("max_new_tokens", 5, -1),
         ("stop_sequences", ["a"], []),
         ("repeat_penalty", 1.1, 1.0),

@@ -9,6 +9,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from forwardscope.results.openai import Completion, CompletionChoice, CompletionLogprobs
+from model.text.fill_in_middle import middle_prompt
 from model.text.transcript import End, TokenOutput
 from service.answers.constraints import compile_constraint, structured_output
 from service.answers.generation import Choice, ChoiceOutput, Generation, start_generation, whole_answer
@@ -88,17 +89,23 @@ async def read_prompts(body: CompletionRequest, request: Request, state: State) 
     checkpoint, prompt = state.checkpoint, body.prompt
     assert checkpoint is not None
     prompts, is_list = as_list(prompt)
-    return [
-        await prompt_ids(
-            request,
-            state,
-            checkpoint,
-            each,
-            param=param_of("prompt", index, is_list),
-            add_special_tokens=body.add_special_tokens,
-        )
-        for index, each in enumerate(prompts)
-    ]
+    params = [param_of("prompt", index, is_list) for index in range(len(prompts))]
+    read = partial(prompt_ids, request, state, checkpoint, add_special_tokens=body.add_special_tokens)
+    if not body.suffix:
+        return [await read(each, param) for each, param in zip(prompts, params, strict=True)]
+    if body.echo:
+        raise invalid("echo", "cannot be combined with suffix; leave one of them out")
+    tokenizer = checkpoint.tokenizer
+    special = [] if tokenizer is None or not body.add_special_tokens else tokenizer.encode("")
+    read = partial(read, add_special_tokens=False)
+    after = await read(body.suffix, "suffix")
+    found = []
+    for each, param in zip(prompts, params, strict=True):
+        middle = tokenizer and middle_prompt(tokenizer, await read(each, param) if each else [], after)
+        if not middle:
+            raise invalid("suffix", "the tokenizer of this model has no tokens to fill in the middle; leave it out")
+        found.append([*special, *middle])
+    return found
 
 
 class Writer:

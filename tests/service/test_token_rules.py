@@ -1,0 +1,108 @@
+"""Fields that say which tokens a generation may choose, and where its text ends."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.text.token_rules import TokenRules
+from tests.service.checkpoints import write_checkpoint
+from tests.service.running import Running, running
+from tests.service.test_bad_input import check_error
+
+IDS = [5, 9, 77, 200, 31, 8]
+BODY: dict[str, Any] = {"prompt": IDS, "max_tokens": 8, "seed": 3, "temperature": 1.5}
+
+
+def tokens_of(service: Running, **fields: Any) -> list[int]:
+    tokens: list[int] = service.answer("/generate", **BODY | fields)["tokens"]
+    return tokens
+
+
+def test_no_other_tokens_than_the_allowed_ones_are_chosen(tiny: Running) -> None:
+    plain, allowed = tokens_of(tiny, ignore_eos=True), [7, 60, 61]
+    assert not set(plain) <= set(allowed)
+    for temperature in (0, 1.5):
+        chosen = tokens_of(tiny, allowed_token_ids=allowed, temperature=temperature, ignore_eos=True)
+        assert len(chosen) == 8
+        assert set(chosen) <= set(allowed)
+
+
+def test_a_stop_token_is_chosen_only_after_the_minimum(tiny: Running) -> None:
+    body: dict[str, Any] = {"stop_token_ids": [7], "allowed_token_ids": [7, 60], "logit_bias": {"7": 100}}
+    assert tokens_of(tiny, **body) == [7]
+    assert tokens_of(tiny, **body, min_tokens=3) == [60, 60, 60, 7]
+    assert tokens_of(tiny, **body, min_tokens=8) == [60] * 8
+
+
+def test_a_stop_string_counts_only_after_the_minimum_and_may_be_in_the_text(tiny: Running) -> None:
+    cat = tiny.answer("/tokenize", text="a")["tokens"][0]["id"]
+    body = {**BODY, "allowed_token_ids": [cat], "stop": ["aa"], "ignore_eos": True}
+    assert tiny.answer("/generate", **body)["text"] == ""
+    assert tiny.answer("/generate", **body, include_stop_str_in_output=True)["text"] == "aa"
+    found = tiny.answer("/generate", **body, min_tokens=4, include_stop_str_in_output=True)
+    assert (found["text"], found["finish_reason"], len(found["tokens"])) == ("a" * 6, "stop", 6)
+
+
+def test_bad_words_are_not_written(tiny: Running) -> None:
+    cat, dog = (tiny.answer("/tokenize", text=f" {word}")["tokens"][0]["id"] for word in ("cat", "dog"))
+    body: dict[str, Any] = {"allowed_token_ids": [cat, dog], "logit_bias": {str(cat): 50}, "ignore_eos": True}
+    assert tokens_of(tiny, **body) == [cat] * 8
+    assert tokens_of(tiny, **body, bad_words=["cat"]) == [dog] * 8
+
+
+def test_the_last_token_of_a_banned_sequence_may_follow_other_tokens() -> None:
+    rules = TokenRules(banned=[(1, 2, 3)])
+    assert rules.excluded([9, 1, 2], 1) == [3]
+    assert rules.excluded([9, 2, 2], 1) == rules.excluded([2], 1) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"min_tokens": 9}, 400, "min_tokens"),
+        ({"min_tokens": -1}, 422, "min_tokens"),
+        ({"allowed_token_ids": []}, 422, "allowed_token_ids"),
+        ({"allowed_token_ids": [284]}, 400, "allowed_token_ids.0"),
+        ({"allowed_token_ids": [0], "min_tokens": 1}, 400, "allowed_token_ids"),
+        ({"bad_words": [""]}, 422, "bad_words.0"),
+        ({"bad_words": ["a"] * 65}, 422, "bad_words"),
+        ({"include_stop_str_in_output": 1}, 422, "include_stop_str_in_output"),
+    ],
+)
+def test_a_rule_that_cannot_be_followed_is_refused(
+    tiny: Running, body: dict[str, Any], status: int, param: str
+) -> None:
+    check_error(tiny.post("/generate", BODY | body), status, param)
+
+
+def test_a_grammar_that_the_rules_contradict_ends_with_an_error_that_names_them(tiny: Running) -> None:
+    body = BODY | {"structured_outputs": {"regex": "[ab]+"}, "allowed_token_ids": [7]}
+    check_error(tiny.post("/generate", body), 400, "allowed_token_ids")
+
+
+def test_the_middle_of_a_text_is_filled_in_after_the_tokens_of_the_model(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "fim")
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text())
+    for index, name in enumerate(("<fim_prefix>", "<fim_suffix>", "<fim_middle>")):
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        content["added_tokens"].append({"id": 280 + index, "content": name, **flags})
+    path.write_text(json.dumps(content))
+    with running(model=str(directory)) as service:
+        ids = {
+            text: [token["id"] for token in service.answer("/tokenize", text=text)["tokens"]]
+            for text in ("the cat", " the mat")
+        }
+        body = {"suffix": " the mat", "max_tokens": 2, "return_token_ids": True}
+        found = service.answer("/v1/completions", prompt=["the cat", ""], **body)["choices"]
+        assert [choice["prompt_token_ids"] for choice in found] == [
+            [280, *ids["the cat"], 281, *ids[" the mat"], 282],
+            [280, 281, *ids[" the mat"], 282],
+        ]
+        check_error(service.post("/v1/completions", body | {"prompt": "a", "echo": True}), 400, "echo")
+
+
+def test_a_suffix_needs_a_model_that_fills_in_the_middle(tiny: Running) -> None:
+    check_error(tiny.post("/v1/completions", {"prompt": "a", "suffix": "b"}), 400, "suffix")
