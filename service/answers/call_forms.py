@@ -46,6 +46,7 @@ FORMS: dict[Form, Marks] = {
 }
 MARK_TOKENS = ("[ARGS]", "[CALL_ID]", *(mark for marks in FORMS.values() for mark in (*marks.begin, marks.end) if mark))
 """Marks that are special tokens in some vocabularies, which have no text there."""
+SYSTEM_TOOLS = "<|tool|>"  # before the functions in a system message of Phi-4-mini
 PYTHONIC = re.compile(r"\[\w+\(\w+=")  # an example of the form, such as [func_name(params_name=params_value)]
 
 
@@ -58,6 +59,8 @@ def form_of(template: str) -> Form:
         return "tagged"
     if PYTHONIC.search(template):
         return "pythonic"
+    if SYSTEM_TOOLS in template:
+        return "piped"
     others: tuple[Form, ...] = ("list", "piped", "function_call", "block", "bare")
     for form in others:
         if FORMS[form].begin[0].lstrip("`") in template:

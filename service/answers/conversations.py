@@ -10,12 +10,13 @@ from model.checkpoints.load import Checkpoint
 from model.errors import InvalidField
 from model.text.chat_template import ChatTemplate
 from model.text.roles import standard_role
+from service.answers.call_forms import SYSTEM_TOOLS
 from service.answers.call_ids import demands_short_ids, with_short_ids
 from service.answers.json_calls import refuse_constant
 from service.answers.offered_tools import OfferedTools
 from service.answers.openai_answers import check_implemented
 from service.answers.prompts import tokenize
-from service.answers.tools_as_text import without_tools
+from service.answers.tools_as_text import in_system_message, without_tools
 from service.http.errors import invalid, invalid_field
 from service.http.json_values import check_values, max_values
 from service.http.openai_schemas import ChatRequest, JsonObject, Message
@@ -72,7 +73,11 @@ async def conversation_ids(
         if not template.uses("tools"):
             if template.uses("xml_tools"):  # of SmolLM3
                 variables["xml_tools"], definitions = definitions, []
-            messages, definitions = without_tools(messages, definitions), []
+            has_place = SYSTEM_TOOLS in template.source_for(with_tools=False)  # of Phi-4-mini
+            messages = without_tools(messages, [] if has_place else definitions)
+            if has_place and definitions:
+                messages = in_system_message(messages, definitions)
+            definitions = []
         elif demands_short_ids(template.source_for(with_tools=bool(definitions))):
             messages = with_short_ids(messages)
 

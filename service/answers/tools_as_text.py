@@ -1,4 +1,4 @@
-"""Conversations for chat templates that have no tools: calls and their results become text."""
+"""Conversations for chat templates that have no tools, or only a place for them: calls and results become text."""
 
 import json
 from collections.abc import Sequence
@@ -22,6 +22,13 @@ def without_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, 
     if rewritten[0]["role"] == "system":
         text = f"{joined_text(rewritten.pop(0)['content'])}\n\n{text}".strip()
     return [{"role": "system", "content": text}, *rewritten]
+
+
+def in_system_message(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put the functions into the system message, as a template reads them that has `tools` only there."""
+    system = messages[0] if messages[0]["role"] == "system" else {"role": "system", "content": ""}
+    described = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    return [system | {"tools": described}, *(messages[1:] if messages[0]["role"] == "system" else messages)]
 
 
 def as_text(message: dict[str, Any]) -> dict[str, Any]:

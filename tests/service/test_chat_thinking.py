@@ -85,9 +85,11 @@ def test_a_grammar_begins_after_the_thinking_also_in_drafts(tiny_directory: Path
         return [tuple(has_bit(row, each) for each in (a, b, stop)) for row in words]
 
     thinks, answers, ends = (True, True, False), (True, False, False), (False, False, True)
-    # "b" is the mark at the end of the thinking.
-    inside = GrammarState(constraint.after_thinking(Thoughts(True, None, None, b"b", tokenizer.streamed_bytes)), [stop])
-    assert allowed(inside, [a, b, a, a]) == [thinks, thinks, answers, answers, ends]
+    # "ab" is the mark at the end of the thinking.
+    inside = GrammarState(
+        constraint.after_thinking(Thoughts(True, None, None, b"ab", tokenizer.streamed_bytes)), [stop]
+    )
+    assert allowed(inside, [b, a, b, a, a]) == [thinks, thinks, thinks, answers, answers, ends]
     for token_id in (a, b):
         inside.append(token_id)
     assert allowed(inside, [a]) == [answers, answers]

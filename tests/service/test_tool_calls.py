@@ -284,6 +284,7 @@ def test_content_that_cannot_begin_a_call_is_not_kept_back() -> None:
         ("{{ '<tool_call>' }}", "tagged"),
         ("<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>", "xml"),
         ("[TOOL_CALLS]", "list"),
+        ("{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}", "piped"),
         ("respond with <|tool_call|> followed by a JSON list of tools used", "piped"),
         ('formatted as functools[{"name": [function name], ...', "functools"),
         ('please output "<function_call> {...}"', "function_call"),

@@ -348,6 +348,23 @@ def test_a_template_with_another_name_for_tools_writes_them(tmp_path: Path, star
     assert '<assistant><tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>' in prompt
 
 
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be kind."}]])
+def test_a_template_with_tools_in_the_system_message_writes_them(
+    tmp_path: Path, start: Start, system: list[dict[str, Any]]
+) -> None:
+    """That of Phi-4-mini."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'system' and 'tools' in m %}<|tool|>"
+        "{{ m.tools }}<|/tool|>{% endif %}<|end|>{% endfor %}"
+    )
+    service = start_with(start, tmp_path / "phi", template)
+    prompt = prompt_of(service, messages=[*system, USER], tools=[tool("f", None)])
+    text = "Be kind." if system else ""
+    assert prompt.startswith(f'<|system|>{text}<|tool|>[{{"name": "f", "parameters"')
+    assert prompt.endswith("]<|/tool|><|end|><|user|>a<|end|>")
+    assert prompt_of(service, messages=[USER]) == "<|user|>a<|end|>"
+
+
 def test_marks_that_are_special_tokens_are_seen_in_the_text(tmp_path: Path, start: Start) -> None:
     """In a vocabulary of Mistral the mark has no text. The answer here is forced with a bias, token by token."""
     directory = write_checkpoint(tmp_path / "mark", extra_token="[TOOL_CALLS]", max_position_embeddings=2048)
