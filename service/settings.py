@@ -140,8 +140,9 @@ class Settings(BaseSettings):
     quantize: Literal[Quantization, "auto"] = Field(
         "stored",
         description="weights of the linear layers. stored: in the formats of a GGUF file, else in dtype; none: all "
-        "in dtype; int8, int5, int4 (groups of 32 inputs): faster, but less accurate; auto: the fewest bits for each "
-        "layer with which the perplexity grows by at most --quantize-loss",
+        "in dtype; int8, int5, int4 (groups of 32 inputs): faster, but less accurate; int5 and int4 are calibrated at "
+        "the first start; auto: the fewest bits for each layer with which the perplexity grows by at most "
+        "--quantize-loss",
     )
     quantize_loss: Annotated[float | None, BeforeValidator(_increase)] = Field(
         None,

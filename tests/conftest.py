@@ -34,3 +34,12 @@ def pytest_collection_finish() -> None:
     """Keep the modules and the cases out of later collections of garbage, each of which would take half a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrate with a few short texts, and keep the result in a temporary folder."""
+    module = "model.analysis.auto_quantization"
+    monkeypatch.setattr(f"{module}.prepare_cache", lambda: tmp_path)
+    monkeypatch.setattr(f"{module}.NUM_TEXTS", 3)
+    monkeypatch.setattr(f"{module}.NUM_TOKENS", 12)

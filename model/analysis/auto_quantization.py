@@ -1,9 +1,10 @@
-"""Choose the formats of a checkpoint's layers once, and keep the choice with its report for the next start.
+"""Calibrate the weights of a checkpoint once, for `--quantize auto` in formats that are chosen for each layer.
 
     python -m model.analysis.auto_quantization --model DIRECTORY --quantize-loss 0.5%
 
-The report is a JSON file in the cache folder. Its name depends on the config of the network, the files with its
-weights, the budget and the kernels.
+The calibrated weights are kept in a file in the cache folder for the next start, and the choice with its report in a
+JSON file beside it. Their names depend on the config of the network, the files with its weights, the setting and the
+kernels.
 """
 
 import hashlib
@@ -12,6 +13,7 @@ import logging
 import math
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -19,43 +21,25 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from model.analysis.drift import generate_texts
 from model.analysis.format_choice import FormatChoice, LayerLosses, LossMeter, choose_formats
-from model.checkpoints.load import load_checkpoint, read_contents
+from model.analysis.generated_texts import generate_texts
+from model.analysis.quantization.calibration import CALIBRATED, calibrate
+from model.analysis.quantization.kept_weights import read_weights, write_weights
+from model.checkpoints.load import Checkpoint, load_checkpoint, read_contents
 from model.checkpoints.locate import locate
+from model.checkpoints.memory import NotEnoughMemory
 from model.choices import Kernels, Quantization, parse_increase
 from model.command_line import MODEL_HELP, Parser, one_of
 from model.ops.cpu.build import prepare_cache
-from model.ops.quantization import LayerFormats
+from model.ops.quantization import INT8, LayerFormats
+from model.ops.weight_formats import FORMATS, PackedGroups, WeightFormat
 
 logger = logging.getLogger(__name__)
 
-NUM_TEXTS, NUM_TOKENS = 4, 96  # generated to measure losses, and tokens of each
+NUM_TEXTS, NUM_TOKENS = 96, 128  # generated to calibrate, and tokens of each
+NUM_MEASURED = 4  # texts more, to measure losses
 DEFAULT_INCREASE = 0.005  # of the perplexity
-VERSION = 2  # of the measurement and of the report: other versions are measured again
-
-
-def choose(source: str, max_increase: float, kernels: Kernels = "auto", revision: str | None = None) -> FormatChoice:
-    """The choice for a checkpoint: the kept one, or a new one, which takes minutes.
-
-    `max_increase` is the largest relative increase of the perplexity, such as 0.005.
-    """
-    directory = prepare_cache()
-    path = (
-        None if directory is None else directory / f"quantization-{_key(source, max_increase, kernels, revision)}.json"
-    )
-    choice = None if path is None else _read(path)
-    if choice is None:
-        kept = "every start repeats this, because there is no cache folder" if path is None else "the result is kept"
-        logger.info("measuring which layers of %s may lose precision; %s", source, kept)
-        checkpoint = load_checkpoint(source, dtype="float32", quantize="none", kernels=kernels, revision=revision)
-        length = min(NUM_TOKENS, checkpoint.model.config.max_positions)
-        ids = _equally_long(generate_texts(checkpoint, NUM_TEXTS, length))
-        choice = choose_formats(LossMeter(checkpoint.model, ids), math.log1p(max_increase))
-        if path is not None:
-            _write(path, choice)
-    logger.info("%s%s", choice.describe(), "" if path is None else f" (report: {path})")
-    return choice
+VERSION = 3  # of the calibration and of the report: others are not used
 
 
 def resolve(
@@ -65,7 +49,7 @@ def resolve(
     kernels: Kernels,
     revision: str | None = None,
 ) -> Quantization | LayerFormats:
-    """Resolve a setting for `load_checkpoint`: to the quantization itself, or for "auto" to the formats of all layers.
+    """Resolve a setting for `load_checkpoint`: "int5", "int4" and "auto" to the weights of all layers.
 
     `max_increase` is the largest increase of the perplexity for "auto"; None is `DEFAULT_INCREASE`. Raises `ValueError`
     if it is not one, or given without "auto".
@@ -75,10 +59,73 @@ def resolve(
             increase = DEFAULT_INCREASE if max_increase is None else parse_increase(max_increase)
         except ValueError as error:
             raise ValueError(f"quantize_loss: {error}") from None
-        return choose(source, increase, kernels, revision).by_layer()
+        formats = choose(source, increase, kernels, revision).by_layer()
+        return formats | calibrated(source, increase, kernels, revision, lambda name: formats.get(name))
     if max_increase is not None:
         raise ValueError(f"quantize_loss: is only for quantize=auto, but quantize is {quantize}; leave it out")
-    return quantize
+    if quantize not in ("int5", "int4"):
+        return quantize
+    format, head = FORMATS[quantize], {"head": INT8}  # an error in the head affects every logit
+    try:
+        return head | calibrated(source, quantize, kernels, revision, lambda name: head.get(name, format))
+    except NotEnoughMemory as error:
+        logger.warning("%s: rounded to nearest, because calibrating needs the network in float32: %s", quantize, error)
+        return quantize
+
+
+def calibrated(
+    source: str,
+    setting: str | float,
+    kernels: Kernels,
+    revision: str | None,
+    format_of: Callable[[str], WeightFormat | None],
+) -> dict[str, PackedGroups]:
+    """The weights of the layers that have one of the calibrated formats: the kept ones, or new ones."""
+    path = _kept_path(source, setting, kernels, revision, ".safetensors")
+    kept = None if path is None else read_weights(path)
+    if kept is not None:
+        return kept
+    logger.info("calibrating %s; %s", source, _kept_or_not(path))
+    checkpoint, ids, _ = _network_and_texts(source, kernels, revision)
+    found = calibrate(checkpoint.model, ids, lambda name: [each for each in CALIBRATED if each == format_of(name)])
+    weights = {name: weight for (name, _), weight in found.items()}
+    if path is not None:
+        write_weights(path, weights)
+    return weights
+
+
+def choose(source: str, max_increase: float, kernels: Kernels = "auto", revision: str | None = None) -> FormatChoice:
+    """The choice for a checkpoint: the kept one, or a new one, which takes minutes.
+
+    `max_increase` is the largest relative increase of the perplexity, such as 0.005.
+    """
+    path = _kept_path(source, max_increase, kernels, revision, ".json")
+    choice = None if path is None else _read(path)
+    if choice is None:
+        logger.info("measuring which layers of %s may lose precision; %s", source, _kept_or_not(path))
+        checkpoint, ids, measured = _network_and_texts(source, kernels, revision)
+        weights = calibrate(checkpoint.model, ids, lambda name: CALIBRATED)
+        choice = choose_formats(LossMeter(checkpoint.model, measured, weights), math.log1p(max_increase))
+        if path is not None:
+            _write(path, choice)
+            kept = {key[0]: weights[key] for key in choice.formats.items() if key in weights}
+            write_weights(path.with_suffix(".safetensors"), kept)
+    logger.info("%s%s", choice.describe(), "" if path is None else f" (report: {path})")
+    return choice
+
+
+def _network_and_texts(
+    source: str, kernels: Kernels, revision: str | None
+) -> tuple[Checkpoint, torch.Tensor, torch.Tensor]:
+    """The network in float32, and texts that it generates: to calibrate on (B, T), and to measure losses on."""
+    checkpoint = load_checkpoint(source, dtype="float32", quantize="none", kernels=kernels, revision=revision)
+    length = min(NUM_TOKENS, checkpoint.model.config.max_positions)
+    ids = _equally_long(generate_texts(checkpoint, NUM_TEXTS + NUM_MEASURED, length))
+    return checkpoint, ids[:NUM_TEXTS], ids[NUM_TEXTS:]
+
+
+def _kept_or_not(path: Path | None) -> str:
+    return "every start repeats this, because there is no cache folder" if path is None else "the result is kept"
 
 
 def _equally_long(texts: list[list[int]]) -> torch.Tensor:
@@ -87,19 +134,24 @@ def _equally_long(texts: list[list[int]]) -> torch.Tensor:
     return torch.tensor([text[:length] for text in texts])
 
 
-def _key(source: str, max_increase: float, kernels: Kernels, revision: str | None) -> str:
+def _kept_path(source: str, setting: str | float, kernels: Kernels, revision: str | None, suffix: str) -> Path | None:
+    """The file in the cache folder for a result; None if there is no folder."""
+    directory = prepare_cache()
+    if directory is None:
+        return None
     contents = read_contents(locate(source, revision))
     files = [path.resolve() for path in contents.tensors.files]
     statuses = [(str(path), status.st_size, status.st_mtime_ns) for path in files for status in (path.stat(),)]
-    settings = [VERSION, repr(contents.model_config), statuses, max_increase, kernels, NUM_TEXTS, NUM_TOKENS]
-    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
+    settings = [VERSION, repr(contents.model_config), statuses, setting, kernels, NUM_TEXTS, NUM_TOKENS]
+    key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
+    return directory / f"quantization-{key}{suffix}"
 
 
 def _read(path: Path) -> FormatChoice | None:
     """A kept choice; None if there is none, or if the file is damaged, so that it is measured again."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        layers = [LayerLosses(**layer) for layer in content.pop("layers")]
+        layers = [LayerLosses(layer["name"], tuple(layer["shape"]), layer["losses"]) for layer in content.pop("layers")]
         choice = FormatChoice(**content, layers=layers)
         choice.by_layer()
         choice.describe()

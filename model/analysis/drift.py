@@ -17,15 +17,16 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from model.analysis.auto_quantization import resolve
 from model.analysis.compare.passes import run_pass
 from model.analysis.compare.stage_errors import relative_error
+from model.analysis.generated_texts import generate_texts
 from model.analysis.perplexity import TextScore, score_ids
 from model.checkpoints.load import Checkpoint, load_checkpoint
 from model.choices import Dtype, Kernels, Quantization
 from model.command_line import MODEL_HELP, SHARE, Parser, one_of
 from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Request
-from model.errors import CheckpointError
 from model.network.transformer import Transformer
 from model.text.corpus import Corpus
 from model.text.sampling import SamplingParams
@@ -100,27 +101,6 @@ def measure_speed(model: Transformer, num_in: int = 256, num_out: int = 64) -> S
     return Speed(max(decodes), max(prefills))
 
 
-def generate_texts(checkpoint: Checkpoint, count: int, length: int | None = None) -> list[list[int]]:
-    """Let the network generate texts of `length` tokens, or that fill its context, from its own probabilities.
-
-    Text i starts with token i and has the seed i. Raises `CheckpointError` if the network cannot generate, because its
-    logits are not numbers, for example.
-    """
-    model = checkpoint.model
-    length = model.config.max_positions if length is None else length
-    engine = Engine(model, None, EngineConfig(cache_bytes=1 << 28))
-    for seed in range(count):
-        params = GenerationParams(max_tokens=length - 1, sampling=SamplingParams(seed=seed))
-        engine.add(Request(id=str(seed), prompt_ids=[seed], params=params))
-    texts: dict[str, list[int]] = {str(seed): [seed] for seed in range(count)}
-    while engine.has_work:
-        for output in engine.step().outputs:
-            if output.error is not None:
-                raise CheckpointError(f"{checkpoint.name} cannot generate texts to measure with: {output.error}")
-            texts[output.request_id] += [token.token_id for token in output.tokens]
-    return list(texts.values())
-
-
 def report(errors: Sequence[StageError], scores: Sequence[TextScore], speeds: Sequence[Speed]) -> str:
     """The text to print. `scores` and `speeds` are those of float32, then those of the faster setting."""
     lines = [f"{'stage':32} error"]
@@ -156,7 +136,8 @@ def main() -> None:
     options = parser.parse_args()
     try:
         reference = load_checkpoint(options.model, dtype="float32", kernels=options.kernels)
-        other = load_checkpoint(options.model, dtype=options.dtype, quantize=options.quantize, kernels=options.kernels)
+        quantize = resolve(options.model, options.quantize, None, options.kernels)
+        other = load_checkpoint(options.model, dtype=options.dtype, quantize=quantize, kernels=options.kernels)
         texts = read_texts(reference, options.texts, options.held_out)
     except (ValueError, OSError) as error:
         parser.exit(1, f"{error}\n")

@@ -1,4 +1,4 @@
-"""Choose for each linear layer whether its weights are stored in int4, int5, int8 or as they are (`--quantize auto`).
+"""Choose for each linear layer whether it has its weights in 4, 5, 6 or 8 bits or as they are (`--quantize auto`).
 
 The loss of a choice is the mean Kullback-Leibler divergence of its next-token distributions from those of the
 unquantized network, on texts that the network generates itself. On such texts, this is how much the logarithm of the
@@ -17,17 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.analysis.quantization.calibration import CALIBRATED, CalibratedWeights, linear_layers
 from model.errors import CheckpointError
 from model.network.float_copy import linear_weight
 from model.network.prepare import make_linear
 from model.network.transformer import Transformer
-from model.ops.cpu.packed_linear import PackedLinear
-from model.ops.quantization import INT4, INT5, INT8, keeps_precision
+from model.ops.quantization import INT8
 from model.ops.weight_formats import FORMATS, WeightFormat
 from model.progress import Progress
 
 UNQUANTIZED_BITS = 16  # of a weight that keeps its dtype, bfloat16
-CANDIDATES = (INT8, INT5, INT4)  # in the order of the bits that they save
+CANDIDATES = (INT8, *CALIBRATED)  # in the order of the bits that they save
 CORRECTIONS = 8  # how often the whole choice is measured at most
 
 
@@ -36,8 +36,12 @@ class LayerLosses:
     """The losses of one layer in each candidate format, by the format's name, in nats per token."""
 
     name: str
-    num_weights: int
+    shape: tuple[int, int]
     losses: Mapping[str, float]
+
+    def num_bits(self, format: WeightFormat | None) -> int:
+        """The bits of its weights in a format; None: as they are."""
+        return UNQUANTIZED_BITS * math.prod(self.shape) if format is None else format.num_bits(*self.shape)
 
 
 @dataclass(frozen=True)
@@ -70,14 +74,15 @@ class FormatChoice:
 class LossMeter:
     """Measures how much the predictions of a network change if some of its layers are quantized.
 
-    `ids` (B, T) are the texts. The network computes in float32, so that the rounding of its stages hides no small loss.
-    Raises `CheckpointError` if it predicts numbers that are not finite.
+    `ids` (B, T) are the texts, not those of the calibration. The network computes in float32, so that the rounding of
+    its stages hides no small loss. Raises `CheckpointError` if it predicts numbers that are not finite.
     """
 
-    def __init__(self, model: Transformer, ids: Tensor) -> None:
+    def __init__(self, model: Transformer, ids: Tensor, calibrated: CalibratedWeights) -> None:
         self._model = model
         self._ids = ids
-        self.layers = {name: layer for name, layer in model.named_modules() if _can_be_quantized(name, layer)}
+        self._calibrated = calibrated
+        self.layers = linear_layers(model)
         self._reference = self._log_probabilities()
         if not all(text.isfinite().all() for text in self._reference):
             raise CheckpointError("the logits of the unquantized network are not finite, so no loss can be measured")
@@ -87,7 +92,8 @@ class LossMeter:
         layer = self.layers[name]
         bias = layer.bias if isinstance(layer.bias, Tensor) else None
         weight = linear_weight(layer)
-        return make_linear(self._model.backend, weight, format, bias, weight.dtype)
+        own = self._calibrated.get((name, format.name), format)
+        return make_linear(self._model.backend, weight, own, bias, weight.dtype)
 
     @torch.inference_mode()
     def loss(self, formats: Mapping[str, WeightFormat]) -> float:
@@ -122,10 +128,6 @@ class _Replacement:
         return result
 
 
-def _can_be_quantized(name: str, layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear | PackedLinear) and not keeps_precision(name)
-
-
 def measure_layers(meter: LossMeter) -> list[LayerLosses]:
     """The loss of each layer alone, in each format."""
     progress = Progress("measuring the loss of each layer", total=len(meter.layers) * len(CANDIDATES))
@@ -135,7 +137,8 @@ def measure_layers(meter: LossMeter) -> list[LayerLosses]:
         for format in CANDIDATES:
             losses[format.name] = meter.loss({name: format})
             progress.advance(1)
-        measured.append(LayerLosses(name, linear_weight(meter.layers[name]).numel(), losses))
+        num_outputs, num_inputs = linear_weight(meter.layers[name]).shape
+        measured.append(LayerLosses(name, (num_outputs, num_inputs), losses))
     progress.finish()
     return measured
 
@@ -203,7 +206,7 @@ def _steps(layer: LayerLosses) -> list[_Step]:
     for format in CANDIDATES:
         if math.isinf(layer.losses[format.name]):
             continue
-        saved_bits = (UNQUANTIZED_BITS - format.bits_per_weight) * layer.num_weights
+        saved_bits = layer.num_bits(None) - layer.num_bits(format)
         point = _Point(format, saved_bits, layer.losses[format.name])
         while len(points) > 1 and step(points[-2], point).price <= step(points[-2], points[-1]).price:
             points.pop()
@@ -219,8 +222,5 @@ class _Point(NamedTuple):
 
 def bits_per_weight(layers: Sequence[LayerLosses], formats: Mapping[str, WeightFormat]) -> float:
     """The mean number of bits of a weight of these layers, with their scales."""
-    sizes = {layer.name: layer.num_weights for layer in layers}
-    bits = sum(
-        size * (formats[name].bits_per_weight if name in formats else UNQUANTIZED_BITS) for name, size in sizes.items()
-    )
-    return bits / sum(sizes.values())
+    bits = sum(layer.num_bits(formats.get(layer.name)) for layer in layers)
+    return bits / sum(math.prod(layer.shape) for layer in layers)

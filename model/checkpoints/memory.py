@@ -13,6 +13,7 @@ from model.config import ModelConfig
 from model.errors import CheckpointError, join_words
 from model.memory import memory_of
 from model.ops.quantization import LayerFormats, format_of
+from model.ops.weight_formats import PackedGroups
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +38,20 @@ def weight_bytes(
         count, format = math.prod(shape), format_of(layer, quantize)
         if len(shape) != 2 or layer in TABLES:
             return count * dtype.itemsize
+        if isinstance(format, PackedGroups):
+            return format.num_bytes
         if format is not None:
-            return math.ceil(count * format.bits_per_weight / 8)
+            return math.ceil(format.num_bits(shape[0], shape[1]) / 8)
         kept = weights.stored_bytes(name, shape) if packs and quantize == "stored" else None
         return count * dtype.itemsize if kept is None else kept
 
     has_own_head = config.tied_head and (packs or format_of("head", quantize) is not None)
     head = num_bytes("head", "embed.weight") if has_own_head else 0
     return head + sum(num_bytes(name.removesuffix(".weight"), name) for name in shapes)
+
+
+class NotEnoughMemory(CheckpointError):
+    """A device has less memory than a network needs."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,7 @@ def gigabytes(num_bytes: int) -> str:
 def require_memory(needs: Sequence[Need], device: torch.device) -> None:
     """Compare the needs with the memory of a device.
 
-    Raises `CheckpointError` if the device has less. A warning says if less is free, or if it may be too little later.
+    Raises `NotEnoughMemory` if the device has less. A warning says if less is free, or if it may be too little later.
     """
     memory = memory_of(device)
     if memory is None:
@@ -119,7 +126,7 @@ def require_memory(needs: Sequence[Need], device: torch.device) -> None:
     if memory.used:
         has += f", of which this process already uses {gigabytes(memory.used)}"
     if num_now + memory.used > memory.total:
-        raise CheckpointError(f"not enough memory: {_describe(now)} are needed, but {has}{_hints(now)}")
+        raise NotEnoughMemory(f"not enough memory: {_describe(now)} are needed, but {has}{_hints(now)}")
     if num_all + memory.used > memory.total:
         logger.warning("memory may run out: %s may be needed, but %s%s", _describe(needs), has, _hints(needs))
     elif num_now > memory.available:

@@ -170,7 +170,7 @@ class NetworkWeights:
         grouped = self._grouped(self._parts(name, shape))
         if grouped is None:
             return None
-        return math.ceil(sum(math.prod(rows.shape) * rows.format.bits_per_weight for rows in grouped) / 8)
+        return math.ceil(sum(rows.format.num_bits(*rows.shape) for rows in grouped) / 8)
 
     def _grouped(self, parts: Sequence[Part]) -> tuple[GroupedRows, ...] | None:
         """The rows of a matrix in their own formats; None unless all parts are stored in formats of groups."""

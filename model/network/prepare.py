@@ -15,7 +15,7 @@ from model.network.transformer import Transformer
 from model.ops.cpu.constants import VECTOR_WIDTH
 from model.ops.cpu.cpu_ops import find_backend
 from model.ops.cpu.grouped_linear import GroupedLinear, has_grouped_kernel
-from model.ops.cpu.grouped_packing import pack_stored, quantize_rows
+from model.ops.cpu.grouped_packing import copy_groups, pack_stored, quantize_rows, unpack_groups
 from model.ops.cpu.layout import DTYPES
 from model.ops.cpu.packed_linear import has_kernel, packed_layer
 from model.ops.cpu.packing import pack_rows
@@ -24,7 +24,7 @@ from model.ops.quantization import LayerFormats, QuantizedLinear, format_of, kee
 from model.ops.stacked_groups import StackedGroups
 from model.ops.stacked_rows import StackedRows
 from model.ops.torch_ops import TORCH
-from model.ops.weight_formats import WeightFormat
+from model.ops.weight_formats import PackedGroups, WeightFormat
 from model.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def prepare_model(
             weight = whole_weight(weight)
         with torch.device(device):  # this runs while the rest of the network is laid out on the meta device
             layer = make_linear(backend, weight, format, bias, dtype)
-        if format is not None:
+        if isinstance(format, WeightFormat):
             _check_quantized(name, layer)
         progress.advance(num_inputs * num_outputs)
         return layer
@@ -97,12 +97,20 @@ def can_keep_formats(backend: Backend, weight: StackedGroups, dtype: torch.dtype
 
 
 def make_linear(
-    backend: Backend, weight: Weight, format: WeightFormat | None, bias: Tensor | None, dtype: torch.dtype
+    backend: Backend,
+    weight: Weight,
+    format: WeightFormat | PackedGroups | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> nn.Module:
-    """A linear layer of this backend, with its weight quantized to `format` if that is not None.
+    """A linear layer of this backend, with its weight quantized to `format`, or with a calibrated weight instead.
 
-    A weight that is stored in formats of groups keeps them if there are kernels for them.
+    A weight that is stored in formats of groups keeps them if `format` is None and there are kernels for them.
     """
+    if isinstance(format, PackedGroups):
+        if backend.network is not TORCH.network and has_grouped_kernel(format.format, dtype):
+            return GroupedLinear([copy_groups(format)], bias, dtype)
+        return backend.network.linear(unpack_groups(format).to(weight.device), bias, dtype)
     if isinstance(weight, StackedGroups):
         if format is None and can_keep_formats(backend, weight, dtype):
             return GroupedLinear(pack_stored(weight), bias, dtype)

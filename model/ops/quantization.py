@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.choices import Quantization
-from model.ops.weight_formats import FORMATS, GROUP, GroupedWeight, WeightFormat
+from model.ops.weight_formats import FORMATS, GROUP, GroupedWeight, PackedGroups, WeightFormat
 
-LayerFormats = Mapping[str, WeightFormat]
-"""The format of each linear layer by name. Other layers keep their weights."""
+LayerFormats = Mapping[str, WeightFormat | PackedGroups]
+"""For each linear layer by name, the format to round to, or its calibrated weight. Other layers keep their weights."""
 INT8, INT5, INT4 = FORMATS["q8_0"], FORMATS["q5_1"], FORMATS["q4_1"]
 LARGEST_INT8 = 127
 RANGE_FACTORS = (1.0, 0.97, 0.94, 0.91, 0.88)  # candidates for the range of a group in int4 and int5, of its own range
@@ -146,8 +146,8 @@ def keeps_precision(name: str) -> bool:
     return name.endswith(".router")
 
 
-def format_of(name: str, quantization: Quantization | LayerFormats) -> WeightFormat | None:
-    """The format in which the layer `name` stores its weight; None if it keeps the weight as it is."""
+def format_of(name: str, quantization: Quantization | LayerFormats) -> WeightFormat | PackedGroups | None:
+    """The format to which the layer `name` rounds its weight, or the calibrated weight; None if it keeps its own."""
     if keeps_precision(name):
         return None
     if not isinstance(quantization, str):

@@ -1,10 +1,10 @@
-"""Formats of quantized weights in groups of 32 inputs: those of GGUF files, and our own int4, int5 and int8 among them.
+"""Formats of quantized weights in groups of 32 inputs: those of GGUF files, and three of our own.
 
 A number is `scale * (w - offset)` or `scale * w - minimum`, where w is an unsigned integer of 4 to 8 bits.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -15,8 +15,8 @@ SUPERGROUP = 8  # groups that share float16 factors, if their scales are bytes: 
 
 # "group": a float16 scale for each group. "minimum": also a float16 minimum for each group. "bytes": a scale and a
 # minimum as bytes for each group, times float16 factors of 8 groups. "halves": a scale as a signed byte for each half
-# of a group, times a float16 factor of 8 groups.
-ScaleKind = Literal["group", "minimum", "bytes", "halves"]
+# of a group, times a float16 factor of 8 groups. "rows": as "bytes", but with factors of all groups of an output.
+ScaleKind = Literal["group", "minimum", "bytes", "halves", "rows"]
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,21 @@ class WeightFormat:
         return GROUP * (SUPERGROUP if self.scale_kind in ("bytes", "halves") else 1)
 
     @property
-    def bits_per_weight(self) -> float:
-        """The bits of an integer and its share of the scales."""
-        scale_bits = {"group": 16.0, "minimum": 32.0, "bytes": 16 + 32 / SUPERGROUP, "halves": 16 + 16 / SUPERGROUP}
-        return self.bits + scale_bits[self.scale_kind] / GROUP
+    def unit_bits(self) -> int:
+        """The bits of `inputs_per_unit` inputs of an output, with their scales."""
+        scale_bits = {"group": 16, "minimum": 32, "rows": 16}
+        scale_bits |= {"bytes": SUPERGROUP * 16 + 32, "halves": SUPERGROUP * 16 + 16}
+        return self.inputs_per_unit * self.bits + scale_bits[self.scale_kind]
+
+    @property
+    def row_bits(self) -> int:
+        """The bits that an output has once, for all of its inputs."""
+        return 32 if self.scale_kind == "rows" else 0
+
+    def num_bits(self, num_outputs: int, num_inputs: int) -> int:
+        """The bits of a matrix with its scales."""
+        num_units = -(-num_inputs // self.inputs_per_unit)
+        return num_outputs * (num_units * self.unit_bits + self.row_bits)
 
     @property
     def largest(self) -> int:
@@ -59,18 +70,21 @@ FORMATS: Mapping[str, WeightFormat] = {
         WeightFormat("q4_k", 4, "bytes"),
         WeightFormat("q5_k", 5, "bytes"),
         WeightFormat("q6_k", 6, "halves"),
+        WeightFormat("int4", 4, "rows"),
+        WeightFormat("int5", 5, "rows"),
+        WeightFormat("int6", 6, "rows"),
     )
 }
 
 
 @dataclass(frozen=True)
 class GroupedWeight:
-    """A matrix (N, K) of a format: `integers` (N, K) uint8, `scales`, and `factors` (N, K / 256) float16.
+    """A matrix (N, K) of a format: `integers` (N, K) uint8, `scales`, and `factors` (N, F, ...) float16.
 
     `scales` has one row for each output: (N, K / 32) float16, and (N, K / 32, 2) with minimums as the second; or
     (N, K / 32, 2) bytes, which are scale and minimum, or the scales of two halves (signed). `factors` exist in the
-    latter cases: (N, K / 256, 2), of scales and of minimums, or (N, K / 256, 1). `padding` inputs of the last group do
-    not exist: K includes them, but the matrix does not.
+    latter cases: (N, F, 2), of scales and of minimums, or (N, F, 1), where F is K / 256, or 1 if a row has the same
+    factors. `padding` inputs of the last group do not exist: K includes them, but the matrix does not.
     """
 
     format: WeightFormat
@@ -88,11 +102,15 @@ class GroupedWeight:
         """The matrix in float32."""
         return self._all_groups()[:, : self.shape[1]]
 
+    def to(self, device: torch.device) -> "GroupedWeight":
+        factors = None if self.factors is None else self.factors.to(device)
+        return replace(self, integers=self.integers.to(device), scales=self.scales.to(device), factors=factors)
+
     def _all_groups(self) -> Tensor:
         num_rows = len(self.integers)
         scales = self.scales.float()
         if self.factors is not None:
-            scales = self.factors.float().repeat_interleave(SUPERGROUP, dim=1) * scales
+            scales = self.factors.float().repeat_interleave(scales.shape[1] // self.factors.shape[1], dim=1) * scales
         integers = (self.integers.to(torch.int16) - self.format.offset).float()
         if self.format.scale_kind == "group":
             return (integers.view(num_rows, -1, GROUP) * scales[:, :, None]).flatten(1)
@@ -100,3 +118,20 @@ class GroupedWeight:
             return (integers.view(num_rows, -1, GROUP // 2) * scales.flatten(1)[:, :, None]).flatten(1)
         groups = integers.view(num_rows, -1, GROUP)
         return (groups * scales[:, :, :1] - scales[:, :, 1:]).flatten(1)
+
+
+@dataclass(frozen=True)
+class PackedGroups:
+    """A weight (N, K) = `shape` in the layout of `csrc/weight_formats.h`.
+
+    `integers` and `scales` are bytes, a row for each tile of outputs.
+    """
+
+    shape: tuple[int, int]
+    format: WeightFormat
+    integers: Tensor
+    scales: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.integers.nbytes + self.scales.nbytes

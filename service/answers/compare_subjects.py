@@ -93,15 +93,15 @@ def _setting_stages(
 ) -> Given:
     served = checkpoint.model.embed.weight.dtype
     dtype = served if setting.dtype is None else DTYPES[setting.dtype]
-    quantize = checkpoint.quantization if setting.quantize is None else setting.quantize
+    quantize = checkpoint.quantization if setting.quantize in (None, settings.quantize) else setting.quantize
     kernels = settings.kernels if setting.kernels is None else setting.kernels
     is_served = (dtype, quantize, kernels) == (served, checkpoint.quantization, settings.kernels)
     network = checkpoint.model if is_served else opened.network(dtype, quantize=quantize, kernels=kernels)
-    described = ", ".join([str(dtype).removeprefix("torch."), *_described(quantize), kernels])
+    described = ", ".join([str(dtype).removeprefix("torch."), *_described(quantize, settings), kernels])
     return record_stages(f"{checkpoint.name} ({described})", network, ids, dtype, opened.config)
 
 
-def _described(quantize: Quantization | LayerFormats) -> list[str]:
+def _described(quantize: Quantization | LayerFormats, settings: Settings) -> list[str]:
     if not isinstance(quantize, str):
-        return ["auto"]
+        return [settings.quantize]
     return [] if quantize in ("none", "stored") else [quantize]

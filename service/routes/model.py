@@ -52,7 +52,7 @@ async def model(state: StateDep, checkpoint: CheckpointDep) -> Response:
         name=checkpoint.name,
         device=str(network.embed.weight.device),
         dtype=NAMES[network.embed.weight.dtype],
-        quantization=checkpoint.quantization if isinstance(checkpoint.quantization, str) else "auto",
+        quantization=checkpoint.quantization if isinstance(checkpoint.quantization, str) else settings.quantize,
         config=asdict(network.config),
         parameters=ParameterCounts(dict(count.components), count.total, count.non_embedding),
         generation_defaults=dict(checkpoint.generation.sampling),

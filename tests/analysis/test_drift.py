@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from model.analysis.drift import generate_texts, stage_errors
+from model.analysis.drift import stage_errors
+from model.analysis.generated_texts import generate_texts
 from model.network.prepare import prepare_model
 from model.network.transformer import Transformer
 from tests.tiny import CONFIGS

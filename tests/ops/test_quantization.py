@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from model.analysis.drift import generate_texts
+from model.analysis.generated_texts import generate_texts
 from model.analysis.perplexity import score_ids
 from model.checkpoints.load import BUNDLED, load_checkpoint
 from model.choices import Kernels, Quantization
@@ -150,7 +150,8 @@ def test_quantization_changes_the_perplexity_of_the_bundled_model_little(
     assert after != before
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.usefixtures("quick_calibration")
+@pytest.mark.parametrize("quantization", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_the_service_serves_quantized_models_and_reports_the_quantization(
     quantization: str, kernels: str, caplog: pytest.LogCaptureFixture

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from model.ops.cpu.constants import INPUT_GROUP_BYTES
-from model.ops.cpu.grouped_packing import PackedGroups, dequantize_part, unpack_groups
+from model.ops.cpu.grouped_packing import dequantize_part, unpack_groups
 from model.ops.cpu.launch import call, empty
 from model.ops.cpu.layout import OUTPUTS_PER_TASK, linear_input
 from model.ops.cpu.shared_layout import Kernel, find_kernel
-from model.ops.weight_formats import GROUP, WeightFormat
+from model.ops.weight_formats import GROUP, PackedGroups, WeightFormat
 
 
 class GroupedLinear(nn.Module):

@@ -1,7 +1,6 @@
 """Pack weights in groups of 32 inputs into the layout of `csrc/weight_formats.h`, and unpack them again."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,19 +13,9 @@ from model.ops.cpu.shared_layout import find_kernel
 from model.ops.quantization import quantize_to
 from model.ops.stacked_groups import NUMBERS_AT_A_TIME, GroupedRows, StackedGroups, row_bounds
 from model.ops.stacked_rows import StackedRows
-from model.ops.weight_formats import GROUP, GroupedWeight, WeightFormat
+from model.ops.weight_formats import GROUP, GroupedWeight, PackedGroups, WeightFormat
 
 VECTORS = GROUP // 4  # of a group: as VECTORS_PER_GROUP in weight_formats.h
-
-
-@dataclass(frozen=True)
-class PackedGroups:
-    """A packed weight (N, K) = `shape`: `integers` (tiles, bytes) and `scales` (tiles, bytes), both uint8."""
-
-    shape: tuple[int, int]
-    format: WeightFormat
-    integers: Tensor
-    scales: Tensor
 
 
 def empty_groups(shape: tuple[int, int], format: WeightFormat) -> PackedGroups:
@@ -34,8 +23,8 @@ def empty_groups(shape: tuple[int, int], format: WeightFormat) -> PackedGroups:
     num_tiles, num_units = -(-shape[0] // TILE), -(-shape[1] // format.inputs_per_unit)
     unit_bytes = format.inputs_per_unit * TILE * format.bits // 8
     integers = large_memory.empty((num_tiles, num_units * unit_bytes), torch.uint8)
-    scale_bytes = round(format.inputs_per_unit * TILE * (format.bits_per_weight - format.bits) / 8)
-    scales = large_memory.empty((num_tiles, num_units * scale_bytes), torch.uint8)
+    scale_bits = num_units * (format.unit_bits - format.inputs_per_unit * format.bits) + format.row_bits
+    scales = large_memory.empty((num_tiles, TILE * scale_bits // 8), torch.uint8)
     return PackedGroups(shape, format, integers, scales)
 
 
@@ -52,6 +41,14 @@ def pack_weight(weight: GroupedWeight) -> PackedGroups:
     """Pack a whole weight."""
     packed = empty_groups(weight.shape, weight.format)
     pack_groups(weight, packed)
+    return packed
+
+
+def copy_groups(weight: PackedGroups) -> PackedGroups:
+    """Copy a packed weight from a mapped file to large pages."""
+    packed = empty_groups(weight.shape, weight.format)
+    packed.integers.copy_(weight.integers)
+    packed.scales.copy_(weight.scales)
     return packed
 
 
@@ -110,15 +107,16 @@ def unpack_groups(packed: PackedGroups) -> GroupedWeight:
     if format.scale_kind == "minimum":
         both = packed.scales.view(torch.float16).view(num_tiles, -1, 2, TILE).permute(0, 3, 1, 2)
         return GroupedWeight(format, integers, both.flatten(0, 1)[:num_rows].contiguous(), padding=padding)
-    num_factors = 2 if format.scale_kind == "bytes" else 1
-    units = packed.scales.view(num_tiles, packed.shape[1] // format.inputs_per_unit, -1)
+    num_factors = 1 if format.scale_kind == "halves" else 2
+    num_units = 1 if format.scale_kind == "rows" else packed.shape[1] // format.inputs_per_unit  # with factors
+    units = packed.scales.view(num_tiles, num_units, -1)
     split = num_factors * TILE * 2
     factors = units[:, :, :split].contiguous().view(torch.float16)
     factors = factors.view(num_tiles, -1, num_factors, TILE).permute(0, 3, 1, 2).flatten(0, 1)[:num_rows]
     scales = units[:, :, split:].reshape(num_tiles, -1, 2, TILE).permute(0, 3, 1, 2).flatten(0, 1)[:num_rows]
     if format.scale_kind == "halves":
         scales = scales.contiguous().view(torch.int8)
-    return GroupedWeight(format, integers, scales.contiguous(), factors.contiguous())
+    return GroupedWeight(format, integers, scales.contiguous(), factors.contiguous(), padding)
 
 
 def dequantize_part(packed: PackedGroups, rows: Tensor, columns: Tensor) -> Tensor:
@@ -142,10 +140,12 @@ def dequantize_part(packed: PackedGroups, rows: Tensor, columns: Tensor) -> Tens
 def _select(packed: PackedGroups, tiles: Tensor, units: Tensor) -> PackedGroups:
     """Some tiles of a packed weight, and of them some units of inputs. The padding of both counts as a part of them."""
     num_units = -(-packed.shape[1] // packed.format.inputs_per_unit)
+    row_bytes = TILE * packed.format.row_bits // 8
     integers, scales = (
-        each.view(len(each), num_units, -1)[tiles[:, None], units].flatten(1)
-        for each in (packed.integers, packed.scales)
+        each.reshape(len(each), num_units, -1)[tiles[:, None], units].flatten(1)
+        for each in (packed.integers, packed.scales[:, row_bytes:])
     )
+    scales = torch.cat((packed.scales[tiles, :row_bytes], scales), dim=1)
     shape = (len(tiles) * TILE, len(units) * packed.format.inputs_per_unit)
     return PackedGroups(shape, packed.format, integers, scales)
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.ops.cpu.grouped_linear import GroupedLinear, has_grouped_kernel
-from model.ops.cpu.grouped_packing import PackedGroups, empty_groups, pack_groups, unpack_groups
-from model.ops.weight_formats import FORMATS, GROUP, GroupedWeight, WeightFormat
+from model.ops.cpu.grouped_packing import empty_groups, pack_groups, unpack_groups
+from model.ops.weight_formats import FORMATS, GROUP, GroupedWeight, PackedGroups, WeightFormat
 from tests.ops.cpu.common import DTYPES, NO_KERNELS, ROUNDING
 
 pytestmark = pytest.mark.usefixtures("instructions")
@@ -28,7 +28,8 @@ def random_weight(format: WeightFormat, N: int, K: int) -> GroupedWeight:
     is_signed = format.scale_kind == "halves"
     low, high, dtype = (-128, 128, torch.int8) if is_signed else (0, 64, torch.uint8)
     scales = torch.randint(low, high, (N, num_groups, 2), generator=generator, dtype=dtype)
-    factors = torch.randn(N, num_groups // 8, 1 if is_signed else 2, generator=generator).half()
+    num_factors = 1 if format.scale_kind == "rows" else num_groups // 8
+    factors = torch.randn(N, num_factors, 1 if is_signed else 2, generator=generator).half()
     return GroupedWeight(format, integers, scales, factors)
 
 

@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 
 from model.ops.cpu import grouped_packing, packing
-from model.ops.cpu.grouped_packing import PackedGroups, pack_weight, quantize_rows, unpack_groups
+from model.ops.cpu.grouped_packing import pack_weight, quantize_rows, unpack_groups
 from model.ops.cpu.packing import PackedWeight, pack, pack_rows, unpack
 from model.ops.cpu.shared_layout import find_kernel
 from model.ops.quantization import INT4, INT5, INT8, quantize_to
 from model.ops.stacked_rows import StackedRows
-from model.ops.weight_formats import GROUP, WeightFormat
+from model.ops.weight_formats import GROUP, PackedGroups, WeightFormat
 from tests.ops.cpu.common import DTYPES, NO_KERNELS
 
 pytestmark = pytest.mark.usefixtures("instructions")

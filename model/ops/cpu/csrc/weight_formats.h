@@ -102,6 +102,25 @@ struct ByteScaleAndMinimum {
     Floats of_part(int) const { return scale; }
 };
 
+// For each output, float16 factors of all its scales and of all its minimums; for each group, a scale and a minimum as
+// bytes: {[2][16] float16, [group][2][16] bytes}.
+struct RowScaleAndMinimum {
+    static constexpr bool HAS_MINIMUM = true;
+    static constexpr int PARTS = 1;
+    static constexpr long FACTOR_BYTES = 2 * WIDTH * 2;
+
+    static long bytes(long num_groups) { return FACTOR_BYTES + num_groups * 2 * WIDTH; }
+    static RowScaleAndMinimum load(const uint8_t* tile, long group) {
+        const uint16_t* const factors = (const uint16_t*)tile;
+        const uint8_t* const scales = tile + FACTOR_BYTES + group * 2 * WIDTH;
+        return {load_float16(factors) * to_floats(load_uint8(scales)),
+                load_float16(factors + WIDTH) * to_floats(load_uint8(scales + WIDTH))};
+    }
+
+    Floats scale, minimum;
+    Floats of_part(int) const { return scale; }
+};
+
 // For each output and supergroup, a float16 factor; for each half of a group, a scale as a signed byte:
 // [supergroup]{[16] float16, [8][2][16] bytes}.
 struct HalfGroupScale {
