@@ -2,10 +2,10 @@
 
 This file runs in the interpreter of the library and does not need Forwardscope:
 
-    python tests/benchmarks/harvest_peers.py {transformers,transformer_lens} DIRECTORY THREADS DTYPE ROUNDS
+    python tests/benchmarks/harvest_peers.py {transformers,transformer_lens} DIRECTORY THREADS DTYPE CLOCK
 
-It reads token ids (contexts, tokens) as JSON from standard input, and writes a line of JSON: the seconds of each round
-with the residual after the last block, and with those of all blocks. Each context is a pass, and rows are stored in
+It reads token ids (contexts, tokens) as JSON from standard input, and writes a line of JSON: the seconds for the
+residual after the last block, and for those of all blocks. Each context is a pass, and rows are stored in
 safetensors files of 64 contexts.
 """
 
@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 CONTEXTS_PER_FILE = 64
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 Pass = Callable[[Tensor], dict[str, Tensor]]
 """ids (1, T) -> the rows of each stage (T, C)"""
 
@@ -59,19 +60,19 @@ LIBRARIES = {"transformers": (transformers, "transformers"), "transformer_lens":
 
 
 @torch.no_grad()
-def harvest(run: Pass, contexts: list[list[int]], directory: Path) -> float:
+def harvest(run: Pass, contexts: list[list[int]], directory: Path, clock: str) -> float:
     """Store the rows of all contexts, and return the seconds."""
-    start = time.perf_counter()
+    start = CLOCKS[clock]()
     for first in range(0, len(contexts), CONTEXTS_PER_FILE):
         found = [run(torch.tensor([ids])) for ids in contexts[first : first + CONTEXTS_PER_FILE]]
         rows = {name: torch.cat([each[name] for each in found]) for name in found[0]}
         save_file(rows, directory / f"{first}.safetensors")
-    return time.perf_counter() - start
+    return CLOCKS[clock]() - start
 
 
 def main() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr  # keeps the output of libraries away from the answer
-    name, directory, threads, dtype, rounds = sys.argv[1:]
+    name, directory, threads, dtype, clock = sys.argv[1:]
     torch.set_num_threads(int(threads))
     load, package = LIBRARIES[name]
     contexts = json.load(sys.stdin)
@@ -81,9 +82,8 @@ def main() -> None:
         answer = {"versions": {used: version(used) for used in (package, "torch")}, "seconds": {}}
         with tempfile.TemporaryDirectory() as temporary:
             for stages, run in passes.items():
-                harvest(run, contexts[:1], Path(temporary))
-                seconds = [harvest(run, contexts, Path(temporary)) for _ in range(int(rounds))]
-                answer["seconds"][stages] = seconds
+                harvest(run, contexts[:1], Path(temporary), clock)
+                answer["seconds"][stages] = harvest(run, contexts, Path(temporary), clock)
     except Exception as error:  # whatever the library raises: it is skipped
         answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
     answers.write(json.dumps(answer) + "\n")
