@@ -33,6 +33,7 @@ OTHERS = {
     "service/answers/tool_calls.py": "our own marks of calls, and quotes",
     "model/text/grammar/schema.py": "clients' patterns, in a process whose time is limited",
     "model/checkpoints/families/__init__.py": "single digits",
+    "service/commands/mcp_tools.py": "names of stages of the server",
     "service/http/field_names.py": "single characters of names of our own fields, and of unknown ones up to a limit",
 }
 
