@@ -10,7 +10,6 @@ from typing import Any, TypeVar, cast
 
 from forwardscope.results.responses import OutputFunctionCall, OutputItem, OutputMessage
 from service.http.errors import ApiError, invalid
-from service.http.generate_schemas import GenerationRequest
 from service.http.openai_schemas import (
     ChatRequest,
     Function,
@@ -57,10 +56,12 @@ EARLIER_FIELDS: dict[str, frozenset[str]] = {
     "content": frozenset({"reasoning_content"}),
     "tool_calls": frozenset({"reasoning_content", "content", "tool_calls"}),
 }
-SHARED_FIELDS = GenerationRequest.model_fields.keys() - {"n", "max_tokens"} | {
-    *("stream_options", "parallel_tool_calls", "chat_template_kwargs", "allow_special_tokens"),
-    "enable_thinking",
+# Fields of both requests that differ in their meaning, or that responses do not have. The others are passed on.
+CONVERTED_FIELDS = {
+    *("messages", "tools", "tool_choice", "response_format", "reasoning_effort", "top_logprobs", "n"),
+    *("max_tokens", "max_completion_tokens", "max_output_tokens", "prompt_logprobs", "return_token_ids"),
 }
+SHARED_FIELDS = (ChatRequest.model_fields.keys() & ResponsesRequest.model_fields.keys()) - CONVERTED_FIELDS
 CHAT_NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
