@@ -34,6 +34,7 @@ NOT_ON_BOARD = {
     "forwardscope_kernels_info": "never changes",
     "forwardscope_ignored_fields_total": "belongs to clients, and is in the log and in headers",
     "forwardscope_lora_requests_info": "never changes; it is for endpoint pickers",
+    "forwardscope_stored_response_bytes": "is 0 unless responses are stored, and has a limit of its own",
 }
 PROMETHEUS_LABELS = {"job", "instance", "alertname", "alertstate"}
 

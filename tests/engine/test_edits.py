@@ -290,7 +290,7 @@ class TestRecordedSteps:
 
     def test_a_recorded_step_is_not_replayed_for_other_edits_or_rows(self) -> None:
         model = served("llama")
-        engine = new_engine(model)
+        engine = new_engine(model, speculates=False)
         edits = {
             name: Edit(stage=stage, op="add", vector=vector(24, seed))
             for name, stage, seed in (

@@ -218,7 +218,7 @@ def test_an_echoed_prompt_has_the_logprobs_of_one_pass_over_all_of_it(name: str,
     results = run(engine, *requests)
     has_outgrown = name == "phi3"  # a sequence that is longer than its short context is computed again
     assert (engine.stats().num_preemptions > 0) == ("num_blocks" in limits or has_outgrown)
-    assert results["same", 0].num_cached == 0
+    assert results["scored", 0].num_cached == 0  # all of its tokens have log-probabilities
     assert_each_equals_alone(model, results, *requests)
 
 

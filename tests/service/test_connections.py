@@ -192,7 +192,7 @@ class TestNumberOfConnections:
         monkeypatch.setattr("resource.getrlimit", lambda _: (256, 256))
         service = start(model=str(tiny_directory), max_connections=4096)
         assert service._server._connections._limits.max_connections < 256
-        assert "too few for --max-connections 4096" in caplog.text
+        assert "too few open files for --max-connections 4096" in caplog.text
 
 
 class TestHalfClosed:
