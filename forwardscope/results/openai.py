@@ -117,6 +117,7 @@ class Message(Record, kw_only=True):
     refusal: None
     reasoning_content: str | None = None
     tool_calls: Sequence[ToolCall] = ()
+    function_call: Annotated[FunctionCall | None, Doc("the call, if the request has `functions`")] = None
 
 
 class FunctionCallDelta(Record, kw_only=True):
@@ -140,9 +141,10 @@ class MessageDelta(Record, kw_only=True):
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: Sequence[ToolCallDelta] = ()
+    function_call: FunctionCallDelta | None = None
 
 
-ChatFinishReason = Literal["stop", "length", "tool_calls"]
+ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class ChatChoice(Record, kw_only=True):

@@ -19,10 +19,11 @@ def chat_constraint(body: ChatRequest, tools: OfferedTools, form: Form) -> Compi
     """
     enforced = tools.enforced
     schema = response_schema(body)
-    if body.structured_outputs is not None and (enforced or schema is not None):
-        other = "tool_choice" if enforced else "response_format"
+    has_one_call = bool(tools.offered and body.functions)  # the answer has no place for another one
+    if body.structured_outputs is not None and (enforced or schema is not None or has_one_call):
+        other = "response_format" if schema is not None else "functions" if has_one_call else "tool_choice"
         raise invalid("structured_outputs", f"cannot be combined with {other}, which also constrains the answer")
-    several = body.parallel_tool_calls and not tools.has_name
+    several = body.parallel_tool_calls and not (tools.has_name or has_one_call)
     if enforced:
         rules = lines("start: calls", *call_rules(form, enforced, several=several))
         return lambda grammars: grammars.lark("tools", rules, argument_schemas(enforced))
@@ -33,7 +34,7 @@ def chat_constraint(body: ChatRequest, tools: OfferedTools, form: Form) -> Compi
         rules = lines("start: calls | content", *call_rules(form, offered, several=several))
         schemas = {"content": schema, **argument_schemas(offered)}
         return lambda grammars: grammars.lark("tools", rules, schemas)
-    if any(function.is_strict for function in offered) and body.structured_outputs is None:
+    if (has_one_call or any(function.is_strict for function in offered)) and body.structured_outputs is None:
         rules = lines(free_text(form), *call_rules(form, offered, several=several))
         return lambda grammars: grammars.lark("tools", rules, argument_schemas(offered), json_begin(form))
     return structured_output(body.structured_outputs)

@@ -121,7 +121,9 @@ def read_message(message: Message, index: int, ignored: list[str]) -> dict[str, 
     for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
         if (value := getattr(message, name)) is not None:
             result[name] = value
-    if message.tool_calls:
+    if message.function_call is not None and message.tool_calls:
+        raise invalid(f"{where}function_call", "cannot be combined with tool_calls; send only one of them")
+    if message.calls:
         result["tool_calls"] = [
             {
                 "id": call.id,
@@ -131,7 +133,7 @@ def read_message(message: Message, index: int, ignored: list[str]) -> dict[str, 
                     "arguments": read_arguments(call.function.arguments),
                 },
             }
-            for call in message.tool_calls
+            for call in message.calls
         ]
     return result
 
@@ -165,7 +167,7 @@ def check_arguments(messages: Sequence[Message], limit: int) -> None:
     """Raise 413 for more than `limit` values in the arguments of all calls together, and 400 for too deep ones."""
     num_values = 0
     for message in messages:
-        for call in message.tool_calls or ():
+        for call in message.calls:
             if isinstance(call.function.arguments, str):
                 num_values = check_values(call.function.arguments.encode(), limit, "messages", num_values)
 

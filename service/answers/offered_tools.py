@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from service.http.errors import invalid, wrong_shape
-from service.http.openai_schemas import AllowedTools, ChatRequest, JsonObject, NamedTool
+from service.http.openai_schemas import AllowedTools, ChatRequest, JsonObject, NamedFunction, NamedTool, ToolChoice
 
 NO_ARGUMENTS: JsonObject = {"type": "object", "properties": {}}
 MODES = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
@@ -12,7 +12,7 @@ MODES = {"none": "none", "auto": "auto", "required": "required", "any": "require
 
 @dataclass(frozen=True)
 class OfferedFunction:
-    """A function of a request. `place` is its place in the request, such as `tools.0`.
+    """A function of a request. `place` is its place in the request, such as `tools.0` or `functions.0`.
 
     `definition` has the fields that the client has sent, and always `parameters`, the JSON schema of the arguments.
     """
@@ -55,16 +55,19 @@ class OfferedTools:
 
 def read_tools(body: ChatRequest) -> OfferedTools:
     """The tools of a request. Raises 400 for two functions with one name, and for a choice that cannot be made."""
-    functions = read_functions(body)
     left_out = [f"tools.{index}" for index, tool in enumerate(body.tools) if tool.type != "function"]
-    choice, name = body.tool_choice, None
+    field = "function_call" if body.functions else "tool_choice"
+    choice, name = read_choice(body), None
+    functions = read_functions(body)
     if choice is None or isinstance(choice, str):
         mode = MODES[choice or "auto"]
+    elif isinstance(choice, NamedFunction):
+        mode, name = "required", choice.name
     elif choice.type == "allowed_tools":
         allowed = choice.allowed_tools or AllowedTools(mode=choice.mode, tools=choice.tools)
         mode, names = allowed.mode, {name_of(tool) for tool in allowed.tools}
         for each in sorted(names):
-            find(functions, each)
+            find(functions, each, field)
         functions = [function for function in functions if function.name in names]
     elif choice.type in MODES:
         mode = MODES[choice.type]
@@ -78,24 +81,38 @@ def read_tools(body: ChatRequest) -> OfferedTools:
         raise invalid("tool_choice", "there are no tools; send the functions in tools")
     enforced = functions if mode == "required" else []
     if name is not None:
-        enforced = [find(functions, name)]
+        enforced = [find(functions, name, field)]
     return OfferedTools([] if mode == "none" else functions, enforced, name is not None, left_out)
+
+
+def read_choice(body: ChatRequest) -> str | ToolChoice | NamedFunction | None:
+    """The choice of a function in either form. Raises 400 for fields of both forms, whose answers differ."""
+    if body.functions:
+        for name in ("tools", "tool_choice"):
+            if getattr(body, name):
+                raise invalid("functions", f"cannot be combined with {name}; send only tools and tool_choice")
+        return body.function_call
+    if body.function_call not in (None, "auto") and (body.tools or body.function_call != "none"):
+        raise invalid("function_call", "is only for functions; with tools, send tool_choice")
+    return body.tool_choice
 
 
 def read_functions(body: ChatRequest) -> list[OfferedFunction]:
     """The functions of a request. Raises 400 for two with one name, and for parameters that are not an object."""
-    functions: list[OfferedFunction] = []
+    given = [(f"functions.{index}", function) for index, function in enumerate(body.functions)]
     for index, tool in enumerate(body.tools):
         if tool.type != "function":
             continue
-        place, function = f"tools.{index}", tool.function
-        if function is None:
-            raise wrong_shape(f"{place}.function", "is required for a tool of the type function", "missing")
+        if tool.function is None:
+            raise wrong_shape(f"tools.{index}.function", "is required for a tool of the type function", "missing")
+        given.append((f"tools.{index}", tool.function))
+    functions: list[OfferedFunction] = []
+    for place, function in given:
         if any(function.name == other.name for other in functions):
             raise invalid(place, f"there are two functions with the name {function.name!r}")
         kind = (function.parameters or {}).get("type", "object")
         if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-            raise invalid(place, "function.parameters must have the type 'object'")
+            raise invalid(place, "parameters must have the type 'object'")
         definition = function.model_dump(exclude_unset=True)
         functions.append(OfferedFunction(place, definition | {"parameters": function.parameters or NO_ARGUMENTS}))
     return functions
@@ -109,10 +126,10 @@ def name_of(tool: NamedTool) -> str:
     return name
 
 
-def find(functions: Sequence[OfferedFunction], name: str) -> OfferedFunction:
-    """The function of this name. Raises 400 if there is none."""
+def find(functions: Sequence[OfferedFunction], name: str, field: str) -> OfferedFunction:
+    """The function of the name that `field` gives. Raises 400 if there is none."""
     for function in functions:
         if function.name == name:
             return function
     known = ", ".join(function.name for function in functions[:5]) or "none"
-    raise invalid("tool_choice", f"there is no function {name[:64]!r} in tools; known: {known}")
+    raise invalid(field, f"there is no function {name[:64]!r}; known: {known}")

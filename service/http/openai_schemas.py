@@ -248,7 +248,13 @@ class Message(Nullable):
     refusal: Text | None = None
     annotations: Ignored
     audio: Any = not_implemented()
-    function_call: Any = not_implemented()
+    function_call: FunctionCall | None = Field(None, description="the older form of tool_calls with one call")
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """The calls of functions, in either form."""
+        older = [] if self.function_call is None else [ToolCall(function=self.function_call, index=None)]
+        return [*older, *(self.tool_calls or ())]
 
 
 class Function(Nullable):
@@ -342,8 +348,12 @@ class ChatRequest(OpenAIRequest):
     prediction: Ignored
     modalities: Any = not_implemented(["text"])
     audio: Any = not_implemented()
-    functions: Any = not_implemented([], instead="tools")
-    function_call: Any = not_implemented("none", "auto", instead="tool_choice")
+    functions: Annotated[list[Function], Field(fail_fast=True), at_most(128)] = Field(
+        [], description="the older form of tools; the answer has at most one call, as function_call"
+    )
+    function_call: Literal["none", "auto"] | NamedFunction | None = Field(
+        None, description="the older form of tool_choice, for functions"
+    )
     reasoning_effort: ShortText | None = Field(
         None, description="passed to a chat template that uses it; if the template only has a switch, none turns it off"
     )

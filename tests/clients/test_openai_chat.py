@@ -233,7 +233,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"
         ({"verbosity": "low"}, "verbosity"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice"),
-        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"functions": [{"name": "f"}], "tools": [WEATHER]}, "functions"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         (

@@ -7,10 +7,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from forwardscope.local import load
 from model.errors import InvalidField
@@ -20,10 +22,11 @@ from model.text.grammar.program import SmallVocabulary, read
 from model.text.tokenizer import Tokenizer
 from service.answers.call_forms import FORMS, MARK_TOKENS, Form
 from service.answers.call_rules import argument_schemas, call_rules
-from service.answers.chat_constraints import free_text, json_begin
+from service.answers.chat_constraints import chat_constraint, free_text, json_begin
 from service.answers.chat_pieces import CallBegin
-from service.answers.offered_tools import OfferedFunction
+from service.answers.offered_tools import OfferedFunction, read_tools
 from service.answers.tool_calls import ToolCallParser
+from service.http.openai_schemas import ChatRequest
 from tests.service.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.service.running import Running, Start, read_events, running
 
@@ -238,6 +241,83 @@ def test_a_choice_in_the_form_of_any_api_is_understood(service: Running, tool_ch
     assert {name for seed in range(num_seeds) for name, _ in calls_of(choice_of(service, seed=seed, **body))} == {
         *names
     }
+
+
+def test_functions_are_tools_in_an_older_form(service: Running) -> None:
+    """One call in the fields that OpenAI's SDK knows, whole and in a stream, which has the same text."""
+    functions = [tool("f", CLOSED)["function"], tool("g", CLOSED)["function"]]
+    body = {"messages": [USER], "functions": functions, "function_call": {"name": "g"}, "max_tokens": 400, "seed": 1}
+    newer = choice_of(service, tools=[{"function": each} for each in functions], tool_choice={"name": "g"})
+    whole = service.post(CHAT, body)
+    assert "x-ignored-fields" not in whole.headers
+    (choice,) = ChatCompletion.model_validate(whole.json(), strict=True).choices
+    call = choice.message.function_call
+    assert call is not None
+    assert choice.message.tool_calls is None
+    assert {"name": call.name, "arguments": call.arguments} == newer["message"]["tool_calls"][0]["function"]
+    chunks = [
+        ChatCompletionChunk.model_validate(event, strict=True).choices[0]
+        for event in read_events(service.post(CHAT, body | {"stream": True}).content)
+    ]
+    deltas = [chunk.delta.function_call for chunk in chunks if chunk.delta.function_call is not None]
+    assert [delta.name for delta in deltas] == ["g"] + [None] * (len(deltas) - 1)
+    assert "".join(delta.arguments or "" for delta in deltas) == call.arguments
+    assert choice.finish_reason == chunks[-1].finish_reason == "function_call"
+    assert all(chunk.delta.tool_calls is None for chunk in chunks)
+
+
+@pytest.mark.parametrize("function_call", ["auto", None])
+def test_with_functions_a_grammar_allows_one_call_and_any_text(function_call: Any) -> None:
+    """The answer has no place for another call."""
+    body = ChatRequest.model_validate(
+        {"messages": [USER], "functions": [{"name": "f"}], "function_call": function_call}
+    )
+    compile_rules = chat_constraint(body, read_tools(body), "tagged")
+    assert compile_rules is not None
+    found: Any = compile_rules(SimpleNamespace(lark=lambda *arguments: arguments))  # type: ignore[arg-type]
+    schemas = {rule: asdict(schema) for rule, schema in found[2].items()}
+    tokenizer = LLTokenizer(SmallVocabulary(0, {}))  # type: ignore[arg-type]
+    grammar = read(tokenizer, {"rules": found[1], "schemas": schemas})["grammar"]
+
+    def is_allowed(text: str) -> bool:
+        matcher, tokens = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits()), list(text.encode())
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    assert [is_allowed(text) for text in ("a", call, f"a{call}")] == [True] * 3
+    assert [is_allowed(text) for text in (f"{call}\n{call}", f"{call}a", f"a{call}b{call}")] == [False] * 3
+
+
+def test_function_calls_in_messages_are_calls_of_tools(tmp_path: Path, start: Start) -> None:
+    """A template that checks ids gets the same one for the call and its result."""
+    service = start_with(start, tmp_path / "older", WITH_IDS)
+    call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    prompt = prompt_of(service, messages=[USER, call, {"role": "function", "name": "f", "content": "b"}])
+    assert re.search(r"\[TOOL_CALLS\](\w{9}) =\1 ", prompt)
+    both = call | {"tool_calls": [{"function": call["function_call"]}]}
+    error = service.post(CHAT, {"messages": [USER, both]}).json()["error"]
+    assert error["param"] == "messages.1.function_call"
+    assert "tool_calls" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"functions": [{"name": "f"}], "function_call": {"name": "fly"}}, "function_call"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"tools": [tool("f", None)], "function_call": "none"}, "function_call"),
+        ({"functions": [{"name": "f"}], "tools": [tool("f", None)]}, "functions"),
+        ({"functions": [{"name": "f"}], "tool_choice": "auto"}, "functions"),
+        ({"functions": [{"name": "f"}], "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"functions": [{"name": "f"}, {"name": "f"}]}, "functions.1"),
+    ],
+    ids=str,
+)
+def test_a_choice_in_the_older_form_that_cannot_be_made_is_a_400(
+    service: Running, fields: dict[str, Any], param: str
+) -> None:
+    response = service.post(CHAT, {"messages": [USER]} | fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize("tool_choice", ["auto", None, {"type": "auto"}, "none", {"type": "none"}], ids=str)

@@ -183,8 +183,6 @@ def test_names_of_clients_cannot_break_the_header_or_the_log() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "neutral"),
     [
-        ("functions", [{"name": "f"}], []),
-        ("function_call", {"name": "f"}, "auto"),
         ("max_new_tokens", 5, -1),
         ("stop_sequences", ["a"], []),
         ("repeat_penalty", 1.1, 1.0),

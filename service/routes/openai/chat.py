@@ -12,6 +12,7 @@ from forwardscope.results.openai import (
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
+    ChatFinishReason,
     ChatLogprob,
     ChatLogprobs,
     CompletionUsage,
@@ -26,7 +27,7 @@ from forwardscope.results.openai import (
 )
 from model.text.transcript import TokenOutput
 from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning, join_pieces
-from service.answers.chat_stream import ChatOutput, ChatStream
+from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
 from service.answers.chats import start_chat
 from service.answers.generation import Choice, whole_answer
 from service.answers.openai_answers import (
@@ -97,14 +98,16 @@ class Writer:
     def _choice(self, output: ChatOutput) -> ChatChoice:
         assert output.end is not None
         found = join_pieces(output.pieces)
-        calls = [ToolCall(id=call.id, function=FunctionCall(call.name, call.arguments)) for call in found.calls]
+        functions = [FunctionCall(call.name, call.arguments) for call in found.calls]
+        calls = [ToolCall(id=call.id, function=each) for call, each in zip(found.calls, functions, strict=True)]
         message = Message(
             content=found.content or None if calls else found.content,
             refusal=None,
             reasoning_content=found.reasoning or None,
-            tool_calls=calls,
+            tool_calls=() if self._body.functions else calls,
+            function_call=functions[0] if self._body.functions and functions else None,
         )
-        return ChatChoice(message=message, finish_reason=output.end.finish_reason, **self._fields(output))
+        return ChatChoice(message=message, finish_reason=self._finish_reason(output.end), **self._fields(output))
 
     def chunks(self, output: ChatOutput) -> Iterator[bytes]:
         """Write the chunks for the output of one step. The first chunk of each choice has the role."""
@@ -120,8 +123,8 @@ class Writer:
                 return
         if output.pieces or has_more or (output.tokens and self._body.logprobs):
             part = ChatChunkChoice(
-                delta=delta_of(output.pieces),
-                finish_reason=None if output.end is None else output.end.finish_reason,
+                delta=delta_of(output.pieces, has_one_call=bool(self._body.functions)),
+                finish_reason=None if output.end is None else self._finish_reason(output.end),
                 **self._fields(output),
             )
             yield self._chunk(part, prompt_logprobs=self._prompt_logprobs(output))
@@ -143,6 +146,9 @@ class Writer:
 
     def _usage(self) -> CompletionUsage:
         return usage(self._generation, self._stream.num_reasoning)
+
+    def _finish_reason(self, end: ChatEnd) -> ChatFinishReason:
+        return "function_call" if end.finish_reason == "tool_calls" and self._body.functions else end.finish_reason
 
     def _fields(self, output: ChatOutput) -> dict[str, Any]:
         """The fields that whole choices and new parts of them have in common."""
@@ -177,15 +183,21 @@ class Writer:
         return self._strings.text(token_id), logprob, None if raw is None else list(raw)
 
 
-def delta_of(pieces: Iterable[Piece]) -> MessageDelta:
-    """The change of a message by some pieces."""
+def delta_of(pieces: Iterable[Piece], *, has_one_call: bool = False) -> MessageDelta:
+    """The change of a message by some pieces. With `has_one_call`, its call is a `function_call`."""
     reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
     content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
     calls = []
     for piece in pieces:
         if isinstance(piece, CallBegin):
-            function = FunctionCallDelta(name=piece.name, arguments="")
-            calls.append(ToolCallDelta(index=piece.index, id=piece.id, type="function", function=function))
+            begin = FunctionCallDelta(name=piece.name, arguments="")
+            calls.append(ToolCallDelta(index=piece.index, id=piece.id, type="function", function=begin))
         elif isinstance(piece, CallArguments):
             calls.append(ToolCallDelta(index=piece.index, function=FunctionCallDelta(arguments=piece.text)))
-    return MessageDelta(content=content or None, reasoning_content=reasoning or None, tool_calls=calls)
+    function: FunctionCallDelta | None = None
+    if has_one_call and calls:
+        arguments = "".join(call.function.arguments for call in calls)
+        function, calls = FunctionCallDelta(name=calls[0].function.name, arguments=arguments), []
+    return MessageDelta(
+        content=content or None, reasoning_content=reasoning or None, tool_calls=calls, function_call=function
+    )
