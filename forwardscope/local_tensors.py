@@ -31,4 +31,4 @@ def with_tensors(result: Result) -> Result:
         elif isinstance(result, Patterns):
             fields["values"] = with_tensors(result.values)
             fields["means"] = {name: with_tensors(each) for name, each in result.means.items()}
-    return found  # type: ignore[no-any-return]
+    return found  # type: ignore[no-any-return]  # the type of the result has other arrays

@@ -30,35 +30,35 @@ def error_answers(*statuses: int, model: type[Record] = ErrorAnswer) -> dict[int
 
 
 BINARY = {"type": "string"}
-EVENT = {
-    "type": "object",
-    "description": "One event: a TokenEvent, a FinishEvent, or (`event: error`) an error as JSON; at the end [DONE]",
-    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
-    "required": ["data"],
-}
-MESSAGE_EVENT = {
-    "type": "object",
-    "description": "One event, whose `event` is the `type` in its JSON: a MessageStart, then for each block a "
-    "ContentBlockStart, ContentBlockDeltas and a ContentBlockStop, then a MessageDelta and a MessageStop; a Ping "
-    "anywhere; or an error as JSON",
-    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
-    "required": ["event", "data"],
-}
-RESPONSE_EVENT = {
-    "type": "object",
-    "description": "One event, whose `event` is the `type` in its JSON: two ResponseEvents, then for each item an "
-    "ItemEvent, a PartEvent, ItemDeltas, a TextDone or ArgumentsDone, a PartEvent and an ItemEvent, then a "
-    "ResponseEvent",
-    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
-    "required": ["event", "data"],
-}
-SWEEP_EVENT = {
-    "type": "object",
-    "description": "One event of a streamed sweep: a SweepStart, then SweepCells, then a SweepEnd, or (`event: error`) "
-    "an error as JSON; at the end [DONE]",
-    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
-    "required": ["data"],
-}
+
+
+def event_schema(description: str, *required: str) -> dict[str, Any]:
+    """The schema of one event of a stream, which always has the fields `required`."""
+    properties = {"event": {"type": "string"}, "data": {"type": "string"}}
+    return {"type": "object", "description": description, "properties": properties, "required": list(required)}
+
+
+EVENT = event_schema(
+    "One event: a TokenEvent, a FinishEvent, or (`event: error`) an error as JSON; at the end [DONE]", "data"
+)
+MESSAGE_EVENT = event_schema(
+    "One event, whose `event` is the `type` in its JSON: a MessageStart, then for each block a ContentBlockStart, "
+    "ContentBlockDeltas and a ContentBlockStop, then a MessageDelta and a MessageStop; a Ping anywhere; or an error as "
+    "JSON",
+    "event",
+    "data",
+)
+RESPONSE_EVENT = event_schema(
+    "One event, whose `event` is the `type` in its JSON: two ResponseEvents, then for each item an ItemEvent, a "
+    "PartEvent, ItemDeltas, a TextDone or ArgumentsDone, a PartEvent and an ItemEvent, then a ResponseEvent",
+    "event",
+    "data",
+)
+SWEEP_EVENT = event_schema(
+    "One event of a streamed sweep: a SweepStart, then SweepCells, then a SweepEnd, or (`event: error`) an error as "
+    "JSON; at the end [DONE]",
+    "data",
+)
 
 
 def also(media_type: str, schema: dict[str, Any], error: type[Record] = ErrorAnswer) -> dict[int | str, dict[str, Any]]:
