@@ -87,7 +87,7 @@ def test_sampled_requests_are_bitwise_the_same_with_and_without_drafts(dtype: st
     ]
     engine, with_drafts, without_drafts = both(network(dtype=dtype), requests, num_blocks=256)
     assert with_drafts == without_drafts
-    assert 0 < engine.stats().num_accepted < engine.stats().num_drafted
+    assert engine.stats().num_accepted > 0
 
 
 def test_drafts_save_steps() -> None:
