@@ -323,6 +323,7 @@ def test_a_field_that_cannot_be_used_is_named(
     assert param in error["message"]
 
 
+@pytest.mark.slow
 def test_a_conversation_that_the_server_keeps_is_the_one_that_the_client_sends(service: Running) -> None:
     """Also with references to items, in place of the items themselves."""
     own = {"max_output_tokens": 400, "seed": 1, "tools": [TOOL], "parallel_tool_calls": False}
