@@ -77,7 +77,7 @@ class Executors:
 
     @property
     def num_running(self) -> int:
-        return sum(job.running() for job in self._jobs)
+        return sum(job.running() for job in tuple(self._jobs))  # a copy: `GET /metrics` reads it on another thread
 
     async def run(self, kind: Kind, job: Callable[[], Result], num_bytes: int = 0) -> Result:
         """Run a job in the lane of its kind. `num_bytes` are those of its text, if it has one.

@@ -175,9 +175,11 @@ class Worker:
 
     @property
     def _num_network_started(self) -> int:
-        """The number of generations and passes that have started."""
-        started = sum(stream.progress[id].started is not None for id, stream in self._streams.items())
-        return started + sum(job.running() for job in self._jobs_in_flight)
+        """The number of generations and passes that have started. `GET /metrics` reads it on another thread."""
+        streams, jobs = tuple(self._streams.items()), tuple(self._jobs_in_flight)
+        return sum(stream.progress[id].started is not None for id, stream in streams) + sum(
+            job.running() for job in jobs
+        )
 
     def check_room(self, num_tokens: int, num_requests: int = 1, *, in_series: bool = False) -> None:
         """Raise 429 if requests with `num_tokens` prompt tokens together may not wait, or 503 on shutdown.

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,6 +43,7 @@ from model.network.transformer import Transformer
 from model.tracing.pauses import pause
 from model.tracing.stages import select, stages_of
 from model.tracing.tap import Editor
+from service.executors import Executors
 from service.http.errors import ApiError as HttpError
 from service.http.errors import ClientGone, queue_full
 from service.settings import Settings
@@ -718,9 +719,22 @@ class TestThread:
         finally:
             gc.enable()
 
+    def test_running_jobs_are_counted_while_others_are_added(self) -> None:
+        """`GET /metrics` counts them on another thread than the one that adds them."""
+        executors = Executors(max_jobs=8, timeout_seconds=1, note_change=lambda: None)
+
+        class Job(Future[None]):
+            def running(self) -> bool:
+                executors._jobs.add(Future())
+                return True
+
+        executors._jobs.add(Job())
+        assert executors.num_running == 1
+
     def test_jobs_that_may_not_wait_are_refused_while_others_are_answered(self, tiny: Running) -> None:
         released = threading.Event()
         worker = tiny.state.worker
+        wait_until(lambda: worker.num_running + worker.num_waiting == 0, "the jobs of earlier tests have ended")
         jobs = [tiny.on_loop(worker.executors.run_long("gradients", lambda: released.wait(20))) for _ in range(9)]
         try:
             wait_until(lambda: worker.num_running + worker.num_waiting == 9, "one job runs and eight wait")
