@@ -268,8 +268,9 @@ class Engine:
             choose_tokens(sequences, forward.logits, forward.argmax, self._model.backend)
             for each in sequences:
                 each.scheduled.sequence.tokens.extend(each.token_ids)
-            seconds = None if forward.was_recorded else time.perf_counter() - start
-            self._scheduler.complete(plan, seconds, replayed=forward.was_replayed)
+            self._scheduler.complete(
+                plan, time.perf_counter() - start, recorded=forward.was_recorded, replayed=forward.was_replayed
+            )
         except LostRank:  # nothing can be computed any more
             raise
         except Exception as error:  # an error of the whole batch: no result can be trusted

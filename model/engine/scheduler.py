@@ -31,6 +31,7 @@ from model.errors import InvalidField
 
 EXTRA_BESIDE_OTHERS, EXTRA_ALONE = 0.02, 0.04  # seconds that edits and traces may add to a step
 MIN_EXTRA_SHARE, MAX_EXTRA_SHARE = 0.05, 0.3  # of the time of all steps, while sequences run that have neither
+MAX_DEBT = 0.1  # seconds that edits and traces may have taken beyond their share
 
 
 class ScheduledSequence:
@@ -176,13 +177,14 @@ class Scheduler:
             scheduled.sequence.last_step = self._num_steps
         return StepPlan(planned, self._unwritten_blocks)
 
-    def complete(self, plan: StepPlan, seconds: float | None, *, replayed: bool = False) -> None:
-        """Account for a step that was computed, or `replayed`, in `seconds`.
+    def complete(self, plan: StepPlan, seconds: float, *, recorded: bool = False, replayed: bool = False) -> None:
+        """Account for a step that was computed in `seconds`, and `recorded` or `replayed` (decode_graphs.py).
 
-        `seconds` is None if the step was recorded: its time is not counted, because later steps of its shape will be
-        replayed, which is faster (decode_graphs.py). The new tokens have been appended to the sequences. Drafted tokens
-        that differ from them do not count as computed.
+        The time of a recorded step counts only for its edits and traces: later steps of its shape will be replayed,
+        which is faster. The new tokens have been appended to the sequences. Drafted tokens that differ from them do not
+        count as computed.
         """
+        extra_seconds = 0.0
         for scheduled in plan.sequences:
             sequence = scheduled.sequence
             before = sequence.num_computed
@@ -196,8 +198,13 @@ class Scheduler:
             if sequence.extra_cost is not None and not replayed:  # it took more than the usual time
                 cost = sequence.extra_cost(scheduled.start, scheduled.num_new)
                 self._credit -= cost.most - cost.usual
-        self._last_seconds = seconds or 0.0
-        if seconds is not None:
+                extra_seconds += cost.most
+        if extra_seconds and all(each.is_decoding for each in plan.sequences):
+            # Without edits and traces, the step would have been replayed.
+            delay = seconds - self._budget.replayed_seconds(plan.num_tokens, default=seconds) - extra_seconds
+            self._credit = max(self._credit - max(delay, 0.0), -MAX_DEBT)
+        self._last_seconds = 0.0 if recorded else seconds
+        if not recorded:
             self._budget.observe(plan.num_tokens, seconds, replayed=replayed)
 
     def forget(self, plan: StepPlan) -> None:

@@ -31,9 +31,11 @@ class LinearFit:
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0  # weighted sums over the steps
         self._slope = 0.0
+        self.num_observed = 0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Add a step of `num_tokens` tokens that took `seconds`."""
+        self.num_observed += 1
         terms = (1.0, num_tokens, seconds, num_tokens * num_tokens, num_tokens * seconds)
         sums = (self._weight, self._x, self._y, self._xx, self._xy)
         self._weight, self._x, self._y, self._xx, self._xy = (
@@ -121,6 +123,10 @@ class StepBudget:
         known = [each for each in SHARED_SEQUENCES if each <= 2 * self._largest]
         fitting = (each for each in known if self._all_steps.seconds(each) <= longest)
         return next(fitting, SHARED_SEQUENCES[-1])
+
+    def replayed_seconds(self, num_tokens: int, default: float) -> float:
+        """Estimate the time of a replayed step of `num_tokens`; `default` if none was replayed."""
+        return self._replayed_steps.seconds(num_tokens) if self._replayed_steps.num_observed else default
 
     def min_acceptance(self, num_decoding: int) -> float:
         """The lowest probability of acceptance at which a drafted token is worth its time.

@@ -64,7 +64,7 @@ class Simulation:
         self.max_tokens = max_tokens
         self.cost = cost
         self.drafts = drafts
-        self.replays = True
+        self.replays = self.replays_extras = True  # whether steps are, and those with edits or traces
         self.final_lengths: dict[SequenceState, int] = {}  # of the sequences that have not ended
         self.first_starts: dict[SequenceState, int] = {}  # computed tokens when a sequence was first admitted
         self._slots: dict[int, int | None] = {}  # None: written, but with no valid number
@@ -133,7 +133,10 @@ class Simulation:
         complete = [scheduled for scheduled in plan.sequences if scheduled.reaches_newest_token]
         for scheduled in complete:
             self._append_tokens(scheduled)
-        replayed = self.replays and all(scheduled.is_decoding for scheduled in plan.sequences)
+        replayed = self.replays and all(
+            scheduled.is_decoding and (self.replays_extras or scheduled.sequence.extra_cost is None)
+            for scheduled in plan.sequences
+        )
         self.scheduler.complete(plan, self.cost(plan.num_tokens), replayed=replayed)
         self.scheduler.check_integrity()
         for sequence in (scheduled.sequence for scheduled in complete):

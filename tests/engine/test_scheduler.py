@@ -652,8 +652,8 @@ class TestExtraCosts:
             return 0.01
 
         simulation = Simulation(max_sequences=64, max_tokens=600, cost=cost)
-        plain = simulation.add([1], 300)
-        costly = [simulation.add([1, 2], 50, owner="many", extra=(0.03, 0.0)) for _ in range(60)]
+        plain = simulation.add([1], 100)
+        costly = [simulation.add([1, 2], 50, owner="many", extra=(0.03, 0.0)) for _ in range(20)]
         while plain in simulation.final_lengths:
             scheduled = {each.sequence for each in simulation.step()}
             assert plain in scheduled, "a plain sequence takes part in every step"
@@ -673,6 +673,24 @@ class TestExtraCosts:
                 simulation.step()
             numbers.append(sum(sequence.num_computed for sequence in costly))
         assert numbers[1] < 0.7 * numbers[0]  # the usual cost is half of the other
+
+    def test_the_time_by_which_edits_keep_a_step_from_being_replayed_is_charged(self) -> None:
+        """Steps with edits take 20 times as long here as those without, in which one sequence decodes."""
+        seconds: list[float] = []
+
+        def cost(num_tokens: int) -> float:
+            seconds.append(0.001 if num_tokens == 1 else 0.02)
+            return seconds[-1]
+
+        simulation = Simulation(max_sequences=64, max_tokens=600, cost=cost)
+        simulation.replays_extras = False
+        plain = simulation.add([1], 600)
+        simulation.step()
+        edited = simulation.add([1], 600, extra=(0.0001, 0.0))
+        while plain in simulation.final_lengths:
+            simulation.step()
+        assert edited.num_computed > 5
+        assert seconds.count(0.02) * 0.02 < 0.45 * sum(seconds)
 
     def test_all_take_their_turns_one_owner_after_the_other(self) -> None:
         simulation = Simulation(max_sequences=64, max_tokens=600)

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 MAX_GROUP = 32  # cells that are admitted together
 TOKENS_BESIDE_OTHERS = 16  # of such cells, while other generations run
 SECONDS_BETWEEN_TRIES = 0.05  # to find room for a group
+PAUSES_PER_GROUP = 3.0  # beside other generations: steps with cells take longer than those that only decode
 
 
 class SweepRun:
@@ -134,12 +135,16 @@ class SweepRun:
                 return [patcher.edits(cell, plan.corrupted) for cell in cells]
 
             bound = await worker.executors.run_uncounted("text", edits)
+            began = time.perf_counter()
             values = await self._values([(plan.corrupted, each) for each in bound])
+            seconds = time.perf_counter() - began
             self._state.metrics.sweep_cells.inc(len(cells))
             yield [
                 results.SweepCell(cell.stage.name, cell.position, cell.head, value)
                 for cell, value in zip(cells, values, strict=True)
             ]
+            if get_engine(self._state).num_owners:
+                await asyncio.sleep(PAUSES_PER_GROUP * seconds)
         self._state.metrics.attributions.labels("patching").inc()
 
     def _deadline(self) -> float:
