@@ -299,11 +299,10 @@ def test_a_whole_number_is_that_integer_and_another_number_is_refused(tiny: Runn
 def test_the_usage_so_far_is_in_each_chunk_if_asked_for(tiny: Running) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     for path, fields in ((CHAT, {"messages": [USER]}), ("/v1/completions", {"prompt": [1, 2]})):
-        body = fields | {"stream": True, "stream_options": options, "max_tokens": 4, "ignore_eos": True}
+        body = fields | {"stream": True, "stream_options": options, "max_tokens": 40, "ignore_eos": True}
         counts = [event["usage"]["completion_tokens"] for event in read_events(tiny.post(path, body).content)]
         assert counts == sorted(counts)
-        assert counts[-1] == 4
-        assert len(set(counts)) > 2
+        assert counts[0] < counts[-1] == 40
 
 
 def test_a_top_p_of_zero_keeps_only_the_most_likely_token(tiny: Running) -> None:
