@@ -5,6 +5,7 @@ from typing import Literal
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["stored", "none", "int8", "int5", "int4"]
+DraftFormat = Literal["none", "int8", "int5", "int4"]
 Kernels = Literal["auto", "torch"]
 """`auto`: our own kernels, if there are any for the dtype and the CPU. `torch`: PyTorch only."""
 KVCacheDtype = Literal["auto", "int8"]

@@ -127,9 +127,24 @@ def build_engine(checkpoint: Checkpoint, settings: Settings) -> Engine:
             speculates=settings.speculate,
         ),
         checkpoint.adapters,
+        load_draft_model(checkpoint, settings),
     )
     logger.info("cache of %d tokens, at most %d sequences per step", engine.num_cache_tokens, settings.max_num_seqs)
     return engine
+
+
+def load_draft_model(checkpoint: Checkpoint, settings: Settings) -> Transformer | None:
+    """Load the copy of the network that drafts tokens, if the settings name a format for its weights."""
+    if settings.draft == "none":
+        return None
+    served = checkpoint.model
+    if served.backend.paged_attention is None:
+        raise ValueError(f"draft {settings.draft!r} needs our own kernels, which do not compute here; leave it out")
+    dtype = str(served.embed.weight.dtype).removeprefix("torch.")
+    logger.info("a copy of the network in %s drafts tokens", settings.draft)
+    return load_checkpoint(
+        settings.model, dtype=dtype, quantize=settings.draft, kernels=settings.kernels, revision=settings.revision
+    ).model
 
 
 def cache_bytes_for(config: ModelConfig, dtype: torch.dtype, settings: Settings) -> int:
@@ -150,6 +165,9 @@ def check_memory(planned: PlannedNetwork, settings: Settings) -> None:
     if planned.device.type == "cpu" or settings.cache_bytes is not None:
         cache_bytes = cache_bytes_for(planned.config, planned.dtype, settings)
         needs.append(Need("the key-value cache", cache_bytes, ("a lower --cache-bytes",)))
+    if settings.draft != "none":
+        num_bytes = planned.quantized.get(settings.draft, planned.num_bytes)
+        needs.append(Need("the copy that drafts", num_bytes, ("--draft none",)))
     if settings.gradients != "off":
         copied = copy_bytes(planned.config, DTYPES[settings.gradients])
         needs.append(Need("the copy for gradients", copied, ("--gradients off",), is_later=True))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from model.choices import Dtype, Kernels, KVCacheDtype, Quantization, parse_increase
+from model.choices import DraftFormat, Dtype, Kernels, KVCacheDtype, Quantization, parse_increase
 from model.errors import InvalidField
 from service import PREFIX
 from service.log_format import LogFormat
@@ -150,8 +150,13 @@ class Settings(BaseSettings):
     )
     speculate: bool = Field(
         True,
-        description="prompt-lookup decoding for greedy requests, used only when measured step times show a gain; "
-        "answers stay the same to the last bit",
+        description="prompt-lookup decoding, used only when measured step times show a gain; answers stay the same to "
+        "the last bit",
+    )
+    draft: DraftFormat = Field(
+        "none",
+        description="a copy of the network with weights in this format drafts tokens, and the network checks them: "
+        "faster for large networks in 16 or 32 bits, with the same answers to the last bit; none: no copy",
     )
     max_body_bytes: ByteSize = Field(4 * MIB, description="maximum size of a request body")
     max_response_bytes: ByteSize = Field(
@@ -332,12 +337,19 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _check_draft(self) -> Self:
+        if self.draft != "none" and not self.speculate:
+            raise InvalidField("draft", f"{self.draft} drafts tokens, which --speculate false forbids; leave out one")
+        return self
+
+    @model_validator(mode="after")
     def _check_tensor_parallel(self) -> Self:
         if self.tensor_parallel == 1:
             return self
         refused = {
             "adapter": bool(self.adapter),
             "quantize": self.quantize not in ("stored", "none"),
+            "draft": self.draft != "none",
             "gradients": "gradients" in self.model_fields_set and self.gradients != "off",
             "compare_directory": self.compare_directory is not None,
             "model": self.model == "none",

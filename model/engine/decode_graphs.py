@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from model.engine.attention.interface import PlannedSequence
 from model.engine.attention.paged import PagedBackend
 from model.engine.attention.step_context import RecordedStepContext
 from model.engine.joint_logits import JointLogits
@@ -25,7 +26,6 @@ from model.engine.recorded_trace import (
     room_for_keys,
     traces_keys,
 )
-from model.engine.scheduler import ScheduledSequence
 from model.engine.trace_params import StepTraceKind
 from model.network.adapters import PassAdapters
 from model.network.transformer import Transformer
@@ -75,7 +75,7 @@ class DecodeGraph:
         self,
         model: Transformer,
         attention: PagedBackend,
-        sequences: Sequence[ScheduledSequence],
+        sequences: Sequence[PlannedSequence],
         memory: RecordingMemory,
         adapters: PassAdapters | None,
         edits: Sequence[EditedRows],
@@ -107,13 +107,13 @@ class DecodeGraph:
         self._replayed = replace(self.result, was_replayed=True)
         self.is_complete = self._recording.is_complete
 
-    def replay(self, sequences: Sequence[ScheduledSequence]) -> DecodeResult:
+    def replay(self, sequences: Sequence[PlannedSequence]) -> DecodeResult:
         """Compute the result for other sequences. It is valid until the next graph runs."""
         self.update_inputs(sequences)
         self._recording.replay()
         return self._replayed
 
-    def update_inputs(self, sequences: Sequence[ScheduledSequence]) -> None:
+    def update_inputs(self, sequences: Sequence[PlannedSequence]) -> None:
         self._step.update(sequences)
         self._ids[0] = _new_tokens(sequences)
         for trace, row in zip(self.result.traces, self._traced, strict=True):
@@ -156,7 +156,7 @@ class Shape:
     @classmethod
     def of(
         cls,
-        sequences: Sequence[ScheduledSequence],
+        sequences: Sequence[PlannedSequence],
         adapters: PassAdapters | None,
         edits: Sequence[EditedRows],
         traced: Sequence[TracedRow] = (),
@@ -197,7 +197,7 @@ class DecodeGraphs:
 
     def run(
         self,
-        sequences: Sequence[ScheduledSequence],
+        sequences: Sequence[PlannedSequence],
         adapters: PassAdapters | None = None,
         edits: Sequence[EditedRows] = (),
         traced: Sequence[TracedRow] = (),
@@ -237,7 +237,7 @@ class DecodeGraphs:
             self._graphs.clear()
         return graph.result
 
-    def _room_for_keys(self, sequences: Sequence[ScheduledSequence], traced: Sequence[TracedRow]) -> int:
+    def _room_for_keys(self, sequences: Sequence[PlannedSequence], traced: Sequence[TracedRow]) -> int:
         """The number of keys for which traced attention must have room; 0 if no traced stage has keys."""
         counts = [_num_keys(sequences[each.index]) for each in traced if traces_keys(each.kind)]
         return room_for_keys(max(counts)) if counts else 0
@@ -269,10 +269,10 @@ def _remember(kinds: set[Kind], kind: Kind) -> None:
     kinds.add(kind)
 
 
-def _num_keys(scheduled: ScheduledSequence) -> int:
+def _num_keys(scheduled: PlannedSequence) -> int:
     """The number of keys of a sequence after a step."""
     return scheduled.start + scheduled.num_new
 
 
-def _new_tokens(sequences: Sequence[ScheduledSequence]) -> list[int]:
+def _new_tokens(sequences: Sequence[PlannedSequence]) -> list[int]:
     return [token for scheduled in sequences for token in scheduled.new_tokens]

@@ -12,6 +12,7 @@ from model.choices import KVCacheDtype
 from model.engine.block_pool import BlockPool
 from model.engine.cache import PagedCache, bytes_of_token
 from model.engine.continuation import Continuation
+from model.engine.draft_network import DraftNetwork
 from model.engine.extra_costs import ExtraCosts
 from model.engine.prompt_lookup import PromptLookup
 from model.engine.request import Output, Request, Step
@@ -70,7 +71,8 @@ class Stats:
 class Engine:
     """Continuous batching of one model. `tokenizer` may be None: then there is no text.
 
-    `adapters` are the adapters that requests may choose, by name.
+    `adapters` are the adapters that requests may choose, by name. `draft_model` is a copy of the network with cheaper
+    weights, which drafts tokens.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Engine:
         tokenizer: Tokenizer | None,
         config: EngineConfig,
         adapters: Mapping[str, Adapter] | None = None,
+        draft_model: Transformer | None = None,
     ) -> None:
         weight = model.embed.weight
         needed = bytes_of_token(model.share, weight.dtype, config.kv_cache_dtype) * config.block_size
@@ -106,6 +109,7 @@ class Engine:
         self._pool = BlockPool(num_blocks, config.block_size)
         self._adapters = adapters or {}
         self._runner = Runner(model, self._cache, self._adapters)
+        self._draft_network = None if draft_model is None else DraftNetwork(draft_model, self._cache)
         self._scheduler = Scheduler(
             self._pool,
             max_sequences=config.max_sequences,
@@ -251,7 +255,11 @@ class Engine:
 
     def _step(self) -> Step:
         start = time.perf_counter()
-        plan = self._scheduler.schedule(drafts=self.config.speculates and self._runner.replays)
+        drafter, replays = self._draft_network, self._runner.replays
+        plan = self._scheduler.schedule(
+            drafts=self.config.speculates and replays,
+            network_drafts=self.config.speculates and drafter is not None and drafter.can_draft and replays,
+        )
         if not plan.sequences:
             return Step()
         continuations = [self._continuations[scheduled.sequence] for scheduled in plan.sequences]
@@ -264,12 +272,18 @@ class Engine:
         try:
             if plan.unwritten_blocks and self._runner.reads_unwritten_slots:
                 self._clear(plan.unwritten_blocks)
+            began = start
+            if drafter is not None and plan.num_network_drafts:
+                seconds = drafter.draft(sequences, plan.num_network_drafts)
+                if seconds is not None:
+                    self._scheduler.observe_drafting(plan.num_drafting, seconds)
+                began = time.perf_counter()
             forward = self._runner.run(sequences)
             choose_tokens(sequences, forward.logits, forward.argmax, self._model.backend)
             for each in sequences:
                 each.scheduled.sequence.tokens.extend(each.token_ids)
             self._scheduler.complete(
-                plan, time.perf_counter() - start, recorded=forward.was_recorded, replayed=forward.was_replayed
+                plan, time.perf_counter() - began, recorded=forward.was_recorded, replayed=forward.was_replayed
             )
         except LostRank:  # nothing can be computed any more
             raise

@@ -9,12 +9,10 @@ import math
 from array import array
 from collections.abc import Sequence
 
+from model.engine.acceptance import Acceptance
+
 MAX_DRAFT = 11  # with the newest token 12 rows: as many as unquantized products compute at a time with AVX-512
 MAX_MATCH, MIN_MATCH = 4, 2  # how many of the newest tokens must occur earlier in the sequence
-DRAFT_HISTORY_WEIGHT = 0.5  # weight of all earlier drafts when a new one is counted
-# Applied to the count of wrong tokens whenever the acceptance is too low for a draft, so that drafting is tried again.
-WRONG_DECAY = 0.98
-MIN_RIGHT = 0.02  # lower bound of the count of right tokens
 
 
 class PromptLookup:
@@ -25,25 +23,20 @@ class PromptLookup:
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
-        self._num_right = self._num_wrong = 1.0  # tokens after the first wrong one count as neither
+        self.acceptance = Acceptance(0.5, history_weight=0.5)
 
     def draft(self, tokens: "array[int]", room: int, min_acceptance: float) -> list[int]:
         """At most `room` tokens that may follow; empty if the text suggests none.
 
         The last of them is accepted with a probability of at least `min_acceptance`.
         """
-        acceptance = self._num_right / (self._num_right + self._num_wrong)
+        acceptance = self.acceptance.probability
         if acceptance < min_acceptance:
-            self._num_wrong *= WRONG_DECAY
+            self.acceptance.forget_wrong()
             return []
         left = self.max_length - len(tokens) - 1  # the step itself adds one token
         count = MAX_DRAFT if acceptance == 1 else int(math.log(min_acceptance) / math.log(acceptance))
         return tokens_after_earlier_match(tokens, min(count, left, room))
-
-    def observe(self, num_drafted: int, num_right: int) -> None:
-        """Count a draft: the network chose the first `num_right` of its tokens."""
-        self._num_right = max(DRAFT_HISTORY_WEIGHT * self._num_right + num_right, MIN_RIGHT)
-        self._num_wrong = DRAFT_HISTORY_WEIGHT * self._num_wrong + (num_right < num_drafted)
 
 
 def accept_draft(chosen: Sequence[int | Exception], draft: Sequence[int]) -> tuple[list[int], Exception | None]:

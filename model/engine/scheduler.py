@@ -52,6 +52,11 @@ class ScheduledSequence:
         self.num_new = len(self.new_tokens)
         self.num_sampled = 1 + len(draft) if end == len(sequence.tokens) else 0
 
+    def set_draft(self, draft: Sequence[int]) -> None:
+        """Replace the draft by another one of the same length."""
+        self.draft = draft
+        self.new_tokens[self.num_new - len(draft) :] = draft
+
     @property
     def reaches_newest_token(self) -> bool:
         """Whether all tokens of the sequence are computed after the step, so that the next one can be chosen."""
@@ -88,15 +93,22 @@ class StepPlan:
     """One step. The blocks for all its tokens are allocated.
 
     `unwritten_blocks` are the last new block of each sequence. Attention may read such a block before it is full, while
-    it still holds values of other sequences. The earlier blocks of the sequence are full by then.
+    it still holds values of other sequences. The earlier blocks of the sequence are full by then. All drafts have
+    `num_network_drafts` tokens, which a draft network has to replace, unless it is 0.
     """
 
     sequences: list[ScheduledSequence]
     unwritten_blocks: list[int]
+    num_network_drafts: int = 0
 
     @property
     def num_tokens(self) -> int:
         return sum(scheduled.num_new for scheduled in self.sequences)
+
+    @property
+    def num_drafting(self) -> int:
+        """The number of sequences with drafts."""
+        return sum(bool(scheduled.draft) for scheduled in self.sequences)
 
 
 class Scheduler:
@@ -157,9 +169,9 @@ class Scheduler:
         """The number of owners with sequences that run or wait."""
         return len(self._num_sequences)
 
-    def schedule(self, *, drafts: bool = False) -> StepPlan:
+    def schedule(self, *, drafts: bool = False, network_drafts: bool = False) -> StepPlan:
         """Plan the next step, decoding sequences first. With `drafts`, decoding sequences add drafted tokens if no
-        prompt is in the step."""
+        prompt is in the step; with `network_drafts`, a network drafts those that earlier text does not suggest."""
         self._unwritten_blocks = []
         for sequence in [s for s in self.running if s.paused]:
             self._preempt(sequence)  # other sequences can use its blocks and its place
@@ -173,9 +185,16 @@ class Scheduler:
         self._add_prompts(planned, allowances)
         if drafts and all(each.is_decoding for each in planned):
             planned = self._with_drafts(planned)
+        num_network_drafts = 0
+        if network_drafts and all(each.is_decoding and not each.draft for each in planned):
+            planned, num_network_drafts = self._with_network_drafts(planned)
         for scheduled in planned:
             scheduled.sequence.last_step = self._num_steps
-        return StepPlan(planned, self._unwritten_blocks)
+        return StepPlan(planned, self._unwritten_blocks, num_network_drafts)
+
+    def observe_drafting(self, num_sequences: int, seconds: float) -> None:
+        """Add a measured pass of the draft network, which drafted one token of so many sequences."""
+        self._budget.observe_drafting(num_sequences, seconds)
 
     def complete(self, plan: StepPlan, seconds: float, *, recorded: bool = False, replayed: bool = False) -> None:
         """Account for a step that was computed in `seconds`, and `recorded` or `replayed` (decode_graphs.py).
@@ -190,7 +209,8 @@ class Scheduler:
             before = sequence.num_computed
             sequence.num_computed = min(scheduled.start + scheduled.num_new, len(sequence.tokens) - 1)
             if scheduled.draft:
-                self._account_for_draft(scheduled, num_right=sequence.num_computed - before - 1)
+                by_network = plan.num_network_drafts > 0
+                self._account_for_draft(scheduled, sequence.num_computed - before - 1, by_network=by_network)
             if sequence.shares_prefix:
                 size = self.pool.block_size
                 for index in range(before // size, sequence.num_computed // size):
@@ -212,11 +232,13 @@ class Scheduler:
         for scheduled in plan.sequences:
             self.pool.forget(scheduled.sequence.blocks)
 
-    def _account_for_draft(self, scheduled: ScheduledSequence, num_right: int) -> None:
+    def _account_for_draft(self, scheduled: ScheduledSequence, num_right: int, *, by_network: bool) -> None:
         """Count the accepted tokens, and release the blocks that only rejected tokens needed."""
         sequence = scheduled.sequence
-        if sequence.lookup is not None:
-            sequence.lookup.observe(len(scheduled.draft), num_right)
+        if by_network:
+            sequence.network_acceptance.observe(len(scheduled.draft), num_right)
+        elif sequence.lookup is not None:
+            sequence.lookup.acceptance.observe(len(scheduled.draft), num_right)
         self.num_drafted += len(scheduled.draft)
         self.num_accepted += num_right
         num_blocks = self._blocks_for(len(sequence.tokens))
@@ -305,6 +327,31 @@ class Scheduler:
             room -= len(draft)
             result.append(ScheduledSequence(sequence, 1, draft) if draft else scheduled)
         return result
+
+    def _with_network_drafts(self, decoding: list[ScheduledSequence]) -> tuple[list[ScheduledSequence], int]:
+        """Add room for drafts of a network, all of the length that is fastest. Returns the length, too; 0 for none."""
+        drafting = [each.sequence for each in decoding if each.sequence.lookup is not None]
+        if not drafting:
+            return decoding, 0
+        most = min(MAX_DRAFT, (self._max_tokens - len(decoding)) // len(drafting))
+        for sequence in drafting:
+            assert sequence.lookup is not None
+            most = min(most, sequence.lookup.max_length - len(sequence.tokens) - 1)  # the step itself adds one token
+            if (num_short := sequence.short_length - len(sequence.tokens)) >= 0:
+                most = min(most, num_short)  # drafts must not need other keys
+        acceptance = sum(each.network_acceptance.probability for each in drafting) / len(drafting)
+        length = self._budget.network_draft(len(decoding), len(drafting), acceptance, most)
+        lacking = [self._blocks_for(len(each.tokens) + length) - len(each.blocks) for each in drafting]
+        if length <= 0 or sum(lacking) > self.pool.num_free:
+            for sequence in drafting:
+                sequence.network_acceptance.forget_wrong()
+            return decoding, 0
+        for sequence, num_more in zip(drafting, lacking, strict=True):
+            self._extend(sequence, num_more)
+        return [
+            each if each.sequence.lookup is None else ScheduledSequence(each.sequence, 1, [0] * length)
+            for each in decoding
+        ], length
 
     def _add_prompts(self, planned: list[ScheduledSequence], allowances: dict[SequenceState, int]) -> None:
         """Add tokens of prompts to the decoding sequences of a step.

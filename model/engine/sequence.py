@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import NamedTuple
 
+from model.engine.acceptance import Acceptance
 from model.engine.prompt_lookup import PromptLookup
 
 
@@ -46,7 +47,8 @@ class SequenceState:
     last_step: int = field(init=False, default=0)  # in which it was computed
     paused: bool = field(init=False, default=False)  # takes part in no step
     has_ended: bool = field(init=False, default=False)
-    lookup: PromptLookup | None = field(init=False, default=None)  # drafts the tokens that may follow, if any
+    lookup: PromptLookup | None = field(init=False, default=None)  # drafts the tokens that may follow, if any may be
+    network_acceptance: Acceptance = field(init=False)  # of the tokens that a draft network drafted
     _hashes: list[bytes] = field(init=False, default_factory=list)  # of full blocks
     _salt: str | None = field(init=False, default=None)
     _root: bytes = field(init=False, default=b"")  # the hash before the first block
@@ -57,6 +59,7 @@ class SequenceState:
         self.num_prompt = len(prompt)
         self.owner = self.order if self.owner is None else self.owner
         self._salt = cache_salt
+        self.network_acceptance = Acceptance(0.8, history_weight=0.9)
         self.begin_anew()
 
     @property

@@ -23,6 +23,7 @@ MAX_SHARED_SECONDS, SHARED_STRETCH = 0.04, 1.3
 SHARED_SEQUENCES = 64, 32, 16, 8, 4
 # Results of `min_acceptance`: before enough steps are measured, and its lower bound.
 DEFAULT_MIN_ACCEPTANCE, LOWEST_MIN_ACCEPTANCE = 0.1, 0.03
+FIRST_NETWORK_DRAFT = 2  # tokens that a draft network drafts before its passes are measured
 
 
 class LinearFit:
@@ -51,7 +52,8 @@ class LinearFit:
 
     def seconds(self, num_tokens: int) -> float:
         """Estimate the time of a step of `num_tokens`. Steps must have been observed."""
-        return (self._y - self._slope * self._x) / self._weight + self._slope * num_tokens
+        slope = self.marginal_seconds() or 0.0
+        return (self._y - slope * self._x) / self._weight + slope * num_tokens
 
     def marginal_cost(self, num_tokens: int) -> float | None:
         """Estimate the cost of one more token in a step of `num_tokens`, as a fraction of the time of that step.
@@ -74,6 +76,7 @@ class StepBudget:
             raise InvalidField("max_stretch", reason)
         self._max_stretch = max_stretch
         self._all_steps, self._replayed_steps = LinearFit(), LinearFit()
+        self._draft_steps = LinearFit()  # by sequences
         self._limit = MIN_TOKENS
         self._largest = 0.0  # tokens of the largest step; earlier ones count less
         self._last_prompt = EFFICIENT_TOKENS_ALONE, MAX_SECONDS_ALONE  # tokens and seconds of the last larger step
@@ -123,6 +126,27 @@ class StepBudget:
         known = [each for each in SHARED_SEQUENCES if each <= 2 * self._largest]
         fitting = (each for each in known if self._all_steps.seconds(each) <= longest)
         return next(fitting, SHARED_SEQUENCES[-1])
+
+    def observe_drafting(self, num_sequences: int, seconds: float) -> None:
+        """Add a measured pass of a draft network, with one token of each sequence."""
+        self._draft_steps.observe(num_sequences, seconds)
+
+    def network_draft(self, num_decoding: int, num_drafting: int, acceptance: float, most: int) -> int:
+        """The number of tokens, at most `most`, that a draft network should draft for each of `num_drafting` sequences
+        among `num_decoding`, so that most tokens are accepted in a second.
+
+        A drafted token is right with the probability `acceptance`, if all before it are.
+        """
+        if not self._draft_steps.num_observed or not self._replayed_steps.num_observed:
+            return min(FIRST_NETWORK_DRAFT, most)
+        draft_seconds = self._draft_steps.seconds(num_drafting)
+        best, highest = 0, 0.0
+        for length in range(most + 1):
+            seconds = length * draft_seconds + self._replayed_steps.seconds(num_decoding + length * num_drafting)
+            rate = (num_decoding + num_drafting * sum(acceptance**i for i in range(1, length + 1))) / seconds
+            if rate > highest:
+                best, highest = length, rate
+        return best
 
     def replayed_seconds(self, num_tokens: int, default: float) -> float:
         """Estimate the time of a replayed step of `num_tokens`; `default` if none was replayed."""

@@ -166,13 +166,17 @@ class Sampler:
         """The samplers of the next token, this one, and of the tokens after 1, 2 ... drafted ones."""
         samplers = [self]
         for token_id in draft:
-            latest = copy(samplers[-1])
-            if latest._has_penalties:
-                latest._columns = dict(latest._columns)
-                latest._ids_and_counts = latest._ids_and_counts.clone()
-            latest.append(token_id)
-            samplers.append(latest)
+            samplers.append(samplers[-1].fork())
+            samplers[-1].append(token_id)
         return samplers
+
+    def fork(self) -> "Sampler":
+        """A copy that draws the same tokens. Tokens that are added to it are not added here."""
+        other = copy(self)
+        if self._has_penalties:
+            other._columns = dict(self._columns)
+            other._ids_and_counts = self._ids_and_counts.clone()
+        return other
 
     def append(self, token_id: int) -> None:
         """Add a token to the output."""

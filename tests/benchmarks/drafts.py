@@ -1,6 +1,9 @@
-"""Compare decoding with and without drafts from earlier text (prompt lookup) in five tasks with real text.
+"""Compare decoding with and without drafts in five tasks with real text.
 
     python -m tests.benchmarks.drafts --model DIRECTORY [--dtype bfloat16] [--rounds 5] [--tokens 200] [--temperature 0]
+        [--draft int4]
+
+Drafts come from earlier text (prompt lookup), and with `--draft` also from a copy of the network in that format.
 
 The model must have a chat template. Two engines in this process, with and without drafts, take turns: each round runs
 every task on both, and the order alternates. A ratio compares tokens per second between the first and the last token
@@ -14,11 +17,13 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from pydantic_settings import CliApp
 
 from model.checkpoints.load import DTYPES, Checkpoint
+from model.choices import DraftFormat
 from model.engine.engine import Engine
 from model.engine.request import Request
 from model.text.sampling import SamplingParams
@@ -90,11 +95,13 @@ def compare(engines: tuple[Engine, Engine], prompt_ids: list[int], params: Gener
     )
 
 
-def make_engines(model: str, threads: int, options: list[str]) -> tuple[Checkpoint, tuple[Engine, Engine]]:
+def make_engines(model: str, threads: int, draft: str, options: list[str]) -> tuple[Checkpoint, tuple[Engine, Engine]]:
     """One checkpoint, and two engines of it: with and without drafts."""
     torch.set_num_threads(threads)
     common = ["--model", model, "--threads", str(threads), *options]
-    settings = [CliApp.run(Settings, cli_args=[*common, *more]) for more in ([], ["--speculate", "false"])]
+    settings = [
+        CliApp.run(Settings, cli_args=[*common, *more]) for more in (["--draft", draft], ["--speculate", "false"])
+    ]
     checkpoint = load_model(settings[0])
     assert checkpoint is not None
     drafting, plain = (build_engine(checkpoint, each) for each in settings)
@@ -109,9 +116,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=200, help="most tokens of an answer")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--draft", choices=get_args(DraftFormat), default="none")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     arguments, options = parser.parse_known_args()
-    checkpoint, engines = make_engines(arguments.model, arguments.threads, ["--dtype", arguments.dtype, *options])
+    checkpoint, engines = make_engines(
+        arguments.model, arguments.threads, arguments.draft, ["--dtype", arguments.dtype, *options]
+    )
     template = checkpoint.chat_template
     if template is None:
         parser.error(f"{arguments.model} has no chat template")
@@ -126,7 +136,7 @@ def main() -> None:
         ratios = f"{statistics.median(task.ratios):.2f} ({min(task.ratios):.2f}-{max(task.ratios):.2f})"
         counts = f"{task.num_tokens}  {task.tokens_per_step:.2f}  {task.num_drafted}  {task.num_accepted}"
         sys.stdout.write(f"{name}: {counts}  {task.tokens_per_second:.0f}  {ratios}\n")
-    own = {name: getattr(arguments, name) for name in ("model", "dtype", "threads", "temperature")}
+    own = {name: getattr(arguments, name) for name in ("model", "dtype", "threads", "temperature", "draft")}
     sys.stdout.write(json.dumps({"benchmark": "drafts", **own, "options": options, "tasks": found}) + "\n")
 
 

@@ -90,6 +90,7 @@ def new_engine(
     max_stretch: float = 2.0,
     speculates: bool = True,
     kv_cache_dtype: KVCacheDtype = "auto",
+    draft_model: Transformer | None = None,
 ) -> Engine:
     return Engine(
         model,
@@ -105,6 +106,7 @@ def new_engine(
             max_stretch=max_stretch,
             speculates=speculates,
         ),
+        draft_model=draft_model,
     )
 
 

@@ -59,7 +59,7 @@ def draft_lengths(lookup: PromptLookup, nums_right: Sequence[int], *, min_accept
         draft = lookup.draft(REPEATING, MAX_DRAFT, min_acceptance)
         found.append(len(draft))
         if draft:
-            lookup.observe(len(draft), min(num_right, len(draft)))
+            lookup.acceptance.observe(len(draft), min(num_right, len(draft)))
     return found
 
 

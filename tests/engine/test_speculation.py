@@ -28,10 +28,16 @@ def drafts_always_pay_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepBudget, "min_acceptance", lambda self, num_decoding: 0.05)
 
 
-def network(name: str = "llama", dtype: str = "float32") -> Transformer:
-    """A tiny network on our kernels, which need a head size of whole vectors. Its greedy text repeats itself."""
+def network(name: str = "llama", dtype: str = "float32", *, change: float = 0.0) -> Transformer:
+    """A tiny network on our kernels, which need a head size of whole vectors. Its greedy text repeats itself.
+
+    With a `change`, each weight differs by about this part from that of the other networks.
+    """
     model = Transformer(replace(CONFIGS[name], d_head=16, max_positions=160))
     model.initialize(torch.Generator().manual_seed(0), std=0.1)
+    chance = torch.Generator().manual_seed(1)
+    for parameter in model.parameters() if change else ():
+        parameter.data *= 1 + change * torch.randn(parameter.shape, generator=chance)
     return by_kernels(model.to(DTYPES[dtype]).requires_grad_(False))
 
 
