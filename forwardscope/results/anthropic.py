@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from forwardscope.results.generations import StepTrace
+from forwardscope.results.generations import StepTrace, TokenLogprob
 from forwardscope.results.passes import AppliedEdits
 from forwardscope.results.records import Doc, Record
 from forwardscope.results.server import ErrorDetail
@@ -55,6 +55,7 @@ class AssistantMessage(Record, kw_only=True):
     stop_reason: MessageStopReason | None
     stop_sequence: str | None
     usage: MessageUsage
+    logprobs: Sequence[TokenLogprob] | None = None
     trace: Sequence[StepTrace] | None = None
     edits: AppliedEdits = ()
 
@@ -114,9 +115,10 @@ class ContentBlockStop(Record, kw_only=True):
 
 
 class Ping(Record, kw_only=True):
-    """An event without content, which keeps the connection open; or the trace of a step."""
+    """An event without content, which keeps the connection open; or the log-probabilities and the trace of a step."""
 
     type: Literal["ping"] = "ping"
+    logprobs: Sequence[TokenLogprob] | None = None
     trace: StepTrace | None = None
 
 

@@ -124,6 +124,49 @@ class ModelResponse(Record, kw_only=True):
     trace: Annotated[Sequence[StepTrace] | None, Doc("one for each step; in streams, see response.trace")] = None
 
 
+class InputText(Record, kw_only=True):
+    type: Literal["input_text"] = "input_text"
+    text: str
+
+
+class InputMessage(Record, kw_only=True):
+    id: str
+    type: Literal["message"] = "message"
+    status: ItemStatus = "completed"
+    role: Literal["system", "developer", "user"]
+    content: Sequence[InputText]
+
+
+class CustomCall(Record, kw_only=True):
+    """A call of a tool that takes text."""
+
+    id: str
+    type: Literal["custom_tool_call"] = "custom_tool_call"
+    call_id: str
+    name: str
+    input: str
+
+
+class CallOutput(Record, kw_only=True):
+    """The result of a call."""
+
+    id: str
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    status: ItemStatus = "completed"
+    call_id: str
+    output: str | Sequence[InputText]
+
+
+class ResponseItems(Record, kw_only=True):
+    """The items of a conversation before a response. Those that came without an id have one of this list."""
+
+    object: Literal["list"] = "list"
+    data: Sequence[InputMessage | OutputItem | CustomCall | CallOutput]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class DeletedResponse(Record, kw_only=True):
     id: str
     object: Literal["response"] = "response"

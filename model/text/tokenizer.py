@@ -306,12 +306,20 @@ class Detokenizer:
     All pieces, including that of `flush`, join to the part of `decode(prompt + tokens)` that follows the prompt's text.
     No piece ends inside a UTF-8 character: the bytes of a byte-level vocabulary are kept back until their character is
     complete. A run of byte-fallback tokens is kept back until it ends, because it can only be decoded as a whole.
-    Special tokens have no text. With `is_inside`, the first token is decoded like one that follows other text. Then
-    every token adds exactly its `streamed_bytes`.
+    Special tokens have no text; with `shows_special`, they have their names. With `is_inside`, the first token is
+    decoded like one that follows other text. Then every token adds exactly its `streamed_bytes`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, is_inside: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        *,
+        is_inside: bool = False,
+        shows_special: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._shows_special = shows_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace") if tokenizer.is_byte_level else None
         self._pending: list[int] = []  # a run of byte-fallback tokens, which may begin in the prompt
         self._num_prompt_characters = 0  # characters of the run that belong to the prompt's text
@@ -344,7 +352,12 @@ class Detokenizer:
         """Add a token and return the text that it completes, which is often empty."""
         self.own_start = self._find_own_start(token_id)
         if not self._tokenizer.has_text(token_id):
-            return ""
+            name = self._tokenizer.special_name(token_id) if self._shows_special else ""
+            if not name:
+                return ""
+            before = self.flush()
+            self.own_start, self._is_first = len(before), False
+            return before + name
         if self._utf8 is not None:
             return self._utf8.decode(self._tokenizer.token_bytes(token_id))
         self._pending.append(token_id)

@@ -74,6 +74,7 @@ class GenerationParams:
     - `min_tokens`: stop strings are searched for only after this many tokens. `SamplingParams.rules` excludes stop
       tokens before.
     - `includes_stop`: the text ends after the stop string, not before it.
+    - `shows_special`: special tokens have their names as text; a stop token has one only with `includes_stop`.
     - `stop_token_ids`: tokens that end a continuation. They are its last token, without text.
     - `logprobs`: for each new token, the number of most likely tokens to report beside it; None reports no logprobs.
     - `prompt_logprobs`: the same for each token of the prompt, from the token `prompt_logprobs_start` on. With such a
@@ -94,6 +95,7 @@ class GenerationParams:
     echo: bool = False
     min_tokens: int = 0
     includes_stop: bool = False
+    shows_special: bool = False
     constraint: Constraint | None = None
     stop_index: StopIndex | None = field(init=False, repr=False, compare=False)
 
@@ -206,7 +208,10 @@ class Transcript:
         # The client gets the text that the grammar sees, which does not depend on the end of the prompt.
         is_inside = params.constraint is not None and not params.echo
         context = () if params.echo or is_inside else prompt_ids
-        self._detokenizer = Detokenizer(tokenizer, context, is_inside=is_inside) if tokenizer is not None else None
+        self._detokenizer = None
+        if tokenizer is not None:
+            shows = params.shows_special
+            self._detokenizer = Detokenizer(tokenizer, context, is_inside=is_inside, shows_special=shows)
         self._stops = StopStrings(params.stop_index)
         self._num_generated = 0
         self._num_decoded = self._num_returned = 0  # characters
@@ -242,13 +247,14 @@ class Transcript:
         self._num_generated += 1
         is_stop_token = token_id in self._params.stop_token_ids
         is_last = is_stop_token or is_complete or self._num_generated == self._params.max_tokens
+        is_shown = not is_stop_token or (self._params.shows_special and self._params.includes_stop)
         piece, offset = "", 0
         if self._detokenizer is not None:
-            if not is_stop_token:
+            if is_shown:
                 piece, offset = self._decode(self._detokenizer, token_id)
             rest = self._detokenizer.flush() if is_last else ""
             piece, self._num_decoded = piece + rest, self._num_decoded + len(rest)
-            offset = self._num_decoded if is_stop_token else offset
+            offset = offset if is_shown else self._num_decoded
         is_searched = self._num_generated > self._params.min_tokens
         text, stop = self._stops.push(piece) if is_searched else (piece, None)
         if stop is not None and self._params.includes_stop:

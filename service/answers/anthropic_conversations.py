@@ -4,10 +4,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import orjson
 from pydantic import ValidationError
 
 from service.http.anthropic_schemas import Block, ConversationRequest, InputMessage, MessagesRequest, ResultBlock
 from service.http.bodies import shape_error
+from service.http.encoding import open_json
 from service.http.errors import invalid
 from service.http.generate_schemas import GenerationRequest
 from service.http.openai_schemas import ChatRequest, JsonObject
@@ -43,6 +45,7 @@ class ChatConversion:
         if isinstance(body, MessagesRequest):
             sent = body.model_fields_set & GenerationRequest.model_fields.keys()
             fields |= {name: getattr(body, name) for name in sent}
+            fields |= {"logprobs": body.logprobs is not None, "top_logprobs": body.logprobs}
             fields["stop"] = [*([body.stop] if isinstance(body.stop, str) else body.stop), *body.stop_sequences]
         try:
             self.chat = ChatRequest.model_validate(fields)
@@ -139,10 +142,11 @@ def text_of(content: str | list[ResultBlock] | list[Block], where: str) -> str:
     return "\n\n".join(block.text or "" for block in content)
 
 
-def input_of(arguments: str) -> JsonObject:
-    """The arguments of a call as an object."""
+def input_of(arguments: str) -> Any:
+    """The arguments of a call as the JSON of an object."""
     try:
         found = json.loads(arguments or "{}")
+        content = open_json(found if isinstance(found, dict) else {"invalid_json": arguments})
     except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {"invalid_json": arguments}
+        content = open_json({"invalid_json": arguments})
+    return orjson.Fragment(content)

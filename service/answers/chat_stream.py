@@ -14,7 +14,7 @@ from model.text import thinking
 from model.text.tokenizer import Tokenizer
 from model.text.transcript import End, TokenOutput
 from service.answers import call_forms
-from service.answers.chat_pieces import CallBegin, Content, Piece, PieceReader
+from service.answers.chat_pieces import CallBegin, Content, Piece, PieceReader, Reasoning
 from service.answers.chat_thinking import PieceThinkingReader
 from service.answers.generation import Choice, ChoiceOutput, Generation, WriteError
 from service.answers.openai_answers import finish_reason
@@ -48,16 +48,20 @@ class ChatOutput:
 class ChatStream:
     """The answer to a conversation while it is generated.
 
-    `readers` has one for each choice; None if all text is content. The caller must close the `generation`, which also
-    counts the tokens for the usage.
+    `readers` has one for each choice; None if all text is content. With `hides_reasoning`, the pieces of the thinking
+    are left out. The caller must close the `generation`, which also counts the tokens for the usage.
     """
 
-    def __init__(self, generation: Generation, readers: Sequence[PieceReader | None]) -> None:
+    def __init__(
+        self, generation: Generation, readers: Sequence[PieceReader | None], *, hides_reasoning: bool = False
+    ) -> None:
         self.generation = generation
         self.num_reasoning = 0
         """Tokens of all choices that belong to the thinking, up to its last mark."""
         self._readers = readers
-        self._marks = mark_names(generation.checkpoint.tokenizer) if any(readers) else {}
+        self._hides_reasoning = hides_reasoning
+        needs_marks = any(readers) and not generation.params.shows_special
+        self._marks = mark_names(generation.checkpoint.tokenizer) if needs_marks else {}
         self._has_calls = [False] * generation.num_choices
 
     def events(
@@ -121,6 +125,8 @@ class ChatStream:
         if is_last:
             pieces += reader.finish()
         self._has_calls[index] |= any(isinstance(piece, CallBegin) for piece in pieces)
+        if self._hides_reasoning:
+            return [piece for piece in pieces if not isinstance(piece, Reasoning)]
         return pieces
 
     def _end(self, index: int, end: End) -> ChatEnd:

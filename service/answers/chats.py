@@ -62,7 +62,7 @@ async def start_chat(
         calls = ToolCallParser(form, functions, new_id) if functions else None
         return calls if thinking is None else thinking.reader(calls)
 
-    return ChatStream(generation, [new_reader() for _ in range(body.n)])
+    return ChatStream(generation, [new_reader() for _ in range(body.n)], hides_reasoning=not body.include_reasoning)
 
 
 def find_tools(body: ChatRequest, request: Request, state: State) -> OfferedTools:

@@ -292,6 +292,7 @@ def read_params(inputs: Inputs) -> GenerationParams:
             stop_token_ids=stop_token_ids,
             min_tokens=body.min_tokens,
             includes_stop=body.include_stop_str_in_output,
+            shows_special=not body.skip_special_tokens,
             logprobs=options.logprobs,
             prompt_logprobs=options.prompt_logprobs,
             prompt_logprobs_start=options.num_shared,

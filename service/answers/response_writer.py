@@ -41,7 +41,7 @@ from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece
 from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
 from service.answers.generation import Choice
 from service.answers.openai_answers import TokenStrings
-from service.http.encoding import to_json
+from service.http.encoding import open_json, to_json
 from service.http.openai_schemas import Nullable
 from service.http.responses_schemas import LOGPROBS, FunctionTool, ResponsesRequest, ResponseToolChoice
 from service.http.sse import event
@@ -306,7 +306,7 @@ def request_settings(body: ResponsesRequest) -> dict[str, bytes]:
         "top_logprobs": body.top_logprobs,
         "truncation": "disabled",
     }
-    return {name: to_json(value) for name, value in settings.items()}
+    return {name: open_json(value) for name, value in settings.items()}
 
 
 def echo(part: Nullable) -> dict[str, Any]:

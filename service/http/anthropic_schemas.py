@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 
 from service.http.field_types import ShortText, Text, at_most
 from service.http.generate_schemas import MAX_TOP_K, GenerationRequest
-from service.http.openai_schemas import FUNCTION_NAME, MAX_MESSAGES, Ignored, JsonObject, Nullable
+from service.http.openai_schemas import FUNCTION_NAME, MAX_MESSAGES, MAX_TOP, Ignored, JsonObject, Nullable
 from service.http.schemas import AdaptedRequest, example
 
 MAX_BLOCKS = 4096
@@ -109,9 +109,18 @@ class MessagesRequest(ConversationRequest, GenerationRequest):
     model_config = ConfigDict(**example(messages=[QUESTION], max_tokens=16), extra="ignore")
 
     max_tokens: int | None = Field(
-        None, ge=1, description="maximum number of new tokens; default: as many as there is room for, with trace 1024"
+        None,
+        ge=1,
+        description="maximum number of new tokens; default: as many as there is room for, but 1024 with logprobs "
+        "or trace",
     )
     n: int = Field(1, ge=1, le=1, description="always 1")
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_TOP,
+        description="report the log-probabilities of each token and of this many most likely ones",
+    )
     top_k: int | None = Field(
         None, ge=-1, le=MAX_TOP_K, description="0 or -1 keeps all tokens; default: the checkpoint's, else 0"
     )

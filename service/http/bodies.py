@@ -25,8 +25,8 @@ from service.ignored_fields import is_strict, note_ignored
 
 INLINE_BYTES = 1 << 14  # larger bodies are parsed on another thread
 # What JSON writes for a lone surrogate, a NUL character, or a number that is not finite. Rare in other texts.
-UNUSUAL = re.compile(rb"\\u(0000|[dD][89a-fA-F])|NaN|Infinity|[eE]\+?\d{3}")
-UNUSUAL_BYTES = 8  # the longest match
+UNUSUAL = re.compile(rb"\\u(0000|[dD][89a-fA-F])|NaN|Infinity|[eE]\+?\d{3}|\d{200}")
+UNUSUAL_BYTES = 200  # the longest match
 PIECE = 1 << 18  # bytes that are searched at a time, so that other threads can run in between
 OPEN_ROUTES = "/v1/"  # other programs define what their clients send here
 MAX_KEYS = 4096  # in one JSON object

@@ -5,6 +5,7 @@ writes, no other thread can run Python code. So large arrays are written in piec
 """
 
 import base64
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -60,6 +61,14 @@ def to_json(content: Any) -> bytes:
     It leaves out attributes that begin with an underscore, and fields that are absent (see `SparseRecord`).
     """
     return orjson.dumps(content, default=as_json, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def open_json(content: Any) -> bytes:
+    """Encode JSON values that a client or a model has chosen, with integers of any size, which orjson refuses.
+
+    Raises `ValueError` for a number that is not finite, and for a lone surrogate.
+    """
+    return json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
 
 
 def json_in_pieces(content: Any) -> bytearray:

@@ -99,6 +99,9 @@ class GenerationRequest(EditedRequest):
         0, ge=0, description="no stop token is chosen, and no stop string found, before the text has this many tokens"
     )
     include_stop_str_in_output: bool = Field(False, description="end the text after the stop string, not before it")
+    skip_special_tokens: bool = Field(
+        True, description="false: special tokens have their names as text; a stop token only if stops are included"
+    )
     bad_words: Annotated[list[BadWord], Field(fail_fast=True), at_most(MAX_BAD_WORDS)] = Field(
         [],
         max_length=MAX_BAD_WORDS,

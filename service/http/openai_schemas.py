@@ -152,7 +152,6 @@ class OpenAIRequest(OtherServers, GenerationRequest):
     priority: Ignored
     use_beam_search: Any = not_implemented(False)
     length_penalty: Any = not_implemented(1, 1.0)
-    skip_special_tokens: Any = not_implemented(True)
     spaces_between_special_tokens: Ignored
     truncate_prompt_tokens: Any = not_implemented()
     detokenize: Any = not_implemented(True)
@@ -361,7 +360,7 @@ class ChatRequest(OpenAIRequest):
     verbosity: Any = not_implemented("medium")
     web_search_options: Any = not_implemented()
     moderation: Any = not_implemented()
-    include_reasoning: Any = not_implemented(True)
+    include_reasoning: bool = Field(True, description="false: leave the text between the marks of thinking out")
     chat_template: Any = not_implemented()
     echo: Any = not_implemented(False)
     add_special_tokens: Any = not_implemented(False)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from service.http.field_types import ShortText, Text, at_most
+from service.http.field_types import Request, ShortText, Text, at_most
 from service.http.openai_schemas import (
     MAX_MESSAGES,
     MAX_TOP,
@@ -180,6 +180,14 @@ class TextOptions(Nullable):
 
 class Reasoning(Nullable):
     effort: ShortText | None = Field(None, description="passed to a chat template that uses it")
+
+
+class ItemsQuery(Request):
+    """The query of GET /v1/responses/{response_id}/input_items."""
+
+    after: ShortText | None = Field(None, description="list the items after this one")
+    limit: int = Field(20, ge=1, le=100, strict=False, description="the most items of an answer")
+    order: Literal["asc", "desc"] = Field("desc", description="asc: the oldest items first")
 
 
 class ResponsesRequest(OpenAIRequest):

@@ -1,14 +1,12 @@
 """POST /generate: continue a prompt. The answer is sent whole, or streamed token by token as Server-Sent Events."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from forwardscope.local_results import TextOf
 from forwardscope.results import generations
-from forwardscope.results.records import Columns
 from model.engine.request import Output
 from model.text.transcript import TokenOutput
 from service.answers.constraints import compile_constraint, structured_output
@@ -17,6 +15,7 @@ from service.answers.generation import Choice, ChoiceOutput, Generation, start_g
 from service.answers.generation_changes import changes_answer
 from service.answers.generation_plan import Inputs, Options
 from service.answers.prompts import prompt_ids
+from service.answers.token_logprobs import logprob_answer, top_logprobs
 from service.http.bodies import JsonRoute
 from service.http.errors import invalid
 from service.http.generate_schemas import GenerateRequest
@@ -147,19 +146,6 @@ def choice_fields(choice: Choice, generation: Generation) -> dict[str, Any]:
         "trace": tuple(choice.traces) if generation.is_traced else None,
         **end_fields(choice.last),
     }
-
-
-def logprob_answer(token: TokenOutput, text_of: TextOf) -> generations.TokenLogprob:
-    """Describe a token with its log-probability."""
-    logprob = None if token.logprobs is None else token.logprobs.chosen
-    return generations.TokenLogprob(token.token_id, text_of(token.token_id), logprob, top_logprobs(token, text_of))
-
-
-def top_logprobs(token: TokenOutput, text_of: TextOf) -> Sequence[generations.Logprob]:
-    """Describe the most likely tokens at the place of `token`."""
-    top = [] if token.logprobs is None else token.logprobs.top
-    ids = [token_id for token_id, _ in top]
-    return Columns(generations.Logprob, ids, list(map(text_of, ids)), [logprob for _, logprob in top])
 
 
 def end_fields(output: Output) -> dict[str, Any]:

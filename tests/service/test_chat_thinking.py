@@ -41,6 +41,13 @@ def test_the_thinking_is_apart_from_the_answer_in_streams_and_whole(thinking: Ru
     assert events[-1]["usage"] == whole["usage"]
 
 
+def test_the_thinking_can_be_left_out_of_the_answer(thinking: Running) -> None:
+    (whole,) = thinking.answer(CHAT, **BODY)["choices"]
+    (hidden,) = thinking.answer(CHAT, **BODY, include_reasoning=False)["choices"]
+    del whole["message"]["reasoning_content"]
+    assert hidden == whole
+
+
 def test_a_grammar_constrains_the_answer_and_not_the_thinking(thinking: Running) -> None:
     schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes", "no"]}}}
     for seed in range(3):

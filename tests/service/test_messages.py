@@ -7,6 +7,7 @@ import pytest
 
 from service.answers.anthropic_conversations import ChatConversion, input_of
 from service.http.anthropic_schemas import MessagesRequest
+from service.http.encoding import to_json
 from tests.service.running import Running, Start
 from tests.service.test_chat_thinking import BODY
 
@@ -48,11 +49,15 @@ def test_our_own_fields_work_here_too(thinking: Running) -> None:
         "edits": [{"stage": "blocks.0.mlp_out", "op": "scale", "factor": 0.5}],
         "max_tokens": 3,
         "top_k": 5,
+        "logprobs": 2,
     }
     whole = thinking.answer(MESSAGES, **BODY | own)
     events = read_stream(thinking.post(MESSAGES, BODY | own | {"stream": True}).content)
     assert len(whole["trace"]) == 3
-    assert [event["trace"] for event in events if event["type"] == "ping"] == whole["trace"]
+    pings = [event for event in events if event["type"] == "ping"]
+    assert [event["trace"] for event in pings] == whole["trace"]
+    assert [token for event in pings for token in event["logprobs"]] == whole["logprobs"]
+    assert [len(token["top"]) for token in whole["logprobs"]] == [2, 2, 2]
     (described,) = whole["edits"]
     assert described["stages"] == ["blocks.0.mlp_out"]
     assert events[-2]["edits"] == whole["edits"]
@@ -109,10 +114,16 @@ def test_a_conversation_becomes_a_chat_whose_places_keep_their_names() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "found"),
-    [("", {}), ('{"a": 1}', {"a": 1}), ('{"a', {"invalid_json": '{"a'}), ("[]", {"invalid_json": "[]"})],
+    [
+        ("", {}),
+        (f'{{"a": {2**70}}}', {"a": 2**70}),
+        ('{"a', {"invalid_json": '{"a'}),
+        ("[]", {"invalid_json": "[]"}),
+        ('{"a": 1e999}', {"invalid_json": '{"a": 1e999}'}),
+    ],
 )
 def test_the_input_of_a_call_is_always_an_object(arguments: str, found: Any) -> None:
-    assert input_of(arguments) == found
+    assert json.loads(to_json(input_of(arguments))) == found
 
 
 def test_every_error_has_the_form_of_the_api(tiny: Running, start: Start) -> None:

@@ -49,8 +49,8 @@ def check_named(path: str, content: bytes, response: httpx.Response) -> None:
     """The error has the form of its API, and names a field that the body has or lacks, first of all."""
     sent = content[:2000].decode(errors="replace")
     assert response.status_code in (400, 404, 413, 422), (sent, response.text)
-    kind = MessagesError if path.startswith("/v1/messages") else ErrorAnswer
-    error = validate(kind, response.json()).error
+    is_anthropic = path.startswith("/v1/messages")
+    error = (validate(MessagesError, response.json()) if is_anthropic else validate(ErrorAnswer, response.json())).error
     assert error.param is not None, (sent, error)
     assert error.message.startswith(f"{error.param}: "), (sent, error)
     first = error.param.partition(".")[0]

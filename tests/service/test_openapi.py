@@ -36,6 +36,7 @@ STORES = {
     "/vectors": {"get"},
     "/vectors/{name}": {"put", "delete"},
     "/v1/responses/{response_id}": {"get", "delete"},
+    "/v1/responses/{response_id}/input_items": {"get"},
 }
 POSTS = (*GOOD, *OPENAI_GOOD)
 

@@ -183,6 +183,13 @@ def test_thinking_is_an_item_before_the_answer(thinking: Running) -> None:
     assert [item["type"] for item in off["output"]] == ["message"]
 
 
+def test_the_settings_of_a_request_come_back_with_integers_of_any_size(service: Running) -> None:
+    """JSON has no largest integer, but many encoders have one."""
+    parameters = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 2**70}}}
+    answer = service.answer(RESPONSES, input="a", max_output_tokens=1, tools=[TOOL | {"parameters": parameters}])
+    assert answer["tools"][0]["parameters"] == parameters
+
+
 def test_a_stream_begins_before_the_first_token(service: Running) -> None:
     with service.blocked(), service.client.stream("POST", RESPONSES, json={"input": "a", "stream": True}) as response:
         lines = response.iter_lines()
@@ -339,6 +346,12 @@ def test_a_conversation_that_the_server_keeps_is_the_one_that_the_client_sends(s
     assert plain(referring) == plain(whole)
     assert by_id["usage"]["input_tokens"] == whole["usage"]["input_tokens"] == referring["usage"]["input_tokens"]
     assert service.get(f"{RESPONSES}/{by_id['id']}").json() == by_id
+    items = service.get(f"{RESPONSES}/{by_id['id']}/input_items?limit=2").json()
+    assert [item["type"] for item in items["data"]] == ["function_call_output", "function_call"]
+    assert (items["data"][1], items["has_more"]) == (call, True)
+    rest = service.get(f"{RESPONSES}/{by_id['id']}/input_items?after={items['last_id']}").json()
+    assert [(item["role"], item["content"][0]["text"]) for item in rest["data"]] == [("user", "the cat")]
+    assert not rest["has_more"]
     *_, last = events_of(service, input="b", previous_response_id=by_id["id"], **own)
     assert service.get(f"{RESPONSES}/{last['response']['id']}").json() == last["response"]
     assert service.metric("stored_response_bytes") > 0

@@ -45,6 +45,15 @@ def test_a_stop_string_counts_only_after_the_minimum_and_may_be_in_the_text(tiny
     assert (found["text"], found["finish_reason"], len(found["tokens"])) == ("a" * 6, "stop", 6)
 
 
+def test_special_tokens_are_text_only_on_request(tiny: Running) -> None:
+    body = {**BODY, "allowed_token_ids": [0], "max_tokens": 2}
+    shown = body | {"skip_special_tokens": False}
+    assert tiny.answer("/generate", **body, ignore_eos=True)["text"] == ""
+    assert tiny.answer("/generate", **shown, ignore_eos=True)["text"] == "<eos><eos>"
+    assert tiny.answer("/generate", **shown)["text"] == ""
+    assert tiny.answer("/generate", **shown, include_stop_str_in_output=True)["text"] == "<eos>"
+
+
 def test_bad_words_are_not_written(tiny: Running) -> None:
     cat, dog = (tiny.answer("/tokenize", text=f" {word}")["tokens"][0]["id"] for word in ("cat", "dog"))
     body: dict[str, Any] = {"allowed_token_ids": [cat, dog], "logit_bias": {str(cat): 50}, "ignore_eos": True}

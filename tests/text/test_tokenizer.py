@@ -117,6 +117,17 @@ def test_the_pieces_join_to_exactly_the_decoded_text(case: tuple[str, list[int],
     assert "".join(pieces).count(REPLACEMENT) == full.count(REPLACEMENT)
 
 
+@settings(max_examples=100, deadline=None)
+@given(case=prompt_and_ids())
+@example(case=("phi3", [SPECIAL], [727, FIRST_BYTE, SPECIAL, 727]))
+@example(case=("gpt2", [50256, 464], [162, 50256, 262]))
+def test_with_special_tokens_the_pieces_join_to_the_text_that_has_them(case: tuple[str, list[int], list[int]]) -> None:
+    name, first, second = case
+    detokenizer = Detokenizer(load(name), shows_special=True)
+    pieces = [*(detokenizer.push(token_id) for token_id in first + second), detokenizer.flush()]
+    assert "".join(pieces) == load(name).decode(first + second, skip_special_tokens=False)
+
+
 PHI3_LINE, PHI3_THERE = [6324, NEWLINE], [727]  # "Hi\n", in which the newline is the byte token <0x0A>, and " there"
 
 

@@ -33,6 +33,7 @@ from forwardscope.results.anthropic import (
     ThinkingDelta,
     ToolUseBlock,
 )
+from forwardscope.results.generations import TokenLogprob
 from service.answers.anthropic_conversations import ChatConversion, input_of
 from service.answers.chat_pieces import CallArguments, CallBegin, Content, Piece, Reasoning
 from service.answers.chat_stream import ChatEnd, ChatOutput, ChatStream
@@ -40,6 +41,7 @@ from service.answers.chats import find_tools, start_chat
 from service.answers.conversations import conversation_ids, find_template
 from service.answers.generation import Choice, whole_answer
 from service.answers.openai_answers import ChunkTemplate
+from service.answers.token_logprobs import logprob_answer
 from service.http.access_log import note_tokens
 from service.http.anthropic_schemas import ConversationRequest, CountTokensRequest, MessagesRequest
 from service.http.bodies import INLINE_BYTES, JsonRoute
@@ -127,6 +129,7 @@ class Writer:
             content=[whole_block(list(pieces)) for _, pieces in groupby(output.pieces, block_key)],
             **end_fields(output.end),
             usage=self._usage(),
+            logprobs=self._logprobs(output),
             trace=output.traces,
             edits=self._generation.edit_answers(0),
         )
@@ -141,12 +144,14 @@ class Writer:
         )
 
     def events(self, output: ChatOutput) -> Iterator[bytes]:
-        """Write the events for the output of one step. A trace is in a ping, which clients skip."""
+        """Write the events for the output of one step. Our own fields are in a ping, which clients skip."""
         if not self._has_begun:
             self._has_begun = True
             yield write(MessageStart(message=self._empty_message()))
-        for trace in output.traces or ():
-            yield write(Ping(trace=trace))
+        logprobs = self._logprobs(output) or None
+        if logprobs or output.traces:
+            (trace,) = output.traces or (None,)
+            yield write(Ping(logprobs=logprobs, trace=trace))
         for piece in output.pieces:
             yield from self._piece_events(piece)
         if output.end is not None:
@@ -154,6 +159,12 @@ class Writer:
             end = MessageEnd(**end_fields(output.end))
             yield write(MessageDelta(delta=end, usage=self._usage(), edits=self._generation.edit_answers(0)))
             yield write(MessageStop())
+
+    def _logprobs(self, output: ChatOutput) -> Sequence[TokenLogprob] | None:
+        """The log-probabilities of the tokens, if the request asks for them."""
+        if self._generation.params.logprobs is None:
+            return None
+        return [logprob_answer(token, self._generation.text_of) for token in output.tokens]
 
     def _empty_message(self) -> AssistantMessage:
         return AssistantMessage(

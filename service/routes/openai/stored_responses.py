@@ -1,14 +1,17 @@
-"""GET and DELETE /v1/responses/{response_id}: the stored responses."""
+"""GET and DELETE /v1/responses/{response_id}: the stored responses, and the items that they answer."""
 
 from fastapi import APIRouter, Request, Response
 
-from forwardscope.results.responses import DeletedResponse, ModelResponse
-from service.http.encoding import json_response
+from forwardscope.results.responses import DeletedResponse, ModelResponse, ResponseItems
+from service.answers.response_items import page_of_items
+from service.http.encoding import json_response, to_json
 from service.http.errors import wrong_shape
 from service.http.openapi import error_answers
-from service.state import CheckpointDep, StateDep
+from service.http.queries import query_parameters, read_query
+from service.http.responses_schemas import ItemsQuery
+from service.state import CheckpointDep, StateDep, get_reservation
 
-router = APIRouter(tags=["openai"], responses=error_answers(404, 422, 503))
+router = APIRouter(tags=["openai"], responses=error_answers(400, 404, 413, 422, 503))
 
 
 @router.get("/v1/responses/{response_id}", summary="A stored response", response_model=ModelResponse)
@@ -22,3 +25,21 @@ async def stored_response(response_id: str, request: Request, state: StateDep, c
 async def delete_response(response_id: str, state: StateDep, checkpoint: CheckpointDep) -> Response:
     state.responses.delete(response_id)
     return json_response(DeletedResponse(id=response_id))
+
+
+@router.get(
+    "/v1/responses/{response_id}/input_items",
+    summary="The items of a conversation before a stored response",
+    response_model=ResponseItems,
+    openapi_extra=query_parameters(ItemsQuery),
+)
+async def input_items(response_id: str, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
+    query = read_query(request, ItemsQuery)
+    found = state.responses.find(response_id)
+    reservation = get_reservation(request)
+    reservation.reserve(found.conversation_bytes)
+    before = found.items[: len(found.items) - len(found.output)]
+    page = page_of_items(before, query)
+    content = await state.worker.executors.run_uncounted("answers", lambda: to_json(page))
+    reservation.count(len(content) - found.conversation_bytes)
+    return Response(content, media_type="application/json")
