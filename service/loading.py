@@ -28,6 +28,7 @@ from model.network.ranks import LostRank, Place, Ranks
 from model.network.tensor_parallel import prepare_share
 from model.network.transformer import Transformer
 from model.network.translators import Translators
+from model.ops.quantization import ROUNDED
 from model.text.grammar.grammars import Grammars
 from model.worked_examples import WORKED_EXAMPLES
 from service.settings import Settings
@@ -142,8 +143,10 @@ def load_draft_model(checkpoint: Checkpoint, settings: Settings) -> Transformer 
         raise ValueError(f"draft {settings.draft!r} needs our own kernels, which do not compute here; leave it out")
     dtype = str(served.embed.weight.dtype).removeprefix("torch.")
     logger.info("a copy of the network in %s drafts tokens", settings.draft)
+    # The head, too: a wrong draft costs only time.
+    formats = dict.fromkeys((name for name, _ in served.named_modules()), ROUNDED[settings.draft])
     return load_checkpoint(
-        settings.model, dtype=dtype, quantize=settings.draft, kernels=settings.kernels, revision=settings.revision
+        settings.model, dtype=dtype, quantize=formats, kernels=settings.kernels, revision=settings.revision
     ).model
 
 

@@ -23,6 +23,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from model.engine.acceptance import Acceptance
 from model.engine.block_pool import BlockPool
 from model.engine.prompt_lookup import MAX_DRAFT
 from model.engine.sequence import SequenceState
@@ -136,6 +137,7 @@ class Scheduler:
         self._max_tokens = max_tokens
         self._batch_invariant = batch_invariant
         self._budget = StepBudget(max_stretch)
+        self._network_acceptance = Acceptance(0.8, history_weight=0.95)  # of the drafts of a network
         self._num_steps = 0
         self._unwritten_blocks: list[int] = []  # of the step that is being planned
         self._extra_left = 0.0  # seconds of edits and traces that the step may still have
@@ -236,7 +238,7 @@ class Scheduler:
         """Count the accepted tokens, and release the blocks that only rejected tokens needed."""
         sequence = scheduled.sequence
         if by_network:
-            sequence.network_acceptance.observe(len(scheduled.draft), num_right)
+            self._network_acceptance.observe(len(scheduled.draft), num_right)
         elif sequence.lookup is not None:
             sequence.lookup.acceptance.observe(len(scheduled.draft), num_right)
         self.num_drafted += len(scheduled.draft)
@@ -339,12 +341,11 @@ class Scheduler:
             most = min(most, sequence.lookup.max_length - len(sequence.tokens) - 1)  # the step itself adds one token
             if (num_short := sequence.short_length - len(sequence.tokens)) >= 0:
                 most = min(most, num_short)  # drafts must not need other keys
-        acceptance = sum(each.network_acceptance.probability for each in drafting) / len(drafting)
+        acceptance = self._network_acceptance.probability
         length = self._budget.network_draft(len(decoding), len(drafting), acceptance, most)
         lacking = [self._blocks_for(len(each.tokens) + length) - len(each.blocks) for each in drafting]
         if length <= 0 or sum(lacking) > self.pool.num_free:
-            for sequence in drafting:
-                sequence.network_acceptance.forget_wrong()
+            self._network_acceptance.forget_wrong()
             return decoding, 0
         for sequence, num_more in zip(drafting, lacking, strict=True):
             self._extend(sequence, num_more)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import NamedTuple
 
-from model.engine.acceptance import Acceptance
 from model.engine.prompt_lookup import PromptLookup
 
 
@@ -48,7 +47,6 @@ class SequenceState:
     paused: bool = field(init=False, default=False)  # takes part in no step
     has_ended: bool = field(init=False, default=False)
     lookup: PromptLookup | None = field(init=False, default=None)  # drafts the tokens that may follow, if any may be
-    network_acceptance: Acceptance = field(init=False)  # of the tokens that a draft network drafted
     _hashes: list[bytes] = field(init=False, default_factory=list)  # of full blocks
     _salt: str | None = field(init=False, default=None)
     _root: bytes = field(init=False, default=b"")  # the hash before the first block
@@ -59,7 +57,6 @@ class SequenceState:
         self.num_prompt = len(prompt)
         self.owner = self.order if self.owner is None else self.owner
         self._salt = cache_salt
-        self.network_acceptance = Acceptance(0.8, history_weight=0.9)
         self.begin_anew()
 
     @property

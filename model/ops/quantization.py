@@ -22,6 +22,7 @@ from model.ops.weight_formats import FORMATS, GROUP, GroupedWeight, PackedGroups
 LayerFormats = Mapping[str, WeightFormat | PackedGroups]
 """For each linear layer by name, the format to round to, or its calibrated weight. Other layers keep their weights."""
 INT8, INT5, INT4 = FORMATS["q8_0"], FORMATS["q5_1"], FORMATS["q4_1"]
+ROUNDED = {"int8": INT8, "int5": INT5, "int4": INT4}
 LARGEST_INT8 = 127
 RANGE_FACTORS = (1.0, 0.97, 0.94, 0.91, 0.88)  # candidates for the range of a group in int4 and int5, of its own range
 CACHED_NUMBERS = 1 << 20  # quantized at a time: more do not stay in the caches, with fewer the threads wait too often
@@ -154,7 +155,7 @@ def format_of(name: str, quantization: Quantization | LayerFormats) -> WeightFor
         return quantization.get(name)
     if quantization == "int4" and name == "head":
         return INT8  # an error in it affects every logit
-    return {"int8": INT8, "int5": INT5, "int4": INT4}.get(quantization)
+    return ROUNDED.get(quantization)
 
 
 def quantize_to(weight: Tensor, format: WeightFormat) -> GroupedWeight:
