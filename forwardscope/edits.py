@@ -22,10 +22,14 @@ def to_edits(edits: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] 
 
 def to_edit(edit: Mapping[str, Any], field: str) -> dict[str, Any]:
     body = dict(edit)
+    if body.get("when") is not None:
+        if not isinstance(body["when"], Mapping):
+            raise InvalidArgument(f"{field}.when", f"{shown(body['when'])} is not a mapping, such as {{'tokens': [5]}}")
+        body["when"] = to_edit(body["when"], f"{field}.when")
     for name in ("positions", "keys"):
         if body.get(name) is not None:
             body[name] = to_positions(body[name], f"{field}.{name}")
-    for name in ("heads", "neurons"):
+    for name in ("heads", "neurons", "tokens"):
         body[name] = to_indices(body.get(name), f"{field}.{name}")
     if body.get("source") is not None:
         if not isinstance(body["source"], Mapping):
@@ -46,7 +50,7 @@ def to_edit(edit: Mapping[str, Any], field: str) -> dict[str, Any]:
             array = to_array(body[name])
             data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
             body[name] = {"data": data, "dtype": array.dtype.name, "shape": list(array.shape)}
-    for name in ("value", "scale", "factor", "coeff", "min", "max", "std"):
+    for name in ("value", "scale", "factor", "coeff", "min", "max", "std", "above"):
         if hasattr(body.get(name), "item"):  # a number of numpy or PyTorch
             body[name] = body[name].item()
     if hasattr(body.get("seed"), "item"):

@@ -291,7 +291,7 @@ class LocalModel(Batches):
             taps, began = list[Tap](), time.perf_counter()
             if edits:
                 bound, head["edits"] = self._bind(edits, adapted, ids, len(ids))
-                taps.append(bound.tap(0, len(ids), ops=network.backend.network))
+                taps.append(bound.whole_pass(ids, ops=network.backend.network))
             if own_hooks is not None:
                 taps.append(own_hooks.tap(0, len(ids)))
             found = run_pass(Chain(*taps) if taps else None)

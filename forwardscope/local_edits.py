@@ -14,10 +14,11 @@ from forwardscope.results.passes import AppliedEdit
 from model.analysis.edit_sources import Network, compute_sources
 from model.config import ModelConfig
 from model.errors import InvalidField, shortened
-from model.tracing.edits import BoundEdits, Edit, EditSource, plan_edits
+from model.tracing.edits import BoundEdits, Edit, EditCondition, EditSource, plan_edits
 from model.tracing.stages import Stage
 
 FIELDS = tuple(field.name for field in fields(Edit))
+CONDITION_FIELDS = tuple(field.name for field in fields(EditCondition))
 NamesToTensors = Mapping[str, Tensor]
 
 
@@ -43,10 +44,7 @@ def bind_edits(
 
 def read_edit(edit: Mapping[str, Any], field: str, ids_of: Callable[[Any], list[int]]) -> Edit:
     """An edit of the caller. `None` means the default, as for the arguments of calls."""
-    given = {name: value for name, value in edit.items() if value is not None}
-    for name in given:
-        if name not in FIELDS:
-            raise InvalidField(f"{field}.{name}", f"is not a field of edits; known are {', '.join(FIELDS)}")
+    given = known_fields(edit, FIELDS, field, "edits")
     for name in ("stage", "op"):
         if name not in given:
             raise InvalidField(f"{field}.{name}", "is required")
@@ -63,7 +61,32 @@ def read_edit(edit: Mapping[str, Any], field: str, ids_of: Callable[[Any], list[
     for name in ("vector", "subspace"):
         if name in given:
             given[name] = read_vector(given[name], f"{field}.{name}")
+    if "when" in given:
+        given["when"] = read_condition(given["when"], f"{field}.when")
     return Edit(**given)
+
+
+def read_condition(when: Any, field: str) -> EditCondition:
+    if not isinstance(when, Mapping):
+        raise InvalidField(field, f"{shortened(when)} is not a mapping, such as {{'tokens': [5]}}")
+    given = known_fields(when, CONDITION_FIELDS, field, "conditions")
+    if "positions" in given:
+        given["positions"] = read_positions(given["positions"], f"{field}.positions")
+    if "tokens" in given:
+        given["tokens"] = to_indices(given["tokens"], f"{field}.tokens")
+    if not isinstance(given.get("stage", ""), str):
+        raise InvalidField(f"{field}.stage", f"{shortened(given['stage'])} is not the name of a stage")
+    if "vector" in given:
+        given["vector"] = read_vector(given["vector"], f"{field}.vector")
+    return EditCondition(**given)
+
+
+def known_fields(given: Mapping[str, Any], known: Sequence[str], field: str, what: str) -> dict[str, Any]:
+    """The fields that are not None. Raises `InvalidField` for one that is not known."""
+    for name in given:
+        if name not in known:
+            raise InvalidField(f"{field}.{name}", f"is not a field of {what}; known are {', '.join(known)}")
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def read_positions(positions: Any, name: str) -> Any:

@@ -56,6 +56,6 @@ def edited_pass(
     device: torch.device | str = "cpu",
 ) -> Tensor:
     """The logits (T, V) of one edited pass over `ids`, or of some `rows` of it. `tap` sees the edited stages."""
-    edit = edits.tap(0, len(ids), rows, network.backend.network)
+    edit = edits.whole_pass(ids, rows, network.backend.network)
     taps = edit if tap is None else Chain(edit, tap)
     return network(torch.tensor([list(ids)], device=device), tap=taps, rows=rows)[0]

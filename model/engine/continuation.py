@@ -16,6 +16,7 @@ from model.text.constraint import GrammarState
 from model.text.sampling import Sampler, TokenLogprobs, token_logprobs
 from model.text.tokenizer import Tokenizer
 from model.text.transcript import TokenOutput, Transcript
+from model.tracing.edits.conditions import ConditionState
 
 
 class Continuation:
@@ -33,6 +34,8 @@ class Continuation:
         self.transcript = Transcript(tokenizer, request.prompt_ids, params)
         constraint = params.constraint
         self.grammar = None if constraint is None else GrammarState(constraint, params.stop_token_ids)
+        conditions = [] if request.edits is None else request.edits.conditions
+        self.conditions = ConditionState(conditions) if conditions else None
         self.traced_until = 0  # positions below this are not traced again after preemption
         self.num_generated = 0
         self.has_started = False
@@ -67,13 +70,18 @@ class Continuation:
             elif request.edits is not None or request.tap is not None:  # which may change the logits of all positions
                 num_logits = num_new
         edits = request.edits
+        if self.conditions is not None:
+            self.conditions.begin_pass(scheduled.start, self.sequence.tokens, scheduled.new_tokens)
+        if edits is not None and not edits.is_active(scheduled.start, num_new, self.conditions):
+            edits = None
         return StepSequence(
             scheduled,
             request,
             self.sampler,
             self.grammar,
             tracer,
-            edits if edits is not None and edits.is_active(scheduled.start, num_new) else None,
+            edits,
+            self.conditions,
             num_final=num_final,
             num_logits=num_logits,
             keeps_logits=needs_logits or needs_prompt,

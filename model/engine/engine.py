@@ -199,8 +199,10 @@ class Engine:
         self.check(request)
         if request.id in self._requests:
             raise InvalidField("id", f"{request.id!r} is running already")
-        # Traced and scored positions must be computed by this sequence, so only tokens before them come from others.
+        # This sequence must compute traced, scored and probed positions, so only tokens before them come from others.
         own_positions = list((request.trace and request.trace.selection.positions) or ())
+        if request.edits is not None and request.edits.first_probed is not None:
+            own_positions.append(request.edits.first_probed)
         if request.params.prompt_logprobs is not None:
             own_positions.append(request.params.first_predicting)
         scaling = self._model.config.rope_scaling

@@ -50,6 +50,9 @@ class ExtraCosts:
             if edit not in _EDIT_PRICES:
                 _EDIT_PRICES[edit] = _price_of_edit(edit)
             self._add(edit.positions, _EDIT_PRICES[edit])
+            if edit.when is not None and edit.when.probe is not None:  # read as an edit is, in steps without replay
+                of_position = EDITED_NUMBER * len(edit.when.probe.vector)
+                self._add(edit.when.positions, Price(EDITED_STAGE, EDITED_STAGE, of_position, 0.0))
         trace, logits = request.trace, LOGIT * config.d_model * config.vocab_size
         if not traces:
             return
@@ -106,7 +109,7 @@ def _price_of_edit(edit: BoundEdit) -> Price:
             position += NOISY_NUMBER * each.noise.num_heads * (each.noise.size or 0)
             key += 0.0 if each.noise.size else NOISY_NUMBER * each.noise.num_heads
         step += seconds
-        replayed += REPLAYED_EDIT if each.can_be_recorded else seconds
+        replayed += REPLAYED_EDIT if each.can_be_recorded and edit.when is None else seconds
         position += EDITED_NUMBER * each.width
     return Price(step, replayed, position, key)
 

@@ -140,7 +140,8 @@ class Runner:
         selected = range(num_new - each.num_final, num_new)
         try:
             if each.edits is not None:
-                taps.append(each.edits.tap(start, num_new, selected, self._model.backend.network))
+                ops = self._model.backend.network
+                taps.append(each.edits.tap(start, num_new, selected, ops, each.conditions))
         except Exception as error:  # too little memory, for example: the error ends this sequence only
             return SequenceTap(Chain(), tokens, each.final_rows, error)
         if own is not None:
@@ -183,7 +184,7 @@ def _recordable_edits(sequences: Sequence[StepSequence]) -> dict[StepSequence, R
     found: dict[StepSequence, RecordableEdits] = {}
     for each in sequences:
         if each.edits is not None:
-            own = each.edits.recordable(each.scheduled.start, each.scheduled.num_new)
+            own = each.edits.recordable(each.scheduled.start, each.scheduled.num_new, each.conditions)
             if own is None:
                 return None
             found[each] = own

@@ -17,6 +17,7 @@ from model.ops.interface import Argmax, Backend
 from model.text.constraint import GrammarState, token_masks
 from model.text.sampling import ConstraintEffect, Sampler, TokenLogprobs, constraint_effect, sample, token_logprobs
 from model.tracing.edits import BoundEdits
+from model.tracing.edits.conditions import ConditionState
 
 
 @dataclass(eq=False)
@@ -30,7 +31,8 @@ class StepSequence:
     sampler: Sampler
     grammar: GrammarState | None
     tracer: StepTracer | None  # if the request is traced
-    edits: BoundEdits | None  # if they change the new tokens
+    edits: BoundEdits | None  # if they change the new tokens, or read them for a condition
+    conditions: ConditionState | None  # of these edits
     num_final: int  # the last new tokens that the pass computes to the final norm
     num_logits: int  # the last of these, which have logits
     keeps_logits: bool  # whether more is read from the logits than the next token

@@ -18,7 +18,7 @@ from torch import Tensor
 from forwardscope.local_results import describe_edits
 from model.checkpoints.load import DTYPES, Checkpoint
 from model.errors import InvalidField
-from model.tracing.edits import Edit, EditPlan, EditSource, plan_edits
+from model.tracing.edits import Edit, EditCondition, EditPlan, EditSource, plan_edits
 from service.answers.prompts import prompt_ids
 from service.http import edit_schemas as schemas
 from service.http.encoding import to_json
@@ -45,17 +45,18 @@ async def read_edits(
     if not edits:
         return None
     sources: dict[int, list[list[int]]] = {}
-    named: dict[int, Operand] = {}
+    named: dict[str, Operand] = {}
     for index, edit in enumerate(edits):
-        source, (name, vector) = getattr(edit, "source", None), operand_of(edit)
+        source = getattr(edit, "source", None)
         if source is not None:
             param = f"edits.{index}.source.prompt"
             given = {param: source.prompt}
             if source.prompts is not None:
                 given = {f"{param}s.{i}": prompt for i, prompt in enumerate(source.prompts)}
             sources[index] = [await prompt_ids(request, state, checkpoint, given[each], each) for each in given]
-        if isinstance(vector, str):
-            named[index] = state.vectors.find(vector, f"edits.{index}.{name}")
+        for name, vector in operands_of(edit, f"edits.{index}").items():
+            if isinstance(vector, str):
+                named[name] = state.vectors.find(vector, name)
     planner = EditPlanner(edits, sources, named, checkpoint)
     num_plans = len({planner.key(ids, len(ids)) for ids in prompts})
     get_reservation(request).reserve(num_plans * planner.num_operand_bytes)
@@ -65,15 +66,15 @@ async def read_edits(
 class EditPlanner:
     """Plans the edits of one request for each of its prompts.
 
-    `sources` has the token ids of the prompts of sources, and `named` the vectors that are given by name, both by the
-    index of their edit.
+    `sources` has the token ids of the prompts of sources, by the index of their edit, and `named` the vectors that are
+    given by name, by their field.
     """
 
     def __init__(
         self,
         bodies: Sequence[schemas.Edit],
         sources: Mapping[int, list[list[int]]],
-        named: Mapping[int, Operand],
+        named: Mapping[str, Operand],
         checkpoint: Checkpoint,
     ) -> None:
         self._bodies = bodies
@@ -93,8 +94,8 @@ class EditPlanner:
     @property
     def num_operand_bytes(self) -> int:
         """The bytes of the vectors in one plan, in float32 and float64."""
-        given = [self._named.get(index, operand_of(body)[1]) for index, body in enumerate(self._bodies)]
-        return PLANNED_BYTES * sum(map(num_values, given))
+        given = [operands_of(body, f"edits.{index}") for index, body in enumerate(self._bodies)]
+        return PLANNED_BYTES * sum(num_values(self._named.get(name, each[name])) for each in given for name in each)
 
     def key(self, ids: Sequence[int], max_length: int) -> tuple[int, ...]:
         """Build the key of a plan: equal keys mean equal plans."""
@@ -128,9 +129,13 @@ class EditPlanner:
         return [self._edit(index, body) for index, body in enumerate(self._bodies)]
 
     def _edit(self, index: int, body: schemas.Edit) -> Edit:
-        own = body.model_dump(exclude={"positions", "keys", "source", "vector", "subspace"})
-        name, vector = operand_of(body)
-        own[name] = self._named.get(index) if isinstance(vector, str) else read_vector(vector, f"edits.{index}.{name}")
+        field, when = f"edits.{index}", body.when
+        own = body.model_dump(exclude={"positions", "keys", "source", "vector", "subspace", "when"})
+        vectors = {
+            name.removeprefix(f"{field}."): self._named[name] if isinstance(vector, str) else read_vector(vector, name)
+            for name, vector in operands_of(body, field).items()
+        }
+        own |= {name: vectors[name] for name in ("vector", "subspace") if name in vectors}
         source: schemas.EditSourceRequest | None = getattr(body, "source", None)
         return Edit(
             **own,
@@ -143,13 +148,23 @@ class EditPlanner:
                 more=self._sources[index][1:],
                 positions=None if source.positions is None else _positions(source.positions),
             ),
+            when=None
+            if when is None
+            else EditCondition(
+                tokens=when.tokens,
+                stage=when.stage,
+                vector=vectors.get("when.vector"),
+                above=when.above,
+                positions=_positions(when.positions),
+            ),
         )
 
 
-def operand_of(body: schemas.Edit) -> tuple[str, Any]:
-    """The field of an edit that has vectors, and these; None if it has none. Both fields together are refused later."""
-    name = "vector" if getattr(body, "subspace", None) is None else "subspace"
-    return name, getattr(body, name, None)
+def operands_of(body: schemas.Edit, field: str) -> dict[str, Any]:
+    """The vectors of an edit by their fields, such as `edits.0.vector`."""
+    given = {name: getattr(body, name, None) for name in ("vector", "subspace")}
+    given["when.vector"] = None if body.when is None else body.when.vector
+    return {f"{field}.{name}": vector for name, vector in given.items() if vector is not None}
 
 
 def num_values(vector: Operand | list[Any] | schemas.EncodedTensor | None) -> int:
@@ -169,10 +184,8 @@ def _positions(spec: Any) -> Any:
     return spec if isinstance(spec, str) else [tuple(each) if isinstance(each, list) else each for each in spec]
 
 
-def read_vector(vector: list[Any] | schemas.EncodedTensor | None, param: str) -> Tensor | None:
+def read_vector(vector: list[Any] | schemas.EncodedTensor, param: str) -> Tensor:
     """The tensor of a vector that the request itself has. Raises 400 if its bytes do not fit its shape."""
-    if vector is None:
-        return None
     if isinstance(vector, list):
         return torch.tensor(vector, dtype=torch.float64)
     dtype = DTYPES[vector.dtype]

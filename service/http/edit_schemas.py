@@ -129,6 +129,18 @@ class EditSourceRequest(Request):
         return self
 
 
+class ConditionRequest(Request):
+    """The edit applies from the first position on with one of these tokens, or at which the product of the row of a
+    stage and a vector is above a number.
+    """
+
+    tokens: Indices | None = Field(None, description="token ids")
+    stage: ShortText | None = Field(None, description="the name of a stage, not after those that the edit changes")
+    vector: Vector | None = Field(None, description="a vector with the shape of a row of the stage")
+    above: float | None = None
+    positions: PositionSpec = Field("all", description="positions at which the condition is checked")
+
+
 class EditRequest(Request):
     """The fields that all edits have."""
 
@@ -141,6 +153,7 @@ class EditRequest(Request):
     heads: Indices | None = Field(None, description="query heads, and for k and v the key-value heads that they read")
     neurons: Indices | None = Field(None, description="for stages without heads: the numbers of the last dim to change")
     keys: PositionSpec | None = Field(None, description="for stages with a dim `key`: the keys to change; default: all")
+    when: ConditionRequest | None = Field(None, description="change those of the positions from which on this holds")
 
     @model_validator(mode="before")
     @classmethod

@@ -21,8 +21,9 @@ from model.network.transformer import Transformer
 from model.ops.row_edits import RowEdit
 from model.text.sampling import Sampler, sample, token_logprobs
 from model.text.transcript import End
-from model.tracing.edits import BoundEdits, Edit, EditSource, plan_edits
+from model.tracing.edits import BoundEdits, Edit, EditCondition, EditSource, plan_edits
 from model.tracing.edits import tap as edit_tap
+from model.tracing.hooks import HookContext, Hooks
 from model.tracing.selection import Selection
 from model.tracing.stages import select, stages_of
 from tests.engine.driving import Drive, Result, ask, new_engine, prompt, run, values_of
@@ -44,6 +45,7 @@ def edited(model: Transformer, request: Request, *edits: Edit) -> Request:
     return replace(request, edits=bind(model, edits, request) if edits else None)
 
 
+PROBE = EditCondition(stage="blocks.1.resid_mid", vector=vector(24, 7), above=6.0)
 # For networks with a d_model of 24 and heads of 16. Each has an effect on the tokens of its request.
 EDITS: Mapping[str, Sequence[Edit]] = {
     "add to the residual stream": [Edit(stage="blocks.1.resid_post", op="add", vector=vector(24))],
@@ -81,6 +83,19 @@ EDITS: Mapping[str, Sequence[Edit]] = {
     ],
     "mean over several prompts": [
         Edit(stage="blocks.1.mlp_out", op="mean", source=EditSource(ids=prompt(9, seed=9), more=[prompt(5, seed=3)]))
+    ],
+    "since a probe holds": [
+        Edit(stage="blocks.[12].resid_post", op="add", vector=vector(24), when=PROBE),
+        Edit(stage="logits", op="scale", factor=-1, positions="generated", when=replace(PROBE, positions="prompt")),
+    ],
+    "since a token": [
+        Edit(stage="blocks.0.mlp_out", op="scale", factor=3, when=EditCondition(tokens=range(0, 67, 9))),
+        Edit(
+            stage="blocks.*.attn.v",
+            op="zero",
+            heads=[0],
+            when=EditCondition(tokens=range(1, 67, 3), positions="generated"),
+        ),
     ],
     "noise": [Edit(stage="blocks.1.resid_mid", op="noise", std=0.7, seed=3)],
     "noise on the scores": [Edit(stage="blocks.0.attn.scores", op="noise", std=0.7, seed=3, heads=[1, 2])],
@@ -214,7 +229,9 @@ def test_every_kind_of_network_can_be_edited(name: str) -> None:
     assert result.logprob_values == pytest.approx(values, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["add while generating", "mean over the prompt", "noise", "hide a key", "several"])
+@pytest.mark.parametrize(
+    "name", ["add while generating", "mean over the prompt", "since a probe holds", "since a token", "noise", "several"]
+)
 def test_preemption_changes_no_bit_of_an_edited_request(name: str) -> None:
     model = served("llama")
     requests = requests_with(model, EDITS[name], max_tokens=16)
@@ -225,7 +242,7 @@ def test_preemption_changes_no_bit_of_an_edited_request(name: str) -> None:
     assert_equals_one_pass(model, requests[1], results["1", 0])
 
 
-@pytest.mark.parametrize("name", ["add to the residual stream", "one step of many", "noise", "several"])
+@pytest.mark.parametrize("name", ["one step of many", "since a probe holds", "since a token", "noise", "several"])
 def test_drafts_change_no_bit_of_an_edited_request(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepBudget, "min_acceptance", lambda self, num_decoding: 0.05)
     model = served("llama")
@@ -238,6 +255,82 @@ def test_drafts_change_no_bit_of_an_edited_request(name: str, monkeypatch: pytes
     assert engine.stats().num_accepted > 0
     assert bits(results) == bits(run(new_engine(model, speculates=False), *requests))
     assert_equals_one_pass(model, requests[0], results["edited", 0])
+
+
+class TestConditions:
+    ADD: Mapping[str, Any] = {"stage": "blocks.1.resid_post", "op": "add", "vector": vector(24)}
+
+    def test_a_probe_does_what_a_hook_with_a_memory_does(self) -> None:
+        """For each of several choices, beside other requests."""
+        model, holds = served("llama"), dict[int, Tensor]()
+
+        def look(resid: Tensor, context: HookContext) -> None:
+            above = resid[0].double() @ vector(24, 7).double() > 15
+            before = context.positions[0] > 0 and holds[context.choice][-1]
+            holds[context.choice] = (above.cumsum(0) > 0) | before
+
+        def add(resid: Tensor, context: HookContext) -> None:
+            resid[0, holds[context.choice]] += vector(24)
+
+        request = ask("1", prompt(22, seed=3), n=3, max_tokens=12)
+        hooks = Hooks({"blocks.1.resid_mid": look, "blocks.1.resid_post": add}, stages_of(model.config))
+        by_edits = edited(model, request, Edit(**self.ADD, when=replace(PROBE, above=15.0)))
+        results = [
+            bits(run(new_engine(model, max_step_tokens=10), each, ask("2", prompt(9))))
+            for each in (by_edits, replace(request, tap=hooks), request)
+        ]
+        assert results[0] == results[1] != results[2]
+        assert results[0]["2", 0] == results[2]["2", 0]
+
+    @pytest.mark.parametrize(
+        ("when", "is_cached"),
+        [
+            (EditCondition(tokens=[40, 66]), True),
+            (PROBE, False),
+            (replace(PROBE, positions="generated"), True),
+        ],
+        ids=["tokens", "probe", "probe of generated positions"],
+    )
+    def test_cached_prompts_do_not_change_since_when_an_edit_applies(
+        self, when: EditCondition, is_cached: bool
+    ) -> None:
+        model, engine = served("llama"), new_engine(served("llama"))
+        requests = [ask(f"{i}", [*prompt(16), i + 39, 5, 6, 7], max_tokens=12) for i in range(3)]  # 40 in one of them
+        run(engine, *(edited(model, each, Edit(**self.ADD)) for each in requests))  # their blocks have other digests
+        requests = [edited(model, each, Edit(**self.ADD, when=when)) for each in requests]
+        first = run(engine, *requests)
+        again = run(engine, *requests)
+        assert bits(first) == bits(again)
+        assert {result.num_cached > 0 for result in again.values()} == {is_cached}
+        for request in requests:
+            assert_equals_one_pass(model, request, again[request.id, 0])
+
+    def test_a_probe_may_have_heads_and_its_edit_keys(self) -> None:
+        model = served("llama")
+        config = model.config
+        queries = torch.ones(config.num_heads, config.d_head)
+        when = EditCondition(stage="blocks.1.attn.q", vector=queries, above=0.0, positions="generated")
+        edit = Edit(stage="blocks.1.attn.pattern", op="zero", keys=[0, 3], positions="generated", when=when)
+        for request in requests_with(model, [edit], 6)[1::2]:
+            result = run(new_engine(model, max_step_tokens=10), request)[request.id, 0]
+            assert_equals_one_pass(model, request, result)
+            plain = run(new_engine(model), replace(request, edits=None))
+            assert bits(plain)[request.id, 0] != (result.ids, result.logprob_values)
+
+    def test_the_edit_is_that_of_all_positions_from_one_on(self) -> None:
+        model, request = served("llama"), ask("1", prompt(22, seed=3))
+        ids = [*request.prompt_ids, *run(new_engine(model), request)["1", 0].ids]
+        for token in (ids[6], ids[25]):
+            since = ids.index(token)
+            by_token = edited(model, request, Edit(**self.ADD, when=EditCondition(tokens=[token])))
+            by_position = edited(model, request, Edit(**self.ADD, positions=[(since, None)]))
+            results = [bits(run(new_engine(model), each)) for each in (by_token, by_position, request)]
+            assert results[0] == results[1] != results[2]
+
+    def test_a_step_is_recorded_again_when_a_probe_has_held(self) -> None:
+        model, engine = served("llama"), new_engine(served("llama"))
+        run(engine, edited(model, ask("1", prompt(22, seed=3)), Edit(**self.ADD, when=PROBE)))
+        assert {len(shape.edited) for shape in engine._runner._decode_graphs._graphs} == {1}
 
 
 class TestRecordedSteps:

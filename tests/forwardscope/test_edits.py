@@ -12,6 +12,7 @@ from model.errors import InvalidField
 
 PROMPT, OTHER = "the cat sat on", "the dog ran to"
 RESIDUAL = "blocks.0.resid_post"
+PROBE = {"stage": "blocks.0.resid_mid", "vector": np.ones(256), "above": -1e6, "positions": [2]}
 EDITS: list[list[dict[str, Any]]] = [
     [{"stage": RESIDUAL, "op": "add", "vector": None, "scale": 2, "positions": [(1, 2), -1]}],
     [{"stage": "blocks.*.attn.z", "op": "zero", "heads": [1]}],
@@ -21,11 +22,15 @@ EDITS: list[list[dict[str, Any]]] = [
         {"stage": RESIDUAL, "op": "mean", "source": {"prompts": [OTHER, [5, 6]]}, "neurons": [7]},
         {"stage": RESIDUAL, "op": "patch", "subspace": np.eye(256)[2:4] + 0.1, "source": {"prompt": OTHER}},
     ],
+    [
+        {"stage": RESIDUAL, "op": "zero", "when": {"tokens": np.array([284]), "positions": [(1, None)]}},
+        {"stage": "blocks.[12].attn_out", "op": "scale", "factor": 3, "when": PROBE},
+    ],
     [{"stage": "blocks.1.mlp_out", "op": "noise", "std": 0.1, "seed": 2}, {"stage": "embed", "op": "mean"}],
 ]
 
 
-@pytest.mark.parametrize("edits", EDITS, ids=str)
+@pytest.mark.parametrize("edits", EDITS, ids=lambda edits: " ".join(edit["op"] for edit in edits))
 def test_an_edited_pass_has_the_numbers_of_a_client_to_the_last_bit(
     local: LocalModel, client: Client, edits: list[dict[str, Any]]
 ) -> None:
@@ -86,6 +91,9 @@ def test_a_vector_may_have_a_tensor_for_each_stage(local: LocalModel) -> None:
         ({"stage": RESIDUAL, "op": "patch", "source": {"promt": "a"}}, "edits.0.source"),
         ({"stage": RESIDUAL, "op": "patch", "source": "a"}, "edits.0.source"),
         ({"stage": "loss", "op": "zero"}, "edits.0.stage"),
+        ({"stage": RESIDUAL, "op": "zero", "when": [5]}, "edits.0.when"),
+        ({"stage": RESIDUAL, "op": "zero", "when": {"tokens": []}}, "edits.0.when.tokens"),
+        ({"stage": RESIDUAL, "op": "zero", "when": {"abov": 1}}, "edits.0.when.abov"),
     ],
     ids=str,
 )

@@ -1,5 +1,6 @@
 """Edits over HTTP: every route computes with them, answers say what they matched, and wrong ones are refused."""
 
+import base64
 import json
 import math
 import time
@@ -37,6 +38,7 @@ RESIDUAL = "blocks.0.resid_post"
 ZERO = {"stage": "blocks.0.attn.z", "op": "zero", "heads": [1]}
 STEER = {"stage": RESIDUAL, "op": "add", "vector": [0.5] * WIDTH, "scale": 2}
 NOISE = {"stage": "blocks.1.mlp_out", "op": "noise", "std": 0.5, "seed": 3, "positions": "generated"}
+PROBE = {"stage": "blocks.0.resid_mid", "vector": [1] * WIDTH, "above": 0.5}
 ROUTES = ("/forward", "/logits", "/generate", "/v1/completions")
 
 
@@ -157,6 +159,17 @@ BAD: list[tuple[Any, int, str]] = [
     (edit(op="patch", source={"prompt": [1, 2]}), 400, "edits.0.source.positions"),
     (edit(op="patch", source={"prompt": [1, 2], "positions": [2]}), 400, "edits.0.source.positions"),
     (edit(op="mean", source={"prompt": [1, 2], "positions": "generated"}), 400, "edits.0.source.positions"),
+    # conditions
+    (edit(when=3), 422, "edits.0.when"),
+    (edit(when={"token": [3]}), 422, "edits.0.when.token"),
+    (edit(when={"tokens": []}), 422, "edits.0.when.tokens"),
+    (edit(when={}), 400, "edits.0.when"),
+    (edit(when={"tokens": [3], "above": 1}), 400, "edits.0.when"),
+    (edit(when={"tokens": [VOCAB_SIZE]}), 400, "edits.0.when.tokens"),
+    (edit(when={"tokens": [3], "positions": [6]}), 400, "edits.0.when.positions"),
+    (edit(when=PROBE | {"vector": "happy"}), 400, "edits.0.when.vector"),
+    (edit(when=PROBE | {"vector": tensor("?", [1])}), 400, "edits.0.when.vector.data"),
+    (edit(when=PROBE | {"above": 1e39}), 400, "edits.0.when.above"),
 ]
 
 
@@ -256,6 +269,25 @@ def test_the_answer_says_what_each_edit_matched(tiny: Running) -> None:
     assert [each["positions"] for each in open_ended] == ["all", [[0, 5]], "generated"]
     assert "edits" not in tiny.answer("/logits", prompt=IDS, edits=[], top_k=1)
     validate(Generation, tiny.answer("/generate", prompt=IDS, edits=edits, max_tokens=2))
+
+
+def test_an_edit_applies_from_where_its_condition_holds(tiny: Running) -> None:
+    """With a token, and with a probe whose vector is encoded."""
+    stage = str(PROBE["stage"])
+    rows = values(tiny.answer("/forward", prompt=IDS, stages=[stage], detail="values"), stage)
+    vector = rows[3].numpy() / 10
+    above = float((rows.double() @ torch.tensor(vector).double())[:3].max()) + 1e-6
+    probe = PROBE | {"vector": tensor(base64.b64encode(vector.tobytes()).decode(), [WIDTH]), "above": above}
+    fields: dict[str, Any] = {"prompt": IDS, "max_tokens": 9, "seed": 2, "n": 2, "ignore_eos": True, "logprobs": 0}
+    for when in ({"tokens": [IDS[3], 250]}, probe):
+        found, expected = (
+            [
+                tiny.answer("/logits", prompt=IDS, positions="all", edits=[each])["positions"],
+                tiny.answer("/generate", edits=[each], **fields)["choices"],
+            ]
+            for each in (STEER | {"when": when}, STEER | {"positions": [[3, None]]})
+        )
+        assert found == expected
 
 
 @pytest.mark.parametrize("edits", [[ZERO], [STEER], [ZERO, STEER, edit(op="scale", factor=3, positions=[2])]])

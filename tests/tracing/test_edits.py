@@ -14,7 +14,8 @@ from torch import Tensor
 from model.analysis.edit_sources import compute_sources, edited_pass
 from model.config import ModelConfig
 from model.errors import InvalidField
-from model.tracing.edits import BoundEdits, Edit, EditPlan, EditSource, plan_edits
+from model.tracing.edits import BoundEdits, Edit, EditCondition, EditPlan, EditSource, plan_edits
+from model.tracing.edits.conditions import ConditionState
 from model.tracing.edits.noise import normal_noise
 from model.tracing.edits.planner import MAX_EDITS
 from model.tracing.edits.positions import PositionSet, resolve_positions
@@ -25,6 +26,7 @@ from tests.tiny import CONFIGS, build, random_ids
 LLAMA = CONFIGS["llama"]  # d_model 24, 6 heads and 2 key-value heads of 6, d_mlp 40
 IDS = random_ids(67, 8)[0].tolist()
 OTHER = random_ids(67, 8, seed=2)[0].tolist()
+PROBE = EditCondition(stage="blocks.1.resid_mid", vector=torch.ones(24), above=1.0)
 
 
 def plan(*edits: Edit, config: ModelConfig = LLAMA, max_length: int = 12, ids: Sequence[int] = IDS) -> EditPlan:
@@ -530,6 +532,49 @@ class TestTaps:
         assert [edits.is_active(start, 2) for start in (0, 2, 3, 5)] == [True, False, True, False]
 
 
+class TestConditions:
+    @pytest.mark.parametrize(
+        ("when", "message"),
+        [
+            (EditCondition(tokens=[]), "tokens: the list is empty"),
+            (EditCondition(), "takes either `tokens`, or `stage`, `vector` and `above`"),
+            (replace(PROBE, above=None), "takes either `tokens`, or `stage`, `vector` and `above`"),
+            (replace(PROBE, stage="nope"), "stage: 'nope' matches no stage"),
+            (replace(PROBE, stage="blocks.*.resid_mid"), "stage: 'blocks.*.resid_mid' matches 3 stages; name one"),
+            (
+                replace(PROBE, stage="blocks.0.attn.pattern"),
+                "stage: blocks.0.attn.pattern has no row for each position",
+            ),
+            (replace(PROBE, stage="ln_final.out"), "stage: ln_final.out has no row for each position"),
+            (
+                replace(PROBE, stage="blocks.2.resid_pre"),
+                "stage: blocks.2.resid_pre is computed after blocks.1.resid_p",
+            ),
+            (replace(PROBE, vector=torch.ones(23)), r"vector: has the shape \[23\] for blocks.1.resid_mid"),
+            (replace(PROBE, vector={"embed": torch.ones(24)}), "vector: has no tensor for blocks.1.resid_mid"),
+            (replace(PROBE, vector=torch.full((24,), math.inf)), "vector: has a number that is not finite"),
+        ],
+    )
+    def test_a_wrong_one_is_refused(self, when: EditCondition, message: str) -> None:
+        with pytest.raises(InvalidField, match=rf"^edits\.0\.when(\.|: ){message}".replace("*", r"\*")):
+            plan(edit(when=when))
+
+    def test_what_a_position_showed_is_forgotten_if_it_is_computed_again(self) -> None:
+        """After a rejected draft, the position has another token."""
+        edits = bound(edit(when=EditCondition(tokens=[3])), edit(when=replace(PROBE, vector=torch.eye(24)[0])))
+        state, (token, probe) = ConditionState(edits.conditions), edits.conditions
+        rows = torch.zeros(6, 24)
+        rows[4, 0] = 2.0
+        for start, new, since in ((0, [5, 6, 7], None), (3, [1, 3, 4], 4), (4, [2], None), (5, [3], 5), (6, [1], 5)):
+            state.begin_pass(start, [5, 6, 7, 1, 2, 3][:start], new)
+            assert state.since(token) == since
+            if state.awaits(probe):
+                state.read(probe, rows[start : start + len(new)] if len(new) > 1 else torch.zeros(1, 24), start)
+            assert state.since(probe) == (4 if start == 3 else None)
+        state.begin_pass(0, [], [3, 3, 3])
+        assert state.since(token) == 0
+
+
 class TestRecordableEdits:
     """The edits with which a step of decoding sequences can be recorded."""
 
@@ -614,6 +659,13 @@ class TestDigests:
                 [edit("zero", stage="blocks.0.attn.pattern", keys=[1])],
                 [edit("zero", stage="blocks.0.attn.pattern", keys=[2])],
                 [edit("zero", stage="blocks.0.attn.pattern")],
+                [edit("zero", when=EditCondition(tokens=[1]))],
+                [edit("zero", when=EditCondition(tokens=[1, 2]))],
+                [edit("zero", when=EditCondition(tokens=[1], positions="generated"))],
+                [edit("zero", when=PROBE)],
+                [edit("zero", when=replace(PROBE, above=2.0))],
+                [edit("zero", when=replace(PROBE, stage="embed"))],
+                [edit("zero", when=replace(PROBE, vector=2 * torch.ones(24)))],
                 [edit("zero"), edit("add", value=1.0)],
                 [edit("add", value=1.0), edit("zero")],
             )

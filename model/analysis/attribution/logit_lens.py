@@ -111,7 +111,7 @@ class LensRun:
         adapters = PassAdapters.of(self._adapter) if is_adapted else None
         tap: Tap = recorder
         if self._edits is not None:
-            tap = Chain(self._edits.tap(0, len(self._ids), None, self._model.backend.network), recorder)
+            tap = Chain(self._edits.whole_pass(self._ids, None, self._model.backend.network), recorder)
         self._model(batch, tap=tap, rows=[0], adapters=adapters)
         self._residuals = recorder.kept
 

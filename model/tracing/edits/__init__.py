@@ -6,7 +6,7 @@ An edit has these forms, one after the other:
 - `PlannedEdit` (`plan.py`): checked by `plan_edits` (`planner.py`) against the stages of a network and the length of a
   prompt, with one `StageEdit` for each stage that matches. An `EditPlan` also lists the passes that must run first,
   because edits take numbers from them (mean and patch).
-- `BoundEdit` (`bound.py`): with these numbers, by `EditPlan.bind`.
+- `BoundEdit` (`bound.py`): with these numbers, by `EditPlan.bind`. It may have a `Condition` (`conditions.py`).
 - `RowEdit` (`model/ops/row_edits.py`): for the rows of one pass. `BoundEdits.tap` makes the `EditTap` (`tap.py`) that
   applies them.
 
@@ -14,9 +14,20 @@ Positions are in `positions.py`, and numbers in `operands.py`.
 """
 
 from model.tracing.edits.bound import BoundEdits
-from model.tracing.edits.declared import Edit, EditSource, Op
+from model.tracing.edits.declared import Edit, EditCondition, EditSource, Op
 from model.tracing.edits.plan import EditMatch, EditPlan, SourcePass
 from model.tracing.edits.planner import plan_edits
 from model.tracing.edits.positions import Positions
 
-__all__ = ["BoundEdits", "Edit", "EditMatch", "EditPlan", "EditSource", "Op", "Positions", "SourcePass", "plan_edits"]
+__all__ = [
+    "BoundEdits",
+    "Edit",
+    "EditCondition",
+    "EditMatch",
+    "EditPlan",
+    "EditSource",
+    "Op",
+    "Positions",
+    "SourcePass",
+    "plan_edits",
+]

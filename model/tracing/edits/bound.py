@@ -1,13 +1,14 @@
 """Edits with all their numbers, ready to be applied to any pass over a sequence.
 
-The choices of a request share its edits, which never change. The effect of an edit at a position depends on that
-position alone, not on how the sequence is divided into passes.
+The choices of a request share its edits, which never change. The effect of an edit at a position depends on the
+sequence up to this position, not on how it is divided into passes. An edit with a condition needs a `ConditionState`.
 """
 
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -15,9 +16,10 @@ from torch import Tensor
 from model.ops.interface import NetworkOps
 from model.ops.row_edits import EditRule, RowEdit
 from model.ops.torch_ops import TORCH
+from model.tracing.edits.conditions import Condition, ConditionState, Probe
 from model.tracing.edits.noise import normal_noise
 from model.tracing.edits.positions import PositionSet
-from model.tracing.edits.tap import EditTap, KeyEdit
+from model.tracing.edits.tap import EditTap, KeyEdit, LateEdit, ReadRows
 from model.tracing.stages import Stage
 
 RECORDED_BYTES = 4096  # the maximum memory of one edit of one stage in a recorded step, without its numbers
@@ -121,10 +123,11 @@ class StageEdit:
 
 @dataclass(frozen=True, eq=False)
 class BoundEdit:
-    """One edit of a request, at all its stages."""
+    """One edit of a request, at all its stages, from the position on at which the condition `when` holds, if any."""
 
     positions: PositionSet
     stages: Sequence[StageEdit]
+    when: Condition | None = None
 
     @cached_property
     def is_positional(self) -> bool:
@@ -137,7 +140,26 @@ class BoundEdit:
     @cached_property
     def digest(self) -> bytes:
         """A digest of the edit without its positions."""
-        return _digest(part for stage in self.stages for part in stage.content())
+        contents = [stage.content() for stage in self.stages]
+        return _digest(chain.from_iterable(contents if self.when is None else [*contents, self.when.content()]))
+
+    def find(self, positions: Sequence[int], state: ConditionState | None) -> list[tuple[int, int]]:
+        """Find the `positions` that the edit changes, as `PositionSet.find` does. `state` knows where `when` holds."""
+        found = self.positions.find(positions)
+        if self.when is None:
+            return found
+        assert state is not None, "edits with conditions need the state of the sequence"
+        since = state.since(self.when)
+        return [] if since is None else [match for match in found if positions[match[0]] >= since]
+
+    def at_rows(self, stage: StageEdit, positions: Sequence[int], state: ConditionState | None) -> RowEdit | None:
+        """The edit of the rows of a stage, as soon as the pass has shown whether the condition holds."""
+        own = _MatchedRows.of(self, positions, state)
+        return stage.on(own.rows, own.indices, own.positions) if own.indices else None
+
+    def awaits(self, state: ConditionState | None) -> bool:
+        """Whether the pass that begins will show from which position on the edit applies."""
+        return self.when is not None and state is not None and state.awaits(self.when)
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,46 +204,93 @@ class BoundEdits:
     def num_bytes(self) -> int:
         """The memory of the numbers."""
         stages = [stage for edit in self.edits for stage in edit.stages]
-        return _num_bytes(each for stage in stages for each in (stage.vectors, stage.exact))
+        numbers = [each for stage in stages for each in (stage.vectors, stage.exact)]
+        return _num_bytes([*numbers, *(probe.vector for probe, _ in self._probes)])
+
+    @cached_property
+    def conditions(self) -> Sequence[Condition]:
+        return [edit.when for edit in self.edits if edit.when is not None]
+
+    @cached_property
+    def first_probed(self) -> int | None:
+        """The first position at which a stage must be read: no pass of another sequence shows whether a probe holds."""
+        return min((min(positions.indices) for _, positions in self._probes), default=None)
+
+    @property
+    def _probes(self) -> list[tuple[Probe, PositionSet]]:
+        return [(each.probe, each.positions) for each in self.conditions if each.probe is not None]
 
     @cached_property
     def stage_names(self) -> frozenset[str]:
-        return frozenset(stage.stage.name for edit in self.edits for stage in edit.stages)
+        names = [stage.stage.name for edit in self.edits for stage in edit.stages]
+        return frozenset([*names, *(probe.stage.name for probe, _ in self._probes)])
 
-    def is_active(self, start: int, num_new: int) -> bool:
-        """Whether any of the positions `start .. start + num_new - 1` is edited."""
-        return any(edit.positions.touches(start, start + num_new) for edit in self.edits)
+    def is_active(self, start: int, num_new: int, state: ConditionState | None = None) -> bool:
+        """Whether any of the positions `start .. start + num_new - 1` is edited, or shows whether a condition holds.
+
+        `state` is that of the sequence, and has begun this pass. Edits without conditions need none.
+        """
+        if any(edit.awaits(state) for edit in self.edits):
+            return True
+        touching = (edit for edit in self.edits if edit.positions.touches(start, start + num_new))
+        return any(edit.when is None or edit.find(range(start, start + num_new), state) for edit in touching)
+
+    def whole_pass(
+        self, ids: Sequence[int], rows: Sequence[int] | None = None, ops: NetworkOps = TORCH.network
+    ) -> EditTap:
+        """The tap of one pass over a whole sequence; `rows` and `ops` are those of `tap`."""
+        state = ConditionState(self.conditions)
+        state.begin_pass(0, (), ids)
+        return self.tap(0, len(ids), rows, ops, state)
 
     def tap(
-        self, start: int, num_new: int, rows: Sequence[int] | None = None, ops: NetworkOps = TORCH.network
+        self,
+        start: int,
+        num_new: int,
+        rows: Sequence[int] | None = None,
+        ops: NetworkOps = TORCH.network,
+        state: ConditionState | None = None,
     ) -> EditTap:
         """The tap of a pass over the positions `start .. start + num_new - 1`.
 
         `rows` are the indices of the positions whose logits are computed, by default all; stages with
         `has_selected_rows` have only these rows. `ops` are the operations of the network (`network.backend.network`).
-        If they are `batch_invariant`, no bit of the result depends on how a sequence is divided into passes.
+        If they are `batch_invariant`, no bit of the result depends on how a sequence is divided into passes. `state` is
+        that of `is_active`.
         """
         all_positions: Sequence[int] = range(start, start + num_new)
         selected = all_positions if rows is None else [start + row for row in rows]
-        found: dict[str, list[RowEdit]] = {}
+        found: dict[str, list[RowEdit | LateEdit]] = {}
+        probes: dict[str, list[ReadRows]] = {}
         for edit in self.edits:
+            if edit.awaits(state):
+                assert state is not None
+                assert edit.when is not None
+                probes.setdefault(edit.when.stage_name, []).append(partial(state.read, edit.when, start=start))
             if not edit.positions.touches(start, start + num_new):
                 continue
-            in_all, in_selected = _MatchedRows.of(edit, all_positions), _MatchedRows.of(edit, selected)
+            if edit.awaits(state):
+                for stage in edit.stages:
+                    positions = selected if stage.stage.has_selected_rows else all_positions
+                    found.setdefault(stage.stage.name, []).append(partial(edit.at_rows, stage, positions, state))
+                continue
+            in_all, in_selected = (_MatchedRows.of(edit, each, state) for each in (all_positions, selected))
             for stage in edit.stages:
                 own = in_selected if stage.stage.has_selected_rows else in_all
                 if len(own.rows):
                     found.setdefault(stage.stage.name, []).append(stage.on(own.rows, own.indices, own.positions))
-        return EditTap(found, ops)
+        return EditTap(found, ops, probes)
 
-    def recordable(self, start: int, num_new: int) -> RecordableEdits | None:
+    def recordable(self, start: int, num_new: int, state: ConditionState | None = None) -> RecordableEdits | None:
         """The edits of `start .. start + num_new - 1`, if they change all of these positions alike and can be recorded.
 
-        Otherwise None.
+        Otherwise None. `state` is that of `is_active`.
         """
         active = []
         for index, edit in enumerate(self.edits):
-            num_edited = len(edit.positions.find(range(start, start + num_new)))
+            if edit.awaits(state):
+                return None
+            num_edited = len(edit.find(range(start, start + num_new), state))
             if num_edited and (num_edited < num_new or not edit.can_be_recorded):
                 return None
             if num_edited:
@@ -234,16 +303,18 @@ class BoundEdits:
         """A digest of all edits at the positions `first .. end - 1`; None if no edit changes them."""
         parts = []
         for edit in self.edits:
-            found = edit.positions.find(range(first, end))
-            if found:
+            found, checked = edit.positions.find(range(first, end)), list[int]()
+            if edit.when is not None:  # the digests of all positions before and their tokens then show where it holds
+                checked = [index for index, _ in edit.when.positions.find(range(first, end))]
+            if found or checked:
                 matches = found if edit.is_positional else [index for index, _ in found]
-                parts += [edit.digest, repr(matches).encode()]
+                parts += [edit.digest, repr(matches).encode(), repr(checked).encode()]
         return _digest(parts) if parts else None
 
 
 def tap_of_runs(runs: Sequence[EditedRows], ops: NetworkOps) -> EditTap:
     """Build the tap of a pass over several sequences, in which some runs of rows are edited."""
-    found: dict[str, list[RowEdit]] = {}
+    found: dict[str, list[RowEdit | LateEdit]] = {}
     for run in runs:
         rows = torch.arange(run.rows.start, run.rows.stop)
         for edit in run.edits.edits:
@@ -261,8 +332,8 @@ class _MatchedRows:
     positions: Sequence[int]
 
     @classmethod
-    def of(cls, edit: BoundEdit, positions: Sequence[int]) -> "_MatchedRows":
-        found = edit.positions.find(positions)
+    def of(cls, edit: BoundEdit, positions: Sequence[int], state: ConditionState | None) -> "_MatchedRows":
+        found = edit.find(positions, state)
         rows = [row for row, _ in found]
         return cls(
             torch.tensor(rows, dtype=torch.int64), [index for _, index in found], [positions[row] for row in rows]

@@ -48,6 +48,19 @@ class EditSource:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class EditCondition:
+    """Holds from the first position on that has one of `tokens`, or at which the row of `stage`, times `vector`, is
+    above the number `above`. `positions` are those at which it is checked.
+    """
+
+    tokens: Sequence[int] | None = None
+    stage: str | None = None
+    vector: Tensor | Mapping[str, Tensor] | None = None
+    above: float | None = None
+    positions: Positions = "all"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Edit:
     """One change of the stages that a glob matches. `FIELDS` lists the fields of each operation.
 
@@ -62,7 +75,7 @@ class Edit:
     A `vector` has the shape of the last dims of the changed part. A tensor is used for all stages; a mapping has one
     tensor for each stage by name, and stages without a tensor are not changed. `neurons` select numbers of the last dim
     of a stage without heads. With a `subspace` (k, D), which vectors span, mean and patch replace only the component
-    in it.
+    in it. `when` is a condition: of its `positions`, the edit changes those from which on the condition holds.
     """
 
     stage: str
@@ -82,6 +95,7 @@ class Edit:
     std: float | None = None
     seed: int = 0
     source: EditSource | None = None
+    when: EditCondition | None = None
 
 
 _DEFAULTS = {field.name: field.default for field in fields(Edit)}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from model.tracing.edits.bound import BoundEdit, BoundEdits, StageEdit
+from model.tracing.edits.conditions import Condition
 from model.tracing.edits.operands import Numbers
 from model.tracing.edits.positions import PositionRange, PositionSet, PositionWord
 from model.tracing.stages import Stage, Widths, sizes_of
@@ -61,18 +62,18 @@ class PlannedEdit:
     stages: Sequence[StageEdit]
     match: EditMatch
     source: FromSource | None
+    when: Condition | None
 
     def bind(self, sources: Sequence[SourcePass], values: Sequence[Mapping[str, Tensor]]) -> BoundEdit:
         source = self.source
         if source is None:
-            return BoundEdit(self.positions, self.stages)
+            return BoundEdit(self.positions, self.stages, self.when)
         found = []
         for index, positions in source.passes:
             kept = {position: row for row, position in enumerate(sources[index].positions)}
             found.append((values[index], torch.tensor([kept[position] for position in positions.indices])))
-        return BoundEdit(
-            self.positions, [_with_values(each, found, source) if each.needs_values else each for each in self.stages]
-        )
+        stages = [_with_values(each, found, source) if each.needs_values else each for each in self.stages]
+        return BoundEdit(self.positions, stages, self.when)
 
 
 @dataclass(frozen=True, eq=False)

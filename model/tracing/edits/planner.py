@@ -10,7 +10,8 @@ from model.config import ModelConfig
 from model.errors import InvalidField, shortened
 from model.ops.row_edits import EditRule
 from model.tracing.edits.bound import Noise, StageEdit
-from model.tracing.edits.declared import Edit, check_fields
+from model.tracing.edits.conditions import Condition, Probe
+from model.tracing.edits.declared import Edit, EditCondition, check_fields
 from model.tracing.edits.operands import Numbers, Part, check_number, limits, read_basis, read_vector
 from model.tracing.edits.plan import EditMatch, EditPlan, FromSource, PlannedEdit, SourcePass
 from model.tracing.edits.positions import Positions, PositionSet, PositionWord, resolve_positions
@@ -90,10 +91,45 @@ class _Planner:
         word: PositionWord = "generated" if edit.positions == "generated" else "all"
         is_word = positions.is_open and isinstance(edit.positions, str)
         match = EditMatch([stage.name for stage in stages], word if is_word else positions.ranges())
-        return PlannedEdit(positions, edits, match, source)
+        when = None if edit.when is None else self._condition(edit.when, stages, f"{field}.when")
+        return PlannedEdit(positions, edits, match, source, when)
 
     def sources(self) -> list[SourcePass]:
         return [SourcePass(ids, list(stages.values()), sorted(kept)) for ids, (stages, kept) in self._sources.items()]
+
+    def _condition(self, when: EditCondition, edited: Sequence[Stage], field: str) -> Condition:
+        positions, probe = self._resolve(when.positions, f"{field}.positions"), (when.stage, when.vector, when.above)
+        if when.tokens is not None and not when.tokens:
+            raise InvalidField(f"{field}.tokens", "the list is empty, so the condition never holds")
+        if when.tokens is not None and probe == (None, None, None):
+            return Condition(positions, frozenset(self._check_ids(when.tokens, f"{field}.tokens")))
+        if when.tokens is not None or when.stage is None or when.vector is None or when.above is None:
+            raise InvalidField(field, "takes either `tokens`, or `stage`, `vector` and `above`")
+        try:
+            selected = select(self._stages, [when.stage])
+        except UnknownStage as error:
+            raise InvalidField(f"{field}.stage", str(error)) from error
+        if len(selected) > 1:
+            raise InvalidField(f"{field}.stage", f"{shortened(when.stage)} matches {len(selected)} stages; name one")
+        [stage] = selected
+        if "key" in stage.dims or stage.has_selected_rows:
+            reason = f"{stage.name} has no row for each position that the pass computes; take one such as resid_post"
+            raise InvalidField(f"{field}.stage", reason)
+        names = [each.name for each in self._stages]
+        early = next((each.name for each in edited if names.index(each.name) < names.index(stage.name)), None)
+        if early is not None:
+            reason = (
+                f"{stage.name} is computed after {early}, which the edit changes; take that stage or an earlier one"
+            )
+            raise InvalidField(f"{field}.stage", reason)
+        vector = when.vector.get(stage.name) if isinstance(when.vector, Mapping) else when.vector
+        shape = list(stage.shape(self._sizes_of_one)[2:])
+        if vector is None or list(vector.shape) != shape:
+            given = "no tensor" if vector is None else f"the shape {list(vector.shape)}"
+            raise InvalidField(f"{field}.vector", f"has {given} for {stage.name}, whose rows have the shape {shape}")
+        numbers = read_vector(vector, 1.0, f"{field}.vector", is_direction=False)
+        exact = numbers.single.double() if numbers.exact is None else numbers.exact
+        return Condition(positions, probe=Probe(stage, exact.flatten(), check_number(when.above, f"{field}.above")))
 
     def _resolve(self, positions: Positions, field: str) -> PositionSet:
         return resolve_positions(positions, len(self._prompt_ids), self._max_length, field)
@@ -210,7 +246,7 @@ class _Planner:
         if edit.source is not None:
             given = [edit.source.ids, *edit.source.more]
             names = [f"{field}.source.prompt", *(f"{field}.source.prompts.{i}" for i in range(1, len(given)))]
-            prompts = [self._check_ids(ids, name) for ids, name in zip(given, names, strict=True)]
+            prompts = [self._check_source(ids, name) for ids, name in zip(given, names, strict=True)]
             if len(prompts) > 1 and not is_mean:
                 raise InvalidField(f"{field}.source.prompts", "are for a mean; a patch takes one `prompt`")
         wanted = None if edit.source is None else edit.source.positions
@@ -243,10 +279,13 @@ class _Planner:
         if any("key" in stage.dims for stage in stages) and tuple(found.indices) != tuple(positions.indices):
             raise InvalidField(field, "must be the positions of the edit, because a position has its own keys")
 
-    def _check_ids(self, ids: Sequence[int], field: str) -> tuple[int, ...]:
+    def _check_source(self, ids: Sequence[int], field: str) -> tuple[int, ...]:
         limit = self._config.max_positions if isinstance(self._config, ModelConfig) else len(ids)
         if not 0 < len(ids) <= limit:
             raise InvalidField(field, f"has {len(ids)} tokens; a source has 1 to {limit}")
+        return self._check_ids(ids, field)
+
+    def _check_ids(self, ids: Sequence[int], field: str) -> tuple[int, ...]:
         for token_id in ids:
             if not 0 <= token_id < self._config.vocab_size:
                 reason = f"{shortened(token_id)} is no token id; the vocabulary has {self._config.vocab_size}"

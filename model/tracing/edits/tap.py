@@ -3,7 +3,7 @@
 Stages with a key dim (scores, attn_scores, pattern) are edited here; all others by `NetworkOps.edit_rows`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,18 +27,38 @@ class KeyEdit(RowEdit):
     window: int | None = None
 
 
-class EditTap:
-    """Applies edits to the stages of one pass: `edits` maps the name of a stage to its edits in order."""
+LateEdit = Callable[[], RowEdit | None]
+"""Gives the edit when the pass has reached its stage, and has so shown from which row on it applies, if from any."""
+ReadRows = Callable[[Tensor], None]
+"""Reads the rows (T, ...) of a stage before they are edited."""
 
-    def __init__(self, edits: Mapping[str, Sequence[RowEdit]], ops: NetworkOps) -> None:
+
+class EditTap:
+    """Applies edits to the stages of one pass: `edits` maps the name of a stage to its edits in order.
+
+    `probes` maps the name of a stage to functions that read it, on which later edits depend.
+    """
+
+    def __init__(
+        self,
+        edits: Mapping[str, Sequence[RowEdit | LateEdit]],
+        ops: NetworkOps,
+        probes: Mapping[str, Sequence[ReadRows]] | None = None,
+    ) -> None:
         self._edits = edits
         self._ops = ops
+        self._probes = probes or {}
 
     def wants(self, name: str) -> bool:
-        return name in self._edits
+        return name in self._edits or name in self._probes
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        edits = self._edits[name]
+        for read in self._probes.get(name, ()):
+            read(tensor[0])
+        given = [each if isinstance(each, RowEdit) else each() for each in self._edits.get(name, ())]
+        edits = [edit for edit in given if edit is not None]
+        if not edits:
+            return tensor
         key_edits = [edit for edit in edits if isinstance(edit, KeyEdit)]
         if not key_edits:
             return self._ops.edit_rows(tensor, edits)
