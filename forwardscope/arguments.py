@@ -17,9 +17,7 @@ def to_prompt(prompt: Any, name: str = "prompt") -> str | list[int]:
         return prompt
     items = to_list(prompt, name, "a text, or a list of token ids")
     if items and (isinstance(items[0], str | bytes | list | tuple) or len(getattr(items[0], "shape", [])) > 0):
-        raise InvalidArgument(
-            name, f"{shown(prompt)} is a list of prompts, but a call takes one; `batch` makes one for each"
-        )
+        raise InvalidArgument(name, f"{shown(prompt)} is a list of prompts, but here is place for one")
     return [to_integer(item, name, "token ids are integers") for item in items]
 
 

@@ -1,8 +1,9 @@
 """`AsyncClient`: the asynchronous client of a server. It sends the same requests as `Client`."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from functools import partial
 from itertools import count
-from typing import Any, Concatenate, Generic, Self
+from typing import Any, Concatenate, Generic, Self, overload
 
 import anyio
 import httpx
@@ -11,6 +12,16 @@ from forwardscope import requests
 from forwardscope.batches import AsyncBatches
 from forwardscope.call import Call, Event, Request, Result, StreamCall
 from forwardscope.client import Arguments, as_method
+from forwardscope.prompt_lists import (
+    Attached,
+    AttributeMethod,
+    ChatMethod,
+    OfMessages,
+    OfMethodAndPrompt,
+    OfPrompt,
+    PromptMethod,
+    calls_of_list,
+)
 from forwardscope.transport import ServerAddress, translated_errors
 
 
@@ -33,13 +44,36 @@ class AsyncStream(AsyncIterator[Event], Generic[Event]):
         await self.aclose()
 
 
+Later = Coroutine[Any, Any, Result]
+
+
+@overload
+def method(
+    describe: OfPrompt[Arguments, Call[Result]],
+) -> Attached[PromptMethod[Arguments, Later[Result], Later[list[Result]]]]: ...
+@overload
+def method(
+    describe: OfMessages[Arguments, Call[Result]],
+) -> Attached[ChatMethod[Arguments, Later[Result], Later[list[Result]]]]: ...
+@overload
+def method(
+    describe: OfMethodAndPrompt[Arguments, Call[Result]],
+) -> Attached[AttributeMethod[Arguments, Later[Result], Later[list[Result]]]]: ...
+@overload
 def method(
     describe: Callable[Arguments, Call[Result]],
-) -> Callable[Concatenate["AsyncClient", Arguments], Coroutine[Any, Any, Result]]:
-    """A method that sends the request that `describe` returns for its arguments, and reads the answer."""
+) -> Callable[Concatenate["AsyncClient", Arguments], Later[Result]]: ...
+def method(describe: Callable[..., Call[Any]]) -> Any:
+    """A method that sends the request that `describe` returns for its arguments, and reads the answer.
 
-    async def send(client: "AsyncClient", /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        return await client._send(describe(*args, **kwargs))
+    If the prompt is a list of prompts, it sends one for each, and returns the list of results.
+    """
+
+    async def send(client: "AsyncClient", /, *args: Any, **kwargs: Any) -> Any:
+        calls = calls_of_list(describe, *args, **kwargs)
+        if calls is None:
+            return await client._send(describe(*args, **kwargs))
+        return await client._together([partial(client._send, call()) for call in calls], describe.__name__)
 
     return as_method(describe, send)
 

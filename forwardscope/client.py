@@ -4,14 +4,25 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from itertools import count
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import httpx
 
 from forwardscope import requests
 from forwardscope.batches import Batches
 from forwardscope.call import Call, Event, Request, Result, StreamCall
+from forwardscope.prompt_lists import (
+    Attached,
+    AttributeMethod,
+    ChatMethod,
+    OfMessages,
+    OfMethodAndPrompt,
+    OfPrompt,
+    PromptMethod,
+    calls_of_list,
+)
 from forwardscope.transport import ServerAddress, translated_errors
 
 Arguments = ParamSpec("Arguments")
@@ -48,11 +59,27 @@ def as_method(describe: Callable[..., Any], send: Method) -> Method:
     return send
 
 
-def method(describe: Callable[Arguments, Call[Result]]) -> Callable[Concatenate["Client", Arguments], Result]:
-    """A method that sends the request that `describe` returns for its arguments, and reads the answer."""
+@overload
+def method(describe: OfPrompt[Arguments, Call[Result]]) -> Attached[PromptMethod[Arguments, Result, list[Result]]]: ...
+@overload
+def method(describe: OfMessages[Arguments, Call[Result]]) -> Attached[ChatMethod[Arguments, Result, list[Result]]]: ...
+@overload
+def method(
+    describe: OfMethodAndPrompt[Arguments, Call[Result]],
+) -> Attached[AttributeMethod[Arguments, Result, list[Result]]]: ...
+@overload
+def method(describe: Callable[Arguments, Call[Result]]) -> Callable[Concatenate["Client", Arguments], Result]: ...
+def method(describe: Callable[..., Call[Any]]) -> Any:
+    """A method that sends the request that `describe` returns for its arguments, and reads the answer.
 
-    def send(client: "Client", /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        return client._send(describe(*args, **kwargs))
+    If the prompt is a list of prompts, it sends one for each, and returns the list of results.
+    """
+
+    def send(client: "Client", /, *args: Any, **kwargs: Any) -> Any:
+        calls = calls_of_list(describe, *args, **kwargs)
+        if calls is None:
+            return client._send(describe(*args, **kwargs))
+        return client._together([partial(client._send, call()) for call in calls], describe.__name__)
 
     return as_method(describe, send)
 

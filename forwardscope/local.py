@@ -36,6 +36,17 @@ from forwardscope.local_results import (
 from forwardscope.local_tensors import with_tensors
 from forwardscope.local_trace import check_indices, values_of
 from forwardscope.local_weights import LocalWeights, find_view, read_weight
+from forwardscope.prompt_lists import (
+    Attached,
+    AttributeMethod,
+    ChatMethod,
+    OfMessages,
+    OfMethodAndPrompt,
+    OfPrompt,
+    Prompt,
+    PromptMethod,
+    calls_of_list,
+)
 from forwardscope.results.attributions import Attribution
 from forwardscope.results.comparisons import Comparison
 from forwardscope.results.generations import FinishEvent, Generation, StreamEvent, TokenEvent
@@ -118,31 +129,54 @@ def load(
     return LocalModel(replace(checkpoint, adapters=loaded), kv_cache_dtype)
 
 
+@overload  # the first four replace arrays by tensors
+def method(  # type: ignore[overload-overlap]
+    describe: OfPrompt[Arguments, Call[Logits[NumpyArray]]],
+) -> Attached[PromptMethod[Arguments, Logits[Tensor], list[Logits[Tensor]]]]: ...
 @overload
-def method(
-    describe: Callable[Arguments, Call[Logits[NumpyArray]]],
-) -> Callable[Concatenate["LocalModel", Arguments], Logits[Tensor]]: ...
+def method(  # type: ignore[overload-overlap]
+    describe: OfPrompt[Arguments, Call[Patterns[NumpyArray]]],
+) -> Attached[PromptMethod[Arguments, Patterns[Tensor], list[Patterns[Tensor]]]]: ...
 @overload
-def method(
-    describe: Callable[Arguments, Call[Patterns[NumpyArray]]],
-) -> Callable[Concatenate["LocalModel", Arguments], Patterns[Tensor]]: ...
+def method(  # type: ignore[overload-overlap]
+    describe: OfPrompt[Arguments, Call[Generation[NumpyArray]]],
+) -> Attached[PromptMethod[Arguments, Generation[Tensor], list[Generation[Tensor]]]]: ...
 @overload
-def method(
-    describe: Callable[Arguments, Call[Generation[NumpyArray]]],
-) -> Callable[Concatenate["LocalModel", Arguments], Generation[Tensor]]: ...
+def method(  # type: ignore[overload-overlap]
+    describe: OfMethodAndPrompt[Arguments, Call[Attribution[NumpyArray]]],
+) -> Attached[AttributeMethod[Arguments, Attribution[Tensor], list[Attribution[Tensor]]]]: ...
 @overload
-def method(
-    describe: Callable[Arguments, Call[Attribution[NumpyArray]]],
-) -> Callable[Concatenate["LocalModel", Arguments], Attribution[Tensor]]: ...
+def method(describe: OfPrompt[Arguments, Call[Result]]) -> Attached[PromptMethod[Arguments, Result, list[Result]]]: ...
+@overload
+def method(describe: OfMessages[Arguments, Call[Result]]) -> Attached[ChatMethod[Arguments, Result, list[Result]]]: ...
 @overload
 def method(describe: Callable[Arguments, Call[Result]]) -> Callable[Concatenate["LocalModel", Arguments], Result]: ...
-def method(describe: Callable[..., Call[Any]]) -> Callable[..., Any]:
-    """A method that sends the request that `describe` returns for its arguments, and reads the answer."""
+def method(describe: Callable[..., Call[Any]]) -> Any:
+    """A method that sends the request that `describe` returns for its arguments, and reads the answer.
+
+    If the prompt is a list of prompts, it sends one for each, and returns the list of results.
+    """
 
     def send(model: "LocalModel", /, *args: Any, **kwargs: Any) -> Any:
-        return model._send(describe(*args, **kwargs))
+        calls = calls_of_list(describe, *args, **kwargs)
+        if calls is None:
+            return model._send(describe(*args, **kwargs))
+        return model._together([partial(model._send, call()) for call in calls], describe.__name__)
 
     return as_method(describe, send)
+
+
+def takes_lists(
+    run: Callable[Concatenate["LocalModel", Prompt, Arguments], Result],
+) -> Attached[PromptMethod[Arguments, Result, list[Result]]]:
+    """A method that takes a list of prompts, too, and then returns the list of results."""
+
+    @functools.wraps(run)
+    def run_each(model: "LocalModel", /, *args: Any, **kwargs: Any) -> Any:
+        calls = calls_of_list(partial(run, model), *args, **kwargs)
+        return run(model, *args, **kwargs) if calls is None else model._together(calls)
+
+    return cast("Attached[PromptMethod[Arguments, Result, list[Result]]]", run_each)
 
 
 @overload
@@ -237,9 +271,10 @@ class LocalModel(Batches):
     def _begin_batch(self) -> None:
         self._server()  # its thread then runs the passes of `run`, too, which several threads ask for
 
+    @takes_lists  # type: ignore[arg-type]  # `fields` could have a `prompt`
     def run(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         stages: str | Sequence[str] = "*",
         *,
         positions: Sequence[int] | None = None,

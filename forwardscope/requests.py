@@ -2,6 +2,7 @@
 
 The signature and docstring of each function here are those of the clients' method of the same name. `**fields` are
 further fields of the request, as docs/api.md lists them; the server refuses unknown ones and names the nearest.
+A `prompt`, and the `messages` of a chat, may also be a list of them: the result is the list of their results.
 `adapter` is the name of a LoRA adapter that the server has loaded. `edits` change stages of the pass, and with
 `baseline` the result also has the run without them; docs/interventions.md describes both. `hooks` are functions that
 a model of `load` calls with stages (docs/python.md); a client refuses them.
@@ -28,6 +29,7 @@ from forwardscope.arguments import (
 )
 from forwardscope.call import EVENTS, SAFETENSORS, Call, Event, Hook, Request, StreamCall
 from forwardscope.edits import to_array, to_edits, vector_file
+from forwardscope.prompt_lists import Messages, Prompt, Prompts
 from forwardscope.results import (
     Attribution,
     ChatAnswer,
@@ -49,8 +51,7 @@ from forwardscope.results.weights import WeightList
 from forwardscope.tensor_files import NumpyArray, read_safetensors, write_base64
 
 Arguments = ParamSpec("Arguments")
-Prompt = str | Sequence[int]
-Messages = str | Sequence[Mapping[str, Any]]
+Token = str | int
 Hooks = Mapping[str, Hook]
 """Functions by the globs of their stages, for a model of `load`: docs/python.md describes them."""
 Edits = Sequence[Mapping[str, Any]]
@@ -328,9 +329,9 @@ def attribute(
     method: str,
     prompt: Prompt,
     *,
-    token: str | int | None = None,
-    minus: str | int | None = None,
-    corrupted: Prompt | None = None,
+    token: Token | Sequence[Token] | None = None,
+    minus: Token | Sequence[Token] | None = None,
+    corrupted: Prompt | Prompts | None = None,
     stages: str | Sequence[str] | None = None,
     positions: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
@@ -340,6 +341,8 @@ def attribute(
     **fields: Any,
 ) -> Call[Attribution[NumpyArray]]:
     """Explain the logit of `token`, or how far it is above the logit of `minus`, at the end of a prompt.
+
+    With a list of prompts, `token`, `minus` and `corrupted` may be lists, too, with an entry for each.
 
     `method` is "direct", "gradient", "integrated_gradients", "attribution_patching", "patching" or "logit_lens".
     `corrupted` is the second prompt of the patching methods. `edits` change the pass of the logit lens. Further fields

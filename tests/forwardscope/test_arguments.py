@@ -15,9 +15,12 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "prompt: 3 is not a text": lambda model: model.run(3),
     "prompt: b'abc' is not a text": lambda model: model.run(b"abc"),
     "prompt: {'a': 1} is not a text": lambda model: model.run({"a": 1}),
-    "prompt: ['a', 'b'] is a list of prompts, but a call takes one": lambda model: model.run(["a", "b"]),
-    "prompt: [[1, 2], [3]] is a list of prompts": lambda model: model.generate([[1, 2], [3]]),
-    "prompt: array([[1, 2]]) is a list of prompts": lambda model: model.run(np.array([[1, 2]])),
+    "prompt: ['a', 'b'] is a list of prompts, but here is place for one": lambda model: model.stream(["a", "b"]),
+    "prompt: array([[1, 2]]) is a list of prompts": lambda model: model.stream(np.array([[1, 2]])),
+    "prompt: [['a'], 'b'] is a list of prompts": lambda model: model.run([[["a"], "b"], "c"]),
+    "token: has 1 of 2 entries; give one for each prompt": lambda model: model.attribute(
+        "direct", [[1], [2]], token=[5]
+    ),
     "prompt: 1.5 is not an integer; token ids": lambda model: model.run([1.5]),
     "prompt: True is not an integer": lambda model: model.run([True]),
     "stages: 5 is not a text": lambda model: model.run("a", 5),
@@ -34,7 +37,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "edits.1.heads: 2 is not a list": lambda model: model.run("a", edits=[ZERO, ZERO | {"heads": 2}]),
     "stop: 5 is not a text": lambda model: model.generate("a", stop=5),
     "messages: 5 is not a list of messages": lambda model: model.chat(5),
-    "messages.0: 'hi' is not a mapping": lambda model: model.chat(["hi"]),
+    "messages.1: 'hi' is not a mapping": lambda model: model.chat([{"role": "user"}, "hi"]),
     "ids: 'abc' is not a list of integers": lambda model: model.to_text("abc"),
 }
 

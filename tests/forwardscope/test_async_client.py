@@ -60,7 +60,7 @@ def test_results_and_errors_are_those_of_the_client(client: Client, service: Run
             texts = ["the cat", "sat", "on"]
             assert await other.batch(other.to_tokens, texts) == [client.to_tokens(text) for text in texts]
             with pytest.raises(ApiError, match="max_tokens"):
-                await other.batch(other.generate, texts, max_tokens=100_000)
+                await other.generate(texts, max_tokens=100_000)
             with pytest.raises(ApiError) as raised:
                 await other.run("the cat sat on", "blocks.77.*")
             assert raised.value.code == "unknown_stage"

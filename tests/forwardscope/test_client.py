@@ -101,7 +101,7 @@ class TestResults:
 
     def test_a_prompt_may_be_an_array_of_ids(self, client: Client) -> None:
         ids = np.array(client.to_tokens(PROMPT))
-        assert client.run(ids, "embed").tokens == client.run(PROMPT, "embed").tokens  # type: ignore[arg-type]
+        assert client.run(ids, "embed").tokens == client.run(PROMPT, "embed").tokens  # type: ignore[call-overload]
         with pytest.raises(TypeError):
             client.run([1.5])  # type: ignore[list-item]  # not cut to 1
 

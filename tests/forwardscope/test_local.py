@@ -37,7 +37,7 @@ def test_a_trace_has_the_numbers_of_a_client_to_the_last_bit(local: LocalModel, 
 @pytest.mark.parametrize("stages", ["blocks.*.attn.pattern", ["blocks.1.attn.z", "embed", "logits", "loss"]])
 def test_a_selection_is_that_of_a_client(local: LocalModel, client: Client, stages: str | list[str]) -> None:
     selection = {"stages": stages, "positions": [3, 1], "heads": [5, 0], "top_k": 2, "targets": [None, 5, 6, 7]}
-    ours, theirs = local.run(PROMPT, **selection), client.run(PROMPT, **selection)  # type: ignore[arg-type]
+    ours, theirs = local.run(PROMPT, **selection), client.run(PROMPT, **selection)  # type: ignore[call-overload]
     assert set(theirs) <= set(ours) <= {*theirs, "logits"}
     for name in theirs:
         assert np.array_equal(ours[name].float().numpy(), theirs[name], equal_nan=True), name
@@ -82,7 +82,7 @@ def test_an_unknown_name_is_an_error_with_the_nearest_names(local: LocalModel) -
 )
 def test_a_wrong_argument_of_run_is_named(local: LocalModel, arguments: dict[str, object], field: str) -> None:
     with pytest.raises(InvalidField) as raised:
-        local.run(**{"prompt": PROMPT} | arguments)  # type: ignore[arg-type]
+        local.run(**{"prompt": PROMPT} | arguments)  # type: ignore[call-overload]
     assert raised.value.field == field
 
 
@@ -116,8 +116,8 @@ def test_changing_a_result_changes_no_other_result(local: LocalModel) -> None:
     ids=str,
 )
 def test_a_generation_is_that_of_a_client(local: LocalModel, client: Client, arguments: dict[str, object]) -> None:
-    ours = local.generate("To be, or not to", **arguments)  # type: ignore[arg-type]
-    theirs = client.generate("To be, or not to", **arguments)  # type: ignore[arg-type]
+    ours = local.generate("To be, or not to", **arguments)  # type: ignore[call-overload]
+    theirs = client.generate("To be, or not to", **arguments)  # type: ignore[call-overload]
     assert len(ours.choices) == arguments.get("n", 1)
     for mine, other in zip(ours.choices, theirs.choices, strict=True):
         assert (mine.text, mine.tokens, mine.finish_reason) == (other.text, other.tokens, other.finish_reason)

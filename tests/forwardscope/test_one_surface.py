@@ -13,9 +13,24 @@ import numpy as np
 import pytest
 import torch
 
-from forwardscope import AsyncClient, Client, InvalidArgument, load
+from forwardscope import AsyncClient, Client, InvalidArgument, load, requests
 from forwardscope.local import LocalModel
-from forwardscope.results import Attribution, ChatAnswer, Comparison, Generation, Logits, Patterns, Trace
+from forwardscope.prompt_lists import calls_of_list
+from forwardscope.results import (
+    Attribution,
+    ChatAnswer,
+    Comparison,
+    Generation,
+    Logits,
+    ModelInfo,
+    Patterns,
+    Scores,
+    ServedModel,
+    ServiceStatus,
+    StoredVector,
+    Trace,
+    Weight,
+)
 from forwardscope.results.generations import StepTrace
 from forwardscope.tensor_files import NumpyArray
 from model.engine.engine import Engine
@@ -24,6 +39,7 @@ from model.errors import InvalidField
 from tests.service.running import wait_until
 
 PROMPT, OTHER = "the cat sat on", "the dog ran to"
+Server = tuple[ModelInfo, list[ServedModel], ServiceStatus, str]
 STREAMS = ["stream", "stream_chat", "stream_sweep"]
 METHODS = [
     "batch",
@@ -120,7 +136,7 @@ def test_a_call_has_the_same_numbers_in_this_process_and_over_http(
 
 
 def test_the_types_of_every_result_are_known() -> None:
-    """Nothing of this runs: mypy reads it."""
+    """A program of a user with every method. Nothing of this runs: `mypy --strict` reads it."""
 
     def use(local: LocalModel, client: Client) -> None:
         assert_type(local.run(PROMPT), Trace[torch.Tensor])
@@ -140,11 +156,48 @@ def test_the_types_of_every_result_are_known() -> None:
         assert_type([event.text for event in local.stream_chat("Hello")], list[str])
         assert_type(local.attribute("direct", PROMPT, token=5), Attribution[torch.Tensor])
         assert_type([cell.value for cell in local.stream_sweep(PROMPT, OTHER, token=5)], list[float])
-        assert_type(local.batch(local.generate, [PROMPT, [1, 2]], max_tokens=3), list[Generation[torch.Tensor]])
-        assert_type(client.batch(client.run, [PROMPT]), list[Trace[NumpyArray]])
-        local.generate(PROMPT, max_tokens="3")  # type: ignore[arg-type]
+        assert_type(local.generate([PROMPT, OTHER], max_tokens=3), list[Generation[torch.Tensor]])
+        assert_type(local.run([[1, 2], [3]], "embed"), list[Trace[torch.Tensor]])
+        assert_type(client.run([PROMPT]), list[Trace[NumpyArray]])
+        assert_type(client.run(prompt=[1, 2]), Trace[NumpyArray])
+        assert_type(local.chat(["Hello", "Bye"]), list[ChatAnswer])
+        assert_type(client.chat([{"role": "user", "content": "Hello"}]), ChatAnswer)
+        attributions = local.attribute("direct", [PROMPT, OTHER], token=[5, 6], minus=" a")
+        assert_type(attributions, list[Attribution[torch.Tensor]])
+        assert_type(local.batch(lambda seed: local.generate(PROMPT, seed=seed).text, [1, 2]), list[str])
+        assert_type(client.score(PROMPT, [" a"]), Scores)
+        assert_type(local.score([PROMPT, OTHER], [" a"]), list[Scores])
+        assert_type(client.compare(PROMPT, {"embed": np.ones((4, 256))}).verdict.first_stage, str | None)
+        assert_type(local.to_text(local.to_tokens(PROMPT)), str)
+        assert_type(local.weight("embed.W_E", d_vocab=[1]), Weight[torch.Tensor])
+        assert_type(client.weight("embed.W_E", dtype="float32"), Weight[NumpyArray])
+        assert_type(local.weights["embed.W_E"], torch.Tensor)
+        assert_type(next(info.shape for info in client.weights().values()), tuple[int, ...])
+        assert_type(local.differentiable(PROMPT, "embed"), dict[str, torch.Tensor])
+        assert_type(local.harvest([PROMPT], "embed", "directory", store="float32")["embed"], torch.Tensor)
+        assert_type([word.bits for word in local.score_text(PROMPT, bos=True).words], list[float | None])
+        assert_type(client.put_vector("sea", torch.ones(3)), StoredVector)
+        assert_type(client.vectors(), list[StoredVector])
+        assert_type(client.delete_vector("sea"), StoredVector)
+        assert_type((local.model(), local.models(), local.status(), local.health()), Server)
+        assert_type((client.model(), client.models(), client.status(), client.health()), Server)
+        assert_type(local.stages, list[str])
+        with client:
+            client.close()
+        local.generate(PROMPT, max_tokens="3")  # type: ignore[call-overload]
 
-    assert use.__annotations__
+    async def use_later(client: AsyncClient) -> None:
+        assert_type(await client.run(PROMPT), Trace[NumpyArray])
+        assert_type(await client.generate([PROMPT, OTHER], n=2), list[Generation[NumpyArray]])
+        assert_type(await client.chat(["Hello", "Bye"]), list[ChatAnswer])
+        assert_type(
+            await client.batch(lambda seed: client.generate(PROMPT, seed=seed), [1]), list[Generation[NumpyArray]]
+        )
+        assert_type([event.text async for event in client.stream(PROMPT)], list[str])
+
+    assert use_later.__annotations__
+    public = {name for kind in (Client, LocalModel) for name in dir(kind) if not name.startswith("_")}
+    assert {name for name in public if f".{name}" not in inspect.getsource(use)} == set()
 
 
 def test_a_refused_argument_is_a_value_error_that_names_it(local: LocalModel) -> None:
@@ -172,7 +225,7 @@ def test_streams_run_beside_each_other_and_beside_passes(local: LocalModel) -> N
         assert [event.text for event in ours] == [event.text for event in theirs]
 
 
-def test_a_batch_is_computed_in_the_same_steps_with_the_bits_of_single_calls(
+def test_a_list_of_prompts_is_computed_in_the_same_steps_with_the_bits_of_single_calls(
     local: LocalModel, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [PROMPT, OTHER, "Once upon"]
@@ -189,14 +242,57 @@ def test_a_batch_is_computed_in_the_same_steps_with_the_bits_of_single_calls(
     model: Any
     for model in (local, client):
         sizes.clear()
-        found = model.batch(model.generate, prompts, **fields)
+        found = model.generate(prompts, **fields)
         assert [(each.tokens, each.logprobs) for each in found] == [(each.tokens, each.logprobs) for each in alone]
         assert max(sizes) == 3
-        assert [trace.loss.mean for trace in model.batch(model.run, prompts)] == [
-            local.run(each).loss.mean for each in prompts
-        ]
+        sizes.clear()
+        model.batch(lambda seed, model=model: model.generate(PROMPT, **fields | {"seed": seed}), [1, 2])
+        assert max(sizes) == 2
     with pytest.raises(InvalidField, match="max_tokens"):
-        local.batch(local.generate, prompts, max_tokens=-1)
+        local.generate(prompts, max_tokens=-1)
+
+
+@pytest.mark.parametrize("name", ["run", "logits", "patterns", "score", "compare", "attribute"])
+def test_every_method_takes_lists_of_prompts(name: str, local: LocalModel, client: Client) -> None:
+    prompts = [PROMPT, OTHER, np.array([5, 6, 7])]
+    common: dict[str, dict[str, Any]] = {
+        "run": {"stages": "blocks.0.*"},
+        "score": {"continuations": [" the mat", " a log"]},
+        "compare": {"setting": {"dtype": "bfloat16"}},
+        "attribute": {"method": "attribution_patching", "stages": ["*.attn.z"], "minus": 7},
+    }
+    lists: dict[str, Any] = {"corrupted": [OTHER, [1, 2, 3, 4], [5, 6, 8]], "token": [" the", 5, 6]}
+    each = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+    if name != "attribute":
+        lists, each = {}, [{}, {}, {}]
+    if name == "score":
+        prompts = prompts[:2]
+    model: Any
+    for model in (local, client):
+        method, fields = getattr(model, name), common.get(name, {})
+        alone = [method(prompt=prompt, **fields, **own) for prompt, own in zip(prompts, each, strict=False)]
+        assert_same(plain(method(prompt=prompts, **fields, **lists)), plain(alone), 1e-3 if lists else 0.0)
+
+
+def test_a_list_means_one_call_for_each_of_its_entries() -> None:
+    calls: Any
+    conversation = [{"role": "user", "content": "a"}]
+    for one in (PROMPT, [5, 6], np.array([5, 6]), torch.tensor([5, 6]), []):
+        assert calls_of_list(requests.generate, one, max_tokens=3) is None
+    assert calls_of_list(requests.chat, conversation) is None
+    assert calls_of_list(requests.to_tokens, PROMPT) is None
+    for many in ([PROMPT, OTHER], (PROMPT, [5]), np.array([[5, 6], [7, 8]]), torch.tensor([[5], [7]])):
+        calls = calls_of_list(requests.generate, many, max_tokens=3, top_k=1)
+        assert calls is not None
+        assert [call().request for call in calls] == [
+            requests.generate(each, max_tokens=3, top_k=1).request for each in many
+        ]
+    for chats in (["a", "b"], [conversation, conversation]):
+        calls = calls_of_list(requests.chat, chats)
+        assert calls is not None
+        assert [call().request for call in calls] == [requests.chat(each).request for each in chats]
+    with pytest.raises(InvalidArgument, match="token: has 1 of 2 entries; give one for each"):
+        calls_of_list(requests.attribute, "direct", [PROMPT, OTHER], token=[5])
 
 
 def test_a_stream_that_is_left_early_ends_its_generation(local: LocalModel) -> None:
