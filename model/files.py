@@ -24,6 +24,12 @@ FILE_KINDS = {
 }
 
 
+def file_statuses(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """The resolved path, size and time of change in nanoseconds of each file: equal ones mean equal contents."""
+    found = [(path, path.stat()) for path in (each.resolve() for each in paths)]
+    return [(str(path), status.st_size, status.st_mtime_ns) for path, status in found]
+
+
 def require_regular_file(path: Path) -> None:
     """Raise `CheckpointError` unless `path` is a regular file or a symbolic link to one; `OSError` if it is missing.
 

@@ -17,9 +17,12 @@ from model.checkpoints.translators import load_translators
 from model.checkpoints.vector_files import NamedVector, read_vectors
 from model.config import ModelConfig
 from model.device import find_device
+from model.engine.block_files import BlockFiles
 from model.engine.cache import bytes_of_token
-from model.engine.engine import Engine, EngineConfig
+from model.engine.engine import Engine, EngineConfig, OpenStore
+from model.engine.network_identity import network_identity
 from model.engine.tensor_parallel.leading_network import LeadingNetwork
+from model.errors import InvalidField
 from model.network.adapters import Adapter
 from model.network.float_copy import copy_bytes
 from model.network.float_network import FloatNetwork
@@ -33,6 +36,7 @@ from model.text.grammar.grammars import Grammars
 from model.worked_examples import WORKED_EXAMPLES
 from service.settings import Settings
 from service.state import State
+from service.stored_prefixes import StoredPrefixes
 
 logger = logging.getLogger(__name__)
 # Two words: the CPU time per period ("max": no limit) and the length of the period, both in microseconds.
@@ -129,6 +133,7 @@ def build_engine(checkpoint: Checkpoint, settings: Settings) -> Engine:
         ),
         checkpoint.adapters,
         load_draft_model(checkpoint, settings),
+        open_store(checkpoint, settings),
     )
     logger.info("cache of %d tokens, at most %d sequences per step", engine.num_cache_tokens, settings.max_num_seqs)
     return engine
@@ -148,6 +153,20 @@ def load_draft_model(checkpoint: Checkpoint, settings: Settings) -> Transformer 
     return load_checkpoint(
         settings.model, dtype=dtype, quantize=formats, kernels=settings.kernels, revision=settings.revision
     ).model
+
+
+def open_store(checkpoint: Checkpoint, settings: Settings) -> OpenStore | None:
+    """Open the store for computed prefixes that the settings name, if any."""
+    directory, model = settings.prefix_cache_directory, checkpoint.model
+    if directory is None:
+        return None
+    weight, size = model.embed.weight, EngineConfig.block_size
+    if weight.device.type != "cpu":
+        raise InvalidField("prefix_cache_directory", f"is not implemented on {weight.device}; leave it out")
+    block_bytes = size * bytes_of_token(model.config, weight.dtype, settings.kv_cache_dtype)
+    identity = network_identity(model, checkpoint.files, settings.kv_cache_dtype, size)
+    files = BlockFiles(directory, identity, block_bytes, settings.prefix_cache_bytes)
+    return partial(StoredPrefixes, files)
 
 
 def cache_bytes_for(config: ModelConfig, dtype: torch.dtype, settings: Settings) -> int:
@@ -245,6 +264,8 @@ def close(state: State) -> None:
     for grammars in filter(None, (state.grammars, state.slow_grammars)):
         grammars.kill()
     state.worker.close()
+    if state.engine is not None:
+        state.engine.close()
     end_ranks(state)
 
 

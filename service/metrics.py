@@ -304,6 +304,7 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._constant
         stats = self._stats()
+        stored = stats.stored_prefixes
         yield GaugeMetricFamily(
             "forwardscope_kv_cache_usage_perc", "Fraction of the cache blocks in use", stats.cache_usage
         )
@@ -311,6 +312,13 @@ class EngineCollector(Collector):
             ("num_preemptions", "Sequences whose blocks were freed, to be computed again later", stats.num_preemptions),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.num_prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.num_prefix_hits),
+            ("prefix_cache_blocks_read", "Blocks read from --prefix-cache-directory", stored.num_read),
+            ("prefix_cache_blocks_written", "Blocks written to --prefix-cache-directory", stored.num_written),
+            (
+                "prefix_cache_blocks_skipped",
+                "Blocks that were not written, because the disk is full or too slow",
+                stored.num_skipped,
+            ),
             ("spec_decode_num_draft_tokens", "Drafted tokens that were computed", stats.num_drafted),
             (
                 "spec_decode_num_accepted_tokens",

@@ -199,6 +199,14 @@ class Settings(BaseSettings):
         description="how generation stores keys and values. auto: in the dtype of the network; int8: in 8 bits, with a "
         "scale for each position and key head, so that about twice as many tokens fit",
     )
+    prefix_cache_directory: Path | None = Field(
+        None,
+        description="directory in which computed blocks of keys and values are stored, so that prompts that begin like "
+        "earlier ones start soon also after a restart; processes may share it; it must be as private as the prompts",
+    )
+    prefix_cache_bytes: ByteSize = Field(
+        8192 * MIB, description="limit for all files in this directory; those that were used longest ago are deleted"
+    )
     max_num_seqs: int = Field(64, ge=1, description="maximum number of sequences in one step; others wait")
     max_step_tokens: int | None = Field(
         None,
@@ -343,6 +351,14 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _check_prefix_cache(self) -> Self:
+        if self.prefix_cache_directory is None and "prefix_cache_bytes" in self.model_fields_set:
+            raise InvalidField("prefix_cache_bytes", "is only for --prefix-cache-directory; give both or leave it out")
+        if self.prefix_cache_directory is not None and self.model == "none":
+            raise InvalidField("prefix_cache_directory", "--model none serves no checkpoint; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _check_tensor_parallel(self) -> Self:
         if self.tensor_parallel == 1:
             return self
@@ -352,6 +368,7 @@ class Settings(BaseSettings):
             "draft": self.draft != "none",
             "gradients": "gradients" in self.model_fields_set and self.gradients != "off",
             "compare_directory": self.compare_directory is not None,
+            "prefix_cache_directory": self.prefix_cache_directory is not None,
             "model": self.model == "none",
         }
         for field, is_given in refused.items():

@@ -34,6 +34,9 @@ NOT_ON_BOARD = {
     "forwardscope_kernels_info": "never changes",
     "forwardscope_ignored_fields_total": "belongs to clients, and is in the log and in headers",
     "forwardscope_lora_requests_info": "never changes; it is for endpoint pickers",
+    "forwardscope_prefix_cache_blocks_read_total": "is 0 unless prefixes are stored; hits are on the board",
+    "forwardscope_prefix_cache_blocks_written_total": "is 0 unless prefixes are stored",
+    "forwardscope_prefix_cache_blocks_skipped_total": "is 0 unless prefixes are stored",
     "forwardscope_stored_response_bytes": "is 0 unless responses are stored, and has a limit of its own",
 }
 PROMETHEUS_LABELS = {"job", "instance", "alertname", "alertstate"}

@@ -35,7 +35,7 @@ SERVICE_LEVELS = (
     ("service.answers",),
     ("service.state",),
     ("service.vectors", "service.stored_responses", "service.span_export"),
-    ("service.worker",),
+    ("service.worker", "service.stored_prefixes"),
     ("service.executors", "service.network_thread"),
     ("service.request_stream",),
     ("service.http",),
@@ -52,8 +52,14 @@ SERVICE_LEVELS = (
 DOCUMENTED = ("model", "service", "forwardscope", "tests", "deploy")
 QUESTION_WORD = re.compile(r"(What|Which|Where)\b")
 FORBIDDEN_IN_MODEL = {"fastapi", "starlette", "uvicorn", "asyncio", "threading"}
-THREADS = {"service.executors", "service.in_process", "service.network_thread", "service.worker"}
-POLICY = ("scheduler", "sequence", "block_pool", "step_budget", "prompt_lookup")
+THREADS = {
+    "service.executors",
+    "service.in_process",
+    "service.network_thread",
+    "service.stored_prefixes",
+    "service.worker",
+}
+POLICY = ("scheduler", "sequence", "block_pool", "step_budget", "prompt_lookup", "prefix_store")
 
 
 def modules(package: str) -> list[Path]:

@@ -30,6 +30,7 @@ from model.checkpoints.locate import locate
 from model.checkpoints.memory import NotEnoughMemory
 from model.choices import Kernels, Quantization, parse_increase
 from model.command_line import MODEL_HELP, Parser, one_of
+from model.files import file_statuses
 from model.ops.cpu.build import prepare_cache
 from model.ops.quantization import INT8, LayerFormats
 from model.ops.weight_formats import FORMATS, PackedGroups, WeightFormat
@@ -140,8 +141,7 @@ def _kept_path(source: str, setting: str | float, kernels: Kernels, revision: st
     if directory is None:
         return None
     contents = read_contents(locate(source, revision))
-    files = [path.resolve() for path in contents.tensors.files]
-    statuses = [(str(path), status.st_size, status.st_mtime_ns) for path in files for status in (path.stat(),)]
+    statuses = file_statuses(contents.tensors.files)
     settings = [VERSION, repr(contents.model_config), statuses, setting, kernels, NUM_TEXTS, NUM_TOKENS]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
     return directory / f"quantization-{key}{suffix}"

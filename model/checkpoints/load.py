@@ -6,7 +6,7 @@ allocated for weights.
 """
 
 import logging
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -102,8 +102,8 @@ class Checkpoint:
     Without a `tokenizer.json`, `tokenizer` is None, and only token ids can be used. `chat_template` is None if the
     checkpoint has no template for chats. `special_tokens` are the texts of the tokens that it names, such as
     "bos_token". `family` knows the names of its tensors. `adapters` are those that requests may choose, by name.
-    `location` is where its files lie. `quantization` is what `load_checkpoint` was given, but "none"
-    instead of "stored" if no layer keeps a format of the file.
+    `location` is where its files lie, and `files` are those of its weights. `quantization` is what `load_checkpoint`
+    was given, but "none" instead of "stored" if no layer keeps a format of the file.
     """
 
     name: str
@@ -116,6 +116,7 @@ class Checkpoint:
     family: Family | None = None
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     location: Location | None = None
+    files: Sequence[Path] = ()
     quantization: Quantization | LayerFormats = "none"
 
     @property
@@ -183,6 +184,7 @@ def load_checkpoint(
         contents.special_tokens,
         family,
         location=location,
+        files=contents.tensors.files,
         quantization=quantize,
     )
 

@@ -39,6 +39,10 @@ class BlockPool:
             found.append(block)
         return found
 
+    def hash_of(self, block: int) -> bytes | None:
+        """The hash with which a block is in the index. While it is the same object, the content is. For any thread."""
+        return self._hash_of[block]
+
     def num_free_among(self, blocks: Iterable[int]) -> int:
         return sum(self._references[block] == 0 for block in blocks)
 

@@ -3,9 +3,10 @@
 Which block belongs to which sequence is decided elsewhere (`block_pool.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -124,6 +125,21 @@ class PagedCache:
         index = torch.tensor(blocks, device=self.device)
         for slots in (*self._pools, *self._magnitudes):
             slots.view(len(slots), -1, self.block_size, *slots.shape[2:]).index_fill_(1, index, 0)
+
+    def read_block(self, block: int) -> bytes:
+        """Copy the keys and values of a block in all layers, on a CPU."""
+        return b"".join(part.tobytes() for part in self._block_bytes(block))
+
+    def write_block(self, block: int, content: memoryview) -> None:
+        """Store what `read_block` has returned for a block of an equal cache."""
+        for part in self._block_bytes(block):
+            part[:] = np.frombuffer(content[: part.size], np.uint8).reshape(part.shape)
+            content = content[part.size :]
+
+    def _block_bytes(self, block: int) -> Iterator[np.ndarray]:
+        """The memory of a block, (layers, bytes) for each kind of numbers. With numpy: PyTorch would start threads."""
+        for slots in (*self._pools, *self._magnitudes):
+            yield slots.view(len(slots), self.num_blocks, -1).view(torch.uint8).numpy()[:, block]
 
     def _rows(self, part: int, layer: int) -> Rows:
         pool = self._pools[part][layer]

@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from model.engine.cache import PagedCache, bytes_of_token
 from model.engine.continuation import Continuation
 from model.engine.draft_network import DraftNetwork
 from model.engine.extra_costs import ExtraCosts
+from model.engine.prefix_store import PrefixStore, StoreCounts
 from model.engine.prompt_lookup import PromptLookup
 from model.engine.request import Output, Request, Step
 from model.engine.runner import Runner
@@ -33,6 +34,8 @@ from model.tracing.tap import check_tap
 
 logger = logging.getLogger(__name__)
 KEEP_ALIVE_SECONDS = 1.0
+LOAD_SECONDS = 0.005  # that a step waits for stored prefixes if it has nothing to compute
+OpenStore = Callable[[PagedCache, BlockPool], PrefixStore]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +69,15 @@ class Stats:
     num_prefix_hits: int
     num_drafted: int
     num_accepted: int
+    stored_prefixes: StoreCounts
 
 
 class Engine:
     """Continuous batching of one model. `tokenizer` may be None: then there is no text.
 
     `adapters` are the adapters that requests may choose, by name. `draft_model` is a copy of the network with cheaper
-    weights, which drafts tokens.
+    weights, which drafts tokens. `open_store` opens a store for computed prefixes; the cache must be on a CPU, of one
+    process.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class Engine:
         config: EngineConfig,
         adapters: Mapping[str, Adapter] | None = None,
         draft_model: Transformer | None = None,
+        open_store: OpenStore | None = None,
     ) -> None:
         weight = model.embed.weight
         needed = bytes_of_token(model.share, weight.dtype, config.kv_cache_dtype) * config.block_size
@@ -110,12 +116,14 @@ class Engine:
         self._adapters = adapters or {}
         self._runner = Runner(model, self._cache, self._adapters)
         self._draft_network = None if draft_model is None else DraftNetwork(draft_model, self._cache)
+        self._store = None if open_store is None else open_store(self._cache, self._pool)
         self._scheduler = Scheduler(
             self._pool,
             max_sequences=config.max_sequences,
             max_tokens=config.max_step_tokens,
             max_stretch=config.max_stretch,
             batch_invariant=model.batch_invariant,
+            store=self._store,
         )
         self._requests: dict[str, list[Continuation]] = {}
         self._continuations: dict[SequenceState, Continuation] = {}
@@ -208,7 +216,8 @@ class Engine:
         scaling = self._model.config.rope_scaling
         has_lengths = scaling is not None and scaling.kind == "longrope"
         short_length = scaling.original_max_positions if scaling is not None and has_lengths else sys.maxsize
-        salts = (request.cache_salt, request.adapter)  # sequences share blocks only if their keys depend on the same
+        # Sequences share blocks only if their keys depend on the same.
+        salts = request.cache_salt, None if request.adapter is None else self._adapters[request.adapter].digest
         # Traces do not count where bits depend on which sequences share a step: they would change the tokens.
         extra_costs = ExtraCosts(request, self._model.config, traces=self._model.batch_invariant)
         leaders = self._requests.get(request.prefix_leader or "")
@@ -263,6 +272,8 @@ class Engine:
             network_drafts=self.config.speculates and drafter is not None and drafter.can_draft and replays,
         )
         if not plan.sequences:
+            if self._store is not None and self._scheduler.is_loading:
+                self._store.wait(LOAD_SECONDS)
             return Step()
         continuations = [self._continuations[scheduled.sequence] for scheduled in plan.sequences]
         # The first continuation is the prefix leader of the others, so its first step is that of the request.
@@ -333,7 +344,13 @@ class Engine:
             num_prefix_hits=scheduler.num_prefix_hits,
             num_drafted=scheduler.num_drafted,
             num_accepted=scheduler.num_accepted,
+            stored_prefixes=StoreCounts() if self._store is None else self._store.counts(),
         )
+
+    def close(self) -> None:
+        """Store the computed prefixes that wait to be stored. No step follows."""
+        if self._store is not None:
+            self._store.close()
 
     def check_integrity(self) -> None:
         """Check that scheduler, blocks and requests agree. Call it between steps."""

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from model.engine.acceptance import Acceptance
 from model.engine.block_pool import BlockPool
+from model.engine.prefix_store import PrefixLoad, PrefixStore
 from model.engine.prompt_lookup import MAX_DRAFT
 from model.engine.sequence import SequenceState
 from model.engine.step_budget import EFFICIENT_TOKENS, StepBudget
@@ -116,10 +117,20 @@ class Scheduler:
     """The waiting and the running sequences, both in order of arrival. No sequence that was added is dropped."""
 
     def __init__(
-        self, pool: BlockPool, *, max_sequences: int, max_tokens: int, max_stretch: float, batch_invariant: bool = True
+        self,
+        pool: BlockPool,
+        *,
+        max_sequences: int,
+        max_tokens: int,
+        max_stretch: float,
+        batch_invariant: bool = True,
+        store: PrefixStore | None = None,
     ) -> None:
-        """Unless the network is `batch_invariant`, prompts alone are not divided by measured times: the last bits of
-        their results depend on the parts, and must be the same when they are computed again."""
+        """A `store` keeps computed prefixes that the pool has given up.
+
+        Unless the network is `batch_invariant`, prompts alone are not divided by measured times: the last bits of
+        their results depend on the parts, and must be the same when they are computed again.
+        """
         if max_sequences < 1:
             raise InvalidField("max_sequences", f"{max_sequences} must be at least 1")
         if max_tokens < max_sequences:
@@ -138,6 +149,7 @@ class Scheduler:
         self._batch_invariant = batch_invariant
         self._budget = StepBudget(max_stretch)
         self._network_acceptance = Acceptance(0.8, history_weight=0.95)  # of the drafts of a network
+        self._store = store
         self._num_steps = 0
         self._unwritten_blocks: list[int] = []  # of the step that is being planned
         self._extra_left = 0.0  # seconds of edits and traces that the step may still have
@@ -167,6 +179,11 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     @property
+    def is_loading(self) -> bool:
+        """Whether a sequence waits for stored blocks."""
+        return any(sequence.load is not None for sequence in self.running)
+
+    @property
     def num_owners(self) -> int:
         """The number of owners with sequences that run or wait."""
         return len(self._num_sequences)
@@ -179,6 +196,9 @@ class Scheduler:
             self._preempt(sequence)  # other sequences can use its blocks and its place
         for sequence in [s for s in self.running if s.has_outgrown]:
             self._preempt(sequence)
+        for sequence in self.running:
+            if sequence.load is not None and sequence.load.is_over:
+                self._end_load(sequence, sequence.load)
         self._share_places()
         allowances = self._divide_extra_time()
         decoding = self._share_step([s for s in self.running if s.num_missing == 1 and allowances.get(s, 1)])
@@ -217,6 +237,8 @@ class Scheduler:
                 size = self.pool.block_size
                 for index in range(before // size, sequence.num_computed // size):
                     self.pool.register(sequence.blocks[index], sequence.block_hash(index, size))
+                    if self._store is not None:
+                        self._store.note_use(sequence.blocks[index])
             if sequence.extra_cost is not None and not replayed:  # it took more than the usual time
                 cost = sequence.extra_cost(scheduled.start, scheduled.num_new)
                 self._credit -= cost.most - cost.usual
@@ -255,7 +277,7 @@ class Scheduler:
         runs_plain = any(sequence.extra_cost is None for sequence in self.running)
         is_alone = not runs_plain and all(sequence.extra_cost is not None for sequence in self.waiting)
         self._extra_left = EXTRA_ALONE if is_alone else EXTRA_BESIDE_OTHERS
-        costly = [sequence for sequence in self.running if sequence.extra_cost is not None]
+        costly = [each for each in self.running if each.extra_cost is not None and each.load is None]
         share = len({sequence.owner for sequence in costly}) / max(len(self._num_sequences), 1)
         earned = min(max(share, MIN_EXTRA_SHARE), MAX_EXTRA_SHARE) * self._last_seconds
         self._credit = min(self._credit + earned, self._extra_left) if runs_plain else self._extra_left
@@ -367,7 +389,7 @@ class Scheduler:
         total, reserved = token_budget, 0  # `reserved` is for the oldest prompt, until its turn comes
         oldest = min(queue, key=lambda turn: (turn.number, turn.sequence.order)).sequence
         can_admit = oldest in self.running or self._admit(oldest)  # nothing overtakes a sequence that finds no room
-        if oldest in self.running:
+        if oldest in self.running and oldest.load is None:
             if oldest not in allowances:
                 allowances[oldest] = self._take_extra_time(oldest, min(total, oldest.num_missing))
             reserved = min(total // 2, oldest.num_missing, allowances[oldest])
@@ -383,6 +405,8 @@ class Scheduler:
                 can_admit = can_admit and has_place and self._admit(sequence)
                 if not can_admit:
                     continue
+            if sequence.load is not None:
+                continue
             most = min(token_budget - reserved, sequence.num_missing)
             if sequence in allowances:
                 num_new = min(most, allowances[sequence])
@@ -394,7 +418,7 @@ class Scheduler:
 
     def _prompt_turns(self) -> tuple[list[_Turn], list[_Turn]]:
         """The turns of the running prompts, and of the waiting sequences for which a place is free."""
-        prompts = [sequence for sequence in self.running if sequence.num_missing > 1]
+        prompts = [sequence for sequence in self.running if sequence.num_missing > 1 and sequence.load is None]
         num_free = self._max_sequences - len(self.running)
         waiting = self._waiting_turns() if num_free else []
         return _turns_of(prompts, Counter()), [turn for turn in waiting if num_free > self._num_kept(turn.number)]
@@ -451,9 +475,9 @@ class Scheduler:
         """Let a waiting sequence run if there are blocks for all its tokens. Computed prefixes are shared."""
         size = self.pool.block_size
         shared: list[int] = []
+        # The last token is always computed, because its logits are needed.
+        num_full = min(len(sequence.tokens) - 1, sequence.max_cached) // size
         if sequence.shares_prefix:
-            # The last token is always computed, because its logits are needed.
-            num_full = min(len(sequence.tokens) - 1, sequence.max_cached) // size
             shared = self.pool.find(sequence.block_hash(index, size) for index in range(num_full))
         num_more = self._blocks_for(len(sequence.tokens)) - len(shared)
         # Leave a free block for each running sequence. Otherwise the next step may have to preempt this sequence.
@@ -462,14 +486,35 @@ class Scheduler:
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=lambda s: s.order)
         self.pool.share(shared)
-        sequence.blocks = shared
+        sequence.blocks = list(shared)
         sequence.num_computed = len(shared) * size
         self._extend(sequence, num_more)
+        if self._store is not None and sequence.shares_prefix:
+            for block in shared:
+                self._store.note_use(block)
+            missing = range(len(shared), num_full)
+            digests = (sequence.block_hash(index, size) for index in missing)
+            sequence.load = self._store.load(digests, sequence.blocks[missing.start : missing.stop])
+        if sequence.load is None:
+            self._note_cached(sequence)
+        return True
+
+    def _end_load(self, sequence: SequenceState, load: PrefixLoad) -> None:
+        """Let a sequence run with those of its stored blocks that were read."""
+        size, first = self.pool.block_size, sequence.num_computed // self.pool.block_size
+        sequence.load = None
+        for index in range(first, first + load.end()):
+            self.pool.register(sequence.blocks[index], sequence.block_hash(index, size))
+            sequence.num_computed += size
+        self._unwritten_blocks.append(sequence.blocks[-1])
+        self._note_cached(sequence)
+
+    def _note_cached(self, sequence: SequenceState) -> None:
+        """Count the tokens of a prompt that need not be computed, when it runs for the first time."""
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
             self.num_prefix_queries += sequence.num_prompt
             self.num_prefix_hits += sequence.num_computed
-        return True
 
     def _make_room(self, sequence: SequenceState) -> bool:
         """Provide a block for the next token of a decoding sequence; preempt others, or itself, if none is free."""
@@ -496,6 +541,9 @@ class Scheduler:
             self._unwritten_blocks.append(sequence.blocks[-1])
 
     def _release(self, sequence: SequenceState) -> None:
+        if sequence.load is not None:
+            sequence.load.end()
+            sequence.load = None
         self.pool.release(sequence.blocks)
         sequence.blocks = []
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import NamedTuple
 
+from model.engine.prefix_store import PrefixLoad
 from model.engine.prompt_lookup import PromptLookup
 
 
@@ -46,6 +47,7 @@ class SequenceState:
     last_step: int = field(init=False, default=0)  # in which it was computed
     paused: bool = field(init=False, default=False)  # takes part in no step
     has_ended: bool = field(init=False, default=False)
+    load: PrefixLoad | None = field(init=False, default=None)  # of stored blocks, before anything is computed
     lookup: PromptLookup | None = field(init=False, default=None)  # drafts the tokens that may follow, if any may be
     _hashes: list[bytes] = field(init=False, default_factory=list)  # of full blocks
     _salt: str | None = field(init=False, default=None)

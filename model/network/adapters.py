@@ -5,8 +5,10 @@ the pass with other adapters, or with none, keep every bit. This module knows ne
 T rows of the pass, K inputs, N outputs, r rank.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -27,11 +29,16 @@ class LowRankLayer(nn.Module):
         num_zeros = -a.shape[0] % RANK_STEP
         a, b = F.pad(a, (0, 0, 0, num_zeros)), F.pad(b, (0, num_zeros))
         self.num_bytes = a.nbytes + b.nbytes
+        self.digest = hashlib.sha256(b"".join(_bytes_of(matrix) for matrix in (a, b))).digest()
         self.a, self.b = (ops.linear(matrix, None, matrix.dtype) for matrix in (a, b))
 
     def forward(self, x: Tensor) -> Tensor:
         added: Tensor = self.b(self.a(x))
         return added
+
+
+def _bytes_of(matrix: Tensor) -> bytes:
+    return repr((matrix.shape, matrix.dtype)).encode() + matrix.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +48,12 @@ class Adapter:
     name: str
     layers: Mapping[str, LowRankLayer]
     ranks: Sequence[int]  # those that occur, in ascending order
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of everything that an adapter computes with."""
+        content = [(name, layer.digest.hex()) for name, layer in sorted(self.layers.items())]
+        return hashlib.sha256(repr(content).encode()).hexdigest()
 
     @property
     def num_bytes(self) -> int:
