@@ -94,8 +94,7 @@ def test_edited_requests_are_drafted_without_their_edits_and_keep_their_bits(mon
     assert drafted == plain
     assert engine.stats().num_accepted > 0
 
-
-def test_drafted_tokens_are_shared_with_later_requests_as_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys and values that the draft network wrote to the cache are replaced."""
     """What the draft network wrote to the cache is replaced."""
     network_alone(monkeypatch)
     model = network()
