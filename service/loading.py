@@ -129,6 +129,7 @@ def build_engine(checkpoint: Checkpoint, settings: Settings) -> Engine:
             max_sequences=settings.max_num_seqs,
             max_step_tokens=settings.max_step_tokens or num_prompt_tokens + settings.max_num_seqs,
             max_stretch=settings.max_step_stretch,
+            target_itl_seconds=None if settings.target_itl_ms is None else settings.target_itl_ms / 1000,
             speculates=settings.speculate,
         ),
         checkpoint.adapters,

@@ -220,6 +220,12 @@ class Settings(BaseSettings):
         description="limit for the time of a step with prompts, as a multiple of its time without them; applies only "
         "while fewer prompts are computed than sequences generate",
     )
+    target_itl_ms: float | None = Field(
+        None,
+        gt=0,
+        description="time between two tokens of a stream, in milliseconds, beside prompts: a step takes as many prompt "
+        "tokens as fit into it, but at least 16; replaces --max-step-stretch",
+    )
     vectors: Path | None = Field(
         None,
         description="directory with vectors for edits: safetensors, and control vectors of llama.cpp (*.gguf); "
@@ -356,6 +362,12 @@ class Settings(BaseSettings):
             raise InvalidField("prefix_cache_bytes", "is only for --prefix-cache-directory; give both or leave it out")
         if self.prefix_cache_directory is not None and self.model == "none":
             raise InvalidField("prefix_cache_directory", "--model none serves no checkpoint; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_target(self) -> Self:
+        if self.target_itl_ms is not None and "max_step_stretch" in self.model_fields_set:
+            raise InvalidField("max_step_stretch", "is replaced by --target-itl-ms; leave one of the two out")
         return self
 
     @model_validator(mode="after")

@@ -44,7 +44,8 @@ class EngineConfig:
 
     At most `max_sequences` run at a time, and a step computes at most `max_step_tokens` tokens. If a step has fewer
     prompts than decoding sequences, its prompt tokens are limited so that the step takes at most about `max_stretch`
-    times as long as without them. With `speculates`, sequences draft tokens from their own text (prompt lookup),
+    times as long as without them; with `target_itl_seconds`, so that a step takes about this time while any sequence
+    decodes. With `speculates`, sequences draft tokens from their own text (prompt lookup),
     if this changes no bit of their results. `kv_cache_dtype` says how keys and values are stored.
     """
 
@@ -54,6 +55,7 @@ class EngineConfig:
     max_sequences: int = 64
     max_step_tokens: int = 576  # 512 of prompts, and one for each sequence
     max_stretch: float = 2.0
+    target_itl_seconds: float | None = None
     speculates: bool = True
 
 
@@ -122,6 +124,7 @@ class Engine:
             max_sequences=config.max_sequences,
             max_tokens=config.max_step_tokens,
             max_stretch=config.max_stretch,
+            target_seconds=config.target_itl_seconds,
             batch_invariant=model.batch_invariant,
             store=self._store,
         )

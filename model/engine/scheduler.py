@@ -123,10 +123,11 @@ class Scheduler:
         max_sequences: int,
         max_tokens: int,
         max_stretch: float,
+        target_seconds: float | None = None,
         batch_invariant: bool = True,
         store: PrefixStore | None = None,
     ) -> None:
-        """A `store` keeps computed prefixes that the pool has given up.
+        """`max_stretch` and `target_seconds` are those of `StepBudget`; a `store` keeps prefixes beside the pool.
 
         Unless the network is `batch_invariant`, prompts alone are not divided by measured times: the last bits of
         their results depend on the parts, and must be the same when they are computed again.
@@ -147,7 +148,7 @@ class Scheduler:
         self._max_sequences = max_sequences
         self._max_tokens = max_tokens
         self._batch_invariant = batch_invariant
-        self._budget = StepBudget(max_stretch)
+        self._budget = StepBudget(max_stretch, target_seconds)
         self._network_acceptance = Acceptance(0.8, history_weight=0.95)  # of the drafts of a network
         self._store = store
         self._num_steps = 0

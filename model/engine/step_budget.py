@@ -68,13 +68,18 @@ class LinearFit:
 
 
 class StepBudget:
-    """Keeps a step with prompts within `max_stretch` times the time that it would take without them."""
+    """Keeps a step with prompts within `max_stretch` times the time that it would take without them.
 
-    def __init__(self, max_stretch: float) -> None:
+    With `target_seconds`, every step in which sequences decode takes about this time instead while there are prompts.
+    """
+
+    def __init__(self, max_stretch: float, target_seconds: float | None = None) -> None:
         if not max_stretch > 1:
             reason = f"{max_stretch} must be above 1: a step with prompts takes longer than the same step without them"
             raise InvalidField("max_stretch", reason)
-        self._max_stretch = max_stretch
+        if target_seconds is not None and not target_seconds > 0:
+            raise InvalidField("target_itl_seconds", f"{target_seconds} must be above 0")
+        self._max_stretch, self._target_seconds = max_stretch, target_seconds
         self._all_steps, self._replayed_steps = LinearFit(), LinearFit()
         self._draft_steps = LinearFit()  # by sequences
         self._limit = MIN_TOKENS
@@ -96,14 +101,18 @@ class StepBudget:
     def max_prompt_tokens(self, num_decoding: int, num_prompts: int) -> int:
         """The prompt tokens that the next step may compute.
 
-        Beside more decoding sequences than prompts, as many as `max_stretch` allows, but at most twice what the last
-        such call returned. Otherwise as many as fit into the time of a step.
+        Beside decoding sequences with a target, as many as reach it; without one, beside more decoding sequences than
+        prompts, as many as `max_stretch` allows; but at most twice what the last such call returned. Otherwise as many
+        as fit into the time of a step.
         """
-        if num_decoding <= num_prompts:
+        target = self._target_seconds if num_decoding else None
+        if num_decoding <= num_prompts and target is None:
             return self._fitting_tokens(num_decoding)
-        cost, limit = self._all_steps.marginal_cost(num_decoding), 2.0 * self._limit
-        if cost is not None:
-            limit = min(limit, (self._max_stretch - 1) / cost)
+        slope, limit = self._all_steps.marginal_seconds(), 2.0 * self._limit
+        if slope is not None:
+            seconds = max(self._all_steps.seconds(num_decoding), 0.0)
+            longest = self._max_stretch * seconds if target is None else target
+            limit = min(limit, (longest - seconds) / slope)
         self._limit = int(min(max(limit, MIN_TOKENS), MAX_TOKENS))
         return self._limit
 

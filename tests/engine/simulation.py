@@ -49,6 +49,7 @@ class Simulation:
         max_sequences: int = 8,
         max_tokens: int = 64,
         max_stretch: float = 2.0,
+        target_seconds: float | None = None,
         cost: Cost = lambda num_tokens: 0.001,
         drafts: bool = False,
         batch_invariant: bool = True,
@@ -59,6 +60,7 @@ class Simulation:
             max_sequences=max_sequences,
             max_tokens=max_tokens,
             max_stretch=max_stretch,
+            target_seconds=target_seconds,
             batch_invariant=batch_invariant,
         )
         self.max_tokens = max_tokens

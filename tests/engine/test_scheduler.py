@@ -228,6 +228,23 @@ class TestStepBudget:
         else:
             assert cost(num_tokens[-1] + 1) > MAX_SECONDS
 
+    @pytest.mark.parametrize(("num_decoding", "num_prompts"), [(1, 6), (2, 2), (6, 1)])
+    @pytest.mark.parametrize("target", [0.05, 0.15, 0.4])
+    def test_beside_streams_steps_take_the_target_time_however_many_prompts_wait(
+        self, num_decoding: int, num_prompts: int, target: float
+    ) -> None:
+        simulation = Simulation(max_tokens=2000, cost=self.COST, num_blocks=8000, target_seconds=target)
+        for order in range(num_decoding):
+            simulation.add([order], 200)
+        for _ in range(4):
+            simulation.step()
+        for order in range(num_prompts):
+            simulation.add([order] * 4000, 1)
+        num_tokens = [sum(scheduled.num_new for scheduled in simulation.step()) for _ in range(10)]
+        assert max(map(self.COST, num_tokens)) <= max(1.01 * target, self.COST(num_decoding + 2 * MIN_TOKENS))
+        expected = max(target, self.COST(num_decoding + MIN_TOKENS))  # a prompt makes progress, also above the target
+        assert self.COST(num_tokens[-1]) == pytest.approx(expected, rel=0.02)
+
     def test_prompts_beyond_max_sequences_do_not_count(self) -> None:
         simulation = Simulation(max_tokens=2000, max_sequences=3, cost=self.COST, num_blocks=4000)
         for order in range(2):
