@@ -18,7 +18,7 @@ from model.engine.prefix_store import PrefixStore, StoreCounts
 from model.engine.prompt_lookup import PromptLookup
 from model.engine.request import Output, Request, Step
 from model.engine.runner import Runner
-from model.engine.scheduler import Scheduler
+from model.engine.scheduler import Scheduler, StepPlan
 from model.engine.sequence import SequenceState
 from model.engine.step_batch import StepSequence, choose_tokens
 from model.engine.tensor_parallel.leading_network import LeadingNetwork
@@ -279,6 +279,10 @@ class Engine:
                 self._store.wait(LOAD_SECONDS)
             return Step()
         continuations = [self._continuations[scheduled.sequence] for scheduled in plan.sequences]
+        began = start
+        if drafter is not None and plan.num_network_drafts:
+            self._draft(drafter, plan, continuations)
+            began = time.perf_counter()
         # The first continuation is the prefix leader of the others, so its first step is that of the request.
         started = [each.request.id for each in continuations if each.mark_started() and each.index == 0]
         sequences = [
@@ -288,12 +292,6 @@ class Engine:
         try:
             if plan.unwritten_blocks and self._runner.reads_unwritten_slots:
                 self._clear(plan.unwritten_blocks)
-            began = start
-            if drafter is not None and plan.num_network_drafts:
-                seconds = drafter.draft(sequences, plan.num_network_drafts)
-                if seconds is not None:
-                    self._scheduler.observe_drafting(plan.num_drafting, seconds)
-                began = time.perf_counter()
             forward = self._runner.run(sequences)
             choose_tokens(sequences, forward.logits, forward.argmax, self._model.backend)
             for each in sequences:
@@ -317,6 +315,13 @@ class Engine:
             seconds=time.perf_counter() - start,
             trace_seconds=sum(each.trace_seconds for each in sequences),
         )
+
+    def _draft(self, drafter: DraftNetwork, plan: StepPlan, continuations: Sequence[Continuation]) -> None:
+        """Let the draft network replace the drafts of a plan."""
+        samplers = [each.sampler for each in continuations]
+        seconds = drafter.draft(plan.sequences, samplers, plan.num_network_drafts)
+        if seconds is not None:
+            self._scheduler.observe_drafting(plan.num_drafting, seconds)
 
     @property
     def keep_alive_seconds(self) -> float | None:

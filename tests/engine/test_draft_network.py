@@ -1,5 +1,6 @@
 """Tests of a draft network: it changes no bit of a result, whatever it drafts."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from model.engine.engine import Engine
 from model.engine.request import Request
 from model.engine.step_budget import StepBudget
 from model.network.transformer import Transformer
+from model.tracing.edits import EditCondition
 from tests.engine.driving import Drive, Result, ask, new_engine, prompt, run
 from tests.engine.test_edits import EDITS, edited
 from tests.engine.test_speculation import SAMPLED, greedy, mixed, network
@@ -94,8 +96,21 @@ def test_edited_requests_are_drafted_without_their_edits_and_keep_their_bits(mon
     assert drafted == plain
     assert engine.stats().num_accepted > 0
 
+
+def test_a_condition_sees_the_drafted_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An edit that begins with a drafted token applies to those after it."""
+    network_alone(monkeypatch)
+    model, request = network(), ask("1", prompt(5), seed=2, max_tokens=24, logprobs=2)
+    ids = run(new_engine(model), request)["1", 0].ids
+    for number, token_id in enumerate(ids[8:14]):
+        edit = replace(*EDITS["add to the residual stream"], when=EditCondition(tokens=[token_id]))
+        engine, drafted, plain = both(model, network(), [edited(model, request, edit)])
+        assert drafted == plain, number
+        assert engine.stats().num_accepted > 0
+
+
+def test_drafted_tokens_are_shared_with_later_requests_as_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     """The keys and values that the draft network wrote to the cache are replaced."""
-    """What the draft network wrote to the cache is replaced."""
     network_alone(monkeypatch)
     model = network()
     drive = Drive(new_engine(model, draft_model=network(change=0.05)))
