@@ -4,15 +4,16 @@ import re
 
 from model.text.grammar.grammars import EmbeddedSchema
 from model.text.json_keys import JsonPlace
+from model.text.tokenizer import Tokenizer
 from service.answers.call_forms import FORMS, Form
-from service.answers.call_rules import argument_schemas, call_rules, layout_of
+from service.answers.call_rules import argument_schemas, call_rules, enforced_rules, layout_of
 from service.answers.constraints import Compile, structured_output
 from service.answers.offered_tools import OfferedTools
 from service.http.errors import invalid
 from service.http.openai_schemas import ChatRequest
 
 
-def chat_constraint(body: ChatRequest, tools: OfferedTools, form: Form) -> Compile | None:
+def chat_constraint(body: ChatRequest, tools: OfferedTools, form: Form, tokenizer: Tokenizer | None) -> Compile | None:
     """How to compile the constraint of a chat; None without one.
 
     Raises 400 for fields that contradict each other.
@@ -25,15 +26,15 @@ def chat_constraint(body: ChatRequest, tools: OfferedTools, form: Form) -> Compi
         raise invalid("structured_outputs", f"cannot be combined with {other}, which also constrains the answer")
     several = body.parallel_tool_calls and not (tools.has_name or has_one_call)
     if enforced:
-        rules = lines("start: calls", *call_rules(form, enforced, several=several))
-        return lambda grammars: grammars.lark("tools", rules, argument_schemas(enforced))
+        call_lines, schemas = enforced_rules(form, enforced, tokenizer, several=several)
+        return lambda grammars: grammars.lark("tools", lines("start: calls", *call_lines), schemas)
     offered = tools.offered
     if schema is not None and not offered:
         return lambda grammars: grammars.json_schema("response_format", schema.schema, is_closed=schema.is_closed)
     if schema is not None:
         rules = lines("start: calls | content", *call_rules(form, offered, several=several))
-        schemas = {"content": schema, **argument_schemas(offered)}
-        return lambda grammars: grammars.lark("tools", rules, schemas)
+        with_content = {"content": schema, **argument_schemas(offered)}
+        return lambda grammars: grammars.lark("tools", rules, with_content)
     if (has_one_call or any(function.is_strict for function in offered)) and body.structured_outputs is None:
         rules = lines(free_text(form), *call_rules(form, offered, several=several))
         return lambda grammars: grammars.lark("tools", rules, argument_schemas(offered), json_begin(form))

@@ -50,7 +50,7 @@ async def start_chat(
         body = without_stop(body, request, state)
     ids = await conversation_ids(body, tools, request, state, checkpoint, template)
     thinking = find_thinking(source, ids, body, checkpoint.tokenizer)
-    constraint = await compile_constraint(request, state, chat_constraint(body, tools, form))
+    constraint = await compile_constraint(request, state, chat_constraint(body, tools, form, checkpoint.tokenizer))
     if constraint is not None and thinking is not None and checkpoint.tokenizer is not None:
         constraint = thinking.constrained(constraint, checkpoint.tokenizer)
     inputs = Inputs(request, state, checkpoint, arrived, body, options, [ids], constraint, adapter)

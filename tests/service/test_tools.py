@@ -21,9 +21,9 @@ from model.text.grammar.limits import parser_limits
 from model.text.grammar.program import SmallVocabulary, read
 from model.text.tokenizer import Tokenizer
 from service.answers.call_forms import FORMS, MARK_TOKENS, Form
-from service.answers.call_rules import argument_schemas, call_rules
+from service.answers.call_rules import argument_schemas, call_rules, enforced_rules
 from service.answers.chat_constraints import chat_constraint, free_text, json_begin
-from service.answers.chat_pieces import CallBegin
+from service.answers.chat_pieces import CallBegin, join_pieces
 from service.answers.offered_tools import OfferedFunction, read_tools
 from service.answers.tool_calls import ToolCallParser
 from service.http.openai_schemas import ChatRequest
@@ -185,6 +185,93 @@ def test_in_a_free_text_each_call_that_is_read_is_strict(form: Form) -> None:
     assert (json_begin(form).after(b' {"a": 1, "a"') is None) == (form != "tagged")
 
 
+PLAIN = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer"},
+        "s": {"type": "string"},
+        "b": {"type": "boolean"},
+        "e": {"type": "string", "enum": ["x"]},
+    },
+    "required": ["s"],
+}
+JSON_CALL = '{"name": "f", "arguments": {"s": "x", "b": true}}'
+DEMANDED: dict[Form, tuple[str, list[dict[str, Any]]]] = {
+    "tagged": (f"<tool_call>\n{JSON_CALL}\n</tool_call>", [{"s": "x", "b": True}]),
+    "xml": (
+        '<tool_call>\n<function=f>\n<parameter=s>\nx <y> "\n\n</parameter>\n<parameter=n>\n3\n</parameter>\n</function>'
+        "\n</tool_call>\n<tool_call>\n<function=f>\n<parameter=s>\n\n</parameter>\n</function>\n</tool_call>",
+        [{"s": 'x <y> "\n', "n": 3}, {"s": ""}],
+    ),
+    "pythonic": ('[f(s="x", n=3, b=True), f(s=")", e="x")]', [{"s": "x", "n": 3, "b": True}, {"s": ")", "e": "x"}]),
+    "block": ('```tool_code\nf(s="x")\nf(s="", b=False)\n```', [{"s": "x"}, {"s": "", "b": False}]),
+    "list": (f"[TOOL_CALLS][{JSON_CALL}]", [{"s": "x", "b": True}]),
+    "piped": (f"<|tool_call|>[{JSON_CALL}]<|/tool_call|>", [{"s": "x", "b": True}]),
+    "functools": (f"functools[{JSON_CALL}, {JSON_CALL}]", [{"s": "x", "b": True}] * 2),
+}
+
+
+@pytest.mark.parametrize("form", DEMANDED)
+def test_a_demanded_call_is_written_as_the_model_writes_calls(form: Form) -> None:
+    function = OfferedFunction("tools.0", {"name": "f", "parameters": PLAIN})
+    lines, schemas = enforced_rules(form, [function], None, several=True)
+    tokenizer = LLTokenizer(SmallVocabulary(0, {}))  # type: ignore[arg-type]
+    source = {
+        "rules": "\n".join(["start: calls", *lines]),
+        "schemas": {name: asdict(each) for name, each in schemas.items()},
+    }
+    answer = read(tokenizer, source)
+    assert not answer["not_enforced"]
+
+    def is_allowed(text: str) -> bool:
+        matcher = LLMatcher(tokenizer, answer["grammar"], log_level=0, limits=parser_limits())
+        tokens = list(text.encode())
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    text, calls = DEMANDED[form]
+    assert is_allowed(text)
+    parser = ToolCallParser(form, {"f": PLAIN}, lambda: "id")
+    found = join_pieces([*(piece for character in text for piece in parser.push(character)), *parser.finish()])
+    assert [json.loads(call.arguments) for call in found.calls] == calls
+    assert found.content == ""
+    wrong = {
+        "s=": "t=",
+        '"s"': '"t"',
+        "parameter=s": "parameter=t",
+        "true": "1",
+        "True": "1",
+        "=3": "=x",
+        "\n3": "\nx",
+        '="x"': "=1",
+    }
+    changed = {text.replace(each, other) for each, other in wrong.items()} - {text}
+    assert len(changed) > 1
+    assert not any(map(is_allowed, changed))
+
+
+def test_a_mark_that_is_a_special_token_begins_a_demanded_call() -> None:
+    special: Any = SimpleNamespace(id_of=lambda name: 3, special_name=lambda token_id: "[TOOL_CALLS]")
+    lines, schemas = enforced_rules(
+        "list", [OfferedFunction("tools.0", {"name": "f", "parameters": CLOSED})], special, several=False
+    )
+    tokenizer = LLTokenizer(SmallVocabulary(8, {"3": "[TOOL_CALLS]"}))  # type: ignore[arg-type]
+    source = {
+        "rules": "\n".join(["start: calls", *lines]),
+        "schemas": {name: asdict(each) for name, each in schemas.items()},
+    }
+    matcher = LLMatcher(tokenizer, read(tokenizer, source)["grammar"], log_level=0, limits=parser_limits())
+    tokens = [3, *(8 + byte for byte in b'[{"name": "f", "arguments": {"a": "x"}}]')]
+    assert matcher.try_consume_tokens(tokens) == len(tokens)
+    assert matcher.is_accepting()
+
+
+@pytest.mark.parametrize("form", ["xml", "block"])
+def test_arguments_that_depend_on_each_other_are_json(form: Form) -> None:
+    function = OfferedFunction("tools.0", {"name": "f", "parameters": {"anyOf": [NARROW, PLAIN]}})
+    lines, _ = enforced_rules(form, [function], None, several=False)
+    assert any('"name' in line for line in lines)
+
+
 def test_a_broken_schema_of_the_answer_is_still_named(service: Running) -> None:
     broken = {"type": "json_schema", "json_schema": {"schema": {"type": "cat"}}}
     response = service.post(CHAT, {"messages": [USER], "tools": [tool("narrow", NARROW)], "response_format": broken})
@@ -272,7 +359,7 @@ def test_with_functions_a_grammar_allows_one_call_and_any_text(function_call: An
     body = ChatRequest.model_validate(
         {"messages": [USER], "functions": [{"name": "f"}], "function_call": function_call}
     )
-    compile_rules = chat_constraint(body, read_tools(body), "tagged")
+    compile_rules = chat_constraint(body, read_tools(body), "tagged", None)
     assert compile_rules is not None
     found: Any = compile_rules(SimpleNamespace(lark=lambda *arguments: arguments))  # type: ignore[arg-type]
     schemas = {rule: asdict(schema) for rule, schema in found[2].items()}
