@@ -35,10 +35,13 @@ EDITED_ROUTES = (
     "/logits",
     "/patterns",
     "/generate",
+    "/infill",
     "/score",
     "/attribute",
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
     "/v1/embeddings",
 )
 SPAN_RESULTS = ("exported", "failed", "dropped")

@@ -28,7 +28,7 @@ INLINE_BYTES = 1 << 14  # larger bodies are parsed on another thread
 UNUSUAL = re.compile(rb"\\u(0000|[dD][89a-fA-F])|NaN|Infinity|[eE]\+?\d{3}|\d{200}")
 UNUSUAL_BYTES = 200  # the longest match
 PIECE = 1 << 18  # bytes that are searched at a time, so that other threads can run in between
-OPEN_ROUTES = "/v1/"  # other programs define what their clients send here
+OPEN_ROUTES = ("/v1/", "/infill")  # other programs define what their clients send here
 MAX_KEYS = 4096  # in one JSON object
 MAX_DIGITS = 1000  # in one number
 
@@ -36,7 +36,7 @@ MAX_DIGITS = 1000  # in one number
 class JsonRoute(APIRoute):
     """A route whose body is parsed and validated by this module, large ones outside the event loop.
 
-    Routes below `/v1/` leave out the unknown fields of their clients, unless `is_strict`.
+    `OPEN_ROUTES` leave out the unknown fields of their clients, unless `is_strict`.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -12,6 +12,7 @@ CORPUS = ["the cat sat on the mat and the dog sat on the log; that was that, the
 EOS = "<eos>"
 NUM_TOKENS = 280
 VOCAB_SIZE = 284  # more rows than the tokenizer has tokens, as in many published checkpoints
+FIM_TOKENS = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<repo_name>", "<file_sep>")  # of StarCoder2
 CACHE_BYTES = 128 << 20  # for long contexts: by default, the cache would have 1 GiB
 CONTEXT = 64
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
@@ -46,6 +47,18 @@ def write_checkpoint(
     write_tokenizer(directory / "tokenizer.json", extra_token)
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     save_file(_weights(CONFIG | config), directory / "model.safetensors")
+    return directory
+
+
+def write_fim_checkpoint(directory: Path, **config: Any) -> Path:
+    """Write a checkpoint whose tokenizer has the `FIM_TOKENS`, from the id `NUM_TOKENS` on."""
+    write_checkpoint(directory, vocab_size=288, **config)
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text())
+    for index, name in enumerate(FIM_TOKENS):
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        content["added_tokens"].append({"id": NUM_TOKENS + index, "content": name, **flags})
+    path.write_text(json.dumps(content))
     return directory
 
 

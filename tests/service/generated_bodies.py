@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from service.http.anthropic_schemas import CountTokensRequest, MessagesRequest
 from service.http.embedding_schemas import EmbeddingRequest
+from service.http.infill_schemas import InfillRequest
 from service.http.openai_schemas import ChatRequest, CompletionRequest
 from service.http.responses_schemas import ResponsesRequest
 from service.http.score_schemas import ScoreRequest
@@ -23,6 +24,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "/v1/messages/count_tokens": CountTokensRequest,
     "/v1/embeddings": EmbeddingRequest,
     "/score": ScoreRequest,
+    "/infill": InfillRequest,
     "/tokenize": TokenizeRequest,
 }
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -134,6 +136,17 @@ RICH: dict[str, dict[str, Any]] = {
         "edits": [EDIT],
     },
     "/score": {"prompt": "a", "continuations": [" b", " c d"], "edits": [EDIT]},
+    "/infill": {
+        "input_prefix": "a",
+        "input_suffix": "b",
+        "prompt": "c",
+        "input_extra": [{"filename": "f", "text": "d"}, {"text": "e", "time": 1}],
+        "n_predict": 2,
+        "n_probs": 1,
+        "samplers": ["top_k", "infill"],
+        "stop": ["x"],
+        "stream": True,
+    },
     "/tokenize": {"messages": CHAT_MESSAGES, "tools": [TOOL], "chat_template_kwargs": {"x": False}},
 }
 

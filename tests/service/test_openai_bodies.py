@@ -11,7 +11,7 @@ import pytest
 
 from forwardscope.results.anthropic import MessagesError
 from forwardscope.results.server import ErrorAnswer
-from tests.service.checkpoints import write_checkpoint
+from tests.service.checkpoints import write_checkpoint, write_fim_checkpoint
 from tests.service.generated_bodies import MODELS, RICH, generated_bodies
 from tests.service.running import Running, Start, running, validate, wait_until
 from tests.service.test_bad_input import GOOD, OPENAI_GOOD
@@ -20,17 +20,20 @@ from tests.service.test_bad_input import GOOD, OPENAI_GOOD
 NUM_BODIES = int(os.environ.get("FORWARDSCOPE_TEST_BODIES", "150"))
 
 
+GOOD_BODIES: dict[str, dict[str, Any]] = {**OPENAI_GOOD, **GOOD, "/infill": {"input_prefix": "a", "n_predict": 2}}
+
+
 @pytest.fixture(scope="module")
 def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A service whose context has room for the description of a function."""
-    directory = write_checkpoint(tmp_path_factory.mktemp("roomy") / "roomy", max_position_embeddings=512)
+    """A service whose context has room for the description of a function, and whose model fills in the middle."""
+    directory = write_fim_checkpoint(tmp_path_factory.mktemp("roomy") / "roomy", max_position_embeddings=512)
     with running(model=str(directory)) as service:
         yield service
 
 
 @pytest.mark.parametrize("path", RICH)
 def test_wrong_bodies_are_answered_with_an_error_that_names_the_field(roomy: Running, path: str) -> None:
-    good = (OPENAI_GOOD | GOOD)[path]
+    good = GOOD_BODIES[path]
     statuses: Counter[int] = Counter()
     for content in generated_bodies(path, good, NUM_BODIES):
         response = roomy.client.post(path, content=content, headers={"Content-Type": "application/json"})

@@ -1,14 +1,11 @@
 """Fields that say which tokens a generation may choose, and where its text ends."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from model.text.token_rules import TokenRules
-from tests.service.checkpoints import write_checkpoint
-from tests.service.running import Running, running
+from tests.service.running import Running
 from tests.service.test_bad_input import check_error
 
 IDS = [5, 9, 77, 200, 31, 8]
@@ -89,29 +86,3 @@ def test_a_rule_that_cannot_be_followed_is_refused(
 def test_a_grammar_that_the_rules_contradict_ends_with_an_error_that_names_them(tiny: Running) -> None:
     body = BODY | {"structured_outputs": {"regex": "[ab]+"}, "allowed_token_ids": [7]}
     check_error(tiny.post("/generate", body), 400, "allowed_token_ids")
-
-
-def test_the_middle_of_a_text_is_filled_in_after_the_tokens_of_the_model(tmp_path: Path) -> None:
-    directory = write_checkpoint(tmp_path / "fim")
-    path = directory / "tokenizer.json"
-    content = json.loads(path.read_text())
-    for index, name in enumerate(("<fim_prefix>", "<fim_suffix>", "<fim_middle>")):
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-        content["added_tokens"].append({"id": 280 + index, "content": name, **flags})
-    path.write_text(json.dumps(content))
-    with running(model=str(directory)) as service:
-        ids = {
-            text: [token["id"] for token in service.answer("/tokenize", text=text)["tokens"]]
-            for text in ("the cat", " the mat")
-        }
-        body = {"suffix": " the mat", "max_tokens": 2, "return_token_ids": True}
-        found = service.answer("/v1/completions", prompt=["the cat", ""], **body)["choices"]
-        assert [choice["prompt_token_ids"] for choice in found] == [
-            [280, *ids["the cat"], 281, *ids[" the mat"], 282],
-            [280, 281, *ids[" the mat"], 282],
-        ]
-        check_error(service.post("/v1/completions", body | {"prompt": "a", "echo": True}), 400, "echo")
-
-
-def test_a_suffix_needs_a_model_that_fills_in_the_middle(tiny: Running) -> None:
-    check_error(tiny.post("/v1/completions", {"prompt": "a", "suffix": "b"}), 400, "suffix")

@@ -1,0 +1,152 @@
+"""POST /infill: write the text between a prefix and a suffix, in the form of llama-server."""
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from forwardscope.results.infill import InfillAnswer, InfillLogprob, InfillPart, InfillToken
+from model.checkpoints.load import Checkpoint
+from model.text.fill_in_middle import middle_prompt, other_files
+from model.text.tokenizer import Tokenizer
+from model.text.transcript import TokenOutput
+from service.answers.constraints import compile_constraint, structured_output
+from service.answers.generation import Choice, ChoiceOutput, Generation, start_generation, whole_answer
+from service.answers.generation_plan import Inputs, Options
+from service.answers.openai_answers import TokenStrings, check_implemented, finish_reason
+from service.answers.prompts import tokenize
+from service.http.bodies import JsonRoute
+from service.http.errors import invalid, wrong_shape
+from service.http.infill_schemas import InfillRequest
+from service.http.openapi import EVENT, also
+from service.http.sse import EventStream, event
+from service.ignored_fields import is_strict, note_ignored
+from service.state import CheckpointDep, State, StateDep, find_adapter
+
+router = APIRouter(route_class=JsonRoute, tags=["text"])
+DEFAULT_MAX_TOKENS = 128
+
+
+@router.post(
+    "/infill",
+    summary="Fill in the middle of a text, in llama-server's form",
+    response_model=InfillAnswer | InfillPart,
+    responses=also("text/event-stream", EVENT),
+)
+async def infill(body: InfillRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
+    arrived = time.perf_counter()
+    adapter = find_adapter(checkpoint, body.model, body.adapter)
+    check_implemented(body)
+    if body.samplers:
+        if is_strict(request.scope, state.settings.strict_fields):
+            raise wrong_shape("samplers", "has no effect on this server; leave it out", "literal_error")
+        note_ignored(request.scope, ["samplers"])
+    prompt, param = await read_prompt(body, request, state, checkpoint)
+    options = Options(
+        id_prefix="infill-",
+        max_tokens=None if body.n_predict == -1 else body.n_predict,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        n=1,
+        logprobs=body.n_probs or None,
+        field_names={"prompt": param, "max_tokens": "n_predict"},
+    )
+    constraint = await compile_constraint(request, state, structured_output(body.structured_outputs))
+    inputs = Inputs(request, state, checkpoint, arrived, body, options, [prompt], constraint, adapter)
+    generation = await start_generation(inputs)
+    writer = Writer(body, generation)
+    if body.stream:
+        return EventStream(generation.events(writer.events, done=b""), on_close=generation.close)
+    return await whole_answer(request, generation, writer.answer())
+
+
+async def read_prompt(
+    body: InfillRequest, request: Request, state: State, checkpoint: Checkpoint
+) -> tuple[list[int], str]:
+    """The token ids of the prompt, and the field that has the most of it, which errors name."""
+    tokenizer = checkpoint.tokenizer
+    if tokenizer is None or middle_prompt(tokenizer, (), ()) is None:
+        reason = "the tokenizer of this model has no tokens to fill in the middle; use POST /v1/completions"
+        raise invalid("input_prefix", reason)
+    texts = {name: getattr(body, name) for name in ("input_prefix", "input_suffix", "prompt")}
+    files = [(file.filename, file.text) for file in body.input_extra]
+    sizes = {name: len(text.encode()) for name, text in texts.items()}
+    sizes["input_extra"] = sum(len(name.encode()) + len(text.encode()) for name, text in files)
+    param = max(sizes, key=lambda name: sizes[name])
+    encode = partial(encode_prompt, tokenizer, texts, files, checkpoint.model.config.max_positions)
+    return await tokenize(encode, sum(sizes.values()), request, state, checkpoint, param), param
+
+
+def encode_prompt(
+    tokenizer: Tokenizer, texts: dict[str, str], files: Sequence[tuple[str, str]], max_tokens: int
+) -> list[int]:
+    """The token ids of the other files, of the texts around the middle, and of the beginning of the middle."""
+    ids = {
+        name: tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens) for name, text in texts.items()
+    }
+    middle = middle_prompt(tokenizer, ids["input_prefix"], ids["input_suffix"])
+    assert middle is not None, "`read_prompt` has looked for the tokens"
+    before = other_files(tokenizer, files, max_tokens) if files else []
+    return [*tokenizer.encode(""), *before, *middle, *ids["prompt"]]
+
+
+class Writer:
+    """Writes the answer of a generation, whole or as the events of a stream."""
+
+    def __init__(self, body: InfillRequest, generation: Generation) -> None:
+        self._body = body
+        self._generation = generation
+        self._strings = TokenStrings(generation.checkpoint.tokenizer, as_ids=False)
+
+    async def answer(self) -> bytes:
+        """Wait until the text has ended, and encode the answer."""
+        (choice,) = await self._generation.collect()
+        return await self._generation.encode(partial(self._answer, choice))
+
+    def _answer(self, choice: Choice) -> InfillAnswer:
+        assert choice.last is not None
+        traces = choice.traces if self._generation.is_traced else None
+        return self._end(choice.last, self._fields(choice.tokens, traces))
+
+    def events(self, output: ChoiceOutput) -> Iterator[bytes]:
+        """Write the event for the output of one step."""
+        step = output.result
+        fields = self._fields(step.tokens, None if output.trace is None else [output.trace])
+        if step.end is not None:
+            yield event(self._end(step, fields))
+        elif step.tokens or output.trace is not None:
+            yield event(InfillPart(stop=False, **fields))
+
+    def _end(self, last: Any, fields: dict[str, Any]) -> InfillAnswer:
+        """The answer that ends with the output `last`."""
+        is_limit, word = finish_reason(last.end, self._generation) == "length", last.end.stop_reason
+        return InfillAnswer(
+            stop=True,
+            id=self._generation.id,
+            model=self._generation.model_name,
+            stop_type="limit" if is_limit else "word" if isinstance(word, str) else "eos",
+            stopping_word=word if isinstance(word, str) else "",
+            tokens_cached=self._generation.num_cached,
+            edits=self._generation.edit_answers(0),
+            **fields,
+        )
+
+    def _fields(self, tokens: Sequence[TokenOutput], traces: Sequence[Any] | None) -> dict[str, Any]:
+        body, generation = self._body, self._generation
+        return {
+            "content": "".join(token.text for token in tokens),
+            "tokens": [token.token_id for token in tokens] if body.stream or body.return_tokens else (),
+            "tokens_predicted": generation.num_generated,
+            "tokens_evaluated": generation.num_prompt,
+            "completion_probabilities": [self._token(token) for token in tokens] if body.n_probs else None,
+            "trace": traces,
+        }
+
+    def _token(self, token: TokenOutput) -> InfillToken:
+        assert token.logprobs is not None
+        top = [InfillLogprob(*self._logprob(*pair)) for pair in token.logprobs.top]
+        return InfillToken(*self._logprob(token.token_id, token.logprobs.chosen), top)
+
+    def _logprob(self, token_id: int, logprob: float) -> tuple[int, str, list[int], float]:
+        return token_id, self._strings.text(token_id), list(self._strings.raw(token_id) or b""), logprob
