@@ -52,6 +52,8 @@ class ContextOverflow(InvalidField):
             reason += f"your {noun} resulted in {number} tokens. Please reduce the length of the {noun}"
             reason += "" if num_prompt != limit else "; the completion needs at least one token"
         super().__init__(field, f"{reason}; {hint}" if hint else reason)
+        self.limit, self.num_prompt = limit, num_prompt
+        self.max_tokens = max_tokens if num_prompt < limit else 0
 
 
 class CheckpointError(ValueError):

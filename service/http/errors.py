@@ -35,7 +35,10 @@ TYPES = {
 
 
 class ApiError(Exception):
-    """An error answer: `param` is the field of the request, `code` is for programs, and `message` says what to do."""
+    """An error answer: `param` is the field of the request, `code` is for programs, and `message` says what to do.
+
+    `overflow` is the error that the message is about, if it is one of the length.
+    """
 
     def __init__(
         self,
@@ -45,6 +48,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str,
         headers: Mapping[str, str] | None = None,
+        overflow: ContextOverflow | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -52,6 +56,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+        self.overflow = overflow
 
 
 def draining() -> ApiError:
@@ -93,8 +98,11 @@ def invalid(param: str, message: str, code: str = "invalid_value") -> ApiError:
 
 def invalid_field(error: InvalidField, param: str | None = None) -> ApiError:
     """400: a field that a part of `model/` refuses. `param` is the name of the field in the request, if it differs."""
-    code = "context_length_exceeded" if isinstance(error, ContextOverflow) else "invalid_value"
-    return invalid(error.field if param is None else param, error.reason, code)
+    param = error.field if param is None else param
+    if not isinstance(error, ContextOverflow):
+        return invalid(param, error.reason)
+    message = f"{param}: {error.reason}"
+    return ApiError(400, message, param=param, code="context_length_exceeded", overflow=error)
 
 
 @contextmanager
@@ -107,7 +115,9 @@ def renamed_params(rename: Callable[[str], str]) -> Iterator[None]:
             raise
         param = rename(error.param)
         message = f"{param}{error.message.removeprefix(error.param)}"
-        raise ApiError(error.status, message, param=param, code=error.code, headers=error.headers) from None
+        raise ApiError(
+            error.status, message, param=param, code=error.code, headers=error.headers, overflow=error.overflow
+        ) from None
 
 
 def wrong_shape(param: str, message: str, code: str) -> ApiError:
@@ -154,10 +164,20 @@ ANTHROPIC_TYPES = {
 }
 
 
-def anthropic_error(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of an error answer in the form of Anthropic's API, with our `param` and `code`."""
-    error = body["error"]
-    return {"type": "error", "error": error | {"type": ANTHROPIC_TYPES.get(error["type"], error["type"])}}
+def anthropic_error(body: Mapping[str, Any], overflow: ContextOverflow | None = None) -> dict[str, Any]:
+    """The body of an error answer in the form of Anthropic's API, with our `param` and `code`.
+
+    An overflow of the context has the words of this API: its programs look for them, and shorten the request.
+    """
+    error = body["error"] | {"type": ANTHROPIC_TYPES.get(body["error"]["type"], body["error"]["type"])}
+    if overflow is not None and overflow.max_tokens:
+        numbers = f"{overflow.num_prompt} + {overflow.max_tokens} > {overflow.limit}"
+        reason = f"input length and `max_tokens` exceed context limit: {numbers}, decrease one of them and try again"
+        error["message"] = f"{error['param']}: {reason}"
+    elif overflow is not None:
+        numbers = f"{overflow.num_prompt} tokens > {overflow.limit} maximum"
+        error["message"] = f"{error['param']}: prompt is too long: {numbers}"
+    return {"type": "error", "error": error}
 
 
 class ErrorResponse(Response):
@@ -171,7 +191,7 @@ class ErrorResponse(Response):
         notes_of(scope).error_code = self._error.code
         body = error_body(self._error)
         if scope["path"].startswith(ANTHROPIC_PATHS):
-            body = anthropic_error(body)
+            body = anthropic_error(body, self._error.overflow)
         await JSONResponse(body, self._error.status, headers=self._error.headers)(scope, receive, send)
 
 

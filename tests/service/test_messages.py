@@ -1,6 +1,7 @@
 """POST /v1/messages with a random model that thinks: blocks, events, our own fields, what is left out, and errors."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -144,3 +145,14 @@ def test_every_error_has_the_form_of_the_api(tiny: Running, start: Start) -> Non
         error = response.json()
         assert (response.status_code, error["type"], error["error"]["type"]) == (status, "error", kind)
         assert error["error"]["message"]
+
+
+def test_a_request_that_is_too_long_is_answered_in_the_words_of_the_api(tiny: Running) -> None:
+    """Claude Code looks for these words, and sends the request again with a smaller max_tokens, or a summary."""
+    question = {"messages": [{"role": "user", "content": "a"}]}
+    numbers = tiny.answer(f"{MESSAGES}/count_tokens", **question)["input_tokens"]
+    error = tiny.post(MESSAGES, question | {"max_tokens": 32_000}).json()["error"]
+    assert f"input length and `max_tokens` exceed context limit: {numbers} + 32000 > 64" in error["message"]
+    error = tiny.post(MESSAGES, {"messages": [{"role": "user", "content": "a" * 100}]}).json()["error"]
+    assert re.search(r"prompt is too long: \d+ tokens > 64 maximum", error["message"])
+    assert error["code"] == "context_length_exceeded"
