@@ -34,6 +34,7 @@ DIALECTS = {
     "responses": Dialect(
         "/v1/responses", re.compile(rb'text\.delta","sequence_number":(\d+)'), b'"type":"response.incomplete"'
     ),
+    "messages": Dialect("/v1/messages", re.compile(rb'"type":"text_delta"()'), b'"type":"message_stop"'),
 }
 
 
@@ -44,7 +45,7 @@ def body(route: str, number: int) -> dict[str, Any]:
     if route == "responses":
         del fields["max_tokens"]
         return fields | {"input": question, "max_output_tokens": NUM_OUT}
-    if route == "chat":
+    if route in ("chat", "messages"):
         return fields | {"messages": [{"role": "user", "content": question}]}
     text = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     return fields | {"prompt": text}
