@@ -33,8 +33,18 @@ def packages() -> Path:
     return directory
 
 
-def test_a_session_with_tools_streams_and_objects(instruct: Running, packages: Path) -> None:
-    command = ["node", "session.mjs", f"{instruct.client.base_url}/v1", instruct.checkpoint.name]
+@pytest.mark.parametrize(
+    ("provider", "too_long"),
+    [
+        ("compatible", "maximum context length is 8192 tokens"),
+        ("openai", "maximum context length is 8192 tokens"),
+        ("anthropic", "> 8192 maximum"),
+    ],
+)
+def test_a_session_with_tools_streams_and_objects(
+    instruct: Running, packages: Path, provider: str, too_long: str
+) -> None:
+    command = ["node", "session.mjs", f"{instruct.client.base_url}/v1", instruct.checkpoint.name, provider]
     done = subprocess.run(command, cwd=packages, capture_output=True, text=True, timeout=SESSION_SECONDS)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -52,4 +62,4 @@ def test_a_session_with_tools_streams_and_objects(instruct: Running, packages: P
     assert found["stream"]["outputTokens"] > 0
     assert found["object"]["city"] in ("Paris", "Rome")
     assert found["tooLong"]["status"] == 400
-    assert "maximum context length is 8192 tokens" in found["tooLong"]["message"]
+    assert too_long in found["tooLong"]["message"]

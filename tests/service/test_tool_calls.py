@@ -383,7 +383,12 @@ def test_the_ids_of_calls_fit_a_template_that_checks_them() -> None:
 @pytest.mark.parametrize(("ended", "reason"), [("stop", "tool_calls"), ("length", "length")])
 def test_an_answer_that_is_cut_off_after_a_complete_call_says_so(ended: FinishReason, reason: str) -> None:
     generation = SimpleNamespace(
-        id="c", model_name="m", num_choices=1, checkpoint=SimpleNamespace(tokenizer=None), edit_answers=lambda index: ()
+        id="c",
+        model_name="m",
+        num_choices=1,
+        checkpoint=SimpleNamespace(tokenizer=None),
+        params=SimpleNamespace(shows_special=False),
+        edit_answers=lambda index: (),
     )
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Weather?"}], "stream": True})
     stream = ChatStream(cast(Generation, generation), [new_parser("tagged")])

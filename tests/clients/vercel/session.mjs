@@ -1,23 +1,35 @@
-// A session of the Vercel AI SDK: node session.mjs BASE_URL MODEL. Prints what the steps have given, as one JSON object.
+// A session of the Vercel AI SDK: node session.mjs BASE_URL MODEL PROVIDER. Prints what the steps have given, as one JSON
+// object. The providers speak chat completions, Responses and Messages.
+import { createAnthropic } from "@ai-sdk/anthropic";
+import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateObject, generateText, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
 
-const [baseURL, name] = process.argv.slice(2);
-const provider = createOpenAICompatible({
-  name: "forwardscope",
-  baseURL,
-  apiKey: "none",
-  includeUsage: true,
-  supportsStructuredOutputs: true,
-});
-const model = provider(name);
+const [baseURL, name, kind] = process.argv.slice(2);
+const settings = { baseURL, apiKey: "none" };
+const providers = {
+  compatible: () =>
+    createOpenAICompatible({
+      ...settings,
+      name: "forwardscope",
+      includeUsage: true,
+      supportsStructuredOutputs: true,
+    }),
+  openai: () => createOpenAI(settings),
+  anthropic: () => createAnthropic(settings),
+};
+const model = providers[kind]()(name);
 const common = {
   model,
   temperature: 0,
   maxRetries: 0,
   maxOutputTokens: 60,
-  providerOptions: { forwardscope: { parallel_tool_calls: false } },
+  providerOptions: {
+    forwardscope: { parallel_tool_calls: false },
+    openai: { parallelToolCalls: false, store: false },
+    anthropic: { disableParallelToolUse: true },
+  },
 };
 const cities = z.enum(["Paris", "Rome"]);
 const tools = {
