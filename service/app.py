@@ -18,6 +18,7 @@ from service.http.http_metrics import HttpMetrics
 from service.http.openapi import API_KEY, error_answers
 from service.http.page_files import PageFiles
 from service.http.request_spans import RequestSpans
+from service.http.root_path import RootPath
 from service.http.route_labels import PAGE_PATH
 from service.loading import close, load
 from service.memory import trim_forever
@@ -90,7 +91,7 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None,
         files = PageFiles()
         app.add_route("/", files.index, include_in_schema=False)
         app.mount(PAGE_PATH, files)
-    # A request passes those that are added last first: spans, log, metrics, CORS, internal errors, the gate, a route.
+    # A request passes those that are added last first: the root path, spans, log, metrics, CORS, internal errors, the gate, a route.
     add_gate(app, state)
     app.add_middleware(InternalErrors)
     if settings.cors_origin:
@@ -100,6 +101,8 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None,
     app.add_middleware(AccessLog, paths=paths)
     if tracer is not None:
         app.add_middleware(RequestSpans, tracer=tracer, paths=paths)
+    if settings.root_path is not None:
+        app.add_middleware(RootPath, root=settings.root_path)
     return app
 
 

@@ -22,6 +22,7 @@ ENDPOINT = re.compile(r"https?://[^/\s?#]+(/[^\s?#]*)?")
 # The names under which containers reach their host. No page of another site can have them: `.internal` is reserved.
 CONTAINER_HOSTS = frozenset({"host.docker.internal", "gateway.docker.internal", "host.containers.internal"})
 CONTAINER_FILES = (Path("/.dockerenv"), Path("/run/.containerenv"))
+ROOT_PATH = re.compile(r"(/[^/\s?#]+)+")
 ADAPTER = re.compile(r"[^\s=]{1,200}=.+")
 
 
@@ -76,6 +77,12 @@ def _check_endpoint(endpoint: str | None) -> str | None:
             "http://localhost:4318"
         )
     return endpoint
+
+
+def _check_root_path(path: str | None) -> str | None:
+    if path is not None and not ROOT_PATH.fullmatch(path):
+        raise ValueError(f"{path!r} is not a path such as /fs or /models/fs; begin it with a slash, and end it without")
+    return path
 
 
 def _increase(value: str | float | None) -> float | None:
@@ -134,7 +141,7 @@ class Settings(BaseSettings):
     )
     kernels: Kernels = Field(
         "auto",
-        description="auto: our own kernels if there are any for the dtype and the CPU (AVX2 or AVX-512), compiled "
+        description="auto: our own kernels if there are any for the dtype and the CPU (AVX2, AVX-512 or NEON), compiled "
         "before or by a C++ compiler; else PyTorch's fastest; torch: PyTorch only",
     )
     quantize: Literal[Quantization, "auto"] = Field(
@@ -288,6 +295,10 @@ class Settings(BaseSettings):
         description="names that are allowed in the Host header, separated by commas, or * for all; default: localhost "
         "if the service listens on a loopback address, and in a container host.docker.internal, else *. IP addresses "
         "are always allowed",
+    )
+    root_path: Annotated[str | None, AfterValidator(_check_root_path)] = Field(
+        None,
+        description="path below which a proxy serves the server, such as /fs, if the proxy leaves it in its requests",
     )
     cors_origin: Annotated[list[str], NoDecode, BeforeValidator(_split), AfterValidator(_check_origins)] = Field(
         [],

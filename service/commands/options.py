@@ -24,7 +24,6 @@ NO_CODE = "code of a checkpoint never runs, so no option is needed"
 NO_TOOLS = "tools need no option: the chat template says how the model calls them"
 NO_LIMIT = "the context is that of the checkpoint"
 NO_TLS = "the server speaks plain HTTP; put a reverse proxy in front of it for TLS"
-NO_PREFIX = "it works below any path if the proxy in front of it takes the path off"
 NO_REQUEST = "it is a field of each request, not an option of the server"
 ALWAYS_ON = "it is always on and has no option"
 HUB_TOKEN = "the environment variable HF_TOKEN has the token of the hub"
@@ -96,8 +95,7 @@ OTHERS = {  # options of vLLM, llama-server, TGI and transformers
     "-pp": NO_PARALLEL,
     "--data-parallel-size": REPLICAS,
     "-dp": REPLICAS,
-    "--root-path": NO_PREFIX,
-    "--api-prefix": NO_PREFIX,
+    "--api-prefix": "--root-path",
     "--enable-prefix-caching": ALWAYS_ON,
     "--enable-chunked-prefill": ALWAYS_ON,
     "--flash-attn": ALWAYS_ON,

@@ -261,7 +261,7 @@ class TestCommandLine:
             (["-ngl", "99"], "-ngl is not an option; did you mean --device?"),
             (["--max-model-len", "9"], "--max-model-len is not an option; the context is that of the checkpoint"),
             (["-c", "9"], "-c is not an option; the context is that of the checkpoint"),
-            (["--root-path", "/fs"], "--root-path is not an option; it works below any path if the proxy"),
+            (["--root-path", "/fs/"], "--root-path: '/fs/' is not a path such as /fs or /models/fs; begin"),
             (["--seed", "1"], "--seed is not an option; it is a field of each request"),
             (["-hf", "org/name"], "-hf is not an option; did you mean --model?"),
             (["serve", "a", "b"], "'b' is one argument too many"),
