@@ -91,7 +91,7 @@ def create_app(settings: Settings, on_failure: Callable[[], None] | None = None,
         files = PageFiles()
         app.add_route("/", files.index, include_in_schema=False)
         app.mount(PAGE_PATH, files)
-    # A request passes those that are added last first: the root path, spans, log, metrics, CORS, internal errors, the gate, a route.
+    # A request passes those that are added last first: root path, spans, log, metrics, CORS, errors, gate, and a route.
     add_gate(app, state)
     app.add_middleware(InternalErrors)
     if settings.cors_origin:

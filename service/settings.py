@@ -141,8 +141,8 @@ class Settings(BaseSettings):
     )
     kernels: Kernels = Field(
         "auto",
-        description="auto: our own kernels if there are any for the dtype and the CPU (AVX2, AVX-512 or NEON), compiled "
-        "before or by a C++ compiler; else PyTorch's fastest; torch: PyTorch only",
+        description="auto: our own kernels if there are any for the dtype and the CPU (AVX2, AVX-512 or NEON), "
+        "compiled before or by a C++ compiler; else PyTorch's fastest; torch: PyTorch only",
     )
     quantize: Literal[Quantization, "auto"] = Field(
         "stored",

@@ -78,7 +78,8 @@ def test_a_dry_run_builds_checks_and_lists_everything_and_makes_no_tag(tmp_path:
     built = run("deploy/release", "--dry-run", str(tmp_path / "out"), cwd=checkout)
     assert built.returncode == 0, built.stdout + built.stderr
     name = f"forwardscope-{__version__}"
-    packages = {f"{name}-py3-none-manylinux_2_28_x86_64.whl", f"{name}-py3-none-any.whl", f"{name}.tar.gz"}
+    machines = {f"{name}-py3-none-manylinux_2_28_{machine}.whl" for machine in ("x86_64", "aarch64")}
+    packages = {*machines, f"{name}-py3-none-any.whl", f"{name}.tar.gz"}
     listed = {"sbom.cdx.json", *packages}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*listed, "SHA256SUMS"}
     assert run("sha256sum", "--check", "--strict", "SHA256SUMS", cwd=tmp_path / "out").returncode == 0

@@ -1,6 +1,7 @@
 """A wheel holds the compiled kernels, and an installation from it runs them without a compiler."""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__", "*.pt"))
     stale = checkout / "build/lib" / build.SHIPPED.relative_to(ROOT)
     package_kernels(stale)
-    shutil.copy(next(stale.glob("linear-*.so")), stale / "linear-avx2-0123456789abcdef.so")
+    shutil.copy(next(stale.glob("linear-*.so")), stale / "linear-old-0123456789abcdef.so")
     return checkout
 
 
@@ -51,7 +52,7 @@ def test_an_installed_wheel_runs_its_kernels_without_a_compiler_and_a_cache(chec
     level = instruction_levels.chosen_level()
     assert level is not None
     wheel = make_wheel(checkout, "own")
-    assert wheel.name == f"forwardscope-{__version__}-py3-none-linux_x86_64.whl"
+    assert wheel.name == f"forwardscope-{__version__}-py3-none-linux_{platform.machine()}.whl"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path), str(wheel)]
     subprocess.run(install, check=True, timeout=100)
     environment = {"PATH": "/nowhere", "PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": "/proc/nothing"}
@@ -71,3 +72,21 @@ def test_a_wheel_without_kernels_is_for_any_system(checkout: Path) -> None:
     assert wheel.name == f"forwardscope-{__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         assert not [name for name in archive.namelist() if name.endswith(".so")]
+
+
+def test_a_wheel_for_another_machine_has_all_levels_of_that_machine_and_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wheels = pytest.importorskip("model.ops.cpu.wheels", reason="needs setuptools 77 to build a wheel")
+    for machine, levels in instruction_levels.LEVELS_OF.items():
+        monkeypatch.setenv("KERNEL_LEVELS", "all")
+        monkeypatch.setenv("KERNEL_MACHINE", machine)
+        assert wheels.levels() == levels
+        tag = wheels.WheelWithKernels.get_tag(None)
+        assert tag == ("py3", "none", f"manylinux_2_28_{machine}")
+        monkeypatch.setenv("KERNEL_LEVELS", "own")
+        with pytest.raises(ValueError, match="KERNEL_MACHINE has no effect with KERNEL_LEVELS=own; set KERNEL_LEVELS"):
+            wheels.levels()
+    monkeypatch.setenv("KERNEL_MACHINE", "riscv64")
+    with pytest.raises(ValueError, match="KERNEL_MACHINE is 'riscv64'; take x86_64 or aarch64"):
+        wheels.machine()

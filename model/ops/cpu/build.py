@@ -16,6 +16,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import platform
 import shlex
 import shutil
 import stat
@@ -38,7 +39,7 @@ FLAGS = ("-O3", "-ffp-contract=off", "-std=c++20", "-pthread", "-fPIC")
 COMPILERS = ("g++", "c++")
 GCC_FLAG = "-fno-tree-pre"  # otherwise GCC 12 keeps some of the sums of a product in memory instead of registers
 ZIG = "ziglang==0.17.*"  # with which what is shipped was measured
-GLIBC_TARGET = "x86_64-linux-gnu.2.28"  # what PyTorch needs, too: manylinux_2_28
+GLIBC_TARGET = "{machine}-linux-gnu.2.28"  # what PyTorch needs, too: manylinux_2_28
 CSRC = Path(__file__).parent / "csrc"
 SHIPPED = Path(__file__).parent / "libraries"  # of an installed package; not there in a checkout
 # Environment variables: where compilers put temporary files, and Zig what it has compiled of C's library.
@@ -55,6 +56,7 @@ class Compiler:
     command: tuple[str, ...]
     flags: tuple[str, ...]
     link: tuple[str, ...]
+    is_zig: bool = False
 
 
 def compile_source(source: Path) -> Path:
@@ -69,7 +71,7 @@ def compile_source(source: Path) -> Path:
         raise OSError("they are for Linux; run the server there, in WSL 2 or in a container")
     level = chosen_level()
     if level is None:
-        raise OSError("this CPU has neither AVX-512 nor AVX2 (with FMA and F16C); use an x86-64 CPU that has them")
+        raise OSError("this CPU has neither AVX2 (with FMA and F16C) nor 64-bit NEON; use one that has either")
     if is_whole(library := SHIPPED / library_name(source, level)):
         return library
     level = replace(level, compiler_flags=(*level.compiler_flags, *shlex.split(os.environ.get("CXXFLAGS", ""))))
@@ -95,8 +97,12 @@ def compile_source(source: Path) -> Path:
     return cache_path / name
 
 
-def compile_all(directory: Path, levels: Sequence[InstructionLevel] = LEVELS) -> None:
+def compile_all(
+    directory: Path, levels: Sequence[InstructionLevel] = LEVELS, machine: str = platform.machine()
+) -> None:
     """Compile all files for some levels into a directory of libraries to ship, and remove other libraries from it.
+
+    The levels are those of `machine` (a key of `LEVELS_OF`), for which Zig can compile on any machine.
 
     Intact libraries of the same sources and flags are kept. `CXXFLAGS` has no effect: libraries are shipped with our
     flags alone. A library gets its name only when it is complete, so an interrupted run leaves no broken library with a
@@ -110,7 +116,7 @@ def compile_all(directory: Path, levels: Sequence[InstructionLevel] = LEVELS) ->
     missing = sorted(name for name in libraries if not is_whole(directory / name))
     if not missing:
         return
-    compiler = find_shipping_compiler()
+    compiler = find_shipping_compiler(machine)
     with (
         tempfile.TemporaryDirectory(prefix=COMPILING, dir=directory) as unfinished,
         ThreadPoolExecutor(os.cpu_count()) as threads,
@@ -140,9 +146,9 @@ def find_compiler() -> Compiler:
     raise OSError("there is no C++ compiler; install the package from its wheel, or run `pip install ziglang`")
 
 
-def find_shipping_compiler() -> Compiler:
+def find_shipping_compiler(machine: str) -> Compiler:
     """The compiler for libraries that are shipped: `CXX` or Zig. Raises `OSError` if there is none."""
-    if compiler := find_wanted() or find_zig():
+    if compiler := find_wanted() or find_zig(machine):
         return compiler
     raise OSError(f"there is no Zig; run `pip install '{ZIG}'`, or name another compiler in the variable CXX")
 
@@ -155,17 +161,17 @@ def find_wanted() -> Compiler | None:
     return Compiler(wanted, (GCC_FLAG,), wanted) if wanted else None
 
 
-def find_zig() -> Compiler | None:
-    """The Clang of PyPI's package `ziglang`, for an old glibc; None if it is not installed.
+def find_zig(machine: str = platform.machine()) -> Compiler | None:
+    """The Clang of PyPI's package `ziglang`, for a machine with an old glibc; None if it is not installed.
 
     Libraries are linked with C's library alone: see `csrc/cxx_library.h`.
     """
     package = importlib.util.find_spec("ziglang")
     if package is None or package.origin is None:
         return None
-    zig, target = str(Path(package.origin).with_name("zig")), ("-target", GLIBC_TARGET)
+    zig, target = str(Path(package.origin).with_name("zig")), ("-target", GLIBC_TARGET.format(machine=machine))
     flags = ("-DWITHOUT_CXX_LIBRARY", "-fno-exceptions", "-fvisibility-global-new-delete=force-hidden")
-    return Compiler((zig, "c++", *target), flags, (zig, "cc", *target, "-s"))
+    return Compiler((zig, "c++", *target), flags, (zig, "cc", *target, "-s"), is_zig=True)
 
 
 def library_name(source: Path, level: InstructionLevel, compiler: str = "") -> str:
@@ -179,7 +185,10 @@ def library_name(source: Path, level: InstructionLevel, compiler: str = "") -> s
 def run_compiler(compiler: Compiler, source: Path, level: InstructionLevel, library: Path) -> None:
     """Compile a file. The compiler's temporary files lie next to the library, so that none is left elsewhere."""
     compiled = str(library.with_suffix(".o"))
-    flags = (*FLAGS, *level.compiler_flags)
+    flags = [*FLAGS, *level.compiler_flags]
+    if compiler.is_zig:  # it has no names for the versions of ARM's architecture, but for what they add
+        parts = [(flag, *flag.partition("+")[1:]) for flag in flags]
+        flags = [f"-mcpu=generic{plus}{more}" if flag.startswith("-march=arm") else flag for flag, plus, more in parts]
     commands = [
         [*compiler.command, *compiler.flags, *flags, f"-I{CSRC}", "-c", str(source), "-o", compiled],
         [*compiler.link, *flags, "-shared", compiled, "-o", str(library)],

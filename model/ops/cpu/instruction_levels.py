@@ -1,6 +1,9 @@
 """The sets of vector instructions for which kernels are compiled, and the choice of one for this CPU."""
 
+import ctypes
 import os
+import platform
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,7 +36,16 @@ AVX512 = _extended(
 AVX512_VNNI = _extended(AVX512, "avx512-vnni", {"avx512_vnni": "-mavx512vnni"})
 AVX512_BF16 = _extended(AVX512_VNNI, "avx512-bf16", {"avx512_bf16": "-mavx512bf16"})
 AMX = _extended(AVX512_BF16, "amx", {"amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16"})
-LEVELS = (AVX2, AVX2_VNNI, AVX512, AVX512_VNNI, AVX512_BF16, AMX)  # a better level comes later
+NEON = InstructionLevel("neon", ("-march=armv8-a",), frozenset(("asimd",)))
+NEON_DOTPROD = InstructionLevel("neon-dotprod", ("-march=armv8.2-a+dotprod",), frozenset(("asimd", "asimddp")))
+# For each machine, as `platform.machine()` names it; a better level comes later.
+LEVELS_OF = {
+    "x86_64": (AVX2, AVX2_VNNI, AVX512, AVX512_VNNI, AVX512_BF16, AMX),
+    "aarch64": (NEON, NEON_DOTPROD),
+}
+LEVELS = LEVELS_OF.get(platform.machine(), ())  # those of this machine
+# ARM's features: the entry of the auxiliary vector (AT_HWCAP) that has them, and their bit there.
+ARM_FEATURES = {"asimd": (16, 1), "asimddp": (16, 20)}
 
 
 def chosen_level() -> InstructionLevel | None:
@@ -54,7 +66,11 @@ def chosen_level() -> InstructionLevel | None:
 
 @cache
 def cpu_features() -> frozenset[str]:
-    """The features of this CPU, as Linux names them; none on other systems."""
+    """The features of this CPU that levels need, and on x86 also others, as Linux names them; none on other systems."""
+    if (sys.platform, platform.machine()) == ("linux", "aarch64"):  # CPU_INFO is that of the host in an emulator
+        read = ctypes.CDLL(None).getauxval
+        read.argtypes, read.restype = [ctypes.c_ulong], ctypes.c_ulong
+        return frozenset(name for name, (entry, bit) in ARM_FEATURES.items() if read(entry) >> bit & 1)
     try:
         lines = CPU_INFO.read_text().splitlines()
     except OSError:

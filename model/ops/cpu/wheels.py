@@ -2,7 +2,8 @@
 
 The environment variable `KERNEL_LEVELS` says which kernels a wheel holds: `own` (the default) for those of this CPU's
 instruction level, `all`, or `none`. Only the wheel with all of them runs fast on every CPU, so its name alone claims
-`manylinux`. An editable install holds none: kernels are then compiled when they are used.
+`manylinux`. `KERNEL_MACHINE` names the machine whose levels `all` means, `x86_64` or `aarch64`; by default, it is this
+one. An editable install holds none: kernels are then compiled when they are used.
 """
 
 import os
@@ -17,9 +18,17 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 from model.ops.cpu import build
-from model.ops.cpu.instruction_levels import LEVELS, InstructionLevel, chosen_level
+from model.ops.cpu.instruction_levels import LEVELS_OF, InstructionLevel, chosen_level
 
-VARIABLE = "KERNEL_LEVELS"
+VARIABLE, MACHINE_VARIABLE = "KERNEL_LEVELS", "KERNEL_MACHINE"
+
+
+def machine() -> str:
+    """The machine that a wheel is for. Raises ValueError for one without kernels that the variable names."""
+    wanted = os.environ.get(MACHINE_VARIABLE)
+    if wanted and wanted not in LEVELS_OF:
+        raise ValueError(f"{MACHINE_VARIABLE} is {wanted!r}; take {' or '.join(LEVELS_OF)}")
+    return wanted or platform.machine()
 
 
 def levels() -> tuple[InstructionLevel, ...]:
@@ -27,11 +36,11 @@ def levels() -> tuple[InstructionLevel, ...]:
     wanted = os.environ.get(VARIABLE) or "own"
     if wanted not in ("own", "all", "none"):
         raise ValueError(f"{VARIABLE} is {wanted!r}; take own, all or none")
-    if wanted == "none" or (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        return ()
     if wanted == "all":
-        return LEVELS
-    own = chosen_level()
+        return LEVELS_OF.get(machine(), ()) if sys.platform == "linux" else ()
+    if os.environ.get(MACHINE_VARIABLE):
+        raise ValueError(f"{MACHINE_VARIABLE} has no effect with {VARIABLE}={wanted}; set {VARIABLE} to all")
+    own = chosen_level() if wanted == "own" else None
     return () if own is None else (own,)
 
 
@@ -46,11 +55,11 @@ class BuildKernels(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            build.compile_all(Path(self.build_lib) / build.SHIPPED.relative_to(Path.cwd()), levels())
+            build.compile_all(Path(self.build_lib) / build.SHIPPED.relative_to(Path.cwd()), levels(), machine())
 
 
 class WheelWithKernels(bdist_wheel):
-    """A wheel for any Python 3, and for x86-64 Linux if it holds kernels."""
+    """A wheel for any Python 3, and for one machine with Linux if it holds kernels."""
 
     def finalize_options(self) -> None:
         self.distribution.has_ext_modules = lambda: bool(levels())  # so that the files go where those of platforms do
@@ -59,4 +68,5 @@ class WheelWithKernels(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         if not levels():
             return "py3", "none", "any"
-        return "py3", "none", "manylinux_2_28_x86_64" if levels() == LEVELS else "linux_x86_64"
+        system = "manylinux_2_28" if levels() == LEVELS_OF[machine()] else "linux"
+        return "py3", "none", f"{system}_{machine()}"

@@ -1,6 +1,7 @@
 """Shared by the tests of the CPU kernels: dtypes, instruction sets, and kernels for this machine (or a skip)."""
 
 import hashlib
+import platform
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ from model.ops.weight_formats import GroupedWeight
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROUNDING = {torch.float32: 2**-23, torch.bfloat16: 2**-8}  # relative, of a single number
-INSTRUCTIONS = ("avx2", "avx512-bf16", "amx")  # levels with which most tests run, in addition to the CPU's own
+# Levels with which most tests run, in addition to the CPU's own.
+INSTRUCTIONS = ("neon",) if platform.machine() == "aarch64" else ("avx2", "avx512-bf16", "amx")
 
 
 def including(header: str) -> str:
@@ -45,7 +47,7 @@ EMULATED = {
     "amx_bf16": including("matrix_unit.h"),
 }
 EMULATED_WITH = {"avx_vnni": AVX512_VNNI, "avx512_bf16": AVX512, "amx_bf16": AVX512}
-NO_KERNELS = "this machine has neither AVX-512 nor AVX2, or the kernels could not be compiled"
+NO_KERNELS = "this machine has neither AVX2 nor 64-bit NEON, or the kernels could not be compiled"
 
 
 @contextmanager
@@ -54,7 +56,9 @@ def compiled_for(name: str) -> Iterator[None]:
 
     Skips the test if the level cannot run on this machine, or if it is the machine's own.
     """
-    (level,) = (level for level in LEVELS if level.name == name)
+    level = next((level for level in LEVELS if level.name == name), None)
+    if level is None:
+        pytest.skip(f"{name} is for another kind of processor")
     if level == instruction_levels.chosen_level():
         pytest.skip(f"{name} is tested as this machine's own instruction level")
     available = instruction_levels.cpu_features()

@@ -91,7 +91,7 @@ class TestCompiling:
                 lambda patch: patch.setenv("CXX", "no-such-compiler"),
                 "no compiler 'no-such-compiler', which the variable CXX names",
             ),
-            (lambda patch: patch.setattr(build, "chosen_level", lambda: None), "neither AVX-512 nor AVX2"),
+            (lambda patch: patch.setattr(build, "chosen_level", lambda: None), "neither AVX2"),
         ],
     )
     def test_without_kernels_one_warning_says_why_and_pytorchs_layers_are_used(

@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import platform
 import re
 import shutil
 import signal
@@ -275,6 +276,7 @@ exit 1
 """
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="emulates x86 CPUs")
 class TestInstructionLevels:
     @pytest.fixture(autouse=True)
     def prebuilt(self, tmp_path: Path, compiler: str, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -348,7 +350,7 @@ class TestInstructionLevels:
     def test_a_cpu_without_avx2_has_no_level(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.emulate_cpu(["avx"], tmp_path, monkeypatch)
         assert instruction_levels.chosen_level() is None
-        with pytest.raises(OSError, match="neither AVX-512 nor AVX2"):
+        with pytest.raises(OSError, match="neither AVX2"):
             build.compile_source(build.CSRC / "level.cpp")
 
     def test_prebuilt_libraries_of_another_source_are_not_used(

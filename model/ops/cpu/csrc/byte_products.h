@@ -1,22 +1,29 @@
 // Sums of products of bytes: unsigned weights of a few bits, and signed inputs in [-127, 127].
 //
-// With VNNI, one instruction adds four products to a sum in 32 bits. With AVX2 alone, products are first added in 16
+// With VNNI or NEON, four products at a time are added to a sum in 32 bits. With AVX2 alone, products are first added in 16
 // bits, as many as fit there whatever the bytes are. The sums are exact either way, so they have the same bits.
 
 #pragma once
 
 #include "kernel.h"
 
-#if defined(__AVX512F__) || defined(__AVXVNNI__)
+#if defined(__AVX512F__) || defined(__AVXVNNI__) || defined(__aarch64__)
+
+// NEON without i8mm multiplies signed bytes alone, so 128 is subtracted from weights of 8 bits; smaller ones fit.
+#if defined(__aarch64__) && !defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool HAS_SIGNED_WEIGHTS = true;
+#else
+constexpr bool HAS_SIGNED_WEIGHTS = false;
+#endif
 
 // The sums of `rows` rows of inputs and `tiles` vectors of outputs, for weights of `bits` bits.
 template <int bits, int rows, int tiles>
 struct ByteSums {
-    static constexpr bool SUBTRACTS_OFFSET = false;
+    static constexpr bool SUBTRACTS_OFFSET = HAS_SIGNED_WEIGHTS && bits == 8;
     Integers (&sums)[rows][tiles];
 
     explicit ByteSums(Integers (&first)[rows][tiles]) : sums(first) {}
-    static Integers prepare(Integers w) { return w; }
+    static Integers prepare(Integers w) { return SUBTRACTS_OFFSET ? w ^ broadcast_integer(0x80808080) : w; }
     void add(int row, int tile, Integers w, Integers x) { sums[row][tile] = add_byte_products(sums[row][tile], w, x); }
     void end_of_vector(int) {}
 };

@@ -29,9 +29,8 @@ struct Block {
     template <bool prefetches_next, class Weight>
     void prefetch(const Weight* first, long offset) const {
         const char *const begin = (const char*)first, *const used = (const char*)(first + offset);
-        _mm_prefetch(
-            prefetches_next ? begin + next_offset + ((used - begin) >> pace_shift) : used + PREFETCH_DISTANCE,
-            _MM_HINT_T0);
+        __builtin_prefetch(
+            prefetches_next ? begin + next_offset + ((used - begin) >> pace_shift) : used + PREFETCH_DISTANCE);
     }
 };
 

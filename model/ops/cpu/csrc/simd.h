@@ -1,11 +1,9 @@
-// Vectors of 16 numbers of 32 bits: one register of AVX-512, or two registers of AVX2 (with FMA and F16C).
+// Vectors of 16 numbers of 32 bits: one register of AVX-512, two of AVX2 (with FMA and F16C), or four of NEON.
 //
-// The instruction set is chosen when a kernel is compiled. On float32 numbers and on bytes, both implementations give
+// The instruction set is chosen when a kernel is compiled. On float32 numbers and on bytes, all implementations give
 // the same bits. bfloat16 numbers are widened to float32 when they are loaded, and rounded when they are stored.
 
 #pragma once
-
-#include <immintrin.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -24,128 +22,7 @@ inline void check_access(const Number* numbers, uint32_t bits) {
 #endif
 }
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
-
-constexpr bool HAS_AVX512 = true;  // AVX-512 has 32 registers of a vector each, AVX2 16 of half a vector each
-using Floats = __m512;
-typedef uint32_t Integers __attribute__((vector_size(64)));
-using Mask = __mmask16;  // one bit for each lane
-
-inline Floats broadcast(float number) { return _mm512_set1_ps(number); }
-inline Integers broadcast_integer(uint32_t number) { return (Integers)_mm512_set1_epi32(number); }
-inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
-inline Floats load(const float* from, Mask mask) {  // other lanes: 0
-    check_access(from, mask);
-    return _mm512_maskz_loadu_ps(mask, from);
-}
-inline void store(float* to, Floats a) { _mm512_storeu_ps(to, a); }
-inline void store(float* to, Floats a, Mask mask) {
-    check_access(to, mask);
-    _mm512_mask_storeu_ps(to, mask, a);
-}
-inline Integers load_integers(const void* from) { return (Integers)_mm512_loadu_si512(from); }
-
-inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }  // a b + c, rounded once
-inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }                 // b if either is NaN
-inline Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }
-inline Floats abs(Floats a) { return _mm512_abs_ps(a); }
-inline Floats round(Floats a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT); }
-inline Floats times_power_of_two(Floats a, Floats n) { return _mm512_scalef_ps(a, n); }
-inline float reduce_add(Floats a) { return _mm512_reduce_add_ps(a); }
-inline float reduce_max(Floats a) { return _mm512_reduce_max_ps(a); }
-inline float reduce_min(Floats a) { return _mm512_reduce_min_ps(a); }
-inline uint32_t reduce_min(Integers a) { return _mm512_reduce_min_epu32((__m512i)a); }
-
-inline Mask first_lanes(long count) { return count >= WIDTH ? 0xffff : (1 << std::max(count, 0L)) - 1; }
-inline Mask lanes_of(uint32_t bits) { return bits; }  // one bit for each lane
-inline Mask is_greater(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
-inline Mask is_greater_or_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
-inline Mask is_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
-inline Mask is_nan(Floats a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
-inline int count_lanes(Mask mask) { return _mm_popcnt_u32(mask); }
-inline Floats select(Mask mask, Floats a, Floats b) { return _mm512_mask_mov_ps(b, mask, a); }
-inline Integers select(Mask mask, Integers a, Integers b) {
-    return (Integers)_mm512_mask_mov_epi32((__m512i)b, mask, (__m512i)a);
-}
-
-inline Floats as_floats(Integers bits) { return (Floats)bits; }
-inline Integers as_bits(Floats a) { return (Integers)a; }
-inline Floats to_floats(Integers a) { return _mm512_cvtepi32_ps((__m512i)a); }  // signed integers
-inline Integers to_integers(Floats a) { return (Integers)_mm512_cvtps_epi32(a); }
-inline void store_int8(int8_t* to, Integers a, Mask mask) {  // saturated
-    check_access(to, mask);
-    _mm_mask_storeu_epi8(to, mask, _mm512_cvtsepi32_epi8((__m512i)a));
-}
-
-// Numbers of 16 bits, widened to 32 bits: unsigned integers, and float16 numbers.
-inline Integers load_uint16(const uint16_t* from) {
-    return (Integers)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
-}
-inline Integers load_uint16(const uint16_t* from, Mask mask) {
-    check_access(from, mask);
-    return (Integers)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from));
-}
-inline void store_uint16(uint16_t* to, Integers a) {
-    _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)a));
-}
-inline void store_uint16(uint16_t* to, Integers a, Mask mask) {
-    check_access(to, mask);
-    _mm256_mask_storeu_epi16(to, mask, _mm512_cvtepi32_epi16((__m512i)a));
-}
-// Bytes, widened to 32 bits.
-inline Integers load_uint8(const uint8_t* from) {
-    return (Integers)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
-}
-inline Integers load_int8(const int8_t* from) {
-    return (Integers)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
-}
-inline Floats load_float16(const uint16_t* from) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
-}
-inline void store_float16(uint16_t* to, Floats a) {
-    _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-
-// Adds to each lane of `sum` the four products of the lane's unsigned bytes of w and signed bytes of x.
-inline Integers add_byte_products(Integers sum, Integers w, Integers x) {
-#ifdef __AVX512VNNI__
-    return (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
-#else  // in 16 bits: first the products of the even bytes, then those of the odd bytes
-    const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16((__m512i)x, 8), 8);
-    const __m512i odd = _mm512_srai_epi16((__m512i)x, 8);
-    sum += (Integers)_mm512_madd_epi16(_mm512_and_si512((__m512i)w, _mm512_set1_epi16(0xff)), even);
-    return sum + (Integers)_mm512_madd_epi16(_mm512_srli_epi16((__m512i)w, 8), odd);
-#endif
-}
-
-// Writes the columns of a matrix of 16 rows and 16 columns, one after the other.
-inline void transpose(Floats (&rows)[WIDTH], float* to) {
-    Floats other[WIDTH];
-    for (int i = 0; i < WIDTH; i += 2) {
-        other[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
-        other[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
-    }
-    for (int i = 0; i < WIDTH; i += 4)
-        for (int j = 0; j < 2; j++) {
-            const __m512d low = _mm512_castps_pd(other[i + j]), high = _mm512_castps_pd(other[i + j + 2]);
-            rows[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
-            rows[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
-        }
-    for (int i = 0; i < 4; i++)
-        for (int half = 0; half < 2; half++) {
-            other[8 * half + i] = _mm512_shuffle_f32x4(rows[8 * half + i], rows[8 * half + i + 4], 0x88);
-            other[8 * half + i + 4] = _mm512_shuffle_f32x4(rows[8 * half + i], rows[8 * half + i + 4], 0xdd);
-        }
-    for (int i = 0; i < 8; i++) {
-        store(to + i * WIDTH, _mm512_shuffle_f32x4(other[i], other[i + 8], 0x88));
-        store(to + (i + 8) * WIDTH, _mm512_shuffle_f32x4(other[i], other[i + 8], 0xdd));
-    }
-}
-
-#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-
-constexpr bool HAS_AVX512 = false;
-
+// A vector in two halves of the same kind.
 template <class Half>
 struct Pair {
     Half low, high;
@@ -161,212 +38,14 @@ struct Pair {
     Pair operator<<(int bits) const { return {low << bits, high << bits}; }
 };
 
-typedef uint32_t Integers8 __attribute__((vector_size(32)));
-typedef int32_t Mask8 __attribute__((vector_size(32)));
-using Floats = Pair<__m256>;
-using Integers = Pair<Integers8>;
-using Mask = Pair<Mask8>;
-
-inline Floats broadcast(float number) { return {_mm256_set1_ps(number), _mm256_set1_ps(number)}; }
-inline Integers broadcast_integer(uint32_t number) {
-    return {(Integers8)_mm256_set1_epi32(number), (Integers8)_mm256_set1_epi32(number)};
-}
-inline Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
-inline void store(float* to, Floats a) { _mm256_storeu_ps(to, a.low), _mm256_storeu_ps(to + 8, a.high); }
-inline Integers load_integers(const void* from) {
-    const __m256i* const halves = (const __m256i*)from;
-    return {(Integers8)_mm256_loadu_si256(halves), (Integers8)_mm256_loadu_si256(halves + 1)};
-}
-
-inline Floats fma(Floats a, Floats b, Floats c) {
-    return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
-}
-inline Floats max(Floats a, Floats b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
-inline Floats min(Floats a, Floats b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
-inline Floats as_floats(Integers bits) { return {(__m256)bits.low, (__m256)bits.high}; }
-inline Integers as_bits(Floats a) { return {(Integers8)a.low, (Integers8)a.high}; }
-inline Floats abs(Floats a) { return as_floats(as_bits(a) & broadcast_integer(0x7fffffff)); }
-inline Floats round(Floats a) {
-    return {_mm256_round_ps(a.low, _MM_FROUND_TO_NEAREST_INT), _mm256_round_ps(a.high, _MM_FROUND_TO_NEAREST_INT)};
-}
-inline Floats to_floats(Integers a) {
-    return {_mm256_cvtepi32_ps((__m256i)a.low), _mm256_cvtepi32_ps((__m256i)a.high)};
-}
-inline Integers to_integers(Floats a) {
-    return {(Integers8)_mm256_cvtps_epi32(a.low), (Integers8)_mm256_cvtps_epi32(a.high)};
-}
-inline Floats times_power_of_two(Floats a, Floats n) {  // |n| < 200. Two factors, since 2^n alone may overflow
-    const Integers exponent = to_integers(n), half = to_integers(round(n * broadcast(0.5f)));
-    const Integers bias = broadcast_integer(127);
-    return a * as_floats((half + bias) << 23) * as_floats((exponent - half + bias) << 23);
-}
-
-template <class Reduce>
-inline auto reduce(Reduce combine, __m256 a) {  // in the same order as AVX-512's reductions
-    const __m128 four = combine(_mm256_extractf128_ps(a, 1), _mm256_castps256_ps128(a));
-    const __m128 two = combine(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(combine(two, _mm_movehdup_ps(two)));
-}
-inline float reduce_add(Floats a) { return reduce([](__m128 x, __m128 y) { return x + y; }, a.high + a.low); }
-inline float reduce_max(Floats a) {
-    return reduce([](__m128 x, __m128 y) { return _mm_max_ps(x, y); }, _mm256_max_ps(a.high, a.low));
-}
-inline float reduce_min(Floats a) {
-    return reduce([](__m128 x, __m128 y) { return _mm_min_ps(x, y); }, _mm256_min_ps(a.high, a.low));
-}
-inline uint32_t reduce_min(Integers a) {
-    uint32_t all[WIDTH];
-    std::memcpy(all, &a, sizeof all);
-    return *std::min_element(all, all + WIDTH);
-}
-
-inline Mask first_lanes(long count) {
-    const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    const int clamped = std::clamp(count, 0L, 16L);
-    return {(Mask8)_mm256_cmpgt_epi32(_mm256_set1_epi32(clamped), index),
-            (Mask8)_mm256_cmpgt_epi32(_mm256_set1_epi32(clamped - 8), index)};
-}
-inline Mask lanes_of(uint32_t bits) {
-    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-    const __m256i low = _mm256_set1_epi32(bits), high = _mm256_set1_epi32(bits >> 8);
-    return {(Mask8)_mm256_cmpeq_epi32(_mm256_and_si256(low, bit), bit),
-            (Mask8)_mm256_cmpeq_epi32(_mm256_and_si256(high, bit), bit)};
-}
-template <int predicate>
-inline Mask compare(Floats a, Floats b) {
-    return {(Mask8)_mm256_cmp_ps(a.low, b.low, predicate), (Mask8)_mm256_cmp_ps(a.high, b.high, predicate)};
-}
-inline Mask is_greater(Floats a, Floats b) { return compare<_CMP_GT_OQ>(a, b); }
-inline Mask is_greater_or_equal(Floats a, Floats b) { return compare<_CMP_GE_OQ>(a, b); }
-inline Mask is_equal(Floats a, Floats b) { return compare<_CMP_EQ_OQ>(a, b); }
-inline Mask is_nan(Floats a) { return compare<_CMP_UNORD_Q>(a, a); }
-inline int to_bits(Mask mask) {
-    return _mm256_movemask_ps((__m256)mask.low) | _mm256_movemask_ps((__m256)mask.high) << 8;
-}
-inline int count_lanes(Mask mask) { return _mm_popcnt_u32(to_bits(mask)); }
-inline Floats select(Mask mask, Floats a, Floats b) {
-    return {_mm256_blendv_ps(b.low, a.low, (__m256)mask.low), _mm256_blendv_ps(b.high, a.high, (__m256)mask.high)};
-}
-inline Integers select(Mask mask, Integers a, Integers b) {
-    return as_bits(select(mask, as_floats(a), as_floats(b)));
-}
-
-inline Floats load(const float* from, Mask mask) {
-    check_access(from, to_bits(mask));
-    return {_mm256_maskload_ps(from, (__m256i)mask.low), _mm256_maskload_ps(from + 8, (__m256i)mask.high)};
-}
-inline void store(float* to, Floats a, Mask mask) {
-    if (to_bits(mask) == 0xffff) return store(to, a);
-    check_access(to, to_bits(mask));
-    _mm256_maskstore_ps(to, (__m256i)mask.low, a.low);
-    _mm256_maskstore_ps(to + 8, (__m256i)mask.high, a.high);
-}
-// AVX2 has no masked loads and stores of 8 or 16 bits. Here `mask` always selects the first lanes.
-inline Integers load_uint16(const uint16_t* from) {
-    const __m128i* const halves = (const __m128i*)from;
-    return {(Integers8)_mm256_cvtepu16_epi32(_mm_loadu_si128(halves)),
-            (Integers8)_mm256_cvtepu16_epi32(_mm_loadu_si128(halves + 1))};
-}
-inline Integers load_uint16(const uint16_t* from, Mask mask) {
-    if (to_bits(mask) == 0xffff) return load_uint16(from);
-    uint16_t all[WIDTH] = {};
-    std::memcpy(all, from, count_lanes(mask) * sizeof *from);
-    return load_uint16(all);
-}
-inline void store_uint16(uint16_t* to, Integers a) {
-    const __m256i packed = _mm256_packus_epi32((__m256i)a.low, (__m256i)a.high);
-    _mm256_storeu_si256((__m256i*)to, _mm256_permute4x64_epi64(packed, 0xd8));
-}
-inline void store_uint16(uint16_t* to, Integers a, Mask mask) {
-    if (to_bits(mask) == 0xffff) return store_uint16(to, a);
-    uint16_t all[WIDTH];
-    store_uint16(all, a);
-    std::memcpy(to, all, count_lanes(mask) * sizeof *to);
-}
-inline void store_int8(int8_t* to, Integers a, Mask mask) {
-    const __m256i packed = _mm256_packs_epi32((__m256i)a.low, (__m256i)a.high);
-    const __m256i words = _mm256_permute4x64_epi64(packed, 0xd8);
-    const __m128i all = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-    std::memcpy(to, &all, count_lanes(mask));
-}
-inline Integers load_uint8(const uint8_t* from) {
-    return {(Integers8)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)),
-            (Integers8)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(from + 8)))};
-}
-inline Integers load_int8(const int8_t* from) {
-    return {(Integers8)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)),
-            (Integers8)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(from + 8)))};
-}
-inline Floats load_float16(const uint16_t* from) {
-    const __m128i* const halves = (const __m128i*)from;
-    return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
-}
-inline void store_float16(uint16_t* to, Floats a) {
-    _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph(a.low, _MM_FROUND_TO_NEAREST_INT));
-    _mm_storeu_si128((__m128i*)to + 1, _mm256_cvtps_ph(a.high, _MM_FROUND_TO_NEAREST_INT));
-}
-
-#ifdef __AVXVNNI__
-inline Integers8 add_byte_products(Integers8 sum, Integers8 w, Integers8 x) {
-    return (Integers8)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
-}
-inline Integers add_byte_products(Integers sum, Integers w, Integers x) {
-    return {add_byte_products(sum.low, w.low, x.low), add_byte_products(sum.high, w.high, x.high)};
-}
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#include "simd_avx512.h"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "simd_avx2.h"
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#include "simd_neon.h"
 #else
-template <class Operation>
-inline Integers combine_registers(Integers a, Integers b, Operation operation) {
-    return {(Integers8)operation((__m256i)a.low, (__m256i)b.low), (Integers8)operation((__m256i)a.high, (__m256i)b.high)};
-}
-// Two sums in each lane, in 16 bits: the products of the lane's unsigned bytes of w and signed bytes of x, two by two.
-inline Integers multiply_bytes(Integers w, Integers x) {
-    return combine_registers(w, x, [](__m256i a, __m256i b) { return _mm256_maddubs_epi16(a, b); });
-}
-inline Integers add_halves(Integers a, Integers b) {
-    return combine_registers(a, b, [](__m256i x, __m256i y) { return _mm256_add_epi16(x, y); });
-}
-// Adds both halves of a lane of `halves` to the lane of `sum`.
-inline Integers add_both_halves(Integers sum, Integers halves) {
-    return combine_registers(sum, halves, [](__m256i a, __m256i b) {
-        return _mm256_add_epi32(a, _mm256_madd_epi16(b, _mm256_set1_epi16(1)));
-    });
-}
-// Computes `a` here: otherwise GCC adds many numbers as a tree, which needs more registers than there are.
-inline void keep_order(Integers& a) { asm("" : "+x"(a.low), "+x"(a.high)); }
-inline Integers abs_bytes(Integers a) {
-    return {(Integers8)_mm256_abs_epi8((__m256i)a.low), (Integers8)_mm256_abs_epi8((__m256i)a.high)};
-}
-// Each byte of x, times the sign of the byte of `sign`: 1, 0 or -1.
-inline Integers copy_byte_signs(Integers x, Integers sign) {
-    return combine_registers(x, sign, [](__m256i a, __m256i b) { return _mm256_sign_epi8(a, b); });
-}
-#endif
-
-// Writes the columns of a matrix of 16 rows and 16 columns, one after the other: as four matrices of 8 by 8.
-inline void transpose(Floats (&rows)[WIDTH], float* to) {
-    for (int first_row = 0; first_row < WIDTH; first_row += 8)
-        for (int half = 0; half < 2; half++) {
-            __m256 square[8], other[8];
-            for (int i = 0; i < 8; i++) square[i] = half ? rows[first_row + i].high : rows[first_row + i].low;
-            for (int i = 0; i < 8; i += 2) {
-                other[i] = _mm256_unpacklo_ps(square[i], square[i + 1]);
-                other[i + 1] = _mm256_unpackhi_ps(square[i], square[i + 1]);
-            }
-            for (int i = 0; i < 8; i += 4)
-                for (int j = 0; j < 2; j++) {
-                    square[i + 2 * j] = _mm256_shuffle_ps(other[i + j], other[i + j + 2], 0x44);
-                    square[i + 2 * j + 1] = _mm256_shuffle_ps(other[i + j], other[i + j + 2], 0xee);
-                }
-            for (int i = 0; i < 4; i++) {
-                float* const column = to + (half * 8 + i) * WIDTH + first_row;
-                _mm256_storeu_ps(column, _mm256_permute2f128_ps(square[i], square[i + 4], 0x20));
-                _mm256_storeu_ps(column + 4 * WIDTH, _mm256_permute2f128_ps(square[i], square[i + 4], 0x31));
-            }
-        }
-}
-
-#else
-#error "the CPU has neither AVX-512 nor AVX2 with FMA"
+#error "the CPU has neither AVX-512, nor AVX2 with FMA, nor NEON of 64 bits"
 #endif
 
 inline Integers lane_indices() {
@@ -377,6 +56,14 @@ inline Integers lane_indices() {
 // bfloat16 is the upper half of float32.
 inline Floats load(const BFloat16* from) { return as_floats(load_uint16(from) << 16); }
 inline Floats load(const BFloat16* from, Mask mask) { return as_floats(load_uint16(from, mask) << 16); }
+
+#ifndef __AVX512F__
+inline Floats times_power_of_two(Floats a, Floats n) {  // |n| < 200. Two factors, since 2^n alone may overflow
+    const Integers exponent = to_integers(n), half = to_integers(round(n * broadcast(0.5f)));
+    const Integers bias = broadcast_integer(127);
+    return a * as_floats((half + bias) << 23) * as_floats((exponent - half + bias) << 23);
+}
+#endif
 
 #ifdef __AVX512BF16__
 inline void store(BFloat16* to, Floats a) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(a)); }

@@ -143,7 +143,7 @@ Moments moments_of(const Number* x, long size) {
     const float mean = total(sum) / count;
     if (assume_finite && !std::isfinite(mean)) return moments_of<false>(x, size);
     for_each([&](int j, const Number* from, Floats value, Mask finite) {
-        _mm_prefetch((const char*)(from + size), _MM_HINT_T0);
+        __builtin_prefetch(from + size);
         const Floats centered = select_if(finite, value - broadcast(mean), Floats{});
         squares[j] = fma(centered, centered, squares[j]);
         remainder[j] = remainder[j] + centered;  // sums to the rounding error of the mean, times count

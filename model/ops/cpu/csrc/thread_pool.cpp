@@ -9,7 +9,6 @@
 // If the system refuses to start a thread (a container limits their number, or memory is short), the pool goes on with
 // the threads that it has.
 
-#include <immintrin.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
@@ -36,12 +35,21 @@ int64_t now() {
     return time.tv_sec * 1'000'000'000 + time.tv_nsec;
 }
 
+// Tells the processor that this thread only waits.
+void relax() {
+#ifdef __aarch64__
+    asm volatile("isb");
+#else
+    __builtin_ia32_pause();
+#endif
+}
+
 // Waits, awake, until `is_done` holds or the deadline has passed. Returns whether it holds.
 template <class IsDone>
 bool spin_until(IsDone is_done, int64_t deadline = std::numeric_limits<int64_t>::max()) {
     for (int spins = 0; spins < SPINS_BEFORE_YIELD; spins++) {
         if (is_done()) return true;
-        _mm_pause();
+        relax();
     }
     while (!is_done()) {
         if (now() > deadline) return false;
