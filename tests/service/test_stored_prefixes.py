@@ -261,6 +261,8 @@ def test_a_full_disk_is_one_warning_and_the_block_is_not_stored(
     files = BlockFiles(tmp_path, bytes(16), 968, 32_000)
 
     def no_space(self: Path, target: Path) -> None:
+        assert self.stat().st_size == 32 + 968
+        assert not target.exists(), "no process may see a part of a block"
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:

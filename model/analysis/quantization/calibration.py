@@ -56,9 +56,10 @@ def calibrate(model: Transformer, ids: Tensor, formats: Callable[[str], Iterable
         progress.advance(1)
         if not (wanted := list(formats(name))):
             continue
-        inputs = InputMoments.prepare(moments)
-        for format in wanted:
-            calibrated[name, format.name] = pack_weight(quantize_for_inputs(weight, inputs, format))
+        with _one_thread():
+            inputs = InputMoments.prepare(moments)
+            for format in wanted:
+                calibrated[name, format.name] = pack_weight(quantize_for_inputs(weight, inputs, format))
     progress.finish()
     return calibrated
 
@@ -81,11 +82,25 @@ def input_moments(model: Transformer, ids: Tensor) -> Iterator[tuple[str, Tensor
             if name not in moments:  # no text chose this expert
                 moments[name] = torch.eye(linear_weight(linear).shape[1])
             yield f"blocks.{layer}.{name}", moments[name]
-    with _collected({"head": model.head}) as moments:
-        for some in texts:
-            for text in some:
-                model.compute_logits(text)
-    yield from moments.items()
+    head_inputs = texts if model.ln_final is None else [model.ln_final(text, probe) for text in texts]
+    yield "head", torch.stack([_second_moments(x) for x in head_inputs]).sum(0)  # the logits are not needed
+
+
+def _second_moments(x: Tensor) -> Tensor:
+    """Of the rows of x (..., K): (K, K)."""
+    rows = x.flatten(0, -2).float()
+    return rows.T @ rows
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute without PyTorch's other threads: for small operations, they would wait longer than they compute."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 @contextmanager
@@ -94,11 +109,8 @@ def _collected(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
     moments: dict[str, Tensor] = {}
 
     def collect(name: str, x: Tensor) -> None:
-        rows = x.flatten(0, -2).float()
-        if name in moments:
-            moments[name].addmm_(rows.T, rows)
-        else:
-            moments[name] = rows.T @ rows
+        own = _second_moments(x)
+        moments[name] = moments[name] + own if name in moments else own
 
     handles = [
         layer.register_forward_pre_hook(lambda _, args, name=name: collect(name, args[0]))
