@@ -46,10 +46,7 @@ def to_edit(edit: Mapping[str, Any], field: str) -> dict[str, Any]:
         reason = "a mapping is for `run` of a model of `load`; a server takes it with `put_vector`, and edits name it"
         raise InvalidArgument(f"{field}.vector", reason)
     for name in ("vector", "subspace"):
-        if hasattr(body.get(name), "shape"):
-            array = to_array(body[name])
-            data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-            body[name] = {"data": data, "dtype": array.dtype.name, "shape": list(array.shape)}
+        body[name] = to_vector(body.get(name))
     for name in ("value", "scale", "factor", "coeff", "min", "max", "std", "above"):
         if hasattr(body.get(name), "item"):  # a number of numpy or PyTorch
             body[name] = body[name].item()
@@ -71,6 +68,15 @@ def to_position(position: Any, name: str, hint: str) -> Any:
     if not isinstance(position, list | tuple):
         return to_integer(position, name, hint)
     return [None if end is None else to_integer(end, name, hint) for end in position]
+
+
+def to_vector(vector: Any) -> Any:
+    """A vector of a JSON body: arrays and tensors become base64; names and lists are left as they are."""
+    if not hasattr(vector, "shape"):
+        return vector
+    array = to_array(vector)
+    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return {"data": data, "dtype": array.dtype.name, "shape": list(array.shape)}
 
 
 def to_array(vector: Any) -> NumpyArray:

@@ -28,7 +28,7 @@ from forwardscope.arguments import (
     to_token,
 )
 from forwardscope.call import EVENTS, SAFETENSORS, Call, Event, Hook, Request, StreamCall
-from forwardscope.edits import to_array, to_edits, vector_file
+from forwardscope.edits import to_array, to_edits, to_vector, vector_file
 from forwardscope.prompt_lists import Messages, Prompt, Prompts
 from forwardscope.results import (
     Attribution,
@@ -335,6 +335,8 @@ def attribute(
     stages: str | Sequence[str] | None = None,
     positions: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
+    stage: str | None = None,
+    vector: Any = None,
     edits: Edits | None = None,
     model: str | None = None,
     adapter: str | None = None,
@@ -345,8 +347,9 @@ def attribute(
     With a list of prompts, `token`, `minus` and `corrupted` may be lists, too, with an entry for each.
 
     `method` is "direct", "gradient", "integrated_gradients", "attribution_patching", "patching" or "logit_lens".
-    `corrupted` is the second prompt of the patching methods. `edits` change the pass of the logit lens. Further fields
-    are `position`, `of`, `targets`, `steps`, `baseline`, `by`, `lens`, `top_k` and others.
+    `corrupted` is the second prompt of the patching methods. With a `stage` and a `vector`, the methods with gradients
+    explain their product in place of a logit. `edits` change the pass of the logit lens. Further fields are `position`,
+    `of`, `targets`, `steps`, `baseline`, `by`, `lens`, `top_k` and others.
     """
     body = without_none(
         method=method,
@@ -357,10 +360,12 @@ def attribute(
         stages=None if stages is None else to_texts(stages, "stages"),
         positions=to_indices(positions, "positions"),
         heads=to_indices(heads, "heads"),
+        stage=stage,
+        vector=to_vector(vector),
         edits=to_edits(edits),
         model=model,
         adapter=adapter,
-        **not_stream(fields),
+        **({} if stage is None else {"of": "stage"}) | not_stream(fields),
     )
     if method == "gradient":
         body = {"detail": "values", "encoding": "base64"} | body

@@ -20,6 +20,7 @@ class Target(Fields):
     token: Token | None
     minus: Token | None
     position: int | None
+    stage: Annotated[str | None, Doc("null unless a number of a stage is explained")] = None
 
 
 class AttributionTimings(Fields):

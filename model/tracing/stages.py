@@ -194,6 +194,18 @@ def select(stages: Iterable[Stage], patterns: Sequence[str]) -> list[Stage]:
     return [stages[index] for index in names.indices(selected)]
 
 
+def select_rows(stages: Sequence[Stage], name: str) -> Stage:
+    """Select the one stage with this name. Raises `UnknownStage` unless it has a row for each position of a pass."""
+    selected = select(stages, [name])
+    if len(selected) > 1:
+        raise UnknownStage(0, f"{name!r} matches {len(selected)} stages; name one")
+    [stage] = selected
+    if "key" in stage.dims or stage.has_selected_rows:
+        reason = f"{stage.name} has no row for each position that a pass computes; take one such as resid_post"
+        raise UnknownStage(0, reason)
+    return stage
+
+
 @lru_cache(maxsize=8)
 def _names(names: tuple[str, ...]) -> Names:
     """Index the stage names of a network. The index is cached: building it takes longer than matching most globs."""

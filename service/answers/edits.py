@@ -200,6 +200,11 @@ def read_vector(vector: list[Any] | schemas.EncodedTensor, param: str) -> Tensor
     return torch.frombuffer(bytearray(content), dtype=dtype).view(vector.shape)
 
 
+def find_vector(state: State, vector: str | list[Any] | schemas.EncodedTensor, param: str) -> Operand:
+    """The vector that a request has or names. Raises 400 for one that there is not."""
+    return state.vectors.find(vector, param) if isinstance(vector, str) else read_vector(vector, param)
+
+
 def check_baseline(baseline: bool, edits: Sequence[schemas.Edit]) -> None:
     """Raise 400 for a baseline without edits."""
     if baseline and not edits:

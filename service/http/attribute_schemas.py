@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, RootModel
 
-from service.http.field_types import Indices, Prompt, Text, TokenId, at_most
+from service.http.edit_schemas import Vector
+from service.http.field_types import Indices, Prompt, Request, ShortText, Text, TokenId, at_most
 from service.http.forward_schemas import TargetIds
 from service.http.schemas import AdaptedRequest, EditedRequest, Globs, Positions
 
@@ -35,9 +36,11 @@ class LogitRequest(PromptRequest):
 
 
 class TargetRequest(PromptRequest):
-    """A request that explains a logit, the difference of two, or the loss."""
+    """A request that explains a logit, the difference of two, the loss, or a number of a stage."""
 
-    of: Literal["logit", "loss"] = Field("logit", description="what is explained: the logit of `token`, or the loss")
+    of: Literal["logit", "loss", "stage"] = Field(
+        "logit", description="what is explained: the logit of `token`, the loss, or a number of a stage"
+    )
     token: OneToken | None = Field(None, description="as for the method direct; required if a logit is explained")
     minus: OneToken | None = Field(None, description="as for the method direct")
     position: int | None = Field(None, description="as for the method direct")
@@ -45,6 +48,10 @@ class TargetRequest(PromptRequest):
         None,
         description="for the loss: the correct next token of each position, null for none; default: the next token of "
         "the prompt. The mean over the positions that have one is explained",
+    )
+    stage: ShortText | None = Field(None, description="for a number of a stage: its name")
+    vector: Vector | None = Field(
+        None, description="the row of the stage at `position` times this vector, of the same shape, is explained"
     )
 
 
@@ -72,8 +79,8 @@ class IntegratedGradientsRequest(TargetRequest):
     )
 
 
-class PatchRequest(LogitRequest):
-    """A request about patches from the pass over `prompt` into the pass over `corrupted`."""
+class PatchRequest(Request):
+    """The patches of a request, from the pass over `prompt` into the pass over `corrupted`."""
 
     corrupted: Prompt = Field(
         description="a second prompt with as many tokens; parts of its pass are replaced by those of `prompt`"
@@ -82,12 +89,12 @@ class PatchRequest(LogitRequest):
     heads: Indices | None = Field(None, description="heads to patch, as in POST /forward; default: all")
 
 
-class AttributionPatchingRequest(PatchRequest):
+class AttributionPatchingRequest(TargetRequest, PatchRequest):
     method: Literal["attribution_patching"]
     stages: Globs = Field(["*.resid_pre", "*.attn.z"], description="the stages to patch, as globs")
 
 
-class PatchingRequest(PatchRequest):
+class PatchingRequest(LogitRequest, PatchRequest):
     method: Literal["patching"]
     stages: Globs = Field(["*.resid_pre"], description="the stages to patch, as globs")
     by: Axes = Field(

@@ -16,7 +16,7 @@ from model.analysis.attribution.integrated_gradients import (
     legendre,
     mean_embedding,
 )
-from model.analysis.attribution.target import LogitTarget, LossTarget, Target
+from model.analysis.attribution.target import LogitTarget, LossTarget, StageTarget, Target
 from model.checkpoints.load import load_checkpoint
 from model.choices import Quantization
 from model.errors import InvalidField
@@ -30,6 +30,7 @@ from model.tracing.tap import Editor
 from tests.tiny import CONFIGS, build, every_config, exact, quick, random_ids, write_reference
 
 TARGETS: tuple[Target, ...] = (LogitTarget(5, 8), LogitTarget(5, 6, minus=17), LossTarget([1, 2, None] * 3))
+Z = StageTarget(Stage("blocks.2.attn.z", ("batch", "position", "head", "d_head")), torch.arange(24.0) - 9, position=6)
 QUICK = ("gpt2", "gemma3", "mixtral")  # other families are as slow, and add little
 WITHOUT_GRADIENT = ("expert_indices",)  # whole numbers
 
@@ -45,6 +46,7 @@ def ids_of(model: Transformer, num_tokens: int = 9, seed: int = 1) -> list[int]:
         *(pytest.param(name, TARGETS[1], marks=() if name in QUICK else pytest.mark.slow) for name in CONFIGS),
         ("gpt2", TARGETS[0]),
         ("gpt2", TARGETS[2]),
+        ("gpt2", Z),
         ("gemma2", TARGETS[2]),
     ],
 )

@@ -73,6 +73,9 @@ EVERY_CALL: dict[str, Callable[[Any], Any]] = {
     "attribution patching": lambda model: model.attribute(
         "attribution_patching", PROMPT, corrupted=OTHER, token=" the", stages=["*.attn.z"]
     ),
+    "stage": lambda model: model.attribute(
+        "gradient", PROMPT, stage="blocks.2.resid_post", vector=np.ones(256), stages=["*.attn_out"]
+    ),
     "lens": lambda model: model.attribute("logit_lens", PROMPT, token=" the"),
     "patching": lambda model: model.attribute("patching", PROMPT, corrupted=OTHER, **SWEEP),
     "sweep": lambda model: sorted(map(repr, model.stream_sweep(PROMPT, OTHER, **SWEEP))),

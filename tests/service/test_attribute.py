@@ -120,6 +120,46 @@ class TestAnswers:
         expected = float(run_target(tiny.checkpoint.model, PROMPT, LossTarget([*PROMPT[1:], None])))
         assert by_default["value"] == pytest.approx(expected, rel=1e-4)
 
+    def test_gradients_of_a_number_of_a_stage(self, tiny: Running) -> None:
+        """A neuron, by every method with gradients; and a stage on which it does not depend has none."""
+        stage, vector = "blocks.1.mlp.pre", [0.0] * 40
+        vector[7] = 2.0
+        field = {"prompt": PROMPT, "of": "stage", "stage": stage, "vector": vector, "position": 4}
+        answer = attribute(tiny, "gradient", **field, stages=["blocks.1.mlp.pre", "blocks.1.mlp_out"], detail="values")
+        assert answer["target"] == {"token": None, "minus": None, "position": 4, "stage": stage}
+        [own, later] = [torch.tensor(each["values"])[0] for each in answer["stages"]]
+        assert own[4].tolist() == vector
+        assert own.abs().sum() == 2.0
+        assert (later == 0).all()
+        traced = tiny.answer("/forward", prompt=PROMPT, stages=[stage], detail="values", positions=[4])
+        assert answer["value"] == pytest.approx(2 * traced["stages"][0]["values"][0][0][7], abs=1e-4)
+        summed = attribute(tiny, "integrated_gradients", **field, steps=24)
+        assert sum(summed["attributions"]) == pytest.approx(summed["value"] - summed["baseline_value"], abs=0.05)
+        assert summed["attributions"][5:] == [0.0] * (len(PROMPT) - 5)
+        patched = attribute(tiny, "attribution_patching", **field, corrupted=PROMPT[::-1], stages=["blocks.1.ln2.out"])
+        assert patched["clean_value"] == pytest.approx(answer["value"], abs=1e-4)
+        total = float(torch.tensor(patched["stages"][0]["values"]).sum())
+        assert patched["corrupted_value"] + total == pytest.approx(patched["clean_value"], abs=1e-3)  # it is linear
+
+    @pytest.mark.parametrize(
+        ("wrong", "param"),
+        [
+            ({"stage": None}, "stage"),
+            ({"vector": None}, "vector"),
+            ({"vector": [1.0]}, "vector"),
+            ({"vector": "happy"}, "vector"),
+            ({"stage": "blocks.*.mlp.pre"}, "stage"),
+            ({"stage": "blocks.1.attn.pattern"}, "stage"),
+            ({"token": 5}, "token"),
+            ({"position": 99}, "position"),
+            ({"of": "logit", "token": 5}, "stage"),
+        ],
+    )
+    def test_a_wrong_number_of_a_stage_is_refused(self, tiny: Running, wrong: dict[str, Any], param: str) -> None:
+        body = {"method": "gradient", "prompt": PROMPT, "of": "stage", "stage": "embed", "vector": [1.0] * 24}
+        response = tiny.post("/attribute", body | wrong)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
     def test_integrated_gradients(self, tiny: Running) -> None:
         answer = attribute(tiny, "integrated_gradients", **LOGIT, steps=24)
         validate(IntegratedGradients, answer)

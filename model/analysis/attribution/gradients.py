@@ -1,4 +1,4 @@
-"""Gradients of a number computed from the logits, with respect to any stage of the pass.
+"""Gradients of a number computed from the logits or from a stage, with respect to any stage of the pass.
 
 They need a network of PyTorch's layers, such as `float_copy` returns: our own kernels have no gradients.
 """
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.analysis.attribution.target import Target
+from model.analysis.attribution.target import StageTarget, Target
 from model.config import ModelConfig
 from model.network.adapters import Adapter, PassAdapters
 from model.network.transformer import Transformer
 from model.tracing.stages import Stage, stages_of
-from model.tracing.tap import Tap
+from model.tracing.tap import Chain, Recorder, Tap
 
 AFTER_LOGITS = ("probabilities", "loss")
 # A pass that is differentiated keeps about this many tensors for each stage that it computes: the stage itself, and
@@ -73,7 +73,7 @@ def compute_gradients(
     tap = GradientTap(stages)
     with torch.enable_grad():
         value = run_target(model, ids, target, tap, adapter)
-        gradients = _gradients_of(value, list(tap.kept.values()))
+        gradients = gradients_of(value, list(tap.kept.values()))
     kept = {name: tensor.detach() for name, tensor in tap.kept.items()}
     return Gradients(float(value.detach()), kept, dict(zip(kept, gradients, strict=True)))
 
@@ -84,11 +84,15 @@ def run_target(
     """Run one pass over `ids`, and return the target's value."""
     batch = torch.tensor([list(ids)], device=model.embed.weight.device)
     adapters = None if adapter is None else PassAdapters.of(adapter)
-    value: Tensor = target(model(batch, tap=tap, rows=target.rows, adapters=adapters))
-    return value
+    if not isinstance(target, StageTarget):
+        return target(model(batch, tap=tap, rows=target.rows, adapters=adapters))
+    recorder = Recorder([target.stage])
+    model(batch, tap=recorder if tap is None else Chain(tap, recorder), rows=target.rows, adapters=adapters)
+    return target(recorder.kept[target.stage.name])
 
 
-def _gradients_of(value: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+def gradients_of(value: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The gradient of a number with respect to each tensor; zeros if it does not depend on the tensor."""
     if not value.requires_grad:  # no wanted stage leads to the value
         return [torch.zeros_like(tensor) for tensor in tensors]
     found = torch.autograd.grad(value, tensors, allow_unused=True)

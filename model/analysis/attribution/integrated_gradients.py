@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.analysis.attribution.gradients import run_target
+from model.analysis.attribution.gradients import gradients_of, run_target
 from model.analysis.attribution.target import Target
 from model.network.adapters import Adapter
 from model.network.transformer import Transformer
@@ -75,7 +75,7 @@ class IntegratedGradientsRun:
         point = torch.lerp(self._baseline, self._embeddings, self._nodes[index])[None].requires_grad_()
         with torch.enable_grad():
             value = self._run(point)
-            (gradient,) = torch.autograd.grad(value, point)
+            (gradient,) = gradients_of(value, [point])
         self._sum += self._weights[index] * gradient[0]
 
     def finish(self) -> IntegratedGradients:

@@ -1,6 +1,6 @@
-"""The target of an attribution: a number computed from the logits of a pass.
+"""The target of an attribution: a number computed from the logits of a pass, or from one of its stages.
 
-This is the logit of a token, the difference of two logits, or the loss.
+This is the logit of a token, the difference of two logits, the loss, or the product of a row of a stage and a vector.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from model.tracing.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -55,4 +57,27 @@ class LossTarget:
         return F.cross_entropy(logits[0], ids, ignore_index=-100)
 
 
-Target = LogitTarget | LossTarget
+@dataclass(frozen=True, eq=False)
+class StageTarget:
+    """The product of the row of a stage at a position and a vector, which has all numbers of a row.
+
+    `has_all_rows` is that of `LogitTarget`.
+    """
+
+    stage: Stage
+    vector: Tensor
+    position: int
+    has_all_rows: bool = False
+
+    @property
+    def rows(self) -> list[int] | None:
+        """The positions whose logits are computed; None for all."""
+        return None if self.has_all_rows else [self.position]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """The stage (1, T, ...) -> a number."""
+        row = rows[0, self.position].flatten()
+        return row @ self.vector.to(row)
+
+
+Target = LogitTarget | LossTarget | StageTarget

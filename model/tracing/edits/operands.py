@@ -158,6 +158,19 @@ def read_vector(vector: Tensor, scale: float, field: str, *, is_direction: bool)
     return Numbers.of(wide)
 
 
+def read_row(vector: Tensor | Mapping[str, Tensor] | None, stage: Stage, shape: Sequence[int], field: str) -> Tensor:
+    """The numbers (N,) float64 of a vector with the shape of a row of a stage; a mapping has vectors by stage.
+
+    Raises `InvalidField` for another shape, and for numbers that are not finite.
+    """
+    own = vector.get(stage.name) if isinstance(vector, Mapping) else vector
+    if own is None or list(own.shape) != list(shape):
+        given = "no tensor" if own is None else f"the shape {list(own.shape)}"
+        raise InvalidField(field, f"has {given} for {stage.name}, whose rows have the shape {list(shape)}")
+    numbers = read_vector(own, 1.0, field, is_direction=False)
+    return (numbers.single.double() if numbers.exact is None else numbers.exact).flatten()
+
+
 def read_basis(vectors: Tensor, field: str) -> Tensor:
     """An orthonormal basis (k, D) float64 of the span of vectors (k, D).
 

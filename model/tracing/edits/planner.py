@@ -12,10 +12,10 @@ from model.ops.row_edits import EditRule
 from model.tracing.edits.bound import Noise, StageEdit
 from model.tracing.edits.conditions import Condition, Probe
 from model.tracing.edits.declared import Edit, EditCondition, check_fields
-from model.tracing.edits.operands import Numbers, Part, check_number, limits, read_basis, read_vector
+from model.tracing.edits.operands import Numbers, Part, check_number, limits, read_basis, read_row, read_vector
 from model.tracing.edits.plan import EditMatch, EditPlan, FromSource, PlannedEdit, SourcePass
 from model.tracing.edits.positions import Positions, PositionSet, PositionWord, resolve_positions
-from model.tracing.stages import Stage, UnknownStage, Widths, select, sizes_of
+from model.tracing.stages import Stage, UnknownStage, Widths, select, select_rows, sizes_of
 
 MAX_EDITS = 64
 MAX_CHANGED_STAGES = 2048  # of all edits together: each costs time in every step
@@ -106,15 +106,9 @@ class _Planner:
         if when.tokens is not None or when.stage is None or when.vector is None or when.above is None:
             raise InvalidField(field, "takes either `tokens`, or `stage`, `vector` and `above`")
         try:
-            selected = select(self._stages, [when.stage])
+            stage = select_rows(self._stages, when.stage)
         except UnknownStage as error:
             raise InvalidField(f"{field}.stage", str(error)) from error
-        if len(selected) > 1:
-            raise InvalidField(f"{field}.stage", f"{shortened(when.stage)} matches {len(selected)} stages; name one")
-        [stage] = selected
-        if "key" in stage.dims or stage.has_selected_rows:
-            reason = f"{stage.name} has no row for each position that the pass computes; take one such as resid_post"
-            raise InvalidField(f"{field}.stage", reason)
         names = [each.name for each in self._stages]
         early = next((each.name for each in edited if names.index(each.name) < names.index(stage.name)), None)
         if early is not None:
@@ -122,14 +116,8 @@ class _Planner:
                 f"{stage.name} is computed after {early}, which the edit changes; take that stage or an earlier one"
             )
             raise InvalidField(f"{field}.stage", reason)
-        vector = when.vector.get(stage.name) if isinstance(when.vector, Mapping) else when.vector
-        shape = list(stage.shape(self._sizes_of_one)[2:])
-        if vector is None or list(vector.shape) != shape:
-            given = "no tensor" if vector is None else f"the shape {list(vector.shape)}"
-            raise InvalidField(f"{field}.vector", f"has {given} for {stage.name}, whose rows have the shape {shape}")
-        numbers = read_vector(vector, 1.0, f"{field}.vector", is_direction=False)
-        exact = numbers.single.double() if numbers.exact is None else numbers.exact
-        return Condition(positions, probe=Probe(stage, exact.flatten(), check_number(when.above, f"{field}.above")))
+        vector = read_row(when.vector, stage, stage.shape(self._sizes_of_one)[2:], f"{field}.vector")
+        return Condition(positions, probe=Probe(stage, vector, check_number(when.above, f"{field}.above")))
 
     def _resolve(self, positions: Positions, field: str) -> PositionSet:
         return resolve_positions(positions, len(self._prompt_ids), self._max_length, field)

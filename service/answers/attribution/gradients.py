@@ -12,12 +12,12 @@ from forwardscope.results import attributions as results
 from model.analysis.attribution.attribution_patching import attribution_patching, effect_dims
 from model.analysis.attribution.gradients import compute_gradients, differentiable_stages
 from model.analysis.attribution.integrated_gradients import IntegratedGradientsRun, embeddings_of, mean_embedding
-from model.analysis.attribution.target import LogitTarget, Target
+from model.analysis.attribution.target import LossTarget, Target
 from model.tracing.pauses import pause
 from model.tracing.selection import Selection, StageCollector
 from model.tracing.stages import Stage, sizes_of
 from service.answers.attribution.gradient_jobs import Copied, answer_gradients, float_network_of
-from service.answers.attribution.question import Question, find_stages, read_logit, read_target, second_prompt
+from service.answers.attribution.question import Question, find_stages, read_target, second_prompt
 from service.answers.prompts import check_indices, find_positions, token_answers
 from service.answers.stage_answers import effects_answer, stage_answer
 from service.http.attribute_schemas import (
@@ -41,7 +41,7 @@ async def find_selection(
 
 def with_needed_rows(target: Target, stages: list[Stage]) -> tuple[Target, bool]:
     """The target of a pass with these stages, and whether the pass computes the logits of all positions."""
-    if not isinstance(target, LogitTarget):
+    if isinstance(target, LossTarget):
         return target, True
     has_all_rows = any(stage.has_selected_rows for stage in stages)
     return replace(target, has_all_rows=has_all_rows), has_all_rows
@@ -124,7 +124,7 @@ async def answer_attribution_patching(body: AttributionPatchingRequest, question
     selection = await find_selection(question, body, "values")
     corrupted = await second_prompt(question, body.corrupted, "corrupted")
     sizes = sizes_of(question.checkpoint.model.config, len(question.ids))
-    target, has_all_rows = with_needed_rows(await read_logit(question, body), list(selection.stages))
+    target, has_all_rows = with_needed_rows(await read_target(question, body), list(selection.stages))
     effects = [Stage(stage.name, effect_dims(stage)) for stage in selection.stages]
     num_values = sum(math.prod(selection.shape(stage, sizes)) for stage in effects)
 

@@ -11,17 +11,20 @@ from fastapi import Request
 from forwardscope.results import attributions as results
 from forwardscope.results.attributions import AttributionTimings
 from forwardscope.results.stages import Token
-from model.analysis.attribution.target import LogitTarget, LossTarget, Target
+from model.analysis.attribution.gradients import differentiable_stages
+from model.analysis.attribution.target import LogitTarget, LossTarget, StageTarget, Target
 from model.checkpoints.load import Checkpoint
-from model.errors import shortened
+from model.errors import InvalidField, shortened
 from model.network.adapters import Adapter
-from model.tracing.stages import Stage
+from model.tracing.edits.operands import read_row
+from model.tracing.stages import Stage, UnknownStage, select_rows, sizes_of
 from service.answers.budget import ResponseContents
+from service.answers.edits import find_vector
 from service.answers.prompts import Prompt, check_ids, longest_token_bytes, prompt_ids, token_answers, token_text
 from service.answers.stage_answers import select_stages
 from service.http.attribute_schemas import LogitRequest, PromptRequest, TargetRequest
 from service.http.encoding import NAMES, Encoding
-from service.http.errors import invalid
+from service.http.errors import invalid, invalid_field
 from service.state import State, find_adapter, run_plan
 
 MAX_SHOWN_PIECES = 8  # of a text that is several tokens, in an error message
@@ -76,6 +79,8 @@ class Question:
         """Describe what is explained."""
         if isinstance(target, LossTarget):
             return results.Target(None, None, None)
+        if isinstance(target, StageTarget):
+            return results.Target(None, None, target.position, target.stage.name)
         minus = None if target.minus is None else self.token_answer(target.minus)
         return results.Target(self.token_answer(target.token), minus, target.position)
 
@@ -133,25 +138,39 @@ async def read_logit(question: Question, body: LogitRequest | TargetRequest) -> 
     minus = None if body.minus is None else await read_token(question, body.minus, "minus")
     if minus == token:
         raise invalid("minus", "is the same token as `token`, so their difference is always 0; send another token")
+    return LogitTarget(token, read_position(question, body), minus)
+
+
+def read_position(question: Question, body: LogitRequest | TargetRequest) -> int:
+    """The position that a request names, counted from the beginning. Raises 400 if there is none."""
     given = -1 if body.position is None else body.position
     position = given + len(question.ids) if given < 0 else given
     if not 0 <= position < len(question.ids):
         reason = f"{shortened(given)} is out of range; there are {len(question.ids)} tokens"
         raise invalid("position", reason, "out_of_range")
-    return LogitTarget(token, position, minus)
+    return position
+
+
+TARGET_FIELDS = {
+    "logit": ("token", "minus", "position"),
+    "loss": ("targets",),
+    "stage": ("stage", "vector", "position"),
+}
 
 
 async def read_target(question: Question, body: TargetRequest) -> Target:
-    """The logit or loss that a request asks about. Raises 400 for fields that do not fit."""
+    """The number that a request asks about. Raises 400 for fields that do not fit."""
+    own = TARGET_FIELDS[body.of]
+    for of, names in TARGET_FIELDS.items():
+        for name in names:
+            if name not in own and getattr(body, name) is not None:
+                raise invalid(name, f"belongs to the {of}; send of: {of}, or leave the field out")
+    if body.of == "stage":
+        return read_stage(question, body)
     if body.of == "logit":
         if body.token is None:
             raise invalid("token", "is required to explain a logit; send a token, or explain the loss", "missing")
-        if body.targets is not None:
-            raise invalid("targets", "belongs to the loss; send of: loss, or leave the field out")
         return await read_logit(question, body)
-    extra = [name for name in ("token", "minus", "position") if getattr(body, name) is not None]
-    if extra:
-        raise invalid(extra[0], "belongs to a logit; send of: logit, or leave the field out")
     targets = [*question.ids[1:], None] if body.targets is None else body.targets
     if len(targets) != len(question.ids):
         raise invalid("targets", f"has {len(targets)} entries for {len(question.ids)} tokens")
@@ -162,3 +181,20 @@ async def read_target(question: Question, body: TargetRequest) -> Target:
             where, "gives no position a next token, so there is no loss; send at least two tokens, or targets"
         )
     return LossTarget(targets)
+
+
+def read_stage(question: Question, body: TargetRequest) -> StageTarget:
+    """The number of a stage that a request asks about. Raises 400 for a wrong stage, vector or position."""
+    config = question.checkpoint.model.config
+    if body.stage is None or body.vector is None:
+        name = "stage" if body.stage is None else "vector"
+        raise invalid(name, "is required to explain a number of a stage", "missing")
+    try:
+        stage = select_rows(differentiable_stages(config), body.stage)
+        vector = find_vector(question.state, body.vector, "vector")
+        row = read_row(vector, stage, stage.shape(sizes_of(config, 1))[2:], "vector")
+    except UnknownStage as error:
+        raise invalid("stage", str(error), "unknown_stage") from None
+    except InvalidField as error:
+        raise invalid_field(error) from None
+    return StageTarget(stage, row, read_position(question, body))
