@@ -157,8 +157,8 @@ def paste(service: Running, example: Example, directory: Path) -> subprocess.Com
 
 
 def with_marks(examples: list[Example]) -> list[Any]:
-    """Examples for SmolLM2 and with transformers are slow."""
-    slow = (NEEDS_SMOLLM2, "import transformers", "from transformers")
+    """Examples for SmolLM2, with transformers, of training and of many prompts are slow."""
+    slow = (NEEDS_SMOLLM2, "import transformers", "from transformers", "torch.optim", "Random(0)")
     return [
         pytest.param(example, marks=[pytest.mark.slow] if any(word in example.code for word in slow) else [])
         for example in examples
