@@ -37,15 +37,12 @@ FROM dependencies AS package
 COPY --from=wheel /wheels /wheels
 RUN pip install --no-deps --prefix /package /wheels/forwardscope-*.whl
 
-FROM ${BASE}
+FROM dependencies
 # /cache keeps the checkpoints that are downloaded from the hub, and the formats that `--quantize auto` has chosen.
 # Nothing else is written. It belongs to the group 0, so that any user of this group can run the service (OpenShift).
 RUN useradd --uid 10001 --gid 0 --no-create-home --home-dir /cache forwardscope \
     && install --directory --owner=10001 --group=0 --mode=0775 /cache
-COPY --from=dependencies /opt/forwardscope /opt/forwardscope
-COPY --from=package /package /opt/forwardscope
-ENV PATH=/opt/forwardscope/bin:$PATH \
-    HOME=/cache \
+ENV HOME=/cache \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
     HF_HOME=/cache/huggingface \
@@ -60,3 +57,5 @@ STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --retries=3 \
     CMD ["python", "-c", "import os, urllib.request as r; r.build_opener(r.ProxyHandler({})).open(f'http://localhost:{os.environ[\"FORWARDSCOPE_PORT\"]}/ready', timeout=4)"]
 ENTRYPOINT ["forwardscope"]
+# The code is last, so that a change of it repeats this line alone.
+COPY --from=package /package /opt/forwardscope
