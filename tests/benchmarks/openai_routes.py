@@ -1,10 +1,11 @@
-"""Compare the throughput of the OpenAI routes with that of POST /generate, over the same prompts.
+"""Compare the throughput of the routes of other APIs with that of POST /generate, over the same prompts.
 
     python -m tests.benchmarks.openai_routes [--dtype bfloat16] [--threads 2] [--rounds 5]
 
 SmolLM2-135M-Instruct streams 128 tokens to 1, 8 and 32 clients. Each round asks all routes in turn for the same
 texts: /generate gets the conversation as a text, with the special tokens that the chat template writes. Decoding is
-greedy, and drafts are off. The figures are medians of tokens per second, and of the ratio to /generate in its round.
+greedy, and drafts are off. The figures are medians of tokens per second, of the ratio to /generate in its round, and of
+the CPU time of the whole server for a token, which depends less on other programs.
 """
 
 import argparse
@@ -14,11 +15,13 @@ import re
 import statistics
 import sys
 import time
+import urllib.request
 from typing import Any
 
 import torch
 import uvloop
 
+from service.metrics import TEXT_SECONDS
 from tests.benchmarks.client import Dialect, generate
 from tests.benchmarks.serve import end_as_a_whole, serving
 from tests.benchmarks.trace import cpu
@@ -63,6 +66,15 @@ async def seconds(port: int, route: str, count: int, first: int) -> float:
     return time.perf_counter() - start
 
 
+def cpu_seconds(port: int) -> float:
+    """The CPU time that the server has taken so far."""
+    time.sleep(1.1 * TEXT_SECONDS)  # the text of the metrics is kept for a while
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+        found = re.search(rb"^process_cpu_seconds_total (\S+)", response.read(), re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16")
@@ -71,6 +83,7 @@ def main() -> None:
     arguments = parser.parse_args()
     end_as_a_whole()
     speeds: dict[int, dict[str, list[float]]] = {count: {route: [] for route in DIALECTS} for count in STREAMS}
+    cpu_times: dict[int, dict[str, list[float]]] = {count: {route: [] for route in DIALECTS} for count in STREAMS}
     with serving(smollm2(), arguments.threads, "--dtype", arguments.dtype, "--no-speculate") as port:
         number = 1000
         for count, by_route in speeds.items():
@@ -78,9 +91,12 @@ def main() -> None:
                 order = list(DIALECTS) if round_index % 2 else list(DIALECTS)[::-1]
                 for route in order:
                     number += count  # no prompt is in the prefix cache
+                    before = cpu_seconds(port)
                     found = count * NUM_OUT / uvloop.run(seconds(port, route, count, number))
+                    cpu_time = cpu_seconds(port) - before
                     if round_index:  # the first round warms up
                         by_route[route].append(found)
+                        cpu_times[count][route].append(cpu_time / (count * NUM_OUT))
     result = {
         "benchmark": "openai_routes",
         "cpu": cpu(),
@@ -94,6 +110,7 @@ def main() -> None:
                     "ratio": round(
                         statistics.median(x / y for x, y in zip(values, by_route["generate"], strict=True)), 3
                     ),
+                    "cpu_us_per_token": round(1e6 * statistics.median(cpu_times[count][route])),
                 }
                 for route, values in by_route.items()
             }
