@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Compile the kernels before the first test, in the process that starts the others."""
     if not hasattr(config, "workerinput") and not config.option.collectonly:
         compile_kernels()
-    config.pluginmanager.register(CaseCosts())
+    config.pluginmanager.register(CaseCosts(), "case-costs")
 
 
 def pytest_collection_finish() -> None:
