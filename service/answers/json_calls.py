@@ -15,11 +15,14 @@ HIGH_SURROGATE, LOW_SURROGATE = re.compile(r"\\u[dD][89abAB]"), re.compile(r"\\u
 
 def read_json_calls(source: CallText) -> Read[None]:
     """Read an object, or a list of them; or several, which may be separated."""
+    num_before = source.num_calls
     while True:
         if (yield from source.accept("[")):
             yield from source.read_list(partial(read_json_call, source), "]")
         else:
             yield from read_json_call(source)
+        if source.num_calls == num_before:  # an empty list
+            raise NoCall
         if not (yield from source.is_followed_by("{[")):
             return
 

@@ -34,9 +34,8 @@ def read_silent_stream(service: Running, url: str, silent_seconds: float) -> byt
     return received
 
 
-@pytest.mark.parametrize(
-    ("limit", "silent", "keepalive"), [(2, 5.0, 1.0), pytest.param(15, 32.0, 10.0, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("limit", "silent", "keepalive"), [(2, 5.0, 1.0), (15, 32.0, 10.0)])
 def test_a_stream_that_is_silent_for_longer_than_the_proxy_allows_arrives_whole(
     tmp_path: Path, limit: int, silent: float, keepalive: float
 ) -> None:
@@ -49,6 +48,7 @@ def test_a_stream_that_is_silent_for_longer_than_the_proxy_allows_arrives_whole(
     assert received.count(b":\n\n") >= 2
 
 
+@pytest.mark.slow
 def test_without_comments_the_proxy_cuts_it(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "long", max_position_embeddings=8192)
     settings: dict[str, Any] = {"model": str(directory), "max_num_seqs": 4, "sse_keepalive_seconds": 0}

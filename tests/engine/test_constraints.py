@@ -331,7 +331,7 @@ def check_texts(engine: Engine, grammars: Grammars, seeds: range, *, batch: int,
     return num_checked
 
 
-@pytest.mark.parametrize("first", [0, 125, 250, 375])
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (125, 250, 375))])
 def test_every_finished_text_fits_its_schema_or_expression(
     grammars: Grammars, tokenizer: Tokenizer, repeating_model: Transformer, first: int
 ) -> None:

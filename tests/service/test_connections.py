@@ -107,6 +107,7 @@ class TestDeadlines:
             wait_until(lambda: service.metric("buffered_bytes") == 0, "it is dropped")
         assert "the client received no byte of a response" in caplog.text
 
+    @pytest.mark.slow
     def test_a_response_that_is_read_slowly_arrives_completely(self, tmp_path: Path, start: Start) -> None:
         directory = write_checkpoint(tmp_path / "long", max_position_embeddings=1024)
         service = start(model=str(directory), write_timeout_seconds=SHORT_SECONDS)
@@ -228,6 +229,7 @@ class TestHalfClosed:
         assert answer.count(b"data: {") == 6
         assert b"data: [DONE]" in answer
 
+    @pytest.mark.slow
     def test_a_half_closed_client_of_http_1_0_gets_an_answer_that_takes_long(self, tiny: Running) -> None:
         with connect(tiny) as half:
             with tiny.blocked():
@@ -304,36 +306,34 @@ class TestHalfClosed:
 
 
 class TestInvalidHttp:
-    @pytest.mark.parametrize(
-        "head",
-        [
-            b"nonsense\r\n\r\n",
-            b"GET /health HTTP/1.1\r\n\r\n",  # no Host
-            b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
-            b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-            b"POST /tokenize HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-            b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: xchunked\r\n\r\n",
-            b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked, identity\r\n\r\n",
-            b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: +5\r\n\r\n",
-            b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
-            b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding : chunked\r\n\r\n",
-            b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
-            b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70_000 + b"\r\n\r\n",
-            b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 16_384 + b"\r\n\r\n",
-            b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: a\r\n" * 3_500 + b"\r\n",
-            b"GET /health?" + b"a" * 16_384 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        ],
-        ids=lambda head: repr(head[:90]),
+    HEADS = (
+        b"nonsense\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",  # no Host
+        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /tokenize HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: xchunked\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked, identity\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: +5\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding : chunked\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70_000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 16_384 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: a\r\n" * 3_500 + b"\r\n",
+        b"GET /health?" + b"a" * 16_384 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     )
-    def test_invalid_http_is_400_in_the_common_form_and_the_connection_is_closed(
-        self, tiny: Running, head: bytes
-    ) -> None:
-        with connect(tiny) as connection:
+
+    def test_invalid_http_is_400_in_the_common_form_and_the_connection_is_closed(self, tiny: Running) -> None:
+        connections = [connect(tiny) for _ in self.HEADS]  # together, because each is closed after a second
+        for connection, head in zip(connections, self.HEADS, strict=True):
             connection.sendall(head)
-            answer = read_all(connection)
-        assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
-        error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
-        assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")
+        for connection, head in zip(connections, self.HEADS, strict=True):
+            with connection:
+                answer = read_all(connection)
+            assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n"), head[:90]
+            error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+            assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http"), head[:90]
 
     def test_a_second_request_hidden_in_a_body_is_never_answered(self, tiny: Running) -> None:
         hidden = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"

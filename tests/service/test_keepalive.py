@@ -50,7 +50,9 @@ def test_a_silent_stream_of_messages_sends_pings(service: Running) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=pytest.mark.slow if path != "/generate" else ()) for path in BODIES]
+)
 def test_a_silent_stream_sends_comments_from_the_beginning(service: Running, path: str) -> None:
     """While the network is busy, nothing but the head and comments can arrive; then the whole answer does."""
     received = b""

@@ -395,6 +395,7 @@ def test_a_wrong_standard_variable_is_an_error_that_names_the_variables(
 
 
 class TestBadCollectors:
+    @pytest.mark.slow
     def test_a_collector_that_never_answers_delays_neither_requests_nor_the_end(
         self, start: Start, tiny_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -425,6 +426,7 @@ class TestBadCollectors:
         assert len(lines) == 1
         assert "OTEL_BSP_MAX_QUEUE_SIZE" in lines[0]
 
+    @pytest.mark.slow
     def test_spans_that_cannot_be_sent_are_counted_and_one_line_says_why(
         self, tiny_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -103,6 +103,7 @@ def test_a_trace_reports_what_the_grammar_changed_for_each_token(tiny: Running) 
     assert {step["constraint"] for step in plain["trace"]} == {None}
 
 
+@pytest.mark.slow
 def test_other_requests_are_served_while_a_constraint_compiles(tiny: Running) -> None:
     """A hostile constraint costs at most two seconds of CPU time, in another process."""
     hostile = {"json": {"anyOf": [{"type": "integer", "multipleOf": number} for number in range(89_980, 89_990)]}}

@@ -120,6 +120,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REQUESTS)
 def test_every_answer_is_that_of_one_process(name: str, one: Running, two: httpx.Client) -> None:
     path, body = REQUESTS[name]
@@ -131,6 +132,7 @@ def test_every_answer_is_that_of_one_process(name: str, one: Running, two: httpx
     assert_same(response.json(), content)
 
 
+@pytest.mark.slow
 def test_what_needs_whole_weights_is_refused_and_missing_in_the_capabilities(two: httpx.Client) -> None:
     offered = two.get("/model").json()["capabilities"]
     assert (offered["edits"], offered["patterns"], offered["attribution"]) == (True, True, True)

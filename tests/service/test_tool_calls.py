@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from model.engine.request import Output
@@ -232,6 +232,7 @@ def test_calls_behind_many_broken_ones_are_read() -> None:
     assert read("tagged", [broken * 50 + TAGGED]) == (broken * 50, [WEATHER])
 
 
+@example(form="list", pieces=["[", "]", ","])
 @given(
     form=st.sampled_from(["tagged", "list", "bare"]),
     pieces=st.lists(st.sampled_from([BEGIN, END, CALL, "[", "]", "{", "<", "<tool_", "a", "\n", ","]), max_size=9),
