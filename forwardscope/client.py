@@ -59,6 +59,21 @@ def as_method(describe: Callable[..., Any], send: Method) -> Method:
     return send
 
 
+def sending_method(describe: Callable[..., Call[Any]]) -> Any:
+    """A method that sends the request that `describe` returns for its arguments, and reads the answer.
+
+    If the prompt is a list of prompts, it sends one for each, and returns the list of results.
+    """
+
+    def send(model: Any, /, *args: Any, **kwargs: Any) -> Any:
+        calls = calls_of_list(describe, *args, **kwargs)
+        if calls is None:
+            return model._send(describe(*args, **kwargs))
+        return model._together([partial(model._send, call()) for call in calls], describe.__name__)
+
+    return as_method(describe, send)
+
+
 @overload
 def method(describe: OfPrompt[Arguments, Call[Result]]) -> Attached[PromptMethod[Arguments, Result, list[Result]]]: ...
 @overload
@@ -70,18 +85,7 @@ def method(
 @overload
 def method(describe: Callable[Arguments, Call[Result]]) -> Callable[Concatenate["Client", Arguments], Result]: ...
 def method(describe: Callable[..., Call[Any]]) -> Any:
-    """A method that sends the request that `describe` returns for its arguments, and reads the answer.
-
-    If the prompt is a list of prompts, it sends one for each, and returns the list of results.
-    """
-
-    def send(client: "Client", /, *args: Any, **kwargs: Any) -> Any:
-        calls = calls_of_list(describe, *args, **kwargs)
-        if calls is None:
-            return client._send(describe(*args, **kwargs))
-        return client._together([partial(client._send, call()) for call in calls], describe.__name__)
-
-    return as_method(describe, send)
+    return sending_method(describe)
 
 
 def stream_method(

@@ -22,7 +22,7 @@ from forwardscope import requests
 from forwardscope.arguments import Index, shown, to_index_text, to_indices, to_prompt, to_targets, to_texts
 from forwardscope.batches import Batches
 from forwardscope.call import HOOKS, Call, Event, Hook, Request, Result, StreamCall
-from forwardscope.client import Client, Stream, as_method
+from forwardscope.client import Client, Stream, as_method, sending_method
 from forwardscope.errors import ApiError, InvalidArgument
 from forwardscope.local_edits import bind_edits
 from forwardscope.local_harvest import Harvest, to_sources
@@ -129,7 +129,8 @@ def load(
     return LocalModel(replace(checkpoint, adapters=loaded), kv_cache_dtype)
 
 
-@overload  # the first four replace arrays by tensors
+# The first four replace arrays by tensors. They overlap with the general ones after them, which come second for mypy.
+@overload
 def method(  # type: ignore[overload-overlap]
     describe: OfPrompt[Arguments, Call[Logits[NumpyArray]]],
 ) -> Attached[PromptMethod[Arguments, Logits[Tensor], list[Logits[Tensor]]]]: ...
@@ -152,18 +153,7 @@ def method(describe: OfMessages[Arguments, Call[Result]]) -> Attached[ChatMethod
 @overload
 def method(describe: Callable[Arguments, Call[Result]]) -> Callable[Concatenate["LocalModel", Arguments], Result]: ...
 def method(describe: Callable[..., Call[Any]]) -> Any:
-    """A method that sends the request that `describe` returns for its arguments, and reads the answer.
-
-    If the prompt is a list of prompts, it sends one for each, and returns the list of results.
-    """
-
-    def send(model: "LocalModel", /, *args: Any, **kwargs: Any) -> Any:
-        calls = calls_of_list(describe, *args, **kwargs)
-        if calls is None:
-            return model._send(describe(*args, **kwargs))
-        return model._together([partial(model._send, call()) for call in calls], describe.__name__)
-
-    return as_method(describe, send)
+    return sending_method(describe)
 
 
 def takes_lists(

@@ -1,4 +1,4 @@
-"""How often the drafted tokens of a sequence are right. This module must not import torch (tests/test_layout.py)."""
+"""How often drafted tokens are right. This module must not import torch (tests/test_layout.py)."""
 
 # Applied to the count of wrong tokens whenever the acceptance is too low for a draft, so that drafting is tried again.
 WRONG_DECAY = 0.98
@@ -6,7 +6,7 @@ MIN_RIGHT = 0.02  # lower bound of the count of right tokens
 
 
 class Acceptance:
-    """Counts right and wrong drafted tokens of one sequence. Tokens after the first wrong one count as neither."""
+    """Counts right and wrong drafted tokens. Tokens after the first wrong one count as neither."""
 
     def __init__(self, probability: float, history_weight: float) -> None:
         """`probability` is assumed before anything is counted; `history_weight` is that of all earlier drafts when a

@@ -45,8 +45,8 @@ class EngineConfig:
     At most `max_sequences` run at a time, and a step computes at most `max_step_tokens` tokens. If a step has fewer
     prompts than decoding sequences, its prompt tokens are limited so that the step takes at most about `max_stretch`
     times as long as without them; with `target_itl_seconds`, so that a step takes about this time while any sequence
-    decodes. With `speculates`, sequences draft tokens from their own text (prompt lookup),
-    if this changes no bit of their results. `kv_cache_dtype` says how keys and values are stored.
+    decodes. With `speculates`, sequences draft tokens from their own text (prompt lookup), if this changes no bit of
+    their results. `kv_cache_dtype` says how keys and values are stored.
     """
 
     cache_bytes: int = 1 << 30

@@ -4,7 +4,6 @@ A route reads its `Inputs`, and writes its own form of answer from the `ChoiceOu
 for all of them: `start_generation` plans the request (generation_plan.py) and admits it.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
@@ -26,6 +25,7 @@ from model.text.sampling import NoFiniteMaximum
 from model.text.transcript import TokenOutput
 from service.answers.constraints import generation_error
 from service.answers.generation_plan import GenerationPlan, Inputs, plan_generation
+from service.answers.giving_way import give_way
 from service.answers.prompts import token_text
 from service.answers.request_phases import GenerationReport, add_generation
 from service.answers.step_trace_answers import TracePlan, trace_answer
@@ -35,12 +35,11 @@ from service.http.encoding import to_json
 from service.http.errors import ApiError, internal
 from service.http.sse import DONE, error_content, error_event
 from service.request_notes import notes_of, recorded_span
-from service.state import get_engine, get_reservation
+from service.state import get_reservation
 
 logger = logging.getLogger(__name__)
 WriteError = Callable[[dict[str, Any]], bytes]
 """Encodes the event of an error, from the body of an error answer with the `id` of the generation."""
-PAUSES_PER_ENCODING = 3.0  # after the encoding of a trace beside other requests, which wait for Python meanwhile
 
 
 @dataclass(frozen=True)
@@ -159,8 +158,7 @@ class Generation:
         times.num_steps += 1
         times.num_bytes += len(content)
         times.ended = time.perf_counter()
-        if get_engine(self._state).num_owners > 1:
-            await asyncio.sleep(PAUSES_PER_ENCODING * seconds)
+        await give_way(self._state, seconds, num_own=1)  # others wait for Python while a trace is encoded
         return orjson.Fragment(content)
 
     def _timed_encoding(self, trace: StepTrace, plan: TracePlan) -> tuple[bytes, float]:

@@ -1,5 +1,6 @@
 """POST /attribute: every method says what the library says, costs are bounded, and a sweep leaves nothing behind."""
 
+import asyncio
 import gc
 import json
 import os
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -43,10 +45,12 @@ from model.network.transformer import Transformer
 from model.tracing.pauses import pause
 from model.tracing.stages import select, stages_of
 from model.tracing.tap import Editor
+from service.answers import giving_way
 from service.executors import Executors
 from service.http.errors import ApiError as HttpError
 from service.http.errors import ClientGone, queue_full
 from service.settings import Settings
+from service.state import State
 from service.worker import Worker
 from tests.service.checkpoints import VOCAB_SIZE
 from tests.service.running import Running, Start, read_events, validate, wait_until
@@ -306,6 +310,35 @@ class TestSweeps:
         assert answer["corrupted_value"] == pytest.approx(float(run_target(model, CORRUPTED, TARGET)), abs=1e-4)
         assert answer["clean_value"] == pytest.approx(float(run_target(model, PROMPT, TARGET)), abs=1e-4)
         assert answer["num_cells"] == len(cells)
+
+    def test_a_sweep_gives_way_to_others_after_each_group(self, tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+        given: list[tuple[float, int]] = []
+
+        async def give_way(state: State, seconds: float, num_own: int) -> None:
+            given.append((seconds, num_own))
+
+        monkeypatch.setattr("service.answers.attribution.sweep.give_way", give_way)
+        events = read_events(
+            tiny.post(
+                "/attribute", {"method": "patching", **PATCH, "stages": ["*.resid_pre", "*.attn.z"], "stream": True}
+            ).content
+        )
+        assert len(given) == sum("cells" in event for event in events) > 0
+        assert all(seconds > 0 and num_own == 0 for seconds, num_own in given)
+
+    def test_others_get_three_times_the_time_of_work_that_delays_them(
+        self, tiny: Running, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        slept: list[float] = []
+
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+
+        monkeypatch.setattr(giving_way, "asyncio", SimpleNamespace(sleep=sleep))
+        for num_owners in (1, 2):
+            monkeypatch.setattr(giving_way, "get_engine", lambda _, num=num_owners: SimpleNamespace(num_owners=num))
+            asyncio.run(giving_way.give_way(tiny.state, 0.02, num_own=1))
+        assert slept == pytest.approx([0.06])
 
     def test_a_streamed_sweep_has_the_cells_of_a_whole_one(self, tiny: Running) -> None:
         body = {"method": "patching", **PATCH, "stages": ["*.resid_pre", "*.attn.z"]}

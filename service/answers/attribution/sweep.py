@@ -21,6 +21,7 @@ from model.engine.request import Request as EngineRequest
 from model.tracing.edits import BoundEdits
 from service.answers.attribution.question import Question
 from service.answers.attribution.sweep_plan import SweepPlan, engine_request, make_plan
+from service.answers.giving_way import give_way
 from service.answers.prompts import token_answers
 from service.answers.stage_answers import effects_answer
 from service.http.access_log import note_tokens
@@ -37,7 +38,6 @@ logger = logging.getLogger(__name__)
 MAX_GROUP = 32  # cells that are admitted together
 TOKENS_BESIDE_OTHERS = 16  # of such cells, while other generations run
 SECONDS_BETWEEN_TRIES = 0.05  # to find room for a group
-PAUSES_PER_GROUP = 3.0  # beside other generations: steps with cells take longer than those that only decode
 
 
 class SweepRun:
@@ -143,8 +143,7 @@ class SweepRun:
                 results.SweepCell(cell.stage.name, cell.position, cell.head, value)
                 for cell, value in zip(cells, values, strict=True)
             ]
-            if get_engine(self._state).num_owners:
-                await asyncio.sleep(PAUSES_PER_GROUP * seconds)
+            await give_way(self._state, seconds, num_own=0)  # steps with cells take longer than those that only decode
         self._state.metrics.attributions.labels("patching").inc()
 
     def _deadline(self) -> float:

@@ -160,33 +160,33 @@ inline int8x16_t to_int8(Integers a) {  // saturated
 }
 
 // NEON has no masked loads and stores. Here `mask` always selects the first lanes.
-inline Floats load(const float* from, Mask mask) {
+template <typename Number, typename LoadAll>
+inline auto load_first(const Number* from, Mask mask, LoadAll load_all) {
     const int count = count_lanes(mask);
-    if (count == WIDTH) return load(from);
-    float all[WIDTH] = {};
+    if (count == WIDTH) return load_all(from);
+    Number all[WIDTH] = {};
     std::memcpy(all, from, count * sizeof *from);
-    return load(all);
+    return load_all(static_cast<const Number*>(all));
+}
+template <typename Number, typename StoreAll>
+inline void store_first(Number* to, Mask mask, StoreAll store_all) {
+    const int count = count_lanes(mask);
+    if (count == WIDTH) return store_all(to);
+    Number all[WIDTH];
+    store_all(all);
+    std::memcpy(to, all, count * sizeof *to);
+}
+inline Floats load(const float* from, Mask mask) {
+    return load_first(from, mask, [](const float* all) { return load(all); });
 }
 inline void store(float* to, Floats a, Mask mask) {
-    const int count = count_lanes(mask);
-    if (count == WIDTH) return store(to, a);
-    float all[WIDTH];
-    store(all, a);
-    std::memcpy(to, all, count * sizeof *to);
+    store_first(to, mask, [&](float* all) { store(all, a); });
 }
 inline Integers load_uint16(const uint16_t* from, Mask mask) {
-    const int count = count_lanes(mask);
-    if (count == WIDTH) return load_uint16(from);
-    uint16_t all[WIDTH] = {};
-    std::memcpy(all, from, count * sizeof *from);
-    return load_uint16(all);
+    return load_first(from, mask, [](const uint16_t* all) { return load_uint16(all); });
 }
 inline void store_uint16(uint16_t* to, Integers a, Mask mask) {
-    const int count = count_lanes(mask);
-    if (count == WIDTH) return store_uint16(to, a);
-    uint16_t all[WIDTH];
-    store_uint16(all, a);
-    std::memcpy(to, all, count * sizeof *to);
+    store_first(to, mask, [&](uint16_t* all) { store_uint16(all, a); });
 }
 inline void store_int8(int8_t* to, Integers a, Mask mask) {
     const int8x16_t all = to_int8(a);
