@@ -21,6 +21,7 @@ from model.engine.prefix_store import StoreCounts
 MAX_WAITING = 8192  # blocks that wait to be written; no memory is kept for them
 SECONDS_OF_LOAD, SECONDS_OF_BLOCK = 0.2, 0.02  # that a sequence waits at most: in all, and for each block
 REFRESH_SECONDS = 5.0  # after which the blocks of other processes are found
+TICK_NANOSECONDS = 100_000_000  # more than the clock of a file system needs to show a change
 WRITER_NICENESS = 10  # of POSIX systems: steps come first
 CLOSE_SECONDS = 3.0  # for which the end of the service waits until everything is written
 
@@ -59,8 +60,9 @@ class StoredPrefixes:
 
     def __init__(self, files: BlockFiles, cache: PagedCache, pool: BlockPool) -> None:
         self._files, self._cache, self._pool = files, cache, pool
-        self._changed = files.changed
-        self._known = files.names()
+        self._changed = 0  # when the folder had changed before its blocks were listed
+        self._known = set[bytes]()
+        self._find_others()
         self._num_read = self._num_written = self._num_skipped = 0
         self._last_load: FileLoad | None = None
         self._loads: SimpleQueue[FileLoad | None] = SimpleQueue()
@@ -147,8 +149,10 @@ class StoredPrefixes:
         self._num_skipped += 1
 
     def _find_others(self) -> None:
-        """Find the blocks that other processes have stored."""
+        """Find the blocks that this and other processes have stored."""
         with suppress(OSError):
             changed = self._files.changed
             if changed != self._changed:
-                self._known, self._changed = self._files.names(), changed
+                self._known = self._files.names()
+                # Another file in the same tick of the clock would leave no trace, so a recent change is looked at again.
+                self._changed = changed if time.time_ns() > changed + TICK_NANOSECONDS else 0

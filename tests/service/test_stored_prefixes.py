@@ -27,7 +27,7 @@ from service.stored_prefixes import StoredPrefixes
 from tests.engine.driving import Drive, Result, ask, new_engine, prompt, run
 from tests.engine.test_adapters import random_adapters, served
 from tests.engine.test_recorded_traces import assert_same_bits
-from tests.service.running import running
+from tests.service.running import running, wait_until
 from tests.tiny import CONFIGS, build
 
 SIZE, LIMIT = 4, 1 << 24  # tokens of a block; bytes
@@ -166,7 +166,9 @@ def test_a_running_process_finds_the_blocks_of_another_one(tmp_path: Path, monke
     engine = restarted(tmp_path, model)
     expected = run_and_close(restarted(tmp_path, model), request)
     drive = Drive(engine)
-    drive.until(lambda: bool(drive.step) and len(engine._store._known) > 0)  # type: ignore[union-attr]
+    store = engine._store
+    assert isinstance(store, stored_prefixes.StoredPrefixes)
+    wait_until(lambda: store._known == store._files.names() != set(), "all blocks of the other one are found")
     drive.add(request)
     found = drive.finish()
     assert num_cached(found) == {"1": 28}
