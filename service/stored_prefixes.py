@@ -154,5 +154,5 @@ class StoredPrefixes:
             changed = self._files.changed
             if changed != self._changed:
                 self._known = self._files.names()
-                # Another file in the same tick of the clock would leave no trace, so a recent change is looked at again.
+                # Another file in the same tick of the clock leaves no trace, so a recent change is looked at again.
                 self._changed = changed if time.time_ns() > changed + TICK_NANOSECONDS else 0
