@@ -1,5 +1,5 @@
 # An image of the service. It is for CPUs by default, and for CUDA if TORCH_INDEX is an index of CUDA builds of torch.
-# No stage has a compiler but that of the wheel, and a change of the service builds the last layer alone again.
+# Only an image for CUDA has a compiler, for C, which Triton needs. A change of the service builds the last layer alone.
 ARG BASE=python:3.11.14-slim-bookworm
 
 # The dependencies change rarely: torch from its index, then the others.
@@ -38,8 +38,12 @@ COPY --from=wheel /wheels /wheels
 RUN pip install --no-deps --prefix /package /wheels/forwardscope-*.whl
 
 FROM dependencies
-# /cache keeps the checkpoints that are downloaded from the hub, and the formats that `--quantize auto` has chosen.
-# Nothing else is written. It belongs to the group 0, so that any user of this group can run the service (OpenShift).
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN case "${TORCH_INDEX}" in */cpu) ;; *) \
+        apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -r /var/lib/apt/lists/* ;; \
+    esac
+# /cache keeps the checkpoints that are downloaded from the hub, the formats that `--quantize auto` has chosen, and what
+# Triton has compiled. Nothing else is written. It belongs to the group 0, so that any user of this group can run the service (OpenShift).
 RUN useradd --uid 10001 --gid 0 --no-create-home --home-dir /cache forwardscope \
     && install --directory --owner=10001 --group=0 --mode=0775 /cache
 ENV HOME=/cache \

@@ -6,8 +6,9 @@ from typing import Literal
 Dtype = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["stored", "none", "int8", "int5", "int4"]
 DraftFormat = Literal["none", "int8", "int5", "int4"]
-Kernels = Literal["auto", "torch"]
-"""`auto`: our own kernels, if there are any for the dtype and the CPU. `torch`: PyTorch only."""
+Kernels = Literal["auto", "invariant", "torch"]
+"""`auto`: our own kernels, if there are any for the dtype and the device. `invariant`: the same; on a GPU they take
+longer, but no bit of a token depends on what else is computed, as always on a CPU. `torch`: PyTorch only."""
 KVCacheDtype = Literal["auto", "int8"]
 """`auto`: keys and values in the dtype of the network. `int8`: in 8 bits, with a scale for each position and head."""
 

@@ -141,8 +141,9 @@ class Settings(BaseSettings):
     )
     kernels: Kernels = Field(
         "auto",
-        description="auto: our own kernels if there are any for the dtype and the CPU (AVX2, AVX-512 or NEON), "
-        "compiled before or by a C++ compiler; else PyTorch's fastest; torch: PyTorch only",
+        description="auto: our own kernels if there are any for the dtype and the device (CPUs with AVX2, AVX-512 or "
+        "NEON, compiled before or by a C++ compiler; GPUs of NVIDIA, by Triton); else PyTorch's fastest; invariant: "
+        "also on a GPU no bit of a token depends on other tokens, which takes longer; torch: PyTorch only",
     )
     quantize: Literal[Quantization, "auto"] = Field(
         "stored",

@@ -4,6 +4,7 @@ promtool, which comes with Prometheus, checks its files if it is installed. No c
 """
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -348,12 +349,27 @@ def test_only_the_files_that_decide_what_is_compiled_are_copied_before_the_kerne
     assert found.stdout == f"{num_files}\n"
 
 
-def test_the_wheel_takes_the_kernels_that_were_compiled_before_and_no_stage_that_runs_has_a_compiler() -> None:
+@pytest.mark.parametrize(("index", "installs"), [("https://x/whl/cpu", False), ("https://x/whl/cu130", True)])
+def test_only_an_image_for_cuda_has_a_compiler(index: str, installs: bool, tmp_path: Path) -> None:
+    (command,) = re.findall(r"RUN (case .*? esac)", stages()[""].replace("\\\n", " "))
+    fake = tmp_path / "apt-get"
+    fake.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called\n')
+    fake.chmod(0o755)
+    command = command.replace("/var/lib/apt/lists", str(tmp_path / "lists"))
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists" / "list").touch()
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TORCH_INDEX": index}
+    subprocess.run(["sh", "-c", command], check=True, env=environment)
+    called = (tmp_path / "called").read_text() if (tmp_path / "called").exists() else ""
+    assert ("gcc" in called) == installs
+
+
+def test_the_wheel_takes_the_kernels_that_were_compiled_before_and_no_other_stage_compiles() -> None:
     project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text(encoding="utf-8"))
     (directory,) = re.findall(r"python -m model\.ops\.cpu\.build --all (\S+)", stages()["wheel"])
     libraries = SHIPPED.relative_to(DEPLOY.parent)
     assert directory == f"{project['tool']['distutils']['build']['build-lib']}/{libraries}"
-    assert {name for name, text in stages().items() if re.search(r"g\+\+|ZIG|apt-get", text)} == {"wheel"}
+    assert {name for name, text in stages().items() if re.search(r"g\+\+|ZIG", text)} == {"wheel"}
     assert stages()[""].startswith("dependencies\n")
     assert re.findall(r"--from=(\w+)", stages()[""]) == ["package"]
 

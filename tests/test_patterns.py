@@ -18,7 +18,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("forwardscope", "model", "service")
 SOURCES = {path: path.read_text(encoding="utf-8") for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
-NOT_IMPORTED = {"service.__main__", "model.training.train"}  # the program, and a module that needs the extra `train`
+# The program, a module that needs the extra `train`, and one that needs Triton.
+NOT_IMPORTED = {"service.__main__", "model.training.train", "model.ops.gpu.kernels"}
 SIZE = 1 << 14  # characters
 MAX_CPU_SECONDS = 0.25  # linear expressions take up to 0.005, quadratic ones 0.7 and more
 # Modules that use expressions which are not compiled when the module is imported, and why that is right.

@@ -4,17 +4,17 @@ A step is customized if some of its rows have adapters, edits or traces. It is r
 to adapters, edits and traces. There may be very many assignments, so only the graphs that were used last are kept. The
 recording of a traced step also has the traced stages (recorded_trace.py).
 
-A recording is like a CUDA graph, but for our CPU kernels: its replay needs no Python between the kernels.
+On a GPU, a recording is a CUDA graph. With our CPU kernels, it is the like: its replay needs no Python between them.
 """
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
+from model.engine.attention.gpu_decode import GpuBackend
 from model.engine.attention.interface import PlannedSequence
 from model.engine.attention.paged import PagedBackend
 from model.engine.attention.step_context import RecordedStepContext
@@ -29,12 +29,12 @@ from model.engine.recorded_trace import (
 from model.engine.trace_params import StepTraceKind
 from model.network.adapters import PassAdapters
 from model.network.transformer import Transformer
-from model.ops.cpu.recording import Recording, RecordingMemory
 from model.ops.interface import Argmax
 from model.tracing.edits.bound import EditedRows, tap_of_runs
 from model.tracing.tap import BatchTap, SequenceTap, Tap
 
 logger = logging.getLogger(__name__)
+RecordableAttention = PagedBackend | GpuBackend
 Kind = TypeVar("Kind")
 MAX_CUSTOMIZED_GRAPHS = 64
 MAX_EDIT_BYTES = 1 << 26  # of the edits' numbers in all graphs
@@ -68,42 +68,44 @@ class DecodeGraph:
     """One recorded pass of `model` over the N new tokens of some decoding sequences, and the memory of its inputs.
 
     The recording includes the rows of `adapters`, the rows and the numbers of `edits`, and the `traced` rows, which may
-    have up to `max_keys` keys.
+    have up to `max_keys` keys. There is room for `max_blocks` blocks of each sequence.
     """
 
     def __init__(
         self,
         model: Transformer,
-        attention: PagedBackend,
+        attention: RecordableAttention,
         sequences: Sequence[PlannedSequence],
-        memory: RecordingMemory,
+        max_blocks: int,
+        memory: Any,
         adapters: PassAdapters | None,
         edits: Sequence[EditedRows],
         traced: Sequence[TracedRow] = (),
         max_keys: int = 0,
     ) -> None:
         cache, ops = attention.cache, model.backend
-        max_blocks = min(-(-model.config.max_positions // cache.block_size), cache.num_blocks)
-        self._step = attention.prepare(sequences, max_blocks)
-        ids = torch.tensor([_new_tokens(sequences)])
-        self._ids = ids.numpy()
-        self._recording = Recording(memory)
+        self._step = attention.prepare_recorded(sequences, max_blocks)
+        self._recording = attention.new_recording(memory)
         self._edits = tap_of_runs(edits, ops.network) if edits else None  # kept: the recording reads its numbers
         self.edit_bytes = sum(each.edits.num_bytes for each in edits)
         self.num_traced_stages = sum(len(each.kind.params.selection.stages) for each in traced if each.kind.has_stages)
         context = RecordedStepContext(self._step, cache, sequences, ops.network, max_keys)
         self._traced = traced
-        traces = self._new_traces(model, max_keys)
-        tap, taps = self._tap(traces)
-        self._joint_logits = JointLogits(model, ops.trace_kernels, traces)
-        with self._recording.record():
-            logits = model(ids, context=context, adapters=adapters, tap=tap, compute_logits=self._joint_logits)[0]
+
+        def compute() -> tuple[DecodeResult, JointLogits]:
+            traces = self._new_traces(model, max_keys)
+            tap, taps = self._tap(traces)
+            joint = JointLogits(model, ops.trace_kernels, traces)
+            logits = model(self._step.ids, context=context, adapters=adapters, tap=tap, compute_logits=joint)[0]
+            logits = self._recording.keep(logits)
             argmax = ops.sampling.argmax(logits)
             for error in (each.error for each in taps if each.error is not None):
                 raise error
-            for trace, row, lens_logits in zip(traces, traced, self._joint_logits.lenses, strict=True):
+            for trace, row, lens_logits in zip(traces, traced, joint.lenses, strict=True):
                 trace.finish_recording(_num_keys(sequences[row.index]), lens_logits)
-        self.result = DecodeResult(logits, argmax, traces, was_replayed=False)
+            return DecodeResult(logits, argmax, traces, was_replayed=False), joint
+
+        self.result, self._joint_logits = self._recording.run(compute)
         self._replayed = replace(self.result, was_replayed=True)
         self.is_complete = self._recording.is_complete
 
@@ -115,7 +117,6 @@ class DecodeGraph:
 
     def update_inputs(self, sequences: Sequence[PlannedSequence]) -> None:
         self._step.update(sequences)
-        self._ids[0] = _new_tokens(sequences)
         for trace, row in zip(self.result.traces, self._traced, strict=True):
             trace.update(_num_keys(sequences[row.index]))
 
@@ -147,6 +148,7 @@ class Shape:
     edited: tuple[tuple[bytes, int, int], ...]  # the key of the edits of a run, and its first row and its end row
     traced: tuple[tuple[tuple[str, bool, bool], int], ...] = ()  # the key of the trace of a row, and the row
     max_keys: int = 0  # for which traced attention has room
+    max_blocks: int = 0  # of a sequence, for which the tables have room
 
     @property
     def is_customized(self) -> bool:
@@ -161,6 +163,7 @@ class Shape:
         edits: Sequence[EditedRows],
         traced: Sequence[TracedRow] = (),
         max_keys: int = 0,
+        max_blocks: int = 0,
     ) -> "Shape":
         runs = () if adapters is None else adapters.tokens
         return cls(
@@ -170,6 +173,7 @@ class Shape:
             tuple((each.edits.key, each.rows.start, each.rows.stop) for each in edits),
             tuple((each.kind.key, each.row) for each in traced),
             max_keys,
+            max_blocks,
         )
 
 
@@ -184,10 +188,12 @@ class Customization:
 class DecodeGraphs:
     """The graphs of a network that our kernels compute completely. Without paged kernels nothing is recorded."""
 
-    def __init__(self, model: Transformer, attention: PagedBackend | None) -> None:
+    def __init__(self, model: Transformer, attention: RecordableAttention | None) -> None:
         self._model = model
-        self._attention = attention
-        self._memory = RecordingMemory()
+        self._is_gpu = isinstance(attention, GpuBackend)
+        # On a GPU, the choice of experts waits for the CPU.
+        self._attention = None if self._is_gpu and model.config.num_experts else attention
+        self._memory = None if self._attention is None else self._attention.new_memory()
         self._graphs: dict[Shape, DecodeGraph] = {}  # customized ones in the order of their last use
         self._unrecordable: set[Customization] = set()  # PyTorch computes a part of the step, or its recording failed
 
@@ -208,7 +214,8 @@ class DecodeGraphs:
         max_keys = self._room_for_keys(sequences, traced)
         if traced and not self._can_trace(traced, max_keys):
             return None
-        shape = Shape.of(sequences, adapters, edits, traced, max_keys)
+        max_blocks = self._attention.max_blocks(sequences, self._model.config.max_positions)
+        shape = Shape.of(sequences, adapters, edits, traced, max_keys, max_blocks)
         graph = self._graphs.get(shape)
         if graph is not None:
             if shape.is_customized:
@@ -219,12 +226,16 @@ class DecodeGraphs:
         if kind in self._unrecordable:
             return None
         adapters = adapters if shape.adapted else None
-        arguments = (sequences, self._memory, adapters, edits, traced, max_keys)
+        arguments = (sequences, max_blocks, self._memory, adapters, edits, traced, max_keys)
         try:
             graph = DecodeGraph(self._model, self._attention, *arguments)
         except Exception:  # too little memory, for example: without a recording, the error ends only its own sequence
-            if not (stages or traced):
+            if not (stages or traced or self._is_gpu):
                 raise
+            if not (stages or traced):
+                logger.warning("steps cannot be recorded, so they take longer", exc_info=True)
+                self._attention = None
+                return None
             logger.warning("a step with traces or edits could not be recorded", exc_info=True)
             _remember(self._unrecordable, kind)
             return None
@@ -272,7 +283,3 @@ def _remember(kinds: set[Kind], kind: Kind) -> None:
 def _num_keys(scheduled: PlannedSequence) -> int:
     """The number of keys of a sequence after a step."""
     return scheduled.start + scheduled.num_new
-
-
-def _new_tokens(sequences: Sequence[PlannedSequence]) -> list[int]:
-    return [token for scheduled in sequences for token in scheduled.new_tokens]

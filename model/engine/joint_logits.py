@@ -2,27 +2,32 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from model.engine.recorded_trace import RecordedTrace
 from model.network.transformer import Transformer
 from model.ops.cpu.launch import empty
 from model.ops.cpu.trace_kernels import GatherCopy, TraceKernels
+from model.ops.gpu.gpu_summaries import GpuGatherCopy, GpuTraceKernels
 from model.tracing.tap import Probe
 
 
 class JointLogits:
     """Replaces `Transformer.compute_logits` while a step is recorded, and keeps the logits of each lens.
 
-    `lenses` has them, each (L, V). No bit of a row depends on the other rows of a product. If stages of the final norm
-    are traced or edited, the rows of the step are computed separately.
+    `lenses` has them, each (L, V). With our CPU kernels, no bit of a row depends on the other rows of a product. On a
+    GPU it may, so the lenses have products of their own. If stages of the final norm are traced or edited, the rows of
+    the step are computed separately, too.
     """
 
-    def __init__(self, model: Transformer, kernels: TraceKernels | None, traces: Sequence[RecordedTrace]) -> None:
+    def __init__(
+        self, model: Transformer, kernels: TraceKernels | GpuTraceKernels | None, traces: Sequence[RecordedTrace]
+    ) -> None:
         self._model = model
         self._kernels = kernels
         self._traces = traces
-        self._gather: GatherCopy | None = None  # kept: the recording reads its table
+        self._gather: GatherCopy | GpuGatherCopy | None = None  # kept: the recording reads its table
         self.lenses: list[Tensor | None] = [None] * len(traces)
 
     def __call__(self, x: Tensor, probe: Probe) -> Tensor:
@@ -30,6 +35,11 @@ class JointLogits:
         groups = [trace.residuals for trace in self._traces]
         residuals = [residual.flatten() for group in groups for residual in group]
         if not residuals or self._kernels is None:
+            return self._model.compute_logits(x, probe)
+        if not self._kernels.joins_lenses:
+            for index, group in enumerate(groups):
+                if group:
+                    self.lenses[index] = self._model.compute_logits(torch.cat(group, dim=1))[0]
             return self._model.compute_logits(x, probe)
         is_separate = probe.at("ln_final").wants("scale", "normalized", "out")
         num_rows = 0 if is_separate else x.shape[1]

@@ -16,6 +16,7 @@ from model.engine.logit_lens import LensLogits
 from model.engine.trace_params import StepTraceKind
 from model.network.transformer import Transformer
 from model.ops.cpu.trace_kernels import GatherCopy, SummaryCalls, TraceKernels, decode_summaries
+from model.ops.gpu.gpu_summaries import GpuGatherCopy, GpuSummaryCalls, GpuTraceKernels
 from model.tracing.selection import StageTrace, bytes_of_values
 from model.tracing.stages import Stage, last_residuals, sizes_of
 from model.tracing.tap import Chain, Recorder, Tap
@@ -59,7 +60,7 @@ class RecordedStage:
     stage: Stage
     tensor: Tensor
     has_key_axis: bool
-    selected_heads: tuple[int, Tensor] | None
+    selected_heads: tuple[int, Sequence[int]] | None
     summary: tuple[int, int] | None = None
 
     def shape(self, num_keys: int) -> tuple[int, ...]:
@@ -73,7 +74,10 @@ class RecordedStage:
         if self.has_key_axis:
             B, H, T, S = self.shape(num_keys)
             tensor = tensor.as_strided((B, H, T, S), (H * T * S, T * S, S, 1))
-        return tensor if self.selected_heads is None else tensor.index_select(*self.selected_heads)
+        if self.selected_heads is None:
+            return tensor
+        axis, heads = self.selected_heads
+        return tensor.index_select(axis, torch.tensor(heads, device=tensor.device))
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,9 @@ class StageCopy:
 class RecordedTrace:
     """The trace of one sequence in a recorded step. Its `tap` collects the stages while the step is recorded."""
 
-    def __init__(self, model: Transformer, kernels: TraceKernels, kind: StepTraceKind, max_keys: int) -> None:
+    def __init__(
+        self, model: Transformer, kernels: TraceKernels | GpuTraceKernels, kind: StepTraceKind, max_keys: int
+    ) -> None:
         self._model, self._kernels, self._kind, self._max_keys = model, kernels, kind, max_keys
         self._detail = kind.params.selection.detail
         self._heads = _head_indices(kind, model.config)
@@ -129,11 +135,11 @@ class RecordedTrace:
         self._residuals = Recorder(last_residuals(model.config) if kind.has_lens else ())
         self.tap: Tap = Chain(self._recorder, self._residuals)
         self._stages: list[RecordedStage] = []
-        self._summaries: list[SummaryCalls] = []
+        self._summaries: list[SummaryCalls | GpuSummaryCalls] = []
         # Summaries of stages with keys: the calls, the indices of the stages in these, and the numbers for each key.
-        self._key_summaries: list[tuple[SummaryCalls, Sequence[int], int]] = []
+        self._key_summaries: list[tuple[SummaryCalls | GpuSummaryCalls, Sequence[int], int]] = []
         self._with_values: list[RecordedStage] = []  # those with keys come last
-        self._values_copy: GatherCopy | None = None
+        self._values_copy: GatherCopy | GpuGatherCopy | None = None
         self._num_keys = 0
         self.lens: LensLogits | None = None
 
@@ -218,8 +224,8 @@ class RecordedTrace:
         return recorded.tensor.as_strided((recorded.tensor.shape[1] * self._max_keys,), (1,))
 
 
-def _head_indices(kind: StepTraceKind, config: ModelConfig) -> dict[str, Tensor]:
+def _head_indices(kind: StepTraceKind, config: ModelConfig) -> dict[str, Sequence[int]]:
     """The selected heads of each dim of which only some heads are traced."""
     sizes = sizes_of(config, 1)
     found = {dim: kind.params.selection.indices(dim, sizes) for dim in ("head", "kv_head")}
-    return {dim: torch.tensor(indices) for dim, indices in found.items() if indices is not None}
+    return {dim: indices for dim, indices in found.items() if indices is not None}

@@ -7,6 +7,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from model.engine.attention.gpu_decode import GpuBackend
 from model.engine.attention.paged import PagedBackend
 from model.engine.attention.step_context import StepContext, choose_attention
 from model.engine.cache import PagedCache
@@ -43,7 +44,7 @@ class Runner:
         self._adapters = adapters
         self._attention = choose_attention(cache, model.share, model.backend)
         self._decode_graphs = DecodeGraphs(
-            model, self._attention if isinstance(self._attention, PagedBackend) else None
+            model, self._attention if isinstance(self._attention, (PagedBackend, GpuBackend)) else None
         )
         stages = stages_of(model.config, adapters=bool(adapters))
         self.stage_names = frozenset(stage.name for stage in stages)
@@ -55,12 +56,12 @@ class Runner:
 
     @property
     def replays(self) -> bool:
-        """Whether steps of decoding sequences are replayed.
+        """Whether steps of decoding sequences are replayed, also those with drafts: on a CPU.
 
         In these steps, our kernels compute everything. So the logits of a token are the same, bit for bit, with any
         other tokens in the step.
         """
-        return self._decode_graphs.num_recorded > 0
+        return isinstance(self._attention, PagedBackend) and self._decode_graphs.num_recorded > 0
 
     def run(self, sequences: Sequence[StepSequence]) -> ForwardResult:
         """Compute the logits of those tokens after which a token is chosen, or of all new tokens where they are needed.
@@ -122,7 +123,7 @@ class Runner:
         """
         ordered = sorted(sequences, key=lambda each: (not each.scheduled.is_decoding, each.scheduled.start))
         is_customized = bool(self._adapters or edits) or any(each.is_traced for each in sequences)
-        if isinstance(self._attention, PagedBackend) and is_customized:
+        if isinstance(self._attention, (PagedBackend, GpuBackend)) and is_customized:
             ordered.sort(
                 key=lambda each: (
                     not each.scheduled.is_decoding,

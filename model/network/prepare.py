@@ -13,12 +13,13 @@ from model.errors import CheckpointError
 from model.network.parameters import count_parameters
 from model.network.transformer import Transformer
 from model.ops.cpu.constants import VECTOR_WIDTH
-from model.ops.cpu.cpu_ops import find_backend
+from model.ops.cpu.cpu_ops import CpuNetworkOps, find_backend
 from model.ops.cpu.grouped_linear import GroupedLinear, has_grouped_kernel
 from model.ops.cpu.grouped_packing import copy_groups, pack_stored, quantize_rows, unpack_groups
 from model.ops.cpu.layout import DTYPES
 from model.ops.cpu.packed_linear import has_kernel, packed_layer
 from model.ops.cpu.packing import pack_rows
+from model.ops.gpu.backend import find_backend as find_gpu_backend
 from model.ops.interface import Backend
 from model.ops.quantization import LayerFormats, QuantizedLinear, format_of, keeps_precision, quantize_to
 from model.ops.stacked_groups import StackedGroups
@@ -77,6 +78,8 @@ def prepare_model(
     assert not surplus, f"no parameter for {', '.join(surplus)}"
     assert not any(parameter.is_meta for parameter in model.parameters()), "a parameter has no weight"
     _log_choice(model, quantize)
+    if kernels == "invariant" and not model.batch_invariant:
+        logger.warning("PyTorch computes some products, so bits of a token depend on the other tokens of a step")
     return model.requires_grad_(False).eval()
 
 
@@ -92,7 +95,7 @@ def keeps_any_format(model: Transformer) -> bool:
 
 def can_keep_formats(backend: Backend, weight: StackedGroups, dtype: torch.dtype) -> bool:
     """Whether our kernels can multiply by all parts of a weight in their own formats."""
-    is_ours = backend.network is not TORCH.network
+    is_ours = isinstance(backend.network, CpuNetworkOps)
     return is_ours and all(has_grouped_kernel(part.format, dtype) for part in weight.parts)
 
 
@@ -108,14 +111,14 @@ def make_linear(
     A weight that is stored in formats of groups keeps them if `format` is None and there are kernels for them.
     """
     if isinstance(format, PackedGroups):
-        if backend.network is not TORCH.network and has_grouped_kernel(format.format, dtype):
+        if isinstance(backend.network, CpuNetworkOps) and has_grouped_kernel(format.format, dtype):
             return GroupedLinear([copy_groups(format)], bias, dtype)
         return backend.network.linear(unpack_groups(format).to(weight.device), bias, dtype)
     if isinstance(weight, StackedGroups):
         if format is None and can_keep_formats(backend, weight, dtype):
             return GroupedLinear(pack_stored(weight), bias, dtype)
         weight = weight.tensor()
-    is_ours = backend.network is not TORCH.network
+    is_ours = isinstance(backend.network, CpuNetworkOps)
     rows = weight if isinstance(weight, StackedRows) else StackedRows((weight.detach(),), dtype, weight.device)
     if is_ours and format is not None and has_grouped_kernel(format, dtype):
         return GroupedLinear([quantize_rows(rows, format)], bias, dtype)
@@ -146,6 +149,8 @@ def choose_backend(config: ModelConfig, dtype: torch.dtype, device: torch.device
     if device.type == "cpu" and dtype not in DTYPES:
         name = str(dtype).removeprefix("torch.")
         logger.warning("our kernels do not compute %s, so PyTorch does, much slower; give --dtype bfloat16", name)
+    if device.type == "cuda":
+        return find_gpu_backend(dtype, device, invariant=kernels == "invariant") or TORCH
     return (find_backend(dtype, config.d_head) if device.type == "cpu" else None) or TORCH
 
 
@@ -155,7 +160,7 @@ def _log_choice(model: Transformer, quantize: Quantization | LayerFormats) -> No
     if num_packed + num_unpacked:
         formats = quantize if quantize in ("int8", "int5", "int4") else "formats of their own"
         logger.info("%d linear layers in %s", num_packed + num_unpacked, formats)
-    if model.backend.network is not TORCH.network:
+    if isinstance(model.backend.network, CpuNetworkOps):
         rest = _computed_by_torch(model)
         exceptions = f", except for {', '.join(rest)}, which PyTorch computes" if rest else ""
         logger.info("the network is computed by our own kernels%s", exceptions)

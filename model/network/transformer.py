@@ -181,8 +181,8 @@ class Transformer(nn.Module):
         self.ln_final = block_norm(config, ops) if config.has_final_norm else None
         self.head = linear("head", config.d_model, config.vocab_size, False)
         self.tie_head()
-        has_torch_layers = any(isinstance(module, (nn.Linear, QuantizedLinear)) for module in self.modules())
-        self.batch_invariant = ops.batch_invariant and not has_torch_layers
+        layers = [module for module in self.modules() if isinstance(module, (nn.Linear, QuantizedLinear))]
+        self.batch_invariant = ops.batch_invariant and all(getattr(layer, "batch_invariant", False) for layer in layers)
 
     def forward(
         self,

@@ -20,6 +20,7 @@ from model.ops.weight_formats import GroupedWeight
 if TYPE_CHECKING:
     from model.ops.cpu.paged_attention import PagedAttention
     from model.ops.cpu.trace_kernels import TraceKernels
+    from model.ops.gpu.gpu_summaries import GpuTraceKernels
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of the angles by which a pass turns its queries and keys."""
@@ -177,6 +178,6 @@ class Backend:
     sampling: SamplingOps
     summaries: SummaryOps
     paged_attention: "PagedAttention | None" = None
-    trace_kernels: "TraceKernels | None" = None
+    trace_kernels: "TraceKernels | GpuTraceKernels | None" = None
     allows_varlen: bool = True
     kernels: str = "torch"

@@ -12,7 +12,7 @@ from model.text.constraint import Constraint
 from model.text.grammar.grammars import Grammars, NotRemembered
 from model.text.grammar.process import NeedsMoreTime, NoAnswer
 from service.http.disconnects import unless_disconnected
-from service.http.errors import ApiError, internal, invalid, invalid_field, lost_rank, unread_grammar
+from service.http.errors import ApiError, invalid, invalid_field, lost_rank, unexpected, unread_grammar
 from service.http.generate_schemas import StructuredOutputs
 from service.state import State
 
@@ -79,4 +79,4 @@ def generation_error(error: Exception) -> ApiError:
     """The answer for a failed choice: 400 if its own grammar or edits are the reason, otherwise 500 or 503."""
     if isinstance(error, LostRank):
         return lost_rank()
-    return invalid_field(error) if isinstance(error, InvalidField) else internal()
+    return invalid_field(error) if isinstance(error, InvalidField) else unexpected(error)

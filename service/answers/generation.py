@@ -32,7 +32,7 @@ from service.answers.step_trace_answers import TracePlan, trace_answer
 from service.http.access_log import note_tokens
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
-from service.http.errors import ApiError, internal
+from service.http.errors import ApiError, unexpected
 from service.http.sse import DONE, error_content, error_event
 from service.request_notes import notes_of, recorded_span
 from service.state import get_reservation
@@ -226,9 +226,9 @@ class Generation:
                 yield last
         except ApiError as error:
             yield write_error({"id": self.id} | error_content(notes, error))
-        except Exception:  # a bug; the status line is already sent, so the stream has to report it
+        except Exception as error:  # a bug; the status line is already sent, so the stream has to report it
             logger.exception("generation %s failed", self.id)
-            yield write_error({"id": self.id} | error_content(notes, internal()))
+            yield write_error({"id": self.id} | error_content(notes, unexpected(error)))
         if done:
             yield done
 

@@ -18,7 +18,7 @@ from service.answers.request_phases import add_pass
 from service.http.access_log import note_tokens
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import json_in_pieces, safetensors_bytes
-from service.http.errors import ApiError, internal
+from service.http.errors import ApiError, unexpected
 from service.request_notes import recorded_span
 from service.spans import RequestSpan
 from service.state import State, get_reservation, series
@@ -176,8 +176,8 @@ async def _run_one(
     except ApiError as reason:
         error = reason.code
         raise
-    except Exception:
-        error = internal().code
+    except Exception as reason:
+        error = unexpected(reason).code
         raise
     finally:
         if span is not None:

@@ -72,11 +72,29 @@ def check_cpu(settings: Settings) -> Finding:
     return Finding("ok", f"{os.cpu_count()} CPUs, of which the network uses {num_threads(settings)}; {has_level}")
 
 
+def uses_gpu(settings: Settings) -> bool:
+    """Whether the network runs on a GPU that PyTorch can use."""
+    from model.device import find_device
+
+    try:
+        return find_device(settings.device).startswith("cuda")
+    except ValueError:  # another check says so
+        return False
+
+
 def check_kernels(settings: Settings) -> Finding:
     from model.ops.cpu.libraries import kernel_status
 
     if settings.kernels == "torch":
         return Finding("ok", "PyTorch's, because of --kernels torch")
+    if uses_gpu(settings):
+        import torch
+
+        from model.ops.gpu.backend import load_kernels
+
+        if load_kernels(torch.device("cuda")) is None:  # the log has the reason
+            return Finding("warning", "PyTorch's, because Triton does not run here; install gcc and Python's headers")
+        return Finding("ok", "our own, which Triton compiles when they are first used")
     status = kernel_status()
     if status.problem is not None:
         return Finding("warning", f"{status.problem}; until this is changed, PyTorch computes, which is much slower")

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from model.choices import Quantization
+from model.choices import Kernels, Quantization
 from service.http.field_types import Prompt, Request, ShortText, at_most
 from service.http.schemas import PROMPT, ModelRequest, example
 
@@ -16,7 +16,7 @@ class CompareSetting(Request):
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     quantize: Quantization | None = None
-    kernels: Literal["auto", "torch"] | None = None
+    kernels: Kernels | None = None
 
 
 class CompareSource(Request):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
+import torch
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -131,6 +132,17 @@ def internal() -> ApiError:
     return ApiError(500, message, code="internal", headers={"Connection": "close"})
 
 
+def unexpected(error: BaseException) -> ApiError:
+    """The answer for an error that no part of the request explains: 503 if a GPU had too little memory, else 500."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return internal()
+    message = (
+        "the GPU has too little memory for this request now; ask for fewer tokens, stages or choices, try again later, "
+        "or start the server with a lower --cache-bytes"
+    )
+    return ApiError(503, message, code="out_of_memory", headers={"Retry-After": "1"})
+
+
 def join_some(names: list[str], limit: int = MAX_NAMES) -> str:
     """Join names for an error message; of more than `limit`, the last ones are only counted."""
     listed = ", ".join(name[:100] for name in names[: limit - 1])
@@ -248,8 +260,8 @@ class InternalErrors:
 
         try:
             await self.app(scope, receive, send_and_note)
-        except Exception:  # a bug: the client gets 500, and the other requests continue
+        except Exception as error:  # a bug: the client gets 500, and the other requests continue
             if scope["type"] != "http" or has_begun:
                 raise
             logger.exception("%s %s failed", scope["method"], scope["path"])
-            await ErrorResponse(internal())(scope, receive, send)
+            await ErrorResponse(unexpected(error))(scope, receive, send)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from model.engine.attention.paged import PagedStep
 from model.network.transformer import Transformer
 from model.ops.cpu.constants import KEYS_PER_CHUNK
 from model.ops.cpu.paged_attention import MAX_PARTIAL_BYTES, MAX_SPLIT_TOKENS, empty_partials, partials_memory
@@ -21,8 +22,9 @@ def test_all_recorded_steps_share_the_memory_for_partial_sums_and_it_is_limited(
     requests = [ask(f"{i}", prompt(3, seed=i), max_tokens=24 + 3 * i) for i in range(1, 4)]
     requests.append(ask("0", prompt(303), max_tokens=60))  # beside three of them, then two, one and none
     results = run(engine, *requests)
-    steps = [graph._step._read for graph in engine._runner._decode_graphs._graphs.values()]
-    partials = [step.partials for step in steps if step.partials is not None]
+    steps = [graph._step for graph in engine._runner._decode_graphs._graphs.values()]
+    reads = [step._read for step in steps if isinstance(step, PagedStep)]
+    partials = [read.partials for read in reads if read.partials is not None]
     assert len(partials) == len(steps) > 3
     memories = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in partials}
     assert len(memories) == 1

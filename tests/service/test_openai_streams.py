@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from model.text.sampling import TokenLogprobs
 from model.text.transcript import Transcript
@@ -50,17 +51,26 @@ def test_a_request_that_takes_too_long_is_503_and_never_looks_complete(tmp_path:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_bug_is_500_or_an_error_event(
-    tiny: Running, monkeypatch: pytest.MonkeyPatch, errors_logged: list[str], path: str
+@pytest.mark.parametrize(
+    ("kind", "answer"), [(RuntimeError, (500, "internal")), (torch.OutOfMemoryError, (503, "out_of_memory"))]
+)
+def test_a_bug_is_500_and_a_full_gpu_503_or_they_are_error_events(
+    tiny: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    errors_logged: list[str],
+    path: str,
+    kind: type[Exception],
+    answer: tuple[int, str],
 ) -> None:
     def fail(*arguments: Any, **options: Any) -> Any:
-        raise RuntimeError("secret detail")
+        raise kind("secret detail")
 
     with monkeypatch.context() as patch:
         patch.setattr(Transcript, "push", fail)
         whole = tiny.post(path, PATHS[path] | {"max_tokens": 3})
         streamed = tiny.post(path, PATHS[path] | {"max_tokens": 3, "stream": True})
-    assert (whole.status_code, whole.json()["error"]["code"]) == (500, "internal")
+    assert (whole.status_code, whole.json()["error"]["code"]) == answer
+    assert streamed.content.count(answer[1].encode()) >= 1
     assert streamed.content.count(b"event: error") == (6 if path == "/v1/completions" else 2)
     assert b"secret" not in whole.content + streamed.content
     assert tiny.answer(path, **PATHS[path], max_tokens=3)["usage"]["completion_tokens"] > 0

@@ -8,6 +8,7 @@ from torch import Tensor
 from model.engine.attention.interface import PlannedSequence, cu_seqlens, slot_mapping
 from model.engine.cache import PagedCache
 from model.ops.cpu.paged_attention import PagedAttention, PagedRead, empty_partials, partials_memory
+from model.ops.cpu.recording import Recording, RecordingMemory
 
 
 class PagedBackend:
@@ -24,13 +25,26 @@ class PagedBackend:
         self.kernels = kernels
         self.partials = partials_memory(cache.num_heads, cache.d_head, cache.num_blocks * cache.block_size)
 
-    def prepare(self, sequences: Sequence[PlannedSequence], max_blocks: int | None = None) -> "PagedStep":
-        """`max_blocks`: how many blocks per sequence `PagedStep.update` must have room for."""
+    def prepare(self, sequences: Sequence[PlannedSequence]) -> "PagedStep":
+        return PagedStep(self, sequences, None)
+
+    def prepare_recorded(self, sequences: Sequence[PlannedSequence], max_blocks: int) -> "PagedStep":
+        """Prepare a step that is recorded. `PagedStep.update` has room for `max_blocks` blocks per sequence."""
         return PagedStep(self, sequences, max_blocks)
+
+    def max_blocks(self, sequences: Sequence[PlannedSequence], max_positions: int) -> int:
+        """The room of a recorded step: for all positions, because unused blocks cost no time."""
+        return min(-(-max_positions // self.cache.block_size), self.cache.num_blocks)
+
+    def new_memory(self) -> RecordingMemory:
+        return RecordingMemory()
+
+    def new_recording(self, memory: RecordingMemory) -> Recording:
+        return Recording(memory)
 
 
 class PagedStep:
-    """The tables of one step, in memory that a recorded step can read again after `update`."""
+    """The tables of one step, and its new tokens `ids` (1, N), in memory that a recorded step reads after `update`."""
 
     def __init__(self, backend: PagedBackend, sequences: Sequence[PlannedSequence], max_blocks: int | None) -> None:
         self._cache, self._kernels = backend.cache, backend.kernels
@@ -42,6 +56,7 @@ class PagedStep:
         partials = empty_partials(
             len(self.positions), self._cache.num_heads, self._cache.d_head, num_blocks * size, backend.partials
         )
+        self.ids = torch.tensor([[token for each in sequences for token in each.new_tokens]])
         self._read = PagedRead(torch.tensor(blocks), torch.tensor(first_rows), torch.tensor(start), size, partials)
 
     def update(self, sequences: Sequence[PlannedSequence]) -> None:
@@ -51,6 +66,7 @@ class PagedStep:
         tables = (*slot_mapping(sequences, read.block_size), *_row_tables(sequences))
         for tensor, numbers in zip(tensors, tables, strict=True):
             tensor.numpy()[:] = numbers
+        self.ids.numpy()[0] = [token for each in sequences for token in each.new_tokens]
         tables_of_blocks = read.blocks.numpy()
         for row, scheduled in enumerate(sequences):
             tables_of_blocks[row, : len(scheduled.sequence.blocks)] = scheduled.sequence.blocks

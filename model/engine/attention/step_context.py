@@ -7,10 +7,12 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.engine.attention.gathered import GatheredBackend
+from model.engine.attention.gpu_decode import GpuBackend, GpuDecodeStep, find_kernels
 from model.engine.attention.interface import AttentionBackend, PlannedSequence, StepAttention
 from model.engine.attention.paged import PagedBackend, PagedStep
 from model.engine.attention.varlen import VarlenBackend, find_kernel
 from model.engine.cache import PagedCache
+from model.errors import InvalidField
 from model.network.attention import trace_attention
 from model.ops.interface import Backend, NetworkOps
 from model.ops.torch_attention import CausalMask
@@ -23,9 +25,16 @@ def choose_attention(cache: PagedCache, config: ModelConfig, backend: Backend) -
     """The fastest attention over the paged cache that the network's backend and the device have."""
     if backend.paged_attention is not None:
         return PagedBackend(cache, backend.paged_attention)
+    kernels = find_kernels(cache, backend.network)
+    if cache.device.type != "cpu" and backend.network.batch_invariant:
+        if kernels is None:
+            reason = "with the kernels invariant, a GPU attends to heads of up to 256 numbers in a cache of kind auto"
+            raise InvalidField("kv_cache_dtype", reason)
+        return GpuBackend(cache, kernels, None)
     can_use_varlen = backend.allows_varlen and not cache.is_quantized
-    kernel = find_kernel(config, cache.dtype, cache.device) if can_use_varlen else None
-    return GatheredBackend(cache) if kernel is None else VarlenBackend(cache, kernel)
+    varlen = find_kernel(config, cache.dtype, cache.device) if can_use_varlen else None
+    for_prompts: AttentionBackend = GatheredBackend(cache) if varlen is None else VarlenBackend(cache, varlen)
+    return for_prompts if kernels is None else GpuBackend(cache, kernels, for_prompts)
 
 
 class StepContext:
@@ -85,7 +94,7 @@ class RecordedStepContext(StepContext):
 
     def __init__(
         self,
-        attention: PagedStep,
+        attention: PagedStep | GpuDecodeStep,
         cache: PagedCache,
         sequences: Sequence[PlannedSequence],
         ops: NetworkOps,

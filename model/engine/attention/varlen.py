@@ -5,10 +5,12 @@ kernel can read blocks in place only with FlashAttention 3, which torch does not
 """
 
 import importlib
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,7 +112,7 @@ def find_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
         return None
     try:
         varlen = importlib.import_module("torch.nn.attention.varlen")
-        kernel: Kernel = varlen.varlen_attn
+        kernel = with_groups(varlen.varlen_attn)
         agrees = check_kernel(kernel, config, dtype, device)
     except Exception as error:  # whatever the reason, `GatheredBackend` works
         logger.info("no fused attention over the paged cache: %s", error)
@@ -118,6 +120,17 @@ def find_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
     if not agrees:
         logger.warning("torch's varlen_attn is not used: in a trial it differs from fused_attention")
     return kernel if agrees else None
+
+
+def with_groups(kernel: Kernel) -> Kernel:
+    """A kernel that takes `enable_gqa`. That of PyTorch 2.11 does not, and always shares the keys of grouped heads."""
+    if "enable_gqa" in inspect.signature(kernel).parameters:
+        return kernel
+
+    def grouped(*arguments: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
+        return kernel(*arguments, **options)
+
+    return grouped
 
 
 def check_kernel(kernel: Kernel, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:

@@ -6,9 +6,9 @@ without any Python between the kernels.
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.ops.cpu.launch import CURRENT, thread_pool, warn_of_missing_threads
 
+Result = TypeVar("Result")
 ALIGNMENT = 64  # bytes
 CHUNK = 1 << 24  # bytes that a recording's memory grows by, at least
 
@@ -50,6 +51,15 @@ class Recording:
         finally:
             CURRENT.reset(token)
         self._call_list = _CallList(self._calls)
+
+    def run(self, compute: Callable[[], Result]) -> Result:
+        """Compute, and record all kernel calls."""
+        with self.record():
+            return compute()
+
+    def keep(self, logits: Tensor) -> Tensor:
+        """The logits (N, V) where they are: in the memory of all recordings."""
+        return logits
 
     def add_call(self, kernel: int, num_tasks: int, arguments: bytes) -> None:
         """Record a call: the kernel's address, and the struct of its arguments."""

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -115,6 +116,8 @@ class GatherCopy:
 @dataclass(frozen=True)
 class TraceKernels:
     """The kernels of recorded traces."""
+
+    joins_lenses: ClassVar[bool] = True  # the logits of lenses and of the step may be rows of one product
 
     moments: dict[torch.dtype, Kernel]
     combine_moments: Kernel

@@ -28,7 +28,7 @@ from service.http.access_log import note_tokens
 from service.http.attribute_schemas import PatchingRequest
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
-from service.http.errors import ApiError, draining, internal, timed_out
+from service.http.errors import ApiError, draining, timed_out, unexpected
 from service.http.sse import DONE, EventStream, error_content, error_event, event
 from service.request_notes import notes_of
 from service.request_stream import RequestStream
@@ -101,9 +101,9 @@ class SweepRun:
             yield event(results.SweepEnd(len(plan.cells), results.AttributionTimings(*self._timings())))
         except ApiError as error:
             yield error_event(error_content(notes_of(plan.question.request.scope), error))
-        except Exception:  # a bug; the status line is already sent, so the stream has to report it
+        except Exception as error:  # a bug; the status line is already sent, so the stream has to report it
             logger.exception("sweep %s failed", self._id)
-            yield error_event(error_content(notes_of(plan.question.request.scope), internal()))
+            yield error_event(error_content(notes_of(plan.question.request.scope), unexpected(error)))
         yield DONE
 
     def _timings(self) -> tuple[float, float]:
@@ -192,7 +192,7 @@ class SweepRun:
                 for output in batch:
                     if output.error is not None:
                         logger.error("sweep %s failed", self._id, exc_info=output.error)
-                        raise internal()
+                        raise unexpected(output.error)
                     if output.scores:
                         scores[output.request_id] = output.scores
                     if output.end is not None and output.end.finish_reason == "cancelled":

@@ -1,0 +1,156 @@
+"""Attention of a decoding step on a GPU, with our Triton kernels: its tables stay at the same addresses.
+
+So the step can be recorded in a CUDA graph. PyTorch computes steps with prompts.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.engine.attention.interface import AttentionBackend, PlannedSequence, StepAttention, slot_mapping
+from model.engine.cache import PagedCache
+from model.engine.recorded_trace import room_for_keys
+from model.ops.gpu.paged_attention import MAX_HEAD, attend, attend_rows, step_scores
+from model.ops.gpu.recording import GraphMemory, GraphRecording
+from model.ops.interface import NetworkOps
+
+
+def find_kernels(cache: PagedCache, ops: NetworkOps) -> Any:
+    """The kernels that attend over this cache; None if there are none."""
+    kernels = getattr(ops, "kernels", None) if cache.device.type == "cuda" else None
+    return None if cache.is_quantized or cache.d_head > MAX_HEAD else kernels
+
+
+def plain_rows(cache: PagedCache, layer: int) -> tuple[Tensor, Tensor]:
+    """The keys and values of a layer."""
+    keys, values = cache.keys(layer), cache.values(layer)
+    assert isinstance(keys, Tensor), "there are no kernels for a cache in 8 bits"
+    assert isinstance(values, Tensor)
+    return keys, values
+
+
+class GpuBackend:
+    """`AttentionBackend` with our kernels for steps in which every sequence only decodes, and with `others` for others.
+
+    A step that is not recorded has the bits of a recorded one. Without `others`, our kernels compute all steps, and no
+    bit of a token depends on the other tokens of its step.
+    """
+
+    def __init__(self, cache: PagedCache, kernels: Any, others: AttentionBackend | None) -> None:
+        self.cache, self.kernels, self._others = cache, kernels, others
+        self.reads_unwritten_slots = others is not None and others.reads_unwritten_slots
+
+    def prepare(self, sequences: Sequence[PlannedSequence]) -> StepAttention:
+        if any(each.num_new > 1 or not each.is_decoding for each in sequences):
+            return GpuRowsStep(self, sequences) if self._others is None else self._others.prepare(sequences)
+        return self.prepare_recorded(sequences, self.max_blocks(sequences, 0))
+
+    def prepare_recorded(self, sequences: Sequence[PlannedSequence], max_blocks: int) -> "GpuDecodeStep":
+        """Prepare a step that is recorded. `update` has room for `max_blocks` blocks per sequence."""
+        step = GpuDecodeStep(self, len(sequences), max_blocks)
+        step.update(sequences)
+        return step
+
+    def max_blocks(self, sequences: Sequence[PlannedSequence], max_positions: int) -> int:
+        """The room of a recorded step: one of few, because unused blocks cost time."""
+        return -(-room_for_keys(max(each.start + 1 for each in sequences)) // self.cache.block_size)
+
+    def new_memory(self) -> GraphMemory:
+        return GraphMemory()
+
+    def new_recording(self, memory: GraphMemory) -> GraphRecording:
+        return GraphRecording(memory)
+
+
+class GpuRowsStep:
+    """`StepAttention` of any new tokens, each of which is computed as if it were alone."""
+
+    def __init__(self, backend: GpuBackend, sequences: Sequence[PlannedSequence]) -> None:
+        cache = self._cache = backend.cache
+        self._kernels = backend.kernels
+        mapping = torch.tensor(slot_mapping(sequences, cache.block_size), device=cache.device)
+        self.positions, self.lengths, self._slots = mapping
+        num_blocks = max(len(each.sequence.blocks) for each in sequences)
+        tables = [each.sequence.blocks + [0] * (num_blocks - len(each.sequence.blocks)) for each in sequences]
+        rows = [row for row, each in enumerate(sequences) for _ in range(each.num_new)]
+        self._blocks = torch.tensor(tables, device=cache.device)[torch.tensor(rows, device=cache.device)]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache = self._cache
+        keys, values = plain_rows(cache, layer)
+        cache.write(layer, self._slots, k, v)
+        return attend_rows(
+            self._kernels,
+            q,
+            k,
+            v,
+            keys,
+            values,
+            self._blocks,
+            self.positions,
+            cache.block_size,
+            cache.windows[layer],
+            cache.score_rule,
+        )
+
+
+class GpuDecodeStep:
+    """`StepAttention` of one new token of each sequence, with room for `max_blocks` blocks of each.
+
+    `ids` (1, N) are the new tokens. All tables are one tensor: `update` needs one copy to the GPU.
+    """
+
+    def __init__(self, backend: GpuBackend, num_sequences: int, max_blocks: int) -> None:
+        cache = self._cache = backend.cache
+        self._kernels = backend.kernels
+        host = torch.zeros(3 + max_blocks, num_sequences, dtype=torch.int64)
+        self._host = host.pin_memory() if cache.device.type == "cuda" else host
+        self._device = self._host.to(cache.device)
+        self._numbers = self._host.numpy()
+        self.ids, self.positions, self.lengths = self._device[:1], self._device[1], self._device[2]
+        self._blocks = self._device[3:].view(num_sequences, max_blocks)
+
+    def update(self, sequences: Sequence[PlannedSequence]) -> None:
+        """Copy the tables of another step of as many sequences to the GPU."""
+        positions, lengths, _ = slot_mapping(sequences, self._cache.block_size)
+        self._numbers[0] = [each.new_tokens[0] for each in sequences]
+        self._numbers[1], self._numbers[2] = positions, lengths
+        blocks = self._numbers[3:].reshape(len(sequences), -1)
+        for row, each in enumerate(sequences):
+            blocks[row, : len(each.sequence.blocks)] = each.sequence.blocks
+        self._device.copy_(self._host, non_blocking=True)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache = self._cache
+        keys, values = plain_rows(cache, layer)
+        return attend(
+            self._kernels,
+            q,
+            k,
+            v,
+            keys,
+            values,
+            self._blocks,
+            self.positions,
+            cache.block_size,
+            cache.windows[layer],
+            cache.score_rule,
+        )
+
+    def scores(self, layer: int, sequence: int, q: Tensor, max_keys: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Like `PagedStep.scores`."""
+        cache = self._cache
+        keys, _ = plain_rows(cache, layer)
+        return step_scores(
+            self._kernels,
+            q,
+            keys,
+            self._blocks[sequence],
+            self.positions[sequence],
+            max_keys,
+            cache.block_size,
+            cache.windows[layer],
+            cache.score_rule,
+        )
