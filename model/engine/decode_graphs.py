@@ -4,7 +4,7 @@ A step is customized if some of its rows have adapters, edits or traces. It is r
 to adapters, edits and traces. There may be very many assignments, so only the graphs that were used last are kept. The
 recording of a traced step also has the traced stages (recorded_trace.py).
 
-On a GPU, a recording is a CUDA graph. With our CPU kernels, it is the like: its replay needs no Python between them.
+On a GPU, a recording is a CUDA graph. It is similar with our CPU kernels: a replay needs no Python between them.
 """
 
 import logging
