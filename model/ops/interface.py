@@ -171,7 +171,7 @@ class Backend:
     `paged_attention` attends over a paged key-value cache in place; None if the backend cannot. `trace_kernels` compute
     traces in recorded steps; None if steps with traces cannot be recorded. `allows_varlen`: the engine may use
     `torch.nn.attention.varlen` on devices that have it. `kernels`: the instruction level of our kernels, such as
-    "avx512-bf16", or "torch" if PyTorch computes.
+    "avx512-bf16", "triton" on a GPU, or "torch" if PyTorch computes.
     """
 
     network: NetworkOps
