@@ -96,7 +96,7 @@ def test_the_model_of_load_names_wrong_arguments_of_run(
     [
         ("model: 3 is not the name or the path", {"model": 3}),
         ("quantize: 'int3' is not stored, none, int8, int5, int4 or auto", {"quantize": "int3"}),
-        ("kernels: 'fast' is not auto or torch", {"kernels": "fast"}),
+        ("kernels: 'fast' is not auto, invariant or torch", {"kernels": "fast"}),
         ("kv_cache_dtype: 'int4' is not auto or int8", {"kv_cache_dtype": "int4"}),
         ("adapters: .* is not a mapping", {"adapters": ["a"]}),
         ("device 'tpu' cannot be used here: it is not auto, cpu, cuda or cuda:N", {"device": "tpu"}),
