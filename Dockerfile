@@ -43,7 +43,8 @@ RUN case "${TORCH_INDEX}" in */cpu) ;; *) \
         apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -r /var/lib/apt/lists/* ;; \
     esac
 # /cache keeps the checkpoints that are downloaded from the hub, the formats that `--quantize auto` has chosen, and what
-# Triton has compiled. Nothing else is written. It belongs to the group 0, so that any user of this group can run the service (OpenShift).
+# Triton has compiled. Nothing else is written. It belongs to the group 0, so that any user of this group can run the
+# service (OpenShift).
 RUN useradd --uid 10001 --gid 0 --no-create-home --home-dir /cache forwardscope \
     && install --directory --owner=10001 --group=0 --mode=0775 /cache
 ENV HOME=/cache \

@@ -9,7 +9,7 @@ from model.engine.recorded_trace import RecordedTrace
 from model.network.transformer import Transformer
 from model.ops.cpu.launch import empty
 from model.ops.cpu.trace_kernels import GatherCopy, TraceKernels
-from model.ops.gpu.gpu_summaries import GpuGatherCopy, GpuTraceKernels
+from model.ops.gpu.gpu_summaries import GpuTraceKernels
 from model.tracing.tap import Probe
 
 
@@ -27,7 +27,7 @@ class JointLogits:
         self._model = model
         self._kernels = kernels
         self._traces = traces
-        self._gather: GatherCopy | GpuGatherCopy | None = None  # kept: the recording reads its table
+        self._gather: GatherCopy | None = None  # kept: the recording reads its table
         self.lenses: list[Tensor | None] = [None] * len(traces)
 
     def __call__(self, x: Tensor, probe: Probe) -> Tensor:

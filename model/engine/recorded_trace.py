@@ -16,7 +16,7 @@ from model.engine.logit_lens import LensLogits
 from model.engine.trace_params import StepTraceKind
 from model.network.transformer import Transformer
 from model.ops.cpu.trace_kernels import GatherCopy, SummaryCalls, TraceKernels, decode_summaries
-from model.ops.gpu.gpu_summaries import GpuGatherCopy, GpuSummaryCalls, GpuTraceKernels
+from model.ops.gpu.gpu_summaries import GpuSummaryCalls, GpuTraceKernels
 from model.tracing.selection import StageTrace, bytes_of_values
 from model.tracing.stages import Stage, last_residuals, sizes_of
 from model.tracing.tap import Chain, Recorder, Tap
@@ -139,7 +139,7 @@ class RecordedTrace:
         # Summaries of stages with keys: the calls, the indices of the stages in these, and the numbers for each key.
         self._key_summaries: list[tuple[SummaryCalls | GpuSummaryCalls, Sequence[int], int]] = []
         self._with_values: list[RecordedStage] = []  # those with keys come last
-        self._values_copy: GatherCopy | GpuGatherCopy | None = None
+        self._values_copy: GatherCopy | None = None
         self._num_keys = 0
         self.lens: LensLogits | None = None
 

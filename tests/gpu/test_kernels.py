@@ -12,7 +12,7 @@ from model.ops.gpu.backend import load_kernels
 from model.ops.gpu.gpu_ops import GpuNetworkOps
 from model.ops.gpu.gpu_summaries import GpuGatherCopy, GpuSummaryCalls, GpuSummaryOps, GpuTraceKernels
 from model.ops.gpu.invariant import InvariantLinear
-from model.ops.gpu.paged_attention import CHUNK, attend, step_scores
+from model.ops.gpu.paged_attention import CHUNK, PagedKeys, attend, step_scores
 from model.ops.interface import NormRule
 from model.ops.summary import summarize
 from model.ops.torch_attention import CausalMask, ScoreRule, fused_attention
@@ -116,9 +116,8 @@ def test_attention(
 
     def run(rows: list[int], num_columns: int = 64) -> Tensor:
         table = tables[rows, :num_columns].contiguous()
-        return attend(
-            ops.kernels, q[rows], k[rows], v[rows], keys, values, table, positions[rows], block_size, window, rule
-        )
+        paged = PagedKeys(keys, values, table, positions[rows], block_size, window, rule)
+        return attend(ops.kernels, q[rows], k[rows], v[rows], paged)
 
     together = run(list(range(len(lengths))))
     assert_same(together, torch.cat(expected))
@@ -141,7 +140,8 @@ def test_scores(
     slots = (blocks[:, None] * block_size + torch.arange(block_size, device=device)).flatten()[:length]
     q = random(1, 6, 16, dtype=dtype, device=device)
     position = torch.tensor(length - 1, device=device)
-    found = step_scores(ops.kernels, q, keys, blocks, position, 512, block_size, window, rule)
+    paged = PagedKeys(keys, keys, blocks[None], position[None], block_size, window, rule)
+    found = step_scores(ops.kernels, q, paged, 0, 512)
     mask = CausalMask(length - 1, 1, window, device)
     expected = TORCH.network.attention_scores(q[None], keys[slots][None], mask, rule)
     for buffer, x in zip(found, expected, strict=True):
@@ -176,7 +176,7 @@ def test_summaries_of_large_tensors(ops: GpuNetworkOps, device: torch.device) ->
 
 def test_copies(ops: GpuNetworkOps, device: torch.device) -> None:
     tensors = [random(*shape, dtype=torch.bfloat16, device=device) for shape in ((1, 3), (2, 4500), (700,), (900,))]
-    copy = GpuGatherCopy(ops.kernels, tensors, 2)
+    copy = GpuGatherCopy(ops.kernels.copy_tensors, tensors, 2)
     for size in (600, 10):
         copy.set_variable_size(2 * size)
         for place in ("cpu", device):

@@ -1,6 +1,7 @@
-"""Attention of a decoding step on a GPU, with our Triton kernels: its tables stay at the same addresses.
+"""Attention of a step on a GPU, with our Triton kernels.
 
-So the step can be recorded in a CUDA graph. PyTorch computes steps with prompts.
+The tables of a decoding step stay at the same addresses, so that it can be recorded in a CUDA graph. PyTorch computes
+steps with prompts, unless the kernels are batch-invariant.
 """
 
 from collections.abc import Sequence
@@ -12,23 +13,25 @@ from torch import Tensor
 from model.engine.attention.interface import AttentionBackend, PlannedSequence, StepAttention, slot_mapping
 from model.engine.cache import PagedCache
 from model.engine.recorded_trace import room_for_keys
-from model.ops.gpu.paged_attention import MAX_HEAD, attend, attend_rows, step_scores
+from model.ops.gpu.gpu_ops import GpuNetworkOps
+from model.ops.gpu.paged_attention import MAX_HEAD, PagedKeys, attend, step_scores
 from model.ops.gpu.recording import GraphMemory, GraphRecording
 from model.ops.interface import NetworkOps
 
 
 def find_kernels(cache: PagedCache, ops: NetworkOps) -> Any:
     """The kernels that attend over this cache; None if there are none."""
-    kernels = getattr(ops, "kernels", None) if cache.device.type == "cuda" else None
-    return None if cache.is_quantized or cache.d_head > MAX_HEAD else kernels
+    if not isinstance(ops, GpuNetworkOps) or cache.is_quantized or cache.d_head > MAX_HEAD:
+        return None
+    return ops.kernels
 
 
-def plain_rows(cache: PagedCache, layer: int) -> tuple[Tensor, Tensor]:
-    """The keys and values of a layer."""
+def paged_keys(cache: PagedCache, layer: int, blocks: Tensor, positions: Tensor) -> PagedKeys:
+    """The keys and values of a layer for tokens with these `blocks` (N, M) and `positions` (N,)."""
     keys, values = cache.keys(layer), cache.values(layer)
     assert isinstance(keys, Tensor), "there are no kernels for a cache in 8 bits"
     assert isinstance(values, Tensor)
-    return keys, values
+    return PagedKeys(keys, values, blocks, positions, cache.block_size, cache.windows[layer], cache.score_rule)
 
 
 class GpuBackend:
@@ -78,22 +81,8 @@ class GpuRowsStep:
         self._blocks = torch.tensor(tables, device=cache.device)[torch.tensor(rows, device=cache.device)]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cache = self._cache
-        keys, values = plain_rows(cache, layer)
-        cache.write(layer, self._slots, k, v)
-        return attend_rows(
-            self._kernels,
-            q,
-            k,
-            v,
-            keys,
-            values,
-            self._blocks,
-            self.positions,
-            cache.block_size,
-            cache.windows[layer],
-            cache.score_rule,
-        )
+        self._cache.write(layer, self._slots, k, v)
+        return attend(self._kernels, q, k, v, paged_keys(self._cache, layer, self._blocks, self.positions))
 
 
 class GpuDecodeStep:
@@ -123,34 +112,11 @@ class GpuDecodeStep:
         self._device.copy_(self._host, non_blocking=True)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cache = self._cache
-        keys, values = plain_rows(cache, layer)
-        return attend(
-            self._kernels,
-            q,
-            k,
-            v,
-            keys,
-            values,
-            self._blocks,
-            self.positions,
-            cache.block_size,
-            cache.windows[layer],
-            cache.score_rule,
-        )
+        return attend(self._kernels, q, k, v, self._paged_keys(layer))
 
     def scores(self, layer: int, sequence: int, q: Tensor, max_keys: int) -> tuple[Tensor, Tensor, Tensor]:
         """Like `PagedStep.scores`."""
-        cache = self._cache
-        keys, _ = plain_rows(cache, layer)
-        return step_scores(
-            self._kernels,
-            q,
-            keys,
-            self._blocks[sequence],
-            self.positions[sequence],
-            max_keys,
-            cache.block_size,
-            cache.windows[layer],
-            cache.score_rule,
-        )
+        return step_scores(self._kernels, q, self._paged_keys(layer), sequence, max_keys)
+
+    def _paged_keys(self, layer: int) -> PagedKeys:
+        return paged_keys(self._cache, layer, self._blocks, self.positions)

@@ -3,6 +3,7 @@
 The products, sums of two tensors and lookups are PyTorch's. Dims are those of `NetworkOps`.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -101,7 +102,7 @@ class GpuNetworkOps(TorchNetworkOps):
         )
         return out
 
-    def edit_rows(self, x: Tensor, edits: Any) -> Tensor:
+    def edit_rows(self, x: Tensor, edits: Sequence[RowEdit]) -> Tensor:
         """Each edit is copied to the GPU once: a recorded step cannot read the memory of the CPU."""
         return edit_rows(x, [self._on_device(each, x.device) for each in edits])
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.ops.cpu.trace_kernels import ALIGNMENT, STATISTICS
+from model.ops.cpu.trace_kernels import STATISTICS, GatherCopy
 from model.ops.interface import Top
 from model.ops.summary import Summary, summarize
 from model.ops.torch_ops import TorchSummaryOps, check_count
@@ -79,40 +79,26 @@ class GpuSummaryCalls:
         return self._statistics.cpu().numpy().tobytes()
 
 
-class GpuGatherCopy:
-    """Like `GatherCopy`."""
+class GpuGatherCopy(GatherCopy):
+    """`GatherCopy` on a GPU: the kernel reads a copy of the table."""
 
-    def __init__(self, kernels: Any, tensors: Sequence[Tensor], first_variable: int | None = None) -> None:
-        assert all(x.is_contiguous() for x in tensors)
-        self._kernels = kernels
-        self._tensors = tensors
-        self._first_variable = len(tensors) if first_variable is None else first_variable
-        sizes = [x.nbytes for x in tensors]
-        self.offsets = [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
-        rows = [
-            (x.data_ptr(), offset // UNIT, size // UNIT)
-            for x, offset, size in zip(tensors, self.offsets, sizes, strict=False)
-        ]
-        self._num_programs = -(-max(sizes, default=0) // (UNIT * COPIED_UNITS))
-        self._table = GpuTable(np.array(rows), tensors[0].device) if tensors else None
-
-    def set_variable_size(self, num_bytes: int) -> None:
-        assert self._table is not None
-        first, stride = self._first_variable, -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        begin, count = self.offsets[first], len(self._tensors) - first
-        self.offsets = [*self.offsets[: first + 1], *(begin + stride * (i + 1) for i in range(count))]
-        self._table.numbers[first:, 1] = [offset // UNIT for offset in self.offsets[first:-1]]
-        self._table.numbers[first:, 2] = num_bytes // UNIT
+    def __init__(self, kernel: Any, tensors: Sequence[Tensor], first_variable: int | None = None) -> None:
+        super().__init__(kernel, tensors, first_variable)
+        self._copy_tensors = kernel
+        self._on_gpu = GpuTable(self._table, tensors[0].device) if tensors else None
+        if self._on_gpu is not None:
+            self._table = self._on_gpu.numbers
+        self._num_programs = -(-max((x.nbytes for x in tensors), default=0) // (UNIT * COPIED_UNITS))
 
     def copy_to(self, out: Tensor) -> None:
         """Copy all tensors to `out`, which has `offsets[-1]` bytes, on the CPU or on the GPU."""
-        if self._table is None:
+        if self._on_gpu is None:
             return
-        table = self._table.copied()
+        table = self._on_gpu.copied()
         units = out.view(torch.int16)
         on_device = units if out.device == table.device else torch.empty_like(units, device=table.device)
         grid = (len(self._tensors), self._num_programs)
-        self._kernels.copy_tensors[grid](table, on_device, BLOCK=COPIED_UNITS)
+        self._copy_tensors[grid](table, on_device, BLOCK=COPIED_UNITS)
         if on_device is not units:
             units.copy_(on_device)
 
@@ -130,7 +116,7 @@ class GpuTraceKernels:
         return GpuSummaryCalls(self._kernels, tensors, part)
 
     def gather_copy(self, tensors: Sequence[Tensor], first_variable: int | None = None) -> GpuGatherCopy:
-        return GpuGatherCopy(self._kernels, tensors, first_variable)
+        return GpuGatherCopy(self._kernels.copy_tensors, tensors, first_variable)
 
 
 def combine(parts: np.ndarray, sizes: np.ndarray) -> Summary:

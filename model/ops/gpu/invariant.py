@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from model.ops.cpu.layout import merge_outer_dims
 from model.ops.gpu.gpu_ops import GpuNetworkOps
-from model.ops.gpu.paged_attention import attend_rows
+from model.ops.gpu.paged_attention import PagedKeys, attend
 from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.torch_ops import TORCH
 from model.ops.weight_formats import GroupedWeight
@@ -73,27 +73,14 @@ class InvariantOps(GpuNetworkOps):
         return InvariantLinear(weight, bias, self.kernels)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, rule: ScoreRule) -> Tensor:
-        (B, T, _, _), S = q.shape, k.shape[1]
+        T, S = q.shape[1], k.shape[1]
         if mask is None or not T:
             return TORCH.network.attend(q, k, v, mask, rule)
         k, v = k.contiguous(), v.contiguous()
         positions = torch.arange(mask.start, mask.start + T, device=q.device)
         blocks = torch.arange(-(-S // BLOCK), device=q.device).expand(T, -1)
-        return torch.stack(
-            [
-                attend_rows(
-                    self.kernels,
-                    q[row],
-                    k[row, mask.start :],
-                    v[row, mask.start :],
-                    k[row],
-                    v[row],
-                    blocks,
-                    positions,
-                    BLOCK,
-                    mask.window,
-                    rule,
-                )
-                for row in range(B)
-            ]
-        )
+        rows = []
+        for own_q, own_k, own_v in zip(q, k, v, strict=True):
+            paged = PagedKeys(own_k, own_v, blocks, positions, BLOCK, mask.window, rule)
+            rows.append(attend(self.kernels, own_q, own_k[mask.start :], own_v[mask.start :], paged))
+        return torch.stack(rows)

@@ -336,11 +336,11 @@ def summarize_tensors(table, out, like, BLOCK: tl.constexpr):
 def copy_tensors(table, out, BLOCK: tl.constexpr):
     """Copy a part of one tensor a program to its place in `out`.
 
-    `table` (n, 3) int64 has the address, the place and the size of each tensor, in units of two bytes.
+    `table` (n, 3) int64 has the address, the place and the size of each tensor, in bytes, which are even.
     """
     index = tl.program_id(0)
     source = tl.load(table + 3 * index).to(tl.pointer_type(tl.int16))
-    place, size = tl.load(table + 3 * index + 1), tl.load(table + 3 * index + 2)
+    place, size = tl.load(table + 3 * index + 1) // 2, tl.load(table + 3 * index + 2) // 2
     i = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + place + i, tl.load(source + i, mask=i < size), mask=i < size)
 

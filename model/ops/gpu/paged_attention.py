@@ -1,9 +1,9 @@
-"""Attention of one new token of each sequence over the blocks of a paged cache in place, with our Triton kernels.
+"""Attention of new tokens, one by one, over the blocks of a paged cache in place, with our Triton kernels.
 
-Dims: N sequences, H/Hkv heads, D head size.
+Dims: N tokens, H/Hkv heads, D head size.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,28 +17,44 @@ MAX_HEAD = 256
 MAX_PART_BYTES = 1 << 27  # of the sums of chunks, unless one token needs more
 
 
-def attend(
-    kernels: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    blocks: Tensor,
-    positions: Tensor,
-    block_size: int,
-    window: int | None,
-    rule: ScoreRule,
-) -> Tensor:
-    """Store k and v (N, Hkv, D) of the tokens at `positions` (N,), then attend: q (N, H, D) -> (N, H, D).
+class PagedKeys(NamedTuple):
+    """The keys and values of a layer, and where N tokens find theirs.
 
-    keys and values (num_slots, Hkv, D) are those of the cache. `blocks` (N, M) are the blocks of each sequence, in
-    order; positions must be below M times `block_size`.
+    `keys` and `values` (num_slots, Hkv, D) are those of the cache. `blocks` (N, M) are the blocks of the sequence of
+    each token, in order, each of `block_size` slots. `positions` (N,) are below M times `block_size`.
+    """
+
+    keys: Tensor
+    values: Tensor
+    blocks: Tensor
+    positions: Tensor
+    block_size: int
+    window: int | None
+    rule: ScoreRule
+
+    def of_rows(self, rows: slice) -> "PagedKeys":
+        """The same for some of the tokens."""
+        return self._replace(blocks=self.blocks[rows], positions=self.positions[rows])
+
+
+def attend(kernels: Any, q: Tensor, k: Tensor, v: Tensor, paged: PagedKeys) -> Tensor:
+    """Store k and v (N, Hkv, D) of the tokens, then attend: q (N, H, D) -> (N, H, D).
+
+    Several tokens may be of one sequence if the keys and values of all are stored already.
     """
     N, H, D = q.shape
-    num_kv_heads = k.shape[1]
+    num_chunks = -(-paged.blocks.shape[1] * paged.block_size // CHUNK)
+    count = max(1, MAX_PART_BYTES // (H * num_chunks * D * torch.float32.itemsize))
+    slices = [slice(begin, begin + count) for begin in range(0, N, count)]
+    found = [_attend(kernels, q[own], k[own], v[own], paged.of_rows(own), num_chunks) for own in slices]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _attend(kernels: Any, q: Tensor, k: Tensor, v: Tensor, paged: PagedKeys, num_chunks: int) -> Tensor:
+    """Attend in one call, or in two if there are several chunks of keys."""
+    N, H, D = q.shape
+    num_kv_heads, window = k.shape[1], paged.window or 0
     q, k, v = (x if x.stride(2) == 1 and x.stride(1) == D else x.contiguous() for x in (q, k, v))
-    num_chunks = -(-blocks.shape[1] * block_size // CHUNK)
     is_split = num_chunks > 1
     out = torch.empty((N, H, D), dtype=q.dtype, device=q.device)
     parts = sums = out
@@ -49,38 +65,38 @@ def attend(
         q,
         k,
         v,
-        keys,
-        values,
-        blocks,
-        positions,
+        paged.keys,
+        paged.values,
+        paged.blocks,
+        paged.positions,
         parts,
         sums,
         q.stride(0),
         k.stride(0),
         v.stride(0),
-        blocks.stride(0),
-        rule.scale,
-        rule.softcap or 1.0,
-        window or 0,
+        paged.blocks.stride(0),
+        paged.rule.scale,
+        paged.rule.softcap or 1.0,
+        window,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=H // num_kv_heads,
         SIZE=D,
-        CACHE_BLOCK=block_size,
+        CACHE_BLOCK=paged.block_size,
         CHUNK=CHUNK,
         TILE=TILE if D <= 128 else TILE // 2,
         GROUP_BLOCK=max(16, block_of(H // num_kv_heads)),
         SIZE_BLOCK=max(16, block_of(D)),
-        HAS_SOFTCAP=rule.softcap is not None,
+        HAS_SOFTCAP=paged.rule.softcap is not None,
         IS_SPLIT=is_split,
     )
     if is_split:
         kernels.combine_chunks[(N, H)](
             parts,
             sums,
-            positions,
+            paged.positions,
             out,
             num_chunks,
-            window or 0,
+            window,
             SIZE=D,
             CHUNK=CHUNK,
             SIZE_BLOCK=block_of(D),
@@ -89,76 +105,30 @@ def attend(
     return out
 
 
-def attend_rows(
-    kernels: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    blocks: Tensor,
-    positions: Tensor,
-    block_size: int,
-    window: int | None,
-    rule: ScoreRule,
-) -> Tensor:
-    """Like `attend`, for any number of tokens of a sequence, whose keys and values are stored already."""
-    N, H, D = q.shape
-    part_bytes = H * -(-blocks.shape[1] * block_size // CHUNK) * D * torch.float32.itemsize
-    count = max(1, MAX_PART_BYTES // part_bytes)
-    found = [
-        attend(
-            kernels,
-            q[begin : begin + count],
-            k[begin : begin + count],
-            v[begin : begin + count],
-            keys,
-            values,
-            blocks[begin : begin + count],
-            positions[begin : begin + count],
-            block_size,
-            window,
-            rule,
-        )
-        for begin in range(0, N, count)
-    ]
-    return found[0] if len(found) == 1 else torch.cat(found)
+def step_scores(kernels: Any, q: Tensor, paged: PagedKeys, row: int, max_keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The scores, masked scores and pattern of one token, whose key `attend` has stored.
 
-
-def step_scores(
-    kernels: Any,
-    q: Tensor,
-    keys: Tensor,
-    blocks: Tensor,
-    position: Tensor,
-    max_keys: int,
-    block_size: int,
-    window: int | None,
-    rule: ScoreRule,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The scores, masked scores and pattern of one token at `position` (), whose key `attend` has stored.
-
-    q (1, H, D), `blocks` (M,) -> three buffers of H * `max_keys` numbers. Each begins with its (H, S) numbers, where S
-    is the number of keys.
+    q (1, H, D) is that of token `row` -> three buffers of H * `max_keys` numbers. Each begins with its (H, S) numbers,
+    where S is the number of keys.
     """
     _, H, D = q.shape
-    num_kv_heads = keys.shape[1]
+    num_kv_heads = paged.keys.shape[1]
     buffers = [torch.empty(H * max_keys, dtype=q.dtype, device=q.device) for _ in range(3)]
     kernels.score_keys[(H,)](
         q.contiguous(),
-        keys,
-        blocks,
-        position,
+        paged.keys,
+        paged.blocks[row],
+        paged.positions[row],
         *buffers,
-        rule.scale,
-        rule.softcap or 1.0,
-        window or 0,
+        paged.rule.scale,
+        paged.rule.softcap or 1.0,
+        paged.window or 0,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=H // num_kv_heads,
         SIZE=D,
-        CACHE_BLOCK=block_size,
+        CACHE_BLOCK=paged.block_size,
         TILE=TILE,
         SIZE_BLOCK=block_of(D),
-        HAS_SOFTCAP=rule.softcap is not None,
+        HAS_SOFTCAP=paged.rule.softcap is not None,
     )
     return buffers[0], buffers[1], buffers[2]
