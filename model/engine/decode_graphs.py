@@ -31,6 +31,7 @@ from model.network.adapters import PassAdapters
 from model.network.transformer import Transformer
 from model.ops.interface import Argmax
 from model.tracing.edits.bound import EditedRows, tap_of_runs
+from model.tracing.edits.tap import EditTap
 from model.tracing.tap import BatchTap, SequenceTap, Tap
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class DecodeGraph:
         cache, ops = attention.cache, model.backend
         self._step = attention.prepare_recorded(sequences, max_blocks)
         self._recording = attention.new_recording(memory)
-        self._edits = tap_of_runs(edits, ops.network) if edits else None  # kept: the recording reads its numbers
+        edit_tap, self._edit_tensors = tap_of_runs(edits, ops.network, cache.device)
         self.edit_bytes = sum(each.edits.num_bytes for each in edits)
         self.num_traced_stages = sum(len(each.kind.params.selection.stages) for each in traced if each.kind.has_stages)
         context = RecordedStepContext(self._step, cache, sequences, ops.network, max_keys)
@@ -94,7 +95,7 @@ class DecodeGraph:
 
         def compute() -> tuple[DecodeResult, JointLogits]:
             traces = self._new_traces(model, max_keys)
-            tap, taps = self._tap(traces)
+            tap, taps = self._tap(edit_tap if edits else None, traces)
             joint = JointLogits(model, ops.trace_kernels, traces)
             logits = model(self._step.ids, context=context, adapters=adapters, tap=tap, compute_logits=joint)[0]
             logits = self._recording.keep(logits)
@@ -127,15 +128,15 @@ class DecodeGraph:
             return []
         return [RecordedTrace(model, kernels, each.kind, max_keys) for each in self._traced]
 
-    def _tap(self, traces: Sequence[RecordedTrace]) -> tuple[Tap | None, Sequence[SequenceTap]]:
+    def _tap(self, edits: EditTap | None, traces: Sequence[RecordedTrace]) -> tuple[Tap | None, Sequence[SequenceTap]]:
         """The tap of the pass, and the taps of the traced sequences in it."""
         if not traces:
-            return self._edits, ()
+            return edits, ()
         taps = {}
         for each, trace in zip(self._traced, traces, strict=True):
             row = slice(each.row, each.row + 1)
             taps[each.index] = SequenceTap(trace.tap, tokens=row, rows=row)
-        return BatchTap(taps, frozenset(), self._edits), list(taps.values())
+        return BatchTap(taps, frozenset(), edits), list(taps.values())
 
 
 @dataclass(frozen=True)

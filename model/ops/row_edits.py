@@ -28,7 +28,7 @@ class EditRule(NamedTuple):
     second: float = 0.0
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True, slots=True)
 class RowEdit:
     """An edit of some rows of a stage.
 

@@ -414,7 +414,7 @@ class TestRecordedSteps:
         assert self.recorded(engine) == 3
 
     def test_recorded_steps_keep_a_limited_amount_of_numbers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("model.engine.decode_graphs.MAX_EDIT_BYTES", 10_000)  # two edits with all their overhead
+        monkeypatch.setattr("model.engine.decode_graphs.MAX_EDIT_BYTES", 2500)  # two edits with all their overhead
         model = served("llama")
         engine = new_engine(model)
         for seed in range(5):

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from model.ops.cpu.constants import EDIT_KINDS
-from model.ops.cpu.launch import call, empty, pointer
+from model.ops.cpu.launch import call, call_brief, empty, pointer
 from model.ops.cpu.layout import DTYPES, NUMBERS_PER_TASK, merge_outer_dims, num_tasks
 from model.ops.cpu.shared_layout import Kernel, find_kernels
 from model.ops.row_edits import RowEdit, edit_rows
 
+BRIEF = 16384  # the numbers that one thread edits in a few microseconds
 Kernels = Mapping[torch.dtype, Mapping[str, Kernel]]  # by their names
 
 
@@ -94,28 +95,31 @@ class CpuEdits:
 def _edit_in_place(kernel: Kernel, x: Tensor, edit: RowEdit) -> None:
     """Edit rows of x (T, D) or (T, H, D), which is contiguous."""
     num_heads = x.shape[1] if x.dim() == 3 else 1
-    num_edited = num_heads if edit.heads is None else len(edit.heads)
+    num_rows, num_edited = edit.rows.numel(), num_heads if edit.heads is None else edit.heads.numel()
     vectors = edit.vectors
     vector_stride = head_stride = 0
     if vectors is not None:
         assert vectors.dtype == torch.float32
         assert vectors.stride(-1) == 1 or vectors.shape[-1] == 1
         vector_stride, head_stride = (vectors.stride(dim) if vectors.shape[dim] > 1 else 0 for dim in (0, 1))
-    call(
-        kernel,
-        len(edit.rows) * num_edited * x.shape[-1] // NUMBERS_PER_TASK,
-        x=x.data_ptr(),
-        rows=edit.rows.data_ptr(),
-        heads=pointer(edit.heads),
-        vectors=pointer(vectors),
-        vector_indices=pointer(edit.vector_indices),
-        num_rows=len(edit.rows),
-        num_heads=num_heads,
-        num_edited=num_edited,
-        size=x.shape[-1],
-        vector_stride=vector_stride,
-        head_stride=head_stride,
-        kind=EDIT_KINDS.index(edit.rule.kind),
-        first=edit.rule.first,
-        second=edit.rule.second,
-    )
+    arguments = {
+        "x": x.data_ptr(),
+        "rows": edit.rows.data_ptr(),
+        "heads": pointer(edit.heads),
+        "vectors": pointer(vectors),
+        "vector_indices": pointer(edit.vector_indices),
+        "num_rows": num_rows,
+        "num_heads": num_heads,
+        "num_edited": num_edited,
+        "size": x.shape[-1],
+        "vector_stride": vector_stride,
+        "head_stride": head_stride,
+        "kind": EDIT_KINDS.index(edit.rule.kind),
+        "first": edit.rule.first,
+        "second": edit.rule.second,
+    }
+    num_numbers = num_rows * num_edited * x.shape[-1]
+    if num_numbers < BRIEF:
+        call_brief(kernel, **arguments)
+    else:
+        call(kernel, num_numbers // NUMBERS_PER_TASK, **arguments)

@@ -2,7 +2,7 @@
 
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -27,12 +27,13 @@ CURRENT: ContextVar["Recording | None"] = ContextVar("recording", default=None) 
 
 @dataclass(frozen=True)
 class ThreadPool:
-    """The functions of thread_pool.cpp. They release Python's global lock while they run.
+    """The functions of thread_pool.cpp. They release Python's global lock while they run, except for `run_brief_call`.
 
     They return how many threads computed at most: fewer than `num_threads` if the system refused to start one.
     """
 
     run_call: Callable[[int, int, bytes, int], int]  # kernel, num_tasks, arguments, num_threads
+    run_brief_call: Callable[[int, int, bytes, int], int]  # the same
     run_calls: Callable[[int, int, int], int]  # calls, num_calls, num_threads
     call_layout: Layout  # of each of these calls
 
@@ -44,10 +45,11 @@ def thread_pool() -> ThreadPool | None:
     if library is None:
         return None
     run_call, run_calls = library.run_call, library.run_calls
-    run_call.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_char_p, ctypes.c_long]
+    run_brief_call = ctypes.PyDLL(library._name, handle=library._handle).run_call
+    run_call.argtypes = run_brief_call.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_char_p, ctypes.c_long]
     run_calls.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_long]
-    run_call.restype = run_calls.restype = ctypes.c_long
-    return ThreadPool(run_call, run_calls, Layout.read(library, "kernel_call"))
+    run_call.restype = run_brief_call.restype = run_calls.restype = ctypes.c_long
+    return ThreadPool(run_call, run_brief_call, run_calls, Layout.read(library, "kernel_call"))
 
 
 def call(kernel: Kernel, num_tasks: int, /, **arguments: int | float) -> None:
@@ -55,17 +57,35 @@ def call(kernel: Kernel, num_tasks: int, /, **arguments: int | float) -> None:
 
     The C++ declaration of the kernel says what its arguments mean. Raises TypeError if one is missing or unknown.
     """
-    packed = kernel.arguments.pack(arguments)
     num_tasks = max(1, min(num_tasks, MAX_TASKS))
+    packed = _record(kernel, num_tasks, arguments)
+    num_threads = torch.get_num_threads()
+    num_available = _pool().run_call(kernel.address, num_tasks, packed, num_threads)
+    if num_available < num_threads:
+        warn_of_missing_threads(num_available, num_threads)
+
+
+def call_brief(kernel: Kernel, /, **arguments: int | float) -> None:
+    """Like `call` with one task, for microseconds of work: other threads of Python wait.
+
+    If they could run meanwhile, they would keep Python's lock for much longer than the work takes, after each call.
+    """
+    _pool().run_brief_call(kernel.address, 1, _record(kernel, 1, arguments), 1)
+
+
+def _record(kernel: Kernel, num_tasks: int, arguments: Mapping[str, int | float]) -> bytes:
+    """Pack the arguments of a call, and record it if a recording is being made."""
+    packed = kernel.arguments.pack(arguments)
     recording = CURRENT.get()
     if recording is not None:
         recording.add_call(kernel.address, num_tasks, packed)
+    return packed
+
+
+def _pool() -> ThreadPool:
     pool = thread_pool()
     assert pool is not None, "a kernel was found, so the thread pool must be there too"
-    num_threads = torch.get_num_threads()
-    num_available = pool.run_call(kernel.address, num_tasks, packed, num_threads)
-    if num_available < num_threads:
-        warn_of_missing_threads(num_available, num_threads)
+    return pool
 
 
 @cache

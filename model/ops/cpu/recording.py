@@ -51,6 +51,7 @@ class Recording:
         finally:
             CURRENT.reset(token)
         self._call_list = _CallList(self._calls)
+        self._calls.clear()
 
     def run(self, compute: Callable[[], Result]) -> Result:
         """Compute, and record all kernel calls."""

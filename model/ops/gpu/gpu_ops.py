@@ -3,10 +3,7 @@
 The products, sums of two tensors and lookups are PyTorch's. Dims are those of `NetworkOps`.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,7 +11,6 @@ from torch import Tensor
 from model.config import Activation
 from model.ops.cpu.layout import merge_outer_dims
 from model.ops.interface import NormRule, Rotation
-from model.ops.row_edits import RowEdit, edit_rows
 from model.ops.torch_ops import TorchNetworkOps
 
 MAX_ROW = 1 << 14  # numbers that a program holds at a time
@@ -31,7 +27,6 @@ class GpuNetworkOps(TorchNetworkOps):
 
     def __init__(self, kernels: Any) -> None:
         self.kernels = kernels
-        self._edits: WeakKeyDictionary[RowEdit, RowEdit] = WeakKeyDictionary()  # on the GPU
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, rule: NormRule) -> Tensor:
         size = weight.shape[-1]
@@ -101,16 +96,3 @@ class GpuNetworkOps(TorchNetworkOps):
             BLOCK=ACTIVATION_BLOCK,
         )
         return out
-
-    def edit_rows(self, x: Tensor, edits: Sequence[RowEdit]) -> Tensor:
-        """Each edit is copied to the GPU once: a recorded step cannot read the memory of the CPU."""
-        return edit_rows(x, [self._on_device(each, x.device) for each in edits])
-
-    def _on_device(self, edit: RowEdit, device: torch.device) -> RowEdit:
-        copied = self._edits.get(edit)
-        if copied is None:
-            tensors: dict[str, Any] = {
-                name: value.to(device) for name, value in vars(edit).items() if isinstance(value, Tensor)
-            }
-            copied = self._edits[edit] = replace(edit, **tensors)
-        return copied

@@ -6,7 +6,7 @@ sequence up to this position, not on how it is divided into passes. An edit with
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 
@@ -22,7 +22,7 @@ from model.tracing.edits.positions import PositionSet
 from model.tracing.edits.tap import EditTap, KeyEdit, LateEdit, ReadRows
 from model.tracing.stages import Stage
 
-RECORDED_BYTES = 4096  # the maximum memory of one edit of one stage in a recorded step, without its numbers
+RECORDED_BYTES = 1024  # the maximum memory of one edit of one stage in a recorded step, without its numbers
 
 
 @dataclass(frozen=True)
@@ -82,34 +82,36 @@ class StageEdit:
         return None if self.heads is None else torch.tensor(self.heads)
 
     def on_all(self, rows: Tensor) -> RowEdit:
-        """Build the edit of rows that change alike, for a recording, which outlives the request: without `exact`."""
-        return RowEdit(
-            rule=self.rule, rows=rows, vectors=self.vectors, heads=self._heads, is_per_number=self.is_per_number
-        )
+        """Build the edit of rows that change alike, on their device, for a recording: without `exact`."""
+        vectors, heads = (None if x is None else x.to(rows.device) for x in (self.vectors, self._heads))
+        return RowEdit(rule=self.rule, rows=rows, vectors=vectors, heads=heads, is_per_number=self.is_per_number)
 
     def on(self, rows: Tensor, indices: Sequence[int], positions: Sequence[int]) -> RowEdit:
         """Build the edit of some rows of a pass.
 
         Row `rows[i]` of the pass is at `positions[i]`, which is entry `indices[i]` of the edit's list of positions.
         """
-        edit = RowEdit(
-            rule=self.rule,
-            rows=rows,
-            vectors=self.vectors,
-            exact=self.exact,
-            vector_indices=torch.tensor(indices) if self.is_positional else None,
-            heads=self._heads,
-            is_per_number=self.is_per_number,
-        )
+        vectors, exact = self.vectors, self.exact
+        vector_indices = torch.tensor(indices) if self.is_positional else None
         keys = None if self.keys is None else torch.tensor(self.keys.indices)
         if self.noise is not None:
             noise = self.noise.at(self.stage.name, positions, self.heads)
             if keys is not None:  # keys after the last position are masked, so their noise does not matter
                 noise = noise[..., keys.clamp(max=noise.shape[-1] - 1)]
-            edit = replace(edit, vectors=noise.float(), exact=noise, vector_indices=torch.arange(len(rows)))
-        if "key" not in self.stage.dims:
-            return edit
-        return KeyEdit(**vars(edit), queries=torch.tensor(positions), keys=keys, window=self.window)
+            vectors, exact, vector_indices = noise.float(), noise, torch.arange(len(rows))
+        is_plain = "key" not in self.stage.dims
+        build = (
+            RowEdit if is_plain else partial(KeyEdit, queries=torch.tensor(positions), keys=keys, window=self.window)
+        )
+        return build(
+            rule=self.rule,
+            rows=rows,
+            vectors=vectors,
+            exact=exact,
+            vector_indices=vector_indices,
+            heads=self._heads,
+            is_per_number=self.is_per_number,
+        )
 
     def content(self) -> Iterable[bytes]:
         """Yield everything that determines the edit, except for the positions, for a digest."""
@@ -312,15 +314,21 @@ class BoundEdits:
         return _digest(parts) if parts else None
 
 
-def tap_of_runs(runs: Sequence[EditedRows], ops: NetworkOps) -> EditTap:
-    """Build the tap of a pass over several sequences, in which some runs of rows are edited."""
+def tap_of_runs(runs: Sequence[EditedRows], ops: NetworkOps, device: torch.device) -> tuple[EditTap, frozenset[Tensor]]:
+    """Build the tap of a pass over several sequences, in which some runs of rows are edited.
+
+    Returns it with all tensors of its edits, which a recording reads.
+    """
     found: dict[str, list[RowEdit | LateEdit]] = {}
+    tensors = set[Tensor]()
     for run in runs:
-        rows = torch.arange(run.rows.start, run.rows.stop)
+        rows = torch.arange(run.rows.start, run.rows.stop, device=device)
         for edit in run.edits.edits:
             for stage in edit.stages:
-                found.setdefault(stage.stage.name, []).append(stage.on_all(rows))
-    return EditTap(found, ops)
+                own = stage.on_all(rows)
+                found.setdefault(stage.stage.name, []).append(own)
+                tensors |= {x for x in (own.rows, own.vectors, own.heads) if x is not None}
+    return EditTap(found, ops), frozenset(tensors)
 
 
 @dataclass(frozen=True)

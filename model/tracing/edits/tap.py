@@ -14,7 +14,7 @@ from model.ops.row_edits import RowEdit, apply_rule, vectors_of, widen
 from model.tracing.pauses import pause
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True, slots=True)
 class KeyEdit(RowEdit):
     """An edit of some queries of a stage (B, H, T, S). Keys that a query does not see keep their values.
 
