@@ -9,7 +9,7 @@ from torch import Tensor
 from model.config import Activation, NormKind
 from model.ops.cpu.trace_kernels import decode_summaries
 from model.ops.gpu.backend import load_kernels
-from model.ops.gpu.gpu_ops import GpuNetworkOps
+from model.ops.gpu.gpu_ops import ARGMAX_BLOCK, GpuNetworkOps, GpuSamplingOps
 from model.ops.gpu.gpu_summaries import GpuGatherCopy, GpuSummaryCalls, GpuSummaryOps, GpuTraceKernels
 from model.ops.gpu.invariant import InvariantLinear
 from model.ops.gpu.paged_attention import CHUNK, PagedKeys, attend, step_scores
@@ -59,12 +59,47 @@ def test_norms(
 
 @every_dtype
 @pytest.mark.parametrize(("size", "rotated"), [(8, 8), (6, 2), (12, 6), (128, 128), (96, 32)])
-def test_rotation(size: int, rotated: int, dtype: torch.dtype, ops: GpuNetworkOps, device: torch.device) -> None:
-    x = random(2, 5, 7, size, dtype=dtype, device=device)[:, :, 1:5]
+@pytest.mark.parametrize("num_heads", [4, 11])
+def test_rotation(
+    num_heads: int, size: int, rotated: int, dtype: torch.dtype, ops: GpuNetworkOps, device: torch.device
+) -> None:
+    x = random(2, 5, num_heads + 3, size, dtype=dtype, device=device)[:, :, 1 : num_heads + 1]
     positions = torch.arange(3, 8, device=device)
     frequencies = torch.rand(rotated // 2, generator=torch.Generator().manual_seed(0)).to(device)
     rotation = TORCH.network.rotation(positions, frequencies, 1.1, dtype)
     assert_same(ops.rotate(x, rotation), TORCH.network.rotate(x, rotation))
+
+
+@every_dtype
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(24, 5), (1030, 4099), (2048, 64), (8, 9000)])
+def test_products_of_one_row(
+    num_inputs: int, num_outputs: int, has_bias: bool, dtype: torch.dtype, ops: GpuNetworkOps, device: torch.device
+) -> None:
+    weight, bias = (random(*shape, dtype=dtype, device=device) for shape in ((num_outputs, num_inputs), (num_outputs,)))
+    layer = ops.linear(weight, bias if has_bias else None, dtype)
+    x = random(2, 1, 3 * num_inputs, dtype=dtype, device=device)[..., ::3] / num_inputs**0.5
+    for own in (x[:1], x[1, 0], x):
+        wide = own.double() @ weight.double().T + (bias.double() if has_bias else 0)
+        assert_same(layer(own), wide.to(dtype))
+
+
+@every_dtype
+@pytest.mark.parametrize("size", [1, 7, ARGMAX_BLOCK, 5 * ARGMAX_BLOCK + 3])
+def test_largest(size: int, dtype: torch.dtype, ops: GpuNetworkOps, device: torch.device) -> None:
+    logits = random(8, size, dtype=dtype, device=device)
+    logits[1, size // 2 :] = 9  # equal numbers
+    logits[2] = -torch.inf
+    logits[3, -1] = torch.inf
+    logits[4, size // 3 :: 2] = torch.nan
+    logits[5, size - 1] = torch.nan
+    logits[6, 0] = 100
+    masks = torch.full((8, -(-size // 32)), -1, dtype=torch.int32)
+    masks[6, 0], masks[7] = -2, 0
+    for given in (None, masks):
+        found, expected = GpuSamplingOps(ops.kernels).argmax(logits, given), TORCH.sampling.argmax(logits, given)
+        assert found.indices.tolist() == expected.indices.tolist()
+        torch.testing.assert_close(found.values, expected.values, rtol=0, atol=0, equal_nan=True)
 
 
 @every_dtype

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from model.ops.gpu.gpu_ops import GpuNetworkOps
+from model.ops.gpu.gpu_ops import GpuNetworkOps, GpuSamplingOps
 from model.ops.gpu.gpu_summaries import DTYPES, GpuSummaryOps, GpuTraceKernels
 from model.ops.gpu.invariant import InvariantOps
 from model.ops.interface import Backend
@@ -47,4 +47,11 @@ def find_backend(dtype: torch.dtype, device: torch.device, *, invariant: bool) -
     traces = GpuTraceKernels(kernels)
     network = InvariantOps(kernels) if invariant else GpuNetworkOps(kernels)
     name = "triton, batch-invariant" if invariant else "triton"
-    return replace(TORCH, network=network, summaries=GpuSummaryOps(traces), trace_kernels=traces, kernels=name)
+    return replace(
+        TORCH,
+        network=network,
+        sampling=GpuSamplingOps(kernels),
+        summaries=GpuSummaryOps(traces),
+        trace_kernels=traces,
+        kernels=name,
+    )

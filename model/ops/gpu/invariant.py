@@ -4,13 +4,11 @@ Libraries choose the order of a sum by the number of rows, so that a token gets 
 each product and each attention has one order, whatever the number of rows. Dims are those of `NetworkOps`.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from model.ops.cpu.layout import merge_outer_dims
-from model.ops.gpu.gpu_ops import GpuNetworkOps
+from model.ops.gpu.gpu_ops import GpuLinear, GpuNetworkOps
 from model.ops.gpu.paged_attention import PagedKeys, attend
 from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.torch_ops import TORCH
@@ -21,17 +19,10 @@ MANY_OUTPUTS = 8192
 BLOCK = 16  # keys of a dense pass that are taken for a block of a cache
 
 
-class InvariantLinear(nn.Linear):
+class InvariantLinear(GpuLinear):
     """A linear layer whose sums have one order."""
 
     batch_invariant = True
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: Any) -> None:
-        super().__init__(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        if bias is not None:
-            self.bias = nn.Parameter(bias, requires_grad=False)
-        self._kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
         rows, row_stride = merge_outer_dims(x, 1)
@@ -69,7 +60,7 @@ class InvariantOps(GpuNetworkOps):
 
     def linear(self, weight: Tensor | GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
         if isinstance(weight, GroupedWeight):
-            return TORCH.network.linear(weight, bias, dtype)
+            return super().linear(weight, bias, dtype)
         return InvariantLinear(weight, bias, self.kernels)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalMask | None, rule: ScoreRule) -> Tensor:

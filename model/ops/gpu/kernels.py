@@ -1,4 +1,4 @@
-"""Triton kernels: norms, rotary embeddings, activations, and attention of one new token of each sequence.
+"""Triton kernels: norms, rotary embeddings, activations, products, and attention of one new token of each sequence.
 
 Sums are in float32, and each result is rounded once. A program computes rows that belong to one token, in an order that
 no other token changes. Triton is needed to import this module; PyTorch for CUDA includes it.
@@ -50,27 +50,31 @@ def rotate_heads(
     token_stride,
     head_stride,
     num_tokens,
+    num_heads,
     HALF: tl.constexpr,
     SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
 ):
-    """Rotate the pairs (i, i + HALF) of one head of one token a program, and copy the dims after them."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Rotate the pairs (i, i + HALF) of HEADS heads of one token a program, and copy the dims after them."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     source = x + row * token_stride + head * head_stride
-    target = out + (row * tl.num_programs(1) + head) * SIZE
-    i = tl.arange(0, BLOCK)
-    inside = i < HALF
+    target = out + (row * num_heads + head) * SIZE
+    i = tl.arange(0, BLOCK)[None, :]
     angle = (row % num_tokens) * 2 * HALF + i
-    c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
-    s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(cos + angle, mask=i < HALF, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=i < HALF, other=0.0).to(tl.float32)
+    inside = (head < num_heads) & (i < HALF)
     first = tl.load(source + i, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + HALF + i, mask=inside, other=0.0).to(tl.float32)
     tl.store(target + i, (first * c - second * s).to(out.dtype.element_ty), mask=inside)
     tl.store(target + HALF + i, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
     if SIZE > 2 * HALF:
-        rest = 2 * HALF + tl.arange(0, REST_BLOCK)
-        tl.store(target + rest, tl.load(source + rest, mask=rest < SIZE), mask=rest < SIZE)
+        rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
+        is_rest = (head < num_heads) & (rest < SIZE)
+        tl.store(target + rest, tl.load(source + rest, mask=is_rest), mask=is_rest)
 
 
 @triton.jit
@@ -377,3 +381,54 @@ def multiply_rows(
         total += tl.load(bias + n, mask=n < num_outputs, other=0.0).to(tl.float32)[None, :]
     place = m.to(tl.int64)[:, None] * num_outputs + n[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), mask=is_row & (n < num_outputs)[None, :])
+
+
+@triton.jit
+def multiply_row(
+    x,
+    weight,
+    bias,
+    out,
+    num_outputs,
+    num_inputs,
+    HAS_BIAS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """x @ weight.T + bias for a single row x, and OUTPUTS outputs a program."""
+    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_output = n < num_outputs
+    weight_row = weight + n.to(tl.int64)[:, None] * num_inputs
+    total = tl.zeros([OUTPUTS, INPUTS], tl.float32)
+    for begin in range(0, num_inputs, INPUTS):
+        k = begin + tl.arange(0, INPUTS)
+        inside = k < num_inputs
+        part = tl.load(x + k, mask=inside, other=0.0).to(tl.float32)
+        weights = tl.load(weight_row + k[None, :], mask=is_output[:, None] & inside[None, :], other=0.0)
+        total += weights.to(tl.float32) * part[None, :]
+    result = tl.sum(total, 1)
+    if HAS_BIAS:
+        result += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(out + n, result.to(out.dtype.element_ty), mask=is_output)
+
+
+@triton.jit
+def find_largest(values, indices, largest, places, size, HAS_INDICES: tl.constexpr, BLOCK: tl.constexpr):
+    """Find the largest of BLOCK numbers of one row a program, and where it is first. NaN is larger than all numbers.
+
+    `indices` are those of the numbers in the whole row, with HAS_INDICES; otherwise the numbers are the whole row.
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = part * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    found = tl.load(values + row * size + i, mask=inside, other=float("-inf")).to(tl.float32)
+    place = i
+    if HAS_INDICES:
+        place = tl.load(indices + row * size + i, mask=inside, other=0).to(tl.int32)
+    is_nan = found != found
+    has_nan = tl.max(is_nan.to(tl.int32), 0) > 0
+    most = tl.max(tl.where(is_nan, float("-inf"), found), 0)
+    is_largest = inside & tl.where(has_nan, is_nan, found == most)
+    out = row * tl.num_programs(1) + part
+    tl.store(largest + out, tl.where(has_nan, float("nan"), most).to(largest.dtype.element_ty))
+    tl.store(places + out, tl.min(tl.where(is_largest, place, 2147483647), 0).to(places.dtype.element_ty))
