@@ -43,7 +43,8 @@ async def bind_edits(
     passes = {source_key(each): each for plan in plans for each in plan.sources}
     check_scores(plans, state, checkpoint, max_step_tokens)
     check_sources([*passes.values()], state, checkpoint)
-    num_source_values = sum(plan.num_source_values for plan in {id(plan): plan for plan in plans}.values())
+    distinct = list({id(plan): plan for plan in plans}.values())
+    num_source_values = sum(plan.num_source_values for plan in distinct)
     get_reservation(request).reserve(PLANNED_BYTES * num_source_values)
     values: dict[Any, Mapping[str, Tensor]] = {}
     if passes:
@@ -56,9 +57,12 @@ async def bind_edits(
 
     def bind() -> list[BoundEdits]:
         bound = {id(plan): plan.bind([values[source_key(each)] for each in plan.sources]) for plan in plans}
+        for each in bound.values():
+            each.compute_digests()
         return [bound[id(plan)] for plan in plans]
 
-    return await run_plan(state, num_source_values // BYTES_PER_CHECK, bind)
+    num_bytes = PLANNED_BYTES * num_source_values + sum(plan.digest_bytes for plan in distinct)
+    return await run_plan(state, num_bytes // BYTES_PER_CHECK, bind)
 
 
 def source_key(source: SourcePass) -> Any:

@@ -3,8 +3,9 @@
 import base64
 import json
 import math
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from forwardscope.results.generations import FinishEvent, Generation
 from forwardscope.results.passes import Logits, Trace
 from model.analysis.edit_sources import compute_source, edited_pass
 from model.tracing.edits import Edit, EditSource, plan_edits
+from model.tracing.edits.bound import StageEdit
 from model.tracing.tap import Recorder
 from service.answers import edits as service_edits
 from service.answers import generation_plan, passes, source_passes
@@ -198,6 +200,20 @@ def test_the_error_names_the_prompt_of_a_list_that_an_edit_does_not_fit(tiny: Ru
     response = tiny.post(path, body if path == "/v1/completions" else {k: body[k] for k in ("prompt", "edits")})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "edits.0.positions")
     assert response.json()["error"]["message"].endswith("(for prompt.1)")
+
+
+def test_no_step_computes_digests_of_edits(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, content = list[str](), StageEdit.content
+
+    def watched(edited: StageEdit) -> Iterable[bytes]:
+        threads.append(threading.current_thread().name)
+        return content(edited)
+
+    monkeypatch.setattr(StageEdit, "content", watched)
+    body = {"prompt": [1, 2], "max_tokens": 3, "edits": [edit(stage="*.resid_post", op="scale", factor=2.0)] * 40}
+    tiny.answer("/generate", **body)
+    assert threads
+    assert "network" not in threads
 
 
 def test_too_many_edits_are_refused(tiny: Running) -> None:

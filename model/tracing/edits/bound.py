@@ -209,6 +209,11 @@ class BoundEdits:
         numbers = [each for stage in stages for each in (stage.vectors, stage.exact)]
         return _num_bytes([*numbers, *(probe.vector for probe, _ in self._probes)])
 
+    def compute_digests(self) -> None:
+        """Compute the digests now, so that no step of an engine waits for them."""
+        for edit in self.edits:
+            _ = edit.digest
+
     @cached_property
     def conditions(self) -> Sequence[Condition]:
         return [edit.when for edit in self.edits if edit.when is not None]

@@ -14,6 +14,8 @@ from model.tracing.edits.operands import Numbers
 from model.tracing.edits.positions import PositionRange, PositionSet, PositionWord
 from model.tracing.stages import Stage, Widths, sizes_of
 
+STAGE_DIGEST_BYTES = 8192  # that are hashed in the time which the digest of one stage takes without its numbers
+
 
 @dataclass(frozen=True)
 class SourcePass:
@@ -86,6 +88,12 @@ class EditPlan:
     _edits: Sequence[PlannedEdit]
     _num_prompt: int
     _max_length: int
+
+    @property
+    def digest_bytes(self) -> int:
+        """An estimate of the work for the digests of the edits, as bytes that are hashed."""
+        stages = [stage for edit in self._edits for stage in edit.stages]
+        return sum(STAGE_DIGEST_BYTES + (0 if each.vectors is None else each.vectors.nbytes) for each in stages)
 
     def num_scores(self, num_heads: int, max_step_tokens: int | None = None) -> int:
         """Count the attention scores of one layer that exist at a time: 0 unless an edit changes scores or patterns.
