@@ -8,6 +8,7 @@ import asyncio
 import os
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +26,9 @@ Result = TypeVar("Result")
 Kind = Literal[
     "text", "long-text", "answers", "bodies", "grammars", "slow-grammars", "gradients", "comparisons", "weights"
 ]
+WORK_SECONDS = 0.002  # between two rests
+REST = 4  # times the work before it
+REST_SECONDS = 0.05  # the longest rest
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,40 @@ LANES: dict[Kind, Lane] = {
 }
 
 
+class Rests:
+    """A `PAUSE` that leaves most of the time to the network while it has steps.
+
+    Only one thread of Python runs at a time. A step that is not replayed gives up Python's lock at each of its many
+    operations, so that beside another busy thread it takes several times as long.
+    """
+
+    def __init__(self, has_steps: Callable[[], bool]) -> None:
+        self._has_steps = has_steps
+        self._began = time.perf_counter()
+
+    def __call__(self) -> None:
+        worked = time.perf_counter() - self._began
+        if worked < WORK_SECONDS:
+            return
+        if self._has_steps():
+            time.sleep(min(REST * worked, REST_SECONDS))
+        self._began = time.perf_counter()
+
+
 class Executors:
     """Runs jobs on the threads of `LANES`. All methods are called on the event loop's thread."""
 
-    def __init__(self, max_jobs: int, timeout_seconds: float, note_change: Callable[[], None]) -> None:
-        """At most `max_jobs` jobs run and wait. `note_change` is called when a job is added or has ended."""
+    def __init__(
+        self,
+        max_jobs: int,
+        timeout_seconds: float,
+        note_change: Callable[[], None],
+        has_steps: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """At most `max_jobs` jobs run and wait. `note_change` is called when a job is added or has ended. `has_steps`
+        says whether the network computes requests.
+        """
+        self._has_steps = has_steps
         self._max_jobs = max_jobs
         self._timeout_seconds = timeout_seconds
         self._note_change = note_change
@@ -91,7 +124,9 @@ class Executors:
             raise queue_full(f"{lane.max_waiting} {lane.name} wait already")
         if len(self._jobs) >= self._max_jobs:
             raise queue_full(f"{len(self._jobs)} jobs on texts, bodies, grammars and weights are being handled already")
-        future = self._executors[kind].submit(copy_context().run, job)
+        context = copy_context()
+        context.run(PAUSE.set, Rests(self._has_steps))  # `run_long` replaces it
+        future = self._executors[kind].submit(context.run, job)
         wait = asyncio.wrap_future(future)
         self._jobs.add(future)
         self._waits.add(wait)

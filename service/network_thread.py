@@ -115,8 +115,8 @@ class NetworkThread:
 
     def _run_once(self) -> None:
         """Run the posted functions, then a job if it is due, then a step of the engine."""
-        self._run_posted(wait=not self._jobs and not self._can_step)
-        if self._jobs and (not self._can_step or time.perf_counter() >= self._next_job):
+        self._run_posted(wait=not self._jobs and not self.has_steps)
+        if self._jobs and (not self.has_steps or time.perf_counter() >= self._next_job):
             self._piece_began = time.perf_counter()
             has_run = False
             while self._jobs and not has_run:
@@ -126,7 +126,7 @@ class NetworkThread:
         self._step()
 
     def _step(self) -> None:
-        if self._engine is not None and self._can_step and not self._is_closed:
+        if self._engine is not None and self.has_steps and not self._is_closed:
             began = time.perf_counter()
             self._post_back(self._engine.step(), began)
 
@@ -142,7 +142,7 @@ class NetworkThread:
     def _run_steps(self, end: float) -> None:
         try:
             self._run_posted(wait=False)
-            while self._can_step and not self._is_closed and time.perf_counter() < end:
+            while self.has_steps and not self._is_closed and time.perf_counter() < end:
                 self._step()
                 self._run_posted(wait=False)
         except Exception as error:  # the job can continue without the engine
@@ -156,7 +156,8 @@ class NetworkThread:
         return now + (now - self._piece_began) * (1 / share - 1)
 
     @property
-    def _can_step(self) -> bool:
+    def has_steps(self) -> bool:
+        """Whether the engine has a step to compute. Any thread may ask."""
         return self._engine is not None and self._engine.can_step
 
     def _run_posted(self, *, wait: bool) -> None:

@@ -59,7 +59,8 @@ class Worker:
         self._is_idle = asyncio.Event()
         self._detached: set[threading.Thread] = set()
         self.network = NetworkThread(self._deliver, self._fail)
-        self.executors = Executors(limits.max_running + limits.max_waiting, limits.timeout_seconds, self._note_change)
+        max_jobs = limits.max_running + limits.max_waiting
+        self.executors = Executors(max_jobs, limits.timeout_seconds, self._note_change, lambda: self.network.has_steps)
 
     # Called by the rest of the service
 

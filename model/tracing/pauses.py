@@ -1,9 +1,9 @@
-"""Pauses of long passes, so that other work of the same thread can run in between: after each block, each traced stage,
-and each piece of the logits.
+"""Pauses of long work, so that other work can run in between: after each block, each traced stage, each piece of the
+logits, and each planned edit.
 
-The thread that runs a pass sets `PAUSE`, for the pass alone: the network thread of the service to a function that runs
-steps of the engine, its other threads to one that raises if nobody waits for the result any more. By default, there is
-none.
+The thread that runs the work sets `PAUSE`, for it alone: the network thread of the service to a function that runs
+steps of the engine, its other threads to one that waits while there are such steps, or one that raises if nobody waits
+for the result any more. By default, there is none.
 """
 
 from collections.abc import Callable, Iterator

@@ -20,6 +20,7 @@ from model.tracing.edits.conditions import Condition, ConditionState, Probe
 from model.tracing.edits.noise import normal_noise
 from model.tracing.edits.positions import PositionSet
 from model.tracing.edits.tap import EditTap, KeyEdit, LateEdit, ReadRows
+from model.tracing.pauses import pause
 from model.tracing.stages import Stage
 
 RECORDED_BYTES = 1024  # the maximum memory of one edit of one stage in a recorded step, without its numbers
@@ -213,6 +214,7 @@ class BoundEdits:
         """Compute the digests now, so that no step of an engine waits for them."""
         for edit in self.edits:
             _ = edit.digest
+            pause()
 
     @cached_property
     def conditions(self) -> Sequence[Condition]:

@@ -15,6 +15,7 @@ from model.tracing.edits.declared import Edit, EditCondition, check_fields
 from model.tracing.edits.operands import Numbers, Part, check_number, limits, read_basis, read_row, read_vector
 from model.tracing.edits.plan import EditMatch, EditPlan, FromSource, PlannedEdit, SourcePass
 from model.tracing.edits.positions import Positions, PositionSet, PositionWord, resolve_positions
+from model.tracing.pauses import pause
 from model.tracing.stages import Stage, UnknownStage, Widths, select, select_rows, sizes_of
 
 MAX_EDITS = 64
@@ -35,7 +36,10 @@ def plan_edits(
     if len(edits) > MAX_EDITS:
         raise InvalidField("edits", f"has {len(edits)} entries; at most {MAX_EDITS} are allowed")
     planner = _Planner(config, stages, prompt_ids, max_length)
-    planned = [planner.plan(edit, f"edits.{index}") for index, edit in enumerate(edits)]
+    planned = []
+    for index, edit in enumerate(edits):
+        planned.append(planner.plan(edit, f"edits.{index}"))
+        pause()
     num_changed = sum(len(edit.stages) for edit in planned)
     if num_changed > MAX_CHANGED_STAGES:
         raise InvalidField("edits", f"change {num_changed} stages in all; at most {MAX_CHANGED_STAGES} are allowed")
