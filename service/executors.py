@@ -27,7 +27,7 @@ Kind = Literal[
     "text", "long-text", "answers", "bodies", "grammars", "slow-grammars", "gradients", "comparisons", "weights"
 ]
 WORK_SECONDS = 0.002  # between two rests
-REST = 2  # times the work before it
+REST = 4  # times the work before it
 REST_SECONDS = 0.05  # the longest rest
 
 
