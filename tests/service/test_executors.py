@@ -19,10 +19,10 @@ def test_a_job_rests_in_proportion_to_its_work_while_there_are_steps(monkeypatch
     monkeypatch.setattr("service.executors.time.sleep", sleep)
     has_steps = True
     rest = Rests(lambda: has_steps)
-    for worked in (WORK_SECONDS / 2, WORK_SECONDS, 10 * WORK_SECONDS, 10):
+    for worked in (WORK_SECONDS / 2, WORK_SECONDS, 5 * WORK_SECONDS, 10):
         now += worked
         rest()
-    assert slept == pytest.approx([1.5 * REST * WORK_SECONDS, 10 * REST * WORK_SECONDS, REST_SECONDS])
+    assert slept == pytest.approx([1.5 * REST * WORK_SECONDS, 5 * REST * WORK_SECONDS, REST_SECONDS])
     has_steps = False
     now += 10
     rest()
