@@ -87,10 +87,10 @@ class Executors:
         max_jobs: int,
         timeout_seconds: float,
         note_change: Callable[[], None],
-        has_steps: Callable[[], bool] = lambda: False,
+        has_steps: Callable[[], bool],
     ) -> None:
         """At most `max_jobs` jobs run and wait. `note_change` is called when a job is added or has ended. `has_steps`
-        says whether the network computes requests.
+        says whether the network computes requests: then jobs rest at their pauses.
         """
         self._has_steps = has_steps
         self._max_jobs = max_jobs
@@ -124,9 +124,12 @@ class Executors:
             raise queue_full(f"{lane.max_waiting} {lane.name} wait already")
         if len(self._jobs) >= self._max_jobs:
             raise queue_full(f"{len(self._jobs)} jobs on texts, bodies, grammars and weights are being handled already")
-        context = copy_context()
-        context.run(PAUSE.set, Rests(self._has_steps))  # `run_long` replaces it
-        future = self._executors[kind].submit(context.run, job)
+
+        def rest_and_run() -> Result:
+            PAUSE.set(Rests(self._has_steps))  # in the context of this job; that of `run_long` replaces it
+            return job()
+
+        future = self._executors[kind].submit(copy_context().run, rest_and_run)
         wait = asyncio.wrap_future(future)
         self._jobs.add(future)
         self._waits.add(wait)

@@ -95,7 +95,7 @@ class DecodeGraph:
 
         def compute() -> tuple[DecodeResult, JointLogits]:
             traces = self._new_traces(model, max_keys)
-            tap, taps = self._tap(edit_tap if edits else None, traces)
+            tap, taps = self._tap(edit_tap, traces)
             joint = JointLogits(model, ops.trace_kernels, traces)
             logits = model(self._step.ids, context=context, adapters=adapters, tap=tap, compute_logits=joint)[0]
             logits = self._recording.keep(logits)

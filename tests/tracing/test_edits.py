@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from model.tracing.edits.conditions import ConditionState
 from model.tracing.edits.noise import normal_noise
 from model.tracing.edits.planner import MAX_EDITS
 from model.tracing.edits.positions import PositionSet, resolve_positions
+from model.tracing.pauses import PAUSE
 from model.tracing.stages import stages_of
 from model.tracing.tap import Recorder
 from tests.tiny import CONFIGS, build, random_ids
@@ -36,6 +38,19 @@ def plan(*edits: Edit, config: ModelConfig = LLAMA, max_length: int = 12, ids: S
 def bound(*edits: Edit, **options: Any) -> BoundEdits:
     planned = plan(*edits, **options)
     return planned.bind(compute_sources(build(options.get("config", LLAMA)), planned))
+
+
+def test_planning_and_digests_pause_after_each_edit() -> None:
+    pauses = list[str]()
+
+    def prepare() -> None:
+        PAUSE.set(lambda: pauses.append("pause"))
+        edits = plan(*[Edit(stage="blocks.*.resid_post", op="scale", factor=2.0)] * 3)
+        assert len(pauses) == 3
+        edits.bind().compute_digests()
+
+    copy_context().run(prepare)
+    assert len(pauses) == 6
 
 
 def edit(op: Any = "zero", stage: str = "blocks.1.resid_post", **fields: Any) -> Edit:

@@ -52,12 +52,9 @@ class Layout:
 
     def pack(self, values: Mapping[str, int | float]) -> bytes:
         """Make the struct. An address is 0 where C++ allows null. Raises TypeError for missing and unknown fields."""
-        try:
-            if len(values) == len(self.fields):
-                return self._struct.pack(*map(values.__getitem__, self.fields))
-        except KeyError:
-            pass
-        raise TypeError(f"the fields are {', '.join(self.fields)}; given are {', '.join(values)}")
+        if values.keys() != self.fields.keys():
+            raise TypeError(f"the fields are {', '.join(self.fields)}; given are {', '.join(values)}")
+        return self._struct.pack(*map(values.__getitem__, self.fields))
 
 
 @dataclass(frozen=True)

@@ -321,8 +321,10 @@ class BoundEdits:
         return _digest(parts) if parts else None
 
 
-def tap_of_runs(runs: Sequence[EditedRows], ops: NetworkOps, device: torch.device) -> tuple[EditTap, frozenset[Tensor]]:
-    """Build the tap of a pass over several sequences, in which some runs of rows are edited.
+def tap_of_runs(
+    runs: Sequence[EditedRows], ops: NetworkOps, device: torch.device
+) -> tuple[EditTap | None, frozenset[Tensor]]:
+    """Build the tap of a pass over several sequences, in which some runs of rows are edited; None if there are no runs.
 
     Returns it with all tensors of its edits, which a recording reads.
     """
@@ -335,7 +337,7 @@ def tap_of_runs(runs: Sequence[EditedRows], ops: NetworkOps, device: torch.devic
                 own = stage.on_all(rows)
                 found.setdefault(stage.stage.name, []).append(own)
                 tensors |= {x for x in (own.rows, own.vectors, own.heads) if x is not None}
-    return EditTap(found, ops), frozenset(tensors)
+    return EditTap(found, ops) if runs else None, frozenset(tensors)
 
 
 @dataclass(frozen=True)

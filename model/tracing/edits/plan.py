@@ -14,7 +14,7 @@ from model.tracing.edits.operands import Numbers
 from model.tracing.edits.positions import PositionRange, PositionSet, PositionWord
 from model.tracing.stages import Stage, Widths, sizes_of
 
-STAGE_DIGEST_BYTES = 8192  # that are hashed in the time which the digest of one stage takes without its numbers
+STAGE_DIGEST_BYTES = 2048  # that are hashed in the time which the digest of one stage takes without its numbers
 
 
 @dataclass(frozen=True)
