@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import Activation, NormKind
-from model.ops.row_edits import RowEdit
+from model.ops.row_edits import RowEdits
 from model.ops.summary import Summary
 from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.weight_formats import GroupedWeight
@@ -134,7 +134,7 @@ class NetworkOps(Protocol):
     def apply_pattern(self, pattern: Tensor, v: Tensor) -> Tensor:
         """Average the values with the weights of a pattern: (B, H, T, S), v (B, S, Hkv, D) -> (B, T, H, D)."""
 
-    def edit_rows(self, x: Tensor, edits: Sequence[RowEdit]) -> Tensor:
+    def edit_rows(self, x: Tensor, edited: Sequence[RowEdits]) -> Tensor:
         """Copy x (B, T, D) or (B, T, H, D), and apply the edits to its rows in order. The copy is contiguous."""
 
 

@@ -28,23 +28,40 @@ class EditRule(NamedTuple):
     second: float = 0.0
 
 
-@dataclass(eq=False, kw_only=True, slots=True)
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class RowEdit:
-    """An edit of some rows of a stage.
+    """An edit of rows of a stage.
 
-    `rows` (N,) int64 are their indices in T, each at most once. `vectors` (P or 1, h or 1, D) float32 are the v of the
-    rule; row n takes `vectors[vector_indices[n]]`, or the first one if `vector_indices` is None. `exact` are the same
-    vectors in float64, if float32 cannot hold them. `heads` (h,) int64 are the heads that are changed; None: all. With
-    `is_per_number`, each number of a stage without heads counts as a head of size 1.
+    `vectors` (P or 1, h or 1, D) float32 are the v of the rule. `exact` are the same vectors in float64, if float32
+    cannot hold them. `heads` (h,) int64 are the heads that are changed; None: all. With `is_per_number`, each number of
+    a stage without heads counts as a head of size 1.
     """
 
     rule: EditRule
-    rows: Tensor
     vectors: Tensor | None = None
     exact: Tensor | None = None
-    vector_indices: Tensor | None = None
     heads: Tensor | None = None
     is_per_number: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class EditSeries:
+    """Edits of the same rows of one stage, one after the other. Many passes share it."""
+
+    edits: Sequence[RowEdit]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RowEdits:
+    """Rows of a pass, and how they change.
+
+    `rows` (N,) int64 are indices in T, each at most once. Row n takes the entry `vector_indices[n]` of the vectors of
+    each edit, or the first one if `vector_indices` is None.
+    """
+
+    series: EditSeries
+    rows: Tensor
+    vector_indices: Tensor | None = None
 
 
 def apply_rule(rule: EditRule, x: Tensor, v: Tensor | None) -> Tensor:
@@ -70,30 +87,32 @@ def widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def edit_rows(x: Tensor, edits: Sequence[RowEdit]) -> Tensor:
+def edit_rows(x: Tensor, edited: Sequence[RowEdits]) -> Tensor:
     """A copy of x (B, T, D) or (B, T, H, D), changed by one edit after the other."""
     out = x.clone()
-    for edit in edits:
-        heads = (
-            out if out.dim() == 4 else out.unsqueeze(3 if edit.is_per_number else 2)
-        )  # (B, T, H, D), the same memory
-        rows = edit.rows.to(x.device)
-        chosen = slice(None) if edit.heads is None else edit.heads.to(x.device)
-        old = heads[:, rows][:, :, chosen]  # (B, N, h, D)
-        wide = widen(old)
-        new = apply_rule(edit.rule, wide, vectors_of(edit, wide))
-        if edit.heads is None:
-            heads[:, rows] = new.to(x.dtype)
-        else:
-            heads[:, rows[:, None], chosen] = new.to(x.dtype)
+    for each in edited:
+        rows = each.rows.to(x.device)
+        for edit in each.series.edits:
+            _edit_in_place(out, edit, rows, each.vector_indices)
     return out
 
 
-def vectors_of(edit: RowEdit, wide: Tensor) -> Tensor | None:
-    """The vectors of the rows of an edit, (N or 1, h or 1, D), in the dtype and on the device of `wide`."""
+def _edit_in_place(out: Tensor, edit: RowEdit, rows: Tensor, vector_indices: Tensor | None) -> None:
+    heads = out if out.dim() == 4 else out.unsqueeze(3 if edit.is_per_number else 2)  # (B, T, H, D), the same memory
+    chosen = slice(None) if edit.heads is None else edit.heads.to(out.device)
+    wide = widen(heads[:, rows][:, :, chosen])  # (B, N, h, D)
+    new = apply_rule(edit.rule, wide, vectors_of(edit, vector_indices, wide)).to(out.dtype)
+    if edit.heads is None:
+        heads[:, rows] = new
+    else:
+        heads[:, rows[:, None], chosen] = new
+
+
+def vectors_of(edit: RowEdit, indices: Tensor | None, wide: Tensor) -> Tensor | None:
+    """The vectors of the rows of an edit, (N or 1, h or 1, D), in the dtype and on the device of `wide`. `indices` (N,)
+    are those of the rows; None: all rows take the first one.
+    """
     vectors = edit.vectors if edit.exact is None or wide.dtype != torch.float64 else edit.exact
     if vectors is None:
         return None
-    if edit.vector_indices is not None:
-        vectors = vectors[edit.vector_indices]
-    return vectors.to(wide)
+    return (vectors if indices is None else vectors[indices]).to(wide)

@@ -58,7 +58,7 @@ async def bind_edits(
     def bind() -> list[BoundEdits]:
         bound = {id(plan): plan.bind([values[source_key(each)] for each in plan.sources]) for plan in plans}
         for each in bound.values():
-            each.compute_digests()
+            each.prepare()
         return [bound[id(plan)] for plan in plans]
 
     num_bytes = PLANNED_BYTES * num_source_values + sum(plan.digest_bytes for plan in distinct)

@@ -18,7 +18,7 @@ from model.errors import InvalidField
 from model.network.adapted_network import AdaptedNetwork
 from model.network.prepare import prepare_model
 from model.network.transformer import Transformer
-from model.ops.row_edits import RowEdit
+from model.ops.row_edits import RowEdits
 from model.text.sampling import Sampler, sample, token_logprobs
 from model.text.transcript import End
 from model.tracing.edits import BoundEdits, Edit, EditCondition, EditSource, plan_edits
@@ -414,7 +414,7 @@ class TestRecordedSteps:
         assert self.recorded(engine) == 3
 
     def test_recorded_steps_keep_a_limited_amount_of_numbers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("model.engine.decode_graphs.MAX_EDIT_BYTES", 2500)  # two edits with all their overhead
+        monkeypatch.setattr("model.engine.decode_graphs.MAX_EDIT_BYTES", 1500)  # two edits with all their overhead
         model = served("llama")
         engine = new_engine(model)
         for seed in range(5):
@@ -428,7 +428,7 @@ class TestRecordedSteps:
         ops = model.backend.network
         edit_rows = ops.edit_rows
 
-        def by_pytorch(x: Tensor, edits: Sequence[RowEdit]) -> Tensor:
+        def by_pytorch(x: Tensor, edits: Sequence[RowEdits]) -> Tensor:
             return edit_rows(x, edits) * 1
 
         requests = [edited(model, ask("1", prompt(5)), Edit(stage="embed", op="add", vector=vector(24))), ask("2", [3])]

@@ -47,10 +47,10 @@ def test_planning_and_digests_pause_after_each_edit() -> None:
         PAUSE.set(lambda: pauses.append("pause"))
         edits = plan(*[Edit(stage="blocks.*.resid_post", op="scale", factor=2.0)] * 3)
         assert len(pauses) == 3
-        edits.bind().compute_digests()
+        edits.bind().prepare()
 
     copy_context().run(prepare)
-    assert len(pauses) == 6
+    assert len(pauses) == 3 + 3 + 1, "the three edits are one group"
 
 
 def edit(op: Any = "zero", stage: str = "blocks.1.resid_post", **fields: Any) -> Edit:

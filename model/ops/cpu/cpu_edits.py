@@ -1,6 +1,7 @@
 """Edits of stages with our own kernels (`csrc/edits.cpp`)."""
 
 from collections.abc import Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -8,10 +9,23 @@ from torch import Tensor
 from model.ops.cpu.constants import EDIT_KINDS
 from model.ops.cpu.launch import call, call_brief, empty, pointer
 from model.ops.cpu.layout import DTYPES, NUMBERS_PER_TASK, merge_outer_dims, num_tasks
-from model.ops.cpu.shared_layout import Kernel, find_kernels
-from model.ops.row_edits import RowEdit, edit_rows
+from model.ops.cpu.shared_layout import Kernel, Layout, check_layout, find_kernels
+from model.ops.row_edits import EditSeries, RowEdit, RowEdits, edit_rows
 
 BRIEF = 16384  # the numbers that one thread edits in a few microseconds
+ROW_EDIT = Layout(  # a struct that Python writes itself
+    {
+        "heads": "address",
+        "vectors": "address",
+        "num_heads": "integer",
+        "vector_stride": "integer",
+        "head_stride": "integer",
+        "is_per_number": "integer",
+        "kind": "integer",
+        "first": "number",
+        "second": "number",
+    }
+)
 Kernels = Mapping[torch.dtype, Mapping[str, Kernel]]  # by their names
 
 
@@ -31,12 +45,14 @@ class CpuEdits:
     """The operations of `NetworkOps` that only edits need, for stages of float32 and bfloat16."""
 
     def __init__(self, edit_kernels: Kernels) -> None:
+        check_layout("edits", "row_edit", ROW_EDIT)
         self._edit_kernels = edit_kernels
+        self._tables: WeakKeyDictionary[EditSeries, bytes] = WeakKeyDictionary()
 
-    def edit_rows(self, x: Tensor, edits: Sequence[RowEdit]) -> Tensor:
+    def edit_rows(self, x: Tensor, edited: Sequence[RowEdits]) -> Tensor:
         kernels = self._edit_kernels.get(x.dtype)
         if kernels is None:
-            return edit_rows(x, edits)
+            return edit_rows(x, edited)
         out, num_rows = empty(x.shape, x.dtype), x.shape[0] * x.shape[1]
         x, stride = merge_outer_dims(x, x.dim() - 2)
         size = out.numel() // num_rows
@@ -50,9 +66,29 @@ class CpuEdits:
             x_stride=stride,
         )
         for part in out:
-            for edit in edits:
-                _edit_in_place(kernels["edit_rows"], part.unsqueeze(-1) if edit.is_per_number else part, edit)
+            for each in edited:
+                self._edit_in_place(kernels["edit_rows"], part, each)
         return out
+
+    def _edit_in_place(self, kernel: Kernel, x: Tensor, edited: RowEdits) -> None:
+        """Edit rows of x (T, D) or (T, H, D), which is contiguous."""
+        series, num_rows = edited.series, edited.rows.numel()
+        if series not in self._tables:
+            self._tables[series] = b"".join(map(_pack, series.edits))
+        arguments = {
+            "x": x.data_ptr(),
+            "rows": edited.rows.data_ptr(),
+            "vector_indices": pointer(edited.vector_indices),
+            "num_rows": num_rows,
+            "num_heads": x.shape[1] if x.dim() == 3 else 1,
+            "size": x.shape[-1],
+            "num_edits": len(series.edits),
+        }
+        num_numbers = num_rows * len(series.edits) * x[0].numel()
+        if num_numbers < BRIEF:
+            call_brief(kernel, self._tables[series], **arguments)
+        else:
+            call(kernel, min(num_rows, num_numbers // NUMBERS_PER_TASK), self._tables[series], **arguments)
 
     def softmax(self, scores: Tensor, dtype: torch.dtype) -> Tensor:
         scores = scores.contiguous()
@@ -92,34 +128,23 @@ class CpuEdits:
         return out
 
 
-def _edit_in_place(kernel: Kernel, x: Tensor, edit: RowEdit) -> None:
-    """Edit rows of x (T, D) or (T, H, D), which is contiguous."""
-    num_heads = x.shape[1] if x.dim() == 3 else 1
-    num_rows, num_edited = edit.rows.numel(), num_heads if edit.heads is None else edit.heads.numel()
-    vectors = edit.vectors
-    vector_stride = head_stride = 0
+def _pack(edit: RowEdit) -> bytes:
+    """The struct of an edit."""
+    vectors, vector_stride, head_stride = edit.vectors, 0, 0
     if vectors is not None:
         assert vectors.dtype == torch.float32
         assert vectors.stride(-1) == 1 or vectors.shape[-1] == 1
         vector_stride, head_stride = (vectors.stride(dim) if vectors.shape[dim] > 1 else 0 for dim in (0, 1))
-    arguments = {
-        "x": x.data_ptr(),
-        "rows": edit.rows.data_ptr(),
-        "heads": pointer(edit.heads),
-        "vectors": pointer(vectors),
-        "vector_indices": pointer(edit.vector_indices),
-        "num_rows": num_rows,
-        "num_heads": num_heads,
-        "num_edited": num_edited,
-        "size": x.shape[-1],
-        "vector_stride": vector_stride,
-        "head_stride": head_stride,
-        "kind": EDIT_KINDS.index(edit.rule.kind),
-        "first": edit.rule.first,
-        "second": edit.rule.second,
-    }
-    num_numbers = num_rows * num_edited * x.shape[-1]
-    if num_numbers < BRIEF:
-        call_brief(kernel, **arguments)
-    else:
-        call(kernel, num_numbers // NUMBERS_PER_TASK, **arguments)
+    return ROW_EDIT.pack(
+        {
+            "heads": pointer(edit.heads),
+            "vectors": pointer(vectors),
+            "num_heads": 0 if edit.heads is None else edit.heads.numel(),
+            "vector_stride": vector_stride,
+            "head_stride": head_stride,
+            "is_per_number": edit.is_per_number,
+            "kind": EDIT_KINDS.index(edit.rule.kind),
+            "first": edit.rule.first,
+            "second": edit.rule.second,
+        }
+    )

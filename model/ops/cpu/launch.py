@@ -52,30 +52,31 @@ def thread_pool() -> ThreadPool | None:
     return ThreadPool(run_call, run_brief_call, run_calls, Layout.read(library, "kernel_call"))
 
 
-def call(kernel: Kernel, num_tasks: int, /, **arguments: int | float) -> None:
+def call(kernel: Kernel, num_tasks: int, table: bytes = b"", /, **arguments: int | float) -> None:
     """Run a kernel now, divided into at most `num_tasks` tasks. If a recording is being made, record the call.
 
-    The C++ declaration of the kernel says what its arguments mean. Raises TypeError if one is missing or unknown.
+    The C++ declaration of the kernel says what its arguments mean, and whether a table follows them. Raises TypeError
+    if an argument is missing or unknown.
     """
     num_tasks = max(1, min(num_tasks, MAX_TASKS))
-    packed = _record(kernel, num_tasks, arguments)
+    packed = _record(kernel, num_tasks, table, arguments)
     num_threads = torch.get_num_threads()
     num_available = _pool().run_call(kernel.address, num_tasks, packed, num_threads)
     if num_available < num_threads:
         warn_of_missing_threads(num_available, num_threads)
 
 
-def call_brief(kernel: Kernel, /, **arguments: int | float) -> None:
+def call_brief(kernel: Kernel, table: bytes = b"", /, **arguments: int | float) -> None:
     """Like `call` with one task, for microseconds of work: other threads of Python wait.
 
     If they could run meanwhile, they would keep Python's lock for much longer than the work takes, after each call.
     """
-    _pool().run_brief_call(kernel.address, 1, _record(kernel, 1, arguments), 1)
+    _pool().run_brief_call(kernel.address, 1, _record(kernel, 1, table, arguments), 1)
 
 
-def _record(kernel: Kernel, num_tasks: int, arguments: Mapping[str, int | float]) -> bytes:
-    """Pack the arguments of a call, and record it if a recording is being made."""
-    packed = kernel.arguments.pack(arguments)
+def _record(kernel: Kernel, num_tasks: int, table: bytes, arguments: Mapping[str, int | float]) -> bytes:
+    """Pack the arguments of a call and the table, and record the call if a recording is being made."""
+    packed = kernel.arguments.pack(arguments) + table
     recording = CURRENT.get()
     if recording is not None:
         recording.add_call(kernel.address, num_tasks, packed)

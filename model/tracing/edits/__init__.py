@@ -7,8 +7,8 @@ An edit has these forms, one after the other:
   prompt, with one `StageEdit` for each stage that matches. An `EditPlan` also lists the passes that must run first,
   because edits take numbers from them (mean and patch).
 - `BoundEdit` (`bound.py`): with these numbers, by `EditPlan.bind`. It may have a `Condition` (`conditions.py`).
-- `RowEdit` (`model/ops/row_edits.py`): for the rows of one pass. `BoundEdits.tap` makes the `EditTap` (`tap.py`) that
-  applies them.
+- `RowEdits` (`model/ops/row_edits.py`) and `KeyEdit` (`tap.py`): for the rows of one pass. `BoundEdits.tap` makes the
+  `EditTap` that applies them.
 
 Positions are in `positions.py`, and numbers in `operands.py`.
 """

@@ -6,24 +6,25 @@ sequence up to this position, not on how it is divided into passes. An edit with
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from model.ops.interface import NetworkOps
-from model.ops.row_edits import EditRule, RowEdit
+from model.ops.row_edits import EditRule, EditSeries, RowEdit, RowEdits
 from model.ops.torch_ops import TORCH
 from model.tracing.edits.conditions import Condition, ConditionState, Probe
 from model.tracing.edits.noise import normal_noise
 from model.tracing.edits.positions import PositionSet
-from model.tracing.edits.tap import EditTap, KeyEdit, LateEdit, ReadRows
+from model.tracing.edits.tap import EditTap, KeyEdit, LateEdit, PassEdit, ReadRows
 from model.tracing.pauses import pause
 from model.tracing.stages import Stage
 
-RECORDED_BYTES = 1024  # the maximum memory of one edit of one stage in a recorded step, without its numbers
+RECORDED_BYTES = 512  # the maximum memory of one edit of one stage in a recorded step, without its numbers
 
 
 @dataclass(frozen=True)
@@ -73,45 +74,44 @@ class StageEdit:
         return self.noise is not None or (self.vectors is not None and self.vectors.shape[0] > 1)
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether all positions change alike, and do so as a whole: the stage has no keys."""
+        return not self.is_positional and "key" not in self.stage.dims
+
+    @property
     def can_be_recorded(self) -> bool:
-        """Whether our kernels compute the edit: the pass stores the stage anyway, and all positions change alike."""
-        is_skipped = "key" in self.stage.dims or self.stage.name.endswith((".scale", ".normalized"))
-        return not (is_skipped or self.is_positional or ".lora_" in self.stage.name)
+        """Whether our kernels compute the edit: it is uniform, and the pass stores the stage anyway."""
+        is_skipped = self.stage.name.endswith((".scale", ".normalized")) or ".lora_" in self.stage.name
+        return self.is_uniform and not is_skipped
 
     @cached_property
-    def _heads(self) -> Tensor | None:
-        return None if self.heads is None else torch.tensor(self.heads)
+    def row_edit(self) -> RowEdit:
+        """The edit without its positions and noise."""
+        return RowEdit(
+            rule=self.rule,
+            vectors=self.vectors,
+            exact=self.exact,
+            heads=None if self.heads is None else torch.tensor(self.heads),
+            is_per_number=self.is_per_number,
+        )
 
-    def on_all(self, rows: Tensor) -> RowEdit:
-        """Build the edit of rows that change alike, on their device, for a recording: without `exact`."""
-        vectors, heads = (None if x is None else x.to(rows.device) for x in (self.vectors, self._heads))
-        return RowEdit(rule=self.rule, rows=rows, vectors=vectors, heads=heads, is_per_number=self.is_per_number)
-
-    def on(self, rows: Tensor, indices: Sequence[int], positions: Sequence[int]) -> RowEdit:
+    def on(self, rows: Tensor, indices: Sequence[int], positions: Sequence[int]) -> PassEdit:
         """Build the edit of some rows of a pass.
 
         Row `rows[i]` of the pass is at `positions[i]`, which is entry `indices[i]` of the edit's list of positions.
         """
-        vectors, exact = self.vectors, self.exact
-        vector_indices = torch.tensor(indices) if self.is_positional else None
+        edit, vector_indices = self.row_edit, torch.tensor(indices) if self.is_positional else None
         keys = None if self.keys is None else torch.tensor(self.keys.indices)
         if self.noise is not None:
             noise = self.noise.at(self.stage.name, positions, self.heads)
             if keys is not None:  # keys after the last position are masked, so their noise does not matter
                 noise = noise[..., keys.clamp(max=noise.shape[-1] - 1)]
-            vectors, exact, vector_indices = noise.float(), noise, torch.arange(len(rows))
-        is_plain = "key" not in self.stage.dims
-        build = (
-            RowEdit if is_plain else partial(KeyEdit, queries=torch.tensor(positions), keys=keys, window=self.window)
-        )
-        return build(
-            rule=self.rule,
-            rows=rows,
-            vectors=vectors,
-            exact=exact,
-            vector_indices=vector_indices,
-            heads=self._heads,
-            is_per_number=self.is_per_number,
+            edit, vector_indices = replace(edit, vectors=noise.float(), exact=noise), torch.arange(len(rows))
+        if "key" not in self.stage.dims:
+            return RowEdits(EditSeries([edit]), rows, vector_indices)
+        queries = torch.tensor(positions)
+        return KeyEdit(
+            edit=edit, rows=rows, vector_indices=vector_indices, queries=queries, keys=keys, window=self.window
         )
 
     def content(self) -> Iterable[bytes]:
@@ -137,6 +137,10 @@ class BoundEdit:
         return any(stage.is_positional for stage in self.stages)
 
     @cached_property
+    def is_uniform(self) -> bool:
+        return all(stage.is_uniform for stage in self.stages)
+
+    @cached_property
     def can_be_recorded(self) -> bool:
         return all(stage.can_be_recorded for stage in self.stages)
 
@@ -155,7 +159,7 @@ class BoundEdit:
         since = state.since(self.when)
         return [] if since is None else [match for match in found if positions[match[0]] >= since]
 
-    def at_rows(self, stage: StageEdit, positions: Sequence[int], state: ConditionState | None) -> RowEdit | None:
+    def at_rows(self, stage: StageEdit, positions: Sequence[int], state: ConditionState | None) -> PassEdit | None:
         """The edit of the rows of a stage, as soon as the pass has shown whether the condition holds."""
         own = _MatchedRows.of(self, positions, state)
         return stage.on(own.rows, own.indices, own.positions) if own.indices else None
@@ -165,11 +169,48 @@ class BoundEdit:
         return self.when is not None and state is not None and state.awaits(self.when)
 
 
+class StageSeries(NamedTuple):
+    """The edits of one stage that change the same rows alike."""
+
+    stage: Stage
+    series: EditSeries
+
+
+@dataclass(frozen=True, eq=False)
+class EditGroup:
+    """Neighbours among the edits of a request: uniform ones of the same positions, or any other edit alone."""
+
+    edits: Sequence[BoundEdit]
+
+    @property
+    def first(self) -> BoundEdit:
+        """All edits have its positions and its condition."""
+        return self.edits[0]
+
+    @cached_property
+    def can_be_recorded(self) -> bool:
+        return all(edit.can_be_recorded for edit in self.edits)
+
+    @cached_property
+    def series(self) -> Sequence[StageSeries]:
+        """The series of each stage. Empty if the edit is not uniform."""
+        if not self.first.is_uniform:
+            return ()
+        found: dict[str, list[StageEdit]] = {}
+        for stage in chain.from_iterable(edit.stages for edit in self.edits):
+            found.setdefault(stage.stage.name, []).append(stage)
+        return [StageSeries(own[0].stage, EditSeries([each.row_edit for each in own])) for own in found.values()]
+
+
 @dataclass(frozen=True, eq=False)
 class RecordableEdits:
     """Edits that change all rows of a run alike. Equal keys mean equal edits."""
 
-    edits: Sequence[BoundEdit]
+    groups: Sequence[EditGroup]
+
+    @cached_property
+    def edits(self) -> Sequence[BoundEdit]:
+        return [edit for group in self.groups for edit in group.edits]
 
     @cached_property
     def key(self) -> bytes:
@@ -210,11 +251,26 @@ class BoundEdits:
         numbers = [each for stage in stages for each in (stage.vectors, stage.exact)]
         return _num_bytes([*numbers, *(probe.vector for probe, _ in self._probes)])
 
-    def compute_digests(self) -> None:
-        """Compute the digests now, so that no step of an engine waits for them."""
+    def prepare(self) -> None:
+        """Compute now what no step of an engine should wait for: the digests and the series."""
         for edit in self.edits:
             _ = edit.digest
             pause()
+        for group in self._groups:
+            _ = group.series
+            pause()
+
+    @cached_property
+    def _groups(self) -> Sequence[EditGroup]:
+        groups: list[list[BoundEdit]] = []
+        for edit in self.edits:
+            before = groups[-1][-1] if groups else edit
+            are_plain = all(each.is_uniform and each.when is None for each in (before, edit))
+            if groups and are_plain and before.positions == edit.positions:
+                groups[-1].append(edit)
+            else:
+                groups.append([edit])
+        return [EditGroup(group) for group in groups]
 
     @cached_property
     def conditions(self) -> Sequence[Condition]:
@@ -239,9 +295,10 @@ class BoundEdits:
 
         `state` is that of the sequence, and has begun this pass. Edits without conditions need none.
         """
-        if any(edit.awaits(state) for edit in self.edits):
+        edits = [group.first for group in self._groups]
+        if any(edit.awaits(state) for edit in edits):
             return True
-        touching = (edit for edit in self.edits if edit.positions.touches(start, start + num_new))
+        touching = (edit for edit in edits if edit.positions.touches(start, start + num_new))
         return any(edit.when is None or edit.find(range(start, start + num_new), state) for edit in touching)
 
     def whole_pass(
@@ -269,9 +326,10 @@ class BoundEdits:
         """
         all_positions: Sequence[int] = range(start, start + num_new)
         selected = all_positions if rows is None else [start + row for row in rows]
-        found: dict[str, list[RowEdit | LateEdit]] = {}
+        found: dict[str, list[PassEdit | LateEdit]] = {}
         probes: dict[str, list[ReadRows]] = {}
-        for edit in self.edits:
+        for group in self._groups:
+            edit = group.first
             if edit.awaits(state):
                 assert state is not None
                 assert edit.when is not None
@@ -284,10 +342,14 @@ class BoundEdits:
                     found.setdefault(stage.stage.name, []).append(partial(edit.at_rows, stage, positions, state))
                 continue
             in_all, in_selected = (_MatchedRows.of(edit, each, state) for each in (all_positions, selected))
-            for stage in edit.stages:
-                own = in_selected if stage.stage.has_selected_rows else in_all
+            for each in group.series or edit.stages:
+                own = in_selected if each.stage.has_selected_rows else in_all
                 if len(own.rows):
-                    found.setdefault(stage.stage.name, []).append(stage.on(own.rows, own.indices, own.positions))
+                    found.setdefault(each.stage.name, []).append(
+                        RowEdits(each.series, own.rows)
+                        if isinstance(each, StageSeries)
+                        else each.on(own.rows, own.indices, own.positions)
+                    )
         return EditTap(found, ops, probes)
 
     def recordable(self, start: int, num_new: int, state: ConditionState | None = None) -> RecordableEdits | None:
@@ -296,16 +358,16 @@ class BoundEdits:
         Otherwise None. `state` is that of `is_active`.
         """
         active = []
-        for index, edit in enumerate(self.edits):
-            if edit.awaits(state):
+        for index, group in enumerate(self._groups):
+            if group.first.awaits(state):
                 return None
-            num_edited = len(edit.find(range(start, start + num_new), state))
-            if num_edited and (num_edited < num_new or not edit.can_be_recorded):
+            num_edited = len(group.first.find(range(start, start + num_new), state))
+            if num_edited and (num_edited < num_new or not group.can_be_recorded):
                 return None
             if num_edited:
                 active.append(index)
         if tuple(active) not in self._recordable:
-            self._recordable[tuple(active)] = RecordableEdits([self.edits[index] for index in active])
+            self._recordable[tuple(active)] = RecordableEdits([self._groups[index] for index in active])
         return self._recordable[tuple(active)]
 
     def digest(self, first: int, end: int) -> bytes | None:
@@ -328,16 +390,22 @@ def tap_of_runs(
 
     Returns it with all tensors of its edits, which a recording reads.
     """
-    found: dict[str, list[RowEdit | LateEdit]] = {}
+    found: dict[str, list[PassEdit | LateEdit]] = {}
     tensors = set[Tensor]()
     for run in runs:
         rows = torch.arange(run.rows.start, run.rows.stop, device=device)
-        for edit in run.edits.edits:
-            for stage in edit.stages:
-                own = stage.on_all(rows)
-                found.setdefault(stage.stage.name, []).append(own)
-                tensors |= {x for x in (own.rows, own.vectors, own.heads) if x is not None}
+        tensors.add(rows)
+        for stage, series in chain.from_iterable(group.series for group in run.edits.groups):
+            own = series if device.type == "cpu" else EditSeries([_on_device(each, device) for each in series.edits])
+            found.setdefault(stage.name, []).append(RowEdits(own, rows))
+            tensors |= {x for each in own.edits for x in (each.vectors, each.heads) if x is not None}
     return EditTap(found, ops) if runs else None, frozenset(tensors)
+
+
+def _on_device(edit: RowEdit, device: torch.device) -> RowEdit:
+    """The edit for a recording: without `exact`."""
+    vectors, heads = (None if x is None else x.to(device) for x in (edit.vectors, edit.heads))
+    return replace(edit, vectors=vectors, exact=None, heads=heads)
 
 
 @dataclass(frozen=True)

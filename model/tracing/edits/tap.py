@@ -10,24 +10,29 @@ import torch
 from torch import Tensor
 
 from model.ops.interface import NetworkOps
-from model.ops.row_edits import RowEdit, apply_rule, vectors_of, widen
+from model.ops.row_edits import RowEdit, RowEdits, apply_rule, vectors_of, widen
 from model.tracing.pauses import pause
 
 
-@dataclass(eq=False, kw_only=True, slots=True)
-class KeyEdit(RowEdit):
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class KeyEdit:
     """An edit of some queries of a stage (B, H, T, S). Keys that a query does not see keep their values.
 
-    `queries` (N,) are the positions of the rows. `keys` are the positions of the changed keys, in the order of the
-    numbers in `vectors`; None: all keys. `window` is the sliding window of the layer.
+    `rows` and `vector_indices` are those of `RowEdits`. `queries` (N,) are the positions of the rows. `keys` are the
+    positions of the changed keys, in the order of the numbers in the vectors; None: all keys. `window` is the sliding
+    window of the layer.
     """
 
+    edit: RowEdit
+    rows: Tensor
+    vector_indices: Tensor | None
     queries: Tensor
-    keys: Tensor | None = None
-    window: int | None = None
+    keys: Tensor | None
+    window: int | None
 
 
-LateEdit = Callable[[], RowEdit | None]
+PassEdit = RowEdits | KeyEdit
+LateEdit = Callable[[], PassEdit | None]
 """Gives the edit when the pass has reached its stage, and has so shown from which row on it applies, if from any."""
 ReadRows = Callable[[Tensor], None]
 """Reads the rows (T, ...) of a stage before they are edited."""
@@ -41,7 +46,7 @@ class EditTap:
 
     def __init__(
         self,
-        edits: Mapping[str, Sequence[RowEdit | LateEdit]],
+        edits: Mapping[str, Sequence[PassEdit | LateEdit]],
         ops: NetworkOps,
         probes: Mapping[str, Sequence[ReadRows]] | None = None,
     ) -> None:
@@ -55,13 +60,13 @@ class EditTap:
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         for read in self._probes.get(name, ()):
             read(tensor[0])
-        given = [each if isinstance(each, RowEdit) else each() for each in self._edits.get(name, ())]
-        edits = [edit for edit in given if edit is not None]
-        if not edits:
-            return tensor
-        key_edits = [edit for edit in edits if isinstance(edit, KeyEdit)]
+        given = [each() if callable(each) else each for each in self._edits.get(name, ())]
+        row_edits = [each for each in given if isinstance(each, RowEdits)]
+        key_edits = [each for each in given if isinstance(each, KeyEdit)]
+        if row_edits:
+            return self._ops.edit_rows(tensor, row_edits)
         if not key_edits:
-            return self._ops.edit_rows(tensor, edits)
+            return tensor
         out = tensor.clone()
         for edit in key_edits:
             _edit_keys(out, edit)
@@ -69,22 +74,22 @@ class EditTap:
         return out
 
 
-def _edit_keys(out: Tensor, edit: KeyEdit) -> None:
+def _edit_keys(out: Tensor, key_edit: KeyEdit) -> None:
     """Apply an edit to a stage (B, H, T, S), in place."""
-    device, num_keys = out.device, out.shape[-1]
+    device, num_keys, edit = out.device, out.shape[-1], key_edit.edit
     heads = torch.arange(out.shape[1], device=device) if edit.heads is None else edit.heads.to(device)
-    rows, queries = edit.rows.to(device), edit.queries.to(device)[:, None]
+    rows, queries = key_edit.rows.to(device), key_edit.queries.to(device)[:, None]
     positions = torch.arange(num_keys, device=device)
     visible = positions <= queries  # (N, S)
-    if edit.window is not None:
-        visible &= positions > queries - edit.window
-    if edit.keys is not None:
-        visible &= torch.isin(positions, edit.keys.to(device))
+    if key_edit.window is not None:
+        visible &= positions > queries - key_edit.window
+    if key_edit.keys is not None:
+        visible &= torch.isin(positions, key_edit.keys.to(device))
     old = out[:, heads[:, None], rows]  # (B, h, N, S)
     wide = widen(old)
-    v = vectors_of(edit, wide)
+    v = vectors_of(edit, key_edit.vector_indices, wide)
     if v is not None:
-        v = _by_key(v.transpose(0, 1), edit.keys, num_keys)  # (h or 1, N or 1, S)
+        v = _by_key(v.transpose(0, 1), key_edit.keys, num_keys)  # (h or 1, N or 1, S)
     new = apply_rule(edit.rule, wide, v)
     out[:, heads[:, None], rows] = torch.where(visible, new.to(out.dtype), old)
 

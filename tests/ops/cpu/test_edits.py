@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.ops.row_edits import EditRule, RowEdit, RuleKind, apply_rule, edit_rows
+from model.ops.row_edits import EditRule, EditSeries, RowEdit, RowEdits, RuleKind, apply_rule, edit_rows
 from model.ops.torch_attention import apply_pattern, softmax
 from tests.ops.cpu.common import DTYPES, ROUNDING, cpu_backend
 
@@ -40,7 +40,11 @@ def heads(size: int, dtype: torch.dtype) -> Tensor:
     return randn(1, 7, 8, size, dtype=dtype)[:, :, :5]
 
 
-def edit_of(name: str, x: Tensor, *, shared: bool) -> RowEdit:
+def edits_of(rows: Tensor, *edits: RowEdit) -> RowEdits:
+    return RowEdits(EditSeries(edits), rows)
+
+
+def edit_of(name: str, x: Tensor, *, shared: bool, is_per_number: bool = False) -> RowEdits:
     """An edit of four rows, and of three heads if there are heads. `shared`: all rows take the same vector."""
     rule, takes_vectors = RULES[name]
     has_heads = x.dim() == 4
@@ -48,13 +52,10 @@ def edit_of(name: str, x: Tensor, *, shared: bool) -> RowEdit:
     if takes_vectors:
         vectors = randn(1 if shared else 6, 3 if has_heads else 1, x.shape[-1], seed=1)
         vectors = vectors / vectors.norm(dim=-1, keepdim=True)
-    return RowEdit(
-        rule=rule,
-        rows=torch.tensor([6, 0, 3, 4]),
-        vectors=vectors,
-        vector_indices=None if shared or not takes_vectors else torch.tensor([5, 0, 0, 2]),
-        heads=torch.tensor([4, 0, 1]) if has_heads else None,
-    )
+    heads = torch.tensor([4, 0, 1]) if has_heads else None
+    edit = RowEdit(rule=rule, vectors=vectors, heads=heads, is_per_number=is_per_number)
+    indices = None if shared or not takes_vectors else torch.tensor([5, 0, 0, 2])
+    return RowEdits(EditSeries([edit]), torch.tensor([6, 0, 3, 4]), indices)
 
 
 @every_dtype
@@ -74,7 +75,8 @@ def test_edited_rows_agree_with_pytorch_and_others_keep_their_bits(
     assert found.is_contiguous()
     torch.testing.assert_close(found, expected, atol=8 * ROUNDING[dtype], rtol=ROUNDING[dtype])
     is_edited = torch.zeros(x.shape, dtype=torch.bool)
-    is_edited[:, edit.rows[:, None], slice(None) if edit.heads is None else edit.heads] = True
+    chosen = edit.series.edits[0].heads
+    is_edited[:, edit.rows[:, None], slice(None) if chosen is None else chosen] = True
     assert torch.equal(found[~is_edited], x[~is_edited])
     assert not torch.equal(found, x)
 
@@ -83,7 +85,7 @@ def test_edited_rows_agree_with_pytorch_and_others_keep_their_bits(
 @pytest.mark.parametrize("name", ["set", "scale", "cap"])
 def test_single_numbers_are_edited_as_pytorch_does_it(name: str, dtype: torch.dtype) -> None:
     x = flat(45, dtype)
-    edit = replace(edit_of(name, x.unsqueeze(-1), shared=False), is_per_number=True)
+    edit = edit_of(name, x.unsqueeze(-1), shared=False, is_per_number=True)
     found = cpu_backend(dtype).network.edit_rows(x, [edit])
     assert torch.equal(found, edit_rows(x, [edit]))
     assert (found != x).sum() > 0
@@ -93,7 +95,7 @@ def test_single_numbers_are_edited_as_pytorch_does_it(name: str, dtype: torch.dt
 @every_dtype
 def test_a_batch_is_edited_row_by_row(dtype: torch.dtype) -> None:
     x = randn(3, 5, 24, dtype=dtype)
-    edit = RowEdit(rule=EditRule("project"), rows=torch.tensor([1, 4]), vectors=randn(1, 1, 24, seed=1) / 5)
+    edit = edits_of(torch.tensor([1, 4]), RowEdit(rule=EditRule("project"), vectors=randn(1, 1, 24, seed=1) / 5))
     ops = cpu_backend(dtype).network
     found = ops.edit_rows(x, [edit])
     assert torch.equal(found, torch.cat([ops.edit_rows(row[None], [edit]) for row in x]))
@@ -106,36 +108,50 @@ def test_no_bit_of_a_row_depends_on_the_other_rows(name: str, dtype: torch.dtype
     ops = cpu_backend(dtype).network
     x = randn(1, 4000, 45, dtype=dtype)
     rule, takes_vectors = RULES[name]
-    edit = RowEdit(rule=rule, rows=torch.arange(4000), vectors=randn(1, 1, 45, seed=1) if takes_vectors else None)
-    together = ops.edit_rows(x, [edit])
-    one = replace(edit, rows=torch.tensor([0]))
+    edit = RowEdit(rule=rule, vectors=randn(1, 1, 45, seed=1) if takes_vectors else None)
+    together = ops.edit_rows(x, [edits_of(torch.arange(4000), edit)])
+    one = edits_of(torch.tensor([0]), edit)
     for row in (0, 1, 1999, 3999):
         assert torch.equal(together[:, row], ops.edit_rows(x[:, row : row + 1], [one])[:, 0])
 
 
 @every_dtype
-def test_several_edits_are_applied_in_order_and_each_is_rounded_once(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("together", [True, False], ids=["in one series", "in two"])
+def test_several_edits_are_applied_in_order_and_each_is_rounded_once(dtype: torch.dtype, together: bool) -> None:
     x, rows = randn(1, 3, 20, dtype=dtype), torch.tensor([0, 2])
-    edits = [RowEdit(rule=EditRule("add", 1e-3), rows=rows), RowEdit(rule=EditRule("scale", 3.3), rows=rows)]
-    found = cpu_backend(dtype).network.edit_rows(x, edits)
+    edits = [RowEdit(rule=EditRule("add", 1e-3)), RowEdit(rule=EditRule("scale", 3.3))]
+    edited = [edits_of(rows, *edits)] if together else [edits_of(rows, each) for each in edits]
+    found = cpu_backend(dtype).network.edit_rows(x, edited)
     expected = ((x.float() + torch.tensor(1e-3)).to(dtype).float() * torch.tensor(3.3)).to(dtype)
     assert torch.equal(found[:, rows], expected[:, rows])
-    assert torch.equal(edit_rows(x, edits)[:, rows], expected[:, rows])
+    assert torch.equal(edit_rows(x, edited)[:, rows], expected[:, rows])
+
+
+@every_dtype
+def test_a_series_of_all_kinds_has_the_bits_of_its_edits_one_after_the_other(dtype: torch.dtype) -> None:
+    """They differ in the heads, numbers and vectors that they take."""
+    ops, x, rows = cpu_backend(dtype).network, randn(1, 7, 45, dtype=dtype), torch.tensor([6, 0, 3])
+    alone = [edit_of(name, x, shared=True).series.edits[0] for name in RULES]
+    numbers = RowEdit(rule=EditRule("scale", 2.0), heads=torch.tensor([44, 3]), is_per_number=True)
+    edits = [*alone, numbers, replace(numbers, rule=EditRule("set"), vectors=randn(1, 2, 1, seed=2)), *alone]
+    expected = x
+    for edit in edits:
+        expected = ops.edit_rows(expected, [edits_of(rows, edit)])
+    assert torch.equal(ops.edit_rows(x, [edits_of(rows, *edits)]), expected)
 
 
 @pytest.mark.parametrize("kind", ["cap", "cap_component", "project"])
 def test_nan_stays_nan(kind: RuleKind) -> None:
     x = torch.full((1, 2, 16), torch.nan)
-    edit = RowEdit(rule=EditRule(kind, -1.0, 1.0), rows=torch.tensor([1]), vectors=torch.ones(1, 1, 16) / 4)
-    assert cpu_backend(torch.float32).network.edit_rows(x, [edit]).isnan().all()
+    edit = RowEdit(rule=EditRule(kind, -1.0, 1.0), vectors=torch.ones(1, 1, 16) / 4)
+    assert cpu_backend(torch.float32).network.edit_rows(x, [edits_of(torch.tensor([1]), edit)]).isnan().all()
 
 
 def test_a_stage_in_float64_is_edited_with_exact_vectors() -> None:
     vector = torch.tensor([[[1 / 3, 2 / 7]]], dtype=torch.float64)
-    edit = RowEdit(rule=EditRule("set"), rows=torch.tensor([1]), vectors=vector.float(), exact=vector)
-    for ops in (cpu_backend(torch.float32).network,):
-        found = ops.edit_rows(torch.zeros(1, 2, 2, dtype=torch.float64), [edit])
-        assert torch.equal(found[0, 1], vector[0, 0])
+    edit = RowEdit(rule=EditRule("set"), vectors=vector.float(), exact=vector)
+    ops, x = cpu_backend(torch.float32).network, torch.zeros(1, 2, 2, dtype=torch.float64)
+    assert torch.equal(ops.edit_rows(x, [edits_of(torch.tensor([1]), edit)])[0, 1], vector[0, 0])
 
 
 def test_every_kind_of_rule_has_its_own_arithmetic() -> None:

@@ -19,7 +19,7 @@ from model.ops.cpu.packing import pack_rows
 from model.ops.cpu.paged_attention import PagedRead, empty_partials
 from model.ops.interface import Draw, NormRule
 from model.ops.quantization import INT4, INT8, quantize_to
-from model.ops.row_edits import EditRule, RowEdit
+from model.ops.row_edits import EditRule, EditSeries, RowEdit, RowEdits
 from model.ops.stacked_rows import StackedRows
 from model.ops.torch_attention import CausalMask, ScoreRule
 from model.ops.torch_ops import TORCH
@@ -209,13 +209,15 @@ def test_edits_and_patterns(rng: random.Random, dtype: torch.dtype) -> None:
     heads = torch.tensor(rng.sample(range(H), rng.randint(1, H))) if rng.random() < 0.5 else None
     vectors = torch.randn(2, H if heads is None else len(heads), D)
     indices = torch.randint(2, (len(rows),))
-    for edit in (
-        RowEdit(rule=EditRule("add"), rows=rows, vectors=vectors, vector_indices=indices, heads=heads),
-        RowEdit(rule=EditRule("set", 0.5), rows=rows, heads=heads),
-        RowEdit(rule=EditRule("cap", -0.5, 0.5), rows=rows, heads=heads),
-        RowEdit(rule=EditRule("project", 0.25), rows=rows, vectors=vectors[:1, :1], heads=heads),
-    ):
-        check(ours.edit_rows(x, [edit]), theirs.edit_rows(x, [edit]), dtype)
+    edits = [
+        RowEdit(rule=EditRule("add"), vectors=vectors, heads=heads),
+        RowEdit(rule=EditRule("set", 0.5), heads=heads),
+        RowEdit(rule=EditRule("cap", -0.5, 0.5), heads=heads),
+        RowEdit(rule=EditRule("project", 0.25), vectors=vectors[:, :1], heads=heads),
+    ]
+    for some in ([edit] for edit in edits):
+        edited = [RowEdits(EditSeries(some), rows, indices)]
+        check(ours.edit_rows(x, edited), theirs.edit_rows(x, edited), dtype)
     B, Hkv, S = rng.randint(1, 2), rng.randint(1, 3), rng.randint(1, 20)
     pattern = torch.rand(B, 2 * Hkv, T, S).softmax(-1).to(dtype)
     v = strided(rng, (B, S, Hkv, D), dtype)

@@ -37,35 +37,48 @@ void apply_rule(long kind, float first, float second, const float* v, Number* x,
     map([&](Floats old, Floats direction) { return fma(difference, direction, old); });
 }
 
-// Edits N rows of x (T, H, size) in place. `vector_stride` is that of the vectors from place to place, `head_stride` that
-// from head to head.
-template <class Number>
+// One edit of rows. `vector_stride` is that of the vectors from place to place, `head_stride` that from head to head.
 STRUCT(
-    EditRowsArguments,
-    (Number*, x),
-    (const int64_t*, rows),    // (N)
-    (const int64_t*, heads),   // (num_edited), or null for all heads
-    (const float*, vectors),   // or null
-    (const int64_t*, vector_indices),  // (N): which vector belongs to each row; or null for the first one
-    (long, num_rows),
+    RowEdit,
+    (const int64_t*, heads),  // (num_heads), or null for all heads
+    (const float*, vectors),  // or null
     (long, num_heads),
-    (long, num_edited),  // how many heads of a row are edited
-    (long, size),
     (long, vector_stride),
     (long, head_stride),
+    (long, is_per_number),  // whether each number of a row counts as a head
     (long, kind),
     (double, first),
     (double, second));
 
+// Edits N rows of x (T, H, size) in place. In memory, `num_edits` structs `RowEdit` follow the arguments: the edits of
+// each row, one after the other.
+template <class Number>
+STRUCT(
+    EditRowsArguments,
+    (Number*, x),
+    (const int64_t*, rows),            // (N)
+    (const int64_t*, vector_indices),  // (N): which vector belongs to each row; or null for the first one
+    (long, num_rows),
+    (long, num_heads),
+    (long, size),
+    (long, num_edits));
+
 template <class Number>
 void edit_rows(const EditRowsArguments<Number>& args, long task, long num_tasks) {
-    for_each_row(args.num_rows * args.num_edited, task, num_tasks, [&](long index) {
-        const long row = index / args.num_edited, head = index % args.num_edited;
-        const long edited_head = args.heads ? args.heads[head] : head;
-        Number* const x = args.x + (args.rows[row] * args.num_heads + edited_head) * args.size;
-        const long offset = (args.vector_indices ? args.vector_indices[row] : 0) * args.vector_stride + head * args.head_stride;
-        const float* const v = args.vectors ? args.vectors + offset : nullptr;
-        apply_rule(args.kind, args.first, args.second, v, x, args.size);
+    const RowEdit* const edits = reinterpret_cast<const RowEdit*>(&args + 1);
+    for_each_row(args.num_rows, task, num_tasks, [&](long index) {
+        Number* const row = args.x + args.rows[index] * args.num_heads * args.size;
+        const long vector = args.vector_indices ? args.vector_indices[index] : 0;
+        for (const RowEdit* edit = edits; edit < edits + args.num_edits; edit++) {
+            const long size = edit->is_per_number ? 1 : args.size;
+            const long num_heads = edit->heads ? edit->num_heads : args.num_heads * args.size / size;
+            for (long head = 0; head < num_heads; head++) {
+                const long offset = vector * edit->vector_stride + head * edit->head_stride;
+                const float* const v = edit->vectors ? edit->vectors + offset : nullptr;
+                Number* const x = row + (edit->heads ? edit->heads[head] : head) * size;
+                apply_rule(edit->kind, edit->first, edit->second, v, x, size);
+            }
+        }
     });
 }
 
@@ -127,3 +140,5 @@ EXPORT_CONSTANT(CAP_COMPONENT)
 
 KERNELS(float, float32)
 KERNELS(BFloat16, bfloat16)
+
+EXPORT_DESCRIPTION(row_edit, RowEdit)
