@@ -53,7 +53,7 @@ from forwardscope.results.generations import FinishEvent, Generation, StreamEven
 from forwardscope.results.passes import AppliedEdit, Logits, Pass, PassTimings, Patterns, Trace
 from forwardscope.results.weights import Weight
 from forwardscope.tensor_files import NumpyArray
-from model.analysis.attribution.gradients import GradientTap, differentiable_stages
+from model.analysis.attribution.gradients import GradientTap
 from model.analysis.auto_quantization import resolve
 from model.analysis.edit_sources import Network
 from model.analysis.forward_trace import Trace as PassTrace
@@ -66,7 +66,7 @@ from model.choices import Kernels, KVCacheDtype, Quantization
 from model.device import find_device
 from model.errors import ContextOverflow, InvalidField, join_names, join_words, shortened
 from model.network.adapted_network import AdaptedNetwork
-from model.network.adapters import Adapter, PassAdapters
+from model.network.adapters import Adapter
 from model.network.float_network import FloatNetwork
 from model.network.transformer import Transformer
 from model.network.weight_indices import read_part
@@ -98,13 +98,15 @@ def load(
     kernels: Kernels = "auto",
     kv_cache_dtype: KVCacheDtype = "auto",
     adapters: Mapping[str, str | Path] | None = None,
+    grad: bool = False,
 ) -> "LocalModel":
     """Load a model: "bundled", a checkpoint directory, a GGUF file, or a hub id such as "org/name".
 
     The arguments have the names and the defaults of the server's settings, so both compute the same numbers.
     `quantize_loss` is the largest increase of the perplexity with `quantize="auto"`, 0.005 if it is None.
-    `adapters` maps names to directories of LoRA adapters, which calls choose by name. Raises a `ValueError`, such as
-    `CheckpointError`, whose message says what is wrong.
+    `adapters` maps names to directories of LoRA adapters, which calls choose by name. With `grad`, the stages of
+    `run` are tensors of one graph of PyTorch. Raises a `ValueError`, such as `CheckpointError`, whose message says what
+    is wrong.
     """
     if not isinstance(model, str | PathLike):
         raise InvalidArgument("model", f"{shown(model)} is not the name or the path of a checkpoint")
@@ -126,7 +128,7 @@ def load(
         kernels=kernels,
     )
     loaded = {name: load_adapter(checkpoint, path, name) for name, path in (adapters or {}).items()}
-    return LocalModel(replace(checkpoint, adapters=loaded), kv_cache_dtype)
+    return LocalModel(replace(checkpoint, adapters=loaded), kv_cache_dtype, grad)
 
 
 # The first four replace arrays by tensors. They overlap with the general ones after them, which come second for mypy.
@@ -241,9 +243,10 @@ class LocalModel(Batches):
     status = method(requests.status)
     health = method(requests.health)
 
-    def __init__(self, checkpoint: Checkpoint, kv_cache_dtype: KVCacheDtype = "auto") -> None:
+    def __init__(self, checkpoint: Checkpoint, kv_cache_dtype: KVCacheDtype = "auto", grad: bool = False) -> None:
         self.checkpoint = checkpoint
         self._kv_cache_dtype = kv_cache_dtype
+        self._has_grad = grad
         self.name = checkpoint.name
         self._float_network = FloatNetwork(checkpoint.model, checkpoint.adapters, torch.float32)
         self._client: Client | None = None
@@ -282,6 +285,10 @@ class LocalModel(Batches):
 
         The arguments are those of `Client.run`. The trace always has the logits, because every pass computes them. A
         `vector` of an edit may also be a mapping of stages to tensors.
+
+        After `load(..., grad=True)`, the stages and the loss are tensors of one graph, so that `torch.autograd.grad`
+        gives the gradient of any number that is computed from them with respect to any stage before it. The pass is
+        then computed in float32, by a copy of the network that the first call makes.
         """
         if fields or model is not None:
             fields |= {"positions": positions, "heads": heads, "targets": targets, "top_k": top_k, "adapter": adapter}
@@ -307,7 +314,8 @@ class LocalModel(Batches):
         if baseline and not edits:
             raise InvalidField("baseline", "compares with the pass without edits, but there are no edits")
         num_predictions = min(DEFAULT_TOP_K, config.vocab_size) if top_k is None else top_k
-        run_pass = partial(trace_pass, adapted, ids, own_targets, selection, sizes, weight.device)
+        grad = self._has_grad
+        run_pass = partial(trace_pass, adapted, ids, own_targets, selection, sizes, weight.device, grad=grad)
         own_hooks = self._read_hooks(hooks, {"baseline": baseline})
         describe = partial(self._describe, rows=selection.positions or range(len(ids)), top_k=num_predictions)
 
@@ -316,12 +324,13 @@ class LocalModel(Batches):
             taps, began = list[Tap](), time.perf_counter()
             if edits:
                 bound, head["edits"] = self._bind(edits, adapted, ids, len(ids))
-                taps.append(bound.whole_pass(ids, ops=network.backend.network))
+                taps.append(bound.whole_pass(ids, ops=adapted.backend.network))
             if own_hooks is not None:
                 taps.append(own_hooks.tap(0, len(ids)))
-            found = run_pass(Chain(*taps) if taps else None)
+            graph = [GradientTap(selection.stages)] if grad else []
+            found = run_pass(Chain(*taps, *graph) if taps or graph else None)
             if baseline:
-                plain = run_pass()
+                plain = run_pass(Chain(*graph) if graph else None)
                 head["changes"] = describe_changes(plain.stages, found.stages)
                 head["baseline"] = Pass(**describe(plain))
             return Trace(**head, **describe(found), timings=PassTimings(0.0, time.perf_counter() - began))
@@ -329,40 +338,13 @@ class LocalModel(Batches):
         with own_errors(own_hooks):
             return self._compute(compute).at(selection.positions)
 
-    def differentiable(
-        self,
-        prompt: str | Sequence[int],
-        stages: str | Sequence[str] = "*",
-        *,
-        adapter: str | None = None,
-        hooks: Mapping[str, Hook] | None = None,
-    ) -> dict[str, Tensor]:
-        """Run a pass with automatic differentiation, and return its stages as tensors of one graph of PyTorch.
-
-        So `torch.autograd.grad` gives the gradient of any number that is computed from these tensors with respect to
-        any of them. The pass is computed in float32, by a copy of the network that the first call makes. The logits are
-        always returned.
-        """
-        ids, checkpoint = self._ids_in_context(prompt), self.checkpoint
-        self._find_adapter(adapter)
-        own_hooks = self._read_hooks(hooks, {})
-        tap = GradientTap(select_stages(differentiable_stages(checkpoint.model.config), stages))
-        network, own_adapter = self._float_network.get(), self._float_network.adapter(adapter)
-        with torch.enable_grad(), own_errors(own_hooks):
-            network(
-                torch.tensor([ids], device=network.embed.weight.device),
-                tap=tap if own_hooks is None else Chain(own_hooks.tap(0, len(ids)), tap),
-                adapters=None if own_adapter is None else PassAdapters.of(own_adapter),
-            )
-        return tap.kept
-
     def _describe(self, found: PassTrace, rows: Sequence[int], top_k: int) -> dict[str, Any]:
         """The fields of a `Pass`."""
         top = predict(found.logits[list(rows)], top_k, self.checkpoint.model.backend.summaries) if top_k else []
         return {
             "stages": tuple(describe_stage(kept, values_of(kept)) for kept in found.stages),
             "predictions": describe_predictions(rows, top, self._text_of),
-            "loss": describe_loss(found.loss, found.loss.clone()),
+            "loss": describe_loss(found.loss.detach(), found.loss.clone()),
         }
 
     def _bind(
@@ -484,6 +466,8 @@ class LocalModel(Batches):
     def _network(self, adapter: str | None) -> AdaptedNetwork | Transformer:
         """The network with one of its adapters, or with none."""
         own_adapter, network = self._find_adapter(adapter), self.checkpoint.model
+        if self._has_grad:
+            own_adapter, network = self._float_network.adapter(adapter), self._float_network.get()
         return AdaptedNetwork(network, own_adapter) if self.checkpoint.adapters else network
 
     def _find_adapter(self, name: str | None) -> Adapter | None:

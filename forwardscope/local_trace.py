@@ -24,6 +24,9 @@ def check_indices(field: str, indices: Sequence[int] | None, size: int, items: s
 
 
 def values_of(kept: StageTrace) -> Tensor:
-    """A copy that the caller may change: tensors of inference mode cannot be changed, and stages may share memory."""
+    """A copy that the caller may change: tensors of inference mode cannot be changed, and stages may share memory.
+
+    A tensor of a graph is not copied, because nothing in the graph depends on a copy.
+    """
     assert kept.values is not None, "the detail is `values`"
-    return kept.values.clone()
+    return kept.values if kept.values.requires_grad else kept.values.clone()

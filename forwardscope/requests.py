@@ -90,7 +90,7 @@ def run(
         adapter=adapter,
         edits=to_edits(edits),
         baseline=baseline,
-        **fields,
+        **not_scales(fields),
     )
     request = Request("/forward", body, SAFETENSORS, hooks=hooks)
     return Call(request, lambda content: answers.trace(*read_safetensors(content), body.get("positions")))
@@ -123,7 +123,7 @@ def logits(
         adapter=adapter,
         edits=to_edits(edits),
         baseline=baseline,
-        **fields,
+        **not_scales(fields),
     )
     request = Request("/logits", body, SAFETENSORS, hooks=hooks)
     return Call(request, lambda content: answers.logits(*read_safetensors(content)))
@@ -212,7 +212,8 @@ def generate(
 
     `temperature=0` always takes the most likely token. `trace` returns stages of the steps, for example
     `{"stages": ["*.attn.pattern"], "heads": [0]}` or `{"logit_lens": True}`. Further fields are `top_k`, `top_p`,
-    `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos`, `echo` and others.
+    `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos`, `echo` and others. With `scales`, there is a choice
+    for each of these numbers, by which the changes of the edits are multiplied.
     """
     if trace is not None:  # with the values of its stages, unless it names another `detail`
         trace = ({"detail": "values"} if "stages" in trace else {}) | dict(trace) | {"encoding": "base64"}
@@ -470,6 +471,12 @@ def health() -> Call[str]:
 def not_stream(fields: dict[str, Any]) -> dict[str, Any]:
     if "stream" in fields:
         raise TypeError("'stream' is not an argument: call `stream` or `stream_chat` for a stream")
+    return fields
+
+
+def not_scales(fields: dict[str, Any]) -> dict[str, Any]:
+    if "scales" in fields:
+        raise TypeError("'scales' is no argument of a single pass: call `batch` with a function of one scale")
     return fields
 
 

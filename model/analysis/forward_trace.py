@@ -30,7 +30,6 @@ class Trace:
     loss: Tensor
 
 
-@torch.inference_mode()
 def trace(
     network: Network,
     ids: Sequence[int],
@@ -39,8 +38,10 @@ def trace(
     sizes: Mapping[str, int],
     device: torch.device | str = "cpu",
     edits: Tap | None = None,
+    *,
+    grad: bool = False,
 ) -> Trace:
-    """Run `network` once over `ids` and keep the selected stages.
+    """Run `network` once over `ids` and keep the selected stages. With `grad`, they are tensors of one graph.
 
     `targets` has one token id per position, or None; the loss of a position without a target is NaN. `sizes` gives the
     length of each named dim for this number of tokens. `edits` is a tap that changes stages before they are kept.
@@ -49,7 +50,8 @@ def trace(
     collector = StageCollector(selection, sizes, summaries)
     recorder = Recorder(selection.stages, collector)
     tap = recorder if edits is None else Chain(edits, recorder)
-    logits = network(torch.tensor([list(ids)], device=device), tap=tap)
-    loss = compute_loss(logits, targets, recorder, summaries)
-    collector.finish()
+    with torch.inference_mode(not grad), torch.set_grad_enabled(grad):
+        logits = network(torch.tensor([list(ids)], device=device), tap=tap)
+        loss = compute_loss(logits, targets, recorder, summaries)
+        collector.finish()
     return Trace([recorder.kept[stage.name] for stage in selection.stages], logits[0], loss[0])

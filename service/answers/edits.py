@@ -19,6 +19,7 @@ from forwardscope.local_results import describe_edits
 from model.checkpoints.load import DTYPES, Checkpoint
 from model.errors import InvalidField
 from model.tracing.edits import Edit, EditCondition, EditPlan, EditSource, plan_edits
+from model.tracing.edits.declared import scaled
 from service.answers.prompts import prompt_ids
 from service.http import edit_schemas as schemas
 from service.http.encoding import to_json
@@ -37,11 +38,14 @@ async def read_edits(
     request: Request,
     state: State,
     checkpoint: Checkpoint,
+    scales: Sequence[float] | None = None,
 ) -> "EditPlanner | None":
     """Tokenize the prompts of sources, and find the vectors that edits name. None if there are no edits.
 
-    Reserves the memory for the vectors of all plans; raises 429 if there is no room.
+    Reserves the memory for the vectors of all plans, with each of the `scales`; raises 429 if there is no room.
     """
+    if scales is not None and not edits:
+        raise invalid("scales", "multiply edits, but there are no edits; send edits, or leave the field out")
     if not edits:
         return None
     sources: dict[int, list[list[int]]] = {}
@@ -58,7 +62,7 @@ async def read_edits(
             if isinstance(vector, str):
                 named[name] = state.vectors.find(vector, name)
     planner = EditPlanner(edits, sources, named, checkpoint)
-    num_plans = len({planner.key(ids, len(ids)) for ids in prompts})
+    num_plans = len({planner.key(ids, len(ids), None) for ids in prompts}) * len(scales or [1])
     get_reservation(request).reserve(num_plans * planner.num_operand_bytes)
     return planner
 
@@ -81,7 +85,7 @@ class EditPlanner:
         self._sources = sources
         self._named = named
         self._checkpoint = checkpoint
-        self._plans: dict[tuple[int, ...], EditPlan] = {}
+        self._plans: dict[tuple[float | None, ...], EditPlan] = {}
         self._num_stages = 0  # that these plans change
         # A plan depends on the length of the prompt alone, unless an edit takes the mean over the prompt itself.
         self._depends_on_ids = any(body.op == "mean" and body.source is None for body in bodies)
@@ -97,20 +101,26 @@ class EditPlanner:
         given = [operands_of(body, f"edits.{index}") for index, body in enumerate(self._bodies)]
         return PLANNED_BYTES * sum(num_values(self._named.get(name, each[name])) for each in given for name in each)
 
-    def key(self, ids: Sequence[int], max_length: int) -> tuple[int, ...]:
+    def key(self, ids: Sequence[int], max_length: int, scale: float | None) -> tuple[float | None, ...]:
         """Build the key of a plan: equal keys mean equal plans."""
-        return (max_length, *(ids if self._depends_on_ids else [len(ids)]))
+        return (scale, max_length, *(ids if self._depends_on_ids else [len(ids)]))
 
-    def plan(self, ids: Sequence[int], max_length: int, prompt_param: str = "prompt") -> EditPlan:
+    def plan(
+        self, ids: Sequence[int], max_length: int, prompt_param: str = "prompt", scale: float | None = None
+    ) -> EditPlan:
         """Check the edits for a prompt and the `max_length` positions that are computed. Raises 400 for a wrong one.
 
-        `prompt_param` is the place of the prompt in the request, which the message names if there are several.
+        `prompt_param` is the place of the prompt in the request, which the message names if there are several. With a
+        `scale`, the changes of the edits are multiplied by it.
         """
-        key = self.key(ids, max_length)
+        key = self.key(ids, max_length, scale)
         if key not in self._plans:
             checkpoint = self._checkpoint
             try:
-                plan = plan_edits(self._edits, checkpoint.model.config, checkpoint.stages, ids, max_length)
+                edits: Sequence[Edit] = self._edits
+                if scale is not None:
+                    edits = [scaled(edit, scale, f"edits.{index}") for index, edit in enumerate(edits)]
+                plan = plan_edits(edits, checkpoint.model.config, checkpoint.stages, ids, max_length)
             except InvalidField as error:
                 of_prompt = "" if prompt_param == "prompt" else f" (for {prompt_param})"
                 raise invalid(error.field, f"{error.reason}{of_prompt}") from None

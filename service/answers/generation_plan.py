@@ -76,6 +76,7 @@ class Inputs:
     prompts: Sequence[list[int]]
     constraint: Constraint | None
     adapter: str | None
+    scales: Sequence[float] | None = None  # of the edits, one for each prompt
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,9 @@ async def plan_generation(inputs: Inputs) -> GenerationPlan:
     Raises 400 for a wrong field, and 413 for an answer that would be too large.
     """
     request, state, checkpoint = inputs.request, inputs.state, inputs.checkpoint
-    planner = await read_edits(inputs.body.edits, inputs.prompts, request, state, checkpoint)
+    scales = inputs.scales
+    prompts = inputs.prompts if scales is None else inputs.prompts[:1]  # all are the same one
+    planner = await read_edits(inputs.body.edits, prompts, request, state, checkpoint, scales)
     num_strings = num_preparations(inputs.body, len(inputs.prompts), planner)
     plan = await run_plan(state, num_strings, lambda: make_plan(inputs, planner))
     plan.budget.check(state)
@@ -128,7 +131,7 @@ def num_preparations(body: GenerationRequest, num_prompts: int, planner: EditPla
 def make_plan(inputs: Inputs, planner: EditPlanner | None) -> GenerationPlan:
     """Check a request against the checkpoint and the settings. Raises 400 for a wrong field."""
     options, state, checkpoint = inputs.options, inputs.state, inputs.checkpoint
-    check_num_sequences(options, state, len(inputs.prompts))
+    check_num_sequences(options, state, len(inputs.prompts), "prompts" if inputs.scales is None else "scales")
     prompts = PromptPlanner(inputs, planner)
     plans = [prompts.plan(index, ids) for index, ids in enumerate(inputs.prompts)]
     budgets = [each.budget for each in plans]
@@ -178,7 +181,7 @@ class PromptPlanner:
     def plan(self, index: int, ids: list[int]) -> PlannedPrompt:
         """Check a prompt, and the fields of the request that depend on its length. Raises 400 for a wrong one."""
         inputs, options, is_list = self._inputs, self._inputs.options, len(self._inputs.prompts) > 1
-        param = param_of(options.field_names.get("prompt", "prompt"), index, is_list)
+        param = param_of(options.field_names.get("prompt", "prompt"), index, is_list and inputs.scales is None)
         try:
             most = find_max_tokens(options, inputs.state, inputs.checkpoint, len(ids))
             params = self._params.with_max_tokens(most)
@@ -201,7 +204,8 @@ class PromptPlanner:
             raise invalid_field(error, param if error.field == "prompt" else name) from None
         edits = None
         if self._planner is not None:
-            edits = self._planner.plan(ids[: options.num_shared or None], num_positions, param)
+            scale = None if inputs.scales is None else inputs.scales[index]
+            edits = self._planner.plan(ids[: options.num_shared or None], num_positions, param, scale)
         if len(ids) not in self._budgets:
             self._budgets[len(ids)] = self._budget(request, trace)
         return PlannedPrompt(request, edits, trace, self._budgets[len(ids)], num_positions)
@@ -232,8 +236,8 @@ class PromptPlanner:
         return make_budget(trace, request.params, self._inputs.checkpoint, num_prompt, max_step_tokens)
 
 
-def check_num_sequences(options: Options, state: State, num_prompts: int) -> None:
-    """Raise 400 for more choices than the server takes."""
+def check_num_sequences(options: Options, state: State, num_prompts: int, kind: str) -> None:
+    """Raise 400 for more choices than the server takes. `kind` is what there are several of."""
     settings = state.settings
     if options.n > settings.max_num_seqs:
         name = options.field_names.get("n", "n")
@@ -242,8 +246,8 @@ def check_num_sequences(options: Options, state: State, num_prompts: int) -> Non
     num_runs = num_prompts + (1 if options.baseline else 0)
     num_sequences, limit = num_runs * options.n, settings.max_num_seqs + settings.max_waiting_requests
     if num_sequences > limit:
-        reason = f"{num_runs} prompts with {options.n} choices each are more than the {limit} sequences"
-        name = options.field_names.get("prompt", "prompt")
+        reason = f"{num_runs} {kind} with {options.n} choices each are more than the {limit} sequences"
+        name = "scales" if kind == "scales" else options.field_names.get("prompt", "prompt")
         raise invalid(name, f"{reason} that one request may have; send several requests")
 
 
@@ -285,7 +289,7 @@ def read_params(inputs: Inputs) -> GenerationParams:
                 presence_penalty=body.presence_penalty,
                 frequency_penalty=body.frequency_penalty,
                 logit_bias=read_bias(body.logit_bias, config.vocab_size),
-                seed=find_seed(body, options),
+                seed=find_seed(inputs),
                 rules=read_rules(body, checkpoint, stop_token_ids),
             ),
             stop=stop,
@@ -330,11 +334,13 @@ def read_rules(body: GenerationRequest, checkpoint: Checkpoint, stop_token_ids: 
     return rules
 
 
-def find_seed(body: GenerationRequest, options: Options) -> int | None:
-    """The seed of the request; None for a new one in each request of the engine, but a baseline needs the same."""
-    if body.seed is None:
-        return secrets.randbits(63) if options.baseline else None
-    return body.seed % 2**63
+def find_seed(inputs: Inputs) -> int | None:
+    """The seed of the request; None for a new one in each request of the engine, but runs that are compared need the
+    same.
+    """
+    if inputs.body.seed is None:
+        return secrets.randbits(63) if inputs.options.baseline or inputs.scales is not None else None
+    return inputs.body.seed % 2**63
 
 
 def read_bias(logit_bias: dict[str, float], vocab_size: int) -> dict[int, float]:

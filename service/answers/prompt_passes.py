@@ -6,6 +6,7 @@ A route says how one prompt is planned, how large its answer may be, and how its
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -78,8 +79,11 @@ async def answer_prompts(
     num_globs: int = 0,
     is_list: bool = False,
     as_safetensors: bool = False,
+    scales: Sequence[float] | None = None,
 ) -> Response:
     """Plan and run a pass for each prompt, and return the response. Raises the errors of all of these steps.
+
+    With `scales`, there is a pass for each of them and each prompt: all scales of the first prompt come first.
 
     1. The prompts are tokenized.
     2. `planner`, of the route, checks the fields that do not depend on the prompts; they match `num_globs` globs. It
@@ -89,6 +93,7 @@ async def answer_prompts(
     5. `answer_passes` (passes.py) calls `run`, of the route, for each plan on the network's thread, with the seconds
        that the pass waited, and encodes the answers.
     """
+    own_scales: Sequence[float | None] = scales or [None]
     params = [param_of("prompt", index, is_list) for index in range(len(prompts))]
     ids = [
         await subject.read_prompt(request, state, prompt, param) for prompt, param in zip(prompts, params, strict=True)
@@ -96,20 +101,22 @@ async def answer_prompts(
     checkpoint = subject.checkpoint
     if checkpoint is None and body.edits:
         raise invalid("edits", f"change the served model, but not the worked example {subject.name!r}; leave them out")
-    edits = None if checkpoint is None else await read_edits(body.edits, ids, request, state, checkpoint)
+    if checkpoint is None and scales is not None:
+        raise invalid("scales", "multiply edits, which worked examples do not have; leave the field out")
+    edits = None if checkpoint is None else await read_edits(body.edits, ids, request, state, checkpoint, scales)
 
     hooks = notes_of(request.scope).hooks
 
     def make_plans() -> tuple[list[Plan], Budget]:
         make_plan, plans = planner(), []
-        for index, each in enumerate(ids):
-            plan = None if edits is None else edits.plan(each, len(each), params[index])
+        for (index, each), scale in product(enumerate(ids), own_scales):
+            plan = None if edits is None else edits.plan(each, len(each), params[index], scale)
             plans.append(make_plan(index, PromptPlan(subject=subject, ids=each, edits=plan, hooks=hooks)))
         sizes = {len(plan.ids): plan for plan in plans}  # a budget depends on the length of the prompt alone
         budgets = {length: make_budget(plan) for length, plan in sizes.items()}
         return plans, total([budgets[len(plan.ids)] for plan in plans])
 
-    num_checks = num_globs + len(prompts) * (1 + (0 if edits is None else edits.num_checks))
+    num_checks = num_globs + len(prompts) * len(own_scales) * (1 + (0 if edits is None else edits.num_checks))
     plans, budget = await run_plan(state, num_checks, make_plans)
     edit_plans = [plan.edits for plan in plans if plan.edits is not None]
     if edit_plans:
@@ -118,6 +125,7 @@ async def answer_prompts(
         bound = await bind_edits(edit_plans, request, state, checkpoint, subject.adapter, arrived)
         plans = [replace(plan, bound_edits=each) for plan, each in zip(plans, bound, strict=True)]
     passes = [Pass(len(plan.ids), partial(run, plan)) for plan in plans]
+    returns_list = is_list or scales is not None
     return await answer_passes(
-        request, state, passes, budget=budget, is_list=is_list, as_safetensors=as_safetensors, arrived=arrived
+        request, state, passes, budget=budget, is_list=returns_list, as_safetensors=as_safetensors, arrived=arrived
     )

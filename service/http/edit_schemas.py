@@ -23,6 +23,7 @@ from service.http.field_types import Indices, Prompt, Request, ShortText, Text, 
 
 MAX_POSITIONS = 4096  # entries of one list of positions; a range is one entry
 MAX_SOURCES = 64  # prompts of one mean
+MAX_SCALES = 64
 MAX_DEPTH = 4  # of nested lists of numbers
 MAX_SIZE = 1 << 31  # of one dim
 
@@ -263,3 +264,12 @@ Edit = Annotated[
     ),
 ]
 Edits = Annotated[list[Edit], Field(fail_fast=True), at_most(MAX_EDITS)]
+Scales = Annotated[
+    Annotated[list[Annotated[float, Field(allow_inf_nan=False)]], Field(fail_fast=True, min_length=1)],
+    at_most(MAX_SCALES),
+]
+SCALES: Any = Field(
+    None,
+    description="run once for each of these numbers, by which the changes of all `edits` are multiplied: 0 changes "
+    "nothing, 1 is as declared; for add, scale, project and noise",
+)

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from service.http.edit_schemas import SCALES, Scales
 from service.http.field_types import Indices, ShortText, TokenId, at_most
 from service.http.schemas import (
     MAX_PROMPTS,
@@ -66,3 +67,4 @@ class ForwardRequest(EditedRequest):
     baseline: bool = Field(
         False, description="also run without the edits, and report how far each stage has changed; needs `edits`"
     )
+    scales: Scales | None = SCALES

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from service.http.edit_schemas import SCALES, Scales
 from service.http.field_types import Indices, Prompt, Request, ShortText, Text, TokenId, at_most
 from service.http.schemas import PROMPT, EditedRequest, Globs, Positions, example
 
@@ -141,3 +142,4 @@ class GenerateRequest(GenerationRequest):
         description="also generate without the edits, and report how far the residuals of each block have changed; "
         "needs `edits`; not for streams",
     )
+    scales: Scales | None = SCALES

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from service.http.edit_schemas import SCALES, Scales
 from service.http.schemas import PROMPT, EditedRequest, Prompts, example
 
 
@@ -17,3 +18,4 @@ class LogitsRequest(EditedRequest):
     baseline: bool = Field(
         False, description="also run without the edits, and report how far each stage has changed; needs `edits`"
     )
+    scales: Scales | None = SCALES

@@ -58,6 +58,7 @@ async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Re
         num_globs=len(body.stages),
         is_list=is_list,
         as_safetensors=as_safetensors,
+        scales=body.scales,
     )
 
 

@@ -52,12 +52,15 @@ async def generate(body: GenerateRequest, request: Request, state: StateDep, che
     check_baseline(body.baseline, body.edits)
     if body.baseline and body.stream:
         raise invalid("baseline", "cannot be streamed, because the runs are compared at their end; leave out stream")
+    if body.baseline and body.scales is not None:
+        raise invalid("baseline", "is for one run of the edits; leave it out, and send 0 among the scales")
     constraint = await compile_constraint(request, state, structured_output(body.structured_outputs))
-    inputs = Inputs(request, state, checkpoint, arrived, body, options, [ids], constraint, adapter)
+    prompts = [ids] * len(body.scales or [None])
+    inputs = Inputs(request, state, checkpoint, arrived, body, options, prompts, constraint, adapter, body.scales)
     generation = await start_generation(inputs)
     if body.stream:
         return EventStream(generation.events(Events(generation)), on_close=generation.close)
-    return await whole_answer(request, generation, answer(generation, state, adapter))
+    return await whole_answer(request, generation, answer(generation, state, adapter, body.baseline))
 
 
 class Events:
@@ -93,10 +96,11 @@ class Events:
         )
 
 
-async def answer(generation: Generation, state: State, adapter: str | None) -> bytes:
+async def answer(generation: Generation, state: State, adapter: str | None, has_baseline: bool) -> bytes:
     """Wait until every choice has ended, and encode the answer. With a baseline, its choices follow the others."""
-    collected, num_choices = await generation.collect(), generation.params.n
-    own, plain = collected[:num_choices], collected[num_choices:]
+    collected = await generation.collect()
+    num_own = len(collected) - (generation.params.n if has_baseline else 0)
+    own, plain = collected[:num_own], collected[num_own:]
     changed = tuple([await changes(choice, generation, state, adapter) for choice in own]) if plain else ()
     return await generation.encode(lambda: describe(generation, own, plain, changed))
 

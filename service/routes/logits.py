@@ -71,6 +71,7 @@ async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpo
         run=run,
         is_list=is_list,
         as_safetensors=as_safetensors,
+        scales=body.scales,
     )
 
 

@@ -1,27 +1,30 @@
-"""Passes of `load` whose stages can be differentiated."""
+"""Passes of `load(..., grad=True)`, whose stages can be differentiated."""
 
 import pytest
 import torch
 
-from forwardscope import HookContext
+from forwardscope import HookContext, load
 from forwardscope.local import LocalModel
-from model.errors import InvalidField
 
 PROMPT = "the cat sat on"
 
 
-def test_the_gradient_of_a_logit_is_that_of_attribute(local: LocalModel) -> None:
+@pytest.fixture(scope="module")
+def model() -> LocalModel:
+    return load("bundled", grad=True)
+
+
+def test_the_gradient_of_a_logit_is_that_of_attribute(model: LocalModel) -> None:
     names = ["blocks.1.attn.pattern", "blocks.1.attn.z", "blocks.3.resid_mid"]
-    graph, token = local.differentiable(PROMPT, names), local.to_tokens(" the")[0]
-    assert list(graph) == [*names, "logits"]
-    found = torch.autograd.grad(graph["logits"][0, -1, token], [graph[name] for name in names])
-    expected = local.attribute("gradient", PROMPT, token=token, stages=names)
+    trace, token = model.run(PROMPT, names), model.to_tokens(" the")[0]
+    found = torch.autograd.grad(trace.logits[-1, token], [trace[name] for name in names])
+    expected = model.attribute("gradient", PROMPT, token=token, stages=names)
     for name, gradient in zip(names, found, strict=True):
         torch.testing.assert_close(gradient, expected[name], atol=1e-4, rtol=1e-3)
         assert gradient.abs().max() > 0
 
 
-def test_the_gradient_of_any_stage_agrees_with_the_difference_that_a_hook_makes(local: LocalModel) -> None:
+def test_the_gradient_of_any_stage_agrees_with_the_difference_that_a_hook_makes(model: LocalModel) -> None:
     early, late = "blocks.1.resid_post", "blocks.4.mlp_out"
     direction = torch.randn(256, generator=torch.Generator().manual_seed(0))
 
@@ -29,21 +32,41 @@ def test_the_gradient_of_any_stage_agrees_with_the_difference_that_a_hook_makes(
         def move(x: torch.Tensor, context: HookContext) -> None:
             x[0, 2] += step * direction
 
-        return local.differentiable(PROMPT, late, hooks={early: move})[late][0, -1].sum().item()
+        return model.run(PROMPT, late, hooks={early: move})[late][0, -1].sum().item()
 
-    graph = local.differentiable(PROMPT, [early, late])
-    gradient = torch.autograd.grad(graph[late][0, -1].sum(), graph[early])[0][0, 2] @ direction
+    trace = model.run(PROMPT, [early, late])
+    gradient = torch.autograd.grad(trace[late][0, -1].sum(), trace[early])[0][0, 2] @ direction
     step = 1e-2
     assert float(gradient) == pytest.approx((value(step) - value(-step)) / (2 * step), rel=0.02)
 
 
-def test_a_wrong_argument_of_a_differentiable_pass_is_named(local: LocalModel) -> None:
-    with pytest.raises(InvalidField, match=r"^stages: 'blocks\.0\.attn\.w' matches no stage"):
-        local.differentiable(PROMPT, "blocks.0.attn.w")
-    with pytest.raises(InvalidField, match=r"^adapter: 'x' is not loaded"):
-        local.differentiable(PROMPT, adapter="x")
-    with pytest.raises(InvalidField, match=r"^prompt: this model's maximum context length is 512"):
-        local.differentiable([5] * 513)
+def test_the_gradient_of_the_loss_reaches_every_stage_and_passes_through_edits(model: LocalModel) -> None:
+    trace = model.run(PROMPT)
+    before = [name for name in trace if name not in ("probabilities", "loss")]
+    found = torch.autograd.grad(trace["loss"][0, :-1].sum(), [trace[name] for name in before], allow_unused=True)
+    assert all(gradient is not None for gradient in found)
+    assert torch.equal(trace.loss.per_token[:-1], trace["loss"][0, :-1])
+    early, late = "blocks.1.resid_pre", "blocks.2.resid_pre"
+    edits = [{"stage": "blocks.1.resid_post", "op": "zero"}]
+    edited = model.run(PROMPT, [early, late], edits=edits, baseline=True)
+    (gradient,) = torch.autograd.grad(edited.logits[-1].max(), edited[early], allow_unused=True)
+    assert gradient is None or not gradient.any(), "nothing passes through a stage that is 0"
+
+
+def test_a_graph_has_the_numbers_of_a_plain_trace(model: LocalModel) -> None:
+    plain = load("bundled", dtype="float32").run(PROMPT)
+    trace = model.run(PROMPT, positions=[1, 3])
+    for name in ("embed", "blocks.2.attn.scores", "blocks.5.resid_post", "logits"):
+        positions = [1, 3]
+        expected = plain[name][:, :, positions] if name.endswith("scores") else plain[name][:, positions]
+        torch.testing.assert_close(trace[name].detach(), expected, atol=1e-4, rtol=1e-4)
+    assert not plain["embed"].requires_grad
+    assert trace.predictions[0].top[0].id == plain.predictions[1].top[0].id
+
+
+def test_other_methods_of_a_model_with_gradients_are_those_of_one_without(model: LocalModel) -> None:
+    found, expected = (each.generate(PROMPT, max_tokens=4, temperature=0) for each in (model, load("bundled")))
+    assert found.tokens == expected.tokens
 
 
 def test_the_output_of_each_head_is_its_mean_of_values_times_its_output_weights(local: LocalModel) -> None:

@@ -176,7 +176,6 @@ def test_the_types_of_every_result_are_known() -> None:
         assert_type(client.weight("embed.W_E", dtype="float32"), Weight[NumpyArray])
         assert_type(local.weights["embed.W_E"], torch.Tensor)
         assert_type(next(info.shape for info in client.weights().values()), tuple[int, ...])
-        assert_type(local.differentiable(PROMPT, "embed"), dict[str, torch.Tensor])
         assert_type(local.harvest([PROMPT], "embed", "directory", store="float32")["embed"], torch.Tensor)
         assert_type([word.bits for word in local.score_text(PROMPT, bos=True).words], list[float | None])
         assert_type(client.put_vector("sea", torch.ones(3)), StoredVector)

@@ -30,6 +30,7 @@ ATOL, RTOL = 2e-3, 2e-4
 class Ours:
     def __init__(self, directory: str) -> None:
         self.model = load(directory, dtype="float32")
+        self.graph_model = load(directory, grad=True)
 
     def ablate(self) -> Any:
         def zero(z: Any, context: Any) -> Any:
@@ -50,8 +51,8 @@ class Ours:
         return torch.tensor([layer.token[0].logit for layer in lens.layers[1:]])
 
     def gradient(self) -> Any:
-        graph = self.model.differentiable(CLEAN, ["blocks.12.resid_post", "logits"])
-        return torch.autograd.grad(graph["logits"][0, -1, TOKEN], graph["blocks.12.resid_post"])[0]
+        trace = self.graph_model.run(CLEAN, "blocks.12.resid_post")
+        return torch.autograd.grad(trace.logits[-1, TOKEN], trace["blocks.12.resid_post"])[0]
 
     def steer(self) -> Any:
         hooks = {"blocks.12.resid_post": lambda resid, context: resid + 0.5}

@@ -1,7 +1,7 @@
 """Edits as a request declares them: one `Edit` for each entry of its list, with its tensors loaded."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 from torch import Tensor
@@ -99,6 +99,25 @@ class Edit:
 
 
 _DEFAULTS = {field.name: field.default for field in fields(Edit)}
+SCALABLE: Sequence[Op] = ("add", "scale", "project", "noise")
+
+
+def scaled(edit: Edit, by: float, field: str) -> Edit:
+    """The edit with its change multiplied: by 0, it changes nothing, and by 1, it is as declared.
+
+    Raises `InvalidField` for an operation whose change has no size.
+    """
+    match edit.op:
+        case "add":
+            return replace(edit, scale=by * edit.scale)
+        case "scale":
+            return replace(edit, factor=None if edit.factor is None else 1 + by * (edit.factor - 1))
+        case "project":
+            return replace(edit, coeff=1 + by * (edit.coeff - 1))
+        case "noise":
+            return replace(edit, std=None if edit.std is None else abs(by) * edit.std)
+    reason = f"{shortened(edit.op)} cannot be multiplied; `scales` are for {', '.join(SCALABLE)}"
+    raise InvalidField(f"{field}.op", reason)
 
 
 def check_fields(edit: Edit, field: str) -> None:
