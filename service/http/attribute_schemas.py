@@ -102,6 +102,10 @@ class PatchingRequest(LogitRequest, PatchRequest):
         description="each cell patches one position, one head, or one head at one position; along an axis that is not "
         "named, all selected positions or heads are patched together",
     )
+    receivers: Globs | None = Field(
+        None,
+        description="path patching: each patch acts through these stages only, and on them only directly; globs",
+    )
     stream: bool = Field(False, description="send the cells as Server-Sent Events while they are computed")
 
 

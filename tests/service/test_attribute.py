@@ -44,7 +44,7 @@ from model.network.float_copy import float_copy
 from model.network.transformer import Transformer
 from model.tracing.pauses import pause
 from model.tracing.stages import select, stages_of
-from model.tracing.tap import Editor
+from model.tracing.tap import Chain, Editor
 from service.answers import giving_way
 from service.executors import Executors
 from service.http.errors import ApiError as HttpError
@@ -354,6 +354,53 @@ class TestSweeps:
         assert (cells[0].stage, cells[0].position, cells[0].head) == ("blocks.0.resid_pre", 0, None)
         assert (cells[-1].stage, cells[-1].position, cells[-1].head) == ("blocks.1.attn.z", 6, 5)
 
+    @pytest.mark.parametrize(
+        "receivers",
+        [
+            ["blocks.1.attn.q"],
+            ["blocks.1.attn.[kv]", "blocks.1.mlp_out"],
+            ["blocks.1.attn.z"],
+            ["blocks.1.attn.pattern"],
+            ["blocks.1.resid_post"],
+        ],
+        ids="-".join,
+    )
+    @pytest.mark.parametrize("sender", ["blocks.0.attn.z", "blocks.0.mlp_out"])
+    def test_a_patch_acts_through_the_receivers_only(self, tiny: Running, sender: str, receivers: list[str]) -> None:
+        answer = attribute(tiny, "patching", **PATCH, stages=[sender], by=["head"], receivers=receivers)
+        validate(Patching, answer)
+        model = tiny.checkpoint.model
+        names = [stage.name for stage in select(stages_of(model.config), receivers)]
+        frozen = [f"blocks.{layer}.{stage}" for layer in range(2) for stage in ("attn.z", "mlp_out")]
+        clean, corrupted = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        model(torch.tensor([PROMPT]), tap=Editor({sender: lambda x: clean.setdefault(sender, x)}))
+        reading = {name: partial(corrupted.setdefault, name) for name in {*frozen, sender}}
+        model(torch.tensor([CORRUPTED]), tap=Editor(reading))
+        expected = []
+        for head in range(6) if sender.endswith(".z") else [None]:
+            found = dict[str, torch.Tensor]()
+            patched = clean[sender] if head is None else corrupted[sender].clone()
+            if head is not None:
+                patched[:, :, head] = clean[sender][:, :, head]
+            values = {name: corrupted[name] for name in frozen if name not in names} | {sender: patched}
+            edits = {name: partial(lambda value, x: value, value) for name, value in values.items()}
+            reading = {name: partial(found.setdefault, name) for name in names}
+            model(torch.tensor([CORRUPTED]), tap=Chain(Editor(edits), Editor(reading)))
+            edits = {name: partial(lambda value, x: value, value) for name, value in found.items()}
+            expected.append(float(run_target(model, CORRUPTED, TARGET, Editor(edits))))
+        (stage,) = answer["stages"]
+        assert torch.tensor(stage["values"]).flatten().tolist() == pytest.approx(expected, abs=1e-4)
+        whole = attribute(tiny, "patching", **PATCH, stages=[sender], by=["head"])
+        assert stage["values"] != pytest.approx(whole["stages"][0]["values"], abs=1e-4), "other paths count, too"
+        assert max(abs(value - answer["corrupted_value"]) for value in expected) > 1e-4
+
+    def test_a_streamed_sweep_with_receivers_has_the_cells_of_a_whole_one(self, tiny: Running) -> None:
+        body = {"method": "patching", **PATCH, "stages": ["blocks.0.attn.z"], "receivers": ["blocks.1.attn.q"]}
+        whole = tiny.answer("/attribute", **body)
+        _, *groups, _ = read_events(tiny.post("/attribute", body | {"stream": True}).content)
+        values = [cell["value"] for group in groups for cell in group["cells"]]
+        assert values == pytest.approx(torch.tensor(whole["stages"][0]["values"]).flatten().tolist())
+
     def test_a_sweep_with_too_many_cells_is_refused_with_its_cost(self, start: Start, tiny_directory: Path) -> None:
         service = start(model=str(tiny_directory), max_sweep_cells=83)
         message = refuse(service, 413, "stages", "patching", **PATCH, stages=["*.attn.z"])
@@ -495,6 +542,10 @@ class TestErrors:
         refuse(tiny, 400, "by", "patching", **PATCH, by=["head", "head"])
         refuse(tiny, 400, "heads.0", "patching", **PATCH, heads=[6])
         refuse(tiny, 400, "positions.0", "patching", **PATCH, positions=[7])
+        refuse(tiny, 400, "receivers.0", "patching", **PATCH, receivers=["blocks.9.attn.q"])
+        refuse(tiny, 400, "receivers", "patching", **PATCH, stages=["embed"], receivers=["logits"])
+        late = refuse(tiny, 400, "stages", "patching", **PATCH, receivers=["blocks.0.attn.q"])
+        assert "blocks.1.resid_pre is not before blocks.0.attn.q, the last of the receivers" in late
         refuse(tiny, 400, "lens", "logit_lens", prompt=PROMPT, lens="tuned")
         refuse(tiny, 400, "top_k", "logit_lens", prompt=PROMPT, top_k=VOCAB_SIZE + 1)
         refuse(tiny, 422, "steps", "integrated_gradients", **LOGIT, steps=513)

@@ -1,7 +1,8 @@
 """The cells of an exact patching sweep: which part of the clean pass each of them puts into the corrupted pass.
 
 Each cell is one pass over the corrupted prompt with one patch. This module makes the edits; the caller runs the passes.
-Dims: P positions.
+With path patching (Wang et al. 2022, arXiv:2211.00593), each cell needs one pass before it, which finds what the patch
+changes at the receivers. Dims: P positions.
 """
 
 import math
@@ -16,8 +17,8 @@ from model.network.adapters import Adapter, PassAdapters
 from model.network.transformer import Transformer
 from model.tracing.edits import BoundEdits, Edit, EditSource, plan_edits
 from model.tracing.selection import Selection
-from model.tracing.stages import Stage, sizes_of, stages_of
-from model.tracing.tap import Recorder
+from model.tracing.stages import Stage, select, sizes_of, stages_of
+from model.tracing.tap import Chain, Recorder, Tap
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Cell:
 class Sweep:
     """A sweep over `stages`, `positions` and query `heads`; `by_position` and `by_head` say which are cells.
 
-    A cell that patches a key-value head has the index of that head.
+    A cell that patches a key-value head has the index of that head. With `receivers`, a patch acts through these stages
+    only, and on them only directly: all other heads and feed-forward networks keep their values of the corrupted pass.
     """
 
     stages: Sequence[Stage]
@@ -41,6 +43,7 @@ class Sweep:
     heads: Sequence[int]
     by_position: bool
     by_head: bool
+    receivers: Sequence[Stage] = ()
 
     def axes(self, stage: Stage, config: ModelConfig) -> list[tuple[str, list[int]]]:
         """The dims along which the cells of a stage lie, with the indices of the cells."""
@@ -74,15 +77,23 @@ class Sweep:
 
 
 class Patcher:
-    """Makes the edits of cells, from the stages of the clean pass."""
+    """Makes the edits of cells, from the stages of the clean pass, and with receivers from the `frozen_stages` of the
+    corrupted pass.
+    """
 
     def __init__(
-        self, sweep: Sweep, config: ModelConfig, clean_ids: Sequence[int], values: Mapping[str, Tensor]
+        self,
+        sweep: Sweep,
+        config: ModelConfig,
+        clean_ids: Sequence[int],
+        values: Mapping[str, Tensor],
+        frozen: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._sweep = sweep
         self._config = config
         self._clean_ids = list(clean_ids)
         self._values = values
+        self._frozen = frozen or {}
         self._stages = stages_of(config)
 
     def edits(self, cell: Cell, corrupted_ids: Sequence[int]) -> BoundEdits:
@@ -104,20 +115,50 @@ class Patcher:
         axis = 2 if "query" in cell.stage.dims else 1
         return plan.bind([{cell.stage.name: tensor.index_select(axis, torch.tensor(list(source.positions)))}])
 
+    def path_edits(
+        self, cell: Cell, corrupted_ids: Sequence[int], model: Transformer, adapter: Adapter | None = None
+    ) -> BoundEdits:
+        """The edits that give the receivers the values which they have if only the patch of the cell reaches them.
+
+        Runs a pass over the corrupted prompt to find these values.
+        """
+        ops = model.backend.network
+        taps = [self._replace_all(self._frozen, corrupted_ids), self.edits(cell, corrupted_ids)]
+        tap = Chain(*(each.whole_pass(corrupted_ids, ops=ops) for each in taps))
+        return self._replace_all(stage_values(model, corrupted_ids, self._sweep.receivers, adapter, tap), corrupted_ids)
+
+    def _replace_all(self, values: Mapping[str, Tensor], ids: Sequence[int]) -> BoundEdits:
+        """The edits that replace whole stages."""
+        own = EditSource(ids=ids)
+        edits = [Edit(stage=name, op="patch", positions="prompt", source=own) for name in values]
+        plan = plan_edits(edits, self._config, self._stages, ids, len(ids) + 1)
+        return plan.bind([values])
+
+
+def frozen_stages(config: ModelConfig, receivers: Sequence[Stage]) -> list[Stage]:
+    """The stages that a patch of a sweep with receivers does not change, unless they are receivers themselves."""
+    frozen = select(stages_of(config), ["*.attn.z", "*.mlp_out"])
+    return [stage for stage in frozen if stage not in receivers]
+
 
 @torch.inference_mode()
-def clean_values(
-    model: Transformer, clean_ids: Sequence[int], stages: Sequence[Stage], adapter: Adapter | None = None
+def stage_values(
+    model: Transformer,
+    ids: Sequence[int],
+    stages: Sequence[Stage],
+    adapter: Adapter | None = None,
+    edits: Tap | None = None,
 ) -> dict[str, Tensor]:
-    """The stages of the clean pass, on the CPU."""
+    """The stages of a pass, on the CPU."""
     recorder = Recorder(stages, lambda stage, tensor: tensor.cpu().clone())
-    batch = torch.tensor([list(clean_ids)], device=model.embed.weight.device)
+    batch = torch.tensor([list(ids)], device=model.embed.weight.device)
     adapters = None if adapter is None else PassAdapters.of(adapter)
-    model(batch, tap=recorder, rows=[len(clean_ids) - 1], adapters=adapters)
+    tap = recorder if edits is None else Chain(edits, recorder)
+    model(batch, tap=tap, rows=[len(ids) - 1], adapters=adapters)
     return dict(recorder.kept)
 
 
-def clean_bytes(config: ModelConfig, stages: Sequence[Stage], num_tokens: int, itemsize: int) -> int:
-    """The memory of `clean_values`."""
+def value_bytes(config: ModelConfig, stages: Sequence[Stage], num_tokens: int, itemsize: int) -> int:
+    """The memory of `stage_values`."""
     selection, sizes = Selection(stages=stages), sizes_of(config, num_tokens)
     return itemsize * sum(math.prod(selection.shape(stage, sizes)) for stage in stages)

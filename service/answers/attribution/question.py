@@ -103,9 +103,11 @@ async def second_prompt(question: Question, prompt: Prompt, param: str) -> list[
     return ids
 
 
-async def find_stages(question: Question, stages: Sequence[Stage], globs: Sequence[str]) -> list[Stage]:
+async def find_stages(
+    question: Question, stages: Sequence[Stage], globs: Sequence[str], param: str = "stages"
+) -> list[Stage]:
     """The stages that any glob matches, in the order of computation. Raises 400 for a glob that matches none."""
-    return await run_plan(question.state, len(globs), lambda: select_stages(stages, globs, "stages"))
+    return await run_plan(question.state, len(globs), lambda: select_stages(stages, globs, param))
 
 
 async def read_token(question: Question, token: str | int, param: str) -> int:

@@ -9,18 +9,21 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
+from typing import TypeVar
 
 import torch
 from fastapi import Response
+from torch import Tensor
 
 from forwardscope.results import attributions as results
-from model.analysis.attribution.patching_sweep import Cell, Patcher, clean_values
+from model.analysis.attribution.patching_sweep import Cell, Patcher, frozen_stages, stage_values
 from model.engine.request import Request as EngineRequest
 from model.tracing.edits import BoundEdits
 from service.answers.attribution.question import Question
-from service.answers.attribution.sweep_plan import SweepPlan, engine_request, make_plan
+from service.answers.attribution.sweep_plan import MAX_GROUP, SweepPlan, engine_request, make_plan
 from service.answers.giving_way import give_way
 from service.answers.prompts import token_answers
 from service.answers.stage_answers import effects_answer
@@ -35,7 +38,7 @@ from service.request_stream import RequestStream
 from service.state import get_engine, get_reservation
 
 logger = logging.getLogger(__name__)
-MAX_GROUP = 32  # cells that are admitted together
+Result = TypeVar("Result")
 TOKENS_BESIDE_OTHERS = 16  # of such cells, while other generations run
 SECONDS_BETWEEN_TRIES = 0.05  # to find room for a group
 
@@ -118,23 +121,12 @@ class SweepRun:
 
     async def _groups(self) -> AsyncGenerator[list[results.SweepCell]]:
         """The values of all cells in order, group by group."""
-        plan, worker = self._plan, self._state.worker
-        question, config = plan.question, plan.question.checkpoint.model.config
-        model, adapter = question.checkpoint.model, question.served_adapter
-        try:
-            async with asyncio.timeout_at(self._deadline()):
-                kept = await worker.run(lambda: clean_values(model, question.ids, plan.sweep.stages, adapter))
-        except TimeoutError:
-            raise timed_out(self._state.settings.request_timeout_seconds) from None
-        patcher, first = Patcher(plan.sweep, config, question.ids, kept), 0
+        plan = self._plan
+        patcher, first = await self._patcher(), 0
         while first < len(plan.cells):
             cells = plan.cells[first : first + self._group_size()]
             first += len(cells)
-
-            def edits(cells: Sequence[Cell] = cells) -> list[BoundEdits]:
-                return [patcher.edits(cell, plan.corrupted) for cell in cells]
-
-            bound = await worker.executors.run_uncounted("text", edits)
+            bound = await self._edits(patcher, cells)
             began = time.perf_counter()
             values = await self._values([(plan.corrupted, each) for each in bound])
             seconds = time.perf_counter() - began
@@ -145,6 +137,36 @@ class SweepRun:
             ]
             await give_way(self._state, seconds, num_own=0)  # steps with cells take longer than those that only decode
         self._state.metrics.attributions.labels("patching").inc()
+
+    async def _patcher(self) -> Patcher:
+        """Run the passes that give the patches their values."""
+        plan, model = self._plan, self._plan.question.checkpoint.model
+        sweep, clean_ids, adapter = plan.sweep, plan.question.ids, plan.question.served_adapter
+        frozen: dict[str, Tensor] = {}
+        kept = await self._run(lambda: stage_values(model, clean_ids, sweep.stages, adapter))
+        if sweep.receivers:
+            stages = frozen_stages(model.config, sweep.receivers)
+            frozen = await self._run(lambda: stage_values(model, plan.corrupted, stages, adapter))
+        return Patcher(sweep, model.config, clean_ids, kept, frozen)
+
+    async def _edits(self, patcher: Patcher, cells: Sequence[Cell]) -> list[BoundEdits]:
+        """The edits of some cells. With receivers, each needs a pass on the network's thread."""
+        plan, model = self._plan, self._plan.question.checkpoint.model
+        if not plan.sweep.receivers:
+            run = self._state.worker.executors.run_uncounted
+            return await run("text", lambda: [patcher.edits(cell, plan.corrupted) for cell in cells])
+        adapter = plan.question.served_adapter
+        self._state.metrics.note_prompt_tokens(len(cells) * len(plan.corrupted))
+        jobs = [partial(patcher.path_edits, cell, plan.corrupted, model, adapter) for cell in cells]
+        return [await self._run(job) for job in jobs]
+
+    async def _run(self, job: Callable[[], Result]) -> Result:
+        """Run a job on the network's thread, up to the deadline."""
+        try:
+            async with asyncio.timeout_at(self._deadline()):
+                return await self._state.worker.run(job)
+        except TimeoutError:
+            raise timed_out(self._state.settings.request_timeout_seconds) from None
 
     def _deadline(self) -> float:
         elapsed = time.perf_counter() - self._plan.question.arrived

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 import torch
 
-from model.analysis.attribution.patching_sweep import Cell, Sweep, clean_bytes
+from model.analysis.attribution.patching_sweep import Cell, Sweep, frozen_stages, value_bytes
 from model.analysis.attribution.target import LogitTarget
 from model.engine.request import Request as EngineRequest
 from model.errors import InvalidField
 from model.text.sampling import SamplingParams
 from model.text.transcript import GenerationParams
 from model.tracing.edits import BoundEdits
-from model.tracing.stages import stages_of
+from model.tracing.stages import Stage, stages_of
 from service.answers.attribution.gradient_jobs import check_tokens
 from service.answers.attribution.question import Question, find_stages, read_logit, second_prompt
 from service.answers.budget import Budget
@@ -21,6 +21,7 @@ from service.http.attribute_schemas import PatchingRequest
 from service.http.errors import ApiError, invalid
 from service.state import get_engine
 
+MAX_GROUP = 32  # cells that are admitted together
 PARAMS = GenerationParams(max_tokens=1, sampling=SamplingParams(temperature=0))
 
 
@@ -61,6 +62,7 @@ async def find_sweep(body: PatchingRequest, question: Question) -> Sweep:
     for stage in stages:
         if stage.has_selected_rows:
             raise invalid("stages", f"{stage.name} comes after the last block, so a patch of it explains nothing")
+    receivers = await find_receivers(body, question, stages)
     positions = range(len(question.ids)) if body.positions is None else body.positions
     check_indices(body.heads, config.num_heads, "heads", "heads")
     if len(set(body.by)) < len(body.by):
@@ -71,7 +73,24 @@ async def find_sweep(body: PatchingRequest, question: Question) -> Sweep:
         heads=list(range(config.num_heads)) if body.heads is None else body.heads,
         by_position="position" in body.by,
         by_head="head" in body.by,
+        receivers=receivers,
     )
+
+
+async def find_receivers(body: PatchingRequest, question: Question, stages: Sequence[Stage]) -> list[Stage]:
+    """The stages through which patches act. Raises 400 for those that cannot be patched, and for patches after them."""
+    if body.receivers is None:
+        return []
+    known = stages_of(question.checkpoint.model.config)
+    receivers = await find_stages(question, known, body.receivers, "receivers")
+    for stage in receivers:
+        if stage.has_selected_rows:
+            raise invalid("receivers", f"{stage.name} comes after the last block; take a stage of a block")
+    last = known.index(receivers[-1])
+    for stage in stages:
+        if known.index(stage) >= last:
+            raise invalid("stages", f"{stage.name} is not before {receivers[-1].name}, the last of the receivers")
+    return receivers
 
 
 def check_cost(sweep: Sweep, question: Question) -> int:
@@ -87,7 +106,10 @@ def check_cost(sweep: Sweep, question: Question) -> int:
         raise ApiError(413, message, param="stages", code="too_many_cells")
     size = question.response_bytes(1 + len(sweep.stages), num_cells, torch.float64)
     itemsize = torch.promote_types(question.checkpoint.model.embed.weight.dtype, torch.float32).itemsize
-    kept = clean_bytes(config, sweep.stages, num_tokens, itemsize)
+    kept = value_bytes(config, sweep.stages, num_tokens, itemsize)
+    if sweep.receivers:
+        kept += value_bytes(config, frozen_stages(config, sweep.receivers), num_tokens, itemsize)
+        kept += MAX_GROUP * value_bytes(config, sweep.receivers, num_tokens, itemsize)
     Budget(size, kept, "stages, positions or the prompt").check(question.state)
     return size
 
