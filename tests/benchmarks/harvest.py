@@ -9,10 +9,11 @@ this order in each round:
 
 - plain passes of our network, which compute the logits of the last position only, as a prefill does
 - `harvest`
-- transformers: `AutoModelForCausalLM` with `output_hidden_states=True`, and TransformerLens: `run_with_cache` with
-  `names_filter`, a pass for each context, in a process of its own
+- transformers: `AutoModelForCausalLM` with `output_hidden_states=True`; TransformerLens: `run_with_cache` with
+  `names_filter`; SAELens: `CacheActivationsRunner`, for the last block only. Each context is a pass, and each library
+  has a process of its own
 
-The environment of `--peer-python` needs: pip install torch transformer-lens
+The environment of `--peer-python` needs: pip install torch transformer-lens sae-lens
 """
 
 import argparse
