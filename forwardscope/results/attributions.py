@@ -45,6 +45,7 @@ class Attribution(Record, StageArrays[Array], eq=False, kw_only=True):
     tokens: Sequence[PositionedToken]
     dtype: Annotated[str, Doc("the dtype in which the network computed")]
     timings: AttributionTimings
+    edits: AppliedEdits = ()
 
     @property
     def answer(self) -> Mapping[str, Any]:
@@ -186,7 +187,6 @@ class LogitLens(Attribution[Any], eq=False, kw_only=True):
     token: Token | None
     final: Annotated[tuple[Token, ...], Doc("the most likely token of each position after the last layer")]
     layers: tuple[LensStage, ...]
-    edits: AppliedEdits = ()
 
     def draw(self) -> "Picture":
         """A picture with the most likely token of each layer and position."""

@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field, RootModel
 from service.http.edit_schemas import Vector
 from service.http.field_types import Indices, Prompt, Request, ShortText, Text, TokenId, at_most
 from service.http.forward_schemas import TargetIds
-from service.http.schemas import AdaptedRequest, EditedRequest, Globs, Positions
+from service.http.schemas import EditedRequest, Globs, Positions
 
 PROMPT = "When Mary and John went to the park, John gave a ball to"
 MAX_STEPS = 512
@@ -17,7 +17,7 @@ OneToken = Annotated[
 Axes = Annotated[list[Literal["position", "head"]], Field(min_length=1, max_length=2), at_most(2)]
 
 
-class PromptRequest(AdaptedRequest):
+class PromptRequest(EditedRequest):
     """A request that is about one prompt."""
 
     prompt: Prompt
@@ -109,7 +109,7 @@ class PatchingRequest(LogitRequest, PatchRequest):
     stream: bool = Field(False, description="send the cells as Server-Sent Events while they are computed")
 
 
-class LogitLensRequest(PromptRequest, EditedRequest):
+class LogitLensRequest(PromptRequest):
     method: Literal["logit_lens"]
     token: OneToken | None = Field(None, description="a token whose logit, probability and rank are followed")
     positions: Positions | None = Field(None, description="positions to decode; default: the last one")

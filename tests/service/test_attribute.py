@@ -261,6 +261,89 @@ class TestAnswers:
         assert attribute(tiny, "direct", **LOGIT, position=-5)["logit"] == answer["logit"]
 
 
+HALVE: dict[str, Any] = {"stage": "blocks.0.attn.z", "op": "scale", "factor": 0.5, "heads": [1]}
+
+
+def halve(z: torch.Tensor) -> torch.Tensor:
+    """What `HALVE` does."""
+    factors = torch.ones(z.shape[2], 1)
+    factors[1] = 0.5
+    return z * factors
+
+
+class TestEdits:
+    """Every method explains the edited pass."""
+
+    EDITS = (HALVE, {"stage": "blocks.0.mlp_out", "op": "add", "vector": [0.3] * 24, "positions": [2, 6]})
+
+    def value(self, service: Running, ids: Sequence[int], *more: dict[str, Any]) -> float:
+        row = service.answer("/logits", prompt=list(ids), edits=[*self.EDITS, *more])["positions"][0]["logits"]
+        return float(row[5] - row[17])
+
+    @pytest.mark.parametrize(
+        ("method", "fields"),
+        [
+            ("direct", LOGIT),
+            ("gradient", LOGIT),
+            ("integrated_gradients", LOGIT),
+            ("attribution_patching", PATCH),
+            ("patching", PATCH),
+        ],
+    )
+    def test_the_explained_number_is_that_of_the_edited_pass(
+        self, tiny: Running, method: str, fields: dict[str, Any]
+    ) -> None:
+        answer = attribute(tiny, method, **fields, edits=self.EDITS)
+        assert [each["stages"] for each in answer["edits"]] == [["blocks.0.attn.z"], ["blocks.0.mlp_out"]]
+        name = {"direct": "logit", "attribution_patching": "clean_value", "patching": "clean_value"}.get(
+            method, "value"
+        )
+        assert answer[name] == pytest.approx(self.value(tiny, PROMPT), abs=1e-4)
+        if "corrupted" in fields:
+            assert answer["corrupted_value"] == pytest.approx(self.value(tiny, CORRUPTED), abs=1e-4)
+        plain = attribute(tiny, method, **fields)
+        assert "edits" not in plain
+        assert abs(plain[name] - answer[name]) > 1e-3
+        wrong = [*self.EDITS, {"stage": "nothing", "op": "zero"}]
+        refuse(tiny, 400, "edits.2.stage", method, **fields, edits=wrong)
+
+    def test_gradients_are_those_of_the_edited_pass(self, tiny: Running) -> None:
+        stage, step = "blocks.0.resid_pre", 0.02
+        fields = LOGIT | {"stages": [stage], "edits": self.EDITS, "detail": "values"}
+        gradient = torch.tensor(attribute(tiny, "gradient", **fields)["stages"][0]["values"])[0, 2]
+        direction = torch.randn(24, generator=torch.Generator().manual_seed(1))
+
+        def moved(by: float) -> float:
+            move = {"stage": stage, "op": "add", "vector": (by * direction).tolist(), "positions": [2]}
+            return self.value(tiny, PROMPT, move)
+
+        assert float(gradient @ direction) == pytest.approx(
+            (moved(step) - moved(-step)) / (2 * step), rel=0.03, abs=1e-3
+        )
+
+    def test_the_shares_of_an_edited_pass_add_up_and_a_silent_head_has_none(self, tiny: Running) -> None:
+        silent = {"stage": "blocks.1.attn.z", "op": "zero", "heads": [3]}
+        answer = attribute(tiny, "direct", **LOGIT, edits=[silent])
+        assert answer["layers"][1]["heads"][3] == 0.0
+        assert answer["remainder"] == pytest.approx(0.0, abs=1e-4)
+        added = {"stage": "blocks.1.resid_post", "op": "add", "vector": [0.1 * (index % 3) for index in range(24)]}
+        assert abs(attribute(tiny, "direct", **LOGIT, edits=[added])["remainder"]) > 1e-3
+
+    def test_integrated_gradients_go_through_edits_of_the_embeddings(self, tiny: Running) -> None:
+        edits = [{"stage": "embed", "op": "scale", "factor": 0.0, "positions": [3]}]
+        answer = attribute(tiny, "integrated_gradients", **LOGIT, edits=edits, steps=64)
+        assert answer["attributions"][3] == 0.0
+        assert any(answer["attributions"][:3])
+        assert abs(answer["error"]) < 0.05
+
+    def test_a_patch_of_everything_gives_the_edited_clean_pass(self, tiny: Running) -> None:
+        fields = PATCH | {"stages": ["blocks.1.resid_pre"], "by": ["head"], "edits": self.EDITS}
+        answer = attribute(tiny, "patching", **fields)
+        assert answer["stages"][0]["values"] == pytest.approx(answer["clean_value"], abs=1e-4)
+        early = attribute(tiny, "patching", **fields | {"stages": ["blocks.0.resid_pre"]})
+        assert early["stages"][0]["values"] == pytest.approx(answer["clean_value"], abs=1e-4), "edits follow the patch"
+
+
 class TestSweeps:
     STAGES = ("blocks.1.resid_pre", "blocks.0.attn.z", "blocks.1.attn.v", "blocks.0.attn.pattern")
 
@@ -366,16 +449,21 @@ class TestSweeps:
         ids="-".join,
     )
     @pytest.mark.parametrize("sender", ["blocks.0.attn.z", "blocks.0.mlp_out"])
-    def test_a_patch_acts_through_the_receivers_only(self, tiny: Running, sender: str, receivers: list[str]) -> None:
-        answer = attribute(tiny, "patching", **PATCH, stages=[sender], by=["head"], receivers=receivers)
+    @pytest.mark.parametrize("edits", [[], [HALVE]], ids=["plain", "edited"])
+    def test_a_patch_acts_through_the_receivers_only(
+        self, tiny: Running, edits: list[Any], sender: str, receivers: list[str]
+    ) -> None:
+        fields = PATCH | {"stages": [sender], "by": ["head"], "edits": edits}
+        answer = attribute(tiny, "patching", **fields, receivers=receivers)
         validate(Patching, answer)
+        own = Editor({HALVE["stage"]: halve} if edits else {})
         model = tiny.checkpoint.model
         names = [stage.name for stage in select(stages_of(model.config), receivers)]
         frozen = [f"blocks.{layer}.{stage}" for layer in range(2) for stage in ("attn.z", "mlp_out")]
         clean, corrupted = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-        model(torch.tensor([PROMPT]), tap=Editor({sender: lambda x: clean.setdefault(sender, x)}))
+        model(torch.tensor([PROMPT]), tap=Chain(own, Editor({sender: lambda x: clean.setdefault(sender, x)})))
         reading = {name: partial(corrupted.setdefault, name) for name in {*frozen, sender}}
-        model(torch.tensor([CORRUPTED]), tap=Editor(reading))
+        model(torch.tensor([CORRUPTED]), tap=Chain(own, Editor(reading)))
         expected = []
         for head in range(6) if sender.endswith(".z") else [None]:
             found = dict[str, torch.Tensor]()
@@ -383,14 +471,14 @@ class TestSweeps:
             if head is not None:
                 patched[:, :, head] = clean[sender][:, :, head]
             values = {name: corrupted[name] for name in frozen if name not in names} | {sender: patched}
-            edits = {name: partial(lambda value, x: value, value) for name, value in values.items()}
+            replaced = {name: partial(lambda value, x: value, value) for name, value in values.items()}
             reading = {name: partial(found.setdefault, name) for name in names}
-            model(torch.tensor([CORRUPTED]), tap=Chain(Editor(edits), Editor(reading)))
-            edits = {name: partial(lambda value, x: value, value) for name, value in found.items()}
-            expected.append(float(run_target(model, CORRUPTED, TARGET, Editor(edits))))
+            model(torch.tensor([CORRUPTED]), tap=Chain(own, Editor(replaced), Editor(reading)))
+            replaced = {name: partial(lambda value, x: value, value) for name, value in found.items()}
+            expected.append(float(run_target(model, CORRUPTED, TARGET, Chain(own, Editor(replaced)))))
         (stage,) = answer["stages"]
         assert torch.tensor(stage["values"]).flatten().tolist() == pytest.approx(expected, abs=1e-4)
-        whole = attribute(tiny, "patching", **PATCH, stages=[sender], by=["head"])
+        whole = attribute(tiny, "patching", **fields)
         assert stage["values"] != pytest.approx(whole["stages"][0]["values"], abs=1e-4), "other paths count, too"
         assert max(abs(value - answer["corrupted_value"]) for value in expected) > 1e-4
 

@@ -15,6 +15,7 @@ from model.analysis.attribution.target import Target
 from model.errors import InvalidField
 from model.network.adapters import Adapter
 from model.network.transformer import Transformer
+from model.tracing.edits import BoundEdits
 from model.tracing.stages import Stage
 
 ADDRESSED_DIMS = ("batch", "position", "query", "head", "kv_head")
@@ -56,13 +57,18 @@ def attribution_patching(
     stages: Sequence[Stage],
     *,
     adapter: Adapter | None = None,
+    clean_edits: BoundEdits | None = None,
+    corrupted_edits: BoundEdits | None = None,
 ) -> AttributionPatching:
-    """(clean - corrupted) times the gradient of the corrupted pass, summed over each position and head (Nanda 2023)."""
+    """(clean - corrupted) times the gradient of the corrupted pass, summed over each position and head (Nanda 2023).
+
+    The stages of both passes are those that their edits leave.
+    """
     check_same_length(clean_ids, corrupted_ids)
     clean = GradientTap(stages)  # it also makes the pass compute stages in the same way
     with torch.no_grad():
-        clean_value = float(run_target(model, clean_ids, target, clean, adapter))
-    found = compute_gradients(model, corrupted_ids, target, stages, adapter=adapter)
+        clean_value = float(run_target(model, clean_ids, target, clean, adapter, clean_edits))
+    found = compute_gradients(model, corrupted_ids, target, stages, adapter=adapter, edits=corrupted_edits)
     effects = {}
     for stage in stages:
         ours, theirs = clean.kept[stage.name].detach(), found.stages[stage.name]

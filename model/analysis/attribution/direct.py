@@ -21,8 +21,9 @@ from model.network.feed_forward import FeedForward
 from model.network.float_copy import linear_bias, linear_weight
 from model.network.norms import Norm
 from model.network.transformer import Block, Transformer
+from model.tracing.edits import BoundEdits
 from model.tracing.stages import Stage, stages_of
-from model.tracing.tap import Recorder
+from model.tracing.tap import Chain, Recorder
 
 
 @dataclass(frozen=True)
@@ -61,16 +62,23 @@ class DirectAttribution:
 
     @property
     def remainder(self) -> float:
-        """The logit minus the sum of all shares: the rounding errors of the pass."""
+        """The logit minus the sum of all shares: the rounding errors of the pass, and what edits have added."""
         return self.logit - self.total
 
 
 @torch.inference_mode()
 def direct_attribution(
-    model: Transformer, ids: Sequence[int], target: LogitTarget, adapter: Adapter | None = None
+    model: Transformer,
+    ids: Sequence[int],
+    target: LogitTarget,
+    adapter: Adapter | None = None,
+    edits: BoundEdits | None = None,
 ) -> DirectAttribution:
-    """Run one pass over `ids`, and divide the target into the shares of what was added to the residual stream."""
-    found, logits = _record(model, ids, target.position, adapter)
+    """Run one pass over `ids`, and divide the target into the shares of what was added to the residual stream.
+
+    What edits change behind the outputs of heads and feed-forward networks is part of the remainder.
+    """
+    found, logits = _record(model, ids, target.position, adapter, edits)
     config = model.config
     tokens = target.token_ids
     signs = torch.tensor([1.0, -1.0][: len(tokens)], dtype=torch.float64, device=logits.device)
@@ -94,7 +102,7 @@ def direct_attribution(
 
 
 def _record(
-    model: Transformer, ids: Sequence[int], position: int, adapter: Adapter | None
+    model: Transformer, ids: Sequence[int], position: int, adapter: Adapter | None, edits: BoundEdits | None
 ) -> tuple[Mapping[str, Tensor], Tensor]:
     """Run a pass. Returns the needed stages at one position in float64, and the logits (1, 1, V) of this position."""
 
@@ -107,7 +115,8 @@ def _record(
     recorder = Recorder([stage for stage in stages if "_norm." not in stage.name], keep)
     batch = torch.tensor([list(ids)], device=model.embed.weight.device)
     adapters = None if adapter is None else PassAdapters.of(adapter)
-    logits = model(batch, tap=recorder, rows=[position], adapters=adapters)
+    taps = [] if edits is None else [edits.whole_pass(ids, [position], model.backend.network)]
+    logits = model(batch, tap=Chain(*taps, recorder), rows=[position], adapters=adapters)
     return recorder.kept, logits
 
 

@@ -13,6 +13,7 @@ from model.analysis.attribution.target import StageTarget, Target
 from model.config import ModelConfig
 from model.network.adapters import Adapter, PassAdapters
 from model.network.transformer import Transformer
+from model.tracing.edits import BoundEdits
 from model.tracing.stages import Stage, stages_of
 from model.tracing.tap import Chain, Recorder, Tap
 
@@ -64,31 +65,37 @@ def compute_gradients(
     stages: Sequence[Stage],
     *,
     adapter: Adapter | None = None,
+    edits: BoundEdits | None = None,
 ) -> Gradients:
-    """Run one pass over `ids`, and differentiate the target with respect to the stages.
+    """Run one pass over `ids`, and differentiate the target with respect to the stages, as the edits leave them.
 
     The gradient of a stage on which the target does not depend is zero. `ln_final` and `logits` have only the positions
     on which the target depends (`target.rows`).
     """
     tap = GradientTap(stages)
     with torch.enable_grad():
-        value = run_target(model, ids, target, tap, adapter)
+        value = run_target(model, ids, target, tap, adapter, edits)
         gradients = gradients_of(value, list(tap.kept.values()))
     kept = {name: tensor.detach() for name, tensor in tap.kept.items()}
     return Gradients(float(value.detach()), kept, dict(zip(kept, gradients, strict=True)))
 
 
 def run_target(
-    model: Transformer, ids: Sequence[int], target: Target, tap: Tap | None = None, adapter: Adapter | None = None
+    model: Transformer,
+    ids: Sequence[int],
+    target: Target,
+    tap: Tap | None = None,
+    adapter: Adapter | None = None,
+    edits: BoundEdits | None = None,
 ) -> Tensor:
-    """Run one pass over `ids`, and return the target's value."""
+    """Run one pass over `ids`, and return the target's value. The tap sees the edited stages."""
     batch = torch.tensor([list(ids)], device=model.embed.weight.device)
     adapters = None if adapter is None else PassAdapters.of(adapter)
-    if not isinstance(target, StageTarget):
-        return target(model(batch, tap=tap, rows=target.rows, adapters=adapters))
-    recorder = Recorder([target.stage])
-    model(batch, tap=recorder if tap is None else Chain(tap, recorder), rows=target.rows, adapters=adapters)
-    return target(recorder.kept[target.stage.name])
+    taps = [] if edits is None else [edits.whole_pass(ids, target.rows, model.backend.network)]
+    recorder = Recorder([target.stage] if isinstance(target, StageTarget) else [])
+    chain = Chain(*taps, *([] if tap is None else [tap]), recorder)
+    logits = model(batch, tap=chain, rows=target.rows, adapters=adapters)
+    return target(recorder.kept[target.stage.name] if isinstance(target, StageTarget) else logits)
 
 
 def gradients_of(value: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

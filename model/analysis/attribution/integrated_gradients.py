@@ -13,6 +13,8 @@ from model.analysis.attribution.gradients import gradients_of, run_target
 from model.analysis.attribution.target import Target
 from model.network.adapters import Adapter
 from model.network.transformer import Transformer
+from model.tracing.edits import BoundEdits
+from model.tracing.tap import Chain, Tap
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,10 @@ class IntegratedGradientsRun:
         num_steps: int,
         *,
         adapter: Adapter | None = None,
+        edits: BoundEdits | None = None,
     ) -> None:
-        """`baseline` (T, C), or (C,) for every position: embeddings, with the factor of the embeddings."""
-        self._model, self._ids, self._target, self._adapter = model, ids, target, adapter
+        """`baseline` (T, C), or (C,) for every position: embeddings before edits, with the factor of the embeddings."""
+        self._model, self._ids, self._target, self._adapter, self._edits = model, ids, target, adapter, edits
         self._embeddings = embeddings_of(model, ids)  # (T, C)
         self._baseline = baseline.to(self._embeddings.dtype).expand_as(self._embeddings)
         self._nodes, self._weights = legendre(num_steps)
@@ -84,7 +87,10 @@ class IntegratedGradientsRun:
         return IntegratedGradients(self._sum * (self._embeddings - self._baseline), value, baseline_value)
 
     def _run(self, embeddings: Tensor) -> Tensor:
-        return run_target(self._model, self._ids, self._target, EmbeddingTap(embeddings), self._adapter)
+        tap: Tap = EmbeddingTap(embeddings)
+        if self._edits is not None:
+            tap = Chain(tap, self._edits.whole_pass(self._ids, self._target.rows, self._model.backend.network))
+        return run_target(self._model, self._ids, self._target, tap, self._adapter)
 
 
 def legendre(num_steps: int) -> tuple[list[float], list[float]]:

@@ -18,7 +18,7 @@ from model.network.transformer import Transformer
 from model.tracing.edits import BoundEdits, Edit, EditSource, plan_edits
 from model.tracing.selection import Selection
 from model.tracing.stages import Stage, select, sizes_of, stages_of
-from model.tracing.tap import Chain, Recorder, Tap
+from model.tracing.tap import Chain, Recorder
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Sweep:
 
 class Patcher:
     """Makes the edits of cells, from the stages of the clean pass, and with receivers from the `frozen_stages` of the
-    corrupted pass.
+    corrupted pass. `edits` are those of the corrupted pass itself: a patch follows them.
     """
 
     def __init__(
@@ -88,12 +88,14 @@ class Patcher:
         clean_ids: Sequence[int],
         values: Mapping[str, Tensor],
         frozen: Mapping[str, Tensor] | None = None,
+        edits: BoundEdits | None = None,
     ) -> None:
         self._sweep = sweep
         self._config = config
         self._clean_ids = list(clean_ids)
         self._values = values
         self._frozen = frozen or {}
+        self._own_edits = () if edits is None else edits.edits
         self._stages = stages_of(config)
 
     def edits(self, cell: Cell, corrupted_ids: Sequence[int]) -> BoundEdits:
@@ -113,7 +115,11 @@ class Patcher:
         (source,) = plan.sources
         tensor = self._values[cell.stage.name]
         axis = 2 if "query" in cell.stage.dims else 1
-        return plan.bind([{cell.stage.name: tensor.index_select(axis, torch.tensor(list(source.positions)))}])
+        values = {cell.stage.name: tensor.index_select(axis, torch.tensor(list(source.positions)))}
+        return self._after_own(plan.bind([values]))
+
+    def _after_own(self, patch: BoundEdits) -> BoundEdits:
+        return BoundEdits([*self._own_edits, *patch.edits], patch.num_prompt, patch.max_length)
 
     def path_edits(
         self, cell: Cell, corrupted_ids: Sequence[int], model: Transformer, adapter: Adapter | None = None
@@ -122,10 +128,12 @@ class Patcher:
 
         Runs a pass over the corrupted prompt to find these values.
         """
-        ops = model.backend.network
-        taps = [self._replace_all(self._frozen, corrupted_ids), self.edits(cell, corrupted_ids)]
-        tap = Chain(*(each.whole_pass(corrupted_ids, ops=ops) for each in taps))
-        return self._replace_all(stage_values(model, corrupted_ids, self._sweep.receivers, adapter, tap), corrupted_ids)
+        patch, frozen = self.edits(cell, corrupted_ids), self._replace_all(self._frozen, corrupted_ids)
+        own = len(self._own_edits)
+        edits = [*patch.edits[:own], *frozen.edits, *patch.edits[own:]]
+        edited = BoundEdits(edits, patch.num_prompt, patch.max_length)
+        found = stage_values(model, corrupted_ids, self._sweep.receivers, adapter, edited)
+        return self._after_own(self._replace_all(found, corrupted_ids))
 
     def _replace_all(self, values: Mapping[str, Tensor], ids: Sequence[int]) -> BoundEdits:
         """The edits that replace whole stages."""
@@ -147,14 +155,15 @@ def stage_values(
     ids: Sequence[int],
     stages: Sequence[Stage],
     adapter: Adapter | None = None,
-    edits: Tap | None = None,
+    edits: BoundEdits | None = None,
 ) -> dict[str, Tensor]:
     """The stages of a pass, on the CPU."""
     recorder = Recorder(stages, lambda stage, tensor: tensor.cpu().clone())
     batch = torch.tensor([list(ids)], device=model.embed.weight.device)
     adapters = None if adapter is None else PassAdapters.of(adapter)
-    tap = recorder if edits is None else Chain(edits, recorder)
-    model(batch, tap=tap, rows=[len(ids) - 1], adapters=adapters)
+    rows = [len(ids) - 1]
+    tap = recorder if edits is None else Chain(edits.whole_pass(ids, rows, model.backend.network), recorder)
+    model(batch, tap=tap, rows=rows, adapters=adapters)
     return dict(recorder.kept)
 
 

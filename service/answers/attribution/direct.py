@@ -12,9 +12,11 @@ from fastapi import Response
 from forwardscope.results import attributions as results
 from model.analysis.attribution.direct import DirectAttribution, direct_attribution
 from model.analysis.attribution.target import LogitTarget
+from service.answers.attribution.edits import bind, plan_edits
 from service.answers.attribution.gradient_jobs import NEEDS_WHOLE_WEIGHTS, Copied, answer_gradients
 from service.answers.attribution.question import Question, read_logit
 from service.answers.budget import Budget, pass_bytes
+from service.answers.edits import answer_bytes
 from service.answers.passes import Pass, PassAnswer, answer_passes
 from service.http.attribute_schemas import DirectRequest
 from service.http.errors import invalid
@@ -24,26 +26,32 @@ async def answer_direct(body: DirectRequest, question: Question) -> Response:
     if question.state.ranks is not None:
         raise invalid("method", NEEDS_WHOLE_WEIGHTS, "tensor_parallel")
     target = await read_logit(question, body)
+    edits = await plan_edits(question, body.edits, question.ids)
     config = question.checkpoint.model.config
     size = question.response_bytes(config.num_layers, 2 * config.num_layers * (config.num_heads + 4))
     if question.state.float_network is not None:
 
         def job(copied: Copied) -> dict[str, Any]:
-            found = direct_attribution(copied.model, question.ids, target, copied.adapter)
+            found = direct_attribution(copied.model, question.ids, target, copied.adapter, copied.own_edits)
             return direct_fields(question, target, found)
 
         return await answer_gradients(
-            question, results.DirectAttribution, job, num_passes=1, num_logits=1, response_bytes=size
+            question, results.DirectAttribution, job, num_passes=1, num_logits=1, response_bytes=size, edits=edits
         )
+
+    size += sum(map(answer_bytes, edits))
+    budget = Budget(size, pass_bytes(num_logits=config.vocab_size), "prompt")
+    budget.check(question.state)  # before the passes of sources
+    bound = await bind(question, edits)
 
     def run(waited: float) -> PassAnswer:
         began = time.perf_counter()
         model = question.checkpoint.model
-        found = direct_attribution(model, question.ids, target, question.served_adapter)
-        head = question.head(results.DirectAttribution, model.embed.weight.dtype, waited, time.perf_counter() - began)
+        found = direct_attribution(model, question.ids, target, question.served_adapter, bound[0] if bound else None)
+        seconds = time.perf_counter() - began
+        head = question.head(results.DirectAttribution, model.embed.weight.dtype, waited, seconds, edits)
         return PassAnswer(results.DirectAttribution(**head, **direct_fields(question, target, found)), {})
 
-    budget = Budget(size, pass_bytes(num_logits=config.vocab_size), "prompt")
     passes = [Pass(len(question.ids), run)]
     response = await answer_passes(
         question.request, question.state, passes, budget=budget, is_list=False, as_safetensors=False

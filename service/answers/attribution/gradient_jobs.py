@@ -4,7 +4,7 @@ Their cost is checked before: the tokens of all passes, the memory of one differ
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,13 @@ from model.analysis.attribution.gradients import gradient_bytes
 from model.network.adapters import Adapter
 from model.network.float_network import FloatNetwork
 from model.network.transformer import Transformer
+from model.tracing.edits import BoundEdits, EditPlan
 from model.tracing.pauses import pause
 from model.tracing.stages import sizes_of
+from service.answers.attribution.edits import bind
 from service.answers.attribution.question import Question
 from service.answers.budget import Budget
+from service.answers.edits import answer_bytes
 from service.http.access_log import note_tokens
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
@@ -35,10 +38,15 @@ NEEDS_WHOLE_WEIGHTS = (
 
 @dataclass(frozen=True)
 class Copied:
-    """The copy of the network that a job uses, and of the adapter of its request."""
+    """The copy of the network that a job uses, and of the adapter of its request, and the edits of its passes."""
 
     model: Transformer
     adapter: Adapter | None
+    edits: Sequence[BoundEdits]  # of each prompt; empty without edits
+
+    @property
+    def own_edits(self) -> BoundEdits | None:
+        return self.edits[0] if self.edits else None
 
 
 def float_network_of(question: Question) -> FloatNetwork:
@@ -84,15 +92,18 @@ async def answer_gradients(
     num_passes: int,
     num_logits: int,
     response_bytes: int,
+    edits: Sequence[EditPlan],
 ) -> Response:
-    """Check the cost of a job, run it, and return its response.
+    """Check the cost of a job, run it, and return its response. `edits` are those of each prompt, if there are any.
 
     The job returns the fields that only answers of this `kind` have. It runs `num_passes` passes over the prompt, each
     with `num_logits` rows of logits.
     """
     state, network = question.state, float_network_of(question)
     check_tokens(question, num_passes)
+    response_bytes += sum(map(answer_bytes, edits[:1]))
     Budget(response_bytes, pass_bytes_of(question, network, num_logits), FIELDS).check(state)
+    bound = await bind(question, edits)
     num_tokens = len(question.ids) * num_passes
     note_tokens(question.request, num_tokens)
     reservation = get_reservation(question.request)
@@ -100,12 +111,12 @@ async def answer_gradients(
 
     def run() -> tuple[bytes, float]:
         began = time.perf_counter()
-        copied = Copied(network.get(), network.adapter(question.adapter))
+        copied = Copied(network.get(), network.adapter(question.adapter), bound)
         pause()
         with torch.no_grad():
             fields = job(copied)
         seconds = time.perf_counter() - began
-        head = question.head(kind, network.dtype, began - question.arrived, seconds)
+        head = question.head(kind, network.dtype, began - question.arrived, seconds, edits)
         return to_json(kind(**head, **fields)), seconds
 
     content, seconds = await unless_disconnected(question.request, state.worker.executors.run_long("gradients", run))

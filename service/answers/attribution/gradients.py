@@ -16,6 +16,7 @@ from model.analysis.attribution.target import LossTarget, Target
 from model.tracing.pauses import pause
 from model.tracing.selection import Selection, StageCollector
 from model.tracing.stages import Stage, sizes_of
+from service.answers.attribution.edits import plan_edits
 from service.answers.attribution.gradient_jobs import Copied, answer_gradients, float_network_of
 from service.answers.attribution.question import Question, find_stages, read_target, second_prompt
 from service.answers.prompts import check_indices, find_positions, token_answers
@@ -52,10 +53,13 @@ async def answer_gradient(body: GradientRequest, question: Question) -> Response
     selection = await find_selection(question, body, body.detail)
     sizes = sizes_of(question.checkpoint.model.config, len(question.ids))
     target, has_all_rows = with_needed_rows(await read_target(question, body), list(selection.stages))
+    edits = await plan_edits(question, body.edits, question.ids)
     num_values = sum(math.prod(selection.shape(stage, sizes)) for stage in selection.stages)
 
     def job(copied: Copied) -> dict[str, Any]:
-        found = compute_gradients(copied.model, question.ids, target, selection.stages, adapter=copied.adapter)
+        found = compute_gradients(
+            copied.model, question.ids, target, selection.stages, adapter=copied.adapter, edits=copied.own_edits
+        )
         collector = StageCollector(selection, sizes)
         kept = [collector(stage, found.gradients[stage.name]) for stage in selection.stages]
         collector.finish()
@@ -74,6 +78,7 @@ async def answer_gradient(body: GradientRequest, question: Question) -> Response
         response_bytes=question.response_bytes(
             len(selection.stages), num_values if body.detail == "values" else 0, network.dtype, body.encoding
         ),
+        edits=edits,
     )
 
 
@@ -85,6 +90,7 @@ async def answer_integrated_gradients(body: IntegratedGradientsRequest, question
     baseline_ids = None
     if body.baseline_prompt is not None:
         baseline_ids = await second_prompt(question, body.baseline_prompt, "baseline_prompt")
+    edits = await plan_edits(question, body.edits, question.ids)
 
     def baseline(copied: Copied) -> Tensor:
         if baseline_ids is not None:
@@ -94,7 +100,13 @@ async def answer_integrated_gradients(body: IntegratedGradientsRequest, question
 
     def job(copied: Copied) -> dict[str, Any]:
         run = IntegratedGradientsRun(
-            copied.model, question.ids, target, baseline(copied), body.steps, adapter=copied.adapter
+            copied.model,
+            question.ids,
+            target,
+            baseline(copied),
+            body.steps,
+            adapter=copied.adapter,
+            edits=copied.own_edits,
         )
         for index in range(body.steps):
             pause()
@@ -116,6 +128,7 @@ async def answer_integrated_gradients(body: IntegratedGradientsRequest, question
         num_passes=body.steps + 2,
         num_logits=len(question.ids) if body.of == "loss" else 1,
         response_bytes=question.response_bytes(1, len(question.ids), network.dtype),
+        edits=edits,
     )
 
 
@@ -125,12 +138,21 @@ async def answer_attribution_patching(body: AttributionPatchingRequest, question
     corrupted = await second_prompt(question, body.corrupted, "corrupted")
     sizes = sizes_of(question.checkpoint.model.config, len(question.ids))
     target, has_all_rows = with_needed_rows(await read_target(question, body), list(selection.stages))
+    edits = await plan_edits(question, body.edits, question.ids, corrupted)
     effects = [Stage(stage.name, effect_dims(stage)) for stage in selection.stages]
     num_values = sum(math.prod(selection.shape(stage, sizes)) for stage in effects)
 
     def job(copied: Copied) -> dict[str, Any]:
+        clean_edits, corrupted_edits = copied.edits or (None, None)
         found = attribution_patching(
-            copied.model, question.ids, corrupted, target, selection.stages, adapter=copied.adapter
+            copied.model,
+            question.ids,
+            corrupted,
+            target,
+            selection.stages,
+            adapter=copied.adapter,
+            clean_edits=clean_edits,
+            corrupted_edits=corrupted_edits,
         )
         taken = {stage: selection.take(stage, found.effects[stage.name], sizes)[0] for stage in effects}
         return {
@@ -148,4 +170,5 @@ async def answer_attribution_patching(body: AttributionPatchingRequest, question
         num_passes=2,
         num_logits=len(question.ids) if has_all_rows else 1,
         response_bytes=question.response_bytes(len(selection.stages), num_values, network.dtype),
+        edits=edits,
     )

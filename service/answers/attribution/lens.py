@@ -6,26 +6,25 @@ from functools import partial
 
 from fastapi import Response
 
-from forwardscope.local_results import describe_edits, describe_predictions
+from forwardscope.local_results import describe_predictions
 from forwardscope.results.attributions import LensStage, LensToken, LogitLens
 from model.analysis.attribution.logit_lens import LensPart, LensResult, LensRun, lens_stages, rows_per_part
-from model.tracing.edits import BoundEdits, EditPlan
+from model.tracing.edits import EditPlan
+from service.answers.attribution.edits import bind, plan_edits
 from service.answers.attribution.question import Question, read_token
 from service.answers.budget import Budget, ResponseContents, pass_bytes
-from service.answers.edits import answer_bytes, read_edits
+from service.answers.edits import answer_bytes
 from service.answers.passes import Pass, PassAnswer, answer_passes
 from service.answers.prompts import find_positions, longest_token_bytes, token_text
-from service.answers.source_passes import bind_edits
 from service.http.attribute_schemas import LogitLensRequest
 from service.http.errors import ApiError, invalid
-from service.state import run_plan
 
 
 class LensAnswer:
     """The answer of a run, which grows part by part."""
 
     def __init__(
-        self, run: LensRun, question: Question, positions: list[int], token: int | None, edits: EditPlan | None
+        self, run: LensRun, question: Question, positions: list[int], token: int | None, edits: Sequence[EditPlan]
     ) -> None:
         self._run = run
         self._edits = edits
@@ -45,11 +44,10 @@ class LensAnswer:
         question = self._question
         dtype = question.checkpoint.model.embed.weight.dtype
         answer = LogitLens(
-            **question.head(LogitLens, dtype, waited, self._seconds),
+            **question.head(LogitLens, dtype, waited, self._seconds, self._edits),
             token=None if self._token is None else question.token_answer(self._token),
             final=tuple(map(question.token_answer, self._run.final_tokens())),
             layers=tuple(self._describe(self._layers[name]) for name in self._run.stage_names),
-            edits=describe_edits(self._edits),
         )
         return PassAnswer(answer, {})
 
@@ -84,10 +82,12 @@ async def answer_lens(body: LogitLensRequest, question: Question) -> Response:
     if body.lens == "tuned" and state.translators is None:
         raise invalid("lens", "this server has no translators; start it with --lens FILE, or send plain", "no_lens")
     check_work(question, len(positions))
-    edits = await plan_edits(body, question)
+    edits = await plan_edits(question, body.edits, question.ids)
+    for plan in edits:
+        check_stages(plan)
     budget = budget_of(question, len(positions), body.top_k, edits)
     budget.check(state)  # before the passes of sources
-    bound = None if edits is None else await bind(edits, question)
+    bound = await bind(question, edits)
     run = LensRun(
         checkpoint.model,
         question.ids,
@@ -96,7 +96,7 @@ async def answer_lens(body: LogitLensRequest, question: Question) -> Response:
         token=token,
         translators=None if body.lens == "plain" else state.translators,
         adapter=question.served_adapter,
-        edits=bound,
+        edits=bound[0] if bound else None,
     )
     answer = LensAnswer(run, question, positions, token, edits)
     passes = [Pass(len(question.ids), answer.finish, answer.jobs())]
@@ -113,26 +113,13 @@ async def answer_lens(body: LogitLensRequest, question: Question) -> Response:
     return response
 
 
-async def plan_edits(body: LogitLensRequest, question: Question) -> EditPlan | None:
-    """Check the edits of the pass. Raises 400 for one behind the last residual, which the lens would leave out."""
-    ids = list(question.ids)
-    planner = await read_edits(body.edits, [ids], question.request, question.state, question.checkpoint)
-    if planner is None:
-        return None
-    plan = await run_plan(question.state, planner.num_checks, lambda: planner.plan(ids, len(ids)))
+def check_stages(plan: EditPlan) -> None:
+    """Raise 400 for an edit behind the last residual, which the lens would leave out."""
     for index, match in enumerate(plan.matches):
         for stage in match.stages:
             if stage.startswith(("ln_final.", "logits")):
                 reason = f"{stage} is behind the residuals that the lens decodes; edit an earlier stage"
                 raise invalid(f"edits.{index}.stage", reason)
-    return plan
-
-
-async def bind(plan: EditPlan, question: Question) -> BoundEdits:
-    """Run the passes from which the edits take values."""
-    arguments = question.request, question.state, question.checkpoint, question.adapter, question.arrived
-    (bound,) = await bind_edits([plan], *arguments)
-    return bound
 
 
 def check_work(question: Question, num_positions: int) -> None:
@@ -148,7 +135,7 @@ def check_work(question: Question, num_positions: int) -> None:
         raise ApiError(413, message, param="positions", code="too_many_logits")
 
 
-def budget_of(question: Question, num_positions: int, top_k: int, edits: EditPlan | None) -> Budget:
+def budget_of(question: Question, num_positions: int, top_k: int, edits: Sequence[EditPlan]) -> Budget:
     config = question.checkpoint.model.config
     num_layers = len(lens_stages(config))
     num_predictions = len(question.ids) + num_positions + num_layers * num_positions * (3 + top_k)
@@ -156,7 +143,7 @@ def budget_of(question: Question, num_positions: int, top_k: int, edits: EditPla
         num_records=1 + num_layers * 2,
         num_predictions=num_predictions,
         token_bytes=longest_token_bytes(question.checkpoint),
-        extra_bytes=0 if edits is None else answer_bytes(edits),
+        extra_bytes=sum(map(answer_bytes, edits)),
     )
     itemsize = question.checkpoint.model.embed.weight.dtype.itemsize
     residuals = num_layers * num_positions * config.d_model * itemsize

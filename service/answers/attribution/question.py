@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from fastapi import Request
 
+from forwardscope.local_results import describe_edits
 from forwardscope.results import attributions as results
 from forwardscope.results.attributions import AttributionTimings
 from forwardscope.results.stages import Token
@@ -16,6 +17,7 @@ from model.analysis.attribution.target import LogitTarget, LossTarget, StageTarg
 from model.checkpoints.load import Checkpoint
 from model.errors import InvalidField, shortened
 from model.network.adapters import Adapter
+from model.tracing.edits import EditPlan
 from model.tracing.edits.operands import read_row
 from model.tracing.stages import Stage, UnknownStage, select_rows, sizes_of
 from service.answers.budget import ResponseContents
@@ -50,15 +52,21 @@ class Question:
         return Token(token_id, token_text(self.checkpoint, token_id))
 
     def head(
-        self, kind: type[results.Attribution[Any]], dtype: torch.dtype, waited: float, seconds: float
+        self,
+        kind: type[results.Attribution[Any]],
+        dtype: torch.dtype,
+        waited: float,
+        seconds: float,
+        edits: Sequence[EditPlan],
     ) -> dict[str, Any]:
-        """The fields that the answers of all methods have."""
+        """The fields that the answers of all methods have. `edits` has at most a plan for each prompt."""
         return {
             "method": results.method_of(kind),
             "model": self.adapter or self.checkpoint.name,
             "tokens": token_answers(self.ids, self.checkpoint),
             "dtype": NAMES[dtype],
             "timings": AttributionTimings(waited, seconds),
+            "edits": describe_edits(edits[0] if edits else None),
         }
 
     def response_bytes(

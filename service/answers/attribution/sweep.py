@@ -22,6 +22,7 @@ from forwardscope.results import attributions as results
 from model.analysis.attribution.patching_sweep import Cell, Patcher, frozen_stages, stage_values
 from model.engine.request import Request as EngineRequest
 from model.tracing.edits import BoundEdits
+from service.answers.attribution.edits import bind
 from service.answers.attribution.question import Question
 from service.answers.attribution.sweep_plan import MAX_GROUP, SweepPlan, engine_request, make_plan
 from service.answers.giving_way import give_way
@@ -52,6 +53,7 @@ class SweepRun:
         self._id = f"sweep-{uuid.uuid4().hex}"
         self._stream: RequestStream | None = None
         self._num_admitted = 0
+        self._edits: Sequence[BoundEdits | None] = (None, None)  # of the clean and of the corrupted pass
         self._began = time.perf_counter()
 
     def close(self) -> None:
@@ -78,7 +80,9 @@ class SweepRun:
             stages.append(effects_answer(stage.name, dims, tensor))
             first += num_cells
         answer = results.Patching(
-            **question.head(results.Patching, question.checkpoint.model.embed.weight.dtype, *self._timings()),
+            **question.head(
+                results.Patching, question.checkpoint.model.embed.weight.dtype, *self._timings(), plan.edits
+            ),
             target=question.target_answer(plan.target),
             corrupted_tokens=token_answers(plan.corrupted, question.checkpoint),
             positions=tuple(plan.sweep.positions),
@@ -116,7 +120,9 @@ class SweepRun:
     async def _unpatched(self) -> tuple[float, float]:
         """The values of the clean and of the corrupted pass."""
         ids = [list(self._plan.question.ids), self._plan.corrupted]
-        clean, corrupted = await self._values([(each, None) for each in ids])
+        if self._plan.edits:
+            self._edits = await bind(self._plan.question, self._plan.edits)
+        clean, corrupted = await self._values(list(zip(ids, self._edits, strict=True)))
         return clean, corrupted
 
     async def _groups(self) -> AsyncGenerator[list[results.SweepCell]]:
@@ -126,7 +132,7 @@ class SweepRun:
         while first < len(plan.cells):
             cells = plan.cells[first : first + self._group_size()]
             first += len(cells)
-            bound = await self._edits(patcher, cells)
+            bound = await self._patches(patcher, cells)
             began = time.perf_counter()
             values = await self._values([(plan.corrupted, each) for each in bound])
             seconds = time.perf_counter() - began
@@ -142,14 +148,15 @@ class SweepRun:
         """Run the passes that give the patches their values."""
         plan, model = self._plan, self._plan.question.checkpoint.model
         sweep, clean_ids, adapter = plan.sweep, plan.question.ids, plan.question.served_adapter
+        clean_edits, corrupted_edits = self._edits
         frozen: dict[str, Tensor] = {}
-        kept = await self._run(lambda: stage_values(model, clean_ids, sweep.stages, adapter))
+        kept = await self._run(lambda: stage_values(model, clean_ids, sweep.stages, adapter, clean_edits))
         if sweep.receivers:
             stages = frozen_stages(model.config, sweep.receivers)
-            frozen = await self._run(lambda: stage_values(model, plan.corrupted, stages, adapter))
-        return Patcher(sweep, model.config, clean_ids, kept, frozen)
+            frozen = await self._run(lambda: stage_values(model, plan.corrupted, stages, adapter, corrupted_edits))
+        return Patcher(sweep, model.config, clean_ids, kept, frozen, corrupted_edits)
 
-    async def _edits(self, patcher: Patcher, cells: Sequence[Cell]) -> list[BoundEdits]:
+    async def _patches(self, patcher: Patcher, cells: Sequence[Cell]) -> list[BoundEdits]:
         """The edits of some cells. With receivers, each needs a pass on the network's thread."""
         plan, model = self._plan, self._plan.question.checkpoint.model
         if not plan.sweep.receivers:
