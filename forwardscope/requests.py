@@ -349,8 +349,8 @@ def attribute(
 
     `method` is "direct", "gradient", "integrated_gradients", "attribution_patching", "patching" or "logit_lens".
     `corrupted` is the second prompt of the patching methods. With a `stage` and a `vector`, the methods with gradients
-    explain their product in place of a logit. `edits` change the pass of the logit lens. Further fields are `position`,
-    `of`, `targets`, `steps`, `baseline`, `by`, `lens`, `top_k` and others.
+    explain their product in place of a logit. `edits` change the explained passes. Further fields are `position`, `of`,
+    `targets`, `steps`, `baseline`, `by`, `receivers`, `lens`, `top_k` and others.
     """
     body = without_none(
         method=method,

@@ -265,7 +265,7 @@ HALVE: dict[str, Any] = {"stage": "blocks.0.attn.z", "op": "scale", "factor": 0.
 
 
 def halve(z: torch.Tensor) -> torch.Tensor:
-    """What `HALVE` does."""
+    """Apply `HALVE`."""
     factors = torch.ones(z.shape[2], 1)
     factors[1] = 0.5
     return z * factors
@@ -295,9 +295,7 @@ class TestEdits:
     ) -> None:
         answer = attribute(tiny, method, **fields, edits=self.EDITS)
         assert [each["stages"] for each in answer["edits"]] == [["blocks.0.attn.z"], ["blocks.0.mlp_out"]]
-        name = {"direct": "logit", "attribution_patching": "clean_value", "patching": "clean_value"}.get(
-            method, "value"
-        )
+        name = "clean_value" if "corrupted" in fields else "logit" if method == "direct" else "value"
         assert answer[name] == pytest.approx(self.value(tiny, PROMPT), abs=1e-4)
         if "corrupted" in fields:
             assert answer["corrupted_value"] == pytest.approx(self.value(tiny, CORRUPTED), abs=1e-4)
@@ -317,9 +315,8 @@ class TestEdits:
             move = {"stage": stage, "op": "add", "vector": (by * direction).tolist(), "positions": [2]}
             return self.value(tiny, PROMPT, move)
 
-        assert float(gradient @ direction) == pytest.approx(
-            (moved(step) - moved(-step)) / (2 * step), rel=0.03, abs=1e-3
-        )
+        slope = (moved(step) - moved(-step)) / (2 * step)
+        assert float(gradient @ direction) == pytest.approx(slope, rel=0.03, abs=1e-3)
 
     def test_the_shares_of_an_edited_pass_add_up_and_a_silent_head_has_none(self, tiny: Running) -> None:
         silent = {"stage": "blocks.1.attn.z", "op": "zero", "heads": [3]}

@@ -121,4 +121,4 @@ def test_wrong_scales_are_errors_that_name_their_field(
 def test_edits_without_a_size_cannot_be_scaled() -> None:
     for op in ("zero", "set", "mean", "patch", "cap"):
         with pytest.raises(InvalidField, match="cannot be multiplied; `scales` are for add, scale, project, noise"):
-            scaled(Edit(stage="embed", op=op), 2.0, "edits.0")  # type: ignore[arg-type]  # a text of a tuple
+            scaled(Edit(stage="embed", op=op), 2.0, "edits.0")
