@@ -99,14 +99,14 @@ inline void multiply_tiles(
 // A product with the matrix unit.
 template <class Product>
 struct AmxProduct : Product {
-    static constexpr int ROWS = 2 * WIDTH;
+    static constexpr int ROWS = 2 * WIDTH, FEWER_ROWS = ROWS;
     mutable TileConfig config;
 
     static bool can_multiply(const Product& product) {
         return product.row_bytes() % LINE_BYTES == 0 && is_amx_allowed();
     }
 
-    template <int tiles, bool prefetches_next>
+    template <int tiles, bool prefetches_next, int>
     void multiply_block(long num_rows, const Block& block) const {
         config.set_rows(num_rows);
         num_rows > WIDTH ? multiply<tiles, prefetches_next, true>(num_rows, block)

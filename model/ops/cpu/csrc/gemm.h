@@ -13,6 +13,8 @@ constexpr int TILES_PER_BLOCK = HAS_AVX512 ? 2 : 1;
 // How many bytes ahead weights are prefetched: half a page, since the hardware prefetcher stops at the end of a page.
 constexpr long PREFETCH_DISTANCE = 2048;
 
+constexpr long CACHE_STRIDE = 4096;
+
 // From this number of later blocks of rows on, it does not matter how long the first block waits for memory.
 constexpr long MANY_BLOCKS = 6;
 
@@ -37,8 +39,8 @@ struct Block {
 // A product with vector instructions. The number of rows is a template argument, so that all sums stay in registers.
 template <class Product>
 struct VectorProduct : Product {
-    // Multiplies `num_rows` rows, at most ROWS.
-    template <int tiles, bool prefetches_next, int rows = Product::ROWS>
+    // Multiplies `num_rows` rows, at most `rows`.
+    template <int tiles, bool prefetches_next, int rows>
     void multiply_block(long num_rows, const Block& block) const {
         if constexpr (rows > 1 && !prefetches_next)
             if (num_rows < rows) return multiply_block<tiles, prefetches_next, rows - 1>(num_rows, block);
@@ -51,9 +53,9 @@ struct VectorProduct : Product {
 // For each pair of tiles, the first block of rows reads the weights from memory, and the later blocks find them in the
 // cache, so memory would be idle meanwhile. With only a few later blocks, these prefetch the next tiles: 2^pace_shift
 // blocks, each an equal share.
-template <class Product>
-void multiply_all(const Product& product, long M, long N, long task, long num_tasks) {
-    constexpr long ROWS = Product::ROWS, step = TILES_PER_BLOCK * WIDTH;
+template <int ROWS, class Product>
+void multiply_in_blocks(const Product& product, long M, long N, long task, long num_tasks) {
+    constexpr long step = TILES_PER_BLOCK * WIDTH;
     const long num_steps = (N + step - 1) / step, size = TILES_PER_BLOCK * product.tile_bytes();
     const long num_later = M / ROWS - 1;  // complete blocks of rows after the first
     int pace_shift = 0;
@@ -62,12 +64,22 @@ void multiply_all(const Product& product, long M, long N, long task, long num_ta
     for (long n = num_steps * task / num_tasks * step; n < num_steps * (task + 1) / num_tasks * step; n += step)
         for (long m = 0, index = 0; m < M; m += ROWS, index++) {
             const Block block = {m, n, N - n, size + ((index - 1) * size >> pace_shift), pace_shift};
-            const long num_rows = std::min(M - m, ROWS);
+            const long num_rows = std::min<long>(M - m, ROWS);
             if (N - n <= WIDTH)
-                product.template multiply_block<1, false>(num_rows, block);
+                product.template multiply_block<1, false, ROWS>(num_rows, block);
             else if (index > 0 && index <= num_prefetching)
-                product.template multiply_block<TILES_PER_BLOCK, true>(num_rows, block);
+                product.template multiply_block<TILES_PER_BLOCK, true, ROWS>(num_rows, block);
             else
-                product.template multiply_block<TILES_PER_BLOCK, false>(num_rows, block);
+                product.template multiply_block<TILES_PER_BLOCK, false, ROWS>(num_rows, block);
         }
+}
+
+// Rows that lie a multiple of CACHE_STRIDE bytes apart share 8 lines of the first-level cache, so a block has fewer.
+template <class Product>
+void multiply_all(const Product& product, long M, long N, long task, long num_tasks) {
+    constexpr int ROWS = Product::ROWS, FEWER_ROWS = Product::FEWER_ROWS;
+    if constexpr (FEWER_ROWS < ROWS)
+        if (M > FEWER_ROWS && product.row_bytes() % CACHE_STRIDE == 0)
+            return multiply_in_blocks<FEWER_ROWS>(product, M, N, task, num_tasks);
+    multiply_in_blocks<ROWS>(product, M, N, task, num_tasks);
 }

@@ -90,7 +90,7 @@ template <class Format>
 struct GroupedProduct {
     using Scale = typename Format::Scale;
     // Rows of x whose two kinds of sums fit into the registers; with AVX2, only the sums of a group do.
-    static constexpr int ROWS = HAS_AVX512 ? 6 : 4;
+    static constexpr int ROWS = HAS_AVX512 ? 6 : 4, FEWER_ROWS = ROWS;
     const InputGroup* x;
     const uint8_t *w, *scales;
     Output output;

@@ -56,6 +56,7 @@ template <class Format>
 struct Product {
     using Number = typename Format::Number;
     static constexpr int ROWS = HAS_AVX512 ? 12 : 6;  // rows of x whose sums fit into the registers
+    static constexpr int FEWER_ROWS = HAS_AVX512 ? 8 : 6;  // the same if they share lines of a cache
     const typename Format::Input* x;
     const Number *w, *b;
     Number* y;
