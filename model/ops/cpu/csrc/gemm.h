@@ -13,6 +13,7 @@ constexpr int TILES_PER_BLOCK = HAS_AVX512 ? 2 : 1;
 // How many bytes ahead weights are prefetched: half a page, since the hardware prefetcher stops at the end of a page.
 constexpr long PREFETCH_DISTANCE = 2048;
 
+// Rows that lie a multiple of this many bytes apart share 8 lines of the first-level cache.
 constexpr long CACHE_STRIDE = 4096;
 
 // From this number of later blocks of rows on, it does not matter how long the first block waits for memory.
@@ -74,7 +75,7 @@ void multiply_in_blocks(const Product& product, long M, long N, long task, long 
         }
 }
 
-// Rows that lie a multiple of CACHE_STRIDE bytes apart share 8 lines of the first-level cache, so a block has fewer.
+// The same, in blocks of as many rows as fit into the registers, or fewer where the rows share lines of the cache.
 template <class Product>
 void multiply_all(const Product& product, long M, long N, long task, long num_tasks) {
     constexpr int ROWS = Product::ROWS, FEWER_ROWS = Product::FEWER_ROWS;
