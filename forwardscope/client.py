@@ -3,10 +3,11 @@
 import functools
 import inspect
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from itertools import count
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import httpx
 
@@ -24,6 +25,9 @@ from forwardscope.prompt_lists import (
     calls_of_list,
 )
 from forwardscope.transport import ServerAddress, translated_errors
+
+if TYPE_CHECKING:
+    from forwardscope.local_harvest import Harvest
 
 Arguments = ParamSpec("Arguments")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -132,6 +136,24 @@ class Client(ServerAddress, Batches):
     delete_vector = method(requests.delete_vector)
     status = method(requests.status)
     health = method(requests.health)
+
+    def harvest(
+        self,
+        corpus: str | PathLike[str] | Sequence[str | PathLike[str] | Sequence[int]],
+        stages: str | Sequence[str],
+        out: str | PathLike[str],
+        **options: Any,
+    ) -> "Harvest":
+        """Run the served model over a corpus, and write the rows of stages to the directory `out`, on this machine.
+
+        The arguments, the files and their numbers are those of `LocalModel.harvest`. It needs PyTorch. Each context is
+        a request, so that the server's other clients go on meanwhile.
+        """
+        from forwardscope.local_harvest import Harvest, harvest_job  # takes seconds
+        from forwardscope.local_harvest_of_server import served_model
+
+        harvest_job(served_model(self), corpus, stages, out, options)()
+        return Harvest(out)
 
     def close(self) -> None:
         """Close the connections. `with` around the client does the same."""

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -25,7 +25,7 @@ from forwardscope.call import HOOKS, Call, Event, Hook, Request, Result, StreamC
 from forwardscope.client import Client, Stream, as_method, sending_method
 from forwardscope.errors import ApiError, InvalidArgument
 from forwardscope.local_edits import bind_edits
-from forwardscope.local_harvest import Harvest, to_sources
+from forwardscope.local_harvest import Harvest, harvest_job
 from forwardscope.local_results import (
     describe_changes,
     describe_loss,
@@ -58,7 +58,7 @@ from model.analysis.auto_quantization import resolve
 from model.analysis.edit_sources import Network
 from model.analysis.forward_trace import Trace as PassTrace
 from model.analysis.forward_trace import trace as trace_pass
-from model.analysis.harvest.harvest import HarvestOptions, harvest
+from model.analysis.harvest.passes import local_model
 from model.analysis.surprisal import TextSurprisal, score_text
 from model.checkpoints.adapters import load_adapter
 from model.checkpoints.load import DTYPES, Checkpoint, load_checkpoint
@@ -368,12 +368,7 @@ class LocalModel(Batches):
         `HarvestOptions`: `context`, `packed`, `store`, `statistics`, `top_k`, `file_bytes`, `field`. The same call goes
         on with a harvest that was interrupted. docs/harvesting.md describes the files.
         """
-        unknown = options.keys() - {each.name for each in fields(HarvestOptions)}
-        if unknown:
-            raise InvalidArgument(min(unknown), "is not an option of `harvest`")
-        own = HarvestOptions(**options | {"statistics": tuple(to_texts(options.get("statistics", ()), "statistics"))})
-        job = partial(harvest, self.checkpoint, to_sources(corpus), to_texts(stages, "stages"), Path(out), own)
-        self._compute(job)
+        self._compute(harvest_job(local_model(self.checkpoint), corpus, stages, out, options))
         return Harvest(out)
 
     def score_text(self, text: str, *, stride: int | None = None, bos: bool = False) -> TextSurprisal:

@@ -1,7 +1,8 @@
-"""A harvest: the rows of stages over a corpus, or statistics of them, which `LocalModel.harvest` writes to files."""
+"""A harvest: the rows of stages over a corpus, or statistics of them, which the method `harvest` writes to files."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,10 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from forwardscope.arguments import to_list, to_prompt
+from forwardscope.arguments import to_list, to_prompt, to_texts
+from forwardscope.errors import InvalidArgument
 from forwardscope.stage_keys import StageKey, stage_name
 from model.analysis.harvest.documents import Source
+from model.analysis.harvest.harvest import HarvestOptions, harvest
 from model.analysis.harvest.manifest import Manifest
+from model.analysis.harvest.passes import HarvestedModel
 from model.analysis.harvest.rows import COLUMNS
 from model.analysis.harvest.statistics import EDGES
 from model.checkpoints.safetensors_directory import SafetensorsFiles
@@ -129,6 +133,18 @@ class Harvest(Mapping[str, Tensor]):
             raise InvalidField("statistics", "this harvest has statistics, and no rows")
         parts = [file.read(name) for file in self._files]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def harvest_job(
+    model: HarvestedModel, corpus: Any, stages: Any, out: str | PathLike[str], options: Mapping[str, Any]
+) -> Callable[[], Manifest]:
+    """Check the arguments of the method `harvest`, and return what it does."""
+    unknown = options.keys() - {each.name for each in fields(HarvestOptions)}
+    if unknown:
+        raise InvalidArgument(min(unknown), "is not an option of `harvest`")
+    own = {**options, "statistics": tuple(to_texts(options.get("statistics", ()), "statistics"))}
+    names = to_texts(stages, "stages")
+    return partial(harvest, model, to_sources(corpus), names, Path(out), HarvestOptions(**own))
 
 
 def to_sources(corpus: Any) -> list[Source]:

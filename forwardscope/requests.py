@@ -394,6 +394,11 @@ def to_tokens(text: str, *, add_special_tokens: bool = True, **fields: Any) -> C
     return Call(Request("/tokenize", body), parser(Tokens, lambda found: [token.id for token in found.tokens]))
 
 
+def to_spans(text: str) -> Call[Tokens]:
+    """The tokens of a text with its special tokens, and the characters of each."""
+    return Call(Request("/tokenize", {"text": text, "return_offsets": True}), parser(Tokens))
+
+
 def to_text(ids: Sequence[int], *, skip_special_tokens: bool = True, **fields: Any) -> Call[str]:
     """The text of token ids, without special tokens unless `skip_special_tokens` is False."""
     body = without_none(tokens=to_indices(ids, "ids"), skip_special_tokens=skip_special_tokens, **fields)

@@ -11,3 +11,8 @@ def server_url(text: str) -> str | None:
         return "http://localhost:8000"
     found = ADDRESS.fullmatch(text)
     return None if found is None else f"http://{found['host'] or 'localhost'}:{found['port']}"
+
+
+def is_url(text: str) -> bool:
+    """Whether a text is the URL of a server."""
+    return text.startswith(("http://", "https://"))

@@ -128,7 +128,7 @@ def test_every_module_of_the_service_has_a_level() -> None:
 
 
 def test_the_clients_import_neither_torch_nor_the_network() -> None:
-    """Only `load` does, in the modules `local*`. Importing the version from `model` imports nothing else."""
+    """Only `load` and harvests do, in the modules `local*`. Importing the version from `model` imports nothing else."""
     allowed = {"model.__version__", "model.choices.Quantization"}
     for path in modules("forwardscope"):
         if not path.stem.startswith("local"):

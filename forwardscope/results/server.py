@@ -187,6 +187,10 @@ class Tokens(Record):
     tokens: Sequence[PositionedToken]
     count: int
     max_positions: int
+    offsets: Annotated[
+        Sequence[tuple[int, int] | None],
+        Doc("with return_offsets: the characters of each token, from begin to before end; null for added tokens"),
+    ] = ()
 
 
 class VllmTokens(Record):

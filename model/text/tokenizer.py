@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import tokenizers
 
@@ -30,6 +30,16 @@ class TooManyTokens(ValueError):
 
 class UnreadableText(ValueError):
     """An expression in the `tokenizer.json` gives up on a text, because it would take too many steps."""
+
+
+Spans = list[tuple[int, int] | None]
+"""The characters of each token, from begin to before end; None for tokens that the post-processor adds."""
+
+
+class SpanTokenizer(Protocol):
+    """Whatever gives tokens with their characters, as `Tokenizer` does."""
+
+    def encode_with_spans(self, text: str) -> tuple[list[int], Spans]: ...
 
 
 class Tokenizer:
@@ -110,13 +120,10 @@ class Tokenizer:
             ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
-    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int] | None]]:
-        """The token ids of a text, and the characters of each token, from begin to before end.
-
-        Tokens that share a character have the same span. Those that the post-processor adds have none.
-        """
+    def encode_with_spans(self, text: str, *, add_special_tokens: bool = True) -> tuple[list[int], Spans]:
+        """The token ids of a text, and the characters of each. Tokens that share a character have the same span."""
         with _unreadable_texts():
-            encoding = self._backend.encode_batch([text])[0]
+            encoding = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         marked = zip(encoding.offsets, encoding.special_tokens_mask, strict=True)
         return encoding.ids, [None if is_added else span for span, is_added in marked]
 

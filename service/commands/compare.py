@@ -32,6 +32,7 @@ from model.checkpoints.streamed import OpenCheckpoint, find_dtype, open_checkpoi
 from model.choices import Dtype, Kernels, Quantization
 from model.command_line import Parser, one_of
 from model.errors import InvalidField, shortened
+from model.server_address import is_url
 from model.tracing.stages import stages_of
 from service import PREFIX
 from service.answers.comparisons import describe_comparison
@@ -133,10 +134,6 @@ def check_options(options: argparse.Namespace) -> None:
     for name in ("quantize", "kernels"):
         if getattr(options, name) is not None and (is_file or is_server):
             raise InvalidField(f"--{name}", "is only for a checkpoint; what B has computed cannot be changed")
-
-
-def is_url(source: str) -> bool:
-    return source.startswith(("http://", "https://"))
 
 
 def is_stage_file(source: str) -> bool:

@@ -2,23 +2,34 @@
 
 import argparse
 import logging
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
+from forwardscope import Client, ForwardscopeError
+from forwardscope.local_harvest_of_server import served_model
 from model.analysis.harvest.harvest import DEFAULT_FILE_BYTES, DEFAULT_TOP_K, HarvestOptions, Store, harvest
+from model.analysis.harvest.passes import HarvestedModel, local_model
 from model.analysis.harvest.statistics import Statistic
 from model.checkpoints.load import load_checkpoint
 from model.choices import Dtype, Kernels, Quantization
 from model.command_line import Parser, number, one_of
 from model.device import find_device
+from model.errors import InvalidField
+from model.server_address import is_url
+from service import PREFIX
 from service.settings import read_size
 
 DESCRIPTION = """Run a model over texts and write the rows of some stages, one for each token.
 
-MODEL is a directory, a *.gguf file, a hub id or "bundled". A TEXT is a file in UTF-8, or a *.jsonl or *.parquet file
-with a text or a list of token ids in each row. The same command goes on with a harvest that was interrupted.
-docs/harvesting.md describes the files."""
+MODEL is a directory, a *.gguf file, a hub id, "bundled" or the URL of a running server. A TEXT is a file in UTF-8, or
+a *.jsonl or *.parquet file with a text or a list of token ids in each row. The same command goes on with a harvest that
+was interrupted. docs/harvesting.md describes the files."""
+OF_CHECKPOINT = {"dtype": "auto", "device": "auto", "quantize": "stored", "kernels": "auto"}
+"""The options that a server decides, with their defaults."""
 
 
 def main() -> None:
@@ -28,13 +39,6 @@ def main() -> None:
     try:
         for path in options.texts:
             path.stat()  # a wrong path is told before the model is loaded
-        checkpoint = load_checkpoint(
-            options.model,
-            dtype=options.dtype,
-            device=find_device(options.device),
-            quantize=options.quantize,
-            kernels=options.kernels,
-        )
         settings = HarvestOptions(
             context=options.context,
             packed=not options.by_document,
@@ -44,12 +48,28 @@ def main() -> None:
             file_bytes=options.file_bytes,
             field=options.field,
         )
-        found = harvest(checkpoint, options.texts, options.stages, options.out, settings)
-    except (ValueError, OSError) as error:
+        with open_model(options) as model:
+            found = harvest(model, options.texts, options.stages, options.out, settings)
+    except (ValueError, OSError, ForwardscopeError) as error:
         sys.stderr.write(f"forwardscope harvest: {error}\n")
         sys.exit(1)
     num_bytes = sum(each.num_bytes for each in found.files)
     sys.stdout.write(f"{found.num_tokens} tokens, {num_bytes} bytes in {options.out}\n")
+
+
+@contextmanager
+def open_model(options: argparse.Namespace) -> Iterator[HarvestedModel]:
+    """The model in this process, or that of a server. Raises `InvalidField` for an option that the server decides."""
+    chosen = {name: getattr(options, name) for name in OF_CHECKPOINT}
+    if not is_url(options.model):
+        chosen["device"] = find_device(options.device)
+        yield local_model(load_checkpoint(options.model, **chosen))
+        return
+    for name, value in chosen.items():
+        if value != OF_CHECKPOINT[name]:
+            raise InvalidField(f"--{name}", "is decided by the server; leave it out")
+    with Client(options.model, options.api_key or os.environ.get(f"{PREFIX}API_KEY")) as client:
+        yield served_model(client)
 
 
 def make_parser() -> Parser:
@@ -80,10 +100,12 @@ def make_parser() -> Parser:
         "--file-bytes", type=size, default=DEFAULT_FILE_BYTES, metavar="SIZE", help="of a file; default: 256M"
     )
     dtypes = ("auto", *get_args(Dtype))
-    parser.add_argument("--dtype", default="auto", type=one_of(*dtypes), help="of the network; default: auto")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N; default: auto")
-    parser.add_argument("--quantize", default="stored", type=one_of(*get_args(Quantization)), help="default: stored")
-    parser.add_argument("--kernels", default="auto", type=one_of(*get_args(Kernels)), help="default: auto")
+    parser.add_argument("--dtype", type=one_of(*dtypes), help="of the network; default: auto")
+    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N; default: auto")
+    parser.add_argument("--quantize", type=one_of(*get_args(Quantization)), help="default: stored")
+    parser.add_argument("--kernels", type=one_of(*get_args(Kernels)), help="default: auto")
+    parser.set_defaults(**OF_CHECKPOINT)
+    parser.add_argument("--api-key", help=f"key of the server; default: {PREFIX}API_KEY of the environment")
     return parser
 
 

@@ -32,6 +32,7 @@ class TokenizeRequest(ModelRequest):
     add_special_tokens: bool = Field(
         True, description="add the special tokens of the checkpoint to a text; a chat template writes its own"
     )
+    return_offsets: bool = Field(False, description="for a `text`: also return the characters of each token")
     return_token_strs: bool = Field(False, description="in vLLM's form: also return the texts of the tokens")
 
 

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from forwardscope.results.server import DecodedText, Tokens, VllmTokens
 from model.checkpoints.load import Checkpoint
-from model.text.tokenizer import Tokenizer, TooManyTokens
+from model.text.tokenizer import Spans, Tokenizer, TooManyTokens
 from service.answers.budget import Budget, ResponseContents
 from service.answers.conversations import conversation_ids, find_template
 from service.answers.offered_tools import read_tools
@@ -24,6 +24,7 @@ from service.state import CheckpointDep, State, StateDep, check_model, get_reser
 router = APIRouter(route_class=JsonRoute, tags=["text"])
 SPECIAL_TOKENS = 16  # the most tokens that a tokenizer adds to a text
 MAX_TOKENS = 1 << 19  # of an answer: each token of a text takes about 270 bytes while it is tokenized
+OFFSET_BYTES = 24  # of the characters of a token
 PIECE = 4096  # tokens that are encoded as JSON at a time, so that other threads can run in between
 
 
@@ -31,6 +32,8 @@ PIECE = 4096  # tokens that are encoded as JSON at a time, so that other threads
 async def tokenize(body: TokenizeRequest, request: Request, state: StateDep, checkpoint: CheckpointDep) -> Response:
     check_model(checkpoint, body.model)
     field, text = find_text(body)
+    if body.return_offsets and body.text is None:
+        raise wrong_shape("return_offsets", "is for a text; send `text`, or leave the field out", "invalid_value")
     if body.messages is not None:
         return await tokenize_messages(body, request, state, checkpoint)
     for name in ("tools", "chat_template_kwargs"):
@@ -52,9 +55,13 @@ async def tokenize(body: TokenizeRequest, request: Request, state: StateDep, che
         if body.prompt is not None:
             strings = tuple(token_text(checkpoint, each) for each in ids) if body.return_token_strs else None
             return to_json(VllmTokens(len(ids), checkpoint.model.config.max_positions, tuple(ids), strings))
-        return encode_tokens(ids, checkpoint)
+        offsets: Spans = []
+        if body.return_offsets:
+            _, offsets = tokenizer.encode_with_spans(text, add_special_tokens=body.add_special_tokens)
+        return encode_tokens(ids, checkpoint, offsets)
 
-    contents = ResponseContents(num_tokens=max_tokens, text_bytes=max_tokens)
+    extra_bytes = OFFSET_BYTES * max_tokens if body.return_offsets else 0
+    contents = ResponseContents(num_tokens=max_tokens, text_bytes=max_tokens, extra_bytes=extra_bytes)
     return await answer_text(request, state, answer, num_bytes, Budget(contents.num_bytes, 0, field))
 
 
@@ -70,16 +77,16 @@ async def tokenize_messages(body: TokenizeRequest, request: Request, state: Stat
     note_tokens(request, len(ids))
     contents = ResponseContents(num_tokens=len(ids), token_bytes=longest_token_bytes(checkpoint))
     budget = Budget(contents.num_bytes, 0, "messages")
-    return await answer_text(request, state, lambda: encode_tokens(ids, checkpoint), len(ids), budget)
+    return await answer_text(request, state, lambda: encode_tokens(ids, checkpoint, []), len(ids), budget)
 
 
-def encode_tokens(ids: Sequence[int], checkpoint: Checkpoint) -> memoryview:
+def encode_tokens(ids: Sequence[int], checkpoint: Checkpoint, offsets: Spans) -> memoryview:
     """The JSON of `Tokens`. Each piece is encoded as a list; without their brackets, the pieces join to one list."""
     content = bytearray(b'{"tokens":[')
     for start in range(0, len(ids), PIECE):
         content += b"," if start else b""
         content += to_json(token_answers(ids[start : start + PIECE], checkpoint, start))[1:-1]
-    rest = to_json(Tokens((), len(ids), checkpoint.model.config.max_positions))
+    rest = to_json(Tokens((), len(ids), checkpoint.model.config.max_positions, offsets))
     content += rest.removeprefix(b'{"tokens":[')
     return memoryview(content)
 

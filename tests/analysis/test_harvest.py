@@ -18,7 +18,7 @@ import torch
 
 from forwardscope.local import LocalModel, load
 from forwardscope.local_harvest import Harvest
-from model.analysis.harvest import harvest as harvesting
+from model.analysis.harvest import passes
 from model.analysis.harvest.passes import run_stages
 from model.analysis.harvest.statistics import EDGES, Histogram
 from model.checkpoints.load import load_checkpoint
@@ -96,7 +96,7 @@ def interrupted(
         run_stages(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(harvesting, "run_stages", run_some)
+        patch.setattr(passes, "run_stages", run_some)
         with pytest.raises(KeyboardInterrupt):
             model.harvest(TEXTS, STAGES, directory, **options)
 

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from model.analysis.harvest.harvest import HarvestOptions, harvest
+from model.analysis.harvest.passes import local_model
 from model.checkpoints.load import Checkpoint, load_checkpoint
 from tests.benchmarks.harvest_peers import CLOCKS, LIBRARIES
 from tests.benchmarks.trace import LAYERS, VOCAB, cpu, write_random_checkpoint
@@ -50,7 +51,7 @@ def harvested(checkpoint: Checkpoint, contexts: list[list[int]], stages: str, cl
     options = HarvestOptions(context=len(contexts[0]), packed=False)
     with tempfile.TemporaryDirectory() as directory:
         start = CLOCKS[clock]()
-        harvest(checkpoint, contexts, [stages], Path(directory) / "out", options)
+        harvest(local_model(checkpoint), contexts, [stages], Path(directory) / "out", options)
         return CLOCKS[clock]() - start
 
 

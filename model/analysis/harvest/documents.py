@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from model.errors import InvalidField, shortened
 from model.text.corpus import read_utf8
-from model.text.tokenizer import Tokenizer, UnreadableText
+from model.text.tokenizer import SpanTokenizer, UnreadableText
 
 Source = str | Path | Sequence[int]
 """A text, a file of documents, or the token ids of one document."""
@@ -43,7 +43,7 @@ class Corpus:
     def __init__(
         self,
         sources: Sequence[Source],
-        tokenizer: Tokenizer | None,
+        tokenizer: SpanTokenizer | None,
         vocab_size: int,
         *,
         field: str = "text",

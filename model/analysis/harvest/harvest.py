@@ -15,14 +15,13 @@ from torch import Tensor
 from model.analysis.harvest.contexts import Context, Place, contexts
 from model.analysis.harvest.documents import Corpus, Source, Tokens
 from model.analysis.harvest.manifest import Manifest
-from model.analysis.harvest.passes import run_stages
+from model.analysis.harvest.passes import HarvestedModel
 from model.analysis.harvest.rows import Rows, bytes_per_token
 from model.analysis.harvest.statistics import Statistic, Statistics, check_size
-from model.checkpoints.load import DTYPES, Checkpoint
+from model.checkpoints.load import DTYPES
 from model.errors import InvalidField, join_words, short_repr
-from model.network.transformer import Transformer
 from model.progress import Progress
-from model.tracing.stages import OUTPUT_STAGES, Stage, UnknownStage, select, sizes_of, stages_of
+from model.tracing.stages import OUTPUT_STAGES, Stage, UnknownStage, select
 
 DEFAULT_CONTEXT = 1024
 DEFAULT_FILE_BYTES = 256 << 20
@@ -63,29 +62,21 @@ class HarvestOptions:
 
 
 def harvest(
-    checkpoint: Checkpoint, sources: Sequence[Source], stages: Sequence[str], directory: Path, options: HarvestOptions
+    model: HarvestedModel, sources: Sequence[Source], stages: Sequence[str], directory: Path, options: HarvestOptions
 ) -> Manifest:
     """Harvest the stages that match the globs `stages`, or go on with a harvest that was interrupted.
 
     Raises `InvalidField`, `CheckpointError` or `OSError`.
     """
-    network = checkpoint.model
-    chosen, length = choose_stages(network, stages), context_of(network, options.context)
-    sizes = sizes_of(network.config, 1)
+    chosen, length, sizes = choose_stages(model, stages), context_of(model, options.context), model.sizes
     if options.statistics:
         check_size(chosen, sizes, options.statistics, options.top_k)
-    end_ids = checkpoint.generation.eos_token_ids if options.packed else ()
-    corpus = Corpus(
-        sources,
-        checkpoint.tokenizer,
-        network.config.vocab_size,
-        field=options.field,
-        end_id=end_ids[0] if end_ids else None,
-    )
+    end_id = model.end_id if options.packed else None
+    corpus = Corpus(sources, model.tokenizer, sizes["d_vocab"], field=options.field, end_id=end_id)
     settings = asdict(options) | {
-        "model": checkpoint.name,
-        "dtype": str(network.embed.weight.dtype).removeprefix("torch."),
-        "quantization": str(checkpoint.quantization),
+        "model": model.name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": model.quantization,
         "stages": {stage.name: [list(stage.dims[2:]), list(stage.shape(sizes)[2:])] for stage in chosen},
         "context": length,
         "corpus": corpus.describe(),
@@ -98,9 +89,9 @@ def harvest(
         sink = Statistics(options.statistics, options.top_k, manifest)
     else:
         store = DTYPES.get(options.store)
-        num_bytes = bytes_per_token(chosen, sizes, (store or network.embed.weight.dtype).itemsize)
+        num_bytes = bytes_per_token(chosen, sizes, (store or model.dtype).itemsize)
         sink = Rows(max(length, options.file_bytes // num_bytes), store)
-    run(network, chosen, contexts(corpus, length, packed=options.packed, start=manifest.next), sink, manifest, corpus)
+    run(model, chosen, contexts(corpus, length, packed=options.packed, start=manifest.next), sink, manifest, corpus)
     return manifest
 
 
@@ -114,7 +105,7 @@ class Sink(Protocol):
 
 
 def run(
-    network: Transformer,
+    model: HarvestedModel,
     stages: Sequence[Stage],
     passes: Iterable[Context],
     sink: Sink,
@@ -122,14 +113,13 @@ def run(
     corpus: Corpus,
 ) -> None:
     """Run the passes that are left, and write the files."""
-    device, place, progress = network.embed.weight.device, manifest.next, Progress("harvesting", corpus.size)
+    place, progress = manifest.next, Progress("harvesting", corpus.size)
     try:
         for context in passes:
             if sink.must_write(len(context.tokens)):
                 sink.write(manifest, place)
             sink.begin(context.tokens)
-            ids = torch.from_numpy(context.tokens[:, 0]).to(device)[None]
-            run_stages(network, ids, stages, sink.keep)
+            model.run(torch.from_numpy(context.tokens[:, 0]), stages, sink.keep)
             place = context.next
             progress.advance(context.size)
         sink.write(manifest, place)
@@ -140,23 +130,23 @@ def run(
     manifest.finish()
 
 
-def choose_stages(network: Transformer, globs: Sequence[str]) -> list[Stage]:
+def choose_stages(model: HarvestedModel, globs: Sequence[str]) -> list[Stage]:
     """The stages that match any of the globs. Raises `InvalidField` if one matches none, or a stage without rows."""
     try:
-        chosen = select(stages_of(network.config), globs)
+        chosen = select(model.stages, globs)
     except UnknownStage as error:
         raise InvalidField("stages", str(error)) from None
     for stage in chosen:
         if "key" in stage.dims:
             raise InvalidField("stages", f"{stage.name} has a number for each key, not a row for each token; use `run`")
-        if stage in OUTPUT_STAGES:
+        if stage.name in {each.name for each in OUTPUT_STAGES}:
             raise InvalidField("stages", f"{stage.name} is not harvested, because the head is not computed; use `run`")
     return chosen
 
 
-def context_of(network: Transformer, context: int | None) -> int:
+def context_of(model: HarvestedModel, context: int | None) -> int:
     """The number of tokens of a context."""
-    longest = network.config.max_positions
+    longest = model.max_positions
     if context is None:
         return min(DEFAULT_CONTEXT, longest)
     if not 1 <= context <= longest:
