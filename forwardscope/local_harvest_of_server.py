@@ -1,4 +1,4 @@
-"""Harvests of a running server, whose files are local: each context is a POST /forward, which other requests of the server do not wait for."""
+"""Harvests of a running server: each context is a POST /forward, so that its other requests go on."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
