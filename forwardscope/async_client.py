@@ -1,17 +1,19 @@
 """`AsyncClient`: the asynchronous client of a server. It sends the same requests as `Client`."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
 from itertools import count
-from typing import Any, Concatenate, Generic, Self, overload
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Self, overload
 
 import anyio
+import anyio.to_thread
 import httpx
 
 from forwardscope import requests
 from forwardscope.batches import AsyncBatches
 from forwardscope.call import Call, Event, Request, Result, StreamCall
-from forwardscope.client import Arguments, as_method
+from forwardscope.client import Arguments, Client, as_method
 from forwardscope.prompt_lists import (
     Attached,
     AttributeMethod,
@@ -23,6 +25,9 @@ from forwardscope.prompt_lists import (
     calls_of_list,
 )
 from forwardscope.transport import ServerAddress, translated_errors
+
+if TYPE_CHECKING:
+    from forwardscope.local_harvest import Harvest
 
 
 class AsyncStream(AsyncIterator[Event], Generic[Event]):
@@ -120,6 +125,21 @@ class AsyncClient(ServerAddress, AsyncBatches):
     delete_vector = method(requests.delete_vector)
     status = method(requests.status)
     health = method(requests.health)
+
+    async def harvest(
+        self,
+        corpus: str | PathLike[str] | Sequence[str | PathLike[str] | Sequence[int]],
+        stages: str | Sequence[str],
+        out: str | PathLike[str],
+        **options: Any,
+    ) -> "Harvest":
+        with Client(self.url, timeout=self.timeout, max_retries=self.max_retries) as client:
+            client._http.headers = self._http.headers
+            job = partial(client.harvest, corpus, stages, out, **options)
+            # If this is cancelled, the client is closed, and the thread ends with its next request.
+            return await anyio.to_thread.run_sync(job, abandon_on_cancel=True)
+
+    harvest.__doc__ = Client.harvest.__doc__
 
     async def aclose(self) -> None:
         """Close the connections. `async with` around the client does the same."""

@@ -1,17 +1,20 @@
 """A harvest of a running server has the files of one in this process."""
 
+import asyncio
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forwardscope import Client
+from forwardscope import AsyncClient, Client
 from forwardscope.local import LocalModel
 from forwardscope.local_harvest import Harvest
 from model.errors import InvalidField
 from service.commands import harvest as command
-from tests.service.running import Running
+from tests.forwardscope.conftest import url_of
+from tests.service.running import Running, wait_until
 
 TEXTS = ["Once upon a time there was a cat named Tom.", "The sea — ☃ — was cold.\r\n" * 9, ""]
 STAGES = ["blocks.*.resid_post", "blocks.1.mlp.post"]
@@ -36,6 +39,21 @@ def test_its_manifest_and_so_all_its_numbers_are_those_of_load(
     assert found.is_complete
     manifests = [(tmp_path / each / "manifest.json").read_text() for each in ("server", "local")]
     assert manifests[0] == manifests[1], "it has the checksums of the files"
+
+
+def test_the_asynchronous_client_harvests_too_and_a_cancelled_harvest_ends(
+    service: Running, local: LocalModel, tmp_path: Path
+) -> None:
+    async def harvest(seconds: float, corpus: list[str], out: Path) -> Harvest:
+        async with AsyncClient(url_of(service)) as client, asyncio.timeout(seconds):
+            return await client.harvest(corpus, "embed", out, context=16)
+
+    found = asyncio.run(harvest(60, TEXTS, tmp_path / "server"))
+    assert found["embed"].equal(local.harvest(TEXTS, "embed", tmp_path / "local", context=16)["embed"])
+    before = set(threading.enumerate())
+    with pytest.raises(TimeoutError):
+        asyncio.run(harvest(0.5, ["a cat " * 200_000], tmp_path / "cancelled"))
+    wait_until(lambda: not any("AnyIO" in each.name for each in set(threading.enumerate()) - before), "the thread ends")
 
 
 def test_a_harvest_that_was_interrupted_goes_on(
