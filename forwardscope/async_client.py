@@ -7,6 +7,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Self, overload
 
 import anyio
+import anyio.from_thread
 import anyio.to_thread
 import httpx
 
@@ -133,11 +134,18 @@ class AsyncClient(ServerAddress, AsyncBatches):
         out: str | PathLike[str],
         **options: Any,
     ) -> "Harvest":
-        with Client(self.url, timeout=self.timeout, max_retries=self.max_retries) as client:
-            client._http.headers = self._http.headers
-            job = partial(client.harvest, corpus, stages, out, **options)
-            # If this is cancelled, the client is closed, and the thread ends with its next request.
-            return await anyio.to_thread.run_sync(job, abandon_on_cancel=True)
+        from forwardscope.local_harvest import Harvest, harvest_job
+        from forwardscope.local_harvest_of_server import served_model
+
+        def send(call: Call[Any]) -> Any:
+            return anyio.from_thread.run(partial(self._send, call))
+
+        def run() -> Harvest:
+            """On a thread, whose requests this event loop sends: if the task is cancelled, they are, too."""
+            harvest_job(served_model(send), corpus, stages, out, options)()
+            return Harvest(out)
+
+        return await anyio.to_thread.run_sync(run)
 
     harvest.__doc__ = Client.harvest.__doc__
 

@@ -152,7 +152,7 @@ class Client(ServerAddress, Batches):
         from forwardscope.local_harvest import Harvest, harvest_job  # takes seconds
         from forwardscope.local_harvest_of_server import served_model
 
-        harvest_job(served_model(self), corpus, stages, out, options)()
+        harvest_job(served_model(self._send), corpus, stages, out, options)()
         return Harvest(out)
 
     def close(self) -> None:

@@ -1,26 +1,27 @@
 """Harvests of a running server: each context is a POST /forward, so that its other requests go on."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from forwardscope import requests
+from forwardscope.call import Call
 from model.analysis.harvest.passes import HarvestedModel, Keep
 from model.text.tokenizer import Spans
 from model.tracing.stages import Stage
 
-if TYPE_CHECKING:
-    from forwardscope.client import Client
+Send = Callable[[Call[Any]], Any]
+"""Sends a request of a client, and returns its result."""
 
 
-def served_model(client: "Client") -> HarvestedModel:
+def served_model(send: Send) -> HarvestedModel:
     """The model of a server."""
-    found = client.model()
+    found = send(requests.model())
 
     def run(ids: Tensor, stages: Sequence[Stage], keep: Keep) -> None:
-        trace = client.run(ids.tolist(), [stage.name for stage in stages], top_k=0)
+        trace = send(requests.run(ids.tolist(), [stage.name for stage in stages], top_k=0))
         for stage, kept in zip(stages, trace.stages, strict=True):
             keep(stage, torch.from_numpy(kept.values).to(getattr(torch, kept.dtype)))  # numpy has no bfloat16
 
@@ -32,7 +33,7 @@ def served_model(client: "Client") -> HarvestedModel:
         sizes={dim: 1 if size == "T" else int(size) for dim, size in found.sizes.items()},
         max_positions=min(found.limits.max_positions, found.limits.max_pass_tokens),
         end_id=next(iter(found.eos_token_ids), None),
-        tokenizer=ServerTokenizer(client) if found.capabilities.tokenizer else None,
+        tokenizer=ServerTokenizer(send) if found.capabilities.tokenizer else None,
         run=run,
     )
 
@@ -40,10 +41,10 @@ def served_model(client: "Client") -> HarvestedModel:
 class ServerTokenizer:
     """The tokenizer of a server."""
 
-    def __init__(self, client: "Client") -> None:
-        self._client = client
+    def __init__(self, send: Send) -> None:
+        self._send = send
 
     def encode_with_spans(self, text: str) -> tuple[list[int], Spans]:
-        found = self._client._send(requests.to_spans(text))
+        found = self._send(requests.to_spans(text))
         offsets: Spans = [None if each is None else (each[0], each[1]) for each in found.offsets]
         return [token.id for token in found.tokens], offsets

@@ -27,6 +27,8 @@ from service.http.errors import invalid
 from service.state import State, get_reservation
 
 Operand = Tensor | Mapping[str, Tensor]
+Run = tuple[Sequence[int], float | None]
+"""A prompt, and the number by which the changes of its edits are multiplied; None: they are as declared."""
 BYTES_PER_CHECK = 1 << 16  # planning this many bytes of vectors takes about as long as checking a glob
 PLANNED_BYTES = 12  # of a number of a vector in a plan: in float32, and in float64
 MAX_PLANNED_STAGES = 1 << 14  # in the plans of all prompts together; planning them takes about 0.15 seconds
@@ -34,17 +36,16 @@ MAX_PLANNED_STAGES = 1 << 14  # in the plans of all prompts together; planning t
 
 async def read_edits(
     edits: Sequence[schemas.Edit],
-    prompts: Sequence[Sequence[int]],
+    runs: Sequence[Run],
     request: Request,
     state: State,
     checkpoint: Checkpoint,
-    scales: Sequence[float] | None = None,
 ) -> "EditPlanner | None":
     """Tokenize the prompts of sources, and find the vectors that edits name. None if there are no edits.
 
-    Reserves the memory for the vectors of all plans, with each of the `scales`; raises 429 if there is no room.
+    Reserves the memory for the vectors of the plans of all runs; raises 429 if there is no room.
     """
-    if scales is not None and not edits:
+    if not edits and any(scale is not None for _, scale in runs):
         raise invalid("scales", "multiply edits, but there are no edits; send edits, or leave the field out")
     if not edits:
         return None
@@ -62,7 +63,7 @@ async def read_edits(
             if isinstance(vector, str):
                 named[name] = state.vectors.find(vector, name)
     planner = EditPlanner(edits, sources, named, checkpoint)
-    num_plans = len({planner.key(ids, len(ids), None) for ids in prompts}) * len(scales or [1])
+    num_plans = len({planner.key(ids, len(ids), scale) for ids, scale in runs})
     get_reservation(request).reserve(num_plans * planner.num_operand_bytes)
     return planner
 

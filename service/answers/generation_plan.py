@@ -100,9 +100,9 @@ async def plan_generation(inputs: Inputs) -> GenerationPlan:
     Raises 400 for a wrong field, and 413 for an answer that would be too large.
     """
     request, state, checkpoint = inputs.request, inputs.state, inputs.checkpoint
-    scales = inputs.scales
-    prompts = inputs.prompts if scales is None else inputs.prompts[:1]  # all are the same one
-    planner = await read_edits(inputs.body.edits, prompts, request, state, checkpoint, scales)
+    scales: Sequence[float | None] = inputs.scales or [None] * len(inputs.prompts)
+    runs = list(zip(inputs.prompts, scales, strict=True))
+    planner = await read_edits(inputs.body.edits, runs, request, state, checkpoint)
     num_strings = num_preparations(inputs.body, len(inputs.prompts), planner)
     plan = await run_plan(state, num_strings, lambda: make_plan(inputs, planner))
     plan.budget.check(state)

@@ -23,7 +23,7 @@ from service.answers.prompts import Prompt, param_of
 from service.answers.source_passes import bind_edits
 from service.answers.subject import Subject
 from service.http.errors import invalid
-from service.http.schemas import EditedRequest
+from service.http.schemas import MAX_PROMPTS, EditedRequest
 from service.request_notes import notes_of
 from service.state import State, run_plan
 
@@ -94,6 +94,9 @@ async def answer_prompts(
        that the pass waited, and encodes the answers.
     """
     own_scales: Sequence[float | None] = scales or [None]
+    if len(prompts) * len(own_scales) > MAX_PROMPTS:
+        reason = f"{len(own_scales)} scales of {len(prompts)} prompts are more than {MAX_PROMPTS} passes"
+        raise invalid("scales", f"{reason}; send several requests")
     params = [param_of("prompt", index, is_list) for index in range(len(prompts))]
     ids = [
         await subject.read_prompt(request, state, prompt, param) for prompt, param in zip(prompts, params, strict=True)
@@ -103,7 +106,11 @@ async def answer_prompts(
         raise invalid("edits", f"change the served model, but not the worked example {subject.name!r}; leave them out")
     if checkpoint is None and scales is not None:
         raise invalid("scales", "multiply edits, which worked examples do not have; leave the field out")
-    edits = None if checkpoint is None else await read_edits(body.edits, ids, request, state, checkpoint, scales)
+    edits = (
+        None
+        if checkpoint is None
+        else await read_edits(body.edits, list(product(ids, own_scales)), request, state, checkpoint)
+    )
 
     hooks = notes_of(request.scope).hooks
 

@@ -69,7 +69,7 @@ def open_model(options: argparse.Namespace) -> Iterator[HarvestedModel]:
         if value != OF_CHECKPOINT[name]:
             raise InvalidField(f"--{name}", "is decided by the server; leave it out")
     with Client(options.model, options.api_key or os.environ.get(f"{PREFIX}API_KEY")) as client:
-        yield served_model(client)
+        yield served_model(client._send)
 
 
 def make_parser() -> Parser:

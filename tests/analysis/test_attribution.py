@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from model.analysis.attribution.direct import DirectAttribution, direct_attribution
+from model.analysis.attribution.patching_sweep import Patcher, Sweep, frozen_stages, stage_values
 from model.analysis.attribution.target import LogitTarget
 from model.network.adapters import Adapter, LowRankLayer, PassAdapters
 from model.network.prepare import prepare_model
 from model.network.transformer import Transformer
 from model.ops.torch_ops import TORCH
+from model.tracing.stages import select, stages_of
 from tests.tiny import CONFIGS, build, every_config, exact, random_ids
 
 TARGETS = (LogitTarget(5, 6), LogitTarget(5, 10, minus=17), LogitTarget(0, 0, minus=66))
@@ -135,3 +137,22 @@ def test_the_shares_of_a_network_with_an_adapter_include_what_it_adds() -> None:
     assert abs(found.logit - plain.logit) > 0.01
     logits = model(torch.tensor([ids]), adapters=PassAdapters.of(adapter))
     assert found.logit == pytest.approx(float(logits[0, 8, 5]))
+
+
+def test_paths_are_patched_in_networks_with_more_stages_than_a_request_has_edits() -> None:
+    """40 blocks have 80 frozen stages, and 120 receivers."""
+    config = replace(CONFIGS["llama"], num_layers=40)
+    model, clean, corrupted = build(config), [1, 2, 3], [1, 4, 3]
+    sender, receivers = select(stages_of(config), ["blocks.0.attn.z"])[0], select(stages_of(config), ["*.attn.[qkv]"])
+    sweep = Sweep([sender], range(3), range(config.num_heads), by_position=False, by_head=False, receivers=receivers)
+    frozen = stage_values(model, corrupted, frozen_stages(config, receivers))
+    assert len(frozen) == 80
+    patcher = Patcher(sweep, config, clean, stage_values(model, clean, [sender]), frozen)
+    (cell,) = sweep.cells(config)
+    edits = patcher.path_edits(cell, corrupted, model)
+    assert edits.stage_names == {stage.name for stage in receivers}
+    own = stage_values(model, corrupted, receivers)
+    patched = stage_values(model, corrupted, receivers, edits=edits)
+    changed = {name for name in own if not torch.equal(own[name], patched[name])}
+    assert changed
+    assert not {name for name in changed if name.startswith("blocks.0.")}, "they are computed before the sender"

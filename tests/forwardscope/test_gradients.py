@@ -64,6 +64,13 @@ def test_a_graph_has_the_numbers_of_a_plain_trace(model: LocalModel) -> None:
     assert trace.predictions[0].top[0].id == plain.predictions[1].top[0].id
 
 
+def test_what_has_no_graph_is_refused(model: LocalModel) -> None:
+    with pytest.raises(ValueError, match=r"^model: has no graph"):
+        model.run([3, 1, 2], model="ai-rocks")
+    with pytest.raises(ValueError, match=r"^dtype: has no graph"):
+        model.run([3, 1, 2], dtype="float16")
+
+
 def test_other_methods_of_a_model_with_gradients_are_those_of_one_without(model: LocalModel) -> None:
     found, expected = (each.generate(PROMPT, max_tokens=4, temperature=0) for each in (model, load("bundled")))
     assert found.tokens == expected.tokens

@@ -60,16 +60,16 @@ def test_a_harvest_that_was_interrupted_goes_on(
     client: Client, local: LocalModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"context": 16, "file_bytes": 30_000}
-    run, left = client.run, [3]
+    send, left = Client._send, [6]
 
-    def run_some(*args: Any, **fields: Any) -> Any:
+    def send_some(client: Client, call: Any) -> Any:
         left[0] -= 1
         if left[0] < 0:
             raise KeyboardInterrupt
-        return run(*args, **fields)
+        return send(client, call)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Client, "run", lambda _, *args, **fields: run_some(*args, **fields))
+        patch.setattr(Client, "_send", send_some)
         with pytest.raises(KeyboardInterrupt):
             client.harvest(TEXTS, "embed", tmp_path / "server", **options)
     assert not Harvest(tmp_path / "server").is_complete
@@ -127,9 +127,11 @@ def test_tokenize_returns_the_characters_of_each_token(service: Running, local: 
 
 
 def test_a_corpus_needs_a_tokenizer_or_ids(client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = client.model()
+    found, send = client.model(), Client._send
     vars(found.capabilities)["tokenizer"] = False
-    monkeypatch.setattr(Client, "model", lambda _: found)
+    monkeypatch.setattr(
+        Client, "_send", lambda client, call: found if call.request.path == "/model" else send(client, call)
+    )
     with pytest.raises(InvalidField, match="no tokenizer"):
         client.harvest(TEXTS, "embed", tmp_path / "texts")
     assert client.harvest([[1, 2, 3]], "embed", tmp_path / "ids").num_tokens > 2

@@ -103,6 +103,7 @@ def test_without_a_seed_all_scales_draw_alike(tiny: Running) -> None:
         ("/generate", {"edits": [], "scales": [1]}, 400, "scales"),
         ("/forward", {"edits": [STEER, ZERO], "scales": [1]}, 400, "edits.1.op"),
         ("/generate", {"edits": [STEER], "scales": []}, 422, "scales"),
+        ("/logits", {"edits": [STEER], "scales": [0, 1], "prompt": [[1]] * 129}, 400, "scales"),
         ("/generate", {"edits": [STEER], "scales": [1] * 65}, 422, "scales"),
         ("/generate", {"edits": [STEER], "scales": ["1"]}, 422, "scales.0"),
         ("/generate", {"edits": [STEER], "scales": [1e300]}, 400, "edits.0.scale"),
@@ -116,6 +117,13 @@ def test_wrong_scales_are_errors_that_name_their_field(
     response = tiny.client.post(path, json={"prompt": IDS} | fields)
     assert response.status_code == status, response.text
     assert response.json()["error"]["param"] == param
+
+
+def test_a_call_for_one_pass_takes_no_scales(tiny: Running) -> None:
+    with Client(str(tiny.client.base_url)) as client:
+        for call in (client.run, client.logits):
+            with pytest.raises(TypeError, match="call `batch`"):
+                call(IDS, edits=[STEER], scales=[1])
 
 
 def test_edits_without_a_size_cannot_be_scaled() -> None:

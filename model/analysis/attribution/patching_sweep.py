@@ -16,6 +16,8 @@ from model.config import ModelConfig
 from model.network.adapters import Adapter, PassAdapters
 from model.network.transformer import Transformer
 from model.tracing.edits import BoundEdits, Edit, EditSource, plan_edits
+from model.tracing.edits.bound import BoundEdit
+from model.tracing.edits.planner import MAX_EDITS
 from model.tracing.selection import Selection
 from model.tracing.stages import Stage, select, sizes_of, stages_of
 from model.tracing.tap import Chain, Recorder
@@ -95,8 +97,9 @@ class Patcher:
         self._clean_ids = list(clean_ids)
         self._values = values
         self._frozen = frozen or {}
-        self._own_edits = () if edits is None else edits.edits
+        self._own_edits = [] if edits is None else list(edits.edits)
         self._stages = stages_of(config)
+        self._freezing: Sequence[BoundEdit] | None = None  # the edits that freeze stages, made for the first cell
 
     def edits(self, cell: Cell, corrupted_ids: Sequence[int]) -> BoundEdits:
         """The edits of one cell, for a pass over the corrupted prompt that generates one token."""
@@ -116,10 +119,10 @@ class Patcher:
         tensor = self._values[cell.stage.name]
         axis = 2 if "query" in cell.stage.dims else 1
         values = {cell.stage.name: tensor.index_select(axis, torch.tensor(list(source.positions)))}
-        return self._after_own(plan.bind([values]))
+        return self._after_own(plan.bind([values]).edits, corrupted_ids)
 
-    def _after_own(self, patch: BoundEdits) -> BoundEdits:
-        return BoundEdits([*self._own_edits, *patch.edits], patch.num_prompt, patch.max_length)
+    def _after_own(self, edits: Sequence[BoundEdit], ids: Sequence[int]) -> BoundEdits:
+        return BoundEdits([*self._own_edits, *edits], len(ids), len(ids) + 1)
 
     def path_edits(
         self, cell: Cell, corrupted_ids: Sequence[int], model: Transformer, adapter: Adapter | None = None
@@ -128,19 +131,21 @@ class Patcher:
 
         Runs a pass over the corrupted prompt to find these values.
         """
-        patch, frozen = self.edits(cell, corrupted_ids), self._replace_all(self._frozen, corrupted_ids)
-        own = len(self._own_edits)
-        edits = [*patch.edits[:own], *frozen.edits, *patch.edits[own:]]
-        edited = BoundEdits(edits, patch.num_prompt, patch.max_length)
+        if self._freezing is None:
+            self._freezing = self._replacing(self._frozen, corrupted_ids)
+        patch = self.edits(cell, corrupted_ids).edits[len(self._own_edits) :]
+        edited = self._after_own([*self._freezing, *patch], corrupted_ids)
         found = stage_values(model, corrupted_ids, self._sweep.receivers, adapter, edited)
-        return self._after_own(self._replace_all(found, corrupted_ids))
+        return self._after_own(self._replacing(found, corrupted_ids), corrupted_ids)
 
-    def _replace_all(self, values: Mapping[str, Tensor], ids: Sequence[int]) -> BoundEdits:
-        """The edits that replace whole stages."""
-        own = EditSource(ids=ids)
-        edits = [Edit(stage=name, op="patch", positions="prompt", source=own) for name in values]
-        plan = plan_edits(edits, self._config, self._stages, ids, len(ids) + 1)
-        return plan.bind([values])
+    def _replacing(self, values: Mapping[str, Tensor], ids: Sequence[int]) -> list[BoundEdit]:
+        """The edits that replace whole stages, of which there may be more than a request has edits."""
+        own, names, found = EditSource(ids=ids), list(values), list[BoundEdit]()
+        for first in range(0, len(names), MAX_EDITS):
+            some = names[first : first + MAX_EDITS]
+            edits = [Edit(stage=name, op="patch", positions="prompt", source=own) for name in some]
+            found += plan_edits(edits, self._config, self._stages, ids, len(ids) + 1).bind([values]).edits
+        return found
 
 
 def frozen_stages(config: ModelConfig, receivers: Sequence[Stage]) -> list[Stage]:

@@ -12,11 +12,10 @@ from fastapi import Response
 from forwardscope.results import attributions as results
 from model.analysis.attribution.direct import DirectAttribution, direct_attribution
 from model.analysis.attribution.target import LogitTarget
-from service.answers.attribution.edits import bind, plan_edits
+from service.answers.attribution.edits import bind, edits_bytes, plan_edits
 from service.answers.attribution.gradient_jobs import NEEDS_WHOLE_WEIGHTS, Copied, answer_gradients
 from service.answers.attribution.question import Question, read_logit
 from service.answers.budget import Budget, pass_bytes
-from service.answers.edits import answer_bytes
 from service.answers.passes import Pass, PassAnswer, answer_passes
 from service.http.attribute_schemas import DirectRequest
 from service.http.errors import invalid
@@ -32,24 +31,24 @@ async def answer_direct(body: DirectRequest, question: Question) -> Response:
     if question.state.float_network is not None:
 
         def job(copied: Copied) -> dict[str, Any]:
-            found = direct_attribution(copied.model, question.ids, target, copied.adapter, copied.own_edits)
+            found = direct_attribution(copied.model, question.ids, target, copied.adapter, copied.edits[0])
             return direct_fields(question, target, found)
 
         return await answer_gradients(
             question, results.DirectAttribution, job, num_passes=1, num_logits=1, response_bytes=size, edits=edits
         )
 
-    size += sum(map(answer_bytes, edits))
+    size += edits_bytes(edits)
     budget = Budget(size, pass_bytes(num_logits=config.vocab_size), "prompt")
     budget.check(question.state)  # before the passes of sources
-    bound = await bind(question, edits)
+    (bound,) = await bind(question, edits)
 
     def run(waited: float) -> PassAnswer:
         began = time.perf_counter()
         model = question.checkpoint.model
-        found = direct_attribution(model, question.ids, target, question.served_adapter, bound[0] if bound else None)
+        found = direct_attribution(model, question.ids, target, question.served_adapter, bound)
         seconds = time.perf_counter() - began
-        head = question.head(results.DirectAttribution, model.embed.weight.dtype, waited, seconds, edits)
+        head = question.head(results.DirectAttribution, model.embed.weight.dtype, waited, seconds, edits[0])
         return PassAnswer(results.DirectAttribution(**head, **direct_fields(question, target, found)), {})
 
     passes = [Pass(len(question.ids), run)]

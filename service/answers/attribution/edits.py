@@ -4,26 +4,34 @@ from collections.abc import Sequence
 
 from model.tracing.edits import BoundEdits, EditPlan
 from service.answers.attribution.question import Question
-from service.answers.edits import read_edits
+from service.answers.edits import answer_bytes, read_edits
 from service.answers.source_passes import bind_edits
 from service.http.edit_schemas import Edit
 from service.state import run_plan
 
+Plans = Sequence[EditPlan | None]
+"""The plan of each prompt of a request; all are None without edits. The answer describes the first one."""
 
-async def plan_edits(question: Question, edits: Sequence[Edit], *prompts: Sequence[int]) -> list[EditPlan]:
-    """Check the edits for each prompt. Empty without edits."""
-    ids = [list(each) for each in prompts]
-    planner = await read_edits(edits, ids, question.request, question.state, question.checkpoint)
+
+async def plan_edits(question: Question, edits: Sequence[Edit], *prompts: Sequence[int]) -> Plans:
+    """Check the edits for each prompt."""
+    runs = [(list(each), None) for each in prompts]
+    planner = await read_edits(edits, runs, question.request, question.state, question.checkpoint)
     if planner is None:
-        return []
+        return [None] * len(prompts)
     num_checks = len(prompts) * planner.num_checks
-    return await run_plan(question.state, num_checks, lambda: [planner.plan(each, len(each)) for each in ids])
+    return await run_plan(question.state, num_checks, lambda: [planner.plan(ids, len(ids)) for ids, _ in runs])
 
 
-async def bind(question: Question, plans: Sequence[EditPlan]) -> list[BoundEdits]:
+def edits_bytes(plans: Plans) -> int:
+    """The bytes of `edits` in an answer."""
+    return 0 if plans[0] is None else answer_bytes(plans[0])
+
+
+async def bind(question: Question, plans: Plans) -> Sequence[BoundEdits | None]:
     """Run the passes from which the edits take values."""
-    if not plans:
-        return []
-    return await bind_edits(
-        plans, question.request, question.state, question.checkpoint, question.adapter, question.arrived
-    )
+    own = [plan for plan in plans if plan is not None]
+    if not own:
+        return [None] * len(plans)
+    arguments = question.request, question.state, question.checkpoint, question.adapter, question.arrived
+    return await bind_edits(own, *arguments)

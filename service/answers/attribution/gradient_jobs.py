@@ -16,13 +16,12 @@ from model.analysis.attribution.gradients import gradient_bytes
 from model.network.adapters import Adapter
 from model.network.float_network import FloatNetwork
 from model.network.transformer import Transformer
-from model.tracing.edits import BoundEdits, EditPlan
+from model.tracing.edits import BoundEdits
 from model.tracing.pauses import pause
 from model.tracing.stages import sizes_of
-from service.answers.attribution.edits import bind
+from service.answers.attribution.edits import Plans, bind, edits_bytes
 from service.answers.attribution.question import Question
 from service.answers.budget import Budget
-from service.answers.edits import answer_bytes
 from service.http.access_log import note_tokens
 from service.http.disconnects import unless_disconnected
 from service.http.encoding import to_json
@@ -42,11 +41,7 @@ class Copied:
 
     model: Transformer
     adapter: Adapter | None
-    edits: Sequence[BoundEdits]  # of each prompt; empty without edits
-
-    @property
-    def own_edits(self) -> BoundEdits | None:
-        return self.edits[0] if self.edits else None
+    edits: Sequence[BoundEdits | None]  # of each prompt
 
 
 def float_network_of(question: Question) -> FloatNetwork:
@@ -92,16 +87,16 @@ async def answer_gradients(
     num_passes: int,
     num_logits: int,
     response_bytes: int,
-    edits: Sequence[EditPlan],
+    edits: Plans,
 ) -> Response:
-    """Check the cost of a job, run it, and return its response. `edits` are those of each prompt, if there are any.
+    """Check the cost of a job, run it, and return its response. `edits` are those of each prompt.
 
     The job returns the fields that only answers of this `kind` have. It runs `num_passes` passes over the prompt, each
     with `num_logits` rows of logits.
     """
     state, network = question.state, float_network_of(question)
     check_tokens(question, num_passes)
-    response_bytes += sum(map(answer_bytes, edits[:1]))
+    response_bytes += edits_bytes(edits)
     Budget(response_bytes, pass_bytes_of(question, network, num_logits), FIELDS).check(state)
     bound = await bind(question, edits)
     num_tokens = len(question.ids) * num_passes
@@ -116,7 +111,7 @@ async def answer_gradients(
         with torch.no_grad():
             fields = job(copied)
         seconds = time.perf_counter() - began
-        head = question.head(kind, network.dtype, began - question.arrived, seconds, edits)
+        head = question.head(kind, network.dtype, began - question.arrived, seconds, edits[0])
         return to_json(kind(**head, **fields)), seconds
 
     content, seconds = await unless_disconnected(question.request, state.worker.executors.run_long("gradients", run))

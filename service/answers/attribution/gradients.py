@@ -58,7 +58,7 @@ async def answer_gradient(body: GradientRequest, question: Question) -> Response
 
     def job(copied: Copied) -> dict[str, Any]:
         found = compute_gradients(
-            copied.model, question.ids, target, selection.stages, adapter=copied.adapter, edits=copied.own_edits
+            copied.model, question.ids, target, selection.stages, adapter=copied.adapter, edits=copied.edits[0]
         )
         collector = StageCollector(selection, sizes)
         kept = [collector(stage, found.gradients[stage.name]) for stage in selection.stages]
@@ -106,7 +106,7 @@ async def answer_integrated_gradients(body: IntegratedGradientsRequest, question
             baseline(copied),
             body.steps,
             adapter=copied.adapter,
-            edits=copied.own_edits,
+            edits=copied.edits[0],
         )
         for index in range(body.steps):
             pause()
@@ -143,7 +143,7 @@ async def answer_attribution_patching(body: AttributionPatchingRequest, question
     num_values = sum(math.prod(selection.shape(stage, sizes)) for stage in effects)
 
     def job(copied: Copied) -> dict[str, Any]:
-        clean_edits, corrupted_edits = copied.edits or (None, None)
+        clean_edits, corrupted_edits = copied.edits
         found = attribution_patching(
             copied.model,
             question.ids,

@@ -9,11 +9,9 @@ from fastapi import Response
 from forwardscope.local_results import describe_predictions
 from forwardscope.results.attributions import LensStage, LensToken, LogitLens
 from model.analysis.attribution.logit_lens import LensPart, LensResult, LensRun, lens_stages, rows_per_part
-from model.tracing.edits import EditPlan
-from service.answers.attribution.edits import bind, plan_edits
+from service.answers.attribution.edits import Plans, bind, edits_bytes, plan_edits
 from service.answers.attribution.question import Question, read_token
 from service.answers.budget import Budget, ResponseContents, pass_bytes
-from service.answers.edits import answer_bytes
 from service.answers.passes import Pass, PassAnswer, answer_passes
 from service.answers.prompts import find_positions, longest_token_bytes, token_text
 from service.http.attribute_schemas import LogitLensRequest
@@ -23,9 +21,7 @@ from service.http.errors import ApiError, invalid
 class LensAnswer:
     """The answer of a run, which grows part by part."""
 
-    def __init__(
-        self, run: LensRun, question: Question, positions: list[int], token: int | None, edits: Sequence[EditPlan]
-    ) -> None:
+    def __init__(self, run: LensRun, question: Question, positions: list[int], token: int | None, edits: Plans) -> None:
         self._run = run
         self._edits = edits
         self._question = question
@@ -44,7 +40,7 @@ class LensAnswer:
         question = self._question
         dtype = question.checkpoint.model.embed.weight.dtype
         answer = LogitLens(
-            **question.head(LogitLens, dtype, waited, self._seconds, self._edits),
+            **question.head(LogitLens, dtype, waited, self._seconds, self._edits[0]),
             token=None if self._token is None else question.token_answer(self._token),
             final=tuple(map(question.token_answer, self._run.final_tokens())),
             layers=tuple(self._describe(self._layers[name]) for name in self._run.stage_names),
@@ -83,11 +79,10 @@ async def answer_lens(body: LogitLensRequest, question: Question) -> Response:
         raise invalid("lens", "this server has no translators; start it with --lens FILE, or send plain", "no_lens")
     check_work(question, len(positions))
     edits = await plan_edits(question, body.edits, question.ids)
-    for plan in edits:
-        check_stages(plan)
+    check_stages(edits)
     budget = budget_of(question, len(positions), body.top_k, edits)
     budget.check(state)  # before the passes of sources
-    bound = await bind(question, edits)
+    (bound,) = await bind(question, edits)
     run = LensRun(
         checkpoint.model,
         question.ids,
@@ -96,7 +91,7 @@ async def answer_lens(body: LogitLensRequest, question: Question) -> Response:
         token=token,
         translators=None if body.lens == "plain" else state.translators,
         adapter=question.served_adapter,
-        edits=bound[0] if bound else None,
+        edits=bound,
     )
     answer = LensAnswer(run, question, positions, token, edits)
     passes = [Pass(len(question.ids), answer.finish, answer.jobs())]
@@ -113,9 +108,9 @@ async def answer_lens(body: LogitLensRequest, question: Question) -> Response:
     return response
 
 
-def check_stages(plan: EditPlan) -> None:
+def check_stages(edits: Plans) -> None:
     """Raise 400 for an edit behind the last residual, which the lens would leave out."""
-    for index, match in enumerate(plan.matches):
+    for index, match in enumerate(() if edits[0] is None else edits[0].matches):
         for stage in match.stages:
             if stage.startswith(("ln_final.", "logits")):
                 reason = f"{stage} is behind the residuals that the lens decodes; edit an earlier stage"
@@ -135,7 +130,7 @@ def check_work(question: Question, num_positions: int) -> None:
         raise ApiError(413, message, param="positions", code="too_many_logits")
 
 
-def budget_of(question: Question, num_positions: int, top_k: int, edits: Sequence[EditPlan]) -> Budget:
+def budget_of(question: Question, num_positions: int, top_k: int, edits: Plans) -> Budget:
     config = question.checkpoint.model.config
     num_layers = len(lens_stages(config))
     num_predictions = len(question.ids) + num_positions + num_layers * num_positions * (3 + top_k)
@@ -143,7 +138,7 @@ def budget_of(question: Question, num_positions: int, top_k: int, edits: Sequenc
         num_records=1 + num_layers * 2,
         num_predictions=num_predictions,
         token_bytes=longest_token_bytes(question.checkpoint),
-        extra_bytes=sum(map(answer_bytes, edits)),
+        extra_bytes=edits_bytes(edits),
     )
     itemsize = question.checkpoint.model.embed.weight.dtype.itemsize
     residuals = num_layers * num_positions * config.d_model * itemsize

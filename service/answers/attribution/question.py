@@ -57,16 +57,16 @@ class Question:
         dtype: torch.dtype,
         waited: float,
         seconds: float,
-        edits: Sequence[EditPlan],
+        edits: EditPlan | None,
     ) -> dict[str, Any]:
-        """The fields that the answers of all methods have. `edits` has at most a plan for each prompt."""
+        """The fields that the answers of all methods have."""
         return {
             "method": results.method_of(kind),
             "model": self.adapter or self.checkpoint.name,
             "tokens": token_answers(self.ids, self.checkpoint),
             "dtype": NAMES[dtype],
             "timings": AttributionTimings(waited, seconds),
-            "edits": describe_edits(edits[0] if edits else None),
+            "edits": describe_edits(edits),
         }
 
     def response_bytes(

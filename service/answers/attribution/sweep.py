@@ -81,7 +81,7 @@ class SweepRun:
             first += num_cells
         answer = results.Patching(
             **question.head(
-                results.Patching, question.checkpoint.model.embed.weight.dtype, *self._timings(), plan.edits
+                results.Patching, question.checkpoint.model.embed.weight.dtype, *self._timings(), plan.edits[0]
             ),
             target=question.target_answer(plan.target),
             corrupted_tokens=token_answers(plan.corrupted, question.checkpoint),
@@ -120,8 +120,7 @@ class SweepRun:
     async def _unpatched(self) -> tuple[float, float]:
         """The values of the clean and of the corrupted pass."""
         ids = [list(self._plan.question.ids), self._plan.corrupted]
-        if self._plan.edits:
-            self._edits = await bind(self._plan.question, self._plan.edits)
+        self._edits = await bind(self._plan.question, self._plan.edits)
         clean, corrupted = await self._values(list(zip(ids, self._edits, strict=True)))
         return clean, corrupted
 

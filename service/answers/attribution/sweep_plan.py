@@ -11,13 +11,12 @@ from model.engine.request import Request as EngineRequest
 from model.errors import InvalidField
 from model.text.sampling import SamplingParams
 from model.text.transcript import GenerationParams
-from model.tracing.edits import BoundEdits, EditPlan
+from model.tracing.edits import BoundEdits
 from model.tracing.stages import Stage, stages_of
-from service.answers.attribution.edits import plan_edits
+from service.answers.attribution.edits import Plans, edits_bytes, plan_edits
 from service.answers.attribution.gradient_jobs import check_tokens
 from service.answers.attribution.question import Question, find_stages, read_logit, second_prompt
 from service.answers.budget import Budget
-from service.answers.edits import answer_bytes
 from service.answers.prompts import check_indices, find_positions
 from service.http.attribute_schemas import PatchingRequest
 from service.http.errors import ApiError, invalid
@@ -37,7 +36,7 @@ class SweepPlan:
     sweep: Sweep
     cells: Sequence[Cell]
     response_bytes: int
-    edits: Sequence[EditPlan]  # of the prompt and of the corrupted one; empty without edits
+    edits: Plans  # of the prompt and of the corrupted one
 
 
 async def make_plan(body: PatchingRequest, question: Question) -> SweepPlan:
@@ -50,7 +49,7 @@ async def make_plan(body: PatchingRequest, question: Question) -> SweepPlan:
     check_tokens(question, 1)
     sweep = await find_sweep(body, question)
     edits = await plan_edits(question, body.edits, question.ids, corrupted)
-    size = check_cost(sweep, question) + sum(map(answer_bytes, edits[:1]))
+    size = check_cost(sweep, question) + edits_bytes(edits)
     plan = SweepPlan(question, corrupted, target, sweep, sweep.cells(config), size, edits)
     try:
         get_engine(question.state).check(engine_request(plan, "check", 0, corrupted, None))
