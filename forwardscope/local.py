@@ -6,7 +6,6 @@ A pass of `run` calls the network directly. Every other request goes through the
 
 import functools
 import os
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,7 +33,7 @@ from forwardscope.local_results import (
     describe_tokens,
 )
 from forwardscope.local_tensors import with_tensors
-from forwardscope.local_trace import check_indices, values_of
+from forwardscope.local_trace import TraceJob, check_indices, values_of
 from forwardscope.local_weights import LocalWeights, find_view, read_weight
 from forwardscope.prompt_lists import (
     Attached,
@@ -57,7 +56,7 @@ from model.analysis.attribution.gradients import GradientTap
 from model.analysis.auto_quantization import resolve
 from model.analysis.edit_sources import Network
 from model.analysis.forward_trace import Trace as PassTrace
-from model.analysis.forward_trace import trace as trace_pass
+from model.analysis.forward_trace import TracedPass
 from model.analysis.harvest.passes import local_model
 from model.analysis.surprisal import TextSurprisal, score_text
 from model.checkpoints.adapters import load_adapter
@@ -68,6 +67,7 @@ from model.errors import ContextOverflow, InvalidField, join_names, join_words, 
 from model.network.adapted_network import AdaptedNetwork
 from model.network.adapters import Adapter
 from model.network.float_network import FloatNetwork
+from model.network.joint_passes import cost_of
 from model.network.transformer import Transformer
 from model.network.weight_indices import read_part
 from model.network.weight_views import WeightViews
@@ -316,29 +316,34 @@ class LocalModel(Batches):
         if baseline and not edits:
             raise InvalidField("baseline", "compares with the pass without edits, but there are no edits")
         num_predictions = min(DEFAULT_TOP_K, config.vocab_size) if top_k is None else top_k
-        grad = self._has_grad
-        run_pass = partial(trace_pass, adapted, ids, own_targets, selection, sizes, weight.device, grad=grad)
         own_hooks = self._read_hooks(hooks, {"baseline": baseline})
-        describe = partial(self._describe, rows=selection.positions or range(len(ids)), top_k=num_predictions)
+        head: dict[str, Any] = {"model": self.name, "tokens": describe_tokens(ids, self._text_of)}
 
-        def compute() -> Trace[Tensor]:
-            head: dict[str, Any] = {"model": self.name, "tokens": describe_tokens(ids, self._text_of)}
-            taps, began = list[Tap](), time.perf_counter()
+        def make_passes() -> list[TracedPass]:
+            taps: list[Tap] = []
             if edits:
                 bound, head["edits"] = self._bind(edits, adapted, ids, len(ids))
                 taps.append(bound.whole_pass(ids, ops=adapted.backend.network))
             if own_hooks is not None:
                 taps.append(own_hooks.tap(0, len(ids)))
-            graph = [GradientTap(selection.stages)] if grad else []
-            found = run_pass(Chain(*taps, *graph) if taps or graph else None)
-            if baseline:
-                plain = run_pass(Chain(*graph) if graph else None)
-                head["changes"] = describe_changes(plain.stages, found.stages)
-                head["baseline"] = Pass(**describe(plain))
-            return Trace(**head, **describe(found), timings=PassTimings(0.0, time.perf_counter() - began))
+            graph = [GradientTap(selection.stages)] if self._has_grad else []
+            return [
+                TracedPass(adapted, ids, own_targets, selection, sizes, weight.device, Chain(*each) if each else None)
+                for each in ([*taps, *graph], graph)[:num_runs]
+            ]
 
+        def describe(traces: Sequence[PassTrace], seconds: float) -> Trace[Tensor]:
+            rows = selection.positions or range(len(ids))
+            found, *plain = [self._describe(each, rows, num_predictions) for each in traces]
+            if plain:
+                head["changes"] = describe_changes(traces[1].stages, traces[0].stages)
+                head["baseline"] = Pass(**plain[0])
+            return Trace(**head, **found, timings=PassTimings(0.0, seconds))
+
+        num_runs = 2 if baseline else 1
+        cost = num_runs * cost_of(len(ids), len(selection.stages))
         with own_errors(own_hooks):
-            return self._compute(compute).at(selection.positions)
+            return self._compute_traces(TraceJob(cost, make_passes, describe)).at(selection.positions)
 
     def _describe(self, found: PassTrace, rows: Sequence[int], top_k: int) -> dict[str, Any]:
         """The fields of a `Pass`."""
@@ -459,6 +464,11 @@ class LocalModel(Batches):
     def _compute(self, job: Callable[[], Result]) -> Result:
         """Run a job on the network, between the steps and passes of other requests."""
         return job() if self._transport is None else self._transport.run(job)
+
+    def _compute_traces(self, job: TraceJob) -> Trace[Tensor]:
+        if self._transport is None or self._has_grad:
+            return self._compute(partial(job.compute, grad=self._has_grad))
+        return self._transport.run(job)
 
     def _network(self, adapter: str | None) -> AdaptedNetwork | Transformer:
         """The network with one of its adapters, or with none."""

@@ -1,11 +1,17 @@
-"""Parts of a trace in this process: check indices, and copy the values of stages."""
+"""Traces in this process: check indices, copy the values of stages, and compute passes together."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from forwardscope.arguments import to_indices
+from model.analysis.forward_trace import Trace, TracedPass
 from model.errors import InvalidField, shortened
+from model.network.joint_passes import PromptPass
 from model.tracing.selection import StageTrace
 
 
@@ -30,3 +36,29 @@ def values_of(kept: StageTrace) -> Tensor:
     """
     assert kept.values is not None, "the detail is `values`"
     return kept.values if kept.values.requires_grad else kept.values.clone()
+
+
+@dataclass
+class TraceJob:
+    """Traced passes, and what is made of them; a `PassJob` of service/network_jobs.py."""
+
+    cost: int
+    make_passes: Callable[[], Sequence[TracedPass]]
+    describe: Callable[[Sequence[Trace], float], Any]
+    _traced: Sequence[TracedPass] = field(default=(), init=False)
+
+    def begin(self) -> Sequence[PromptPass]:
+        self._traced = self.make_passes()
+        return [each.prompt_pass for each in self._traced]
+
+    def finish(self, logits: Sequence[Tensor], seconds: float) -> Any:
+        with torch.inference_mode():
+            traces = [each.finish(own) for each, own in zip(self._traced, logits, strict=True)]
+        return self.describe(traces, seconds)
+
+    def compute(self, *, grad: bool) -> Any:
+        """Compute the passes at once, with `grad` as parts of one graph."""
+        began = time.perf_counter()
+        with torch.inference_mode(not grad), torch.set_grad_enabled(grad):
+            traces = [each.finish(each.prompt_pass.compute()) for each in self.make_passes()]
+        return self.describe(traces, time.perf_counter() - began)

@@ -7,7 +7,7 @@ import asyncio
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import httpx
@@ -20,6 +20,7 @@ from model.checkpoints.load import Checkpoint
 from model.choices import KVCacheDtype
 from service.app import add_gate, add_routes
 from service.loading import close, serve
+from service.network_jobs import Work
 from service.request_notes import notes_of
 from service.settings import Settings
 from service.state import State
@@ -71,7 +72,7 @@ class InProcessTransport(httpx.BaseTransport):
     def _wait(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def run(self, job: Callable[[], Result]) -> Result:
+    def run(self, job: Work[Result]) -> Result:
         """Run a job on the thread of the network, so that it does not meet a step or a pass of another request."""
         result: Result = self._wait(self._state.worker.run(job))
         return result

@@ -21,7 +21,7 @@ from model.engine.engine import Engine
 from model.engine.request import Output, Request, Step
 from model.network.ranks import LostRank
 from model.text.transcript import End
-from model.tracing.pauses import PAUSE
+from service.network_jobs import Job, Work, run_next
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -40,7 +40,7 @@ class NetworkThread:
         self._fail = fail
         self._posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # Used on the network's thread:
-        self._jobs: deque[Callable[[], bool]] = deque()  # each returns whether it ran; a cancelled one does not
+        self._jobs: deque[Job[Any]] = deque()
         self._next_job = 0.0  # when the next job may start
         self._piece_began = 0.0  # when the job that runs began or continued
         self._engine: Engine | None = None
@@ -68,23 +68,11 @@ class NetworkThread:
     def pause(self, request_id: str, paused: bool) -> None:
         self._posted.put(lambda: self._engine.pause(request_id, paused) if self._engine is not None else None)
 
-    def submit(self, job: Callable[[], Result]) -> Future[Result]:
+    def submit(self, work: Work[Result]) -> Future[Result]:
         """Run a job between two steps of the engine. At its pauses (model/tracing/pauses.py), further steps run."""
-        future: Future[Result] = Future()
-        context = copy_context()  # so that log lines of the job have the ids of its request
-        context.run(PAUSE.set, self._pause)
-
-        def work() -> bool:
-            if not future.set_running_or_notify_cancel():
-                return False
-            try:
-                future.set_result(context.run(job))
-            except Exception as error:  # raised again where the result is awaited
-                future.set_exception(error)
-            return True
-
-        self._posted.put(lambda: self._jobs.append(work))
-        return future
+        job = Job(work, self._pause)
+        self._posted.put(lambda: self._jobs.append(job))
+        return job.future
 
     def close(self) -> None:
         """Wait for the step or job that runs, and end the thread."""
@@ -118,10 +106,7 @@ class NetworkThread:
         self._run_posted(wait=not self._jobs and not self.has_steps)
         if self._jobs and (not self.has_steps or time.perf_counter() >= self._next_job):
             self._piece_began = time.perf_counter()
-            has_run = False
-            while self._jobs and not has_run:
-                run_job = self._jobs.popleft()
-                has_run = run_job()
+            run_next(self._jobs)
             self._next_job = self._end_of_steps()
         self._step()
 

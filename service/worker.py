@@ -17,6 +17,7 @@ from service.executors import Executors
 from service.http.buffers import Buffers
 from service.http.errors import draining, queue_full
 from service.metrics import Metrics, RequestTimes
+from service.network_jobs import Work
 from service.network_thread import NetworkThread
 from service.request_stream import RequestStream
 
@@ -103,9 +104,9 @@ class Worker:
             self._num_series -= 1
             self._note_change()
 
-    async def run(self, job: Callable[[], Result]) -> Result:
+    async def run(self, job: Work[Result]) -> Result:
         """Run a job on the network's thread, and return its result. Steps of the engine run before, after and in its
-        pauses (model/tracing/pauses.py).
+        pauses (model/tracing/pauses.py). A `PassJob` may share a pass with others.
 
         Raises 503 if the shutdown has cancelled all requests.
         """

@@ -37,6 +37,7 @@ SERVICE_LEVELS = (
     ("service.vectors", "service.stored_responses", "service.span_export"),
     ("service.worker", "service.stored_prefixes"),
     ("service.executors", "service.network_thread"),
+    ("service.network_jobs",),
     ("service.request_stream",),
     ("service.http",),
     ("service.otel",),
@@ -55,6 +56,7 @@ FORBIDDEN_IN_MODEL = {"fastapi", "starlette", "uvicorn", "asyncio", "threading"}
 THREADS = {
     "service.executors",
     "service.in_process",
+    "service.network_jobs",
     "service.network_thread",
     "service.stored_prefixes",
     "service.worker",

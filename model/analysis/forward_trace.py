@@ -2,23 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from model.ops.interface import Backend
+from model.network.joint_passes import Network, PromptPass
 from model.tracing.predictions import compute_loss
 from model.tracing.selection import Selection, StageCollector, StageTrace
 from model.tracing.tap import Chain, Recorder, Tap
-
-
-class Network(Protocol):
-    """A network that can be traced: a `Transformer`, or one of the worked examples."""
-
-    backend: Backend
-
-    def __call__(self, ids: Tensor, *, tap: Tap | None = None) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -28,6 +19,38 @@ class Trace:
     stages: list[StageTrace]
     logits: Tensor
     loss: Tensor
+
+
+class TracedPass:
+    """A pass over `ids` that keeps the selected stages: compute `prompt_pass`, then call `finish` with its logits.
+
+    `targets` has one token id per position, or None; the loss of a position without a target is NaN. `sizes` gives the
+    length of each named dim for this number of tokens. `edits` is a tap that changes stages before they are kept.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        ids: Sequence[int],
+        targets: Sequence[int | None],
+        selection: Selection,
+        sizes: Mapping[str, int],
+        device: torch.device | str = "cpu",
+        edits: Tap | None = None,
+    ) -> None:
+        self._summaries = network.backend.summaries
+        self._selection, self._targets = selection, targets
+        self._collector = StageCollector(selection, sizes, self._summaries)
+        self._recorder = Recorder(selection.stages, self._collector)
+        tap = self._recorder if edits is None else Chain(edits, self._recorder)
+        self.prompt_pass = PromptPass(network, ids, device, tap)
+
+    def finish(self, logits: Tensor) -> Trace:
+        """The trace of the pass, whose logits are (T, V)."""
+        loss = compute_loss(logits[None], self._targets, self._recorder, self._summaries)
+        self._collector.finish()
+        kept = self._recorder.kept
+        return Trace([kept[stage.name] for stage in self._selection.stages], logits, loss[0])
 
 
 def trace(
@@ -41,17 +64,7 @@ def trace(
     *,
     grad: bool = False,
 ) -> Trace:
-    """Run `network` once over `ids` and keep the selected stages. With `grad`, they are tensors of one graph.
-
-    `targets` has one token id per position, or None; the loss of a position without a target is NaN. `sizes` gives the
-    length of each named dim for this number of tokens. `edits` is a tap that changes stages before they are kept.
-    """
-    summaries = network.backend.summaries
-    collector = StageCollector(selection, sizes, summaries)
-    recorder = Recorder(selection.stages, collector)
-    tap = recorder if edits is None else Chain(edits, recorder)
+    """Run `network` once, as `TracedPass` describes it. With `grad`, the stages are tensors of one graph."""
     with torch.inference_mode(not grad), torch.set_grad_enabled(grad):
-        logits = network(torch.tensor([list(ids)], device=device), tap=tap)
-        loss = compute_loss(logits, targets, recorder, summaries)
-        collector.finish()
-    return Trace([recorder.kept[stage.name] for stage in selection.stages], logits[0], loss[0])
+        traced = TracedPass(network, ids, targets, selection, sizes, device, edits)
+        return traced.finish(traced.prompt_pass.compute())

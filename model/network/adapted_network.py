@@ -14,10 +14,11 @@ class AdaptedNetwork:
 
     def __init__(self, model: Transformer, adapter: Adapter | None) -> None:
         self.backend = model.backend
-        self._model = model
+        self.model = model
+        self.adapter = adapter
         self._adapters = PassAdapters.of(adapter)
 
     def __call__(self, ids: Tensor, *, tap: Tap | None = None, rows: Sequence[int] | None = None) -> Tensor:
         """The logits, as `Transformer.forward` returns them."""
-        logits: Tensor = self._model(ids, tap=tap, rows=rows, adapters=self._adapters)
+        logits: Tensor = self.model(ids, tap=tap, rows=rows, adapters=self._adapters)
         return logits

@@ -249,6 +249,8 @@ class Probe:
 
     def sequences(self) -> Sequence[tuple[int, SequenceTap, "Probe"]]:
         """The traced sequences of a batch: index, tap, and the probe of that tap at this place."""
+        if self._tap is None:
+            return []
         assert isinstance(self._tap, BatchTap), "the tap of a step must be a BatchTap"
         return [(index, tap, Probe(tap, self._prefix)) for index, tap in self._tap.sequences.items()]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from model.checkpoints.load import DTYPES
+from model.network.joint_passes import cost_of
 from model.tracing.selection import Selection
 from model.worked_examples import WorkedExample
 from service.answers.budget import Budget, ResponseContents, pass_bytes
@@ -34,6 +35,11 @@ class ForwardPlan(PromptPlan):
     dtype: torch.dtype | None
     encoding: Encoding
     has_baseline: bool
+
+    @property
+    def cost(self) -> int:
+        num_runs = 2 if self.has_baseline else 1
+        return super().cost + num_runs * cost_of(0, len(self.selection.stages)) + (num_runs - 1) * len(self.ids)
 
     @property
     def rows(self) -> Sequence[int]:

@@ -1,17 +1,18 @@
-"""Run the forward passes of a request, one after the other, from the check of their budget to the response."""
+"""Run the forward passes of a request, from the check of their budget to the response."""
 
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import Request, Response
 from torch import Tensor
 
 from forwardscope.results.attributions import Attribution
-from forwardscope.results.passes import PromptResult
+from forwardscope.results.passes import PassTimings, PromptResult
+from model.network.joint_passes import MAX_COST, PromptPass
 from service.answers.budget import Budget
 from service.answers.prompts import param_of
 from service.answers.request_phases import add_pass
@@ -24,7 +25,6 @@ from service.spans import RequestSpan
 from service.state import State, get_reservation, series
 
 SAFETENSORS_MEDIA_TYPE = "application/x-safetensors"
-Result = TypeVar("Result")
 QUALITY = re.compile(r"0(\.\d{0,3})?|1(\.0{0,3})?")
 
 
@@ -53,15 +53,83 @@ class PassAnswer:
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One forward pass of a request. `run` takes the seconds that the pass waited.
+class BegunPass:
+    """The passes of the network that an answer needs, and how it is made of their logits.
 
-    The jobs in `before` run before it, one by one, so that other requests are served between them.
+    `finish` also takes how long the pass waited and computed, in seconds.
+    """
+
+    passes: Sequence[PromptPass]
+    finish: Callable[[Sequence[Tensor], PassTimings], PassAnswer]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass of a request, or two with a baseline. `begin` is called on the network's thread.
+
+    Passes of the same or of other requests are computed together if their `cost` is at most `MAX_COST`. The jobs in
+    `before` run before it, one by one, so that other requests are served between them.
     """
 
     num_tokens: int
-    run: Callable[[float], PassAnswer]
+    begin: Callable[[], BegunPass]
+    cost: int = MAX_COST
     before: Sequence[Callable[[], None]] = ()
+
+    @classmethod
+    def alone(
+        cls, num_tokens: int, run: Callable[[float], PassAnswer], before: Sequence[Callable[[], None]] = ()
+    ) -> "Pass":
+        """A pass that `run` computes itself. It takes the seconds that the pass waited."""
+        return cls(num_tokens, lambda: BegunPass((), lambda _, timings: run(timings.queue_seconds)), before=before)
+
+
+class PassGroup:
+    """Passes of a request that are one job of the network's thread; see `PassJob` in service/network_jobs.py."""
+
+    def __init__(self, passes: Sequence[Pass], encoder: "Encoder", *, is_last: bool) -> None:
+        self.passes = passes
+        self.queued = time.perf_counter()
+        self.started: float | None = None
+        self.seconds = 0.0  # on the network's thread
+        self.model = ""
+        self._begun: list[BegunPass] = []
+        self._encoder = encoder
+        self._is_last = is_last
+
+    @property
+    def cost(self) -> int:
+        return sum(each.cost for each in self.passes)
+
+    @property
+    def waited(self) -> float:
+        return 0.0 if self.started is None else self.started - self.queued
+
+    def _start(self) -> None:
+        if self.started is None:
+            self.started = time.perf_counter()
+
+    def run_before(self, job: Callable[[], None]) -> None:
+        self._start()
+        began = time.perf_counter()
+        job()
+        self.seconds += time.perf_counter() - began
+
+    def begin(self) -> Sequence[PromptPass]:
+        self._start()
+        self._begun = [each.begin() for each in self.passes]
+        return [one for each in self._begun for one in each.passes]
+
+    def finish(self, logits: Sequence[Tensor], seconds: float) -> bytes | memoryview:
+        """Add the answers to the encoder. Returns the encoded response after the last ones."""
+        began, rest = time.perf_counter(), iter(logits)
+        for each in self._begun:
+            answer = each.finish([next(rest) for _ in each.passes], PassTimings(self.waited, seconds))
+            self._encoder.add(answer)
+            self.model = answer.content.model
+        content = self._encoder.finish() if self._is_last else b""
+        self.seconds += seconds + time.perf_counter() - began
+        return content
 
 
 class Encoder:
@@ -112,9 +180,10 @@ async def answer_passes(
 ) -> Response:
     """Run passes on the network's thread, and return their response.
 
-    Several passes are separate jobs, one after the other, so that other requests are served in between. If the client
-    disconnects, the remaining ones do not run. Raises 413 if the budget or the number of tokens of a pass is over its
-    limit, 429 if too much waits, and 503 after the timeout, which counts from `arrived`, by default from now.
+    Short passes are computed together. Groups of them are separate jobs, one after the other, so that other requests
+    are served in between. If the client disconnects, the remaining ones do not run. Raises 413 if the budget or the
+    number of tokens of a pass is over its limit, 429 if too much waits, and 503 after the timeout, which counts from
+    `arrived`, by default from now.
     """
     budget.check(state)
     limit = state.settings.max_pass_tokens
@@ -142,36 +211,34 @@ async def _run(
     """Wait for the passes, within the timeout, and return their encoded answers."""
     content: bytes | memoryview = b""
     state.worker.check_room(sum(each.num_tokens for each in passes))
+    groups = divide(passes)
     async with series(state, arrived):
-        for each in passes:
-            content = await _run_one(state, each, encoder, span, is_last=each is passes[-1])
+        for each in groups:
+            content = await _run_group(state, PassGroup(each, encoder, is_last=each is groups[-1]), span)
     state.metrics.trace_bytes.inc(len(content))
     return content
 
 
-async def _run_one(
-    state: State, each: Pass, encoder: Encoder, span: RequestSpan | None, *, is_last: bool
-) -> bytes | memoryview:
-    """Wait for one pass, and update the metrics and the span. Returns the encoded answers after the last pass."""
-    queued = time.perf_counter()
-    starts, seconds = list[float](), 0.0
+def divide(passes: Sequence[Pass]) -> list[list[Pass]]:
+    """Divide passes into those that are computed together: neighbours that cost at most `MAX_COST`."""
+    groups: list[list[Pass]] = []
+    room = 0
+    for each in passes:
+        if not groups or each.cost > room or each.before:
+            groups.append([])
+            room = MAX_COST
+        groups[-1].append(each)
+        room -= each.cost
+    return groups
 
-    def timed(job: Callable[[], Result]) -> tuple[Result, float]:
-        starts.append(time.perf_counter())
-        return job(), time.perf_counter() - starts[-1]
 
-    def finish() -> bytes | memoryview:
-        answer = each.run(starts[0] - queued)
-        encoder.add(answer)
-        if span is not None:
-            span.attributes["gen_ai.response.model"] = answer.content.model
-        return encoder.finish() if is_last else b""
-
+async def _run_group(state: State, group: PassGroup, span: RequestSpan | None) -> bytes | memoryview:
+    """Wait for a group of passes, and update the metrics and the span. Returns what its `finish` returns."""
     error: str | None = "cancelled"
     try:
-        for job in each.before:
-            seconds += (await state.worker.run(partial(timed, job)))[1]
-        content, last_seconds = await state.worker.run(lambda: timed(finish))
+        for job in group.passes[0].before:
+            await state.worker.run(partial(group.run_before, job))
+        content = await state.worker.run(group)
         error = None
     except ApiError as reason:
         error = reason.code
@@ -181,10 +248,12 @@ async def _run_one(
         raise
     finally:
         if span is not None:
-            add_pass(span, each.num_tokens, queued, starts[0] if starts else None, time.perf_counter(), error)
-    waited, seconds = starts[0] - queued, seconds + last_seconds
+            span.attributes["gen_ai.response.model"] = group.model
+            for each in group.passes:
+                add_pass(span, each.num_tokens, group.queued, group.started, time.perf_counter(), error)
     metrics = state.metrics
-    metrics.queue_seconds.observe(waited)
-    metrics.trace_seconds.observe(seconds)
-    metrics.note_prompt_tokens(each.num_tokens)
+    for each in group.passes:
+        metrics.queue_seconds.observe(group.waited)
+        metrics.trace_seconds.observe(group.seconds / len(group.passes))
+        metrics.note_prompt_tokens(each.num_tokens)
     return content

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from forwardscope.results.passes import PatternMeans
 from model.checkpoints.load import DTYPES
+from model.network.joint_passes import cost_of
 from model.tracing.pauses import pause
 from model.tracing.selection import Selection
 from model.tracing.stages import Stage
@@ -37,6 +38,10 @@ class PatternPlan(PromptPlan):
     heads: Sequence[int]
     stages: Sequence[Stage]
     block: int
+
+    @property
+    def cost(self) -> int:
+        return super().cost + cost_of(0, len(self.stages))
 
     @property
     def size(self) -> int:

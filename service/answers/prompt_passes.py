@@ -7,18 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from math import ceil
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
 
 from forwardscope.local_results import describe_edits, describe_tokens
 from forwardscope.results.passes import PassTimings
+from model.network.joint_passes import MAX_COST, PromptPass, cost_of
 from model.tracing.edits import BoundEdits, EditPlan
 from model.tracing.hooks import Hooks
 from model.tracing.tap import Chain, Tap
 from service.answers.budget import Budget, total
 from service.answers.edits import answer_bytes, read_edits
-from service.answers.passes import Pass, PassAnswer, answer_passes
+from service.answers.passes import BegunPass, Pass, answer_passes
 from service.answers.prompts import Prompt, param_of
 from service.answers.source_passes import bind_edits
 from service.answers.subject import Subject
@@ -52,12 +54,22 @@ class PromptPlan:
             taps.append(self.hooks.tap(0, len(self.ids), rows))
         return Chain(*taps) if taps else None
 
-    def head(self, waited: float, seconds: float) -> dict[str, Any]:
+    @property
+    def cost(self) -> int:
+        """The cost of the pass in comparison with others; see `cost_of`."""
+        matches = () if self.edits is None else self.edits.matches
+        return cost_of(len(self.ids), sum(len(each.stages) for each in matches))
+
+    def prompt_pass(self, tap: Tap | None, rows: Sequence[int] | None = None) -> PromptPass:
+        """The pass with a tap."""
+        return PromptPass(self.subject.network, self.ids, self.subject.device, tap, rows)
+
+    def head(self, timings: PassTimings) -> dict[str, Any]:
         """The fields of an answer that all routes have."""
         return {
             "model": self.subject.name,
             "tokens": describe_tokens(self.ids, self.subject.text_of),
-            "timings": PassTimings(waited, seconds),
+            "timings": timings,
             "edits": describe_edits(self.edits),
         }
 
@@ -75,7 +87,7 @@ async def answer_prompts(
     *,
     planner: Callable[[], Callable[[int, PromptPlan], Plan]],
     make_budget: Callable[[Plan], Budget],
-    run: Callable[[Plan, float], PassAnswer],
+    begin: Callable[[Plan], BegunPass],
     num_globs: int = 0,
     is_list: bool = False,
     as_safetensors: bool = False,
@@ -90,8 +102,8 @@ async def answer_prompts(
        returns a function that takes the index of a prompt and the common part of its plan, and returns the whole plan.
     3. `make_budget`, of the route, bounds the cost of a plan.
     4. The passes from which edits take values are run (source_passes.py).
-    5. `answer_passes` (passes.py) calls `run`, of the route, for each plan on the network's thread, with the seconds
-       that the pass waited, and encodes the answers.
+    5. `answer_passes` (passes.py) calls `begin`, of the route, for each plan on the network's thread, computes the
+       passes that it returns, and encodes the answers.
     """
     own_scales: Sequence[float | None] = scales or [None]
     if len(prompts) * len(own_scales) > MAX_PROMPTS:
@@ -131,7 +143,8 @@ async def answer_prompts(
         assert checkpoint is not None
         bound = await bind_edits(edit_plans, request, state, checkpoint, subject.adapter, arrived)
         plans = [replace(plan, bound_edits=each) for plan, each in zip(plans, bound, strict=True)]
-    passes = [Pass(len(plan.ids), partial(run, plan)) for plan in plans]
+    share = budget.pass_bytes / state.settings.max_pass_bytes  # of the memory of a pass
+    passes = [Pass(len(plan.ids), partial(begin, plan), max(plan.cost, ceil(MAX_COST * share))) for plan in plans]
     returns_list = is_list or scales is not None
     return await answer_passes(
         request, state, passes, budget=budget, is_list=returns_list, as_safetensors=as_safetensors, arrived=arrived

@@ -4,23 +4,25 @@ With edits, the pass is the edited one. With `baseline`, a plain pass runs befor
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from fastapi import APIRouter, Request, Response
 from torch import Tensor
 
 from forwardscope.local_results import describe_changes, describe_loss, describe_predictions
 from forwardscope.results import passes as results
+from forwardscope.results.passes import PassTimings
 from forwardscope.results.stages import Stage
-from model.analysis.forward_trace import Trace, trace
+from model.analysis.forward_trace import Trace, TracedPass
 from model.tracing.pauses import pause
 from model.tracing.predictions import predict
-from model.tracing.selection import Detail, Selection, StageTrace
-from model.tracing.tap import Tap
+from model.tracing.selection import Detail, StageTrace
 from service.answers.forward_plan import ForwardPlan, make_budget, planner
-from service.answers.passes import SAFETENSORS_MEDIA_TYPE, PassAnswer, wants_safetensors
+from service.answers.passes import SAFETENSORS_MEDIA_TYPE, BegunPass, PassAnswer, wants_safetensors
 from service.answers.prompt_passes import answer_prompts
 from service.answers.prompts import as_list
 from service.answers.stage_answers import stage_answer
@@ -54,7 +56,7 @@ async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Re
         arrived,
         planner=partial(planner, body, subject, len(prompts), is_list, as_safetensors),
         make_budget=make_budget,
-        run=run,
+        begin=begin,
         num_globs=len(body.stages),
         is_list=is_list,
         as_safetensors=as_safetensors,
@@ -62,28 +64,32 @@ async def forward(body: ForwardRequest, request: Request, state: StateDep) -> Re
     )
 
 
-def run(plan: ForwardPlan, waited: float) -> PassAnswer:
-    """Run the pass, or with a baseline both passes, and describe them. Called on the network's thread."""
-    start = time.perf_counter()
+def begin(plan: ForwardPlan) -> BegunPass:
+    """The pass, or with a baseline both passes."""
     selection = replace(plan.selection, detail="values") if plan.has_baseline else plan.selection
-    plain = run_pass(plan, selection, None) if plan.has_baseline else None
-    found = run_pass(plan, selection, plan.tap())
-    seconds = time.perf_counter() - start
+    taps = [plan.tap(), None] if plan.has_baseline else [plan.tap()]
+    subject = plan.subject
+    traced = [
+        TracedPass(subject.network, plan.ids, plan.targets, selection, plan.sizes, subject.device, tap) for tap in taps
+    ]
+    return BegunPass([each.prompt_pass for each in traced], partial(finish, plan, traced))
+
+
+@torch.inference_mode()
+def finish(
+    plan: ForwardPlan, traced: Sequence[TracedPass], logits: Sequence[Tensor], timings: PassTimings
+) -> PassAnswer:
+    """Describe each pass, whose logits are (T, V)."""
+    found, *plain = (each.finish(own) for each, own in zip(traced, logits, strict=True))
     fields, tensors = describe_pass(plan, found)
-    if plain is not None:
-        plain_fields, plain_tensors = describe_pass(plan, plain)
+    if plain:
+        plain_fields, plain_tensors = describe_pass(plan, plain[0])
         tensors |= {f"baseline/{name}": tensor for name, tensor in plain_tensors.items()}
         fields["baseline"] = results.Pass(**plain_fields)
-        fields["changes"] = describe_changes(plain.stages, found.stages)
+        fields["changes"] = describe_changes(plain[0].stages, found.stages)
     if plan.example is not None:
         fields["worked_example"] = worked_example_answer(plan.example)
-    return PassAnswer(results.Trace(**plan.head(waited, seconds), **fields), tensors)
-
-
-def run_pass(plan: ForwardPlan, selection: Selection, tap: Tap | None) -> Trace:
-    """Run one pass."""
-    subject = plan.subject
-    return trace(subject.network, plan.ids, plan.targets, selection, plan.sizes, subject.device, tap)
+    return PassAnswer(results.Trace(**plan.head(timings), **fields), tensors)
 
 
 def describe_pass(plan: ForwardPlan, found: Trace) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -5,7 +5,7 @@ compared.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,14 +15,14 @@ from fastapi import APIRouter, Request, Response
 from torch import Tensor
 
 from forwardscope.results import passes as results
+from forwardscope.results.passes import PassTimings
 from forwardscope.results.records import Named
 from model.analysis.edit_changes import change_of
 from model.ops.torch_ops import TORCH
 from model.tracing.pauses import pause, pieces
-from model.tracing.tap import Tap
 from service.answers.budget import Budget, ResponseContents, pass_bytes
 from service.answers.edits import check_baseline
-from service.answers.passes import SAFETENSORS_MEDIA_TYPE, PassAnswer, wants_safetensors
+from service.answers.passes import SAFETENSORS_MEDIA_TYPE, BegunPass, PassAnswer, wants_safetensors
 from service.answers.prompt_passes import PromptPlan, answer_prompts
 from service.answers.prompts import as_list, find_positions
 from service.answers.subject import checkpoint_subject
@@ -68,7 +68,7 @@ async def logits(body: LogitsRequest, request: Request, state: StateDep, checkpo
         arrived,
         planner=partial(planner, body, as_safetensors),
         make_budget=make_budget,
-        run=run,
+        begin=begin,
         is_list=is_list,
         as_safetensors=as_safetensors,
         scales=body.scales,
@@ -115,32 +115,28 @@ def make_budget(plan: LogitsPlan) -> Budget:
     )
 
 
-def run(plan: LogitsPlan, waited: float) -> PassAnswer:
-    """Run the pass, or with a baseline both passes, and describe them. Called on the network's thread."""
-    start = time.perf_counter()
-    with torch.inference_mode():
-        plain = run_pass(plan, None) if plan.body.baseline else None
-        found = run_pass(plan, plan.tap(plan.rows))
-    head = plan.head(waited, time.perf_counter() - start)
-    tensors = select(plan, found)
-    fields: dict[str, Any] = {"positions": describe(plan, tensors)}
-    if plain is not None:
-        plain_tensors = select(plan, plain)
-        tensors |= {f"baseline/{name}": tensor for name, tensor in plain_tensors.items()}
-        fields["baseline"] = results.LogitsPass(positions=describe(plan, plain_tensors))
-        fields["changes"] = Named([results.StageChange("logits", *change_of(plain, found))])
-    return PassAnswer(results.Logits(**head, **fields), tensors if plan.as_safetensors else {})
-
-
-def run_pass(plan: LogitsPlan, tap: Tap | None) -> Tensor:
-    """The logits of the rows, (rows, V)."""
-    ids = torch.tensor([plan.ids], device=plan.subject.device)
-    network: Any = plan.subject.network
-    logits: Tensor = network(ids, rows=plan.rows, tap=tap)[0].float()
-    return logits
+def begin(plan: LogitsPlan) -> BegunPass:
+    """The pass, or with a baseline both passes."""
+    passes = [plan.prompt_pass(plan.tap(plan.rows), plan.rows)]
+    if plan.body.baseline:
+        passes.append(plan.prompt_pass(None, plan.rows))
+    return BegunPass(passes, partial(finish, plan))
 
 
 @torch.inference_mode()
+def finish(plan: LogitsPlan, logits: Sequence[Tensor], timings: PassTimings) -> PassAnswer:
+    """Describe the logits (R, V) of each pass."""
+    found, *plain = (each.float() for each in logits)
+    tensors = select(plan, found)
+    fields: dict[str, Any] = {"positions": describe(plan, tensors)}
+    if plain:
+        plain_tensors = select(plan, plain[0])
+        tensors |= {f"baseline/{name}": tensor for name, tensor in plain_tensors.items()}
+        fields["baseline"] = results.LogitsPass(positions=describe(plan, plain_tensors))
+        fields["changes"] = Named([results.StageChange("logits", *change_of(plain[0], found))])
+    return PassAnswer(results.Logits(**plan.head(timings), **fields), tensors if plan.as_safetensors else {})
+
+
 def select(plan: LogitsPlan, logits: Tensor) -> dict[str, Tensor]:
     """The numbers that a request asks for, by their names in the answer: whole rows, or those of the top tokens."""
     tensors: dict[str, Tensor] = {"logits": logits}

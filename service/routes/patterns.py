@@ -1,6 +1,7 @@
 """POST /patterns: attention maps of many heads, small enough to show all of them at once."""
 
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,12 +9,10 @@ import torch
 from fastapi import APIRouter, Request, Response
 from torch import Tensor
 
-from forwardscope.results.passes import PatternMap, PatternMeans, Patterns
-from model.network.adapted_network import AdaptedNetwork
-from model.network.transformer import Transformer
+from forwardscope.results.passes import PassTimings, PatternMap, PatternMeans, Patterns
 from model.tracing.stages import Stage
 from model.tracing.tap import Chain, Recorder
-from service.answers.passes import PassAnswer
+from service.answers.passes import BegunPass, PassAnswer
 from service.answers.pattern_maps import (
     STEPS,
     PatternPlan,
@@ -47,33 +46,8 @@ async def patterns(body: PatternsRequest, request: Request, state: StateDep) -> 
         arrived,
         planner=partial(planner, body),
         make_budget=make_budget,
-        run=run,
+        begin=begin,
     )
-
-
-def run(plan: PatternPlan, waited: float) -> PassAnswer:
-    """Run the pass, and describe its maps. Called on the network's thread."""
-    start = time.perf_counter()
-    computed = compute_maps(plan)
-    seconds = time.perf_counter() - start
-    dtype: Any = plan.body.dtype or NAMES[next(iter(computed.values())).values.dtype]
-    maps = tuple(
-        PatternMap(layer, head, None if found.means is None else found.means[index], values)
-        for layer, stage in zip(plan.layers, plan.stages, strict=True)
-        for found in [computed[stage.name]]
-        for index, head in enumerate(plan.heads)
-        for values in [encode_map(plan, stage, found.values[index])]
-    )
-    answer = Patterns(
-        **plan.head(waited, seconds),
-        stage=plan.body.stage,
-        size=plan.size,
-        block=plan.block,
-        dtype=dtype,
-        scale=1 / STEPS if dtype == "uint8" else 1.0,
-        maps=maps,
-    )
-    return PassAnswer(answer, {})
 
 
 class LayerMaps(NamedTuple):
@@ -83,27 +57,40 @@ class LayerMaps(NamedTuple):
     means: list[PatternMeans] | None
 
 
-@torch.inference_mode()
-def compute_maps(plan: PatternPlan) -> dict[str, LayerMaps]:
-    """Run the pass. Returns the maps of each stage by its name.
-
-    The logits of one position only are computed, because no map depends on them.
-    """
-    subject, selection = plan.subject, plan.selection
-    sizes, network = subject.sizes(len(plan.ids)), subject.network
+def begin(plan: PatternPlan) -> BegunPass:
+    """The pass. It reduces each map at once, and computes the logits of one position only: no map depends on them."""
+    sizes = plan.subject.sizes(len(plan.ids))
 
     def keep(stage: Stage, tensor: Tensor) -> LayerMaps:
-        maps = selection.take(stage, tensor, sizes)[0]
+        maps = plan.selection.take(stage, tensor, sizes)[0]
         means = mean_weights(maps, plan.ids) if plan.body.stage == "pattern" else None
         return LayerMaps(reduce_blocks(maps, plan.block), means)
 
     recorder = Recorder(plan.stages, keep)
-    last = [len(plan.ids) - 1]
-    edits = plan.tap(last)
-    tap = recorder if edits is None else Chain(edits, recorder)
-    ids = torch.tensor([plan.ids], device=subject.device)
-    if isinstance(network, (Transformer, AdaptedNetwork)):
-        network(ids, tap=tap, rows=last)
-    else:  # a worked example, which is small
-        network(ids, tap=tap)
-    return recorder.kept
+    rows = [len(plan.ids) - 1] if plan.subject.example is None else None  # a worked example is small
+    edits = plan.tap(rows)
+    prompt_pass = plan.prompt_pass(recorder if edits is None else Chain(edits, recorder), rows)
+    return BegunPass([prompt_pass], lambda _, timings: finish(plan, recorder.kept, timings))
+
+
+@torch.inference_mode()
+def finish(plan: PatternPlan, computed: Mapping[str, LayerMaps], timings: PassTimings) -> PassAnswer:
+    """Describe the maps of each stage."""
+    dtype: Any = plan.body.dtype or NAMES[next(iter(computed.values())).values.dtype]
+    maps = tuple(
+        PatternMap(layer, head, None if found.means is None else found.means[index], values)
+        for layer, stage in zip(plan.layers, plan.stages, strict=True)
+        for found in [computed[stage.name]]
+        for index, head in enumerate(plan.heads)
+        for values in [encode_map(plan, stage, found.values[index])]
+    )
+    answer = Patterns(
+        **plan.head(timings),
+        stage=plan.body.stage,
+        size=plan.size,
+        block=plan.block,
+        dtype=dtype,
+        scale=1 / STEPS if dtype == "uint8" else 1.0,
+        maps=maps,
+    )
+    return PassAnswer(answer, {})

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forwardscope.results.passes import PassTimings
 from model.text.tokenizer import Tokenizer
 from model.worked_examples import WORKED_EXAMPLES, WorkedExample, worked_example
 from service.answers.forward_plan import ForwardPlan, make_budget, planner
@@ -18,7 +19,7 @@ from service.answers.prompt_passes import PromptPlan
 from service.answers.subject import find_subject
 from service.http.encoding import Encoding, json_array, to_json, value_bytes
 from service.http.forward_schemas import ForwardRequest
-from service.routes.forward import run
+from service.routes.forward import begin
 from service.state import State
 from tests.service.checkpoints import CONTEXT, NUM_TOKENS, VOCAB_SIZE, write_checkpoint
 from tests.service.running import Running, Start
@@ -39,7 +40,10 @@ def plan_of(body: ForwardRequest, state: State, as_safetensors: bool) -> Forward
 def size_of(plan: ForwardPlan) -> int:
     """The size of the answer, encoded as the route does."""
     encoder = Encoder(is_list=False, as_safetensors=plan.encoding == "safetensors")
-    encoder.add(run(plan, 0.0))
+    begun = begin(plan)
+    with torch.inference_mode():
+        logits = [each.compute() for each in begun.passes]
+    encoder.add(begun.finish(logits, PassTimings(0.0, 0.0)))
     return len(encoder.finish())
 
 

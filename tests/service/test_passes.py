@@ -83,7 +83,7 @@ def test_passes_that_arrive_at_once_cannot_exceed_the_queue_limit(start: Start, 
     async def at_once() -> list[Response | BaseException]:
         scope = {"type": "http", KEY: RequestNotes(reservation=Reservation(Buffers(0)))}
         request, budget = Request(scope, never), Budget(0, 0, "")
-        one = Pass(1, lambda waited: PassAnswer(PromptResult(model="", tokens=()), {}))
+        one = Pass.alone(1, lambda waited: PassAnswer(PromptResult(model="", tokens=()), {}))
         passes = (
             answer_passes(request, service.state, [one], budget=budget, is_list=False, as_safetensors=False)
             for _ in range(20)

@@ -99,19 +99,27 @@ def test_a_pass_that_is_too_long_is_refused_before_anything_runs(start: Start, t
             assert (error["code"], error["param"]) == ("prompt_too_long", "prompt.2")
 
 
+@pytest.fixture
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass is computed alone."""
+    monkeypatch.setattr("service.answers.passes.MAX_COST", 1)
+    monkeypatch.setattr("service.network_jobs.MAX_COST", 1)
+
+
+@pytest.mark.usefixtures("small_groups")
 def test_other_requests_are_served_between_the_passes_of_a_list(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes of others do not wait for the whole list, which would run for many times as long."""
     order: list[int] = []
-    original = forward.run
+    original = forward.begin
     started = threading.Event()
 
-    def run(plan: Any, waited: float) -> Any:
+    def begin(plan: Any) -> Any:
         order.append(len(plan.ids))
         started.set()
         threading.Event().wait(0.02)
-        return original(plan, waited)
+        return original(plan)
 
-    monkeypatch.setattr(forward, "run", run)
+    monkeypatch.setattr(forward, "begin", begin)
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(tiny.answer, "/forward", prompt=[[1, 2]] * 50, stages="embed")
         assert started.wait(PATIENCE_SECONDS)
@@ -135,24 +143,25 @@ def test_a_disconnect_stops_the_rest_of_a_list(start: Start, tiny_directory: Pat
     assert service.metric(tokens) == 3
 
 
+@pytest.mark.usefixtures("small_groups")
 @pytest.mark.parametrize("grace", [20.0, 0.0])
 def test_a_shutdown_waits_for_the_rest_of_a_list_within_the_grace_period_only(
     start: Start, tiny_directory: Path, monkeypatch: pytest.MonkeyPatch, grace: float
 ) -> None:
     service = start(model=str(tiny_directory))
     started, released = threading.Event(), threading.Event()
-    original = forward.run
+    original = forward.begin
     num_passes = 0
 
-    def run(plan: Any, waited: float) -> Any:
+    def begin(plan: Any) -> Any:
         nonlocal num_passes
         num_passes += 1
         started.set()
         assert released.wait(PATIENCE_SECONDS)
         time.sleep(0.005)
-        return original(plan, waited)
+        return original(plan)
 
-    monkeypatch.setattr(forward, "run", run)
+    monkeypatch.setattr(forward, "begin", begin)
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(service.post, "/forward", {"prompt": [[1, 2]] * 50, "stages": "embed"})
         assert started.wait(PATIENCE_SECONDS)

@@ -51,7 +51,7 @@ async def answer_direct(body: DirectRequest, question: Question) -> Response:
         head = question.head(results.DirectAttribution, model.embed.weight.dtype, waited, seconds, edits[0])
         return PassAnswer(results.DirectAttribution(**head, **direct_fields(question, target, found)), {})
 
-    passes = [Pass(len(question.ids), run)]
+    passes = [Pass.alone(len(question.ids), run)]
     response = await answer_passes(
         question.request, question.state, passes, budget=budget, is_list=False, as_safetensors=False
     )

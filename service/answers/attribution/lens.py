@@ -94,7 +94,7 @@ async def answer_lens(body: LogitLensRequest, question: Question) -> Response:
         edits=bound,
     )
     answer = LensAnswer(run, question, positions, token, edits)
-    passes = [Pass(len(question.ids), answer.finish, answer.jobs())]
+    passes = [Pass.alone(len(question.ids), answer.finish, answer.jobs())]
     response = await answer_passes(
         question.request,
         state,

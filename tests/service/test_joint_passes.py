@@ -1,0 +1,139 @@
+"""Short passes that wait at the same time are one pass of the network, and each has the answer that it has alone."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from forwardscope import load
+from model.network.transformer import Transformer
+from tests.service.running import PATIENCE_SECONDS, Running, Start, running, wait_until
+from tests.service.test_prompt_lists import without_timings
+
+PROMPTS = ["Once upon a time", "Tom", "The cat saw a big dog and", "Lily had a red ball."]
+ADD = {"stage": "blocks.1.resid_post", "op": "add", "vector": [1.0] * 8, "neurons": [*range(8)], "positions": [-1]}
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/forward", {"prompt": PROMPTS[0], "stages": ["blocks.*.attn.pattern", "*.resid_post"], "detail": "values"}),
+    ("/logits", {"prompt": PROMPTS[1], "top_k": 5}),
+    ("/logits", {"prompt": PROMPTS[2], "positions": "all", "top_k": 3, "edits": [ADD], "baseline": True}),
+    ("/patterns", {"prompt": PROMPTS[3], "layers": [0, 2]}),
+    ("/logits", {"prompt": PROMPTS, "top_k": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Iterator[Running]:
+    with running(model="bundled") as service:
+        yield service
+
+
+@pytest.fixture
+def pass_sizes(monkeypatch: pytest.MonkeyPatch, bundled: Running) -> list[int]:
+    """The numbers of tokens of the passes of all networks."""
+    sizes: list[int] = []
+    forward = Transformer.forward
+
+    def counted(self: Transformer, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        sizes.append(ids.shape[1])
+        return forward(self, ids, *args, **kwargs)
+
+    assert bundled.state.checkpoint is not None
+    if not bundled.state.checkpoint.model.batch_invariant:
+        pytest.skip("this machine has no kernels")
+    monkeypatch.setattr(Transformer, "forward", counted)
+    return sizes
+
+
+def at_once(service: Running, requests: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The answers to requests that wait at the same time."""
+    with ThreadPoolExecutor(len(requests)) as pool:
+        with service.blocked():
+            pending = [pool.submit(service.answer, path, **body) for path, body in requests]
+            wait_until(lambda: service.metric("num_requests_waiting") == len(requests), "all wait")
+        return [each.result() for each in pending]
+
+
+def comparable(answer: dict[str, Any]) -> Any:
+    return [*map(without_timings, answer.get("results", [answer]))]
+
+
+def test_requests_that_wait_together_are_one_pass_with_the_answers_of_single_ones(
+    bundled: Running, pass_sizes: list[int]
+) -> None:
+    alone = [comparable(bundled.answer(path, **body)) for path, body in REQUESTS]
+    assert len(pass_sizes) == len(REQUESTS)  # a list is one pass, and so are an edited and a plain one
+    num_tokens = sum(pass_sizes)
+    pass_sizes.clear()
+    assert [*map(comparable, at_once(bundled, REQUESTS))] == alone
+    assert pass_sizes == [num_tokens]
+
+
+def test_long_prompts_and_many_stages_are_passes_of_their_own(bundled: Running, pass_sizes: list[int]) -> None:
+    at_once(bundled, [("/logits", {"prompt": [1] * length}) for length in (200, 100, 57, 56, 1)])
+    assert pass_sizes == [200 + 56, 100 + 57 + 1]
+    pass_sizes.clear()
+    edits = [ADD | {"stage": "blocks.*.resid_post"}] * 64
+    at_once(bundled, [("/logits", {"prompt": [1, 2], "edits": edits}), ("/logits", {"prompt": [1] * 160})])
+    assert sorted(pass_sizes) == [2, 160]
+
+
+def test_passes_that_together_need_more_memory_than_the_limit_are_not_joined(
+    start: Start, pass_sizes: list[int]
+) -> None:
+    service = start(model="bundled")
+    assert service.state.checkpoint is not None
+    limit = 3 * 4 * 20 * service.state.checkpoint.model.config.vocab_size
+    service.state.settings.max_pass_bytes = limit
+    for prompts in ([[1] * 12] * 3, [[1] * 10] * 3):
+        service.answer("/logits", prompt=prompts, positions="all", top_k=1)
+    assert pass_sizes == [12, 12, 12, 20, 10]
+
+
+def test_a_refused_request_does_not_end_those_that_share_its_pass(
+    bundled: Running, pass_sizes: list[int], monkeypatch: pytest.MonkeyPatch, errors_logged: list[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("no memory for the maps")
+
+    monkeypatch.setattr("service.routes.patterns.reduce_blocks", fail)
+    with ThreadPoolExecutor(4) as pool:
+        with bundled.blocked():
+            pending = [pool.submit(bundled.post, path, body) for path, body in REQUESTS]
+            wait_until(lambda: bundled.metric("num_requests_waiting") == len(REQUESTS) - 1, "all but one wait")
+        statuses = [each.result().status_code for each in pending]
+    assert [status == 200 for status in statuses] == [path != "/patterns" for path, _ in REQUESTS]
+    errors_logged.clear()
+
+
+def test_lists_of_prompts_of_load_share_passes(pass_sizes: list[int]) -> None:
+    model = load("bundled")
+    traces = [model.run(prompt, "*.resid_post", baseline=True, edits=[ADD]) for prompt in PROMPTS]
+    logits = [model.logits(prompt) for prompt in PROMPTS]
+    num_tokens = sum(len(trace.tokens) for trace in traces)
+    worker = model._transport._state.worker  # type: ignore[union-attr]  # `logits` has made it
+    started, released = threading.Event(), threading.Event()
+
+    def block() -> None:
+        started.set()
+        released.wait(PATIENCE_SECONDS)
+
+    def blocked(call: Callable[[], Any]) -> Any:
+        """The result of a call whose passes wait for each other."""
+        started.clear(), released.clear()
+        pass_sizes.clear()
+        with ThreadPoolExecutor(2) as pool:
+            blocking = pool.submit(model._compute, block)
+            assert started.wait(PATIENCE_SECONDS)
+            pending = pool.submit(call)
+            wait_until(lambda: worker.num_waiting == len(PROMPTS), "all wait")
+            released.set()
+            blocking.result()
+            return pending.result()
+
+    assert blocked(lambda: model.run(PROMPTS, "*.resid_post", baseline=True, edits=[ADD])) == traces
+    assert pass_sizes == [2 * num_tokens]
+    assert blocked(lambda: model.logits(PROMPTS)) == logits
+    assert pass_sizes == [num_tokens]
