@@ -29,6 +29,7 @@ from forwardscope.transport import ServerAddress, translated_errors
 
 if TYPE_CHECKING:
     from forwardscope.local_harvest import Harvest
+    from model.analysis.surprisal import TextSurprisal
 
 
 class AsyncStream(AsyncIterator[Event], Generic[Event]):
@@ -137,17 +138,25 @@ class AsyncClient(ServerAddress, AsyncBatches):
         from forwardscope.local_harvest import Harvest, harvest_job
         from forwardscope.local_harvest_of_server import served_model
 
+        await self._on_thread(lambda send: harvest_job(served_model(send), corpus, stages, out, options)())
+        return Harvest(out)
+
+    harvest.__doc__ = Client.harvest.__doc__
+
+    async def score_text(self, text: str, *, stride: int | None = None, bos: bool = False) -> "TextSurprisal":
+        from forwardscope.local_surprisal import score_on_server
+
+        return await self._on_thread(lambda send: score_on_server(send, text, stride, bos))
+
+    score_text.__doc__ = Client.score_text.__doc__
+
+    async def _on_thread(self, job: Callable[[Callable[[Call[Any]], Any]], Result]) -> Result:
+        """Run a job on a thread. This event loop sends its requests: if the task is cancelled, they are, too."""
+
         def send(call: Call[Any]) -> Any:
             return anyio.from_thread.run(partial(self._send, call))
 
-        def run() -> Harvest:
-            """On a thread, whose requests this event loop sends: if the task is cancelled, they are, too."""
-            harvest_job(served_model(send), corpus, stages, out, options)()
-            return Harvest(out)
-
-        return await anyio.to_thread.run_sync(run)
-
-    harvest.__doc__ = Client.harvest.__doc__
+        return await anyio.to_thread.run_sync(job, send)
 
     async def aclose(self) -> None:
         """Close the connections. `async with` around the client does the same."""

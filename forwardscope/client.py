@@ -28,6 +28,7 @@ from forwardscope.transport import ServerAddress, translated_errors
 
 if TYPE_CHECKING:
     from forwardscope.local_harvest import Harvest
+    from model.analysis.surprisal import TextSurprisal
 
 Arguments = ParamSpec("Arguments")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -154,6 +155,17 @@ class Client(ServerAddress, Batches):
 
         harvest_job(served_model(self._send), corpus, stages, out, options)()
         return Harvest(out)
+
+    def score_text(self, text: str, *, stride: int | None = None, bos: bool = False) -> "TextSurprisal":
+        """The surprisal of the tokens, words and sentences of a text, in bits.
+
+        The text may be longer than the context: it is scored in windows, each of which begins at most `stride` tokens
+        after the one before it, by default half a context. `bos` puts the begin-of-sequence token of the checkpoint
+        before the text, if its tokenizer does not do so. Otherwise the first token may have no surprisal.
+        """
+        from forwardscope.local_surprisal import score_on_server  # takes seconds
+
+        return score_on_server(self._send, text, stride, bos)
 
     def close(self) -> None:
         """Close the connections. `with` around the client does the same."""

@@ -32,6 +32,7 @@ from forwardscope.local_results import (
     describe_stage,
     describe_tokens,
 )
+from forwardscope.local_surprisal import score_on_server
 from forwardscope.local_tensors import with_tensors
 from forwardscope.local_trace import TraceJob, check_indices, values_of
 from forwardscope.local_weights import LocalWeights, find_view, read_weight
@@ -58,7 +59,7 @@ from model.analysis.edit_sources import Network
 from model.analysis.forward_trace import Trace as PassTrace
 from model.analysis.forward_trace import TracedPass
 from model.analysis.harvest.passes import local_model
-from model.analysis.surprisal import TextSurprisal, score_text
+from model.analysis.surprisal import TextSurprisal
 from model.checkpoints.adapters import load_adapter
 from model.checkpoints.load import DTYPES, Checkpoint, load_checkpoint
 from model.choices import Kernels, KVCacheDtype, Quantization
@@ -379,23 +380,9 @@ class LocalModel(Batches):
         return Harvest(out)
 
     def score_text(self, text: str, *, stride: int | None = None, bos: bool = False) -> TextSurprisal:
-        """The surprisal of the tokens, words and sentences of a text, in bits.
+        return score_on_server(self._send, text, stride, bos)
 
-        The text may be longer than the context: it is scored in windows, each of which begins at most `stride` tokens
-        after the one before it, by default half a context. `bos` puts the begin-of-sequence token of the checkpoint
-        before the text, if its tokenizer does not do so. Otherwise the first token may have no surprisal.
-        """
-        if not isinstance(text, str):
-            raise InvalidArgument("text", f"{shown(text)} is not a text")
-        tokenizer, first_ids = self._tokenizer("text"), []
-        if bos:
-            first = self.checkpoint.special_tokens.get("bos_token")
-            token_id = None if first is None else tokenizer.id_of(first)
-            if token_id is None:
-                raise InvalidField("bos", f"{self.name} names no begin-of-sequence token")
-            first_ids = [] if tokenizer.encode("")[:1] == [token_id] else [token_id]
-        model = self.checkpoint.model
-        return self._compute(lambda: score_text(model, tokenizer, text, stride=stride, first_ids=first_ids))
+    score_text.__doc__ = Client.score_text.__doc__
 
     @property
     def weights(self) -> LocalWeights:

@@ -46,6 +46,7 @@ from forwardscope.results import (
     Weight,
     WeightInfo,
 )
+from forwardscope.results.openai import TokenizerInfo
 from forwardscope.results.server import DecodedText, ServedModels, Status, StoredVectors, Tokens
 from forwardscope.results.weights import WeightList
 from forwardscope.tensor_files import NumpyArray, read_safetensors, write_base64
@@ -403,6 +404,11 @@ def to_text(ids: Sequence[int], *, skip_special_tokens: bool = True, **fields: A
     """The text of token ids, without special tokens unless `skip_special_tokens` is False."""
     body = without_none(tokens=to_indices(ids, "ids"), skip_special_tokens=skip_special_tokens, **fields)
     return Call(Request("/detokenize", body), parser(DecodedText, lambda found: found.text))
+
+
+def tokenizer_info() -> Call[TokenizerInfo]:
+    """The special tokens and the chat template."""
+    return Call(Request("/tokenizer_info"), parser(TokenizerInfo))
 
 
 def model() -> Call[ModelInfo]:

@@ -74,7 +74,7 @@ def print_words(model: Transformer, tokenizer: Tokenizer, paths: Sequence[Path])
     """Print the surprisal of every word of some files, and score the files."""
     nats, num_tokens, num_bytes = 0.0, 0, 0
     for path in paths:
-        found = score_text(model, tokenizer, read_utf8(path))
+        found = score_text(tokenizer, lambda ids: token_nats(model, ids).tolist(), read_utf8(path))
         for word in found.words:
             print(json.dumps({"file": str(path), **asdict(word)}, ensure_ascii=False))  # noqa: T201 (likewise)
         nats += math.log(2) * sum(token.bits or 0.0 for token in found.tokens)

@@ -6,13 +6,11 @@ The surprisal of a word or a sentence is the sum of that of its tokens (Hale 200
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from model.analysis.token_losses import token_nats
 from model.errors import InvalidField
-from model.network.transformer import Transformer
-from model.text.tokenizer import Tokenizer
+from model.text.tokenizer import SpanTokenizer
 
 WORD = re.compile(r"\S+")
 SENTENCE_END = re.compile(r"""[.!?\u2026]["')\]\u2019\u201d]*(?=\s)|\n[^\S\n]*\n""")
@@ -47,23 +45,19 @@ class TextSurprisal:
 
 
 def score_text(
-    model: Transformer,
-    tokenizer: Tokenizer,
+    tokenizer: SpanTokenizer,
+    nats_of: Callable[[Sequence[int]], Sequence[float]],
     text: str,
-    *,
-    stride: int | None = None,
     first_ids: Sequence[int] = (),
 ) -> TextSurprisal:
-    """Score a text, which may be longer than the context.
+    """Score a text. `nats_of` gives -ln p of every token but the first, given those before it.
 
-    In every window but the first, at least the context minus `stride` tokens precede the first token that is scored;
-    None: half a context. `first_ids` are tokens before the text. Tokens that the tokenizer adds are not scored.
+    `first_ids` are tokens before the text. Tokens that the tokenizer adds are not scored.
     """
     ids, marked = tokenizer.encode_with_spans(text)
     if not any(marked):
         raise InvalidField("text", "has no tokens")
-    nats = token_nats(model, [*first_ids, *ids], stride).tolist()
-    losses: list[float | None] = [None, *nats][len(first_ids) :]
+    losses: list[float | None] = [None, *nats_of([*first_ids, *ids])][len(first_ids) :]
     scored = [(span, loss) for span, loss in zip(marked, losses, strict=True) if span is not None]
     tokens = [
         Surprisal(text[begin:end], begin, end, None if loss is None else loss / math.log(2))

@@ -51,6 +51,8 @@ METHODS = [
     "chat",
     "score",
     "attribute",
+    "score_text",
+    "harvest",
     "model",
     "status",
     *STREAMS,
@@ -80,6 +82,7 @@ EVERY_CALL: dict[str, Callable[[Any], Any]] = {
     "patching": lambda model: model.attribute("patching", PROMPT, corrupted=OTHER, **SWEEP),
     "sweep": lambda model: sorted(map(repr, model.stream_sweep(PROMPT, OTHER, **SWEEP))),
     "compare": lambda model: model.compare("a b", {"embed": np.ones((2, 256), np.float32)}, dtype="bfloat16"),
+    "score_text": lambda model: model.score_text(f"{PROMPT}. {OTHER}" * 40, bos=True),
     "to_tokens": lambda model: model.to_tokens(PROMPT),
     "to_text": lambda model: model.to_text([5, 6, 7]),
 }

@@ -24,7 +24,8 @@ def prompts() -> list[list[int]]:
 
 def recorded(model: Transformer, passes: Sequence[PromptPass]) -> tuple[list[Tensor | Exception], list[dict[str, Any]]]:
     """The results of passes, and the stages of each."""
-    recorders = [Recorder(stages_of(model.config, adapters=isinstance(each.network, AdaptedNetwork))) for each in passes]
+    stages = stages_of(model.config, adapters=isinstance(passes[0].network, AdaptedNetwork))
+    recorders = [Recorder(stages) for _ in passes]
     taps = [r if each.tap is None else Chain(each.tap, r) for each, r in zip(passes, recorders, strict=True)]
     own = [PromptPass(each.network, each.ids, tap=tap, rows=each.rows) for each, tap in zip(passes, taps, strict=True)]
     with torch.inference_mode():

@@ -122,7 +122,8 @@ def test_lists_of_prompts_of_load_share_passes(pass_sizes: list[int]) -> None:
 
     def blocked(call: Callable[[], Any]) -> Any:
         """The result of a call whose passes wait for each other."""
-        started.clear(), released.clear()
+        for event in (started, released):
+            event.clear()
         pass_sizes.clear()
         with ThreadPoolExecutor(2) as pool:
             blocking = pool.submit(model._compute, block)

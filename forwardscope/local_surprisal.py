@@ -1,0 +1,36 @@
+"""The surprisal of a text by the model of a server: it tokenizes the text, and scores one window after the other."""
+
+from collections.abc import Sequence
+
+from forwardscope import requests
+from forwardscope.arguments import shown
+from forwardscope.errors import InvalidArgument
+from forwardscope.local_harvest_of_server import Send, ServerTokenizer
+from model.analysis.surprisal import TextSurprisal, score_text
+from model.analysis.windows import context_windows
+from model.errors import InvalidField
+
+
+def score_on_server(send: Send, text: str, stride: int | None, bos: bool) -> TextSurprisal:
+    """Score a text with requests, which `send` sends."""
+    if not isinstance(text, str):
+        raise InvalidArgument("text", f"{shown(text)} is not a text")
+    length = send(requests.model()).limits.max_positions
+
+    def nats_of(ids: Sequence[int]) -> list[float]:
+        nats: list[float] = []
+        for start, scored, end in context_windows(len(ids), length, stride):
+            found = send(requests.score(ids[start:scored], [ids[scored:end]]))
+            nats += [-each.logprob for each in found.scores[0].tokens]
+        return nats
+
+    return score_text(ServerTokenizer(send), nats_of, text, first_ids(send) if bos else ())
+
+
+def first_ids(send: Send) -> list[int]:
+    """The begin-of-sequence token of a server's model, unless its tokenizer puts it before every text."""
+    first = send(requests.tokenizer_info()).bos_token
+    if first is None:
+        raise InvalidField("bos", f"{send(requests.model()).name} names no begin-of-sequence token")
+    ids = send(requests.to_tokens(first, add_special_tokens=False))
+    return [] if send(requests.to_tokens("")) == ids else ids
