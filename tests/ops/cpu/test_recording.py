@@ -58,13 +58,20 @@ class TestRecording:
 
 @pytest.mark.usefixtures("instructions")
 def test_idle_kernel_threads_use_little_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with emulated instructions: an emulation that replaces system calls could keep waiting threads awake."""
+    """Also with emulated instructions: an emulation that replaces system calls could keep waiting threads awake.
+
+    A thread of an earlier test may still work for some seconds, so one quiet time after a call is enough.
+    """
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     ones = torch.ones(1 << 16)
-    cpu_backend(torch.float32).network.add(ones, ones)
-    before = time.process_time()
-    time.sleep(0.5)
-    assert time.process_time() - before < 0.25
+
+    def idle_seconds() -> float:
+        cpu_backend(torch.float32).network.add(ones, ones)
+        before = time.process_time()
+        time.sleep(0.5)
+        return time.process_time() - before
+
+    assert any(idle_seconds() < 0.25 for _ in range(20))
 
 
 REFUSED_THREADS = """
