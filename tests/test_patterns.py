@@ -75,11 +75,11 @@ def test_the_time_of_an_expression_is_proportional_to_the_length_of_the_text(nam
     for text in hostile_texts(pattern.pattern.decode() if is_bytes else pattern.pattern):
         for method in methods:
             arguments = ("", text) if method == "sub" else (text,)
-            began = time.process_time()
+            began = time.thread_time()
             found = getattr(pattern, method)(*(each.encode() for each in arguments) if is_bytes else arguments)
             if method == "finditer":
                 assert all(found)
-            assert time.process_time() - began < MAX_CPU_SECONDS, f"{method}: {text[:40]!r}...{text[-2:]!r}"
+            assert time.thread_time() - began < MAX_CPU_SECONDS, f"{method}: {text[:40]!r}...{text[-2:]!r}"
 
 
 def test_other_expressions_have_a_reason() -> None:

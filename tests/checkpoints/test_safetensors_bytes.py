@@ -76,8 +76,8 @@ def test_other_files_are_refused(content: bytes, reason: str) -> None:
 def test_too_many_tensors_are_refused_before_the_header_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("the header was parsed"))
     entries = b",".join(b'"%d":{}' % i for i in range(140_000))
-    began = time.process_time()
+    began = time.thread_time()
     for content in (stated(b"{" + entries + b"}"), stated(b"{" + b" " * (8 << 20) + b"}")):
         with pytest.raises(CheckpointError, match="the limit is"):
             read_safetensors(content, 512)
-    assert time.process_time() - began < 1
+    assert time.thread_time() - began < 1
