@@ -414,11 +414,17 @@ class TestLensJobs:
         run, decode = Worker.run, Transformer.compute_logits
 
         def counted(worker: Worker, job: Any) -> Any:
-            def counted_job() -> Any:
-                jobs.append(0)
-                return job()
+            name = "begin" if hasattr(job, "begin") else "__call__"
+            begin = getattr(job, name)
 
-            return run(worker, counted_job)
+            def counted_begin() -> Any:
+                jobs.append(0)
+                return begin()
+
+            if name == "__call__":
+                return run(worker, counted_begin)
+            job.begin = counted_begin
+            return run(worker, job)
 
         def noted(model: Transformer, residual: torch.Tensor, *rest: Any) -> torch.Tensor:
             jobs[-1] += residual.shape[1]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forwardscope import load
 from model.network.transformer import Transformer
+from service.state import State
 from tests.service.running import PATIENCE_SECONDS, Running, Start, running, wait_until
 from tests.service.test_prompt_lists import without_timings
 
@@ -47,12 +48,19 @@ def pass_sizes(monkeypatch: pytest.MonkeyPatch, bundled: Running) -> list[int]:
     return sizes
 
 
+def num_jobs(state: State) -> int:
+    """The number of jobs of the network's thread that run or wait."""
+    return len(state.worker._jobs_in_flight)
+
+
 def at_once(service: Running, requests: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The answers to requests that wait at the same time."""
+    """The answers to requests that wait at the same time, in their order."""
     with ThreadPoolExecutor(len(requests)) as pool:
         with service.blocked():
-            pending = [pool.submit(service.answer, path, **body) for path, body in requests]
-            wait_until(lambda: service.metric("num_requests_waiting") == len(requests), "all wait")
+            pending = []
+            for path, body in requests:
+                pending.append(pool.submit(service.answer, path, **body))
+                wait_until(lambda: num_jobs(service.state) == 1 + len(pending), "the request waits")
         return [each.result() for each in pending]
 
 
@@ -99,10 +107,10 @@ def test_a_refused_request_does_not_end_those_that_share_its_pass(
         raise MemoryError("no memory for the maps")
 
     monkeypatch.setattr("service.routes.patterns.reduce_blocks", fail)
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
         with bundled.blocked():
             pending = [pool.submit(bundled.post, path, body) for path, body in REQUESTS]
-            wait_until(lambda: bundled.metric("num_requests_waiting") == len(REQUESTS) - 1, "all but one wait")
+            wait_until(lambda: num_jobs(bundled.state) == 1 + len(REQUESTS), "all wait")
         statuses = [each.result().status_code for each in pending]
     assert [status == 200 for status in statuses] == [path != "/patterns" for path, _ in REQUESTS]
     errors_logged.clear()
@@ -113,7 +121,7 @@ def test_lists_of_prompts_of_load_share_passes(pass_sizes: list[int]) -> None:
     traces = [model.run(prompt, "*.resid_post", baseline=True, edits=[ADD]) for prompt in PROMPTS]
     logits = [model.logits(prompt) for prompt in PROMPTS]
     num_tokens = sum(len(trace.tokens) for trace in traces)
-    worker = model._transport._state.worker  # type: ignore[union-attr]  # `logits` has made it
+    state = model._transport._state  # type: ignore[union-attr]  # `logits` has made it
     started, released = threading.Event(), threading.Event()
 
     def block() -> None:
@@ -129,7 +137,7 @@ def test_lists_of_prompts_of_load_share_passes(pass_sizes: list[int]) -> None:
             blocking = pool.submit(model._compute, block)
             assert started.wait(PATIENCE_SECONDS)
             pending = pool.submit(call)
-            wait_until(lambda: worker.num_waiting == len(PROMPTS), "all wait")
+            wait_until(lambda: num_jobs(state) == 1 + len(PROMPTS), "all wait")
             released.set()
             blocking.result()
             return pending.result()
