@@ -15,6 +15,7 @@ from service.commands import COMMANDS
 from service.commands.interrupts import LINE, STATUS, leave_from_now_on, leaving_at_once
 
 OTHER_NAMES = {"check": "doctor", "run": "chat", "pull": "serve", "start": "serve", "server": "serve", "api": "serve"}
+PIPE_STATUS = 128 + 13  # of a process that SIGPIPE has ended
 HELP = """usage: forwardscope COMMAND [arguments]
 
 {commands}
@@ -29,6 +30,17 @@ forwardscope --version   show the version
 
 def main() -> None:
     """Run the command that `sys.argv` names. It exits with 0, 1 after a failure, or 2 for a wrong command line."""
+    try:
+        try:
+            run_command()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads the output any more, as after `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of the process
+        sys.exit(PIPE_STATUS)
+
+
+def run_command() -> None:
     first = sys.argv[1] if len(sys.argv) > 1 else "serve"
     if first in ("--help", "-h", "help"):
         lines = (f"  {name:11} {description}" for name, (_, description) in COMMANDS.items())

@@ -1,5 +1,6 @@
 """The console command: which program runs, what a wrong command line says, and the exit codes."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from model import __version__
-from service.__main__ import main
+from service.__main__ import PIPE_STATUS, main
 from service.commands import COMMANDS
 from tests.service.running import ROOT, run_command
 
@@ -31,6 +32,16 @@ def test_the_package_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "forwardscope", "--version"]
     found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     assert found.stdout == f"forwardscope {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["doctor"]])
+def test_a_command_ends_without_a_traceback_if_nobody_reads_its_output(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "forwardscope", *arguments]
+    with os.fdopen(writer, "w") as closed:
+        found = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    assert (found.returncode, found.stderr) == (PIPE_STATUS, "")
 
 
 def test_the_version_is_that_of_the_library(
@@ -62,7 +73,7 @@ def test_an_unknown_command_ends_with_2_and_names_the_nearest(
 
 def test_help_and_mistakes_do_not_wait_for_torch() -> None:
     code = (
-        "import sys; from contextlib import suppress; from service.__main__ import main\n"
+        "import sys; from contextlib import suppress; from service.__main__ import PIPE_STATUS, main\n"
         "for arguments in (['--help'], ['serve', '--help'], ['chat', '-h'], ['--port', 'x'], ['serve', '--prot']):\n"
         "    sys.argv = ['forwardscope', *arguments]\n"
         "    with suppress(SystemExit): main()\n"
