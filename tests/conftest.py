@@ -23,6 +23,14 @@ def shared(relative: str) -> Path:
     return path
 
 
+def source_tree() -> Path:
+    """The checkout. The calling module or test is skipped where the tests run with an installed package alone."""
+    root = Path(__file__).parents[1]
+    if not (root / "model").is_dir():
+        pytest.skip("reads the source, which lies elsewhere: the package is installed", allow_module_level=True)
+    return root
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Compile the kernels before the first test, in the process that starts the others."""
     if not hasattr(config, "workerinput") and not config.option.collectonly:

@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from model.ops.cpu.build import SHIPPED
 from service.settings import Settings
+from tests.conftest import source_tree
 from tests.service.running import running
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
@@ -331,7 +332,7 @@ def stages() -> dict[str, str]:
 
 def test_only_the_files_that_decide_what_is_compiled_are_copied_before_the_kernels(tmp_path: Path) -> None:
     """The kernels of all levels are compiled again only if a file that was copied before has changed."""
-    root = DEPLOY.parent
+    root = source_tree()
     before = stages()["wheel"].partition("RUN python -m model.ops.cpu.build")[0]
     copied = [words[:-1] for words in map(str.split, re.findall(r"^COPY (.+)$", before, re.M))]
     names = {name for group in copied for name in group}
@@ -365,9 +366,10 @@ def test_only_an_image_for_cuda_has_a_compiler(index: str, installs: bool, tmp_p
 
 
 def test_the_wheel_takes_the_kernels_that_were_compiled_before_and_no_other_stage_compiles() -> None:
-    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    root = source_tree()
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     (directory,) = re.findall(r"python -m model\.ops\.cpu\.build --all (\S+)", stages()["wheel"])
-    libraries = SHIPPED.relative_to(DEPLOY.parent)
+    libraries = SHIPPED.relative_to(root)
     assert directory == f"{project['tool']['distutils']['build']['build-lib']}/{libraries}"
     assert {name for name, text in stages().items() if re.search(r"g\+\+|ZIG", text)} == {"wheel"}
     assert stages()[""].startswith("dependencies\n")

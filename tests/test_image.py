@@ -23,9 +23,10 @@ import pytest
 
 from model.ops.cpu.build import CSRC, SHIPPED
 from model.ops.cpu.instruction_levels import LEVELS
+from tests.conftest import source_tree
 from tests.engine.other_rank import free_port
 
-ROOT = Path(__file__).parents[1]
+ROOT = source_tree()
 VARIABLE = "FORWARDSCOPE_TEST_IMAGE"
 PROGRAMS = ("buildah", "debootstrap")
 DEBIAN = "bookworm"

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.conftest import source_tree
+
+ROOT = source_tree()
 # From top to bottom. A package may import packages of lower levels, and itself; not another package of its own level.
 LEVELS = (
     ("forwardscope.local",),

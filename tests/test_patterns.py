@@ -10,12 +10,13 @@ import time
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.conftest import source_tree
+
+ROOT = source_tree()
 PACKAGES = ("forwardscope", "model", "service")
 SOURCES = {path: path.read_text(encoding="utf-8") for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
 # The program, a module that needs the extra `train`, and one that needs Triton.

@@ -50,11 +50,12 @@ from service.http import (
 from service.http.edit_schemas import EditRequest
 from service.settings import Settings
 from tests import published_models
+from tests.conftest import source_tree
 from tests.service.running import Running, process, run_command, running
 from tests.service.test_described_once import answer_kinds, routes_of
 from tests.tiny import CONFIGS
 
-ROOT = Path(__file__).parents[1]
+ROOT = source_tree()
 OPERATIONS = ROOT / "docs" / "operations.md"
 PATHS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "deploy/README.md", "deploy/kubernetes/README.md")),

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from model import __version__
+from tests.conftest import source_tree
 
-ROOT = Path(__file__).parents[1]
+ROOT = source_tree()
 
 
 def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -12,10 +12,11 @@ import pytest
 
 from model import __version__
 from model.ops.cpu import build, instruction_levels, libraries
+from tests.conftest import source_tree
 from tests.kernels import package_kernels
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[1]
+ROOT = source_tree()
 STATUS = "from model.ops.cpu import libraries; print(libraries.__file__); print(libraries.kernel_status())"
 
 

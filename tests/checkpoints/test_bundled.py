@@ -9,6 +9,7 @@ import transformers
 
 from model.checkpoints.load import BUNDLED, Checkpoint, load_checkpoint
 from model.training.train import Recipe
+from tests.conftest import source_tree
 
 CARD = (BUNDLED / "README.md").read_text(encoding="utf-8")
 LOG = [json.loads(line) for line in (BUNDLED / "training.jsonl").read_text().splitlines()]
@@ -77,7 +78,7 @@ def test_the_figures_of_the_model_card_agree_with_the_log_and_the_weights(bundle
         f"**{result['held_out']['bits_per_byte']}** bits | {result['held_out']['perplexity']:.1f} |",
     ):
         assert figure in CARD, figure
-    readme = (BUNDLED.parents[1] / "README.md").read_text(encoding="utf-8")
+    readme = (source_tree() / "README.md").read_text(encoding="utf-8")
     ngram = re.search(r"Kneser-Ney smoothing \| ([\d.]+) bits", CARD)
     assert ngram is not None
     assert f"{result['held_out']['bits_per_byte']:.2f} bits a byte" in readme

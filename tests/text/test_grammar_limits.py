@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,10 +21,10 @@ from model.text.grammar.limits import InvalidGrammar
 from model.text.grammar.process import GrammarProcess, NeedsMoreTime, NoAnswer
 from model.text.grammar.program import SmallVocabulary, read, read_in_fork
 from model.text.grammar.source import check_attributes
+from tests.conftest import source_tree
 from tests.service.running import PATIENCE_SECONDS
 from tests.text.test_constraint import grammars, tokenizer  # noqa: F401  # fixtures
 
-ROOT = Path(__file__).parents[2]
 SLOW = {"anyOf": [{"type": "integer", "multipleOf": number} for number in range(89_960, 89_990)]}
 
 
@@ -155,16 +154,17 @@ def test_what_is_remembered_is_found_without_compiling(grammars: Grammars, check
 
 
 def test_only_the_limited_process_loads_the_modules_that_read_grammars() -> None:
-    paths = [path for package in ("forwardscope", "model", "service") for path in (ROOT / package).rglob("*.py")]
+    root = source_tree()
+    paths = [path for package in ("forwardscope", "model", "service") for path in (root / package).rglob("*.py")]
     imports = {
-        (".".join(path.relative_to(ROOT).with_suffix("").parts), node.module)
+        (".".join(path.relative_to(root).with_suffix("").parts), node.module)
         for path in paths
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom) and node.module is not None
     }
     package = "model.text.grammar"
     shared = {f"{package}.{name}" for name in ("__init__", "grammars", "limits", "process")}
-    private = {f"{package}.{path.stem}" for path in (ROOT / "model/text/grammar").glob("*.py")} - shared
+    private = {f"{package}.{path.stem}" for path in (root / "model/text/grammar").glob("*.py")} - shared
     assert f"{package}.program" in private
     assert {user for user, module in imports if module in private} <= private
 

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "service" / "web"
+import service
+
+PAGE = Path(service.__file__).parent / "web"
 VIEWS = re.findall(r"\bname: \"(\w+)\",\s+label:", (PAGE / "page.js").read_text(encoding="utf-8"))
 assert len(VIEWS) > 5

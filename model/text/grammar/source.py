@@ -23,6 +23,9 @@ ATTRIBUTE = re.compile(
     | \b(temperature|max_tokens)\s*=""",
     re.VERBOSE | re.DOTALL,
 )
+# The brackets of JSON, and its texts, in which they have no meaning.
+NESTING = re.compile(r'"(?:\\.|[^"\\])*+"?|[][{}]', re.DOTALL)
+MAX_DEPTH = 500  # deeper JSON could overflow the small stack of the limited process
 IGNORED = "{name} has no effect on a rule of a grammar; set {name} in the request, for the whole text"
 TOO_LARGE = "all schemas together are too large"
 NOT_ENFORCEABLE = "the schema cannot be enforced"
@@ -106,6 +109,11 @@ def refusal(name: str, reason: str) -> str:
 
 def parsed(text: str) -> Mapping[str, Any]:
     """A JSON schema that a client has sent as text, as vLLM's clients do."""
+    depth = 0
+    for part in NESTING.findall(text):
+        depth += (part in "[{") - (part in "]}")
+        if depth > MAX_DEPTH:
+            raise InvalidGrammar("is a text that is nested too deeply")
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError):

@@ -15,6 +15,7 @@ from model.choices import Quantization
 from model.ops.cpu import build, instruction_levels, libraries
 from model.ops.torch_ops import TORCH
 from model.ops.weight_formats import FORMATS
+from tests.conftest import source_tree
 from tests.kernels import package_kernels
 from tests.ops.cpu.common import (
     EMULATED,
@@ -27,6 +28,7 @@ from tests.ops.cpu.common import (
 )
 from tests.ops.cpu.test_grouped_linear import layer_of, random_weight
 
+source_tree()
 LEVELS = [  # the kernels for those with a mark are compiled for these tests alone
     pytest.param(level.name, marks=[] if level.name in INSTRUCTIONS else pytest.mark.slow)
     for level in instruction_levels.LEVELS
