@@ -5,6 +5,7 @@ Python. Dims: T tokens of all prompts, R rows of one of them, V vocabulary.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,15 +67,24 @@ def cost_of(num_tokens: int, num_stages: int) -> int:
 def compute_together(passes: Sequence[PromptPass]) -> list[Tensor | Exception]:
     """The logits (R, V) of each pass, or what it has raised.
 
-    Passes of one batch-invariant network are one pass, with the bits of single ones. The caller limits their cost.
+    Neighbours with at most `MAX_COST` tokens are one pass of a batch-invariant network, with the bits of single passes.
     """
-    if len(passes) > 1:
-        transformer = passes[0].transformer
-        if transformer is not None and all(each.transformer is transformer for each in passes):
-            try:
-                return _compute_joint(transformer, passes)
-            except Exception:  # too little memory for all of them, for example: each may still be computed alone
-                return [_compute_alone(each) for each in passes]
+    groups: list[list[PromptPass]] = []
+    room = 0
+    for each in passes:
+        if len(each.ids) > room or each.transformer is not groups[-1][0].transformer:
+            groups.append([])
+            room = MAX_COST
+        groups[-1].append(each)
+        room -= len(each.ids)
+    return [result for group in groups for result in _compute_group(group)]
+
+
+def _compute_group(passes: Sequence[PromptPass]) -> list[Tensor | Exception]:
+    transformer = passes[0].transformer
+    if transformer is not None and len(passes) > 1:
+        with suppress(Exception):  # too little memory for all of them, for example: each may still be computed alone
+            return _compute_joint(transformer, passes)
     return [_compute_alone(each) for each in passes]
 
 

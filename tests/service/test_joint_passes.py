@@ -83,6 +83,9 @@ def test_long_prompts_and_many_stages_are_passes_of_their_own(bundled: Running, 
     at_once(bundled, [("/logits", {"prompt": [1] * length}) for length in (200, 100, 57, 56, 1)])
     assert pass_sizes == [200 + 56, 100 + 57 + 1]
     pass_sizes.clear()
+    bundled.answer("/logits", prompt=[1] * 150, edits=[ADD], baseline=True)
+    assert pass_sizes == [150, 150]
+    pass_sizes.clear()
     edits = [ADD | {"stage": "blocks.*.resid_post"}] * 64
     at_once(bundled, [("/logits", {"prompt": [1, 2], "edits": edits}), ("/logits", {"prompt": [1] * 160})])
     assert sorted(pass_sizes) == [2, 160]
