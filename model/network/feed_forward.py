@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from model.config import ModelConfig
@@ -19,6 +20,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.activation = config.activation
         self.gated = config.gated
+        self.d_mlp = d_mlp
         num_hidden = d_mlp * (2 if config.gated else 1)
         self.up = linear(f"{place}.up", config.d_model, num_hidden, config.mlp_bias)
         self.down = linear(f"{place}.down", d_mlp, config.d_model, config.mlp_bias)
@@ -34,7 +36,7 @@ class FeedForward(nn.Module):
         if adapted is not None:
             hidden = self._adapted_up.add(adapted, x, hidden, probe)
         if self.gated:
-            pre, linear = hidden.chunk(2, dim=-1)  # (B, T, d_mlp) each
+            pre, linear = torch.split_with_sizes(hidden, (self.d_mlp, self.d_mlp), dim=-1)  # (B, T, d_mlp) each
             pre, linear = probe("pre", pre), probe("pre_linear", linear)
             post = self._ops.activate(self.activation, pre, linear)
         else:

@@ -60,13 +60,13 @@ class Attention(nn.Module):
         projected = self.qkv(x)
         if adapters is not None:
             projected = self._adapted_qkv.add(adapters.tokens, x, projected, probe)
-        heads = projected.unflatten(-1, (-1, self.d_head))  # (B, T, H + 2 Hkv, D)
-        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
+        heads = projected.view(*projected.shape[:2], -1, self.d_head)  # (B, T, H + 2 Hkv, D)
+        q, k, v = torch.split_with_sizes(heads, (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
         q, k, v = probe("q", q), probe("k", k), probe("v", v)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, probe.at("q_norm")), self.k_norm(k, probe.at("k_norm"))
         if rotation is not None:
-            q, k = self._ops.rotate(q, rotation), self._ops.rotate(k, rotation)
+            q, k = self._ops.rotate_both(q, k, rotation)
             q, k = probe("rot_q", q), probe("rot_k", k)
         z = context.attend(self.layer, q, k, v, probe)
         if rows is not None:

@@ -117,6 +117,9 @@ class NetworkOps(Protocol):
         The dims from R on stay as they are.
         """
 
+    def rotate_both(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Rotate q (B, T, H, D) and k (B, T, Hkv, D), in one operation if they lie next to each other."""
+
     def activate(self, activation: Activation, pre: Tensor, linear: Tensor | None = None) -> Tensor:
         """activation(pre), multiplied by `linear` in a gated network."""
 

@@ -101,6 +101,9 @@ class TorchNetworkOps:
         rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
         return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
+    def rotate_both(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        return self.rotate(q, rotation), self.rotate(k, rotation)
+
     def activate(self, activation: Activation, pre: Tensor, linear: Tensor | None = None) -> Tensor:
         post = ACTIVATIONS[activation](pre)
         return post if linear is None else post * linear

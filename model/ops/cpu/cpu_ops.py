@@ -159,7 +159,7 @@ class CpuNetworkOps(CpuEdits):
             out=out.data_ptr(),
             scales=pointer(scales),
             normalized=pointer(normalized),
-            outer=out[..., 0].numel() // inner if inner else 0,
+            outer=out.numel() // (inner * x.shape[-1]) if inner else 0,
             inner=inner,
             size=x.shape[-1],
             outer_stride=outer_stride,
@@ -228,6 +228,14 @@ class CpuNetworkOps(CpuEdits):
             half=cos.shape[-1],
         )
         return out
+
+    def rotate_both(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        (B, T, H, D), num_kv_heads = q.shape, k.shape[2]
+        if k.data_ptr() != q.data_ptr() + H * D * q.itemsize or q.stride() != k.stride():
+            return self.rotate(q, rotation), self.rotate(k, rotation)
+        rotated = self.rotate(q.as_strided((B, T, H + num_kv_heads, D), q.stride()), rotation)
+        q, k = torch.split_with_sizes(rotated, (H, num_kv_heads), dim=2)
+        return q, k
 
     def activate(self, activation: Activation, pre: Tensor, linear: Tensor | None = None) -> Tensor:
         if activation not in ACTIVATIONS:

@@ -93,6 +93,15 @@ class TestOperations:
         exact = TORCH.network.rotation(positions, frequencies, 1.0, torch.float32)
         self.check(found, TORCH.network.rotate(x.float(), exact).double(), dtype)
 
+    def test_queries_and_keys_rotate_together_as_they_do_alone(self, dtype: torch.dtype) -> None:
+        ops = cpu_backend(dtype).network
+        rotation = ops.rotation(torch.tensor([0, 3, 900]), 1 / 100 ** (torch.arange(0, 12, 2) / 12), 1.0, dtype)
+        qkv = torch.randn(2, 3, 7, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+        neighbours = qkv[:, :, :4], qkv[:, :, 4:6]
+        for q, k in (neighbours, (qkv[:, :, :4], qkv[:, :, 5:]), (neighbours[0].clone(), neighbours[1])):
+            found = ops.rotate_both(q, k, rotation)
+            assert all(map(torch.equal, found, (ops.rotate(q, rotation), ops.rotate(k, rotation))))
+
     def test_each_token_gets_the_rotation_for_the_length_of_its_sequence(self, dtype: torch.dtype) -> None:
         short, long = ((cos, sin) for cos, sin in (torch.randn(2, 4, 3).unbind() for _ in range(2)))
         lengths = torch.tensor([10, 11, 1, 5000])
