@@ -59,6 +59,5 @@ class TraceJob:
     def compute(self, *, grad: bool) -> Any:
         """Compute the passes at once, with `grad` as parts of one graph."""
         began = time.perf_counter()
-        with torch.inference_mode(not grad), torch.set_grad_enabled(grad):
-            traces = [each.finish(each.prompt_pass.compute()) for each in self.make_passes()]
+        traces = [each.compute(grad=grad) for each in self.make_passes()]
         return self.describe(traces, time.perf_counter() - began)

@@ -22,7 +22,9 @@ class Trace:
 
 
 class TracedPass:
-    """A pass over `ids` that keeps the selected stages: compute `prompt_pass`, then call `finish` with its logits.
+    """A pass over `ids` that keeps the selected stages. `compute` runs it.
+
+    Or, to run it together with others: compute `prompt_pass`, then call `finish` with its logits.
 
     `targets` has one token id per position, or None; the loss of a position without a target is NaN. `sizes` gives the
     length of each named dim for this number of tokens. `edits` is a tap that changes stages before they are kept.
@@ -52,19 +54,7 @@ class TracedPass:
         kept = self._recorder.kept
         return Trace([kept[stage.name] for stage in self._selection.stages], logits, loss[0])
 
-
-def trace(
-    network: Network,
-    ids: Sequence[int],
-    targets: Sequence[int | None],
-    selection: Selection,
-    sizes: Mapping[str, int],
-    device: torch.device | str = "cpu",
-    edits: Tap | None = None,
-    *,
-    grad: bool = False,
-) -> Trace:
-    """Run `network` once, as `TracedPass` describes it. With `grad`, the stages are tensors of one graph."""
-    with torch.inference_mode(not grad), torch.set_grad_enabled(grad):
-        traced = TracedPass(network, ids, targets, selection, sizes, device, edits)
-        return traced.finish(traced.prompt_pass.compute())
+    def compute(self, *, grad: bool = False) -> Trace:
+        """Run the network once. With `grad`, the stages are tensors of one graph."""
+        with torch.inference_mode(not grad), torch.set_grad_enabled(grad):
+            return self.finish(self.prompt_pass.compute())

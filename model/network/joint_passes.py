@@ -4,8 +4,8 @@ A short pass takes almost as long as one that is several times longer: it reads 
 Python. Dims: T tokens of all prompts, R rows of one of them, V vocabulary.
 """
 
+import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from model.ops.interface import Backend, NetworkOps
 from model.tracing.stages import stages_of
 from model.tracing.tap import BatchTap, Probe, SequenceTap, Tap
 
+logger = logging.getLogger(__name__)
 MAX_COST = 256
 """Of passes that are computed together, in tokens: the weights are then read often enough."""
 STAGES_PER_TOKEN = 4
@@ -83,8 +84,10 @@ def compute_together(passes: Sequence[PromptPass]) -> list[Tensor | Exception]:
 def _compute_group(passes: Sequence[PromptPass]) -> list[Tensor | Exception]:
     transformer = passes[0].transformer
     if transformer is not None and len(passes) > 1:
-        with suppress(Exception):  # too little memory for all of them, for example: each may still be computed alone
+        try:
             return _compute_joint(transformer, passes)
+        except Exception:  # too little memory for all of them, for example
+            logger.warning("%d prompts cannot be computed together, but maybe alone", len(passes), exc_info=True)
     return [_compute_alone(each) for each in passes]
 
 

@@ -22,7 +22,7 @@ from statistics import fmean, median
 
 import torch
 
-from model.analysis.forward_trace import trace
+from model.analysis.forward_trace import TracedPass
 from model.checkpoints.load import load_checkpoint
 from model.engine.cache import bytes_of_token
 from model.engine.engine import Engine, EngineConfig
@@ -123,7 +123,7 @@ def forward_ratio(model: Transformer, num_tokens: int, pairs: int) -> float:
         begun = time.perf_counter()
         model(torch.tensor([ids]))
         middle = time.perf_counter()
-        trace(model, ids, [*ids[1:], None], selection, sizes_of(config, num_tokens))
+        TracedPass(model, ids, [*ids[1:], None], selection, sizes_of(config, num_tokens)).compute()
         seconds["plain"].append(middle - begun)
         seconds["traced"].append(time.perf_counter() - middle)
     return median(seconds["traced"]) / median(seconds["plain"])

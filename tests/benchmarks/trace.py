@@ -39,7 +39,7 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
-from model.analysis.forward_trace import trace
+from model.analysis.forward_trace import TracedPass
 from model.network.transformer import Transformer
 from model.tracing.selection import Selection
 from model.tracing.stages import sizes_of, stages_of
@@ -130,7 +130,7 @@ def in_process(model: Transformer) -> dict[str, Measure]:
     def traced(selection: Selection) -> Measure:
         def measure(ids: list[int]) -> tuple[float, int]:
             start = time.perf_counter()
-            found = trace(model, ids, [*ids[1:], None], selection, sizes_of(model.config, len(ids)))
+            found = TracedPass(model, ids, [*ids[1:], None], selection, sizes_of(model.config, len(ids))).compute()
             seconds = time.perf_counter() - start
             return seconds, sum(stage.values.nbytes for stage in found.stages if stage.values is not None)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.analysis.forward_trace import Trace, trace
+from model.analysis.forward_trace import Trace, TracedPass
 from model.engine.engine import Engine
 from model.engine.request import Request
 from model.engine.runner import ForwardResult
@@ -45,7 +45,7 @@ def without_read_out(stages: Sequence[Stage]) -> list[Stage]:
 def full_pass(model: Transformer, ids: Sequence[int], params: TraceParams) -> Trace:
     """The trace of one pass over all tokens except the last one. The target of each token is the next token."""
     selection = Selection(stages=params.selection.stages, detail="values", heads=params.selection.heads)
-    return trace(model, ids[:-1], ids[1:], selection, sizes_of(model.config, len(ids) - 1))
+    return TracedPass(model, ids[:-1], ids[1:], selection, sizes_of(model.config, len(ids) - 1)).compute()
 
 
 def traced_positions(result: Result) -> list[int]:
