@@ -59,6 +59,8 @@ def test_results_and_errors_are_those_of_the_client(client: Client, service: Run
             assert await other.model() == client.model()
             texts = ["the cat", "sat", "on"]
             assert await other.batch(other.to_tokens, texts) == [client.to_tokens(text) for text in texts]
+            text = "the cat sat on the mat. " * 200  # longer than the context
+            assert await other.score_text(text) == client.score_text(text)
             with pytest.raises(ApiError, match="max_tokens"):
                 await other.generate(texts, max_tokens=100_000)
             with pytest.raises(ApiError) as raised:
