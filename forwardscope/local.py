@@ -68,7 +68,7 @@ from model.errors import ContextOverflow, InvalidField, join_names, join_words, 
 from model.network.adapted_network import AdaptedNetwork
 from model.network.adapters import Adapter
 from model.network.float_network import FloatNetwork
-from model.network.joint_passes import cost_of
+from model.network.joint_passes import MAX_COST, PromptPass, cost_of
 from model.network.transformer import Transformer
 from model.network.weight_indices import read_part
 from model.network.weight_views import WeightViews
@@ -342,7 +342,8 @@ class LocalModel(Batches):
             return Trace(**head, **found, timings=PassTimings(0.0, seconds))
 
         num_runs = 2 if baseline else 1
-        cost = num_runs * cost_of(len(ids), len(selection.stages))
+        is_alone = bool(edits) or PromptPass(adapted, ids).transformer is None  # edits may need passes of their own
+        cost = MAX_COST if is_alone else num_runs * cost_of(len(ids), len(selection.stages))
         with own_errors(own_hooks):
             return self._compute_traces(TraceJob(cost, make_passes, describe)).at(selection.positions)
 

@@ -15,7 +15,8 @@ def score_on_server(send: Send, text: str, stride: int | None, bos: bool) -> Tex
     """Score a text with requests, which `send` sends."""
     if not isinstance(text, str):
         raise InvalidArgument("text", f"{shown(text)} is not a text")
-    length = send(requests.model()).limits.max_positions
+    limits = send(requests.model()).limits
+    length = min(limits.max_positions, limits.cache_tokens)
 
     def nats_of(ids: Sequence[int]) -> list[float]:
         nats: list[float] = []
@@ -30,7 +31,7 @@ def score_on_server(send: Send, text: str, stride: int | None, bos: bool) -> Tex
 def first_ids(send: Send) -> list[int]:
     """The begin-of-sequence token of a server's model, unless its tokenizer puts it before every text."""
     first = send(requests.tokenizer_info()).bos_token
-    if first is None:
+    ids = [] if first is None else send(requests.to_tokens(first, add_special_tokens=False))
+    if len(ids) != 1:
         raise InvalidField("bos", f"{send(requests.model()).name} names no begin-of-sequence token")
-    ids = send(requests.to_tokens(first, add_special_tokens=False))
-    return [] if send(requests.to_tokens("")) == ids else ids
+    return [] if send(requests.to_tokens(""))[:1] == ids else ids

@@ -34,7 +34,8 @@ def main() -> None:
         try:
             run_command()
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except BrokenPipeError:  # nobody reads the output any more, as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of the process
         sys.exit(PIPE_STATUS)

@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextvars import copy_context
-from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -37,20 +36,51 @@ class Job(Generic[Result]):
     """Work that waits, and the future of its result. It runs in the context of the caller: log lines have its ids."""
 
     def __init__(self, work: Work[Result], pause: Callable[[], None]) -> None:
-        self.work = work
         self.future: Future[Result] = Future()
+        self.passes: Sequence[PromptPass] = ()
+        self._work: Work[Result] | None = work  # None: it has ended
         self._context = copy_context()
         self._context.run(PAUSE.set, pause)
 
-    def run(self, function: Callable[[], Any]) -> Any:
-        return self._context.run(function)
+    @property
+    def cost(self) -> int | None:
+        """The cost of the passes that it needs; None: it needs none."""
+        return None if self._work is None or callable(self._work) else self._work.cost
 
-    def complete(self, function: Callable[[], Result]) -> None:
-        """Set the result to that of a function. Its exception is raised where the result is awaited."""
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return self._context.run(function, *arguments)
+
+    def call(self) -> None:
+        """Do work that needs no passes."""
+        assert callable(self._work)
+        self._end(self._work)
+
+    def begin(self) -> None:
+        """Prepare the passes. If this fails, the job has ended."""
+        assert self._work is not None
+        assert not callable(self._work)
         try:
-            self.future.set_result(self.run(function))
+            self.passes = self.run(self._work.begin)
         except Exception as error:
-            self.future.set_exception(error)
+            self._fail(error)
+
+    def finish(self, found: Sequence[Tensor | Exception], seconds: float) -> None:
+        """Make the result of the passes, or of the first exception among them."""
+        assert self._work is not None
+        assert not callable(self._work)
+        self._end(finish, self._work, found, seconds)
+
+    def _end(self, function: Callable[..., Result], *arguments: Any) -> None:
+        try:
+            self.future.set_result(self.run(function, *arguments))
+        except Exception as error:
+            self._fail(error)
+        self._work, self.passes = None, ()
+
+    def _fail(self, error: Exception) -> None:
+        """Let an exception be raised where the result is awaited. Its frames, which keep this job, keep no work."""
+        self._work, self.passes = None, ()
+        self.future.set_exception(error)
 
 
 def run_next(jobs: deque[Job[Any]]) -> None:
@@ -58,46 +88,40 @@ def run_next(jobs: deque[Job[Any]]) -> None:
     while jobs:
         job = jobs.popleft()
         if job.future.set_running_or_notify_cancel():
-            work = job.work
-            if callable(work):
-                job.complete(work)
+            if job.cost is None:
+                job.call()
             else:
-                run_together([(job, work), *take_small(jobs, MAX_COST - work.cost)])
+                run_together([job, *take_small(jobs, MAX_COST - job.cost)])
             return
 
 
-def take_small(jobs: deque[Job[Any]], room: int) -> list[tuple[Job[Any], PassJob[Any]]]:
+def take_small(jobs: deque[Job[Any]], room: int) -> list[Job[Any]]:
     """Take the jobs out of the queue whose passes cost at most `room` together."""
     taken = []
     for job in tuple(jobs):
-        work = job.work
-        if not callable(work) and work.cost <= room:
+        cost = job.cost
+        if cost is not None and cost <= room:
             jobs.remove(job)
             if job.future.set_running_or_notify_cancel():
-                room -= work.cost
-                taken.append((job, work))
+                room -= cost
+                taken.append(job)
     return taken
 
 
-def run_together(jobs: Sequence[tuple[Job[Any], PassJob[Any]]]) -> None:
-    """Run jobs that need passes. An error ends only its own job."""
+def run_together(jobs: Sequence[Job[Any]]) -> None:
+    """Run jobs that need passes. An error ends only its own job, and keeps nothing of the others."""
     began = time.perf_counter()
-    passes: list[PromptPass] = []
-    ready: list[tuple[Job[Any], PassJob[Any], slice]] = []
-    for job, work in jobs:
-        try:
-            own = job.run(work.begin)
-        except Exception as error:  # raised again where the result is awaited
-            job.future.set_exception(error)
-        else:
-            ready.append((job, work, slice(len(passes), len(passes) + len(own))))
-            passes += own
-    if not ready:
+    for job in jobs:
+        job.begin()
+    jobs = [job for job in jobs if not job.future.done()]
+    if not jobs:
         return
-    found = ready[0][0].run(partial(compute_together, passes))
+    passes = [each for job in jobs for each in job.passes]
+    found = deque(jobs[0].run(compute_together, passes))
+    passes.clear()
     seconds = time.perf_counter() - began
-    for job, work, rows in ready:
-        job.complete(partial(finish, work, found[rows], seconds))
+    for job in jobs:
+        job.finish([found.popleft() for _ in job.passes], seconds)
 
 
 def finish(work: PassJob[Result], found: Sequence[Tensor | Exception], seconds: float) -> Result:

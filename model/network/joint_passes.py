@@ -130,7 +130,8 @@ def _compute_joint(model: Transformer, passes: Sequence[PromptPass]) -> list[Ten
         adapters=PassAdapters(adapted_tokens, adapted_rows) if has_adapters else None,
     )[0]
     errors = {index: tap.error for index, tap in taps.items() if tap.error is not None}
-    return [errors.get(index, logits[rows]) for index, rows in enumerate(rows_of)]
+    # Copies, because an answer may be held for long, and must not hold the logits of the others.
+    return [errors[index] if index in errors else logits[rows].clone() for index, rows in enumerate(rows_of)]
 
 
 class JointContext:

@@ -248,7 +248,8 @@ async def _run_group(state: State, group: PassGroup, span: RequestSpan | None) -
         raise
     finally:
         if span is not None:
-            span.attributes["gen_ai.response.model"] = group.model
+            if group.model:
+                span.attributes["gen_ai.response.model"] = group.model
             for each in group.passes:
                 add_pass(span, each.num_tokens, group.queued, group.started, time.perf_counter(), error)
     metrics = state.metrics

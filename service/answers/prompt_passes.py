@@ -143,8 +143,16 @@ async def answer_prompts(
         assert checkpoint is not None
         bound = await bind_edits(edit_plans, request, state, checkpoint, subject.adapter, arrived)
         plans = [replace(plan, bound_edits=each) for plan, each in zip(plans, bound, strict=True)]
-    share = budget.pass_bytes / state.settings.max_pass_bytes  # of the memory of a pass
-    passes = [Pass(len(plan.ids), partial(begin, plan), max(plan.cost, ceil(MAX_COST * share))) for plan in plans]
+    settings = state.settings
+    used = budget.pass_bytes / settings.max_pass_bytes  # of the memory of a pass
+
+    def cost_of_plan(plan: Plan) -> int:
+        if plan.prompt_pass(None).transformer is None:
+            return MAX_COST
+        share = max(used, len(plan.ids) / settings.max_pass_tokens)  # of the limits of a pass
+        return max(plan.cost, ceil(MAX_COST * share))
+
+    passes = [Pass(len(plan.ids), partial(begin, plan), cost_of_plan(plan)) for plan in plans]
     returns_list = is_list or scales is not None
     return await answer_passes(
         request, state, passes, budget=budget, is_list=returns_list, as_safetensors=as_safetensors, arrived=arrived

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +112,26 @@ def test_a_wrong_argument_is_named(model: LocalModel) -> None:
             model.score_text(TEXT, stride=stride)
     with pytest.raises(InvalidField, match="text: has no tokens"):
         model.score_text("")
+
+
+def test_a_token_that_begins_every_text_is_there_once(model: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the tokenizer adds tokens at the end."""
+    expected = model.score_text(TEXT, bos=True)
+    tokenizer = model.checkpoint.tokenizer
+    assert tokenizer is not None
+    encode, spans = type(tokenizer).encode, type(tokenizer).encode_with_spans
+
+    def encode_with(self: Any, text: str, add_special_tokens: bool = True, **options: Any) -> list[int]:
+        ids = encode(self, text, add_special_tokens=add_special_tokens, **options)
+        return [0, *ids, 1] if add_special_tokens else ids
+
+    def spans_with(self: Any, text: str, **options: Any) -> Any:
+        ids, marked = spans(self, text, **options)
+        return [0, *ids, 1], [None, *marked, None]
+
+    monkeypatch.setattr(type(tokenizer), "encode", encode_with)
+    monkeypatch.setattr(type(tokenizer), "encode_with_spans", spans_with)
+    assert bits_of(model.score_text(TEXT, bos=True).tokens) == pytest.approx(bits_of(expected.tokens), rel=1e-4)
 
 
 def test_the_command_prints_each_word_and_the_same_figures_as_without_words(

@@ -1,7 +1,10 @@
 """Short passes that wait at the same time are one pass of the network, and each has the answer that it has alone."""
 
+import gc
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,7 +12,10 @@ import pytest
 from torch import Tensor
 
 from forwardscope import load
+from model.network.joint_passes import PromptPass
 from model.network.transformer import Transformer
+from service.network_jobs import Job, run_next
+from service.network_thread import NetworkThread
 from service.state import State
 from tests.service.running import PATIENCE_SECONDS, Running, Start, running, wait_until
 from tests.service.test_prompt_lists import without_timings
@@ -103,6 +109,56 @@ def test_passes_that_together_need_more_memory_than_the_limit_are_not_joined(
     assert pass_sizes == [12, 12, 12, 20, 10]
 
 
+def test_a_joint_pass_keeps_to_the_longest_prompt_that_is_allowed(start: Start, pass_sizes: list[int]) -> None:
+    service = start(model="bundled", max_pass_tokens=40)
+    service.answer("/logits", prompt=[[1] * 20] * 3, top_k=1)
+    assert pass_sizes == [40, 20]
+
+
+def test_the_prompts_of_a_network_without_kernels_are_jobs_of_their_own(tiny: Running) -> None:
+    num_jobs = 0
+    submit = NetworkThread.submit
+
+    def counted(self: NetworkThread, work: Any) -> Any:
+        nonlocal num_jobs
+        num_jobs += 1
+        return submit(self, work)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NetworkThread, "submit", counted)
+        tiny.answer("/logits", prompt=[[1]] * 5)
+    assert num_jobs == 5
+
+
+def test_an_error_keeps_nothing_of_the_jobs_that_share_the_pass() -> None:
+    class Work:
+        cost = 1
+
+        def __init__(self, error: Exception | None = None) -> None:
+            self.error = error
+
+        def begin(self) -> list[PromptPass]:
+            return []
+
+        def finish(self, logits: Sequence[Tensor], seconds: float) -> str:
+            if self.error is not None:
+                raise self.error
+            return "a result"
+
+    works = [Work(), Work(ValueError("a bug")), Work()]
+    alive = [weakref.ref(each) for each in works]
+    jobs = deque(Job(each, lambda: None) for each in works)
+    futures = [job.future for job in jobs]
+    gc.disable()  # references that go round in a circle would be freed late
+    try:
+        works.clear()
+        run_next(jobs)
+        assert [str(each.exception() or each.result()) for each in futures] == ["a result", "a bug", "a result"]
+        assert [each() is None for each in alive] == [True, False, True]  # the frames of the error are its own
+    finally:
+        gc.enable()
+
+
 def test_a_refused_request_does_not_end_those_that_share_its_pass(
     bundled: Running, pass_sizes: list[int], monkeypatch: pytest.MonkeyPatch, errors_logged: list[str]
 ) -> None:
@@ -121,7 +177,7 @@ def test_a_refused_request_does_not_end_those_that_share_its_pass(
 
 def test_lists_of_prompts_of_load_share_passes(pass_sizes: list[int]) -> None:
     model = load("bundled")
-    traces = [model.run(prompt, "*.resid_post", baseline=True, edits=[ADD]) for prompt in PROMPTS]
+    traces = [model.run(prompt, "*.resid_post") for prompt in PROMPTS]
     logits = [model.logits(prompt) for prompt in PROMPTS]
     num_tokens = sum(len(trace.tokens) for trace in traces)
     state = model._transport._state  # type: ignore[union-attr]  # `logits` has made it
@@ -145,7 +201,7 @@ def test_lists_of_prompts_of_load_share_passes(pass_sizes: list[int]) -> None:
             blocking.result()
             return pending.result()
 
-    assert blocked(lambda: model.run(PROMPTS, "*.resid_post", baseline=True, edits=[ADD])) == traces
-    assert pass_sizes == [2 * num_tokens]
+    assert blocked(lambda: model.run(PROMPTS, "*.resid_post")) == traces
+    assert pass_sizes == [num_tokens]
     assert blocked(lambda: model.logits(PROMPTS)) == logits
     assert pass_sizes == [num_tokens]

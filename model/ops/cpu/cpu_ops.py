@@ -231,7 +231,8 @@ class CpuNetworkOps(CpuEdits):
 
     def rotate_both(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         (B, T, H, D), num_kv_heads = q.shape, k.shape[2]
-        if k.data_ptr() != q.data_ptr() + H * D * q.itemsize or q.stride() != k.stride():
+        is_shared = k.untyped_storage().data_ptr() == q.untyped_storage().data_ptr() and q.stride() == k.stride()
+        if not is_shared or k.data_ptr() != q.data_ptr() + H * D * q.itemsize:
             return self.rotate(q, rotation), self.rotate(k, rotation)
         rotated = self.rotate(q.as_strided((B, T, H + num_kv_heads, D), q.stride()), rotation)
         q, k = torch.split_with_sizes(rotated, (H, num_kv_heads), dim=2)
