@@ -21,7 +21,7 @@ from tests.service.test_generate_trace import BLOCK, BLOCK_BYTES, both_ways
 PROMPT = [257, 69, 270, 273, 264]
 BODY: dict[str, Any] = {"prompt": PROMPT, "seed": 3, "max_tokens": 12, "ignore_eos": True}
 FOREVER = BODY | {"max_tokens": 60_000}
-TIMEOUT_SECONDS = 0.5
+TIMEOUT_SECONDS = 1.0
 TRACED: dict[str, Any] = {"stream": True, "trace": {"stages": ["*"], "detail": "values"}}  # 50 kB per token
 
 
@@ -83,7 +83,9 @@ class TestTimeout:
         assert impatient.metric("num_requests_waiting") == 0
 
     @pytest.mark.parametrize("path", ["/forward", "/logits"])
-    def test_a_pass_that_waits_too_long_is_503_and_never_runs(self, impatient: Running, path: str) -> None:
+    def test_a_pass_that_waits_too_long_is_503_and_never_runs(
+        self, impatient: Running, path: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         before = impatient.metric("trace_seconds_count")
         with impatient.blocked():
             response = impatient.post(path, {"prompt": PROMPT})
@@ -91,6 +93,7 @@ class TestTimeout:
             assert (response.status_code, error["type"], error["code"]) == (503, "unavailable_error", "timeout")
             assert int(response.headers["retry-after"]) >= 1
             assert impatient.metric("num_requests_waiting") == 0
+        monkeypatch.setattr(impatient.state.settings, "request_timeout_seconds", PATIENCE_SECONDS)
         assert impatient.post(path, {"prompt": PROMPT}).status_code == 200
         assert impatient.metric("trace_seconds_count") == before + 1
 
