@@ -68,22 +68,11 @@ def cost_of(num_tokens: int, num_stages: int) -> int:
 def compute_together(passes: Sequence[PromptPass]) -> list[Tensor | Exception]:
     """The logits (R, V) of each pass, or what it has raised.
 
-    Neighbours with at most `MAX_COST` tokens are one pass of a batch-invariant network, with the bits of single passes.
+    Passes of one batch-invariant network with at most `MAX_COST` tokens are one pass, with the bits of single ones.
     """
-    groups: list[list[PromptPass]] = []
-    room = 0
-    for each in passes:
-        if len(each.ids) > room or each.transformer is not groups[-1][0].transformer:
-            groups.append([])
-            room = MAX_COST
-        groups[-1].append(each)
-        room -= len(each.ids)
-    return [result for group in groups for result in _compute_group(group)]
-
-
-def _compute_group(passes: Sequence[PromptPass]) -> list[Tensor | Exception]:
-    transformer = passes[0].transformer
-    if transformer is not None and len(passes) > 1:
+    transformer = passes[0].transformer if len(passes) > 1 else None
+    is_short = sum(len(each.ids) for each in passes) <= MAX_COST
+    if transformer is not None and is_short and all(each.transformer is transformer for each in passes):
         try:
             return _compute_joint(transformer, passes)
         except Exception:  # too little memory for all of them, for example
