@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from model.ops.cpu import build
-from model.ops.cpu.instruction_levels import chosen_level
+from model.ops.cpu.instruction_levels import chosen_level, this_target
 
 
 def compile_kernels() -> None:
@@ -35,4 +35,4 @@ def package_kernels(directory: Path) -> None:
     assert level is not None
     directory.mkdir(parents=True)
     for source in build.CSRC.glob("*.cpp"):
-        shutil.copy(build.compile_source(source), directory / build.library_name(source, level))
+        shutil.copy(build.compile_source(source), directory / build.library_name(source, level, this_target()))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from model import __version__
+from model.ops.cpu.instruction_levels import TARGETS
 from tests.conftest import source_tree
 
 ROOT = source_tree()
@@ -79,8 +80,8 @@ def test_a_dry_run_builds_checks_and_lists_everything_and_makes_no_tag(tmp_path:
     built = run("deploy/release", "--dry-run", str(tmp_path / "out"), cwd=checkout)
     assert built.returncode == 0, built.stdout + built.stderr
     name = f"forwardscope-{__version__}"
-    machines = {f"{name}-py3-none-manylinux_2_28_{machine}.whl" for machine in ("x86_64", "aarch64")}
-    packages = {*machines, f"{name}-py3-none-any.whl", f"{name}.tar.gz"}
+    tags = [target.wheel for target in TARGETS.values()]
+    packages = {*(f"{name}-py3-none-{tag}.whl" for tag in (*tags, "any")), f"{name}.tar.gz"}
     listed = {"sbom.cdx.json", *packages}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*listed, "SHA256SUMS"}
     assert run("sha256sum", "--check", "--strict", "SHA256SUMS", cwd=tmp_path / "out").returncode == 0

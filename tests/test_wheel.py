@@ -79,15 +79,57 @@ def test_a_wheel_for_another_machine_has_all_levels_of_that_machine_and_its_name
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wheels = pytest.importorskip("model.ops.cpu.wheels", reason="needs setuptools 77 to build a wheel")
-    for machine, levels in instruction_levels.LEVELS_OF.items():
+    for machine, target in instruction_levels.TARGETS.items():
         monkeypatch.setenv("KERNEL_LEVELS", "all")
         monkeypatch.setenv("KERNEL_MACHINE", machine)
-        assert wheels.levels() == levels
+        assert wheels.levels() == target.levels
         tag = wheels.WheelWithKernels.get_tag(None)
-        assert tag == ("py3", "none", f"manylinux_2_28_{machine}")
+        assert tag == ("py3", "none", "macosx_11_0_arm64" if machine == "arm64" else f"manylinux_2_28_{machine}")
         monkeypatch.setenv("KERNEL_LEVELS", "own")
         with pytest.raises(ValueError, match="KERNEL_MACHINE has no effect with KERNEL_LEVELS=own; set KERNEL_LEVELS"):
             wheels.levels()
     monkeypatch.setenv("KERNEL_MACHINE", "riscv64")
-    with pytest.raises(ValueError, match="KERNEL_MACHINE is 'riscv64'; take x86_64 or aarch64"):
-        wheels.machine()
+    with pytest.raises(ValueError, match="KERNEL_MACHINE is 'riscv64'; take x86_64, aarch64, arm64"):
+        wheels.target()
+
+
+FORMATS = {  # the first bytes of a library, up to the number of the processor
+    "x86_64": b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x03\x00\x3e\x00",
+    "aarch64": b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x03\x00\xb7\x00",
+    "arm64": b"\xcf\xfa\xed\xfe\x0c\x00\x00\x01",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("machine", "target"), instruction_levels.TARGETS.items())
+def test_libraries_for_every_machine_need_its_c_library_alone_and_are_equal_in_every_build(
+    tmp_path: Path, machine: str, target: instruction_levels.Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    if build.find_zig(target) is None:
+        pytest.skip("needs `pip install ziglang`")
+    monkeypatch.setattr(build, "CSRC", tmp_path / "csrc")
+    shutil.copytree(source_tree() / "model/ops/cpu/csrc", build.CSRC)
+    for source in build.CSRC.glob("*.cpp"):
+        if source.stem not in ("thread_pool", "sampling"):  # one with threads, one with variables of threads
+            source.unlink()
+    (tmp_path / "first").mkdir()
+    for another in instruction_levels.TARGETS.values():  # whose libraries are not taken for those of the target
+        for source in build.CSRC.glob("*.cpp"):
+            for level in another.levels if another != target else ():
+                library = tmp_path / "first" / build.library_name(source, level, another)
+                library.write_bytes(b"of another machine")
+                build.seal(library)
+    for directory in ("first", "second"):
+        build.compile_all(tmp_path / directory, target.levels[-1:], target)
+    first, second = (sorted((tmp_path / directory).iterdir()) for directory in ("first", "second"))
+    assert [path.name for path in first] == [path.name for path in second]
+    assert len(first) == 2
+    for one, other in zip(first, second, strict=True):
+        content = one.read_bytes()
+        assert content == other.read_bytes()
+        assert content.startswith(FORMATS[machine])
+        assert b"libc++" not in content
+        assert b"libstdc++" not in content
+        assert (b"/usr/lib/libSystem.B.dylib" in content) == (machine == "arm64")
+        assert str(tmp_path).encode() not in content

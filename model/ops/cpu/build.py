@@ -16,7 +16,6 @@ import hashlib
 import importlib.util
 import logging
 import os
-import platform
 import shlex
 import shutil
 import stat
@@ -28,9 +27,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
-from model.ops.cpu.instruction_levels import LEVELS, InstructionLevel, chosen_level
+from model.ops.cpu.instruction_levels import LEVELS, InstructionLevel, Target, chosen_level, this_target
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 FLAGS = ("-O3", "-ffp-contract=off", "-std=c++20", "-pthread", "-fPIC")
 COMPILERS = ("g++", "c++")
 GCC_FLAG = "-fno-tree-pre"  # otherwise GCC 12 keeps some of the sums of a product in memory instead of registers
+MACOS_FLAG = "-mmacosx-version-min=11.0"  # the oldest macOS with Apple silicon, as the tag of wheels says
 ZIG = "ziglang==0.17.*"  # with which what is shipped was measured
-GLIBC_TARGET = "{machine}-linux-gnu.2.28"  # what PyTorch needs, too: manylinux_2_28
 CSRC = Path(__file__).parent / "csrc"
 SHIPPED = Path(__file__).parent / "libraries"  # of an installed package; not there in a checkout
 # Environment variables: where compilers put temporary files, and Zig what it has compiled of C's library.
@@ -51,11 +51,16 @@ STALE_SECONDS = 3600.0  # far longer than a compiler takes: the process that mad
 
 @dataclass(frozen=True)
 class Compiler:
-    """The commands of a compiler: `command` with `flags` compiles a file, and `link` makes a library."""
+    """The commands of a compiler: `command` with `flags` compiles a file, and `link` makes a library.
+
+    `naming` is the start of the option for the name that is written into a library, if there is one. On macOS, it would
+    otherwise be the path at which the library is made, so no two builds would be equal.
+    """
 
     command: tuple[str, ...]
     flags: tuple[str, ...]
     link: tuple[str, ...]
+    naming: str | None = None
     is_zig: bool = False
 
 
@@ -67,17 +72,19 @@ def compile_source(source: Path) -> Path:
     removes that directory after loading, or else the end of the process does. Raises `OSError`, which says what to do,
     if this CPU has no instruction level, if there is no compiler, or if it fails.
     """
-    if sys.platform != "linux":
-        raise OSError("they are for Linux; run the server there, in WSL 2 or in a container")
+    if sys.platform != "linux" and this_target() is None:
+        raise OSError(
+            "they are for Linux, and for macOS on Apple silicon; run the server there, in WSL 2 or in a container"
+        )
     level = chosen_level()
     if level is None:
         raise OSError("this CPU has neither AVX2 (with FMA and F16C) nor 64-bit NEON; use one that has either")
-    if is_whole(library := SHIPPED / library_name(source, level)):
+    target = this_target()
+    if is_whole(library := SHIPPED / library_name(source, level, target)):
         return library
     level = replace(level, compiler_flags=(*level.compiler_flags, *shlex.split(os.environ.get("CXXFLAGS", ""))))
     compiler = find_compiler()
-    version = subprocess.run([*compiler.command, "-v"], capture_output=True, text=True).stderr
-    name = library_name(source, level, " ".join((*compiler.flags, version)))
+    name = library_name(source, level, target, " ".join((*compiler.flags, version_of(compiler.command))))
     cache_path = prepare_cache()
     if cache_path is not None and is_whole(cache_path / name):
         return cache_path / name
@@ -97,18 +104,18 @@ def compile_source(source: Path) -> Path:
     return cache_path / name
 
 
-def compile_all(
-    directory: Path, levels: Sequence[InstructionLevel] = LEVELS, machine: str = platform.machine()
-) -> None:
+def compile_all(directory: Path, levels: Sequence[InstructionLevel] = LEVELS, target: Target | None = None) -> None:
     """Compile all files for some levels into a directory of libraries to ship, and remove other libraries from it.
 
-    The levels are those of `machine` (a key of `LEVELS_OF`), for which Zig can compile on any machine.
+    The levels are those of `target`, for which Zig can compile on any machine; None stands for this machine.
 
     Intact libraries of the same sources and flags are kept. `CXXFLAGS` has no effect: libraries are shipped with our
     flags alone. A library gets its name only when it is complete, so an interrupted run leaves no broken library with a
     right name. Raises `OSError` if there is no compiler, or it fails.
     """
-    libraries = {library_name(source, level): (source, level) for level in levels for source in CSRC.glob("*.cpp")}
+    target = target or this_target()
+    sources = [(source, level) for level in levels for source in CSRC.glob("*.cpp")]
+    libraries = {library_name(source, level, target): (source, level) for source, level in sources}
     directory.mkdir(parents=True, exist_ok=True)
     for path in directory.glob("*.so"):
         if path.name not in libraries:
@@ -116,7 +123,7 @@ def compile_all(
     missing = sorted(name for name in libraries if not is_whole(directory / name))
     if not missing:
         return
-    compiler = find_shipping_compiler(machine)
+    compiler = find_shipping_compiler(target)
     with (
         tempfile.TemporaryDirectory(prefix=COMPILING, dir=directory) as unfinished,
         ThreadPoolExecutor(os.cpu_count()) as threads,
@@ -136,19 +143,24 @@ def compile_all(
 
 
 def find_compiler() -> Compiler:
-    """A C++ compiler: `CXX`, one of `COMPILERS`, or Zig. Raises `OSError` if there is none."""
+    """A C++ compiler: `CXX`, one of `COMPILERS`, or Zig. Raises `OSError` if there is none.
+
+    On macOS, Zig comes first: programs with the names of compilers are there, too, if Apple's tools are not installed.
+    """
     if wanted := find_wanted():
         return wanted
+    if sys.platform == "darwin" and (zig := find_zig()):
+        return zig
     if path := next(filter(None, map(shutil.which, COMPILERS)), None):
-        return Compiler((path,), (GCC_FLAG,), (path,))
+        return system_compiler((path,))
     if zig := find_zig():
         return zig
     raise OSError("there is no C++ compiler; install the package from its wheel, or run `pip install ziglang`")
 
 
-def find_shipping_compiler(machine: str) -> Compiler:
+def find_shipping_compiler(target: Target | None) -> Compiler:
     """The compiler for libraries that are shipped: `CXX` or Zig. Raises `OSError` if there is none."""
-    if compiler := find_wanted() or find_zig(machine):
+    if compiler := find_wanted() or find_zig(target):
         return compiler
     raise OSError(f"there is no Zig; run `pip install '{ZIG}'`, or name another compiler in the variable CXX")
 
@@ -158,26 +170,43 @@ def find_wanted() -> Compiler | None:
     wanted = tuple(shlex.split(os.environ.get("CXX", "")))
     if wanted and shutil.which(wanted[0]) is None:
         raise OSError(f"there is no compiler {wanted[0]!r}, which the variable CXX names; correct or unset it")
-    return Compiler(wanted, (GCC_FLAG,), wanted) if wanted else None
+    return system_compiler(wanted) if wanted else None
 
 
-def find_zig(machine: str = platform.machine()) -> Compiler | None:
-    """The Clang of PyPI's package `ziglang`, for a machine with an old glibc; None if it is not installed.
+def system_compiler(command: tuple[str, ...]) -> Compiler:
+    """A compiler of this machine, which also links."""
+    flags = [GCC_FLAG] if "gcc version" in version_of(command) else []
+    if sys.platform == "darwin":
+        flags.append(MACOS_FLAG)
+    return Compiler(command, tuple(flags), command)
 
-    Libraries are linked with C's library alone: see `csrc/cxx_library.h`.
+
+@cache
+def version_of(command: tuple[str, ...]) -> str:
+    """The text in which a compiler says its name and its version."""
+    return subprocess.run([*command, "-v"], capture_output=True, text=True).stderr
+
+
+def find_zig(target: Target | None = None) -> Compiler | None:
+    """The Clang of PyPI's package `ziglang`, for the oldest system of a target (None: of this machine).
+
+    Libraries are linked with C's library alone: see `csrc/cxx_library.h`. Returns None if the package is not installed,
+    or if there is no target.
     """
-    package = importlib.util.find_spec("ziglang")
-    if package is None or package.origin is None:
+    package, target = importlib.util.find_spec("ziglang"), target or this_target()
+    if package is None or package.origin is None or target is None:
         return None
-    zig, target = str(Path(package.origin).with_name("zig")), ("-target", GLIBC_TARGET.format(machine=machine))
+    zig, for_target = str(Path(package.origin).with_name("zig")), ("-target", target.zig)
     flags = ("-DWITHOUT_CXX_LIBRARY", "-fno-exceptions", "-fvisibility-global-new-delete=force-hidden")
-    return Compiler((zig, "c++", *target), flags, (zig, "cc", *target, "-s"), is_zig=True)
+    naming = "-Wl,-install_name,@rpath/" if target.system == "darwin" else None
+    return Compiler((zig, "c++", *for_target), flags, (zig, "cc", *for_target, "-s"), naming, is_zig=True)
 
 
-def library_name(source: Path, level: InstructionLevel, compiler: str = "") -> str:
+def library_name(source: Path, level: InstructionLevel, target: Target | None, compiler: str = "") -> str:
     """The name of a library's file. It depends on everything that its content depends on."""
     headers = [header.read_text() for header in sorted(CSRC.glob("*.h"))]
-    inputs = (source.read_text(), *headers, compiler, *FLAGS, *level.compiler_flags)
+    system = "" if target is None else target.zig
+    inputs = (source.read_text(), *headers, system, compiler, *FLAGS, *level.compiler_flags)
     key = hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
     return f"{source.stem}-{level.name}-{key}.so"
 
@@ -189,9 +218,10 @@ def run_compiler(compiler: Compiler, source: Path, level: InstructionLevel, libr
     if compiler.is_zig:  # it has no names for the versions of ARM's architecture, but for what they add
         parts = [(flag, *flag.partition("+")[1:]) for flag in flags]
         flags = [f"-mcpu=generic{plus}{more}" if flag.startswith("-march=arm") else flag for flag, plus, more in parts]
+    name = [] if compiler.naming is None else [compiler.naming + library.name]
     commands = [
         [*compiler.command, *compiler.flags, *flags, f"-I{CSRC}", "-c", str(source), "-o", compiled],
-        [*compiler.link, *flags, "-shared", compiled, "-o", str(library)],
+        [*compiler.link, *flags, *name, "-shared", compiled, "-o", str(library)],
     ]
     environment = os.environ | dict.fromkeys(TEMPORARY, str(library.parent))
     start = time.monotonic()

@@ -38,14 +38,43 @@ AVX512_BF16 = _extended(AVX512_VNNI, "avx512-bf16", {"avx512_bf16": "-mavx512bf1
 AMX = _extended(AVX512_BF16, "amx", {"amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16"})
 NEON = InstructionLevel("neon", ("-march=armv8-a",), frozenset(("asimd",)))
 NEON_DOTPROD = InstructionLevel("neon-dotprod", ("-march=armv8.2-a+dotprod",), frozenset(("asimd", "asimddp")))
-# For each machine, as `platform.machine()` names it; a better level comes later.
-LEVELS_OF = {
-    "x86_64": (AVX2, AVX2_VNNI, AVX512, AVX512_VNNI, AVX512_BF16, AMX),
-    "aarch64": (NEON, NEON_DOTPROD),
-}
-LEVELS = LEVELS_OF.get(platform.machine(), ())  # those of this machine
-# ARM's features: the entry of the auxiliary vector (AT_HWCAP) that has them, and their bit there.
+# ARM's features: the entry of Linux's auxiliary vector (AT_HWCAP) that has them, and their bit there.
 ARM_FEATURES = {"asimd": (16, 1), "asimddp": (16, 20)}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of machine for which kernels are compiled: its system, as `sys.platform` names it, and its levels.
+
+    A better level comes later. `zig` is the oldest system that runs the kernels, as Zig names it, and `wheel` as the
+    tag of a wheel names it.
+    """
+
+    system: str
+    levels: tuple[InstructionLevel, ...]
+    zig: str
+    wheel: str
+
+
+TARGETS = {  # by `platform.machine()` ("arm64" on macOS, "aarch64" on Linux); the glibc is the one that PyTorch needs
+    "x86_64": Target(
+        "linux",
+        (AVX2, AVX2_VNNI, AVX512, AVX512_VNNI, AVX512_BF16, AMX),
+        "x86_64-linux-gnu.2.28",
+        "manylinux_2_28_x86_64",
+    ),
+    "aarch64": Target("linux", (NEON, NEON_DOTPROD), "aarch64-linux-gnu.2.28", "manylinux_2_28_aarch64"),
+    "arm64": Target("darwin", (NEON_DOTPROD,), "aarch64-macos.11.0", "macosx_11_0_arm64"),
+}
+
+
+def this_target() -> Target | None:
+    """The target of this machine; None if no kernels are compiled for its system or its processor."""
+    target = TARGETS.get(platform.machine())
+    return target if target is not None and target.system == sys.platform else None
+
+
+LEVELS = () if (_target := this_target()) is None else _target.levels  # those of this machine
 
 
 def chosen_level() -> InstructionLevel | None:
@@ -66,7 +95,9 @@ def chosen_level() -> InstructionLevel | None:
 
 @cache
 def cpu_features() -> frozenset[str]:
-    """The features of this CPU that levels need, and on x86 also others, as Linux names them; none on other systems."""
+    """The features of this CPU that levels need, and on x86 also others, as Linux names them; none without kernels."""
+    if (sys.platform, platform.machine()) == ("darwin", "arm64"):
+        return frozenset(ARM_FEATURES)  # all processors of Macs with this architecture have them
     if (sys.platform, platform.machine()) == ("linux", "aarch64"):  # CPU_INFO is that of the host in an emulator
         read = ctypes.CDLL(None).getauxval
         read.argtypes, read.restype = [ctypes.c_ulong], ctypes.c_ulong

@@ -2,13 +2,13 @@
 
 The environment variable `KERNEL_LEVELS` says which kernels a wheel holds: `own` (the default) for those of this CPU's
 instruction level, `all`, or `none`. Only the wheel with all of them runs fast on every CPU, so its name alone claims
-`manylinux`. `KERNEL_MACHINE` names the machine whose levels `all` means, `x86_64` or `aarch64`; by default, it is this
-one. An editable install holds none: kernels are then compiled when they are used.
+`manylinux`; on macOS, there is one level. `KERNEL_MACHINE` names the machine whose levels `all` means: `x86_64` or
+`aarch64` (Linux), or `arm64` (macOS); by default, it is this one. An editable install holds none: kernels are then
+compiled when they are used.
 """
 
 import os
 import platform
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,17 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 from model.ops.cpu import build
-from model.ops.cpu.instruction_levels import LEVELS_OF, InstructionLevel, chosen_level
+from model.ops.cpu.instruction_levels import TARGETS, InstructionLevel, Target, chosen_level, this_target
 
 VARIABLE, MACHINE_VARIABLE = "KERNEL_LEVELS", "KERNEL_MACHINE"
 
 
-def machine() -> str:
-    """The machine that a wheel is for. Raises ValueError for one without kernels that the variable names."""
+def target() -> Target | None:
+    """The machine that a wheel is for; None without kernels for it. Raises ValueError for an unknown one."""
     wanted = os.environ.get(MACHINE_VARIABLE)
-    if wanted and wanted not in LEVELS_OF:
-        raise ValueError(f"{MACHINE_VARIABLE} is {wanted!r}; take {' or '.join(LEVELS_OF)}")
-    return wanted or platform.machine()
+    if wanted and wanted not in TARGETS:
+        raise ValueError(f"{MACHINE_VARIABLE} is {wanted!r}; take {', '.join(TARGETS)}")
+    return TARGETS[wanted] if wanted else this_target()
 
 
 def levels() -> tuple[InstructionLevel, ...]:
@@ -37,7 +37,7 @@ def levels() -> tuple[InstructionLevel, ...]:
     if wanted not in ("own", "all", "none"):
         raise ValueError(f"{VARIABLE} is {wanted!r}; take own, all or none")
     if wanted == "all":
-        return LEVELS_OF.get(machine(), ()) if sys.platform == "linux" else ()
+        return () if (chosen := target()) is None else chosen.levels
     if os.environ.get(MACHINE_VARIABLE):
         raise ValueError(f"{MACHINE_VARIABLE} has no effect with {VARIABLE}={wanted}; set {VARIABLE} to all")
     own = chosen_level() if wanted == "own" else None
@@ -55,18 +55,19 @@ class BuildKernels(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            build.compile_all(Path(self.build_lib) / build.SHIPPED.relative_to(Path.cwd()), levels(), machine())
+            build.compile_all(Path(self.build_lib) / build.SHIPPED.relative_to(Path.cwd()), levels(), target())
 
 
 class WheelWithKernels(bdist_wheel):
-    """A wheel for any Python 3, and for one machine with Linux if it holds kernels."""
+    """A wheel for any Python 3, and for one kind of machine if it holds kernels."""
 
     def finalize_options(self) -> None:
         self.distribution.has_ext_modules = lambda: bool(levels())  # so that the files go where those of platforms do
         super().finalize_options()
 
     def get_tag(self) -> tuple[str, str, str]:
-        if not levels():
+        chosen = target()
+        if chosen is None or not levels():
             return "py3", "none", "any"
-        system = "manylinux_2_28" if levels() == LEVELS_OF[machine()] else "linux"
-        return "py3", "none", f"{system}_{machine()}"
+        is_portable = levels() == chosen.levels
+        return "py3", "none", chosen.wheel if is_portable else f"linux_{platform.machine()}"

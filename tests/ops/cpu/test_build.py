@@ -61,6 +61,7 @@ class TestCompiling:
             return run(command, **options)
 
         monkeypatch.setattr(subprocess, "run", noted)
+        build.version_of.cache_clear()
         assert build.compile_source(source) == library
         assert commands
         assert all("-o" not in command for command in commands)

@@ -68,7 +68,7 @@ struct Items {
 
     // Where the chunks of a sequence begin and end. Without partials, all of them are one item.
     long first_chunk(long s) const {
-        return round_down(args.window ? std::max(0L, args.start[s] - args.window + 1) : 0, KEYS_PER_CHUNK);
+        return round_down(args.window ? std::max(0L, (long)args.start[s] - args.window + 1) : 0, KEYS_PER_CHUNK);
     }
     long end(long s) const { return args.start[s] + num_new(s); }
     bool is_split(long s) const { return args.partials && end(s) - first_chunk(s) > KEYS_PER_CHUNK; }

@@ -24,12 +24,14 @@ void operator delete(void* memory) noexcept { free(memory); }
 void operator delete(void* memory, size_t) noexcept { free(memory); }
 void operator delete(void* memory, size_t, std::align_val_t) noexcept { free(memory); }
 
+#ifndef __APPLE__  // where compilers call the system's own function
 // Destroys a variable of a thread when the thread ends. The library stays loaded until then.
 extern "C" int __cxa_thread_atexit_impl(void (*destroy)(void*), void* object, void* library);
 extern "C" void* __dso_handle;
 extern "C" int __cxa_thread_atexit(void (*destroy)(void*), void* object, void*) {
     return __cxa_thread_atexit_impl(destroy, object, &__dso_handle);
 }
+#endif
 
 // Called for mistakes, such as a vector with a negative size.
 _LIBCPP_BEGIN_NAMESPACE_STD

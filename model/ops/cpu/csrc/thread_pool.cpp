@@ -9,12 +9,9 @@
 // If the system refuses to start a thread (a container limits their number, or memory is short), the pool goes on with
 // the threads that it has.
 
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
-#include <sys/syscall.h>
 #include <time.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -98,6 +95,8 @@ struct ThreadPool {
     std::atomic<long> num_wanted{0};      // workers with a smaller index help with the list
     std::atomic<long> num_active{0};      // workers that may be using `list`
     std::atomic<long> num_asleep{0};      // workers that sleep, or are about to
+    pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+    pthread_cond_t is_new_list = PTHREAD_COND_INITIALIZER;
 
     // Starts workers until there are `total`, unless the system refuses one: then no more are started later, either.
     void start_workers(long total) {
@@ -117,12 +116,17 @@ struct ThreadPool {
     // Sleeps while the generation is `seen`.
     void sleep(uint32_t seen) {
         num_asleep.fetch_add(1);
-        while (generation.load() == seen) syscall(SYS_futex, &generation, FUTEX_WAIT_PRIVATE, seen, nullptr);
+        pthread_mutex_lock(&mutex);
+        while (generation.load() == seen) pthread_cond_wait(&is_new_list, &mutex);
+        pthread_mutex_unlock(&mutex);
         num_asleep.fetch_sub(1);
     }
 
     void wake_all() {
-        if (num_asleep.load()) syscall(SYS_futex, &generation, FUTEX_WAKE_PRIVATE, std::numeric_limits<int>::max());
+        if (num_asleep.load() == 0) return;
+        pthread_mutex_lock(&mutex);  // then no worker is between its look at the generation and its wait
+        pthread_mutex_unlock(&mutex);
+        pthread_cond_broadcast(&is_new_list);
     }
 
     void work(long index) {
