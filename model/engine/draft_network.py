@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from model.engine.attention.paged import PagedBackend
 from model.engine.attention.step_context import choose_attention
 from model.engine.cache import PagedCache
-from model.engine.decode_graphs import DecodeGraphs
 from model.engine.scheduler import ScheduledSequence
 from model.engine.sequence import SequenceState
+from model.engine.step_graphs import StepGraphs
 from model.network.transformer import Transformer
 from model.text.sampling import Sampler, sample
 
@@ -39,7 +39,7 @@ class DraftNetwork:
     def __init__(self, model: Transformer, cache: PagedCache) -> None:
         attention = choose_attention(cache, model.share, model.backend)
         self._model = model
-        self._graphs = DecodeGraphs(model, attention if isinstance(attention, PagedBackend) else None)
+        self._graphs = StepGraphs(model, attention if isinstance(attention, PagedBackend) else None)
         self.can_draft = True
         """Whether our kernels compute the network completely, as far as is known."""
 

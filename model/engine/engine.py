@@ -21,6 +21,7 @@ from model.engine.runner import Runner
 from model.engine.scheduler import Scheduler, StepPlan
 from model.engine.sequence import SequenceState
 from model.engine.step_batch import StepSequence, choose_tokens
+from model.engine.step_graphs import TOKENS_MULTIPLE
 from model.engine.tensor_parallel.leading_network import LeadingNetwork
 from model.errors import ContextOverflow, InvalidField, join_names, shortened
 from model.network.adapters import Adapter
@@ -44,9 +45,10 @@ class EngineConfig:
 
     At most `max_sequences` run at a time, and a step computes at most `max_step_tokens` tokens. If a step has fewer
     prompts than decoding sequences, its prompt tokens are limited so that the step takes at most about `max_stretch`
-    times as long as without them; with `target_itl_seconds`, so that a step takes about this time while any sequence
-    decodes. With `speculates`, sequences draft tokens from their own text (prompt lookup), if this changes no bit of
-    their results. `kv_cache_dtype` says how keys and values are stored.
+    times as long as without them (of which less than `SHORT_SECONDS` count as so many); with `target_itl_seconds`, so
+    that a step takes about this time while any sequence decodes. With `speculates`, sequences draft tokens from their
+    own text (prompt lookup), if this changes no bit of their results. `kv_cache_dtype` says how keys and values are
+    stored.
     """
 
     cache_bytes: int = 1 << 30
@@ -273,6 +275,7 @@ class Engine:
         plan = self._scheduler.schedule(
             drafts=self.config.speculates and replays,
             network_drafts=self.config.speculates and drafter is not None and drafter.can_draft and replays,
+            step_multiple=TOKENS_MULTIPLE if self._runner.records_prompts else 1,
         )
         if not plan.sequences:
             if self._store is not None and self._scheduler.is_loading:

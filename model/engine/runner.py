@@ -11,8 +11,8 @@ from model.engine.attention.gpu_decode import GpuBackend
 from model.engine.attention.paged import PagedBackend
 from model.engine.attention.step_context import StepContext, choose_attention
 from model.engine.cache import PagedCache
-from model.engine.decode_graphs import DecodeGraphs, TracedRow
 from model.engine.step_batch import StepSequence
+from model.engine.step_graphs import GraphResult, StepGraphs, TracedRow
 from model.network.adapters import AdaptedRows, Adapter, PassAdapters
 from model.network.transformer import Transformer
 from model.ops.interface import Argmax
@@ -34,6 +34,11 @@ class ForwardResult:
     was_recorded: bool
     was_replayed: bool
 
+    @classmethod
+    def of(cls, result: GraphResult) -> "ForwardResult":
+        replayed = result.was_replayed
+        return cls(result.logits, result.argmax, was_recorded=not replayed, was_replayed=replayed)
+
 
 class Runner:
     """Runs `model` over the sequences of a step, on its paged cache, each with its own adapter and edits, if any."""
@@ -43,7 +48,7 @@ class Runner:
         self._cache = cache
         self._adapters = adapters
         self._attention = choose_attention(cache, model.share, model.backend)
-        self._decode_graphs = DecodeGraphs(
+        self._step_graphs = StepGraphs(
             model, self._attention if isinstance(self._attention, (PagedBackend, GpuBackend)) else None
         )
         stages = stages_of(model.config, adapters=bool(adapters))
@@ -61,7 +66,12 @@ class Runner:
         In these steps, our kernels compute everything. So the logits of a token are the same, bit for bit, with any
         other tokens in the step.
         """
-        return isinstance(self._attention, PagedBackend) and self._decode_graphs.num_recorded > 0
+        return isinstance(self._attention, PagedBackend) and self._step_graphs.replays_decoding
+
+    @property
+    def records_prompts(self) -> bool:
+        """Whether steps with prompts are replayed, as far as is known, if their number of tokens is a multiple."""
+        return self._step_graphs.records_prompts
 
     def run(self, sequences: Sequence[StepSequence]) -> ForwardResult:
         """Compute the logits of those tokens after which a token is chosen, or of all new tokens where they are needed.
@@ -80,12 +90,11 @@ class Runner:
         adapters = self._pass_adapters(ordered) if self._adapters else None
         if recordable is not None:
             traced = _traced_rows(ordered)
-            decoded = self._decode_graphs.run(scheduled, adapters, _edited_rows(ordered, recordable), traced)
+            decoded = self._step_graphs.run(scheduled, adapters, _edited_rows(ordered, recordable), traced)
             if decoded is not None:
                 for row, trace in zip(traced, decoded.traces, strict=True):
                     ordered[row.index].recorded_trace = trace
-                replayed = decoded.was_replayed
-                return ForwardResult(decoded.logits, decoded.argmax, was_recorded=not replayed, was_replayed=replayed)
+                return ForwardResult.of(decoded)
         ids: list[int] = []
         selected: list[int] = []
         head_rows: list[int] = []
@@ -97,6 +106,11 @@ class Runner:
             head_rows += range(each.final_rows.stop - each.num_logits, each.final_rows.stop)
             if each.request.tap is not None or each.edits is not None or each.is_traced:
                 taps[index] = self._sequence_tap(each, tokens)
+        is_plain = not taps and (adapters is None or not adapters.tokens)
+        if recordable is None and is_plain and len(selected) == len(head_rows):
+            computed = self._step_graphs.run_prompts(scheduled, selected)
+            if computed is not None:
+                return ForwardResult.of(computed)
         attention = self._attention.prepare(scheduled)
         logits = self._model(
             torch.tensor([ids], device=self._cache.device),

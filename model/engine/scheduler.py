@@ -28,7 +28,7 @@ from model.engine.block_pool import BlockPool
 from model.engine.prefix_store import PrefixLoad, PrefixStore
 from model.engine.prompt_lookup import MAX_DRAFT
 from model.engine.sequence import SequenceState
-from model.engine.step_budget import EFFICIENT_TOKENS, StepBudget
+from model.engine.step_budget import EFFICIENT_TOKENS, MIN_TOKENS, StepBudget
 from model.errors import InvalidField
 
 EXTRA_BESIDE_OTHERS, EXTRA_ALONE = 0.02, 0.04  # seconds that edits and traces may add to a step
@@ -148,6 +148,7 @@ class Scheduler:
         self._max_sequences = max_sequences
         self._max_tokens = max_tokens
         self._batch_invariant = batch_invariant
+        self._step_multiple = 1
         self._budget = StepBudget(max_stretch, target_seconds)
         self._network_acceptance = Acceptance(0.8, history_weight=0.95)  # of the drafts of a network
         self._store = store
@@ -189,10 +190,15 @@ class Scheduler:
         """The number of owners with sequences that run or wait."""
         return len(self._num_sequences)
 
-    def schedule(self, *, drafts: bool = False, network_drafts: bool = False) -> StepPlan:
+    def schedule(self, *, drafts: bool = False, network_drafts: bool = False, step_multiple: int = 1) -> StepPlan:
         """Plan the next step, decoding sequences first. With `drafts`, decoding sequences add drafted tokens if no
-        prompt is in the step; with `network_drafts`, a network drafts those that earlier text does not suggest."""
+        prompt is in the step; with `network_drafts`, a network drafts those that earlier text does not suggest.
+
+        If step times limit the prompts, the tokens of the step are a multiple of `step_multiple`, where the prompts get
+        at least MIN_TOKENS: steps of equal shape are replayed.
+        """
         self._unwritten_blocks = []
+        self._step_multiple = step_multiple
         for sequence in [s for s in self.running if s.paused]:
             self._preempt(sequence)  # other sequences can use its blocks and its place
         for sequence in [s for s in self.running if s.has_outgrown]:
@@ -220,7 +226,7 @@ class Scheduler:
         self._budget.observe_drafting(num_sequences, seconds)
 
     def complete(self, plan: StepPlan, seconds: float, *, recorded: bool = False, replayed: bool = False) -> None:
-        """Account for a step that was computed in `seconds`, and `recorded` or `replayed` (decode_graphs.py).
+        """Account for a step that was computed in `seconds`, and `recorded` or `replayed` (step_graphs.py).
 
         The time of a recorded step counts only for its edits and traces: later steps of its shape will be replayed,
         which is faster. The new tokens have been appended to the sequences. Drafted tokens that differ from them do not
@@ -244,13 +250,14 @@ class Scheduler:
                 cost = sequence.extra_cost(scheduled.start, scheduled.num_new)
                 self._credit -= cost.most - cost.usual
                 extra_seconds += cost.most
-        if extra_seconds and all(each.is_decoding for each in plan.sequences):
+        decodes = all(each.is_decoding for each in plan.sequences)
+        if extra_seconds and decodes:
             # Without edits and traces, the step would have been replayed.
             delay = seconds - self._budget.replayed_seconds(plan.num_tokens, default=seconds) - extra_seconds
             self._credit = max(self._credit - max(delay, 0.0), -MAX_DEBT)
         self._last_seconds = 0.0 if recorded else seconds
         if not recorded:
-            self._budget.observe(plan.num_tokens, seconds, replayed=replayed)
+            self._budget.observe(plan.num_tokens, seconds, replayed=replayed and decodes)
 
     def forget(self, plan: StepPlan) -> None:
         """Make sure that the blocks of a failed step are not reused as computed prefixes."""
@@ -430,7 +437,9 @@ class Scheduler:
         num_prompts = num_running + min(num_entering, self._max_sequences - len(self.running))
         if not num_prompts or not (num_decoding or self._batch_invariant):
             return budget
-        return min(budget, self._budget.max_prompt_tokens(num_decoding, num_prompts))
+        most = self._budget.max_prompt_tokens(num_decoding, num_prompts)
+        whole = (num_decoding + most) // self._step_multiple * self._step_multiple - num_decoding
+        return min(budget, max(whole, min(most, MIN_TOKENS)))
 
     def _num_kept(self, number: int) -> int:
         """The free places that are kept for other owners, if an owner with `number` running sequences wants one."""

@@ -16,6 +16,7 @@ MAX_TOKENS = 1 << 20  # upper bound of `max_prompt_tokens`
 # a request that arrives meanwhile waits, for at most about MAX_SECONDS_ALONE.
 MAX_SECONDS, EFFICIENT_TOKENS, LONGEST_SECONDS = 0.06, 48, 0.09
 MAX_SECONDS_ALONE, EFFICIENT_TOKENS_ALONE = 0.25, 64
+SHORT_SECONDS = 0.03  # what a shorter step counts as: with a `max_stretch` of 2, nobody notices the longer one
 # The time of a step while an owner with several sequences decodes beside another one: in seconds, and over the time of
 # a step with one sequence of each owner. The number of sequences in it is one of a few, because the first step with
 # another number is recorded, which takes longer.
@@ -68,7 +69,7 @@ class LinearFit:
 
 
 class StepBudget:
-    """Keeps a step with prompts within `max_stretch` times the time that it would take without them.
+    """Keeps a step with prompts within `max_stretch` times its time without them, counted as at least SHORT_SECONDS.
 
     With `target_seconds`, every step in which sequences decode takes about this time instead while there are prompts.
     """
@@ -111,7 +112,7 @@ class StepBudget:
         slope, limit = self._all_steps.marginal_seconds(), 2.0 * self._limit
         if slope is not None:
             seconds = max(self._all_steps.seconds(num_decoding), 0.0)
-            longest = self._max_stretch * seconds if target is None else target
+            longest = self._max_stretch * max(seconds, SHORT_SECONDS) if target is None else target
             limit = min(limit, (longest - seconds) / slope)
         self._limit = int(min(max(limit, MIN_TOKENS), MAX_TOKENS))
         return self._limit

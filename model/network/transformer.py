@@ -69,9 +69,9 @@ class Attention(nn.Module):
             q, k = self._ops.rotate_both(q, k, rotation)
             q, k = probe("rot_q", q), probe("rot_k", k)
         z = context.attend(self.layer, q, k, v, probe)
-        if rows is not None:
-            z = z.index_select(1, rows)
         z = z.flatten(2)
+        if rows is not None:
+            z = self._ops.select_rows(z, rows)
         out: Tensor = self.out(z)
         if adapters is not None:
             out = self._adapted_out.add(adapters.tokens if rows is None else adapters.selected, z, out, probe)
@@ -122,13 +122,13 @@ class Block(nn.Module):
         attn_out = probe("attn_out", self._added(attn_out, self.ln1_post, probe.at("ln1_post")))
         adapted: Sequence[AdaptedRows] | None = None if adapters is None else adapters.tokens
         if rows is not None:
-            x = x.index_select(1, rows)
+            x = self._ops.select_rows(x, rows)
             adapted = None if adapters is None else adapters.selected
         if self.is_parallel:
             if self.ln2 is not None:
                 normed = self.ln2(x, probe.at("ln2"))
             elif rows is not None:
-                normed = normed.index_select(1, rows)
+                normed = self._ops.select_rows(normed, rows)
             mlp_out = self.mlp(normed, probe.at("mlp"), adapted)
             mlp_out = probe("mlp_out", self._added(mlp_out, None, probe))
             return probe("resid_post", self._ops.add(x, self._ops.add(attn_out, mlp_out)))
@@ -226,7 +226,7 @@ class Transformer(nn.Module):
         context.finish()
 
         if index is not None and not skips_rows:
-            x = x.index_select(1, index)
+            x = ops.select_rows(x, index)
         if compute_logits is None:
             return probe("logits", self.compute_logits(x, probe, head_rows))
         assert head_rows is None, "a replacement computes the logits of all rows"

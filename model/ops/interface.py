@@ -83,6 +83,9 @@ class NetworkOps(Protocol):
     def embed(self, table: Tensor, index: Tensor) -> Tensor:
         """Look up rows: table (V, C), index (...) int64 -> (..., C)."""
 
+    def select_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """x (B, T, C), rows (R,) int64 -> (B, R, C)."""
+
     def add(self, a: Tensor, b: Tensor) -> Tensor: ...
 
     def add_to(self, total: Tensor, x: Tensor) -> None:

@@ -56,6 +56,9 @@ class TorchNetworkOps:
     def embed(self, table: Tensor, index: Tensor) -> Tensor:
         return F.embedding(index, table)
 
+    def select_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x.index_select(1, rows)
+
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
 

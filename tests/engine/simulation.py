@@ -53,6 +53,7 @@ class Simulation:
         cost: Cost = lambda num_tokens: 0.001,
         drafts: bool = False,
         batch_invariant: bool = True,
+        step_multiple: int = 1,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(
@@ -63,6 +64,7 @@ class Simulation:
             target_seconds=target_seconds,
             batch_invariant=batch_invariant,
         )
+        self.step_multiple = step_multiple
         self.max_tokens = max_tokens
         self.cost = cost
         self.drafts = drafts
@@ -119,7 +121,7 @@ class Simulation:
         running, waiting = list(self.running), self.waiting
         decoding = [sequence for sequence in running if sequence.num_missing == 1 and not sequence.paused]
         blocks = {sequence: sequence.blocks for sequence in running}
-        plan = self.scheduler.schedule(drafts=self.drafts)
+        plan = self.scheduler.schedule(drafts=self.drafts, step_multiple=self.step_multiple)
         self.scheduler.check_integrity(plan)
         # Sequences that were preempted and admitted again in this step count as newly admitted: they have new blocks.
         readmitted = {

@@ -135,14 +135,14 @@ def test_an_engine_with_loaded_adapters_computes_the_bits_of_one_without() -> No
 
 
 def test_steps_with_adapters_are_replayed_and_only_the_last_layouts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.engine.decode_graphs.MAX_CUSTOMIZED_GRAPHS", 3)
+    monkeypatch.setattr("model.engine.step_graphs.MAX_CUSTOMIZED_GRAPHS", 3)
     model = served("llama")
     requests = [
         replace(request, params=replace(request.params, max_tokens=19 - 2 * i)) for i, request in enumerate(mixed())
     ]
     engine = engine_of(model)
     together = run(engine, *requests)
-    graphs = engine._runner._decode_graphs._graphs
+    graphs = engine._runner._step_graphs._graphs
     assert sum(bool(shape.adapted) for shape in graphs) == 3
     for request in requests:
         assert same_bits(together, request, run(engine_of(model), request)[request.id, 0])

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from model.analysis.edit_sources import compute_sources, edited_pass
-from model.engine.decode_graphs import Customization
 from model.engine.engine import Engine
 from model.engine.request import Request
 from model.engine.step_budget import StepBudget
+from model.engine.step_graphs import Customization
 from model.engine.trace_params import TraceParams
 from model.errors import InvalidField
 from model.network.adapted_network import AdaptedNetwork
@@ -330,19 +330,19 @@ class TestConditions:
     def test_a_step_is_recorded_again_when_a_probe_has_held(self) -> None:
         model, engine = served("llama"), new_engine(served("llama"))
         run(engine, edited(model, ask("1", prompt(22, seed=3)), Edit(**self.ADD, when=PROBE)))
-        assert {len(shape.edited) for shape in engine._runner._decode_graphs._graphs} == {1}
+        assert {len(shape.edited) for shape in engine._runner._step_graphs._graphs} == {1}
 
 
 class TestRecordedSteps:
     def recorded(self, engine: Engine) -> int:
-        return sum(bool(shape.edited) for shape in engine._runner._decode_graphs._graphs)
+        return sum(bool(shape.edited) for shape in engine._runner._step_graphs._graphs)
 
     @every_edit
     def test_steps_are_recorded_if_kernels_compute_their_edits(self, name: str) -> None:
         model = served("llama")
         engine = new_engine(model)
         run(engine, *requests_with(model, EDITS[name]))
-        assert engine._runner._decode_graphs._unrecordable == set()
+        assert engine._runner._step_graphs._unrecordable == set()
         assert (self.recorded(engine) > 0) == (name not in (*UNRECORDED, *IN_PROMPTS))
         run(engine, ask("plain", prompt(5)))
         assert engine._runner.replays
@@ -405,7 +405,7 @@ class TestRecordedSteps:
         assert self.recorded(engine) == len({"".join(sorted(names)) for names in batches} - {"...."})
 
     def test_the_number_of_kept_recordings_is_limited(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("model.engine.decode_graphs.MAX_CUSTOMIZED_GRAPHS", 3)
+        monkeypatch.setattr("model.engine.step_graphs.MAX_CUSTOMIZED_GRAPHS", 3)
         model = served("llama")
         engine = new_engine(model)
         for seed in range(5):
@@ -414,7 +414,7 @@ class TestRecordedSteps:
         assert self.recorded(engine) == 3
 
     def test_recorded_steps_keep_a_limited_amount_of_numbers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("model.engine.decode_graphs.MAX_EDIT_BYTES", 1500)  # two edits with all their overhead
+        monkeypatch.setattr("model.engine.step_graphs.MAX_EDIT_BYTES", 1500)  # two edits with all their overhead
         model = served("llama")
         engine = new_engine(model)
         for seed in range(5):
@@ -436,7 +436,7 @@ class TestRecordedSteps:
         monkeypatch.setattr(ops, "edit_rows", by_pytorch)
         engine = new_engine(model)
         assert bits(run(engine, *requests)) == expected
-        assert engine._runner._decode_graphs._unrecordable == {Customization(frozenset({"embed"}), frozenset())}
+        assert engine._runner._step_graphs._unrecordable == {Customization(frozenset({"embed"}), frozenset())}
         assert self.recorded(engine) == 0
         run(engine, ask("1", prompt(5)))
         assert engine._runner.replays
@@ -444,7 +444,7 @@ class TestRecordedSteps:
     def test_of_very_many_kinds_of_edits_that_pytorch_computes_only_some_are_remembered(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("model.engine.decode_graphs.MAX_KINDS", 2)
+        monkeypatch.setattr("model.engine.step_graphs.MAX_KINDS", 2)
         model = served("llama")
         ops = model.backend.network
         edit_rows = ops.edit_rows
@@ -453,7 +453,7 @@ class TestRecordedSteps:
         for stage in ("embed", "blocks.0.resid_post", "blocks.0.attn.z", "blocks.1.resid_pre"):
             requests = [edited(model, ask(each, prompt(5)), Edit(stage=stage, op="zero")) for each in "12"]
             run(engine, *requests)
-        assert 0 < len(engine._runner._decode_graphs._unrecordable) <= 2
+        assert 0 < len(engine._runner._step_graphs._unrecordable) <= 2
 
 
 class TestPrefixes:

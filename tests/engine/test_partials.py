@@ -22,7 +22,8 @@ def test_all_recorded_steps_share_the_memory_for_partial_sums_and_it_is_limited(
     requests = [ask(f"{i}", prompt(3, seed=i), max_tokens=24 + 3 * i) for i in range(1, 4)]
     requests.append(ask("0", prompt(303), max_tokens=60))  # beside three of them, then two, one and none
     results = run(engine, *requests)
-    steps = [graph._step for graph in engine._runner._decode_graphs._graphs.values()]
+    graphs = engine._runner._step_graphs._graphs
+    steps = [graph._step for shape, graph in graphs.items() if not shape.has_prompts]
     reads = [step._read for step in steps if isinstance(step, PagedStep)]
     partials = [read.partials for read in reads if read.partials is not None]
     assert len(partials) == len(steps) > 3

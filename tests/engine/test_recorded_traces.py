@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from model.engine import extra_costs
-from model.engine.decode_graphs import DecodeGraphs
 from model.engine.engine import Engine
 from model.engine.lazy_sequence import LazySequence
 from model.engine.logit_lens import LensLayer
 from model.engine.recorded_trace import RecordedTrace
 from model.engine.request import Request
+from model.engine.step_graphs import StepGraphs
 from model.engine.step_tracer import StepTrace
 from model.engine.trace_params import TraceParams
 from model.network.transformer import Transformer
@@ -81,12 +81,12 @@ def assert_same_bits(found: Mapping[Any, Result], expected: Mapping[Any, Result]
 
 def without_recordings(monkeypatch: pytest.MonkeyPatch, engine: Engine, *requests: Request) -> dict[Any, Result]:
     with monkeypatch.context() as patch:
-        patch.setattr(DecodeGraphs, "run", lambda self, *args: None)
+        patch.setattr(StepGraphs, "run", lambda self, *args: None)
         return run(engine, *requests)
 
 
 def num_traced_graphs(engine: Engine) -> int:
-    return sum(bool(shape.traced) for shape in engine._runner._decode_graphs._graphs)
+    return sum(bool(shape.traced) for shape in engine._runner._step_graphs._graphs)
 
 
 @every_selection
@@ -194,7 +194,7 @@ def test_traces_that_need_too_much_memory_are_not_recorded(monkeypatch: pytest.M
     model = served("llama")
     request = traced(model, ask("1", prompt(9)), "values of all stages")
     expected = run(new_engine(model), request)
-    monkeypatch.setattr("model.engine.decode_graphs.MAX_TRACE_BYTES", 1000)
+    monkeypatch.setattr("model.engine.step_graphs.MAX_TRACE_BYTES", 1000)
     engine = new_engine(model)
     assert_same_bits(run(engine, request), expected)
     assert num_traced_graphs(engine) == 0
@@ -242,12 +242,12 @@ def test_recordings_with_many_traced_stages_replace_each_other(monkeypatch: pyte
     """Each stage of each traced row takes memory as long as its recording is kept."""
     model = served("llama")
     num_stages = len(stages_of(model.config))
-    monkeypatch.setattr("model.engine.decode_graphs.MAX_TRACED_STAGES", 4 * num_stages)
+    monkeypatch.setattr("model.engine.step_graphs.MAX_TRACED_STAGES", 4 * num_stages)
     engine = new_engine(model)
     requests = [traced(model, ask(f"{i}", prompt(5 + i), max_tokens=6 + i), "shapes alone") for i in range(4)]
     expected = run(new_engine(model), *requests)
     assert_same_bits(run(engine, *requests), expected)
-    shapes = [shape for shape in engine._runner._decode_graphs._graphs if shape.traced]
+    shapes = [shape for shape in engine._runner._step_graphs._graphs if shape.traced]
     assert shapes
     assert sum(len(shape.traced) for shape in shapes) <= 4
 

@@ -245,6 +245,30 @@ class TestStepBudget:
         expected = max(target, self.COST(num_decoding + MIN_TOKENS))  # a prompt makes progress, also above the target
         assert self.COST(num_tokens[-1]) == pytest.approx(expected, rel=0.02)
 
+    @pytest.mark.parametrize("num_decoding", [1, 3, 8, 15, 16, 24, 33])
+    @pytest.mark.parametrize("target", [0.11, 0.2])
+    def test_the_tokens_of_a_limited_step_are_a_multiple_if_the_prompts_get_enough(
+        self, num_decoding: int, target: float
+    ) -> None:
+        numbers = []
+        for multiple in (1, 16):
+            simulation = Simulation(
+                max_sequences=40,
+                max_tokens=2000,
+                cost=self.COST,
+                num_blocks=8000,
+                target_seconds=target,
+                step_multiple=multiple,
+            )
+            for order in range(num_decoding):
+                simulation.add([order], 300)
+            for _ in range(4):
+                simulation.step()
+            simulation.add([9] * 4000, 1)
+            numbers.append([sum(scheduled.num_new for scheduled in simulation.step()) for _ in range(10)])
+        for limit, number in zip(*numbers, strict=True):
+            assert number == max(limit // 16 * 16, num_decoding + MIN_TOKENS)
+
     def test_prompts_beyond_max_sequences_do_not_count(self) -> None:
         simulation = Simulation(max_tokens=2000, max_sequences=3, cost=self.COST, num_blocks=4000)
         for order in range(2):

@@ -48,11 +48,14 @@ class GpuBackend:
     def prepare(self, sequences: Sequence[PlannedSequence]) -> StepAttention:
         if any(each.num_new > 1 or not each.is_decoding for each in sequences):
             return GpuRowsStep(self, sequences) if self._others is None else self._others.prepare(sequences)
-        return self.prepare_recorded(sequences, self.max_blocks(sequences, 0))
+        return self.prepare_recorded(sequences, self.max_blocks(sequences, 0), len(sequences))
 
-    def prepare_recorded(self, sequences: Sequence[PlannedSequence], max_blocks: int) -> "GpuDecodeStep":
-        """Prepare a step that is recorded. `update` has room for `max_blocks` blocks per sequence."""
-        step = GpuDecodeStep(self, len(sequences), max_blocks)
+    def prepare_recorded(
+        self, sequences: Sequence[PlannedSequence], max_blocks: int, max_sequences: int
+    ) -> "GpuDecodeStep":
+        """Prepare a step that is recorded. `update` takes as many sequences, and up to `max_blocks` blocks of each."""
+        assert len(sequences) == max_sequences
+        step = GpuDecodeStep(self, max_sequences, max_blocks)
         step.update(sequences)
         return step
 
@@ -63,7 +66,8 @@ class GpuBackend:
     def new_memory(self) -> GraphMemory:
         return GraphMemory()
 
-    def new_recording(self, memory: GraphMemory) -> GraphRecording:
+    def new_recording(self, memory: GraphMemory, *, frees: bool) -> GraphRecording:
+        assert not frees, "steps with prompts are not recorded on a GPU"
         return GraphRecording(memory)
 
 

@@ -26,11 +26,13 @@ class PagedBackend:
         self.partials = partials_memory(cache.num_heads, cache.d_head, cache.num_blocks * cache.block_size)
 
     def prepare(self, sequences: Sequence[PlannedSequence]) -> "PagedStep":
-        return PagedStep(self, sequences, None)
+        return PagedStep(self, sequences, None, len(sequences))
 
-    def prepare_recorded(self, sequences: Sequence[PlannedSequence], max_blocks: int) -> "PagedStep":
-        """Prepare a step that is recorded. `PagedStep.update` has room for `max_blocks` blocks per sequence."""
-        return PagedStep(self, sequences, max_blocks)
+    def prepare_recorded(
+        self, sequences: Sequence[PlannedSequence], max_blocks: int, max_sequences: int
+    ) -> "PagedStep":
+        """Prepare a step that is recorded. `update` has room for so many sequences, and blocks of each."""
+        return PagedStep(self, sequences, max_blocks, max_sequences)
 
     def max_blocks(self, sequences: Sequence[PlannedSequence], max_positions: int) -> int:
         """The room of a recorded step: for all positions, because unused blocks cost no time."""
@@ -39,37 +41,60 @@ class PagedBackend:
     def new_memory(self) -> RecordingMemory:
         return RecordingMemory()
 
-    def new_recording(self, memory: RecordingMemory) -> Recording:
-        return Recording(memory)
+    def new_recording(self, memory: RecordingMemory, *, frees: bool) -> Recording:
+        return Recording(memory, frees=frees)
 
 
 class PagedStep:
-    """The tables of one step, and its new tokens `ids` (1, N), in memory that a recorded step reads after `update`."""
+    """The tables of one step, and its new tokens `ids` (1, N), in memory that a recorded step reads after `update`.
 
-    def __init__(self, backend: PagedBackend, sequences: Sequence[PlannedSequence], max_blocks: int | None) -> None:
+    If there are fewer than `max_sequences`, the last rows of the tables are sequences without new tokens.
+    """
+
+    def __init__(
+        self,
+        backend: PagedBackend,
+        sequences: Sequence[PlannedSequence],
+        max_blocks: int | None,
+        max_sequences: int,
+    ) -> None:
+        self._max_sequences = max_sequences
         self._cache, self._kernels = backend.cache, backend.kernels
         size = self._cache.block_size
         num_blocks = max_blocks or max(len(scheduled.sequence.blocks) for scheduled in sequences)
-        blocks = [[*s.sequence.blocks, *[0] * (num_blocks - len(s.sequence.blocks))] for s in sequences]
+        blocks = torch.zeros(max_sequences, num_blocks, dtype=torch.int64)
         self.positions, self.lengths, self._slots = torch.tensor(slot_mapping(sequences, size))
-        first_rows, start = _row_tables(sequences)
+        first_rows, start = self._row_tables(sequences)
         partials = empty_partials(
             len(self.positions), self._cache.num_heads, self._cache.d_head, num_blocks * size, backend.partials
         )
         self.ids = torch.tensor([[token for each in sequences for token in each.new_tokens]])
-        self._read = PagedRead(torch.tensor(blocks), torch.tensor(first_rows), torch.tensor(start), size, partials)
+        self._read = PagedRead(blocks, torch.tensor(first_rows), torch.tensor(start), size, partials)
+        self._write_blocks(sequences)
 
     def update(self, sequences: Sequence[PlannedSequence]) -> None:
-        """Overwrite the tables with those of another step of as many sequences and tokens."""
+        """Overwrite the tables with those of another step of as many tokens, and of at most `max_sequences`."""
         read = self._read
         tensors = (self.positions, self.lengths, self._slots, read.cu_seqlens, read.start)
-        tables = (*slot_mapping(sequences, read.block_size), *_row_tables(sequences))
+        tables = (*slot_mapping(sequences, read.block_size), *self._row_tables(sequences))
         for tensor, numbers in zip(tensors, tables, strict=True):
             tensor.numpy()[:] = numbers
         self.ids.numpy()[0] = [token for each in sequences for token in each.new_tokens]
-        tables_of_blocks = read.blocks.numpy()
+        self._write_blocks(sequences)
+
+    def _write_blocks(self, sequences: Sequence[PlannedSequence]) -> None:
+        tables = self._read.blocks.numpy()
         for row, scheduled in enumerate(sequences):
-            tables_of_blocks[row, : len(scheduled.sequence.blocks)] = scheduled.sequence.blocks
+            tables[row, : len(scheduled.sequence.blocks)] = scheduled.sequence.blocks
+
+    def _row_tables(self, sequences: Sequence[PlannedSequence]) -> tuple[list[int], list[int]]:
+        """The cumulative numbers of new tokens, and the position of the first new token of each sequence."""
+        lengths = [scheduled.num_new for scheduled in sequences]
+        starts = [scheduled.start for scheduled in sequences]
+        if len(sequences) < self._max_sequences:
+            empty = [0] * (self._max_sequences - len(sequences))
+            return cu_seqlens(lengths + empty), starts + empty
+        return cu_seqlens(lengths), starts
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache = self._cache
@@ -82,8 +107,3 @@ class PagedStep:
         cache = self._cache
         rule, window = cache.score_rule, cache.windows[layer]
         return self._kernels.step_scores(q, cache.keys(layer), self._read, sequence, max_keys, window, rule)
-
-
-def _row_tables(sequences: Sequence[PlannedSequence]) -> tuple[list[int], list[int]]:
-    """The cumulative numbers of new tokens, and the position of the first new token of each sequence."""
-    return cu_seqlens([scheduled.num_new for scheduled in sequences]), [scheduled.start for scheduled in sequences]

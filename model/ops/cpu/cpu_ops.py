@@ -86,6 +86,11 @@ class CpuNetworkOps(CpuEdits):
         )
         return out
 
+    def select_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        if launch.is_recording() and x.shape[0] == 1:
+            return self.embed(x[0].contiguous(), rows)[None]
+        return x.index_select(1, rows)
+
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         a, b = a.contiguous(), b.contiguous()
         out = empty(a.shape, a.dtype)

@@ -6,9 +6,11 @@ without any Python between the kernels.
 """
 
 import ctypes
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -27,17 +29,26 @@ class RecordingMemory:
     def __init__(self) -> None:
         self.chunks: list[Tensor] = []
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self.chunks)
+
 
 class Recording:
     """The kernel calls of one forward pass.
 
     `is_complete` becomes False if PyTorch computes anything during the recording, because a replay would miss that.
+
+    If it `frees`, later tensors get the memory of those that no Python object refers to any more. So kernels may read
+    addresses only from their own arguments, not from tables (as those of traces and edits do).
     """
 
-    def __init__(self, memory: RecordingMemory) -> None:
+    def __init__(self, memory: RecordingMemory, *, frees: bool = False) -> None:
         self.is_complete = True
         self._memory = memory
-        self._position = (0, 0)  # the current chunk, and how many of its bytes are taken
+        self.frees = frees
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)  # parts of the memory, by size
+        self._taken: list[int] = []  # bytes of each chunk
         self._calls: list[tuple[int, int, bytes]] = []  # kernel, num_tasks, arguments
         self._call_list = _CallList([])
 
@@ -77,16 +88,27 @@ class Recording:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialized tensor in the memory of this recording."""
-        size = torch.Size(shape).numel() * dtype.itemsize
-        chunk, taken = self._position
-        while chunk < len(self._memory.chunks) and taken + size > len(self._memory.chunks[chunk]):
-            chunk, taken = chunk + 1, 0
+        size = -(-torch.Size(shape).numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         # The watcher need not see these operations. This saves three quarters of the time that it costs.
         with torch._C._DisableTorchDispatch():
-            if chunk == len(self._memory.chunks):
-                self._memory.chunks.append(torch.empty(max(size, CHUNK), dtype=torch.uint8))
-            self._position = (chunk, taken + -(-size // ALIGNMENT) * ALIGNMENT)
-            return self._memory.chunks[chunk][taken : taken + size].view(dtype).view(shape)
+            part = self._free[size].pop() if self._free[size] else self._take(size)
+            if self.frees:
+                lent = part.numpy()  # lives as long as the memory of the tensor is shared
+                finalize(lent, self._free[size].append, part).atexit = False
+                part = torch.from_numpy(lent)
+            return part[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def _take(self, size: int) -> Tensor:
+        """The next `size` bytes of the first chunk that has so many left, or of a new one."""
+        chunks = self._memory.chunks
+        self._taken += [0] * (len(chunks) - len(self._taken))
+        fitting = (i for i, chunk in enumerate(chunks) if self._taken[i] + size <= len(chunk))
+        index = next(fitting, len(chunks))
+        if index == len(chunks):
+            chunks.append(torch.empty(max(size, CHUNK), dtype=torch.uint8))
+            self._taken.append(0)
+        self._taken[index] += size
+        return chunks[index][self._taken[index] - size : self._taken[index]]
 
 
 class _CallList:

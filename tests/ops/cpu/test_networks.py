@@ -10,9 +10,9 @@ from torch import nn
 
 from model.checkpoints.load import BUNDLED, load_checkpoint
 from model.config import ModelConfig
-from model.engine.decode_graphs import DecodeGraphs
 from model.engine.engine import Engine, EngineConfig
 from model.engine.request import Request
+from model.engine.step_graphs import StepGraphs
 from model.network.transformer import Transformer
 from model.ops.cpu import libraries
 from model.ops.cpu.packed_linear import PackedLinear
@@ -165,29 +165,29 @@ class TestEngine:
         config = CONFIGS[name]
         model = with_kernel_heads(config, dtype)
         engines = [Engine(model, None, EngineConfig(cache_bytes=1 << 22, block_size=4)) for _ in range(2)]
-        monkeypatch.setattr(engines[1]._runner._decode_graphs, "_attention", None)
+        monkeypatch.setattr(engines[1]._runner._step_graphs, "_attention", None)
         found = [
             [generate(engine, *seeds, num_out=12) for seeds in (range(first), range(3), range(1))] for engine in engines
         ]
         assert found[0] == found[1]
         has_all_kernels = config.positions != "sinusoidal" and config.num_experts == 0
         is_dynamic = config.rope_scaling is not None and config.rope_scaling.kind == "dynamic"
-        assert (engines[0]._runner._decode_graphs._graphs != {}) == (has_all_kernels and not is_dynamic)
+        assert (engines[0]._runner._step_graphs._graphs != {}) == (has_all_kernels and not is_dynamic)
 
     def test_replayed_steps_give_the_same_tokens_as_steps_that_are_not_replayed(
         self, build: Callable[[int], Engine], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         replayed: list[int] = []
-        run = DecodeGraphs.run
+        run = StepGraphs.run
 
-        def noted(graphs: DecodeGraphs, *arguments: Any) -> Any:
+        def noted(graphs: StepGraphs, *arguments: Any) -> Any:
             replayed.append(len(graphs._graphs))
             return run(graphs, *arguments)
 
-        monkeypatch.setattr(DecodeGraphs, "run", noted)
+        monkeypatch.setattr(StepGraphs, "run", noted)
         found = generate(build(1 << 24), 1, 2, 3)
         assert max(replayed) > 0
-        monkeypatch.setattr(DecodeGraphs, "run", lambda self, *args: None)
+        monkeypatch.setattr(StepGraphs, "run", lambda self, *args: None)
         assert generate(build(1 << 24), 1, 2, 3) == found
 
     def test_a_step_that_pytorch_computes_in_part_is_never_replayed_whatever_its_number_of_sequences(
@@ -195,13 +195,13 @@ class TestEngine:
     ) -> None:
         """PyTorch computes sums of three rows, while steps of one or two rows are recorded and replayed."""
         engine, plain = build(1 << 24), build(1 << 24)
-        monkeypatch.setattr(plain._runner._decode_graphs, "_attention", None)
+        monkeypatch.setattr(plain._runner._step_graphs, "_attention", None)
         ops = engine._model.backend.network
         add = ops.add
         monkeypatch.setattr(ops, "add", lambda a, b: add(a, b) * 1 if a.shape[1] == 3 else add(a, b))
         assert plain._model.backend.network is ops
         for seeds in ((1, 2), (1, 2, 3)):
-            was_recorded = engine._runner._decode_graphs.num_recorded > 0
+            was_recorded = engine._runner._step_graphs.num_recorded > 0
             assert generate(engine, *seeds) == generate(plain, *seeds)
         assert was_recorded
-        assert engine._runner._decode_graphs.num_recorded == 0
+        assert engine._runner._step_graphs.num_recorded == 0

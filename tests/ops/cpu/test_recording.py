@@ -53,7 +53,17 @@ class TestRecording:
                 tensors = [operations.add(x, x) for x in ones]
             assert recording.is_complete
             assert [bool((tensor == 2).all()) for tensor in tensors] == [True] * 4
-        assert [len(chunk) for chunk in memory.chunks] == [256, 256, 800, 256]
+        assert [len(chunk) for chunk in memory.chunks] == [256, 256, 832]
+
+    def test_a_recording_that_frees_uses_memory_again_when_no_view_is_left(self) -> None:
+        recording = Recording(RecordingMemory(), frees=True)
+        first = recording.empty((8, 4), torch.float32)
+        view, address = first[2:], first.data_ptr()
+        del first
+        assert recording.empty((8, 4), torch.float32).data_ptr() != address
+        del view
+        assert recording.empty((16, 2), torch.float32).data_ptr() == address
+        assert recording.empty((16, 2), torch.bfloat16).data_ptr() not in range(address, address + 128)
 
 
 @pytest.mark.usefixtures("instructions")

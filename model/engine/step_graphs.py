@@ -1,8 +1,12 @@
-"""Decode graphs: a step in which every sequence only decodes is recorded once per shape, then replayed.
+"""Step graphs: a step is recorded once per shape, then replayed.
 
 A step is customized if some of its rows have adapters, edits or traces. It is recorded once for each assignment of rows
 to adapters, edits and traces. There may be very many assignments, so only the graphs that were used last are kept. The
 recording of a traced step also has the traced stages (recorded_trace.py).
+
+A step with prompts is recorded when its shape occurs for the second time, on a CPU, if it is neither customized nor
+very large. The number of its tokens must be a multiple, as the scheduler makes it in steps that it limits; otherwise,
+there would be very many shapes. A recording has room for some more sequences, blocks and rows.
 
 On a GPU, a recording is a CUDA graph. It is similar with our CPU kernels: a replay needs no Python between them.
 """
@@ -12,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from model.engine.attention.gpu_decode import GpuBackend
@@ -28,19 +33,26 @@ from model.engine.recorded_trace import (
 )
 from model.engine.trace_params import StepTraceKind
 from model.network.adapters import PassAdapters
+from model.network.ranks import LostRank
 from model.network.transformer import Transformer
+from model.ops.cpu.recording import RecordingMemory
 from model.ops.interface import Argmax
 from model.tracing.edits.bound import EditedRows, tap_of_runs
 from model.tracing.edits.tap import EditTap
 from model.tracing.tap import BatchTap, SequenceTap, Tap
 
 logger = logging.getLogger(__name__)
+# Of steps with prompts: their tokens are a multiple, and a recording has room for a multiple of sequences and of rows
+# with logits. A row costs the time of the head, and a sequence without tokens none.
+TOKENS_MULTIPLE, SEQUENCES_MULTIPLE, ROWS_MULTIPLE = 16, 8, 4
+MAX_PROMPT_TOKENS = 256  # the milliseconds that a replay saves are nothing beside the time of a larger step
+MAX_PROMPT_BYTES = 1 << 28  # of intermediate results
 RecordableAttention = PagedBackend | GpuBackend
 Kind = TypeVar("Kind")
-MAX_CUSTOMIZED_GRAPHS = 64
+MAX_CUSTOMIZED_GRAPHS = MAX_PROMPT_GRAPHS = 64
 MAX_EDIT_BYTES = 1 << 26  # of the edits' numbers in all graphs
 MAX_TRACED_STAGES = 1 << 16  # of all rows of all graphs; each takes about a kilobyte of Python objects
-MAX_KINDS = 256  # of customization that are remembered, because they cannot be recorded
+MAX_KINDS = 256  # of customization that are remembered, because they cannot be recorded; and shapes with prompts
 
 
 @dataclass(frozen=True)
@@ -53,8 +65,8 @@ class TracedRow:
 
 
 @dataclass(frozen=True)
-class DecodeResult:
-    """The logits (N, V) of N tokens, the argmax of each row, and whether they come from a replay.
+class GraphResult:
+    """The logits (R, V) of R tokens, the argmax of each row, and whether they come from a replay.
 
     `traces` are the traces of the step's traced rows, in order.
     """
@@ -64,12 +76,18 @@ class DecodeResult:
     traces: Sequence[RecordedTrace]
     was_replayed: bool
 
+    def first_rows(self, num_rows: int) -> "GraphResult":
+        argmax = Argmax(self.argmax.values[:num_rows], self.argmax.indices[:num_rows])
+        return replace(self, logits=self.logits[:num_rows], argmax=argmax)
 
-class DecodeGraph:
-    """One recorded pass of `model` over the N new tokens of some decoding sequences, and the memory of its inputs.
+
+class StepGraph:
+    """One recorded pass of `model` over the N new tokens of some sequences, and the memory of its inputs.
 
     The recording includes the rows of `adapters`, the rows and the numbers of `edits`, and the `traced` rows, which may
-    have up to `max_keys` keys. There is room for `max_blocks` blocks of each sequence.
+    have up to `max_keys` keys. There is room for `max_blocks` blocks of each sequence, and for `max_sequences` of them
+    (None: no more than these). With `rows`, only these of the N tokens have logits, and there are no adapters, edits or
+    traces.
     """
 
     def __init__(
@@ -83,41 +101,46 @@ class DecodeGraph:
         edits: Sequence[EditedRows],
         traced: Sequence[TracedRow] = (),
         max_keys: int = 0,
+        max_sequences: int | None = None,
+        rows: Sequence[int] | None = None,
     ) -> None:
         cache, ops = attention.cache, model.backend
-        self._step = attention.prepare_recorded(sequences, max_blocks)
-        self._recording = attention.new_recording(memory)
+        self._step = attention.prepare_recorded(sequences, max_blocks, max_sequences or len(sequences))
+        self._rows = None if rows is None else torch.tensor(rows)
+        self._recording = attention.new_recording(memory, frees=rows is not None)
         edit_tap, self._edit_tensors = tap_of_runs(edits, ops.network, cache.device)
         self.edit_bytes = sum(each.edits.num_bytes for each in edits)
         self.num_traced_stages = sum(len(each.kind.params.selection.stages) for each in traced if each.kind.has_stages)
         context = RecordedStepContext(self._step, cache, sequences, ops.network, max_keys)
         self._traced = traced
 
-        def compute() -> tuple[DecodeResult, JointLogits]:
+        def compute() -> tuple[GraphResult, JointLogits]:
             traces = self._new_traces(model, max_keys)
             tap, taps = self._tap(edit_tap, traces)
             joint = JointLogits(model, ops.trace_kernels, traces)
-            logits = model(self._step.ids, context=context, adapters=adapters, tap=tap, compute_logits=joint)[0]
-            logits = self._recording.keep(logits)
+            options = {"context": context, "adapters": adapters, "compute_logits": joint}
+            logits = self._recording.keep(model(self._step.ids, tap=tap, rows=self._rows, **options)[0])
             argmax = ops.sampling.argmax(logits)
             for error in (each.error for each in taps if each.error is not None):
                 raise error
             for trace, row, lens_logits in zip(traces, traced, joint.lenses, strict=True):
                 trace.finish_recording(_num_keys(sequences[row.index]), lens_logits)
-            return DecodeResult(logits, argmax, traces, was_replayed=False), joint
+            return GraphResult(logits, argmax, traces, was_replayed=False), joint
 
         self.result, self._joint_logits = self._recording.run(compute)
         self._replayed = replace(self.result, was_replayed=True)
         self.is_complete = self._recording.is_complete
 
-    def replay(self, sequences: Sequence[PlannedSequence]) -> DecodeResult:
+    def replay(self, sequences: Sequence[PlannedSequence], rows: Sequence[int] | None) -> GraphResult:
         """Compute the result for other sequences. It is valid until the next graph runs."""
-        self.update_inputs(sequences)
+        self.update_inputs(sequences, rows)
         self._recording.replay()
         return self._replayed
 
-    def update_inputs(self, sequences: Sequence[PlannedSequence]) -> None:
+    def update_inputs(self, sequences: Sequence[PlannedSequence], rows: Sequence[int] | None) -> None:
         self._step.update(sequences)
+        if self._rows is not None:
+            self._rows.numpy()[:] = rows
         for trace, row in zip(self.result.traces, self._traced, strict=True):
             trace.update(_num_keys(sequences[row.index]))
 
@@ -145,16 +168,21 @@ class Shape:
 
     num_sequences: int
     num_tokens: int
-    adapted: tuple[tuple[str, int, int], ...]  # the name of an adapter, and the first row and the end row of its run
-    edited: tuple[tuple[bytes, int, int], ...]  # the key of the edits of a run, and its first row and its end row
+    adapted: tuple[tuple[str, int, int], ...] = ()  # the name of an adapter, and the first and the end row of its run
+    edited: tuple[tuple[bytes, int, int], ...] = ()  # the key of the edits of a run, and its first and its end row
     traced: tuple[tuple[tuple[str, bool, bool], int], ...] = ()  # the key of the trace of a row, and the row
     max_keys: int = 0  # for which traced attention has room
     max_blocks: int = 0  # of a sequence, for which the tables have room
+    num_rows: int | None = None  # that have logits, in a step with prompts; None: all
 
     @property
     def is_customized(self) -> bool:
         """Whether any row has an adapter, an edit or a trace."""
         return bool(self.adapted or self.edited or self.traced)
+
+    @property
+    def has_prompts(self) -> bool:
+        return self.num_rows is not None
 
     @classmethod
     def of(
@@ -186,7 +214,7 @@ class Customization:
     traces: frozenset[tuple[str, bool, bool]]
 
 
-class DecodeGraphs:
+class StepGraphs:
     """The graphs of a network that our kernels compute completely. Without paged kernels nothing is recorded."""
 
     def __init__(self, model: Transformer, attention: RecordableAttention | None) -> None:
@@ -195,12 +223,23 @@ class DecodeGraphs:
         # On a GPU, the choice of experts waits for the CPU.
         self._attention = None if self._is_gpu and model.config.num_experts else attention
         self._memory = None if self._attention is None else self._attention.new_memory()
-        self._graphs: dict[Shape, DecodeGraph] = {}  # customized ones in the order of their last use
+        # Customized ones, and those with prompts, in the order of their last use.
+        self._graphs: dict[Shape, StepGraph] = {}
         self._unrecordable: set[Customization] = set()  # PyTorch computes a part of the step, or its recording failed
+        self._can_record_prompts = isinstance(attention, PagedBackend)
+        self._prompt_memory = None if self._attention is None else self._attention.new_memory()
+        self.replays_decoding = False
+        """Whether any step of decoding sequences is recorded."""
+        self._seen: set[Shape] = set()  # of steps with prompts that were computed, but not recorded
 
     @property
     def num_recorded(self) -> int:
         return len(self._graphs)
+
+    @property
+    def records_prompts(self) -> bool:
+        """Whether steps with prompts are recorded, as far as is known."""
+        return self._attention is not None and self._can_record_prompts
 
     def run(
         self,
@@ -208,7 +247,7 @@ class DecodeGraphs:
         adapters: PassAdapters | None = None,
         edits: Sequence[EditedRows] = (),
         traced: Sequence[TracedRow] = (),
-    ) -> DecodeResult | None:
+    ) -> GraphResult | None:
         """Compute a step of decoding sequences; None: it was not computed. The next call overwrites the result."""
         if self._attention is None:
             return None
@@ -217,11 +256,8 @@ class DecodeGraphs:
             return None
         max_blocks = self._attention.max_blocks(sequences, self._model.config.max_positions)
         shape = Shape.of(sequences, adapters, edits, traced, max_keys, max_blocks)
-        graph = self._graphs.get(shape)
-        if graph is not None:
-            if shape.is_customized:
-                self._graphs[shape] = self._graphs.pop(shape)
-            return graph.replay(sequences)
+        if (graph := self._find(shape)) is not None:
+            return graph.replay(sequences, None)
         stages = frozenset[str]().union(*(each.edits.stage_names for each in edits))
         kind = Customization(stages, frozenset(each.kind.key for each in traced))
         if kind in self._unrecordable:
@@ -229,7 +265,7 @@ class DecodeGraphs:
         adapters = adapters if shape.adapted else None
         arguments = (sequences, max_blocks, self._memory, adapters, edits, traced, max_keys)
         try:
-            graph = DecodeGraph(self._model, self._attention, *arguments)
+            graph = StepGraph(self._model, self._attention, *arguments)
         except Exception:  # too little memory, for example: without a recording, the error ends only its own sequence
             if not (stages or traced or self._is_gpu):
                 raise
@@ -247,7 +283,45 @@ class DecodeGraphs:
         else:
             self._attention = None  # PyTorch computes a part of this network, so nothing is recorded from now on
             self._graphs.clear()
+            self.replays_decoding = False
         return graph.result
+
+    def run_prompts(self, sequences: Sequence[PlannedSequence], rows: Sequence[int]) -> GraphResult | None:
+        """Compute a step with prompts and without adapters, edits and traces, and the logits of some rows, as `run`."""
+        num_tokens = sum(scheduled.num_new for scheduled in sequences)
+        is_one_of_few = num_tokens <= MAX_PROMPT_TOKENS and num_tokens % TOKENS_MULTIPLE == 0
+        if self._attention is None or not self._can_record_prompts or not is_one_of_few:
+            return None
+        if not 0 < len(rows) <= len(sequences):
+            return None
+        max_sequences = _round_up(len(sequences), SEQUENCES_MULTIPLE)
+        max_blocks = 1 << (max(len(scheduled.sequence.blocks) for scheduled in sequences) - 1).bit_length()
+        all_rows = [*rows, *[rows[-1]] * (_round_up(len(rows), ROWS_MULTIPLE) - len(rows))]
+        shape = Shape(max_sequences, num_tokens, max_blocks=max_blocks, num_rows=len(all_rows))
+        if (graph := self._find(shape)) is not None:
+            return graph.replay(sequences, all_rows).first_rows(len(rows))
+        if shape not in self._seen:
+            _remember(self._seen, shape)
+            return None
+        arguments = (sequences, max_blocks, self._prompt_memory, None, ())
+        try:
+            graph = StepGraph(self._model, self._attention, *arguments, max_sequences=max_sequences, rows=all_rows)
+        except LostRank:
+            raise
+        except Exception:  # too little memory, for example
+            logger.warning("steps with prompts cannot be recorded, so they take longer", exc_info=True)
+            self._can_record_prompts = False
+            return None
+        self._can_record_prompts = graph.is_complete
+        if graph.is_complete:
+            self._keep(shape, graph)
+        return graph.result.first_rows(len(rows))
+
+    def _find(self, shape: Shape) -> StepGraph | None:
+        graph = self._graphs.get(shape)
+        if graph is not None and (shape.is_customized or shape.has_prompts):
+            self._graphs[shape] = self._graphs.pop(shape)
+        return graph
 
     def _room_for_keys(self, sequences: Sequence[PlannedSequence], traced: Sequence[TracedRow]) -> int:
         """The number of keys for which traced attention must have room; 0 if no traced stage has keys."""
@@ -261,8 +335,12 @@ class DecodeGraphs:
         config, dtype = self._model.config, self._model.embed.weight.dtype
         return sum(bytes_of_trace(each.kind, config, dtype, max_keys) for each in traced) <= MAX_TRACE_BYTES
 
-    def _keep(self, shape: Shape, graph: DecodeGraph) -> None:
+    def _keep(self, shape: Shape, graph: StepGraph) -> None:
         self._graphs[shape] = graph
+        if shape.has_prompts:
+            self._limit_prompts()
+            return
+        self.replays_decoding = True
         customized = [each for each in self._graphs if each.is_customized]
         num_bytes = sum(self._graphs[each].edit_bytes for each in customized)
         num_stages = sum(self._graphs[each].num_traced_stages for each in customized)
@@ -273,12 +351,31 @@ class DecodeGraphs:
             num_bytes -= oldest.edit_bytes
             num_stages -= oldest.num_traced_stages
 
+    def _limit_prompts(self) -> None:
+        """Forget the graph with prompts that was not used for longest, or all if their memory has grown too large."""
+        shapes = [each for each in self._graphs if each.has_prompts]
+        assert isinstance(self._prompt_memory, RecordingMemory)
+        if self._prompt_memory.num_bytes > MAX_PROMPT_BYTES:
+            self._prompt_memory = RecordingMemory()
+            self._seen.clear()
+        elif len(shapes) <= MAX_PROMPT_GRAPHS:
+            return
+        else:
+            shapes = shapes[:1]
+        for shape in shapes:
+            del self._graphs[shape]
+            self._seen.discard(shape)
+
 
 def _remember(kinds: set[Kind], kind: Kind) -> None:
     """Add a kind of step. If there are too many, forget all: requests can cause any number of kinds."""
     if len(kinds) >= MAX_KINDS:
         kinds.clear()
     kinds.add(kind)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _num_keys(scheduled: PlannedSequence) -> int:
