@@ -109,7 +109,7 @@ class Metrics:
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Time from request to first token")
         self.inter_token = self._step_histogram(
             "inter_token_latency_seconds",
-            "Time between two tokens of a continuation; the tokens of one step share its time evenly",
+            "Time between two tokens of a continuation; tokens of one step share its time",
         )
         self.request_seconds = self._histogram(
             "e2e_request_latency_seconds", "Time from request to last token of each continuation"
@@ -130,14 +130,13 @@ class Metrics:
         )
         self.trace_seconds = self._histogram(
             "trace_seconds",
-            "Duration of a pass of /forward or /logits with the encoding of its answer, or of the tracing in a step "
-            "beside its recorded kernels",
+            "Duration of a pass of /forward or /logits with the encoding of its answer, or of the tracing in a step",
         )
-        self.attributions = self._counter("attributions_total", "Answers of /attribute that were computed", "method")
+        self.attributions = self._counter("attributions_total", "Computed answers of /attribute", "method")
         self.gradient_seconds = self._histogram(
-            "gradient_seconds", "Duration of a job of /attribute beside the network: gradients and direct attribution"
+            "gradient_seconds", "Duration of a job of /attribute: gradients and direct attribution"
         )
-        self.sweep_cells = self._counter("sweep_cells_total", "Cells of patching sweeps that were computed")
+        self.sweep_cells = self._counter("sweep_cells_total", "Computed cells of patching sweeps")
         self.budget_refusals = self._counter(
             "trace_refused_total", "Requests refused because their answer or pass would be too large"
         )
@@ -174,7 +173,9 @@ class Metrics:
         self._gauge("stored_response_bytes", "Bytes of the stored responses of /v1/responses").set_function(num_bytes)
 
     def watch_ready(self, is_ready: Callable[[], bool]) -> None:
-        ready = self._gauge("ready", "1 if the service takes requests; 0 while it loads or shuts down, or if it failed")
+        ready = self._gauge(
+            "ready", "1 if the service takes requests; 0 while it loads or shuts down, or after a failure"
+        )
         ready.set_function(is_ready)
 
     def watch_engine(

@@ -109,16 +109,16 @@ class Settings(BaseSettings):
     )
     adapter: Annotated[list[str], NoDecode, BeforeValidator(_split), AfterValidator(_check_adapters)] = Field(
         [],
-        description="LoRA adapter as NAME=PATH, the directory that PEFT has saved; requests choose it by the name; "
-        "repeatable, or several separated by commas",
+        description="LoRA adapter as NAME=DIRECTORY, as PEFT has saved it; requests choose it by name; repeatable, or "
+        "separated by commas",
     )
     lens: Path | None = Field(
         None,
-        description="safetensors file with the translators of a tuned lens (N.weight and N.bias for layer N), for the "
-        "logit lens of /attribute",
+        description="safetensors file of a tuned lens (N.weight and N.bias for layer N), for the logit lens of "
+        "/attribute",
     )
     chat_template: Path | None = Field(
-        None, description="file with a Jinja template for chats that replaces those of the checkpoint"
+        None, description="file with a Jinja template for chats, instead of those of the checkpoint"
     )
     device: str = Field("auto", description="auto (cuda if available, else cpu), cpu, cuda, cuda:1, ...")
     dtype: Literal["auto", Dtype] = Field(
@@ -128,8 +128,7 @@ class Settings(BaseSettings):
         1,
         ge=1,
         le=1024,
-        description="number of processes that compute the network together, each a share of every layer; torchrun or "
-        "Ray starts them",
+        description="number of processes that compute the network together; torchrun or Ray starts them",
     )
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all addresses")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 for any free port")
@@ -141,9 +140,9 @@ class Settings(BaseSettings):
     )
     kernels: Kernels = Field(
         "auto",
-        description="auto: our own kernels if there are any for the dtype and the device (CPUs with AVX2, AVX-512 or "
-        "NEON, compiled before or by a C++ compiler; GPUs of NVIDIA, by Triton); else PyTorch's fastest; invariant: "
-        "also on a GPU no bit of a token depends on other tokens, which takes longer; torch: PyTorch only",
+        description="auto: our own kernels where there are any for the dtype and the device (CPUs with AVX2, AVX-512 "
+        "or NEON; GPUs of NVIDIA), else PyTorch's; invariant: also on a GPU no bit of a token depends on other "
+        "tokens, which takes longer; torch: PyTorch only",
     )
     quantize: Literal[Quantization, "auto"] = Field(
         "stored",
@@ -163,38 +162,34 @@ class Settings(BaseSettings):
     )
     draft: DraftFormat = Field(
         "none",
-        description="a copy of the network with weights in this format drafts tokens, and the network checks them: "
-        "faster for large networks in 16 or 32 bits, with the same answers to the last bit; none: no copy",
+        description="int8, int5 or int4: a copy of the network in this format drafts tokens, which the network checks: "
+        "faster for large networks in 16 or 32 bits, with the same answers to the last bit",
     )
     max_body_bytes: ByteSize = Field(4 * MIB, description="maximum size of a request body")
-    max_response_bytes: ByteSize = Field(
-        256 * MIB, description="maximum size of an answer; a larger one is refused before it is computed"
-    )
+    max_response_bytes: ByteSize = Field(256 * MIB, description="maximum size of an answer")
     max_pass_bytes: ByteSize = Field(
         8192 * MIB,
         description="maximum memory for the logits and traced attention scores of one pass or step, and for the "
         "stages of a comparison",
     )
-    max_pass_tokens: int = Field(
-        2048, ge=1, description="longest prompt of /forward and /logits; generations wait during such a pass"
-    )
+    max_pass_tokens: int = Field(2048, ge=1, description="longest prompt of a pass, such as of /forward and /logits")
     gradients: Literal["off", "float32", "float64"] = Field(
         "float32",
-        description="dtype in which /attribute computes gradients, with a copy of the network in this dtype that the "
-        "first such request makes; off: no copy, and no gradients",
+        description="dtype of the gradients of /attribute; the first such request copies the network in this dtype; "
+        "off: no gradients",
     )
     max_gradient_tokens: int = Field(
         1 << 16,
         ge=1,
-        description="maximum number of prompt tokens of all passes of one request for gradients (tokens times steps)",
+        description="maximum number of prompt tokens of all passes of a request for gradients (tokens times steps)",
     )
     max_sweep_cells: int = Field(
-        4096, ge=1, description="maximum number of cells of a patching sweep; each is a generation of its own"
+        4096, ge=1, description="maximum number of cells of a patching sweep; each is a generation"
     )
     max_lens_logits: int = Field(
         1 << 30,
         ge=1,
-        description="maximum number of logits of one request for the logit lens (layers times positions times "
+        description="maximum number of logits of a request for the logit lens (layers times positions times "
         "vocabulary)",
     )
     cache_bytes: ByteSize | None = Field(
@@ -204,40 +199,39 @@ class Settings(BaseSettings):
     )
     kv_cache_dtype: KVCacheDtype = Field(
         "auto",
-        description="how generation stores keys and values. auto: in the dtype of the network; int8: in 8 bits, with a "
-        "scale for each position and key head, so that about twice as many tokens fit",
+        description="how generation stores keys and values. auto: in the dtype of the network; int8: in 8 bits, so "
+        "that about twice as many tokens fit",
     )
     prefix_cache_directory: Path | None = Field(
         None,
-        description="directory in which computed blocks of keys and values are stored, so that prompts that begin like "
-        "earlier ones start soon also after a restart; processes may share it; it must be as private as the prompts",
+        description="directory that stores computed keys and values, so that prompts that begin like earlier ones "
+        "start soon also after a restart; processes may share it; it must be as private as the prompts",
     )
     prefix_cache_bytes: ByteSize = Field(
-        8192 * MIB, description="limit for all files in this directory; those that were used longest ago are deleted"
+        8192 * MIB, description="limit for all files in this directory; the least recently used are deleted"
     )
     max_num_seqs: int = Field(64, ge=1, description="maximum number of sequences in one step; others wait")
     max_step_tokens: int | None = Field(
         None,
         ge=1,
-        description="maximum number of tokens in one step; longer prompts are computed in parts; default: 512 (on CUDA "
-        "2048) plus `--max-num-seqs`",
+        description="maximum number of tokens in one step; default: 512 (on CUDA 2048) plus `--max-num-seqs`",
     )
     max_step_stretch: float = Field(
         2.0,
         gt=1,
-        description="limit for the time of a step with prompts, as a multiple of its time without them; applies only "
-        "while fewer prompts are computed than sequences generate",
+        description="limit for the time of a step with prompts, as a multiple of its time without them, which counts "
+        "as 30 ms if it is shorter",
     )
     target_itl_ms: float | None = Field(
         None,
         gt=0,
         description="time between two tokens of a stream, in milliseconds, beside prompts: a step takes as many prompt "
-        "tokens as fit into it, but at least 16; replaces --max-step-stretch",
+        "tokens as fit into it, at least 16; replaces --max-step-stretch",
     )
     vectors: Path | None = Field(
         None,
         description="directory with vectors for edits: safetensors, and control vectors of llama.cpp (*.gguf); "
-        "requests name them by their file names without the ending",
+        "requests name them by file name without the ending",
     )
     max_vector_bytes: ByteSize = Field(
         8 * MIB, description="maximum size of a vector that a client stores with PUT /vectors/{name}"
@@ -246,15 +240,12 @@ class Settings(BaseSettings):
     max_stored_responses: int = Field(
         0,
         ge=0,
-        description="number of responses of /v1/responses that are kept in memory, so that requests can continue after "
-        "them with `previous_response_id`; 0: none",
+        description="number of responses of /v1/responses that are kept in memory for `previous_response_id`; 0: none",
     )
     max_stored_response_bytes: ByteSize = Field(
         64 * MIB, description="memory for stored responses and their conversations; the oldest are dropped beyond it"
     )
-    max_compare_tokens: int = Field(
-        256, ge=1, description="longest prompt of /compare, which computes the network several times in float64"
-    )
+    max_compare_tokens: int = Field(256, ge=1, description="longest prompt of /compare")
     compare_directory: Path | None = Field(
         None, description="directory of stage files and checkpoints that requests to /compare may name"
     )
@@ -267,7 +258,7 @@ class Settings(BaseSettings):
     request_timeout_seconds: float = Field(
         600.0,
         gt=0,
-        description="time limit of a request, its time in the queue included; a longer generation is cancelled",
+        description="time limit of a request with its time in the queue; a longer generation is cancelled",
     )
     shutdown_grace_seconds: float = Field(30.0, ge=0, description="time that requests have to finish after SIGTERM")
     max_buffered_bytes: ByteSize = Field(
@@ -277,16 +268,16 @@ class Settings(BaseSettings):
     max_connections: int = Field(
         4096,
         ge=1,
-        description="maximum number of open connections, as far as the system allows; on connections above it, "
-        "only /health, /ready and /metrics are answered, and other requests get 429",
+        description="maximum number of open connections, as far as the system allows; above it, only /health, /ready "
+        "and /metrics are answered, and other requests get 429",
     )
     header_timeout_seconds: float = Field(
         10.0,
         gt=0,
-        description="time limit for the headers of a request to arrive; on a reused connection, this and the idle "
-        "timeout together are the limit, from the end of the last response",
+        description="time limit for the headers of a request; on a reused connection, this and the idle timeout "
+        "together are the limit, from the end of the last response",
     )
-    body_timeout_seconds: float = Field(60.0, gt=0, description="time limit for the body of a request to arrive")
+    body_timeout_seconds: float = Field(60.0, gt=0, description="time limit for the body of a request")
     write_timeout_seconds: float = Field(
         30.0, gt=0, description="how long a client may read nothing of its response before it is disconnected"
     )
@@ -294,8 +285,8 @@ class Settings(BaseSettings):
     allowed_hosts: str | None = Field(
         None,
         description="names that are allowed in the Host header, separated by commas, or * for all; default: localhost "
-        "if the service listens on a loopback address, and in a container host.docker.internal, else *. IP addresses "
-        "are always allowed",
+        "if the service listens on a loopback address (in a container also host.docker.internal), else *. IP "
+        "addresses are always allowed",
     )
     root_path: Annotated[str | None, AfterValidator(_check_root_path)] = Field(
         None,
@@ -303,18 +294,18 @@ class Settings(BaseSettings):
     )
     cors_origin: Annotated[list[str], NoDecode, BeforeValidator(_split), AfterValidator(_check_origins)] = Field(
         [],
-        description="origin of web pages of other sites that may use the service from a browser, such as "
-        "https://example.org, or * for all; repeatable, or several separated by commas",
+        description="other origin whose web pages may use the service from a browser, such as https://example.org, or "
+        "* for all; repeatable, or separated by commas",
     )
     api_key: SecretStr | None = Field(
         None,
         description="key that requests must send as 'Authorization: Bearer <key>' or 'x-api-key: <key>', except for "
-        "health, metrics and docs",
+        "health, metrics, docs and the page",
     )
     strict_fields: bool = Field(
         False,
-        description="refuse unknown fields on /v1/* with 422, as on all other routes; by default they are left out and "
-        "named in the header x-ignored-fields, the log and the metrics",
+        description="refuse unknown fields on /v1/* and /infill with 422, as on all other routes; by default they are "
+        "left out, and named in the header x-ignored-fields and the log",
     )
     sse_keepalive_seconds: float = Field(
         10.0,
@@ -322,7 +313,7 @@ class Settings(BaseSettings):
         description="a stream that has sent nothing for this time sends an SSE comment, so that proxies keep the "
         "connection; 0 for none",
     )
-    page: bool = Field(True, description="serve the web page at `/`, and its files below `/page/`")
+    page: bool = Field(True, description="serve the web page at `/`")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level of messages that are logged"
     )

@@ -36,11 +36,11 @@ def pair(name: str, device: torch.device, dtype: torch.dtype = torch.float32) ->
 
 
 def num_graphs(engine: Engine) -> int:
-    return engine._runner._decode_graphs.num_recorded
+    return engine._runner._step_graphs.num_recorded
 
 
 def num_customized(engine: Engine) -> int:
-    return sum(shape.is_customized for shape in engine._runner._decode_graphs._graphs)
+    return sum(shape.is_customized for shape in engine._runner._step_graphs._graphs)
 
 
 def assert_tokens_of_one_pass(exact: Transformer, request: Request, result: Result, near: float = NEAR) -> None:
@@ -110,7 +110,7 @@ def test_steps_with_edits_are_recorded(device: torch.device) -> None:
     exact, model = pair("llama", device)
     engine = new_engine(model)
     run(engine, *requests_with(exact, EDITS["zero heads"]))
-    graphs = engine._runner._decode_graphs
+    graphs = engine._runner._step_graphs
     assert any(shape.edited for shape in graphs._graphs) or device.type == "cpu"
     assert not graphs._unrecordable
 
