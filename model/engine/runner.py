@@ -12,7 +12,8 @@ from model.engine.attention.paged import PagedBackend
 from model.engine.attention.step_context import StepContext, choose_attention
 from model.engine.cache import PagedCache
 from model.engine.step_batch import StepSequence
-from model.engine.step_graphs import GraphResult, StepGraphs, TracedRow
+from model.engine.step_graph import GraphResult, TracedRow
+from model.engine.step_graphs import StepGraphs
 from model.network.adapters import AdaptedRows, Adapter, PassAdapters
 from model.network.transformer import Transformer
 from model.ops.interface import Argmax

@@ -1,4 +1,4 @@
-"""Step graphs: a step is recorded once per shape, then replayed.
+"""The step graphs of an engine: a step is recorded once per shape (step_graph.py), then replayed.
 
 A step is customized if some of its rows have adapters, edits or traces. It is recorded once for each assignment of rows
 to adapters, edits and traces. There may be very many assignments, so only the graphs that were used last are kept. The
@@ -7,159 +7,35 @@ recording of a traced step also has the traced stages (recorded_trace.py).
 A step with prompts is recorded when its shape occurs for the second time, on a CPU, if it is neither customized nor
 very large. The number of its tokens must be a multiple, as the scheduler makes it in steps that it limits; otherwise,
 there would be very many shapes. A recording has room for some more sequences, blocks and rows.
-
-On a GPU, a recording is a CUDA graph. It is similar with our CPU kernels: a replay needs no Python between them.
 """
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TypeVar
 
 from model.engine.attention.gpu_decode import GpuBackend
 from model.engine.attention.interface import PlannedSequence
 from model.engine.attention.paged import PagedBackend
-from model.engine.attention.step_context import RecordedStepContext
-from model.engine.joint_logits import JointLogits
-from model.engine.recorded_trace import (
-    MAX_TRACE_BYTES,
-    RecordedTrace,
-    bytes_of_trace,
-    room_for_keys,
-    traces_keys,
-)
-from model.engine.trace_params import StepTraceKind
+from model.engine.recorded_trace import MAX_TRACE_BYTES, bytes_of_trace, room_for_keys, traces_keys
+from model.engine.step_graph import GraphResult, RecordableAttention, StepGraph, TracedRow, num_keys
 from model.network.adapters import PassAdapters
 from model.network.ranks import LostRank
 from model.network.transformer import Transformer
 from model.ops.cpu.recording import RecordingMemory
-from model.ops.interface import Argmax
-from model.tracing.edits.bound import EditedRows, tap_of_runs
-from model.tracing.edits.tap import EditTap
-from model.tracing.tap import BatchTap, SequenceTap, Tap
+from model.tracing.edits.bound import EditedRows
 
 logger = logging.getLogger(__name__)
 # Of steps with prompts: their tokens are a multiple, and a recording has room for a multiple of sequences and of rows
 # with logits. A row costs the time of the head, and a sequence without tokens none.
 TOKENS_MULTIPLE, SEQUENCES_MULTIPLE, ROWS_MULTIPLE = 16, 8, 4
-MAX_PROMPT_TOKENS = 256  # the milliseconds that a replay saves are nothing beside the time of a larger step
+MAX_PROMPT_TOKENS = 256  # in larger steps, the time that a replay saves is not noticeable
 MAX_PROMPT_BYTES = 1 << 28  # of intermediate results
-RecordableAttention = PagedBackend | GpuBackend
 Kind = TypeVar("Kind")
 MAX_CUSTOMIZED_GRAPHS = MAX_PROMPT_GRAPHS = 64
 MAX_EDIT_BYTES = 1 << 26  # of the edits' numbers in all graphs
 MAX_TRACED_STAGES = 1 << 16  # of all rows of all graphs; each takes about a kilobyte of Python objects
-MAX_KINDS = 256  # of customization that are remembered, because they cannot be recorded; and shapes with prompts
-
-
-@dataclass(frozen=True)
-class TracedRow:
-    """A traced sequence of a step: its index among the sequences, and the row of its one new token."""
-
-    kind: StepTraceKind
-    index: int
-    row: int
-
-
-@dataclass(frozen=True)
-class GraphResult:
-    """The logits (R, V) of R tokens, the argmax of each row, and whether they come from a replay.
-
-    `traces` are the traces of the step's traced rows, in order.
-    """
-
-    logits: Tensor
-    argmax: Argmax
-    traces: Sequence[RecordedTrace]
-    was_replayed: bool
-
-    def first_rows(self, num_rows: int) -> "GraphResult":
-        argmax = Argmax(self.argmax.values[:num_rows], self.argmax.indices[:num_rows])
-        return replace(self, logits=self.logits[:num_rows], argmax=argmax)
-
-
-class StepGraph:
-    """One recorded pass of `model` over the N new tokens of some sequences, and the memory of its inputs.
-
-    The recording includes the rows of `adapters`, the rows and the numbers of `edits`, and the `traced` rows, which may
-    have up to `max_keys` keys. There is room for `max_blocks` blocks of each sequence, and for `max_sequences` of them
-    (None: no more than these). With `rows`, only these of the N tokens have logits, and there are no adapters, edits or
-    traces.
-    """
-
-    def __init__(
-        self,
-        model: Transformer,
-        attention: RecordableAttention,
-        sequences: Sequence[PlannedSequence],
-        max_blocks: int,
-        memory: Any,
-        adapters: PassAdapters | None,
-        edits: Sequence[EditedRows],
-        traced: Sequence[TracedRow] = (),
-        max_keys: int = 0,
-        max_sequences: int | None = None,
-        rows: Sequence[int] | None = None,
-    ) -> None:
-        cache, ops = attention.cache, model.backend
-        self._step = attention.prepare_recorded(sequences, max_blocks, max_sequences or len(sequences))
-        self._rows = None if rows is None else torch.tensor(rows)
-        self._recording = attention.new_recording(memory, frees=rows is not None)
-        edit_tap, self._edit_tensors = tap_of_runs(edits, ops.network, cache.device)
-        self.edit_bytes = sum(each.edits.num_bytes for each in edits)
-        self.num_traced_stages = sum(len(each.kind.params.selection.stages) for each in traced if each.kind.has_stages)
-        context = RecordedStepContext(self._step, cache, sequences, ops.network, max_keys)
-        self._traced = traced
-
-        def compute() -> tuple[GraphResult, JointLogits]:
-            traces = self._new_traces(model, max_keys)
-            tap, taps = self._tap(edit_tap, traces)
-            joint = JointLogits(model, ops.trace_kernels, traces)
-            options = {"context": context, "adapters": adapters, "compute_logits": joint}
-            logits = self._recording.keep(model(self._step.ids, tap=tap, rows=self._rows, **options)[0])
-            argmax = ops.sampling.argmax(logits)
-            for error in (each.error for each in taps if each.error is not None):
-                raise error
-            for trace, row, lens_logits in zip(traces, traced, joint.lenses, strict=True):
-                trace.finish_recording(_num_keys(sequences[row.index]), lens_logits)
-            return GraphResult(logits, argmax, traces, was_replayed=False), joint
-
-        self.result, self._joint_logits = self._recording.run(compute)
-        self._replayed = replace(self.result, was_replayed=True)
-        self.is_complete = self._recording.is_complete
-
-    def replay(self, sequences: Sequence[PlannedSequence], rows: Sequence[int] | None) -> GraphResult:
-        """Compute the result for other sequences. It is valid until the next graph runs."""
-        self.update_inputs(sequences, rows)
-        self._recording.replay()
-        return self._replayed
-
-    def update_inputs(self, sequences: Sequence[PlannedSequence], rows: Sequence[int] | None) -> None:
-        self._step.update(sequences)
-        if self._rows is not None:
-            self._rows.numpy()[:] = rows
-        for trace, row in zip(self.result.traces, self._traced, strict=True):
-            trace.update(_num_keys(sequences[row.index]))
-
-    def _new_traces(self, model: Transformer, max_keys: int) -> list[RecordedTrace]:
-        kernels = model.backend.trace_kernels
-        if kernels is None:
-            assert not self._traced
-            return []
-        return [RecordedTrace(model, kernels, each.kind, max_keys) for each in self._traced]
-
-    def _tap(self, edits: EditTap | None, traces: Sequence[RecordedTrace]) -> tuple[Tap | None, Sequence[SequenceTap]]:
-        """The tap of the pass, and the taps of the traced sequences in it."""
-        if not traces:
-            return edits, ()
-        taps = {}
-        for each, trace in zip(self._traced, traces, strict=True):
-            row = slice(each.row, each.row + 1)
-            taps[each.index] = SequenceTap(trace.tap, tokens=row, rows=row)
-        return BatchTap(taps, frozenset(), edits), list(taps.values())
+MAX_KINDS = 256  # that are remembered: of customizations that cannot be recorded, and of shapes with prompts
 
 
 @dataclass(frozen=True)
@@ -288,11 +164,11 @@ class StepGraphs:
 
     def run_prompts(self, sequences: Sequence[PlannedSequence], rows: Sequence[int]) -> GraphResult | None:
         """Compute a step with prompts and without adapters, edits and traces, and the logits of some rows, as `run`."""
-        num_tokens = sum(scheduled.num_new for scheduled in sequences)
-        is_one_of_few = num_tokens <= MAX_PROMPT_TOKENS and num_tokens % TOKENS_MULTIPLE == 0
-        if self._attention is None or not self._can_record_prompts or not is_one_of_few:
+        if self._attention is None or not self._can_record_prompts:
             return None
-        if not 0 < len(rows) <= len(sequences):
+        num_tokens = sum(scheduled.num_new for scheduled in sequences)
+        is_one_of_few = num_tokens % TOKENS_MULTIPLE == 0 and 0 < len(rows) <= len(sequences)
+        if num_tokens > MAX_PROMPT_TOKENS or not is_one_of_few:
             return None
         max_sequences = _round_up(len(sequences), SEQUENCES_MULTIPLE)
         max_blocks = 1 << (max(len(scheduled.sequence.blocks) for scheduled in sequences) - 1).bit_length()
@@ -303,9 +179,9 @@ class StepGraphs:
         if shape not in self._seen:
             _remember(self._seen, shape)
             return None
-        arguments = (sequences, max_blocks, self._prompt_memory, None, ())
+        arguments = (self._model, self._attention, sequences, max_blocks, self._prompt_memory)
         try:
-            graph = StepGraph(self._model, self._attention, *arguments, max_sequences=max_sequences, rows=all_rows)
+            graph = StepGraph(*arguments, max_sequences=max_sequences, rows=all_rows)
         except LostRank:
             raise
         except Exception:  # too little memory, for example
@@ -325,7 +201,7 @@ class StepGraphs:
 
     def _room_for_keys(self, sequences: Sequence[PlannedSequence], traced: Sequence[TracedRow]) -> int:
         """The number of keys for which traced attention must have room; 0 if no traced stage has keys."""
-        counts = [_num_keys(sequences[each.index]) for each in traced if traces_keys(each.kind)]
+        counts = [num_keys(sequences[each.index]) for each in traced if traces_keys(each.kind)]
         return room_for_keys(max(counts)) if counts else 0
 
     def _can_trace(self, traced: Sequence[TracedRow], max_keys: int) -> bool:
@@ -376,8 +252,3 @@ def _remember(kinds: set[Kind], kind: Kind) -> None:
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-
-def _num_keys(scheduled: PlannedSequence) -> int:
-    """The number of keys of a sequence after a step."""
-    return scheduled.start + scheduled.num_new

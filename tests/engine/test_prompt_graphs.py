@@ -12,7 +12,8 @@ from model.engine import step_graphs
 from model.engine.engine import Engine
 from model.engine.request import Request
 from model.engine.step_budget import StepBudget
-from model.engine.step_graphs import Shape, StepGraph, StepGraphs
+from model.engine.step_graph import StepGraph
+from model.engine.step_graphs import Shape, StepGraphs
 from model.ops.cpu import recording
 from model.ops.torch_ops import TORCH
 from model.tracing.edits import Edit

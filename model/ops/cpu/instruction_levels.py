@@ -74,7 +74,8 @@ def this_target() -> Target | None:
     return target if target is not None and target.system == sys.platform else None
 
 
-LEVELS = () if (_target := this_target()) is None else _target.levels  # those of this machine
+_THIS = this_target()
+LEVELS = () if _THIS is None else _THIS.levels  # those of this machine
 
 
 def chosen_level() -> InstructionLevel | None:

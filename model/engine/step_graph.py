@@ -1,0 +1,139 @@
+"""A step graph: one recorded pass of a network over the new tokens of some sequences, which can be replayed.
+
+On a GPU, a recording is a CUDA graph. It is similar with our CPU kernels: a replay needs no Python between them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.engine.attention.gpu_decode import GpuBackend
+from model.engine.attention.interface import PlannedSequence
+from model.engine.attention.paged import PagedBackend
+from model.engine.attention.step_context import RecordedStepContext
+from model.engine.joint_logits import JointLogits
+from model.engine.recorded_trace import RecordedTrace
+from model.engine.trace_params import StepTraceKind
+from model.network.adapters import PassAdapters
+from model.network.transformer import Transformer
+from model.ops.interface import Argmax
+from model.tracing.edits.bound import EditedRows, tap_of_runs
+from model.tracing.edits.tap import EditTap
+from model.tracing.tap import BatchTap, SequenceTap, Tap
+
+RecordableAttention = PagedBackend | GpuBackend
+
+
+@dataclass(frozen=True)
+class TracedRow:
+    """A traced sequence of a step: its index among the sequences, and the row of its one new token."""
+
+    kind: StepTraceKind
+    index: int
+    row: int
+
+
+@dataclass(frozen=True)
+class GraphResult:
+    """The logits (R, V) of R tokens, the argmax of each row, and whether they come from a replay.
+
+    `traces` are the traces of the step's traced rows, in order.
+    """
+
+    logits: Tensor
+    argmax: Argmax
+    traces: Sequence[RecordedTrace]
+    was_replayed: bool
+
+    def first_rows(self, num_rows: int) -> "GraphResult":
+        argmax = Argmax(self.argmax.values[:num_rows], self.argmax.indices[:num_rows])
+        return replace(self, logits=self.logits[:num_rows], argmax=argmax)
+
+
+class StepGraph:
+    """One recorded pass of `model` over the N new tokens of some sequences, and the memory of its inputs.
+
+    The recording includes the rows of `adapters`, the rows and the numbers of `edits`, and the `traced` rows, which may
+    have up to `max_keys` keys. There is room for `max_blocks` blocks of each sequence, and for `max_sequences` of them
+    (None: no more than these). With `rows`, only these of the N tokens have logits, and there are no adapters, edits or
+    traces.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        attention: RecordableAttention,
+        sequences: Sequence[PlannedSequence],
+        max_blocks: int,
+        memory: Any,
+        adapters: PassAdapters | None = None,
+        edits: Sequence[EditedRows] = (),
+        traced: Sequence[TracedRow] = (),
+        max_keys: int = 0,
+        max_sequences: int | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> None:
+        cache, ops = attention.cache, model.backend
+        self._step = attention.prepare_recorded(sequences, max_blocks, max_sequences or len(sequences))
+        self._rows = None if rows is None else torch.tensor(rows)
+        self._recording = attention.new_recording(memory, frees=rows is not None)
+        edit_tap, self._edit_tensors = tap_of_runs(edits, ops.network, cache.device)
+        self.edit_bytes = sum(each.edits.num_bytes for each in edits)
+        self.num_traced_stages = sum(len(each.kind.params.selection.stages) for each in traced if each.kind.has_stages)
+        context = RecordedStepContext(self._step, cache, sequences, ops.network, max_keys)
+        self._traced = traced
+
+        def compute() -> tuple[GraphResult, JointLogits]:
+            traces = self._new_traces(model, max_keys)
+            tap, taps = self._tap(edit_tap, traces)
+            joint = JointLogits(model, ops.trace_kernels, traces)
+            options = {"context": context, "adapters": adapters, "compute_logits": joint}
+            logits = self._recording.keep(model(self._step.ids, tap=tap, rows=self._rows, **options)[0])
+            argmax = ops.sampling.argmax(logits)
+            for error in (each.error for each in taps if each.error is not None):
+                raise error
+            for trace, row, lens_logits in zip(traces, traced, joint.lenses, strict=True):
+                trace.finish_recording(num_keys(sequences[row.index]), lens_logits)
+            return GraphResult(logits, argmax, traces, was_replayed=False), joint
+
+        self.result, self._joint_logits = self._recording.run(compute)
+        self._replayed = replace(self.result, was_replayed=True)
+        self.is_complete = self._recording.is_complete
+
+    def replay(self, sequences: Sequence[PlannedSequence], rows: Sequence[int] | None) -> GraphResult:
+        """Compute the result for other sequences. It is valid until the next graph runs."""
+        self.update_inputs(sequences, rows)
+        self._recording.replay()
+        return self._replayed
+
+    def update_inputs(self, sequences: Sequence[PlannedSequence], rows: Sequence[int] | None) -> None:
+        self._step.update(sequences)
+        if self._rows is not None:
+            self._rows.numpy()[:] = rows
+        for trace, row in zip(self.result.traces, self._traced, strict=True):
+            trace.update(num_keys(sequences[row.index]))
+
+    def _new_traces(self, model: Transformer, max_keys: int) -> list[RecordedTrace]:
+        kernels = model.backend.trace_kernels
+        if kernels is None:
+            assert not self._traced
+            return []
+        return [RecordedTrace(model, kernels, each.kind, max_keys) for each in self._traced]
+
+    def _tap(self, edits: EditTap | None, traces: Sequence[RecordedTrace]) -> tuple[Tap | None, Sequence[SequenceTap]]:
+        """The tap of the pass, and the taps of the traced sequences in it."""
+        if not traces:
+            return edits, ()
+        taps = {}
+        for each, trace in zip(self._traced, traces, strict=True):
+            row = slice(each.row, each.row + 1)
+            taps[each.index] = SequenceTap(trace.tap, tokens=row, rows=row)
+        return BatchTap(taps, frozenset(), edits), list(taps.values())
+
+
+def num_keys(scheduled: PlannedSequence) -> int:
+    """The number of keys of a sequence after a step."""
+    return scheduled.start + scheduled.num_new
