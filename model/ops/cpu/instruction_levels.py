@@ -38,8 +38,12 @@ AVX512_BF16 = _extended(AVX512_VNNI, "avx512-bf16", {"avx512_bf16": "-mavx512bf1
 AMX = _extended(AVX512_BF16, "amx", {"amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16"})
 NEON = InstructionLevel("neon", ("-march=armv8-a",), frozenset(("asimd",)))
 NEON_DOTPROD = InstructionLevel("neon-dotprod", ("-march=armv8.2-a+dotprod",), frozenset(("asimd", "asimddp")))
-# ARM's features: the entry of Linux's auxiliary vector (AT_HWCAP) that has them, and their bit there.
-ARM_FEATURES = {"asimd": (16, 1), "asimddp": (16, 20)}
+NEON_BF16 = InstructionLevel(
+    "neon-bf16", ("-march=armv8.2-a+dotprod+i8mm+bf16",), NEON_DOTPROD.cpu_features | {"i8mm", "bf16"}
+)
+# ARM's features: the entry of Linux's auxiliary vector (AT_HWCAP or AT_HWCAP2) that has them, and their bit there.
+ARM_FEATURES = {"asimd": (16, 1), "asimddp": (16, 20), "i8mm": (26, 13), "bf16": (26, 14)}
+FEATURES_OF_ALL_MACS = frozenset(("asimd", "asimddp"))  # with this architecture
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,8 @@ TARGETS = {  # by `platform.machine()` ("arm64" on macOS, "aarch64" on Linux); t
         "x86_64-linux-gnu.2.28",
         "manylinux_2_28_x86_64",
     ),
-    "aarch64": Target("linux", (NEON, NEON_DOTPROD), "aarch64-linux-gnu.2.28", "manylinux_2_28_aarch64"),
-    "arm64": Target("darwin", (NEON_DOTPROD,), "aarch64-macos.11.0", "macosx_11_0_arm64"),
+    "aarch64": Target("linux", (NEON, NEON_DOTPROD, NEON_BF16), "aarch64-linux-gnu.2.28", "manylinux_2_28_aarch64"),
+    "arm64": Target("darwin", (NEON_DOTPROD, NEON_BF16), "aarch64-macos.11.0", "macosx_11_0_arm64"),
 }
 
 
@@ -98,7 +102,7 @@ def chosen_level() -> InstructionLevel | None:
 def cpu_features() -> frozenset[str]:
     """The features of this CPU that levels need, and on x86 also others, as Linux names them; none without kernels."""
     if (sys.platform, platform.machine()) == ("darwin", "arm64"):
-        return frozenset(ARM_FEATURES)  # all processors of Macs with this architecture have them
+        return FEATURES_OF_ALL_MACS | {name for name in ARM_FEATURES if _is_set(f"hw.optional.arm.FEAT_{name.upper()}")}
     if (sys.platform, platform.machine()) == ("linux", "aarch64"):  # CPU_INFO is that of the host in an emulator
         read = ctypes.CDLL(None).getauxval
         read.argtypes, read.restype = [ctypes.c_ulong], ctypes.c_ulong
@@ -109,3 +113,11 @@ def cpu_features() -> frozenset[str]:
         return frozenset()
     flags = next((line for line in lines if line.startswith("flags")), "")
     return frozenset(flags.partition(":")[2].split())
+
+
+def _is_set(name: str) -> bool:
+    """Whether macOS knows a number of this name that is not 0."""
+    number = ctypes.c_int()
+    size = ctypes.c_size_t(ctypes.sizeof(number))
+    arguments = (name.encode(), ctypes.byref(number), ctypes.byref(size), None, ctypes.c_size_t(0))
+    return ctypes.CDLL(None).sysctlbyname(*arguments) == 0 and number.value != 0

@@ -30,7 +30,7 @@ class PackedLinear(nn.Module):
         self.packed = weight.packed
         self.bias = None if bias is None else bias.contiguous()
         self._kernel = kernel
-        # Exists only for bfloat16 on CPUs without AVX512-BF16, where the kernel reads x in float32.
+        # Exists only for bfloat16 on CPUs without products of bfloat16 pairs, where the kernel reads x in float32.
         self._widen = find_kernel("linear", "widen", weight.packed.dtype)
 
     def unpacked(self) -> Tensor:

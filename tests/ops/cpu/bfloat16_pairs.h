@@ -3,7 +3,7 @@
 #include <immintrin.h>
 
 // _mm512_dpbf16_ps: adds the products of the odd numbers of each pair, then those of the even numbers.
-static inline __m512 add_pair_products(__m512 sum, __m512bh a, __m512bh b) {
+static inline __m512 multiply_pairs(__m512 sum, __m512bh a, __m512bh b) {
     const __m512i first = (__m512i)a, second = (__m512i)b, upper = _mm512_set1_epi32(0xffff0000);
     const __m512 odd = (__m512)_mm512_and_si512(first, upper), even = (__m512)_mm512_slli_epi32(first, 16);
     sum = _mm512_fmadd_ps(odd, (__m512)_mm512_and_si512(second, upper), sum);
@@ -17,6 +17,6 @@ static inline __m256bh to_bfloat16_vector(__m512 numbers) {
     return (__m256bh)_mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
 }
 
-#define _mm512_dpbf16_ps add_pair_products
+#define _mm512_dpbf16_ps multiply_pairs
 #define _mm512_cvtneps_pbh to_bfloat16_vector
 #define __AVX512BF16__ 1

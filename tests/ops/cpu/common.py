@@ -26,7 +26,7 @@ from model.ops.weight_formats import GroupedWeight
 DTYPES = [torch.float32, torch.bfloat16]
 ROUNDING = {torch.float32: 2**-23, torch.bfloat16: 2**-8}  # relative, of a single number
 # Levels with which most tests run, in addition to the CPU's own.
-INSTRUCTIONS = ("avx2", "avx512-bf16", "amx") if platform.machine() == "x86_64" else ("neon",)
+INSTRUCTIONS = ("avx2", "avx512-bf16", "amx") if platform.machine() == "x86_64" else ("neon", "neon-dotprod")
 
 
 def including(header: str) -> str:

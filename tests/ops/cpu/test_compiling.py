@@ -13,6 +13,8 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -25,6 +27,8 @@ OLD_SECONDS = 2 * 3600
 LOAD = """
 import os, signal, sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 from model.ops.cpu import build, libraries
 
 build.CSRC = Path(sys.argv[1])
@@ -369,3 +373,44 @@ class TestInstructionLevels:
         compiling, compiled = (record.message for record in caplog.records[-2:])
         assert compiling.startswith("compiling level.cpp for avx2")
         assert re.fullmatch(r"compiled level\.cpp for avx2 in \d+\.\d seconds", compiled)
+
+
+class ArmSystem:
+    """The functions of an ARM system's C library that tell what the processor has."""
+
+    def __init__(self, features: set[str], numbers: dict[int, int]) -> None:
+        self.features = {f"hw.optional.arm.FEAT_{name}".encode() for name in features}
+        self.getauxval = Mock(side_effect=numbers.get)
+
+    def sysctlbyname(self, name: bytes, number: Any, size: Any, _new: None, _new_size: Any) -> int:
+        assert size._obj.value == 4
+        number._obj.value = int(name in self.features)
+        return 0 if name in self.features else -1
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "library", "level"),
+    [
+        ("darwin", "arm64", ArmSystem(set(), {}), "neon-dotprod"),
+        ("darwin", "arm64", ArmSystem({"I8MM"}, {}), "neon-dotprod"),
+        ("darwin", "arm64", ArmSystem({"BF16", "I8MM"}, {}), "neon-bf16"),
+        ("linux", "aarch64", ArmSystem(set(), {16: 1 << 1, 26: 0}), "neon"),
+        ("linux", "aarch64", ArmSystem(set(), {16: 1 << 1 | 1 << 20, 26: 1 << 13}), "neon-dotprod"),
+        ("linux", "aarch64", ArmSystem(set(), {16: 1 << 1 | 1 << 20, 26: 1 << 13 | 1 << 14}), "neon-bf16"),
+    ],
+)
+def test_the_level_of_an_arm_processor_depends_on_its_features(
+    system: str, machine: str, library: ArmSystem, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(instruction_levels.VARIABLE, raising=False)
+    monkeypatch.setattr("sys.platform", system)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: library)
+    monkeypatch.setattr(instruction_levels, "LEVELS", instruction_levels.TARGETS[machine].levels)
+    instruction_levels.cpu_features.cache_clear()
+    try:
+        chosen = instruction_levels.chosen_level()
+    finally:
+        instruction_levels.cpu_features.cache_clear()
+    assert chosen is not None
+    assert chosen.name == level

@@ -62,7 +62,7 @@ struct SingleNumbers : std::conditional_t<std::is_same_v<NumberInCache, float>, 
     }
 };
 
-#ifdef __AVX512BF16__
+#ifdef HAS_PAIR_PRODUCTS
 // A pair of bfloat16 numbers in a lane: two adjacent numbers of a head, or the values of an even key and the next key.
 struct NumberPairs : CoarseWeights {
     using Number = BFloat16;
@@ -70,23 +70,19 @@ struct NumberPairs : CoarseWeights {
     static constexpr long DEPTH = 2, KEY_STEP = WIDTH;
     static constexpr bool USES_AMX = false;
 
-    static Floats multiply(Floats sum, Floats x, Floats w) { return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w); }
+    static Floats multiply(Floats sum, Floats x, Floats w) { return add_pair_products(sum, as_bits(x), as_bits(w)); }
     static Floats load_lanes(const BFloat16* from, long count) {  // `count` numbers are left in the row
-        const __mmask32 mask = count < 2 * WIDTH ? 0xffff : 0xffffffff;
-        check_access(from, mask);
-        return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, from));
+        return as_floats(count < 2 * WIDTH ? load_lower_half(from) : load_integers(from));
     }
     // The values of two keys in `tiles` times 16 dims from d on, interleaved.
     template <int tiles>
     static void load_values(const BFloat16* const* rows, long d, Floats (&vectors)[tiles]) {
-        const __m512i lower = (__m512i)((lane_indices() | lane_indices() << 16) + broadcast_integer(0x200000));
-        const __m512i upper = _mm512_add_epi16(lower, _mm512_set1_epi16(WIDTH));
         UNROLL for (int tile = 0; tile < tiles; tile += 2) {
             const long first = d + tile * WIDTH, count = (tiles - tile) * WIDTH;
-            const __m512i even = _mm512_castps_si512(load_lanes(rows[0] + first, count));
-            const __m512i odd = _mm512_castps_si512(load_lanes(rows[1] + first, count));
-            vectors[tile] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(even, lower, odd));
-            if (tile + 1 < tiles) vectors[tile + 1] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(even, upper, odd));
+            const Integers even = as_bits(load_lanes(rows[0] + first, count));
+            const Integers odd = as_bits(load_lanes(rows[1] + first, count));
+            vectors[tile] = as_floats(interleave_lower(even, odd));
+            if (tile + 1 < tiles) vectors[tile + 1] = as_floats(interleave_upper(even, odd));
         }
     }
 };

@@ -25,18 +25,18 @@ struct Float32Format {
     static Floats multiply(Floats sum, Floats x, Floats w) { return fma(x, w, sum); }
 };
 
-#ifdef __AVX512BF16__
+#ifdef HAS_PAIR_PRODUCTS
 struct BFloat16Format {  // both numbers of a pair in one instruction
     using Number = BFloat16;
     using Input = BFloat16;
     static constexpr int DEPTH = 2, STEPS = 1;
-    static __m512bh weight(const BFloat16* w, int) { return (__m512bh)_mm512_loadu_si512(w); }
-    static __m512bh input(const BFloat16* x, int) {
-        int32_t pair;
+    static Integers weight(const BFloat16* w, int) { return load_integers(w); }
+    static Integers input(const BFloat16* x, int) {
+        uint32_t pair;
         std::memcpy(&pair, x, sizeof pair);
-        return (__m512bh)_mm512_set1_epi32(pair);
+        return broadcast_integer(pair);
     }
-    static Floats multiply(Floats sum, __m512bh x, __m512bh w) { return _mm512_dpbf16_ps(sum, w, x); }
+    static Floats multiply(Floats sum, Integers x, Integers w) { return add_pair_products(sum, w, x); }
 };
 #else
 struct BFloat16Format {  // in float32, one number of a pair after the other
@@ -110,8 +110,8 @@ void linear(const LinearArguments<Format>& args, long task, long num_tasks) {
     multiply_by_best_unit(product, args.M, args.N, task, num_tasks);
 }
 
-#ifndef __AVX512BF16__
-// Widens the numbers of x to float32, as the product of bfloat16 numbers reads it without AVX512-BF16.
+#ifndef HAS_PAIR_PRODUCTS
+// Widens the numbers of x to float32, as the product of bfloat16 numbers reads it without products of pairs.
 STRUCT(WidenArguments, (const BFloat16*, x), (float*, out), (long, num_elements));
 
 void widen(const WidenArguments& args, long task, long num_tasks) {
@@ -133,6 +133,6 @@ EXPORT_CONSTANT(BFLOAT16_DEPTH)
 
 KERNEL(linear_float32, linear<Float32Format>)
 KERNEL(linear_bfloat16, linear<BFloat16Format>)
-#ifndef __AVX512BF16__
+#ifndef HAS_PAIR_PRODUCTS
 KERNEL(widen_bfloat16, widen)
 #endif

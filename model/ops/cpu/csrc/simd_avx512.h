@@ -96,6 +96,29 @@ inline Integers add_byte_products(Integers sum, Integers w, Integers x) {
 #endif
 }
 
+#ifdef __AVX512BF16__
+#define HAS_PAIR_PRODUCTS
+
+// Adds to each lane of `sum` both products of the lane's pairs of bfloat16 numbers.
+inline Floats add_pair_products(Floats sum, Integers a, Integers b) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+// The first 16 numbers of 16 bits; the others are 0.
+inline Integers load_lower_half(const void* from) {
+    return (Integers)_mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i*)from));
+}
+inline Integers lane_indices();
+// The first, or the last, 16 numbers of 16 bits of both, in turn.
+inline Integers interleave_lower(Integers even, Integers odd) {
+    const Integers order = lane_indices() * 0x10001 + 0x200000;
+    return (Integers)_mm512_permutex2var_epi16((__m512i)even, (__m512i)order, (__m512i)odd);
+}
+inline Integers interleave_upper(Integers even, Integers odd) {
+    const Integers order = lane_indices() * 0x10001 + 0x300010;
+    return (Integers)_mm512_permutex2var_epi16((__m512i)even, (__m512i)order, (__m512i)odd);
+}
+#endif
+
 // Writes the columns of a matrix of 16 rows and 16 columns, one after the other.
 inline void transpose(Floats (&rows)[WIDTH], float* to) {
     Floats other[WIDTH];

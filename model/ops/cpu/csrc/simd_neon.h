@@ -215,6 +215,32 @@ inline Integers add_byte_products(Integers sum, Integers w, Integers x) {
         sum, w, x);
 }
 
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+#define HAS_PAIR_PRODUCTS
+
+// Adds to each lane of `sum` both products of the lane's pairs of bfloat16 numbers.
+inline Floats add_pair_products(Floats sum, Integers a, Integers b) {
+    const auto pairs = [](uint32x4_t x) { return vreinterpretq_bf16_u32(x); };
+    return by_quarters([&](auto total, auto x, auto y) { return vbfdotq_f32(total, pairs(x), pairs(y)); }, sum, a, b);
+}
+// The first 16 numbers of 16 bits; the others are 0.
+inline Integers load_lower_half(const void* from) {
+    const uint16_t* const numbers = (const uint16_t*)from;
+    const auto quarter = [&](int i) { return vreinterpretq_u32_u16(vld1q_u16(numbers + i * 8)); };
+    return {{quarter(0), quarter(1)}, {}};
+}
+// The first, or the last, 16 numbers of 16 bits of both, in turn.
+inline Integers interleave(Pair<uint32x4_t> even, Pair<uint32x4_t> odd) {
+    const auto both = [](uint32x4_t a, uint32x4_t b) {
+        const uint16x8_t x = vreinterpretq_u16_u32(a), y = vreinterpretq_u16_u32(b);
+        return Pair<uint32x4_t>{vreinterpretq_u32_u16(vzip1q_u16(x, y)), vreinterpretq_u32_u16(vzip2q_u16(x, y))};
+    };
+    return {both(even.low, odd.low), both(even.high, odd.high)};
+}
+inline Integers interleave_lower(Integers even, Integers odd) { return interleave(even.low, odd.low); }
+inline Integers interleave_upper(Integers even, Integers odd) { return interleave(even.high, odd.high); }
+#endif
+
 // Writes the columns of a matrix of 16 rows and 16 columns, one after the other: as 16 matrices of 4 by 4.
 inline void transpose(Floats (&rows)[WIDTH], float* to) {
     for (int row = 0; row < WIDTH; row += 4)
