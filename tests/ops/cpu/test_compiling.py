@@ -271,9 +271,10 @@ LEVEL_SOURCE = """
 extern "C" const char* level() { return NAME; }
 """
 
-# Writes half of the library, as when the disk is full.
+# Writes half of the library, as when the disk is full. It knows no version (`-v`).
 FAILING_COMPILER = """#!/bin/sh
 for file; do :; done
+[ "$file" = -v ] && exit 1
 echo half > "$file"
 echo "error: no space left on device" >&2
 exit 1
