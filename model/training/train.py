@@ -7,6 +7,9 @@ The optimizer is AdamW with decoupled weight decay (Loshchilov & Hutter 2019). T
 falls along a cosine to a tenth of its peak. Gradients are clipped. Matrix products are computed
 in bfloat16; the weights stay float32.
 
+With `--start`, a checkpoint is trained further, with its tokenizer. `--guidance` and `--copies` form an induction head
+(`guided_heads.py`). The bundled checkpoint is the result of two runs, which its model card describes.
+
 The end of every text is held out. The weights that predict the held-out text best are saved in Hugging Face layout,
 with the log `training.jsonl` and the plot `curve.png`. If a run is stopped and started again, it continues from its
 last evaluation. Every step has its own random seed, so on the same device the result is that of an uninterrupted run.
@@ -37,6 +40,7 @@ from model.text.corpus import END_OF_TEXT_ID, Corpus, train_tokenizer
 from model.text.sampling import Sampler, SamplingParams, sample
 from model.text.tokenizer import Tokenizer
 from model.training.export import save_checkpoint
+from model.training.guided_heads import GuidedHeads, draw_copies
 
 SAMPLE_PROMPTS = ("Once upon a time", "It was a dark night, and the captain")
 
@@ -45,7 +49,8 @@ SAMPLE_PROMPTS = ("Once upon a time", "It was a dark night, and the captain")
 class Recipe:
     """The sizes of the network and the settings of its training. The defaults are those of the bundled checkpoint.
 
-    `peak` is the highest learning rate.
+    `peak` is the highest learning rate. `guidance` is the weight of the losses of two guided heads, in the layers
+    `previous_layer` and `induction_layer`, and `copies` the number of windows of a batch that repeat random tokens.
     """
 
     steps: int = 5000
@@ -59,6 +64,10 @@ class Recipe:
     peak: float = 2e-3
     weight_decay: float = 0.1
     dropout: float = 0.0
+    guidance: float = 0.0
+    copies: int = 0
+    previous_layer: int = 1
+    induction_layer: int = 3
     held_out: float = 0.02
     evaluations: int = 45
     seed: int = 0
@@ -71,6 +80,10 @@ class Recipe:
             "batch": self.batch >= 1,
             "peak": self.peak > 0,
             "dropout": 0 <= self.dropout < 1,
+            "guidance": self.guidance >= 0,
+            "copies": 0 <= self.copies < self.batch and (self.copies == 0 or self.context >= 8),
+            "previous_layer": self.guidance == 0 or 0 <= self.previous_layer < self.induction_layer,
+            "induction_layer": self.guidance == 0 or self.induction_layer < self.layers,
             "held_out": 0 < self.held_out < 1,
             "evaluations": self.evaluations >= 1,
         }
@@ -165,15 +178,31 @@ def generate_sample(model: Transformer, tokenizer: Tokenizer, prompt: str) -> st
 
 
 class Log:
-    """The log `training.jsonl`: the recipe, a line per evaluation, and the score of the saved checkpoint at the end."""
+    """The log `training.jsonl`: the recipe, a line per evaluation, and the score of the saved checkpoint at the end.
+
+    Before these, it has the lines of the run with which this one started.
+    """
+
+    NAME = "training.jsonl"
 
     def __init__(self, directory: Path, entries: list[dict[str, Any]]) -> None:
-        self._path = directory / "training.jsonl"
+        self._path = directory / self.NAME
         self.entries = entries
+
+    @classmethod
+    def read(cls, directory: Path | None) -> list[dict[str, Any]]:
+        """The entries of the log in a directory; none if there is none."""
+        if directory is None or not (directory / cls.NAME).exists():
+            return []
+        return [json.loads(line) for line in (directory / cls.NAME).read_text().splitlines()]
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        return [entry for entry in self.entries if "step" in entry]
+        """Those of this run."""
+        return [entry for entry in self.entries[self._starts()[-1] :] if "step" in entry]
+
+    def _starts(self) -> list[int]:
+        return [index for index, entry in enumerate(self.entries) if "recipe" in entry]
 
     def add(self, entry: dict[str, Any]) -> None:
         self.entries.append(entry)
@@ -183,12 +212,19 @@ class Log:
         """Write a plot of training and validation loss over the number of tokens."""
         from matplotlib.figure import Figure  # imported here because the import is slow
 
-        evaluations = self.evaluations
-        millions = [entry["tokens"] / 1e6 for entry in evaluations]
+        evaluations: list[dict[str, Any]] = []
+        tokens: list[int] = []
+        earlier = 0
+        for entry in self.entries:
+            if "recipe" in entry:
+                earlier = tokens[-1] if tokens else 0
+            elif "step" in entry:
+                evaluations.append(entry)
+                tokens.append(earlier + entry["tokens"])
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
         for key, label in (("training_loss", "training"), ("validation_loss", "held out")):
-            axes.plot(millions, [entry[key] for entry in evaluations], label=label)
+            axes.plot([number / 1e6 for number in tokens], [entry[key] for entry in evaluations], label=label)
         axes.set(xlabel="million tokens", ylabel="nats per token")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
@@ -201,14 +237,22 @@ class Run:
     `about` identifies the run: a saved state is continued only by a run with the same `about`.
     """
 
-    def __init__(self, corpus: Corpus, out: Path, recipe: Recipe, device: str) -> None:
+    def __init__(self, corpus: Corpus, out: Path, recipe: Recipe, device: str, start: Path | None = None) -> None:
         self.recipe, self.out, self.device = recipe, out, device
-        self.tokenizer = Tokenizer(train_tokenizer(corpus.training, recipe.vocab_size))
+        first = None if start is None else load_checkpoint(str(start))
+        if first is None or first.tokenizer is None:
+            self.tokenizer = Tokenizer(train_tokenizer(corpus.training, recipe.vocab_size))
+        else:
+            self.tokenizer = first.tokenizer
         self.ids, self.held_out_ids = (self._encode(texts) for texts in (corpus.training, corpus.held_out))
         held_out_bytes = sum(len(text.encode()) for text in corpus.held_out)
         self.tokens_per_byte = len(self.held_out_ids) / held_out_bytes
         self.model = Transformer(recipe.config())
         self.model.initialize(torch.Generator().manual_seed(recipe.seed))
+        if first is not None:
+            if first.model.config != self.model.config:
+                raise ValueError(f"{start} is another kind of network than the recipe describes; use its sizes")
+            self.model.load_state_dict(first.model.state_dict())
         add_dropout(self.model, recipe.dropout)
         self.model.to(device)
         self.optimizer = self._new_optimizer()
@@ -219,7 +263,7 @@ class Run:
             "parameters": count_parameters(self.model.config).total,
             "texts_sha256": hashlib.sha256("\0".join((*corpus.training, *corpus.held_out)).encode()).hexdigest(),
         }
-        self.log = Log(out, [self.about])
+        self.log = Log(out, [*Log.read(start), self.about])
         self.num_steps, self.seconds = 0, 0.0
         self.losses: list[Tensor] = []
 
@@ -276,7 +320,7 @@ class Run:
         start = time.monotonic()
         self.num_steps += 1
         torch.manual_seed(self.recipe.seed * self.recipe.steps + self.num_steps)
-        inputs, targets = draw_batch(self.ids, self.recipe.batch, self.recipe.context)
+        inputs, targets = self._draw_batch()
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.learning_rate(self.num_steps)
         loss = compute_loss(self.model, inputs.to(self.device), targets.to(self.device))
@@ -287,47 +331,77 @@ class Run:
         self.losses.append(loss.detach())
         self.seconds += time.monotonic() - start
 
+    def _draw_batch(self) -> tuple[Tensor, Tensor]:
+        recipe = self.recipe
+        inputs, targets = draw_batch(self.ids, recipe.batch - recipe.copies, recipe.context)
+        if recipe.copies == 0:
+            return inputs, targets
+        copies = draw_copies(self.ids, recipe.vocab_size, recipe.copies, recipe.context)
+        return torch.cat([inputs, copies[0]]), torch.cat([targets, copies[1]])
+
     def evaluate(self) -> str:
-        """Compute the held-out loss, save the weights if they are the best so far, and return a report to print.
+        """Compute the losses on held-out text and on copies, save the weights if their sum is the lowest so far, and
+        return a report to print.
 
         Raises `ValueError` if the loss is not finite.
         """
-        best = min((entry["validation_loss"] for entry in self.log.evaluations), default=math.inf)
         with evaluating(self.model):
             nats = validate(self.model, self.held_out_ids, self.recipe.context)
-            if not math.isfinite(nats):
+            losses = {"validation_loss": round(nats, 4)}
+            if self.recipe.copies:
+                losses["copies_loss"] = round(self._validate_copies(), 4)
+            if not math.isfinite(sum(losses.values())):
                 raise ValueError("the loss is not finite: use a lower peak learning rate, --peak")
             samples = [generate_sample(self.model, self.tokenizer, prompt) for prompt in SAMPLE_PROMPTS]
-        if nats < best:
+        if sum(losses.values()) < min(
+            (sum(entry[key] for key in losses) for entry in self.log.evaluations), default=math.inf
+        ):
             save_checkpoint(self.model, self.tokenizer, self.out)
         entry = {
             "step": self.num_steps,
             "tokens": self.num_steps * self.recipe.batch * self.recipe.context,
             "minutes": round(self.seconds / 60, 2),
             "training_loss": round(float(torch.stack(self.losses).mean()), 4),
-            "validation_loss": round(nats, 4),
+            **losses,
             "bits_per_byte": round(nats * self.tokens_per_byte / math.log(2), 4),
         }
         self.losses = []
         self.log.add(entry)
         return json.dumps(entry) + "".join(f"\n  {text!r}" for text in samples)
 
+    def _validate_copies(self) -> float:
+        """Mean loss of repeated random tokens, always the same ones, in nats."""
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            inputs, targets = draw_copies(self.ids, self.recipe.vocab_size, self.recipe.batch, self.recipe.context)
+        return float(mean_loss(self.model, inputs.to(self.device), targets.to(self.device)))
+
 
 def train(
-    paths: Sequence[Path], out: Path, recipe: Recipe, *, prose: Sequence[Path] = (), device: str, compiled: bool
+    paths: Sequence[Path],
+    out: Path,
+    recipe: Recipe,
+    *,
+    prose: Sequence[Path] = (),
+    start: Path | None = None,
+    device: str,
+    compiled: bool,
 ) -> None:
     """Train, or continue a stopped run, until the last step of the recipe.
 
-    In the files of `prose`, the lines of each paragraph are joined.
+    In the files of `prose`, the lines of each paragraph are joined. A new run begins with the checkpoint `start`.
 
     Raises `ValueError` if there is too little text, if `out` holds a finished checkpoint or the state of another run,
-    or if the loss becomes infinite or NaN.
+    if `start` is no network of the recipe's sizes, or if the loss becomes infinite or NaN.
     """
     corpus = Corpus.read(paths, recipe.held_out, prose)
     out.mkdir(parents=True, exist_ok=True)
-    run = Run(corpus, out, recipe, device)
+    run = Run(corpus, out, recipe, device, start)
     run.resume()
-    step_loss = torch.compile(mean_loss) if compiled else mean_loss
+    loss = mean_loss
+    if recipe.guidance:
+        loss = GuidedHeads(recipe.previous_layer, recipe.induction_layer, recipe.guidance).loss
+    step_loss = torch.compile(loss) if compiled else loss
     interval = max(recipe.steps // recipe.evaluations, 1)
     with tqdm(initial=run.num_steps, total=recipe.steps, unit="step") as bar:
         while run.num_steps < recipe.steps:
@@ -348,6 +422,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--prose", nargs="+", type=Path, default=[], help="books of prose, in which the lines of a paragraph are joined"
     )
+    parser.add_argument("--start", type=Path, help="directory of a checkpoint to train further")
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint, the log and the state")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="use torch.compile, which needs a C++ compiler")
@@ -372,6 +447,7 @@ def main() -> None:
             options["out"],
             recipe,
             prose=options["prose"],
+            start=options["start"],
             device=options["device"],
             compiled=options["compile"],
         )
